@@ -1,0 +1,2 @@
+//! The `zerosock` command.
+fn main() {}

@@ -1,1 +1,3 @@
-//! lib
+//! Zero-copy sockets between virtual machines, hosts and processes.
+
+pub mod device;

@@ -1,0 +1,167 @@
+//! Messages to the control thread: answers of workers, requests to close, the end.
+//!
+//! An unbounded channel and an eventfd that wakes the control thread. It holds at most two answers
+//! for each VM (a command's and `Disconnected`'s), so it stays short.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::{read, write};
+
+use super::DeviceReply;
+
+/// What arrives at the control thread.
+#[derive(Debug)]
+pub(super) enum Mail {
+    /// A worker's answer to the command with this number.
+    Reply { vm: usize, sequence: u64, reply: DeviceReply },
+    /// A worker asks that the connection of this number be closed.
+    Close { vm: usize, connection: u64, reason: String },
+    /// Disconnect everything and end.
+    Shutdown,
+}
+
+/// The sending half.
+#[derive(Clone, Debug)]
+pub(super) struct MailSender {
+    channel: Sender<Mail>,
+    wake: Arc<OwnedFd>,
+}
+
+impl MailSender {
+    /// Sends and wakes the control thread. Nothing happens when that thread has ended.
+    pub(super) fn send(&self, mail: Mail) {
+        if self.channel.send(mail).is_ok() {
+            // The counter cannot reach its limit, so this neither blocks nor fails; when the
+            // control thread has ended, the write goes to an eventfd that nobody reads.
+            let _ = write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// The receiving half.
+#[derive(Debug)]
+pub(super) struct Mailbox {
+    channel: Receiver<Mail>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Mailbox {
+    /// Makes a mailbox and its first sender.
+    pub(super) fn new() -> io::Result<(Mailbox, MailSender)> {
+        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let (sender, channel) = mpsc::channel();
+        let sender = MailSender { channel: sender, wake: Arc::clone(&wake) };
+        Ok((Mailbox { channel, wake }, sender))
+    }
+
+    /// Takes back the wake-up. To be called before the last `next`: what is sent after it wakes
+    /// again.
+    pub(super) fn clear(&self) {
+        let mut count = [0; 8];
+        let _ = read(&self.wake, &mut count);
+    }
+
+    /// The next message, if there is one.
+    pub(super) fn next(&self) -> Option<Mail> {
+        self.channel.try_recv().ok()
+    }
+}
+
+impl AsFd for Mailbox {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+}
+
+/// The right, and the duty, to answer one [`DeviceCommand`](super::DeviceCommand). May be sent to
+/// any thread. Dropping it answers `Failed`.
+#[must_use = "a reply that is dropped answers that the command failed"]
+pub struct Reply {
+    sender: MailSender,
+    vm: usize,
+    sequence: u64,
+    answered: bool,
+}
+
+impl Reply {
+    pub(super) fn new(sender: MailSender, vm: usize, sequence: u64) -> Reply {
+        Reply { sender, vm, sequence, answered: false }
+    }
+
+    /// Answers, and wakes the control thread. Never blocks.
+    pub fn send(mut self, reply: DeviceReply) {
+        self.answer(reply);
+    }
+
+    /// Answers [`DeviceReply::Done`].
+    pub fn done(self) {
+        self.send(DeviceReply::Done);
+    }
+
+    /// Answers [`DeviceReply::Base`].
+    pub fn base(self, index: u16) {
+        self.send(DeviceReply::Base(index));
+    }
+
+    /// Answers [`DeviceReply::Failed`].
+    pub fn failed(self, reason: impl fmt::Display) {
+        self.send(DeviceReply::Failed(reason.to_string()));
+    }
+
+    fn answer(&mut self, reply: DeviceReply) {
+        self.answered = true;
+        self.sender.send(Mail::Reply { vm: self.vm, sequence: self.sequence, reply });
+    }
+}
+
+impl Drop for Reply {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.answer(DeviceReply::Failed("the worker dropped the command".into()));
+        }
+    }
+}
+
+impl fmt::Debug for Reply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reply").field("vm", &self.vm).field("sequence", &self.sequence).finish()
+    }
+}
+
+/// A worker's hold on one connection of a front-end.
+#[derive(Clone)]
+pub struct FrontendLink {
+    sender: MailSender,
+    vm: usize,
+    connection: u64,
+}
+
+impl FrontendLink {
+    pub(super) fn new(sender: MailSender, vm: usize, connection: u64) -> FrontendLink {
+        FrontendLink { sender, vm, connection }
+    }
+
+    /// Closes the connection; `reason` goes to the log. The worker then gets `Disconnected`.
+    /// Without effect on a connection that is gone, and on later ones. Never blocks.
+    pub fn close(&self, reason: impl fmt::Display) {
+        self.sender.send(Mail::Close {
+            vm: self.vm,
+            connection: self.connection,
+            reason: reason.to_string(),
+        });
+    }
+}
+
+impl fmt::Debug for FrontendLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FrontendLink")
+            .field("vm", &self.vm)
+            .field("connection", &self.connection)
+            .finish()
+    }
+}

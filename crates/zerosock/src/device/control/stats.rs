@@ -1,0 +1,114 @@
+//! Counters of the control plane, by VM.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A kind of fault of a front-end. Each is counted, and none costs more than its own connection.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+#[repr(usize)]
+pub enum Fault {
+    /// A header of another protocol version, or marked as a reply. Closes the connection.
+    Header,
+    /// A payload beyond the limit of the protocol's messages. Closes the connection.
+    PayloadTooLong,
+    /// More descriptors than any message may carry, or more than we had room for. Closes the
+    /// connection.
+    TooManyDescriptors,
+    /// The connection ended, or failed, in the middle of a message.
+    Truncated,
+    /// A request that we do not know, did not offer, or that was not negotiated. Refused.
+    Unsupported,
+    /// A payload of the wrong length, or with a value out of range. Refused.
+    Payload,
+    /// Too many or too few descriptors for the request, or of the wrong kind. Refused.
+    Descriptors,
+    /// A request out of order: a queue changed while it runs, or started before it is described.
+    /// Refused.
+    Order,
+    /// Memory that cannot be mapped. Refused.
+    Memory,
+    /// The worker refused the command.
+    Worker,
+    /// A second front-end came while the first is connected. It is turned away.
+    Busy,
+}
+
+impl Fault {
+    /// All kinds, in the order of their discriminants.
+    pub const ALL: [Fault; 11] = [
+        Fault::Header,
+        Fault::PayloadTooLong,
+        Fault::TooManyDescriptors,
+        Fault::Truncated,
+        Fault::Unsupported,
+        Fault::Payload,
+        Fault::Descriptors,
+        Fault::Order,
+        Fault::Memory,
+        Fault::Worker,
+        Fault::Busy,
+    ];
+
+    /// A name for logs and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Fault::Header => "header",
+            Fault::PayloadTooLong => "payload_too_long",
+            Fault::TooManyDescriptors => "too_many_descriptors",
+            Fault::Truncated => "truncated",
+            Fault::Unsupported => "unsupported",
+            Fault::Payload => "payload",
+            Fault::Descriptors => "descriptors",
+            Fault::Order => "order",
+            Fault::Memory => "memory",
+            Fault::Worker => "worker",
+            Fault::Busy => "busy",
+        }
+    }
+}
+
+/// What happened on one VM's control socket since the start.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct ControlStats {
+    /// Front-ends that connected.
+    pub connections: u64,
+    /// Messages that were read whole.
+    pub messages: u64,
+    faults: [u64; Fault::ALL.len()],
+}
+
+impl ControlStats {
+    /// How often a kind of fault occurred.
+    pub fn faults(&self, fault: Fault) -> u64 {
+        self.faults[fault as usize]
+    }
+}
+
+/// The counters behind [`ControlStats`]: written by the control thread, read by any.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    connections: AtomicU64,
+    messages: AtomicU64,
+    faults: [AtomicU64; Fault::ALL.len()],
+}
+
+impl Counters {
+    pub(super) fn connection(&self) {
+        self.connections.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn message(&self) {
+        self.messages.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn fault(&self, fault: Fault) {
+        self.faults[fault as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn snapshot(&self) -> ControlStats {
+        ControlStats {
+            connections: self.connections.load(Ordering::Relaxed),
+            messages: self.messages.load(Ordering::Relaxed),
+            faults: std::array::from_fn(|i| self.faults[i].load(Ordering::Relaxed)),
+        }
+    }
+}

@@ -1,1 +1,19 @@
-//! sys
+//! The system calls of zerosock that no safe crate offers, as small safe functions.
+//!
+//! Everything here is a thin room around one kernel interface: [`send_slices`] and [`recv_slices`]
+//! move bytes between a socket and guest memory without a buffer of ours, [`sigbus`] survives
+//! guest memory that vanishes, [`memfd`] makes memory that cannot shrink, [`fd_passing`] carries
+//! descriptors over Unix sockets, [`vsock`] opens kernel vsock sockets, [`affinity`] pins threads.
+//!
+//! What must hold: no function panics on what a peer sends, no function keeps state but the
+//! SIGBUS handler, and each `unsafe` block says why it is sound. Where rustix offers a safe call,
+//! it is used instead of libc.
+
+pub mod affinity;
+pub mod fd_passing;
+pub mod memfd;
+pub mod sigbus;
+mod slices;
+pub mod vsock;
+
+pub use slices::{MAX_SLICES, recv_slices, send_slices};

@@ -1,0 +1,81 @@
+//! Bytes between a socket and guest memory, straight over the guest's buffers.
+
+use std::io;
+use std::mem::{align_of, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use zerosock_ring::GuestSlice;
+
+/// The most slices that one call uses (UIO_MAXIOV); what lies in later ones is left for the next.
+pub const MAX_SLICES: usize = 1024;
+
+// A slice of `GuestSlice` is handed to the kernel as an array of `struct iovec`. The order of the
+// fields, pointer then length, is checked by a test: both are words.
+const _: () = assert!(size_of::<GuestSlice<'_>>() == size_of::<libc::iovec>());
+const _: () = assert!(align_of::<GuestSlice<'_>>() == align_of::<libc::iovec>());
+
+/// Sends from guest memory with one sendmsg(2). Does not block and raises no SIGPIPE. Returns how
+/// many bytes the socket took, possibly fewer than there are.
+///
+/// # Errors
+/// `WouldBlock` when it takes none now. EFAULT (`raw_os_error`) when the memory has vanished:
+/// the kernel reports this instead of raising SIGBUS. Else what sendmsg(2) answers.
+pub fn send_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    let message = message(slices);
+    loop {
+        // SAFETY: `message` names the first `min(len, MAX_SLICES)` elements of `slices`, which
+        // have the layout of `struct iovec` (asserted above), and outlives the call. Each names
+        // mapped memory for as long as the `GuestSlice` borrow lasts, thus during the call. The
+        // kernel only reads there; others may write meanwhile, which the kernel's copy tolerates
+        // and which no Rust reference sees, as none is formed.
+        let sent = unsafe {
+            libc::sendmsg(
+                fd.as_raw_fd(),
+                &message,
+                libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL,
+            )
+        };
+        if let Some(result) = outcome(sent) {
+            return result;
+        }
+    }
+}
+
+/// Receives into guest memory with one recvmsg(2). Does not block. Returns how many bytes came;
+/// 0 at end of file, and also when the slices have no room.
+///
+/// # Errors
+/// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished. Else
+/// what recvmsg(2) answers.
+pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    let mut message = message(slices);
+    loop {
+        // SAFETY: as in `send_slices`, but the kernel writes: a `GuestSlice` stands for memory
+        // mapped writable and shared, to which no Rust reference exists, so that bytes may change
+        // there at any time. `message` has no room for an address or control data, so nothing
+        // but the slices and `message` itself is written.
+        let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+        if let Some(result) = outcome(received) {
+            return result;
+        }
+    }
+}
+
+/// A message without address and control data over the slices.
+fn message(slices: &[GuestSlice<'_>]) -> libc::msghdr {
+    // SAFETY: `msghdr` consists of integers and raw pointers, for which all zeroes is a value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = slices.as_ptr().cast::<libc::iovec>().cast_mut();
+    // The type of this field differs between C libraries.
+    message.msg_iovlen = slices.len().min(MAX_SLICES) as _;
+    message
+}
+
+/// The result of a call, or `None` when it was interrupted and is to be made again.
+fn outcome(returned: libc::ssize_t) -> Option<io::Result<usize>> {
+    if let Ok(bytes) = usize::try_from(returned) {
+        return Some(Ok(bytes));
+    }
+    let error = io::Error::last_os_error();
+    (error.kind() != io::ErrorKind::Interrupted).then_some(Err(error))
+}

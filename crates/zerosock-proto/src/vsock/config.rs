@@ -1,0 +1,142 @@
+//! What a [`Shard`](super::Shard) is told when it is made.
+
+use crate::addr::Cid;
+use crate::time::Duration;
+
+/// Which half of the queue pair a shard serves.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub enum Role {
+    /// The device half. Every packet must come from `peer`, the guest; others
+    /// are dropped without RST. Our own CID is the host's, and those in
+    /// [`ShardConfig::local`].
+    Device {
+        /// The guest's CID.
+        peer: Cid,
+    },
+    /// The driver half: the guest itself. Packets may come from anywhere.
+    Driver {
+        /// Our own CID, as the device's configuration space tells it.
+        local: Cid,
+    },
+}
+
+/// A sorted set of CIDs.
+#[derive(Clone, Eq, PartialEq, Debug, Default)]
+pub struct CidSet(Box<[Cid]>);
+
+impl CidSet {
+    /// Whether `cid` is in the set.
+    pub fn contains(&self, cid: Cid) -> bool {
+        self.0.binary_search(&cid).is_ok()
+    }
+
+    /// The CIDs in ascending order.
+    pub fn as_slice(&self) -> &[Cid] {
+        &self.0
+    }
+}
+
+impl FromIterator<Cid> for CidSet {
+    fn from_iter<I: IntoIterator<Item = Cid>>(cids: I) -> CidSet {
+        let mut cids: Vec<Cid> = cids.into_iter().collect();
+        cids.sort_unstable();
+        cids.dedup();
+        CidSet(cids.into_boxed_slice())
+    }
+}
+
+/// The destination CIDs for which a device answers.
+#[derive(Clone, Eq, PartialEq, Debug, Default)]
+pub enum LocalCids {
+    /// The host's alone.
+    #[default]
+    HostOnly,
+    /// The host's and those of siblings behind this device.
+    HostAnd(CidSet),
+}
+
+impl LocalCids {
+    /// The host's and `cids`.
+    pub fn host_and<I: IntoIterator<Item = Cid>>(cids: I) -> LocalCids {
+        LocalCids::HostAnd(cids.into_iter().collect())
+    }
+
+    /// Whether packets to `cid` are ours.
+    pub fn contains(&self, cid: Cid) -> bool {
+        match self {
+            _ if cid == Cid::HOST => true,
+            LocalCids::HostOnly => false,
+            LocalCids::HostAnd(set) => set.contains(cid),
+        }
+    }
+}
+
+/// Everything that a [`Shard`](super::Shard) lets its maker choose. Take
+/// [`ShardConfig::device`] or [`ShardConfig::driver`] and change fields.
+#[derive(Clone, Debug)]
+pub struct ShardConfig {
+    /// Which half we are.
+    pub role: Role,
+    /// A device's own CIDs. A driver has the one in its [`Role`].
+    pub local: LocalCids,
+    /// Receive buffer advertised for each connection, in bytes.
+    pub buf_alloc: u32,
+    /// Most bytes in flight towards a peer, whatever it advertises. `None` is
+    /// Linux's rule: the connection's own `buf_alloc`.
+    pub send_limit: Option<u32>,
+    /// Most connections at once, those included whose RST has not left or
+    /// whose end the caller has not yet polled. Above it REQUESTs are reset.
+    pub max_connections: usize,
+    /// Most undecided incoming connections when `accept_all` is set;
+    /// listeners have a bound of their own.
+    pub backlog: usize,
+    /// Every REQUEST to one of our CIDs becomes an
+    /// [`Event::Incoming`](super::Event::Incoming), listener or not.
+    pub accept_all: bool,
+    /// How long a REQUEST may go unanswered.
+    pub connect_timeout: Duration,
+    /// How long a closing connection may go without progress.
+    pub close_timeout: Duration,
+    /// Most RSTs waiting that belong to no connection; see
+    /// [`Shard::is_backlogged`](super::Shard::is_backlogged).
+    pub max_pending_resets: usize,
+    /// Most queued sends of one connection; above it
+    /// [`SendError::QueueFull`](super::SendError::QueueFull).
+    pub max_queued_sends: usize,
+    /// Where the free-running counters start, so that tests can start them
+    /// near the wrap. Peers on the wire expect 0.
+    #[doc(hidden)]
+    pub first_count: u32,
+}
+
+impl ShardConfig {
+    /// The default receive buffer: Linux's.
+    pub const DEFAULT_BUF_ALLOC: u32 = 262144;
+
+    /// A device half for the guest `peer`.
+    pub fn device(peer: Cid) -> ShardConfig {
+        ShardConfig::new(Role::Device { peer })
+    }
+
+    /// A driver half whose own CID is `local`.
+    pub fn driver(local: Cid) -> ShardConfig {
+        ShardConfig::new(Role::Driver { local })
+    }
+
+    fn new(role: Role) -> ShardConfig {
+        ShardConfig {
+            role,
+            local: LocalCids::HostOnly,
+            buf_alloc: Self::DEFAULT_BUF_ALLOC,
+            send_limit: None,
+            max_connections: 65536,
+            backlog: 1024,
+            accept_all: false,
+            connect_timeout: Duration::from_secs(2),
+            close_timeout: Duration::from_secs(8),
+            max_pending_resets: 256,
+            max_queued_sends: 1024,
+            first_count: 0,
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! What a [`Shard`](super::Shard) tells its driver: verdicts on packets,
+//! events, and headers to send.
+
+use super::connection::FlowId;
+use super::state::How;
+use crate::addr::Address;
+use crate::wire::vsock::{Repr, SocketType};
+
+/// What becomes of a packet handed to
+/// [`Shard::handle_packet`](super::Shard::handle_packet).
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+#[must_use]
+pub enum Disposition {
+    /// Hand the payload on, now and once, then report it with
+    /// [`Shard::consume`](super::Shard::consume) as it leaves our hands.
+    Deliver {
+        /// Whose payload it is.
+        flow: FlowId,
+        /// Bytes, never 0.
+        len: u32,
+        /// SEQ_EOM and SEQ_EOR on SEQPACKET; 0 on streams.
+        flags: u32,
+    },
+    /// Done with; payload, if any, is not wanted.
+    Handled,
+    /// Not acted upon. An RST may have been queued: see the reason.
+    Dropped(DropReason),
+}
+
+/// Why a packet was dropped.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum DropReason {
+    /// It does not come from the device's guest. No RST.
+    WrongSource,
+    /// The type is neither STREAM nor SEQPACKET. RST.
+    UnknownType,
+    /// There is no connection and no listener for it. RST.
+    NoSocket,
+    /// The connection or listener is of another type. RST.
+    TypeMismatch,
+    /// A REQUEST above a cap: connections, or the listener's backlog. RST.
+    OverCap,
+    /// An RST for nothing we know, or that we had already given up. No RST.
+    StrayReset,
+    /// Payload above the credit we gave: the connection was reset.
+    CreditExceeded,
+    /// The state forbids it: the connection was reset.
+    ProtocolError,
+    /// The state has no use for it. No RST.
+    Unexpected,
+    /// RW without payload; nobody sends that. No RST.
+    Empty,
+    /// Payload for a direction that we have shut down; its credit has been
+    /// given back. No RST.
+    ReceiveShut,
+}
+
+/// Something that happened to a connection.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub enum Event {
+    /// A peer asks: [`accept`](super::Shard::accept) or
+    /// [`reject`](super::Shard::reject).
+    Incoming {
+        /// The new connection.
+        flow: FlowId,
+        /// Our address, as the peer named it.
+        local: Address,
+        /// The peer's address.
+        peer: Address,
+        /// STREAM or SEQPACKET.
+        socket_type: SocketType,
+    },
+    /// [`connect`](super::Shard::connect) succeeded.
+    Connected {
+        /// The connection.
+        flow: FlowId,
+    },
+    /// [`connect`](super::Shard::connect) failed. The id is no longer valid.
+    Refused {
+        /// The connection that did not come about.
+        flow: FlowId,
+        /// Why.
+        reason: RefuseReason,
+    },
+    /// The peer has shut down a direction; both flags are cumulative. Never
+    /// both of them without unread bytes: that is [`Event::Closed`].
+    PeerShutdown {
+        /// The connection.
+        flow: FlowId,
+        /// The peer will receive no more: what we send is lost, queued sends
+        /// have been dropped.
+        receive: bool,
+        /// The peer will send no more: after what was delivered comes the
+        /// end of the stream.
+        send: bool,
+    },
+    /// After `NoCredit` or `QueueFull`: try again.
+    Writable {
+        /// The connection.
+        flow: FlowId,
+    },
+    /// The connection is gone and the id no longer valid. Comes exactly once
+    /// for every connection that the caller has seen (unless
+    /// [`Event::Refused`] came), also after
+    /// [`reset`](super::Shard::reset) and [`reject`](super::Shard::reject).
+    Closed {
+        /// The connection.
+        flow: FlowId,
+        /// Why.
+        reason: CloseReason,
+    },
+}
+
+/// Why a connection did not come about.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum RefuseReason {
+    /// The peer answered with RST (ECONNREFUSED, ECONNRESET).
+    Reset,
+    /// The peer did not answer in time (ETIMEDOUT).
+    TimedOut,
+    /// The peer answered with nonsense (EPROTO).
+    ProtocolError,
+    /// The transport was reset (ECONNRESET).
+    TransportReset,
+    /// The caller gave it up with [`reset`](super::Shard::reset).
+    LocalReset,
+}
+
+/// Why a connection ended.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum CloseReason {
+    /// We shut down both directions and the peer confirmed. In order.
+    Finished,
+    /// The peer shut down both directions and all it sent was consumed. In
+    /// order.
+    PeerClosed,
+    /// RST by the peer (ECONNRESET).
+    PeerReset,
+    /// The peer asked for a new connection between the same ports: it has
+    /// forgotten this one.
+    Superseded,
+    /// The peer broke the protocol and was reset.
+    ProtocolError,
+    /// The peer sent more than its credit and was reset.
+    CreditExceeded,
+    /// Closing made no progress for too long; the peer was reset.
+    TimedOut,
+    /// The transport was reset (ECONNRESET).
+    TransportReset,
+    /// [`reset`](super::Shard::reset) by the caller.
+    LocalReset,
+    /// [`reject`](super::Shard::reject) by the caller.
+    Rejected,
+}
+
+impl CloseReason {
+    /// Whether everything that the peer sent before closing was delivered.
+    pub const fn is_orderly(self) -> bool {
+        matches!(self, CloseReason::Finished | CloseReason::PeerClosed)
+    }
+}
+
+/// A part of a queued send, to be put behind a header.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub struct Span {
+    /// The connection.
+    pub flow: FlowId,
+    /// What [`send`](super::Shard::send) returned.
+    pub message: u64,
+    /// Where the span starts within the message, in bytes.
+    pub offset: u32,
+    /// Bytes, never 0.
+    pub len: u32,
+    /// SEQ_EOM and SEQ_EOR, on the last span of the message only.
+    pub flags: u32,
+}
+
+/// A packet to send.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+#[must_use]
+pub struct Transmit {
+    /// The header.
+    pub header: Repr,
+    /// The payload behind it, if any.
+    pub span: Option<Span>,
+}

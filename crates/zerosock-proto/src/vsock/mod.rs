@@ -1,0 +1,21 @@
+//! Connections: credit, states, ports, and the [`Shard`] that owns them.
+//!
+//! Start with [`Shard`]: its documentation says how to drive all this.
+
+pub mod config;
+pub mod connection;
+pub mod credit;
+pub mod endpoint;
+pub mod event;
+pub mod ports;
+pub mod state;
+
+pub use config::{CidSet, LocalCids, Role, ShardConfig};
+pub use connection::{FlowId, FlowInfo, Reservation};
+pub use endpoint::{
+    CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
+    Shard, ShardStats,
+};
+pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};
+pub use ports::PortTable;
+pub use state::{How, State};

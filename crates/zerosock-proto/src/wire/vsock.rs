@@ -1,0 +1,474 @@
+//! The virtio-vsock header: 44 bytes, packed, little-endian (virtio 1.2,
+//! 5.10.6).
+//!
+//! [`Packet`] reads and writes fields at their offsets and promises nothing
+//! about them. [`Repr`] is what the rest of the crate works with: both CIDs
+//! fit 32 bits and `len` is at most [`MAX_PAYLOAD`]. Types and operations
+//! that nobody knows survive parsing, because the reset rules answer them.
+
+use core::fmt;
+
+use crate::addr::{Address, Cid, Port};
+
+/// Bytes in a header.
+pub const HEADER_LEN: usize = 44;
+
+/// Most payload bytes in one packet; Linux drops longer ones.
+pub const MAX_PAYLOAD: u32 = 65536;
+
+/// SHUTDOWN, bit 0: the sender will receive no more.
+pub const SHUTDOWN_RECEIVE: u32 = 1 << 0;
+/// SHUTDOWN, bit 1: the sender will send no more.
+pub const SHUTDOWN_SEND: u32 = 1 << 1;
+/// RW on SEQPACKET, bit 0: the last packet of a message.
+pub const SEQ_EOM: u32 = 1 << 0;
+/// RW on SEQPACKET, bit 1: the last packet of a record (`MSG_EOR`).
+pub const SEQ_EOR: u32 = 1 << 1;
+
+/// Where the fields lie.
+mod field {
+    use core::ops::Range;
+
+    pub(super) const SRC_CID: Range<usize> = 0..8;
+    pub(super) const DST_CID: Range<usize> = 8..16;
+    pub(super) const SRC_PORT: Range<usize> = 16..20;
+    pub(super) const DST_PORT: Range<usize> = 20..24;
+    pub(super) const LEN: Range<usize> = 24..28;
+    pub(super) const TYPE: Range<usize> = 28..30;
+    pub(super) const OP: Range<usize> = 30..32;
+    pub(super) const FLAGS: Range<usize> = 32..36;
+    pub(super) const BUF_ALLOC: Range<usize> = 36..40;
+    pub(super) const FWD_CNT: Range<usize> = 40..44;
+}
+
+/// The kinds of socket that have a number.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+#[repr(u16)]
+pub enum SocketType {
+    /// A stream of bytes.
+    Stream = 1,
+    /// A stream of records.
+    SeqPacket = 2,
+    /// Datagrams; a proposal, not in the specification.
+    Datagram = 3,
+}
+
+impl fmt::Display for SocketType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SocketType::Stream => "stream",
+            SocketType::SeqPacket => "seqpacket",
+            SocketType::Datagram => "datagram",
+        })
+    }
+}
+
+/// The operations that have a number.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+#[repr(u16)]
+pub enum Op {
+    /// Not an operation.
+    Invalid = 0,
+    /// Asks for a connection.
+    Request = 1,
+    /// Grants one.
+    Response = 2,
+    /// Refuses or ends one.
+    Rst = 3,
+    /// Ends one or both directions, see [`SHUTDOWN_RECEIVE`].
+    Shutdown = 4,
+    /// Payload.
+    Rw = 5,
+    /// Tells `buf_alloc` and `fwd_cnt`.
+    CreditUpdate = 6,
+    /// Asks for a [`Op::CreditUpdate`].
+    CreditRequest = 7,
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Op::Invalid => "INVALID",
+            Op::Request => "REQUEST",
+            Op::Response => "RESPONSE",
+            Op::Rst => "RST",
+            Op::Shutdown => "SHUTDOWN",
+            Op::Rw => "RW",
+            Op::CreditUpdate => "CREDIT_UPDATE",
+            Op::CreditRequest => "CREDIT_REQUEST",
+        })
+    }
+}
+
+/// The type field as it came: a [`SocketType`] or a number without a name.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub struct WireType(u16);
+
+impl WireType {
+    /// The kind of socket, if the number has one.
+    pub const fn known(self) -> Option<SocketType> {
+        Some(match self.0 {
+            1 => SocketType::Stream,
+            2 => SocketType::SeqPacket,
+            3 => SocketType::Datagram,
+            _ => return None,
+        })
+    }
+
+    /// The number.
+    pub const fn get(self) -> u16 {
+        self.0
+    }
+}
+
+impl From<u16> for WireType {
+    fn from(value: u16) -> WireType {
+        WireType(value)
+    }
+}
+
+impl From<SocketType> for WireType {
+    fn from(value: SocketType) -> WireType {
+        WireType(value as u16)
+    }
+}
+
+impl fmt::Display for WireType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.known() {
+            Some(known) => known.fmt(f),
+            None => write!(f, "type {}", self.0),
+        }
+    }
+}
+
+/// The operation field as it came: an [`Op`] or a number without a name.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub struct WireOp(u16);
+
+impl WireOp {
+    /// The operation, if the number has one.
+    pub const fn known(self) -> Option<Op> {
+        Some(match self.0 {
+            0 => Op::Invalid,
+            1 => Op::Request,
+            2 => Op::Response,
+            3 => Op::Rst,
+            4 => Op::Shutdown,
+            5 => Op::Rw,
+            6 => Op::CreditUpdate,
+            7 => Op::CreditRequest,
+            _ => return None,
+        })
+    }
+
+    /// The number.
+    pub const fn get(self) -> u16 {
+        self.0
+    }
+}
+
+impl From<u16> for WireOp {
+    fn from(value: u16) -> WireOp {
+        WireOp(value)
+    }
+}
+
+impl From<Op> for WireOp {
+    fn from(value: Op) -> WireOp {
+        WireOp(value as u16)
+    }
+}
+
+impl fmt::Display for WireOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.known() {
+            Some(known) => known.fmt(f),
+            None => write!(f, "op {}", self.0),
+        }
+    }
+}
+
+/// A header over bytes; nothing in it is checked but that it is all there.
+#[derive(Copy, Clone, Debug)]
+pub struct Packet<T: AsRef<[u8]>> {
+    buffer: T,
+}
+
+/// The bytes are fewer than [`HEADER_LEN`].
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+#[error("a vsock header has 44 bytes, not {0}")]
+pub struct Truncated(pub usize);
+
+impl<T: AsRef<[u8]>> Packet<T> {
+    /// The header at the start of `buffer`.
+    ///
+    /// # Errors
+    /// [`Truncated`] when it is not all there.
+    pub fn new_checked(buffer: T) -> Result<Packet<T>, Truncated> {
+        match buffer.as_ref().len() {
+            len if len < HEADER_LEN => Err(Truncated(len)),
+            _ => Ok(Packet { buffer }),
+        }
+    }
+
+    /// Gives the bytes back.
+    pub fn into_inner(self) -> T {
+        self.buffer
+    }
+
+    fn bytes<const N: usize>(&self, field: core::ops::Range<usize>) -> [u8; N] {
+        let mut bytes = [0; N];
+        // `new_checked` saw HEADER_LEN bytes and every field ends before it;
+        // a `T` that shows fewer bytes now reads as zeros.
+        if let Some(source) = self.buffer.as_ref().get(field) {
+            bytes.copy_from_slice(source);
+        }
+        bytes
+    }
+
+    /// The sender's CID, all 64 bits of it.
+    pub fn src_cid(&self) -> u64 {
+        u64::from_le_bytes(self.bytes(field::SRC_CID))
+    }
+
+    /// The receiver's CID, all 64 bits of it.
+    pub fn dst_cid(&self) -> u64 {
+        u64::from_le_bytes(self.bytes(field::DST_CID))
+    }
+
+    /// The sender's port.
+    pub fn src_port(&self) -> u32 {
+        u32::from_le_bytes(self.bytes(field::SRC_PORT))
+    }
+
+    /// The receiver's port.
+    pub fn dst_port(&self) -> u32 {
+        u32::from_le_bytes(self.bytes(field::DST_PORT))
+    }
+
+    /// Payload bytes behind the header, as the sender claims.
+    pub fn payload_len(&self) -> u32 {
+        u32::from_le_bytes(self.bytes(field::LEN))
+    }
+
+    /// The kind of socket.
+    pub fn socket_type(&self) -> WireType {
+        WireType(u16::from_le_bytes(self.bytes(field::TYPE)))
+    }
+
+    /// The operation.
+    pub fn op(&self) -> WireOp {
+        WireOp(u16::from_le_bytes(self.bytes(field::OP)))
+    }
+
+    /// Flags; what they mean depends on type and operation.
+    pub fn flags(&self) -> u32 {
+        u32::from_le_bytes(self.bytes(field::FLAGS))
+    }
+
+    /// The size of the sender's receive buffer, in bytes.
+    pub fn buf_alloc(&self) -> u32 {
+        u32::from_le_bytes(self.bytes(field::BUF_ALLOC))
+    }
+
+    /// Bytes that the sender has received and consumed, free-running.
+    pub fn fwd_cnt(&self) -> u32 {
+        u32::from_le_bytes(self.bytes(field::FWD_CNT))
+    }
+}
+
+/// A header that keeps the rules of the wire.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub struct Repr {
+    /// The sender.
+    pub src: Address,
+    /// The receiver.
+    pub dst: Address,
+    /// Payload bytes behind the header, at most [`MAX_PAYLOAD`].
+    pub len: u32,
+    /// The kind of socket.
+    pub socket_type: WireType,
+    /// The operation.
+    pub op: WireOp,
+    /// Flags; what they mean depends on type and operation.
+    pub flags: u32,
+    /// The size of the sender's receive buffer, in bytes.
+    pub buf_alloc: u32,
+    /// Bytes that the sender has received and consumed, free-running.
+    pub fwd_cnt: u32,
+}
+
+/// Why a header is dropped, without RST, before anybody looks at its state.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+pub enum ParseError {
+    /// The upper 32 bits of a CID are not zero.
+    #[error("CID {0} is wider than 32 bits")]
+    Cid(u64),
+    /// More payload than a packet may have.
+    #[error("a payload of {0} bytes is above the limit of 65536")]
+    Len(u32),
+}
+
+impl Repr {
+    /// Checks what can be checked without knowing any connection.
+    ///
+    /// # Errors
+    /// [`ParseError`]: the peer is at fault and gets no answer.
+    pub fn parse<T: AsRef<[u8]>>(packet: &Packet<T>) -> Result<Repr, ParseError> {
+        let cid = |wide: u64| {
+            u32::try_from(wide)
+                .map(Cid::new)
+                .map_err(|_| ParseError::Cid(wide))
+        };
+        let len = packet.payload_len();
+        if len > MAX_PAYLOAD {
+            return Err(ParseError::Len(len));
+        }
+        Ok(Repr {
+            src: Address::new(cid(packet.src_cid())?, Port::new(packet.src_port())),
+            dst: Address::new(cid(packet.dst_cid())?, Port::new(packet.dst_port())),
+            len,
+            socket_type: packet.socket_type(),
+            op: packet.op(),
+            flags: packet.flags(),
+            buf_alloc: packet.buf_alloc(),
+            fwd_cnt: packet.fwd_cnt(),
+        })
+    }
+
+    /// Writes the header.
+    pub fn emit(&self, buffer: &mut [u8; HEADER_LEN]) {
+        buffer[field::SRC_CID].copy_from_slice(&u64::from(self.src.cid.get()).to_le_bytes());
+        buffer[field::DST_CID].copy_from_slice(&u64::from(self.dst.cid.get()).to_le_bytes());
+        buffer[field::SRC_PORT].copy_from_slice(&self.src.port.get().to_le_bytes());
+        buffer[field::DST_PORT].copy_from_slice(&self.dst.port.get().to_le_bytes());
+        buffer[field::LEN].copy_from_slice(&self.len.to_le_bytes());
+        buffer[field::TYPE].copy_from_slice(&self.socket_type.get().to_le_bytes());
+        buffer[field::OP].copy_from_slice(&self.op.get().to_le_bytes());
+        buffer[field::FLAGS].copy_from_slice(&self.flags.to_le_bytes());
+        buffer[field::BUF_ALLOC].copy_from_slice(&self.buf_alloc.to_le_bytes());
+        buffer[field::FWD_CNT].copy_from_slice(&self.fwd_cnt.to_le_bytes());
+    }
+}
+
+impl fmt::Display for Repr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} {} {} -> {} len {} flags {:#x} buf_alloc {} fwd_cnt {}",
+            self.socket_type,
+            self.op,
+            self.src,
+            self.dst,
+            self.len,
+            self.flags,
+            self.buf_alloc,
+            self.fwd_cnt
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Written by hand from the table in the specification.
+    const BYTES: [u8; HEADER_LEN] = [
+        3, 0, 0, 0, 0, 0, 0, 0, // src_cid
+        2, 0, 0, 0, 0, 0, 0, 0, // dst_cid
+        0x00, 0x04, 0, 0, // src_port 1024
+        0x39, 0x30, 0, 0, // dst_port 12345
+        0, 0, 1, 0, // len 65536
+        1, 0, // type
+        5, 0, // op
+        2, 0, 0, 0, // flags
+        0, 0, 4, 0, // buf_alloc 262144
+        0xff, 0xff, 0xff, 0xff, // fwd_cnt
+    ];
+
+    const REPR: Repr = Repr {
+        src: Address::new(Cid::new(3), Port::new(1024)),
+        dst: Address::new(Cid::HOST, Port::new(12345)),
+        len: 65536,
+        socket_type: WireType(1),
+        op: WireOp(5),
+        flags: 2,
+        buf_alloc: 262144,
+        fwd_cnt: u32::MAX,
+    };
+
+    fn parse(bytes: &[u8]) -> Result<Repr, ParseError> {
+        Repr::parse(&Packet::new_checked(bytes).unwrap())
+    }
+
+    #[test]
+    fn fields_lie_where_the_specification_puts_them() {
+        assert_eq!(parse(&BYTES), Ok(REPR));
+        let mut out = [0xaa; HEADER_LEN];
+        REPR.emit(&mut out);
+        assert_eq!(out, BYTES);
+    }
+
+    #[test]
+    fn short_headers_are_refused() {
+        for len in 0..HEADER_LEN {
+            assert_eq!(
+                Packet::new_checked(&BYTES[..len]).unwrap_err(),
+                Truncated(len)
+            );
+        }
+    }
+
+    #[test]
+    fn wide_cids_and_long_payloads_are_refused() {
+        let mut bytes = BYTES;
+        bytes[4] = 1;
+        assert_eq!(parse(&bytes), Err(ParseError::Cid(0x1_0000_0003)));
+        let mut bytes = BYTES;
+        bytes[15] = 0x80;
+        assert_eq!(parse(&bytes), Err(ParseError::Cid(0x8000_0000_0000_0002)));
+        let mut bytes = BYTES;
+        bytes[24] = 1;
+        assert_eq!(parse(&bytes), Err(ParseError::Len(65537)));
+    }
+
+    #[test]
+    fn numbers_without_a_name_survive() {
+        let mut bytes = BYTES;
+        bytes[28] = 9;
+        bytes[31] = 1;
+        let repr = parse(&bytes).unwrap();
+        assert_eq!(
+            (repr.socket_type.known(), repr.socket_type.get()),
+            (None, 9)
+        );
+        assert_eq!((repr.op.known(), repr.op.get()), (None, 261));
+        assert_eq!(
+            repr.to_string(),
+            "type 9 op 261 3:1024 -> 2:12345 len 65536 flags 0x2 buf_alloc 262144 fwd_cnt 4294967295"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn what_parses_is_emitted_again(bytes in any::<[[u8; 22]; 2]>(), tame in any::<bool>()) {
+            let mut bytes: [u8; HEADER_LEN] =
+                core::array::from_fn(|i| bytes[i / 22][i % 22]);
+            if tame {
+                bytes[4..8].fill(0);
+                bytes[12..16].fill(0);
+                bytes[26..28].fill(0);
+            }
+            match parse(&bytes) {
+                Ok(repr) => {
+                    let mut out = [0; HEADER_LEN];
+                    repr.emit(&mut out);
+                    prop_assert_eq!(out, bytes);
+                }
+                Err(_) => prop_assert!(!tame),
+            }
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! `zerosock guest`: what this program does inside the guests of `demo` and the VM tests.
+//! Hidden from the help, because nobody else needs it.
+
+mod agent;
+mod leash;
+mod stream;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use crate::failure::Failure;
+
+/// Flags of `zerosock guest`.
+#[derive(Args, Debug)]
+pub(crate) struct GuestArgs {
+    #[command(subcommand)]
+    command: GuestCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum GuestCommand {
+    /// Does as the host says, over a serial line
+    Agent {
+        /// The serial line
+        #[arg(long)]
+        tty: PathBuf,
+    },
+    /// On the host: becomes a program that is killed when its starter ends
+    Leash {
+        /// The process id of the starter
+        starter: u32,
+        /// Program and arguments
+        #[arg(last = true, required = true)]
+        argv: Vec<OsString>,
+    },
+}
+
+/// Runs `zerosock guest`.
+pub(crate) fn main(args: GuestArgs) -> Result<(), Failure> {
+    let done = match args.command {
+        GuestCommand::Agent { tty } => agent::run(&tty),
+        GuestCommand::Leash { starter, argv } => leash::run(starter, &argv),
+    };
+    done.map_err(|error| Failure::Runtime(format!("guest: {error}")))
+}

@@ -1,0 +1,95 @@
+//! The flags of `zerosock nc`, as typed.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::endpoint::Endpoint;
+
+/// Netcat for vsock and Unix sockets: join standard input and output to one connection
+///
+/// What arrives on standard input goes to the connection, what the connection brings goes to
+/// standard output, both at once. The end of standard input closes the sending half only; the
+/// other half goes on until the peer closes it.
+#[derive(Debug, Args)]
+#[command(after_long_help = AFTER_HELP)]
+pub(crate) struct NcArgs {
+    /// vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH or hybrid:PATH:PORT
+    pub(crate) endpoint: Endpoint,
+
+    /// Give up when connecting (or waiting for a connection) takes longer, and later when no byte
+    /// has moved for as long [default: wait for ever]
+    #[arg(short = 'w', long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(crate) timeout: Option<Duration>,
+
+    /// Try again until connected, or until --timeout: the peer may not be up yet
+    #[arg(short, long)]
+    pub(crate) retry: bool,
+
+    /// Read nothing from standard input, only receive
+    #[arg(short = 'd', long, conflicts_with_all = ["no_shutdown", "quit"])]
+    pub(crate) no_stdin: bool,
+
+    /// Keep the sending half open at the end of standard input
+    #[arg(long)]
+    pub(crate) no_shutdown: bool,
+
+    /// Stop this long after the end of standard input, even when the peer has not closed; with 0
+    /// as soon as all is sent
+    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(crate) quit: Option<Duration>,
+
+    /// Close the sending half at the end of standard input: always done, accepted for habit
+    #[arg(short = 'N', hide = true, conflicts_with = "no_shutdown")]
+    pub(crate) shutdown: bool,
+
+    /// Never show progress (shown on long transfers when standard error is a terminal)
+    #[arg(long)]
+    pub(crate) no_progress: bool,
+
+    /// Say on standard error when listening, connected, and how much was moved
+    #[arg(short, long)]
+    pub(crate) verbose: bool,
+}
+
+const AFTER_HELP: &str = "\
+Endpoints:
+  vsock:CID:PORT      connect by the kernel's AF_VSOCK; in a guest, CID 2 is the host
+  vsock-listen:PORT   accept one connection to PORT by the kernel's AF_VSOCK
+  unix:PATH           connect to a Unix stream socket
+  unix-listen:PATH    accept one connection at PATH; a stale socket there is replaced
+  hybrid:PATH:PORT    connect to PORT in a guest, through the --uds-path of `zerosock serve`,
+                      vhost-device-vsock, Firecracker or cloud-hypervisor (CONNECT and OK)
+
+Examples:
+  A file from guest to host:
+    host$   zerosock nc unix-listen:/tmp/vm3.vsock_1234 > copy
+    guest$  zerosock nc vsock:2:1234 < file
+  A file from host to guest:
+    guest$  zerosock nc vsock-listen:1234 > copy
+    host$   zerosock nc --retry hybrid:/tmp/vm3.vsock:1234 < file
+
+Exit codes: 0 the peer closed and all was delivered, 1 not connected, refused, timed out or not all
+delivered, 2 an option is wrong.";
+
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    text.parse()
+        .ok()
+        .and_then(|seconds: f64| Duration::try_from_secs_f64(seconds).ok())
+        .filter(|limit| *limit <= Duration::from_secs(365 * 24 * 3600))
+        .ok_or_else(|| "give a number of seconds, such as 5 or 0.5".to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_may_have_a_fraction() {
+        assert_eq!(parse_seconds("5"), Ok(Duration::from_secs(5)));
+        assert_eq!(parse_seconds("0.25"), Ok(Duration::from_millis(250)));
+        for text in ["", "-1", "x", "nan", "inf", "1e30"] {
+            assert!(parse_seconds(text).is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! `zerosock nc`: standard input and output joined to one connection.
+//!
+//! Order of work: parse the endpoint; connect or accept once; move bytes both ways at once; end
+//! when both directions have. The exit code tells whether all was delivered.
+
+pub(crate) mod args;
+mod connect;
+mod endpoint;
+mod progress;
+mod pump;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use self::args::NcArgs;
+use self::connect::Deadline;
+use self::progress::Progress;
+use self::pump::{Moved, Policy};
+use crate::failure::Failure;
+
+/// Runs until the connection is over.
+pub(crate) fn main(args: NcArgs) -> Result<(), Failure> {
+    let endpoint = &args.endpoint;
+    let say = |what: &str| {
+        if args.verbose {
+            eprintln!("zerosock: {endpoint}: {what}");
+        }
+    };
+    let deadline = Deadline::after(args.timeout);
+    let socket = connect::establish(endpoint, deadline, args.retry, || say("listening"))
+        .map_err(|error| Failure::runtime(format_args!("{endpoint}: {error}")))?;
+    say("connected");
+
+    let policy = Policy {
+        read_stdin: !args.no_stdin,
+        shutdown: !args.no_shutdown,
+        quit: args.quit,
+        idle: args.timeout,
+    };
+    let moved = Arc::new(Moved::default());
+    let mut progress = Progress::new(!args.no_progress, policy.read_stdin);
+    let started = Instant::now();
+    let outcome = pump::run(socket, policy, &moved, &mut progress);
+    progress.clear();
+    say(&format!(
+        "{} bytes sent, {} received in {:.3} s",
+        moved.sent.load(Ordering::Relaxed),
+        moved.received.load(Ordering::Relaxed),
+        started.elapsed().as_secs_f64()
+    ));
+    outcome.map_err(|error| Failure::runtime(format_args!("{endpoint}: {error}")))
+}

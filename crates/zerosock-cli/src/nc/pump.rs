@@ -1,0 +1,335 @@
+//! Moving the bytes: standard input to the connection, the connection to standard output.
+//!
+//! Each direction is a thread with blocking calls, so that neither ever waits for the other and
+//! no shared descriptor (standard input may be a shell's terminal) is made non-blocking. The
+//! caller's thread watches both, keeps the time, and shows progress. A thread that is still
+//! blocked in a read when all else is over ends with the process.
+
+use std::io::{self, PipeReader};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, Shutdown};
+use rustix::stdio;
+
+use super::progress::Progress;
+
+/// Large enough that system calls do not matter, small enough for a core's cache.
+const BUFFER: usize = 256 * 1024;
+
+/// How often progress is shown and time-outs are looked at.
+const TICK: Duration = Duration::from_millis(100);
+
+/// What the caller wants at the ends.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Policy {
+    pub(crate) read_stdin: bool,
+    /// Close the sending half when standard input ends.
+    pub(crate) shutdown: bool,
+    /// How long to go on after standard input has ended.
+    pub(crate) quit: Option<Duration>,
+    /// How long both directions may be silent.
+    pub(crate) idle: Option<Duration>,
+}
+
+/// Why not all was delivered.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PumpError {
+    #[error("standard input: {0}")]
+    Stdin(io::Error),
+    #[error("standard output: {0}; the rest was not received")]
+    Stdout(io::Error),
+    #[error("sending: {0}; not everything was delivered")]
+    Send(io::Error),
+    #[error("receiving: {0}; the connection broke off")]
+    Receive(io::Error),
+    #[error("timed out: no byte moved for {0:?}")]
+    Idle(Duration),
+    #[error("cannot start: {0}")]
+    Start(io::Error),
+}
+
+/// Bytes moved so far.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) sent: AtomicU64,
+    pub(crate) received: AtomicU64,
+}
+
+/// Moves bytes until both directions are over, or the policy says so.
+pub(crate) fn run(
+    socket: OwnedFd,
+    policy: Policy,
+    moved: &Arc<Moved>,
+    progress: &mut Progress,
+) -> Result<(), PumpError> {
+    let socket = Arc::new(socket);
+    let mut sending = if policy.read_stdin {
+        let (socket, moved) = (socket.clone(), moved.clone());
+        Some(Direction::start("send", move || {
+            send(&socket, &moved, policy.shutdown)
+        })?)
+    } else {
+        None
+    };
+    let mut receiving = {
+        let (socket, moved) = (socket.clone(), moved.clone());
+        Some(Direction::start("receive", move || {
+            receive(&socket, &moved)
+        })?)
+    };
+    let mut watch = Watch::new(policy);
+    let mut outcome = Ok(());
+
+    loop {
+        let (sent, received) = wait(sending.as_ref(), receiving.as_ref())?;
+        if sent && let Some(direction) = sending.take() {
+            // The other direction still has its say: a peer may stop reading, yet write on.
+            outcome = outcome.and(direction.join());
+            watch.sending_ended();
+            if outcome.is_err() {
+                // Tells the program in front of us that nobody takes its bytes any more.
+                replace_stdin();
+            }
+        }
+        if received && let Some(direction) = receiving.take() {
+            direction.join()?;
+            if sending.is_some() {
+                // Tells the program behind us that this was all.
+                end_stdout();
+            }
+        }
+        progress.show(moved);
+        match (&sending, &receiving) {
+            (None, None) => return outcome,
+            // The peer has closed both halves and nothing waits to be sent: over. If something
+            // does, the sender is about to find out, and its error counts.
+            (Some(_), None) if is_deaf(&socket) && !stdin_is_ready() => return outcome,
+            _ => {}
+        }
+        if watch.may_quit(sending.is_none()) {
+            return outcome;
+        }
+        watch.check_idle(moved)?;
+    }
+}
+
+/// One direction: its thread, and a pipe whose other end closes when the thread is done.
+struct Direction {
+    thread: JoinHandle<Result<(), PumpError>>,
+    done: PipeReader,
+}
+
+impl Direction {
+    fn start(
+        name: &str,
+        work: impl FnOnce() -> Result<(), PumpError> + Send + 'static,
+    ) -> Result<Direction, PumpError> {
+        let (done, running) = io::pipe().map_err(PumpError::Start)?;
+        let thread = std::thread::Builder::new()
+            .name(name.to_string())
+            .spawn(move || {
+                let result = work();
+                drop(running);
+                result
+            })
+            .map_err(PumpError::Start)?;
+        Ok(Direction { thread, done })
+    }
+
+    fn join(self) -> Result<(), PumpError> {
+        self.thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+/// Waits a tick, or until a direction ends. Says which have.
+fn wait(
+    sending: Option<&Direction>,
+    receiving: Option<&Direction>,
+) -> Result<(bool, bool), PumpError> {
+    let running = [sending, receiving];
+    let mut watched: Vec<PollFd<'_>> = running
+        .iter()
+        .flatten()
+        .map(|direction| PollFd::new(&direction.done, PollFlags::IN))
+        .collect();
+    match rustix::event::poll(&mut watched, Some(&tick())) {
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(errno) => return Err(PumpError::Start(errno.into())),
+    }
+    let mut ended = watched.iter().map(|fd| !fd.revents().is_empty());
+    let [sent, received] =
+        running.map(|direction| direction.is_some() && ended.next().unwrap_or(false));
+    Ok((sent, received))
+}
+
+/// Keeps the time for `quit` and `idle`.
+struct Watch {
+    policy: Policy,
+    stdin_ended: Option<Instant>,
+    last: (u64, u64),
+    last_moved: Instant,
+}
+
+impl Watch {
+    fn new(policy: Policy) -> Watch {
+        Watch {
+            policy,
+            stdin_ended: None,
+            last: (0, 0),
+            last_moved: Instant::now(),
+        }
+    }
+
+    fn sending_ended(&mut self) {
+        self.stdin_ended = Some(Instant::now());
+    }
+
+    fn may_quit(&self, sending_is_over: bool) -> bool {
+        match (self.policy.quit, self.stdin_ended) {
+            (Some(quit), Some(at)) => sending_is_over && at.elapsed() >= quit,
+            _ => false,
+        }
+    }
+
+    fn check_idle(&mut self, moved: &Moved) -> Result<(), PumpError> {
+        let now = (
+            moved.sent.load(Ordering::Relaxed),
+            moved.received.load(Ordering::Relaxed),
+        );
+        if now != self.last {
+            self.last = now;
+            self.last_moved = Instant::now();
+        }
+        match self.policy.idle {
+            Some(limit) if self.last_moved.elapsed() >= limit => Err(PumpError::Idle(limit)),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn send(socket: &OwnedFd, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let length = read(stdio::stdin(), &mut buffer).map_err(PumpError::Stdin)?;
+        let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {
+            break;
+        };
+        while !rest.is_empty() {
+            match rustix::net::send(socket, rest, SendFlags::NOSIGNAL) {
+                Ok(taken) => {
+                    moved.sent.fetch_add(taken as u64, Ordering::Relaxed);
+                    rest = rest.get(taken..).unwrap_or_default();
+                }
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(PumpError::Send(errno.into())),
+            }
+        }
+    }
+    if shutdown {
+        match rustix::net::shutdown(socket, Shutdown::Write) {
+            // The peer was faster: it has closed, and nothing is left to be delivered.
+            Ok(()) | Err(Errno::NOTCONN) => {}
+            Err(errno) => return Err(PumpError::Send(errno.into())),
+        }
+    }
+    Ok(())
+}
+
+fn receive(socket: &OwnedFd, moved: &Moved) -> Result<(), PumpError> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let length = read(socket.as_fd(), &mut buffer).map_err(PumpError::Receive)?;
+        let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {
+            return Ok(());
+        };
+        while !rest.is_empty() {
+            let taken = write(stdio::stdout(), rest).map_err(PumpError::Stdout)?;
+            moved.received.fetch_add(taken as u64, Ordering::Relaxed);
+            rest = rest.get(taken..).unwrap_or_default();
+        }
+    }
+}
+
+/// A blocking read, also from a descriptor that somebody else made non-blocking.
+fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match rustix::io::read(fd, &mut *buffer) {
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => wait_for(fd, PollFlags::IN)?,
+            result => return Ok(result?),
+        }
+    }
+}
+
+/// A blocking write, also to a descriptor that somebody else made non-blocking.
+fn write(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
+    loop {
+        match rustix::io::write(fd, bytes) {
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => wait_for(fd, PollFlags::OUT)?,
+            result => return Ok(result?),
+        }
+    }
+}
+
+fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
+    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, events)], None) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Whether the peer takes nothing more. Sending no bytes sends no packet, but asks the question;
+/// poll() would not tell for AF_VSOCK.
+fn is_deaf(socket: &OwnedFd) -> bool {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    matches!(
+        rustix::net::send(socket, &[], flags),
+        Err(Errno::PIPE | Errno::NOTCONN | Errno::CONNRESET)
+    )
+}
+
+/// Whether a read from standard input would say something now: bytes, the end, or an error.
+fn stdin_is_ready() -> bool {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let stdin = PollFd::from_borrowed_fd(stdio::stdin(), PollFlags::IN);
+    rustix::event::poll(&mut [stdin], Some(&now)).is_ok_and(|ready| ready > 0)
+}
+
+/// Closes our hold on standard input, as far as that can be done while its number stays taken.
+fn replace_stdin() {
+    if let Ok(null) = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+    {
+        let _ = stdio::dup2_stdin(&null);
+    }
+}
+
+/// Passes the end on: a pipe behind us closes, a socket is shut down for writing.
+fn end_stdout() {
+    // Fails for what is no socket, which the next line deals with.
+    let _ = rustix::net::shutdown(stdio::stdout(), Shutdown::Write);
+    if let Ok(null) = rustix::fs::open("/dev/null", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())
+    {
+        let _ = stdio::dup2_stdout(&null);
+    }
+}
+
+fn tick() -> Timespec {
+    // A tenth of a second.
+    Timespec {
+        tv_sec: 0,
+        tv_nsec: TICK.as_nanos() as _,
+    }
+}

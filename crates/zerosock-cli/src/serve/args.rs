@@ -1,0 +1,178 @@
+//! The flags of `zerosock serve`, as typed.
+//!
+//! A superset of the command line of vhost-device-vsock 0.3: what its users have written in unit
+//! files and scripts means the same here. Nothing is judged in this file except what clap can
+//! judge from the shape alone; [`super::settings`] does the rest.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+
+use super::vm::RawVm;
+use crate::logging::{LogFormat, LogLevel};
+
+/// Serve virtual machines: one vhost-user vsock device per VM
+///
+/// The device connects programs in a guest (AF_VSOCK sockets, CID 2 is the host) with programs on
+/// the host (Unix sockets). Give one VM with --socket and --uds-path, several with --vm, or write
+/// them into a file and give --config.
+#[derive(Debug, Args)]
+#[command(after_long_help = AFTER_HELP, next_line_help = false)]
+pub(crate) struct ServeArgs {
+    #[command(flatten)]
+    pub(crate) vm_flags: VmFlags,
+
+    /// One VM as key=value pairs joined by commas; repeat for more VMs
+    ///
+    /// Keys: guest-cid, socket, uds-path, forward-cid, forward-listen, tx-buffer-size, queue-size,
+    /// groups. They mean what the flags of the same name mean, and may be written with `_`.
+    #[arg(
+        long,
+        value_name = "KEY=VALUE,...",
+        conflicts_with = "config",
+        value_parser = super::vm::parse_vm,
+        help_heading = "Virtual machines"
+    )]
+    pub(crate) vm: Vec<RawVm>,
+
+    /// A YAML file with a list `vms`, one entry per VM, keys as for --vm
+    #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
+    pub(crate) config: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) daemon: DaemonFlags,
+}
+
+/// The flags that describe one VM. Each excludes --vm and --config.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "One virtual machine")]
+pub(crate) struct VmFlags {
+    /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
+    #[arg(long, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    pub(crate) guest_cid: Option<u64>,
+
+    /// The Unix socket to which the virtual machine monitor connects (vhost-user)
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["vm", "config"])]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// The Unix socket to which host programs connect; the guest's own connections go to PATH_PORT
+    #[arg(
+        long,
+        value_name = "PATH",
+        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
+    )]
+    pub(crate) uds_path: Option<PathBuf>,
+
+    /// Instead of --uds-path: send the guest's connections on to this CID of the host's own
+    /// AF_VSOCK, same port
+    #[arg(long, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    pub(crate) forward_cid: Option<u32>,
+
+    /// With --forward-cid: AF_VSOCK ports of the host whose connections go to the guest, same
+    /// port, joined by `+`
+    #[arg(long, value_name = "PORT+PORT", conflicts_with_all = ["vm", "config"])]
+    pub(crate) forward_listen: Option<String>,
+
+    /// Bytes that may be on their way from the guest per connection before its reader takes them
+    /// [default: 262144]
+    ///
+    /// This is the buf_alloc that the guest is told, 128 to 1073741824. vhost-device-vsock's
+    /// default is 65536; the larger one here is what Linux itself uses for vsock.
+    #[arg(long, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
+    pub(crate) tx_buffer_size: Option<u32>,
+
+    /// The largest virtqueue that the monitor may set up: a power of two up to 32768
+    /// [default: 1024]
+    #[arg(long, value_name = "ENTRIES", conflicts_with_all = ["vm", "config"])]
+    pub(crate) queue_size: Option<u64>,
+
+    /// The groups of this VM, joined by `+`: VMs with a group in common reach each other by CID
+    /// [default: default]
+    #[arg(long, value_name = "NAME+NAME", conflicts_with_all = ["vm", "config"])]
+    pub(crate) groups: Option<String>,
+}
+
+/// The flags that hold for the whole daemon and go with every way of naming VMs.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "The daemon")]
+pub(crate) struct DaemonFlags {
+    /// Which port the line `OK PORT` names after CONNECT
+    #[arg(long, value_enum, default_value_t = OkPort::Guest)]
+    pub(crate) ok_port: OkPort,
+
+    /// Permissions of the sockets made here, octal, such as 0660 [default: by the umask]
+    #[arg(long, value_name = "MODE")]
+    pub(crate) socket_mode: Option<String>,
+
+    /// Group of the sockets made here, a name from /etc/group or a number
+    #[arg(long, value_name = "GROUP")]
+    pub(crate) socket_group: Option<String>,
+
+    /// Connections that one VM may have at once; more are refused with a reset
+    #[arg(long, value_name = "N", default_value_t = 16384)]
+    pub(crate) max_connections: u64,
+
+    /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than VMs]
+    #[arg(long, value_name = "N")]
+    pub(crate) workers: Option<u64>,
+
+    /// CPUs to pin the workers to, in turn, such as 0-3,5 [default: not pinned]
+    #[arg(long, value_name = "LIST")]
+    pub(crate) cpus: Option<String>,
+
+    /// How much to log to standard error [default: info, or RUST_LOG]
+    #[arg(long, value_enum, value_name = "LEVEL")]
+    pub(crate) log_level: Option<LogLevel>,
+
+    /// How to write log lines
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t = LogFormat::Text)]
+    pub(crate) log_format: LogFormat,
+}
+
+/// Whose port number stands in the OK line of the hybrid convention.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum OkPort {
+    /// The guest's port, as vhost-device-vsock does
+    Guest,
+    /// The port that the host side was given, as Firecracker and cloud-hypervisor do
+    Host,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  One VM:
+    zerosock serve --guest-cid 3 --socket /tmp/vm3.vhost --uds-path /tmp/vm3.vsock
+  Two VMs that may also talk to each other (a group in common):
+    zerosock serve --vm guest-cid=3,socket=/tmp/3.vhost,uds-path=/tmp/3.vsock,groups=web \\
+                   --vm guest-cid=4,socket=/tmp/4.vhost,uds-path=/tmp/4.vsock,groups=web+db
+  The same from a file, for a group of users, pinned to two CPUs:
+    zerosock serve --config vms.yaml --socket-mode 0660 --socket-group kvm --cpus 2,3
+
+    # vms.yaml
+    vms:
+      - guest_cid: 3
+        socket: /tmp/3.vhost
+        uds_path: /tmp/3.vsock
+        groups: web
+
+Attach QEMU (the guest's memory must be shared; sizes must agree):
+  qemu-system-x86_64 -m 512M \\
+    -object memory-backend-memfd,id=mem,size=512M,share=on -numa node,memdev=mem \\
+    -chardev socket,id=vsock,path=/tmp/vm3.vhost \\
+    -device vhost-user-vsock-pci,chardev=vsock ...
+Attach crosvm:
+  crosvm run --vhost-user vsock,socket=/tmp/vm3.vhost ...
+
+Host to guest (hybrid vsock, the convention of Firecracker): connect to the --uds-path socket,
+send `CONNECT PORT` and a newline, read `OK PORT` and a newline; then the connection is the
+guest's. If nobody listens on that port in the guest, the socket closes without an OK.
+  zerosock nc hybrid:/tmp/vm3.vsock:1234          or: socat - UNIX:/tmp/vm3.vsock
+Guest to host: the guest connects to CID 2, port 1234; the daemon connects to PATH_1234.
+  zerosock nc unix-listen:/tmp/vm3.vsock_1234
+
+Sockets: a path in use by a live process is refused, a stale one is replaced, anything else than
+a socket is left alone and refused. Sockets made here are removed on SIGTERM and SIGINT.
+
+systemd: Type=notify and WatchdogSec= work. Sockets passed in (LISTEN_FDS) are used for the VM
+whose path they are bound to; otherwise by FileDescriptorName=: `socket-CID` or `uds-path-CID`
+(`socket`, `uds-path` when there is one VM). They are not removed at the end.";

@@ -1,0 +1,134 @@
+//! `--config FILE`: a YAML file whose list `vms` has one entry per VM.
+
+use std::fs;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::vm::RawVm;
+
+/// Why a file names no VMs.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FileError {
+    #[error("--config {path}: cannot be read: {source}")]
+    Unreadable {
+        path: String,
+        source: std::io::Error,
+    },
+    #[error("--config {path}: {reason}")]
+    Malformed {
+        path: String,
+        reason: serde_yaml_ng::Error,
+    },
+    #[error("--config {path}: the list `vms` is empty: add an entry with socket and uds_path")]
+    Empty { path: String },
+}
+
+#[derive(Deserialize)]
+#[serde(
+    deny_unknown_fields,
+    expecting = "expected a list `vms` with one entry per VM"
+)]
+struct File {
+    vms: Vec<RawVm>,
+}
+
+/// The VMs in the file, at least one.
+pub(crate) fn read(path: &Path) -> Result<Vec<RawVm>, FileError> {
+    let name = || path.display().to_string();
+    let text = fs::read_to_string(path).map_err(|source| FileError::Unreadable {
+        path: name(),
+        source,
+    })?;
+    let file: File = serde_yaml_ng::from_str(&text).map_err(|reason| FileError::Malformed {
+        path: name(),
+        reason,
+    })?;
+    if file.vms.is_empty() {
+        return Err(FileError::Empty { path: name() });
+    }
+    Ok(file.vms)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_text(text: &str) -> Result<Vec<RawVm>, FileError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vms.yaml");
+        fs::write(&path, text).unwrap();
+        read(&path)
+    }
+
+    #[test]
+    fn a_file_of_vhost_device_vsock_reads_the_same() {
+        // Written after the example in that program's manual, which mixes `_` and `-`.
+        let vms = read_text(
+            "vms:
+                - guest_cid: 3
+                  socket: /tmp/vhost3.socket
+                  uds_path: /tmp/vm3.sock
+                  tx_buffer_size: 65536
+                  queue_size: 1024
+                  groups: group1+groupA
+                - guest_cid: 5
+                  socket: /tmp/vhost5.socket
+                  forward-cid: 1
+                  forward-listen: 9001+9002",
+        )
+        .unwrap();
+        let [first, second] = vms.as_slice() else {
+            panic!("{vms:?}")
+        };
+        assert_eq!(
+            *first,
+            RawVm {
+                guest_cid: Some(3),
+                socket: Some("/tmp/vhost3.socket".into()),
+                uds_path: Some("/tmp/vm3.sock".into()),
+                tx_buffer_size: Some(65536),
+                queue_size: Some(1024),
+                groups: Some("group1+groupA".into()),
+                ..RawVm::default()
+            }
+        );
+        assert_eq!(second.forward_cid, Some(1));
+        assert_eq!(second.forward_listen.as_deref(), Some("9001+9002"));
+    }
+
+    #[test]
+    fn lists_may_be_lists_and_one_port_a_number() {
+        let vms =
+            read_text("vms: [{socket: a, forward_cid: 1, forward_listen: 9001, groups: [a, b]}]")
+                .unwrap();
+        assert_eq!(vms[0].forward_listen.as_deref(), Some("9001"));
+        assert_eq!(vms[0].groups.as_deref(), Some("a+b"));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_place() {
+        for (text, wanted) in [
+            ("vms: []", "the list `vms` is empty"),
+            ("vm: []", "unknown field `vm`"),
+            ("vms:\n  - sockets: a", "unknown field `sockets`"),
+            ("vms:\n  - guest_cid: three", "guest_cid: invalid type"),
+            (
+                "vms:\n  - groups: {a: b}",
+                "expected one text joined by `+`, or a list",
+            ),
+            ("", "--config"),
+        ] {
+            let said = read_text(text).unwrap_err().to_string();
+            assert!(said.contains(wanted), "{text:?}: {said}");
+            assert!(said.contains("vms.yaml"), "{text:?}: {said}");
+        }
+        let said = read(Path::new("/nonexistent/vms.yaml"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.contains("/nonexistent/vms.yaml: cannot be read"),
+            "{said}"
+        );
+    }
+}

@@ -1,0 +1,173 @@
+//! `zerosock serve`: from the command line to running devices, and to an orderly end.
+//!
+//! Order of work: judge all options; claim all sockets; start the devices; say READY; wait for a
+//! signal; say STOPPING; stop the devices; remove the sockets. Whatever fails before READY leaves
+//! nothing behind.
+
+mod activation;
+pub(crate) mod args;
+mod backend;
+mod cpus;
+mod file;
+mod group;
+mod settings;
+pub(crate) mod vm;
+
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+use rustix::process::{Resource, Rlimit};
+use sd_notify::NotifyState;
+use tracing::{info, warn};
+
+use self::activation::{ActivationError, Inherited};
+use self::settings::{Host, Settings, Vm};
+use crate::failure::Failure;
+use crate::logging;
+use crate::signals::Signals;
+use crate::sockets::{self, SocketFile};
+
+/// Runs until a signal asks to stop.
+pub(crate) fn main(args: args::ServeArgs) -> Result<(), Failure> {
+    let (level, format) = (args.daemon.log_level, args.daemon.log_format);
+    let settings = Settings::new(args).map_err(Failure::usage)?;
+    logging::start(level, format);
+    run(settings).map_err(Failure::runtime)
+}
+
+/// Why serving could not start, or ended.
+#[derive(Debug, thiserror::Error)]
+enum ServeError {
+    #[error(transparent)]
+    Activation(#[from] ActivationError),
+    #[error(transparent)]
+    Bind(#[from] sockets::BindError),
+    #[error("signals cannot be caught: {0}")]
+    Signals(io::Error),
+    #[error(transparent)]
+    Start(#[from] backend::StartError),
+}
+
+/// The two sockets of one VM.
+struct Listeners {
+    control: UnixListener,
+    /// `None` when the VM's connections go to the kernel's AF_VSOCK.
+    hybrid: Option<UnixListener>,
+}
+
+fn run(settings: Settings) -> Result<(), ServeError> {
+    let signals = Signals::catch().map_err(ServeError::Signals)?;
+    raise_descriptor_limit();
+    let (listeners, files) = claim_sockets(&settings)?;
+    let running = backend::start(&settings, listeners)?;
+    for vm in &settings.vms {
+        announce(vm);
+    }
+    notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
+    let signal = wait_for_signal(&signals)?;
+    info!("{signal}: stopping");
+    notify(&[NotifyState::Stopping]);
+    running.shutdown();
+    drop(files);
+    Ok(())
+}
+
+fn claim_sockets(settings: &Settings) -> Result<(Vec<Listeners>, Vec<SocketFile>), ServeError> {
+    let mut inherited = Inherited::take()?;
+    let mut files = Vec::new();
+    let mut listeners = Vec::with_capacity(settings.vms.len());
+    let only_vm = settings.vms.len() == 1;
+    for vm in &settings.vms {
+        let mut claim = |path: &Path, role: &str| -> Result<UnixListener, ServeError> {
+            let mut names = vec![format!("{role}-{}", vm.cid)];
+            if only_vm {
+                names.push(role.to_string());
+            }
+            if let Some(listener) = inherited.claim(path, &names) {
+                return Ok(listener);
+            }
+            let (listener, file) = sockets::bind(path, settings.access)?;
+            files.push(file);
+            Ok(listener)
+        };
+        let control = claim(&vm.socket, "socket")?;
+        let hybrid = match &vm.host {
+            Host::Hybrid(path) => Some(claim(path, "uds-path")?),
+            Host::Forward { .. } => None,
+        };
+        listeners.push(Listeners { control, hybrid });
+    }
+    inherited.finish()?;
+    Ok((listeners, files))
+}
+
+/// Every connection of a guest is a descriptor here; the usual soft limit of 1024 is for programs
+/// that use select().
+fn raise_descriptor_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    if let Err(errno) = rustix::process::setrlimit(Resource::Nofile, raised) {
+        warn!(
+            "the limit of open files stays at {:?}: {errno}",
+            limit.current
+        );
+    }
+}
+
+fn announce(vm: &Vm) {
+    let socket = vm.socket.display();
+    match &vm.host {
+        Host::Hybrid(path) => {
+            info!(cid = vm.cid, %socket, uds_path = %path.display(), "serving");
+            warn_about_long_ports(path);
+        }
+        Host::Forward { cid, listen } => {
+            info!(cid = vm.cid, %socket, forward_cid = cid, forward_listen = ?listen, "serving");
+        }
+    }
+}
+
+/// The guest's connections go to PATH_PORT, which must be a socket address too.
+fn warn_about_long_ports(path: &Path) {
+    let room = sockets::MAX_PATH.saturating_sub(path.as_os_str().len() + 1);
+    // The highest port, 4294967294, has ten digits.
+    if room < 10 {
+        warn!(
+            "{}: leaves room for ports of {room} digits only behind `{}_`; the guest's \
+             connections to longer ones will be refused: shorten --uds-path",
+            path.display(),
+            path.display()
+        );
+    }
+}
+
+fn status(settings: &Settings) -> String {
+    match settings.vms.as_slice() {
+        [vm] => format!("serving CID {}", vm.cid),
+        vms => format!("serving {} virtual machines", vms.len()),
+    }
+}
+
+fn wait_for_signal(signals: &Signals) -> Result<&'static str, ServeError> {
+    // Twice as often as the service manager wants to hear from us.
+    let beat = sd_notify::watchdog_enabled().map(|interval| interval / 2);
+    loop {
+        if let Some(signal) = signals.wait(beat).map_err(ServeError::Signals)? {
+            return Ok(signal);
+        }
+        if beat.is_some() {
+            notify(&[NotifyState::Watchdog]);
+        }
+    }
+}
+
+/// Does nothing without a service manager; a lost message is no reason to stop serving.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        warn!("the service manager could not be told: {error}");
+    }
+}

@@ -1,0 +1,404 @@
+//! Settings of `zerosock serve` in which nothing illegal can be said any more.
+//!
+//! Every complaint names the option as it was written, its value and what would be right: the
+//! reader should not need the manual to mend it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Gid, Mode};
+
+use super::args::{DaemonFlags, OkPort, ServeArgs};
+use super::vm::RawVm;
+use super::{cpus, group};
+use crate::sockets;
+
+/// All that `serve` needs to start.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    /// At least one; CIDs, paths and forwarded ports differ between them.
+    pub(crate) vms: Vec<Vm>,
+    pub(crate) ok_port: OkPort,
+    pub(crate) access: sockets::Access,
+    pub(crate) max_connections: usize,
+    /// 1 up to the number of VMs.
+    pub(crate) workers: usize,
+    /// Empty: not pinned. Otherwise worker `i` goes to entry `i` modulo the length.
+    pub(crate) cpus: Vec<usize>,
+}
+
+/// One VM.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Vm {
+    pub(crate) cid: u32,
+    pub(crate) socket: PathBuf,
+    pub(crate) host: Host,
+    /// Bytes in flight per connection, 128 to 1 GiB.
+    pub(crate) tx_buffer_size: u32,
+    /// A power of two up to 32768.
+    pub(crate) queue_size: u16,
+    /// None empty, none twice.
+    pub(crate) groups: Vec<String>,
+}
+
+/// Where a VM's connections to the host go.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Host {
+    /// To Unix sockets, by the hybrid convention around this path.
+    Hybrid(PathBuf),
+    /// To the AF_VSOCK of the host's own kernel.
+    Forward { cid: u32, listen: Vec<u32> },
+}
+
+/// What is wrong with the options.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SettingsError {
+    #[error(
+        "no virtual machine is named: give --socket and --uds-path, or --vm, or --config \
+         (`zerosock serve --help` has examples)"
+    )]
+    NoVm,
+    #[error(transparent)]
+    File(#[from] super::file::FileError),
+    #[error("{option} is missing: {fix}")]
+    Missing { option: String, fix: &'static str },
+    #[error("{option} {value}: {fix}")]
+    Wrong {
+        option: String,
+        value: String,
+        fix: String,
+    },
+    #[error("{option} {value}: already used by {other}; every VM needs its own")]
+    Duplicate {
+        option: String,
+        value: String,
+        other: String,
+    },
+    #[error("{option} and {other} exclude each other: keep one")]
+    Both { option: String, other: String },
+}
+
+const DEFAULT_CID: u64 = 3;
+const DEFAULT_TX_BUFFER_SIZE: u32 = 256 * 1024;
+const DEFAULT_QUEUE_SIZE: u64 = 1024;
+const DEFAULT_GROUP: &str = "default";
+/// What Linux calls SO_VM_SOCKETS_BUFFER_MIN_SIZE, by default.
+const MIN_TX_BUFFER_SIZE: u32 = 128;
+const MAX_TX_BUFFER_SIZE: u32 = 1 << 30;
+/// The virtio specification's limit for a split virtqueue.
+const MAX_QUEUE_SIZE: u64 = 32768;
+
+/// Where a VM was written: lets a complaint show an option as its writer knows it.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Flags,
+    Vm,
+    File { path: &'a Path, index: usize },
+}
+
+impl Source<'_> {
+    /// `key` has dashes, as in a flag.
+    fn option(self, key: &str) -> String {
+        match self {
+            Source::Flags => format!("--{key}"),
+            Source::Vm => format!("--vm {key}"),
+            Source::File { path, index } => {
+                format!("{}: vms[{index}].{}", path.display(), key.replace('-', "_"))
+            }
+        }
+    }
+
+    fn wrong(self, key: &str, value: impl fmt::Display, fix: impl Into<String>) -> SettingsError {
+        SettingsError::Wrong {
+            option: self.option(key),
+            value: value.to_string(),
+            fix: fix.into(),
+        }
+    }
+}
+
+impl Settings {
+    /// Judges everything that was typed. Reads the file that --config names, /etc/group for
+    /// --socket-group and this process's CPUs, and touches nothing.
+    pub(crate) fn new(args: ServeArgs) -> Result<Settings, SettingsError> {
+        let config = args.config;
+        let mut written = Vec::new();
+        if let Some(path) = &config {
+            for (index, vm) in super::file::read(path)?.into_iter().enumerate() {
+                written.push((Source::File { path, index }, vm));
+            }
+        } else if !args.vm.is_empty() {
+            written.extend(args.vm.into_iter().map(|vm| (Source::Vm, vm)));
+        } else {
+            let vm = args.vm_flags.into_vm().ok_or(SettingsError::NoVm)?;
+            written.push((Source::Flags, vm));
+        }
+        let mut vms = Vec::with_capacity(written.len());
+        let mut taken = Taken::default();
+        for (source, raw) in written {
+            let vm = Vm::new(source, raw)?;
+            taken.take(source, &vm)?;
+            vms.push(vm);
+        }
+        daemon(args.daemon, vms)
+    }
+}
+
+fn daemon(flags: DaemonFlags, vms: Vec<Vm>) -> Result<Settings, SettingsError> {
+    let wrong = |option: &str, value: &dyn fmt::Display, fix: String| SettingsError::Wrong {
+        option: option.to_string(),
+        value: value.to_string(),
+        fix,
+    };
+    let mode = match &flags.socket_mode {
+        None => None,
+        Some(text) => Some(parse_mode(text).ok_or_else(|| {
+            wrong(
+                "--socket-mode",
+                text,
+                "give permission bits in octal, 0 to 0777, such as 0660".into(),
+            )
+        })?),
+    };
+    let gid = match &flags.socket_group {
+        None => None,
+        Some(name) => Some(
+            group::lookup(name)
+                .map_err(|reason| wrong("--socket-group", name, reason.to_string()))?,
+        ),
+    };
+    let pinned = match &flags.cpus {
+        None => Vec::new(),
+        Some(text) => {
+            cpus::parse(text).map_err(|reason| wrong("--cpus", text, reason.to_string()))?
+        }
+    };
+    let max_connections = usize::try_from(flags.max_connections)
+        .ok()
+        .filter(|&n| (1..=MAX_CONNECTIONS).contains(&n))
+        .ok_or_else(|| {
+            let fix = format!("give a number from 1 to {MAX_CONNECTIONS}");
+            wrong("--max-connections", &flags.max_connections, fix)
+        })?;
+    let workers = match flags.workers {
+        Some(0) => {
+            return Err(wrong(
+                "--workers",
+                &0,
+                "give at least 1: workers move the data".into(),
+            ));
+        }
+        Some(n) => usize::try_from(n).unwrap_or(usize::MAX),
+        None if !pinned.is_empty() => pinned.len(),
+        None => std::thread::available_parallelism().map_or(1, usize::from),
+    };
+    Ok(Settings {
+        // A worker without a VM would only cost memory.
+        workers: workers.min(vms.len()),
+        vms,
+        ok_port: flags.ok_port,
+        access: sockets::Access {
+            mode,
+            gid: gid.map(Gid::from_raw),
+        },
+        max_connections,
+        cpus: pinned,
+    })
+}
+
+/// More would not fit the descriptors that Linux gives a process (fs.nr_open).
+const MAX_CONNECTIONS: usize = 1 << 20;
+
+impl Vm {
+    fn new(source: Source<'_>, raw: RawVm) -> Result<Vm, SettingsError> {
+        let cid = raw.guest_cid.unwrap_or(DEFAULT_CID);
+        let cid = parse_cid(cid).map_err(|fix| source.wrong("guest-cid", cid, fix))?;
+        let socket = raw.socket.ok_or_else(|| SettingsError::Missing {
+            option: source.option("socket"),
+            fix: "name the Unix socket to which the virtual machine monitor connects",
+        })?;
+        check_path(source, "socket", &socket)?;
+        let host = match (raw.uds_path, raw.forward_cid, raw.forward_listen) {
+            (Some(path), None, None) => {
+                check_path(source, "uds-path", &path)?;
+                Host::Hybrid(path)
+            }
+            (None, Some(cid), listen) => Host::Forward {
+                cid: match cid {
+                    0 | u32::MAX => {
+                        let fix = "give a CID that can be connected to: 1 (this host by \
+                                   loopback), 2 (the host), or a guest's";
+                        return Err(source.wrong("forward-cid", cid, fix));
+                    }
+                    cid => cid,
+                },
+                listen: parse_ports(source, listen.as_deref())?,
+            },
+            (None, None, None) => {
+                return Err(SettingsError::Missing {
+                    option: source.option("uds-path"),
+                    fix: "name the Unix socket to which host programs connect, or give \
+                          forward-cid instead",
+                });
+            }
+            (None, None, Some(_)) => {
+                return Err(SettingsError::Missing {
+                    option: source.option("forward-cid"),
+                    fix: "forward-listen needs it",
+                });
+            }
+            (Some(_), cid, _) => {
+                let other = if cid.is_some() {
+                    "forward-cid"
+                } else {
+                    "forward-listen"
+                };
+                return Err(SettingsError::Both {
+                    option: source.option("uds-path"),
+                    other: source.option(other),
+                });
+            }
+        };
+        let tx_buffer_size = raw.tx_buffer_size.unwrap_or(DEFAULT_TX_BUFFER_SIZE);
+        if !(MIN_TX_BUFFER_SIZE..=MAX_TX_BUFFER_SIZE).contains(&tx_buffer_size) {
+            let fix = format!("give bytes from {MIN_TX_BUFFER_SIZE} to {MAX_TX_BUFFER_SIZE}");
+            return Err(source.wrong("tx-buffer-size", tx_buffer_size, fix));
+        }
+        let queue_size = raw.queue_size.unwrap_or(DEFAULT_QUEUE_SIZE);
+        if !queue_size.is_power_of_two() || queue_size > MAX_QUEUE_SIZE {
+            let fix = format!("give a power of two from 1 to {MAX_QUEUE_SIZE}, such as 1024");
+            return Err(source.wrong("queue-size", queue_size, fix));
+        }
+        let groups = parse_groups(source, raw.groups.as_deref().unwrap_or(DEFAULT_GROUP))?;
+        // At most 32768, just checked.
+        let queue_size = queue_size as u16;
+        Ok(Vm {
+            cid,
+            socket,
+            host,
+            tx_buffer_size,
+            queue_size,
+            groups,
+        })
+    }
+}
+
+/// A guest's CID; otherwise what to do about it.
+fn parse_cid(cid: u64) -> Result<u32, &'static str> {
+    match cid {
+        0 => Err("reserved (the hypervisor); give a CID from 3 to 4294967294"),
+        1 => Err("reserved (loopback); give a CID from 3 to 4294967294"),
+        2 => Err("reserved (the host); give a CID from 3 to 4294967294"),
+        0xffff_ffff | u64::MAX => Err("reserved (any CID); give a CID from 3 to 4294967294"),
+        _ => u32::try_from(cid).map_err(|_| "a CID has 32 bits; give a CID from 3 to 4294967294"),
+    }
+}
+
+fn check_path(source: Source<'_>, key: &str, path: &Path) -> Result<(), SettingsError> {
+    sockets::check_path(path)
+        .map_err(|reason| source.wrong(key, path.display(), reason.to_string()))
+}
+
+fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, SettingsError> {
+    let Some(text) = text else {
+        return Ok(Vec::new());
+    };
+    let mut ports = Vec::new();
+    for item in text.trim().split('+') {
+        let port = item
+            .parse()
+            .ok()
+            .filter(|&port: &u32| port != u32::MAX)
+            .ok_or_else(|| {
+                let fix = format!(
+                    "`{item}` is no port; give numbers from 0 to 4294967294 joined by `+`, such as \
+                 9001+9002"
+                );
+                source.wrong("forward-listen", text, fix)
+            })?;
+        if ports.contains(&port) {
+            let fix = format!("port {port} is named twice: leave one");
+            return Err(source.wrong("forward-listen", text, fix));
+        }
+        ports.push(port);
+    }
+    Ok(ports)
+}
+
+fn parse_groups(source: Source<'_>, text: &str) -> Result<Vec<String>, SettingsError> {
+    let mut groups: Vec<String> = Vec::new();
+    for name in text.trim().split('+') {
+        if name.is_empty() {
+            let fix = "a name is empty; give names joined by `+`, such as web+db";
+            return Err(source.wrong("groups", text, fix));
+        }
+        if !groups.iter().any(|known| known == name) {
+            groups.push(name.to_string());
+        }
+    }
+    Ok(groups)
+}
+
+fn parse_mode(text: &str) -> Option<Mode> {
+    let digits = text.strip_prefix("0o").unwrap_or(text);
+    if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
+        return None;
+    }
+    u32::from_str_radix(digits, 8)
+        .ok()
+        .filter(|&bits| bits <= 0o777)
+        .map(Mode::from_raw_mode)
+}
+
+/// What the VMs seen so far have claimed, and by which option.
+#[derive(Default)]
+struct Taken {
+    cids: HashMap<u32, String>,
+    paths: HashMap<PathBuf, String>,
+    ports: HashMap<u32, String>,
+}
+
+impl Taken {
+    fn take(&mut self, source: Source<'_>, vm: &Vm) -> Result<(), SettingsError> {
+        let by = |key: &str| format!("{} of the VM with CID {}", source.option(key), vm.cid);
+        let duplicate = |key: &str, value: String, other: String| SettingsError::Duplicate {
+            option: source.option(key),
+            value,
+            other,
+        };
+        let key = "guest-cid";
+        if let Some(other) = self
+            .cids
+            .insert(vm.cid, format!("the VM at {}", vm.socket.display()))
+        {
+            return Err(duplicate(key, vm.cid.to_string(), other));
+        }
+        let mut take_path = |key: &str, path: &Path| {
+            // Only by name: two spellings through symbolic links are caught when the second
+            // socket finds the first one alive.
+            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+            match self.paths.insert(absolute, by(key)) {
+                None => Ok(()),
+                Some(other) => Err(duplicate(key, path.display().to_string(), other)),
+            }
+        };
+        take_path("socket", &vm.socket)?;
+        match &vm.host {
+            Host::Hybrid(path) => take_path("uds-path", path),
+            Host::Forward { listen, .. } => {
+                let key = "forward-listen";
+                listen
+                    .iter()
+                    .try_for_each(|&port| match self.ports.insert(port, by(key)) {
+                        None => Ok(()),
+                        Some(other) => Err(duplicate(key, port.to_string(), other)),
+                    })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "settings_tests.rs"]
+mod tests;

@@ -1,0 +1,201 @@
+//! One VM as it was written, by flags, by `--vm` or in a file: the same eight keys, unjudged.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Deserializer};
+
+use super::args::VmFlags;
+
+/// The keys of a VM with the values that were given.
+///
+/// Lists (`forward_listen`, `groups`) are still the text joined by `+`.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RawVm {
+    #[serde(alias = "guest-cid")]
+    pub(crate) guest_cid: Option<u64>,
+    pub(crate) socket: Option<PathBuf>,
+    #[serde(alias = "uds-path")]
+    pub(crate) uds_path: Option<PathBuf>,
+    #[serde(alias = "forward-cid")]
+    pub(crate) forward_cid: Option<u32>,
+    #[serde(alias = "forward-listen", default, deserialize_with = "joined_by_plus")]
+    pub(crate) forward_listen: Option<String>,
+    #[serde(alias = "tx-buffer-size")]
+    pub(crate) tx_buffer_size: Option<u32>,
+    #[serde(alias = "queue-size")]
+    pub(crate) queue_size: Option<u64>,
+    #[serde(default, deserialize_with = "joined_by_plus")]
+    pub(crate) groups: Option<String>,
+}
+
+impl VmFlags {
+    /// The VM that the flags name, if any of them was given at all.
+    pub(crate) fn into_vm(self) -> Option<RawVm> {
+        let vm = RawVm {
+            guest_cid: self.guest_cid,
+            socket: self.socket,
+            uds_path: self.uds_path,
+            forward_cid: self.forward_cid,
+            forward_listen: self.forward_listen,
+            tx_buffer_size: self.tx_buffer_size,
+            queue_size: self.queue_size,
+            groups: self.groups,
+        };
+        (vm != RawVm::default()).then_some(vm)
+    }
+}
+
+/// Why the text behind one `--vm` says no VM. clap puts the option and the whole value in front.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub(crate) enum VmTextError {
+    #[error("`{0}` has no value: write {0}=VALUE")]
+    NoValue(String),
+    #[error("unknown key `{0}`: the keys are {KEYS}")]
+    UnknownKey(String),
+    #[error("{0} is given twice: leave one")]
+    Twice(&'static str),
+    #[error("{key}={value} is no whole number from 0 to {largest}")]
+    NotANumber {
+        key: &'static str,
+        value: String,
+        largest: u64,
+    },
+}
+
+const KEYS: &str = "guest-cid, socket, uds-path, forward-cid, forward-listen, tx-buffer-size, \
+                    queue-size, groups";
+
+/// Reads `guest-cid=3,socket=PATH,...`; a key may be written with `-` or `_`.
+pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
+    let mut vm = RawVm::default();
+    for pair in text.trim().split(',') {
+        let (key, value) = pair
+            .split_once('=')
+            .ok_or_else(|| VmTextError::NoValue(pair.to_string()))?;
+        match key.replace('_', "-").as_str() {
+            "guest-cid" => set_number(&mut vm.guest_cid, "guest-cid", value, u64::MAX)?,
+            "socket" => set(&mut vm.socket, "socket", PathBuf::from(value))?,
+            "uds-path" => set(&mut vm.uds_path, "uds-path", PathBuf::from(value))?,
+            "forward-cid" => {
+                set_number(&mut vm.forward_cid, "forward-cid", value, u32::MAX.into())?;
+            }
+            "forward-listen" => set(&mut vm.forward_listen, "forward-listen", value.to_string())?,
+            "tx-buffer-size" => {
+                set_number(
+                    &mut vm.tx_buffer_size,
+                    "tx-buffer-size",
+                    value,
+                    u32::MAX.into(),
+                )?;
+            }
+            "queue-size" => set_number(&mut vm.queue_size, "queue-size", value, u64::MAX)?,
+            "groups" => set(&mut vm.groups, "groups", value.to_string())?,
+            _ => return Err(VmTextError::UnknownKey(key.to_string())),
+        }
+    }
+    Ok(vm)
+}
+
+fn set<T>(slot: &mut Option<T>, key: &'static str, value: T) -> Result<(), VmTextError> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(VmTextError::Twice(key)),
+    }
+}
+
+fn set_number<T: std::str::FromStr>(
+    slot: &mut Option<T>,
+    key: &'static str,
+    value: &str,
+    largest: u64,
+) -> Result<(), VmTextError> {
+    let number = value.parse().map_err(|_| VmTextError::NotANumber {
+        key,
+        value: value.to_string(),
+        largest,
+    })?;
+    set(slot, key, number)
+}
+
+/// In a file a list may be one text joined by `+`, a single number, or a YAML list.
+fn joined_by_plus<'de, D: Deserializer<'de>>(input: D) -> Result<Option<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected one text joined by `+`, or a list")]
+    enum Written {
+        One(Item),
+        Many(Vec<Item>),
+    }
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Item {
+        Number(u64),
+        Text(String),
+    }
+    impl fmt::Display for Item {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            match self {
+                Item::Number(number) => number.fmt(f),
+                Item::Text(text) => text.fmt(f),
+            }
+        }
+    }
+    let written = Option::<Written>::deserialize(input)?;
+    Ok(written.map(|written| match written {
+        Written::One(item) => item.to_string(),
+        Written::Many(items) => items
+            .iter()
+            .map(Item::to_string)
+            .collect::<Vec<_>>()
+            .join("+"),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_read_with_either_spelling() {
+        let dashes = "guest-cid=7,socket=/a,uds-path=/b,forward-cid=1,forward-listen=5+6,\
+                      tx-buffer-size=4096,queue-size=256,groups=x+y";
+        let wanted = RawVm {
+            guest_cid: Some(7),
+            socket: Some("/a".into()),
+            uds_path: Some("/b".into()),
+            forward_cid: Some(1),
+            forward_listen: Some("5+6".into()),
+            tx_buffer_size: Some(4096),
+            queue_size: Some(256),
+            groups: Some("x+y".into()),
+        };
+        assert_eq!(parse_vm(dashes), Ok(wanted.clone()));
+        assert_eq!(parse_vm(&dashes.replace('-', "_")), Ok(wanted));
+    }
+
+    #[test]
+    fn a_value_may_contain_an_equals_sign() {
+        let vm = parse_vm("socket=/tmp/a=b").unwrap();
+        assert_eq!(vm.socket, Some("/tmp/a=b".into()));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, wanted) in [
+            ("", "`` has no value: write =VALUE"),
+            ("socket", "`socket` has no value: write socket=VALUE"),
+            ("group=a", "unknown key `group`"),
+            ("socket=a,socket=b", "socket is given twice: leave one"),
+            ("guest-cid=x", "guest-cid=x is no whole number"),
+            (
+                "forward_cid=4294967296",
+                "forward-cid=4294967296 is no whole number from 0 to 4294967295",
+            ),
+            ("tx-buffer-size=-1", "tx-buffer-size=-1 is no whole number"),
+        ] {
+            let said = parse_vm(text).unwrap_err().to_string();
+            assert!(said.starts_with(wanted), "{text:?}: {said}");
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! Unix sockets with a path: claiming one without taking it from anybody, and giving it back.
+//!
+//! What must hold: a path on which a live process listens is never touched; nothing that is not a
+//! socket is ever removed; at the end only what was made here is removed, and only if it still is
+//! the one that was made.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, Gid, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Bytes of a path that a socket address holds: sun_path has 108, one is for the closing NUL.
+pub(crate) const MAX_PATH: usize = 107;
+
+/// Connections that may wait to be accepted; the kernel lowers it to net.core.somaxconn.
+const BACKLOG: i32 = 4096;
+
+/// Why a path can be no socket's.
+#[derive(Debug, Eq, PartialEq, thiserror::Error)]
+pub(crate) enum PathError {
+    #[error("the path is empty; name a file to be made")]
+    Empty,
+    #[error(
+        "the path has {0} bytes, and a Unix socket address holds 108 with its closing NUL: \
+         shorten it to {MAX_PATH}, or give it relative to the working directory"
+    )]
+    TooLong(usize),
+    #[error("the path contains a NUL byte; remove it")]
+    Nul,
+}
+
+/// Judges a path by its looks, before anything is touched.
+pub(crate) fn check_path(path: &Path) -> Result<(), PathError> {
+    let bytes = path.as_os_str().as_bytes();
+    match bytes.len() {
+        0 => Err(PathError::Empty),
+        length if length > MAX_PATH => Err(PathError::TooLong(length)),
+        _ if bytes.contains(&0) => Err(PathError::Nul),
+        _ => Ok(()),
+    }
+}
+
+/// Who may connect to a socket made here.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Access {
+    /// Permission bits; `None` leaves them to the umask.
+    pub(crate) mode: Option<Mode>,
+    /// The owning group; `None` leaves it to the kernel.
+    pub(crate) gid: Option<Gid>,
+}
+
+/// Why a path could not be claimed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BindError {
+    #[error("{0}: {1}")]
+    Path(String, PathError),
+    #[error("{0}: in use by a live process; stop that one, or choose another path")]
+    InUse(String),
+    #[error("{0}: exists and is not a socket; it was left alone, choose another path")]
+    NotASocket(String),
+    #[error("{path}: cannot find out whether the socket there is in use: {source}")]
+    Unprobed { path: String, source: io::Error },
+    #[error("{path}: cannot be made: {source}")]
+    Bind { path: String, source: io::Error },
+    #[error("{path}: --socket-group {gid}: {source}; run as a member of that group, or as root")]
+    Group {
+        path: String,
+        gid: u32,
+        source: io::Error,
+    },
+    #[error("{path}: --socket-mode: {source}")]
+    Mode { path: String, source: io::Error },
+}
+
+/// A socket file made here. Dropping it removes the file, unless another has taken its place.
+#[derive(Debug)]
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|now| now.dev() == self.device && now.ino() == self.inode);
+        if ours {
+            // Nothing more to be done when it fails: the next start replaces a stale socket.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Listens on a path: refuses one in use, replaces a stale one.
+///
+/// Nobody can connect before the permissions stand: the socket listens only then.
+pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketFile), BindError> {
+    let name = || path.display().to_string();
+    check_path(path).map_err(|reason| BindError::Path(name(), reason))?;
+    let failed = |source: io::Error| BindError::Bind {
+        path: name(),
+        source,
+    };
+
+    // Held from the probe to the bind: two processes that find the same stale socket would
+    // otherwise both replace it, and the second would remove the first one's.
+    let _turn = lock_directory_of(path);
+    remove_stale(path)?;
+
+    let socket: OwnedFd = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(|errno| failed(errno.into()))?;
+    let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
+    rustix::net::bind(&socket, &address).map_err(|errno| failed(errno.into()))?;
+    let made = fs::symlink_metadata(path).map_err(failed)?;
+    let file = SocketFile {
+        path: path.to_path_buf(),
+        device: made.dev(),
+        inode: made.ino(),
+    };
+    if let Some(gid) = access.gid {
+        rustix::fs::chown(path, None, Some(gid)).map_err(|errno| BindError::Group {
+            path: name(),
+            gid: gid.as_raw(),
+            source: errno.into(),
+        })?;
+    }
+    if let Some(mode) = access.mode {
+        rustix::fs::chmod(path, mode).map_err(|errno| BindError::Mode {
+            path: name(),
+            source: errno.into(),
+        })?;
+    }
+    rustix::net::listen(&socket, BACKLOG).map_err(|errno| failed(errno.into()))?;
+    Ok((UnixListener::from(socket), file))
+}
+
+fn remove_stale(path: &Path) -> Result<(), BindError> {
+    let name = || path.display().to_string();
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(source) => {
+            return Err(BindError::Bind {
+                path: name(),
+                source,
+            });
+        }
+        Ok(found) if !found.file_type().is_socket() => return Err(BindError::NotASocket(name())),
+        Ok(_) => {}
+    }
+    let alive = is_alive(path).map_err(|source| BindError::Unprobed {
+        path: name(),
+        source,
+    })?;
+    if alive {
+        return Err(BindError::InUse(name()));
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(BindError::Bind {
+            path: name(),
+            source: error,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Whether some process still holds the socket at a path.
+///
+/// The probe connects with a socket of another type, which the kernel refuses with EPROTOTYPE if
+/// the path's socket is held, and with ECONNREFUSED if its process is gone. So whoever listens
+/// there never sees a connection: a vhost-user device takes only one at a time.
+fn is_alive(path: &Path) -> io::Result<bool> {
+    let probe = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::DGRAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    match rustix::net::connect(&probe, &SocketAddrUnix::new(path)?) {
+        Ok(()) | Err(Errno::PROTOTYPE) => Ok(true),
+        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// One process's turn at the sockets of a directory, until dropped.
+///
+/// Anybody who can read the directory can hold this lock, so it is waited for only a short time,
+/// and then done without: the lock guards against an accident, not against an enemy.
+fn lock_directory_of(path: &Path) -> Option<OwnedFd> {
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(directory, flags, Mode::empty()).ok()?;
+    let deadline = Instant::now() + Duration::from_secs(1);
+    loop {
+        match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Some(directory),
+            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(_) => return None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn dir() -> tempfile::TempDir {
+        tempfile::tempdir().unwrap()
+    }
+
+    #[test]
+    fn a_free_path_is_made_and_removed_again() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        let (listener, file) = bind(&path, Access::default()).unwrap();
+        UnixStream::connect(&path).unwrap();
+        drop(listener);
+        assert!(path.exists());
+        drop(file);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_live_socket_is_refused_and_not_disturbed() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        let live = UnixListener::bind(&path).unwrap();
+        live.set_nonblocking(true).unwrap();
+        let error = bind(&path, Access::default()).unwrap_err();
+        assert!(matches!(error, BindError::InUse(_)), "{error}");
+        assert!(path.exists());
+        // Not even a connection to be accepted and closed.
+        assert_eq!(live.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        drop(UnixStream::connect(&path).unwrap());
+        live.accept().unwrap();
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        let (_listener, _file) = bind(&path, Access::default()).unwrap();
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_socket_is_left_alone() {
+        let dir = dir();
+        let file = dir.path().join("file");
+        fs::write(&file, "precious").unwrap();
+        let link = dir.path().join("link");
+        let socket = dir.path().join("socket");
+        drop(UnixListener::bind(&socket).unwrap());
+        std::os::unix::fs::symlink(&socket, &link).unwrap();
+        for path in [&file, &link, &dir.path().to_path_buf()] {
+            let error = bind(path, Access::default()).unwrap_err();
+            assert!(matches!(error, BindError::NotASocket(_)), "{error}");
+        }
+        assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
+        assert!(
+            fs::symlink_metadata(&link)
+                .unwrap()
+                .file_type()
+                .is_symlink()
+        );
+    }
+
+    #[test]
+    fn a_socket_that_took_our_place_is_not_removed() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        let (listener, file) = bind(&path, Access::default()).unwrap();
+        drop(listener);
+        let (_other, _other_file) = bind(&path, Access::default()).unwrap();
+        drop(file);
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn mode_and_group_are_set() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        let gid = rustix::process::getegid();
+        let access = Access {
+            mode: Some(Mode::from_raw_mode(0o621)),
+            gid: Some(gid),
+        };
+        let (_listener, _file) = bind(&path, access).unwrap();
+        let made = fs::metadata(&path).unwrap();
+        assert_eq!(made.permissions().mode() & 0o7777, 0o621);
+        assert_eq!(made.gid(), gid.as_raw());
+    }
+
+    #[test]
+    fn a_path_is_judged_by_its_length() {
+        let dir = dir();
+        let room = MAX_PATH - dir.path().as_os_str().len() - 1;
+        let longest = dir.path().join("x".repeat(room));
+        assert_eq!(check_path(&longest), Ok(()));
+        bind(&longest, Access::default()).unwrap();
+        let longer = dir.path().join("x".repeat(room + 1));
+        assert_eq!(check_path(&longer), Err(PathError::TooLong(MAX_PATH + 1)));
+        let said = bind(&longer, Access::default()).unwrap_err().to_string();
+        assert!(
+            said.contains("108 bytes") && said.contains("holds 108"),
+            "{said}"
+        );
+        assert_eq!(check_path(Path::new("")), Err(PathError::Empty));
+    }
+
+    #[test]
+    fn a_missing_directory_is_named() {
+        let error = bind(Path::new("/nonexistent/s"), Access::default()).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("/nonexistent/s: cannot be made: "),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn of_many_claims_on_a_stale_socket_one_wins() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        for _ in 0..20 {
+            drop(UnixListener::bind(&path).unwrap());
+            let start = std::sync::Barrier::new(4);
+            let won = std::thread::scope(|scope| {
+                let tries: Vec<_> = (0..4)
+                    .map(|_| {
+                        scope.spawn(|| {
+                            start.wait();
+                            bind(&path, Access::default()).ok()
+                        })
+                    })
+                    .collect();
+                let won: Vec<_> = tries
+                    .into_iter()
+                    .filter_map(|t| t.join().unwrap())
+                    .collect();
+                assert!(UnixStream::connect(&path).is_ok());
+                won.len()
+            });
+            assert_eq!(won, 1);
+        }
+    }
+}

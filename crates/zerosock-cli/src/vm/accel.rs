@@ -1,0 +1,80 @@
+//! Hardware or software: which accelerator runs a guest.
+//!
+//! That `/dev/kvm` opens says little: there are machines where it runs no stock guest (QEMU
+//! aborts, or the guest hangs before its first instruction). So KVM counts as working only after
+//! a guest has shown a sign of life under it, and one failure is remembered for the process.
+
+use std::fmt;
+use std::fs::OpenOptions;
+use std::sync::Mutex;
+
+/// How guest instructions are run.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub enum Accel {
+    /// The processor runs them.
+    Kvm,
+    /// QEMU translates them.
+    Tcg,
+}
+
+impl Accel {
+    /// The options of QEMU that choose it.
+    pub fn options(self) -> &'static [&'static str] {
+        match self {
+            Accel::Kvm => &["-accel", "kvm", "-cpu", "host"],
+            Accel::Tcg => &["-accel", "tcg,thread=multi", "-cpu", "max"],
+        }
+    }
+}
+
+impl fmt::Display for Accel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Accel::Kvm => "kvm",
+            Accel::Tcg => "tcg",
+        })
+    }
+}
+
+/// Which accelerators a boot may use.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
+pub enum Choice {
+    /// KVM where it works, else software.
+    #[default]
+    Auto,
+    /// Only this one.
+    Only(Accel),
+}
+
+static KVM_FAILED: Mutex<Option<String>> = Mutex::new(None);
+
+/// The accelerators to try, in order.
+pub fn candidates(choice: Choice) -> Vec<Accel> {
+    match choice {
+        Choice::Only(accel) => vec![accel],
+        Choice::Auto if kvm_failure().is_none() && kvm_opens() => vec![Accel::Kvm, Accel::Tcg],
+        Choice::Auto => vec![Accel::Tcg],
+    }
+}
+
+/// Why KVM is not used in this process any more, if a guest failed under it.
+pub fn kvm_failure() -> Option<String> {
+    KVM_FAILED.lock().ok().and_then(|reason| reason.clone())
+}
+
+/// Remembers for the rest of the process that KVM runs no guest here.
+pub fn remember_kvm_failure(reason: &str) {
+    if let Ok(mut slot) = KVM_FAILED.lock() {
+        slot.get_or_insert_with(|| reason.to_owned());
+    }
+}
+
+fn kvm_opens() -> bool {
+    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => true,
+        Err(error) => {
+            remember_kvm_failure(&format!("/dev/kvm: {error}"));
+            false
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! A vsock device as a process: ours (`zerosock serve`) or another with the same command line.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::children::{self, Guarded, Log};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// One VM of the device.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    /// Its CID.
+    pub cid: u32,
+    /// The vhost-user socket.
+    pub vhost: PathBuf,
+    /// The hybrid vsock socket.
+    pub uds: PathBuf,
+}
+
+impl Endpoint {
+    /// An endpoint with its sockets in `dir`, named after the CID.
+    pub fn new(dir: &Path, cid: u32) -> Endpoint {
+        let path = |what: &str| dir.join(format!("{cid}.{what}"));
+        Endpoint {
+            cid,
+            vhost: path("vhost"),
+            uds: path("vsock"),
+        }
+    }
+}
+
+/// Which program is the device.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// The program.
+    pub path: PathBuf,
+    /// Arguments in front of the device's own, as `serve`.
+    pub arguments: Vec<OsString>,
+    /// This program, under which the device is started so that it ends with us.
+    pub zerosock: PathBuf,
+}
+
+/// Why there is no device.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// Starting failed.
+    #[error("cannot start {0}: {1}")]
+    Start(PathBuf, io::Error),
+    /// It does not listen.
+    #[error("{program}: {what}; its last words:\n{log}")]
+    Silent {
+        /// The program.
+        program: PathBuf,
+        /// Exit or deadline.
+        what: String,
+        /// Its last lines.
+        log: String,
+    },
+}
+
+/// A running device; dropping it kills it.
+pub struct Device {
+    /// What it printed.
+    pub log: Log,
+    process: Guarded,
+}
+
+impl Device {
+    /// Starts it and waits until its sockets listen.
+    ///
+    /// # Errors
+    /// See [`DeviceError`].
+    pub fn start(
+        program: &Program,
+        endpoints: &[Endpoint],
+        echo: Option<&str>,
+    ) -> Result<Device, DeviceError> {
+        let mut command = children::leashed(&program.zerosock, &program.path);
+        command.args(&program.arguments);
+        for Endpoint { cid, vhost, uds } in endpoints {
+            command.arg("--vm").arg(format!(
+                "guest-cid={cid},socket={},uds-path={}",
+                vhost.display(),
+                uds.display()
+            ));
+        }
+        command.env("RUST_LOG", "info");
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let start = |error| DeviceError::Start(program.path.clone(), error);
+        let mut process = Guarded::spawn(&mut command).map_err(start)?;
+        let log = Log::default();
+        if let Some(out) = process.child().stdout.take() {
+            log.follow(out, echo.map(str::to_owned));
+        }
+        if let Some(err) = process.child().stderr.take() {
+            log.follow(err, echo.map(str::to_owned));
+        }
+        let mut device = Device { log, process };
+        let deadline = Instant::now() + DEADLINE;
+        let silent = |what: String, log: &Log| DeviceError::Silent {
+            program: program.path.clone(),
+            what,
+            log: log.tail(15),
+        };
+        loop {
+            if let Some(status) = device.process.try_wait() {
+                return Err(silent(format!("ended with {status}"), &device.log));
+            }
+            let paths = endpoints.iter().flat_map(|each| [&each.vhost, &each.uds]);
+            if listening(paths).map_err(start)? {
+                return Ok(device);
+            }
+            if Instant::now() >= deadline {
+                let what = format!("its sockets do not listen within {} s", DEADLINE.as_secs());
+                return Err(silent(what, &device.log));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Whether it still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.process.try_wait().is_none()
+    }
+
+    /// Kills it (SIGKILL).
+    pub fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// Asks it to end (SIGTERM) and waits; its exit code, or nothing if it does not end or was
+    /// killed.
+    pub fn stop(&mut self, timeout: Duration) -> Option<i32> {
+        self.process.terminate();
+        self.process.wait(timeout)?.code()
+    }
+}
+
+/// Whether somebody listens on every one of these Unix sockets, without connecting: a
+/// connection would be taken for a front-end.
+fn listening<'p>(mut paths: impl Iterator<Item = &'p PathBuf>) -> io::Result<bool> {
+    // "Num RefCount Protocol Flags Type St Inode Path"; the flag is __SO_ACCEPTCON.
+    let table = fs::read_to_string("/proc/net/unix")?;
+    Ok(paths.all(|path| {
+        let path = path.to_string_lossy();
+        table.lines().any(|line| {
+            let mut words = line.split_ascii_whitespace();
+            words.nth(3) == Some("00010000") && words.nth(3) == Some(&path)
+        })
+    }))
+}

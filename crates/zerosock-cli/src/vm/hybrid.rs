@@ -1,0 +1,103 @@
+//! The host's end of hybrid vsock, as a client: `CONNECT <port>`, `OK <port>`.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// Why a guest's port was not reached.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The device's socket does not answer.
+    #[error("{path}: {source}")]
+    Socket {
+        /// The device's Unix socket.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The device closed the socket: nobody listens on the port, or the guest is not there.
+    #[error("port {0} of the guest refuses connections")]
+    Refused(u32),
+    /// The answer is none of hybrid vsock.
+    #[error("expected \"OK <port>\", got {0:?}")]
+    Answer(String),
+}
+
+/// Connects to `port` of the guest behind `path`; gives the stream and the port in the answer.
+///
+/// # Errors
+/// See [`ConnectError`]; no answer within `timeout` is a socket error.
+pub fn connect(
+    path: &Path,
+    port: u32,
+    timeout: Duration,
+) -> Result<(UnixStream, u32), ConnectError> {
+    let socket = |source| ConnectError::Socket {
+        path: path.to_owned(),
+        source,
+    };
+    let mut stream = UnixStream::connect(path).map_err(socket)?;
+    stream.set_read_timeout(Some(timeout)).map_err(socket)?;
+    match stream.write_all(format!("CONNECT {port}\n").as_bytes()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+            return Err(ConnectError::Refused(port));
+        }
+        other => other.map_err(socket)?,
+    }
+    let mut line = Vec::new();
+    let mut byte = [0];
+    // Byte by byte: what follows the newline is payload.
+    while line.last() != Some(&b'\n') && line.len() < 32 {
+        match stream.read(&mut byte) {
+            Ok(0) if line.is_empty() => return Err(ConnectError::Refused(port)),
+            Ok(0) => break,
+            Ok(_) => line.push(byte[0]),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                return Err(ConnectError::Refused(port));
+            }
+            Err(error) => return Err(socket(error)),
+        }
+    }
+    stream.set_read_timeout(None).map_err(socket)?;
+    let line = String::from_utf8_lossy(&line);
+    line.strip_prefix("OK ")
+        .and_then(|rest| rest.strip_suffix('\n'))
+        .and_then(|port| port.parse().ok())
+        .map(|answered| (stream, answered))
+        .ok_or_else(|| ConnectError::Answer(line.into_owned()))
+}
+
+/// The listener to which a guest's connections to host port `port` are brought.
+///
+/// # Errors
+/// As binding a Unix socket.
+pub fn listen(path: &Path, port: u32) -> io::Result<UnixListener> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!("_{port}"));
+    let _ = std::fs::remove_file(&name);
+    UnixListener::bind(PathBuf::from(name))
+}
+
+/// Accepts one connection within `timeout`.
+///
+/// # Errors
+/// As accepting; `TimedOut` when nobody comes.
+pub fn accept(listener: &UnixListener, timeout: Duration) -> io::Result<UnixStream> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        match poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+            Ok(_) => return Ok(listener.accept()?.0),
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! A kernel to boot and the modules that belong to it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::cache::{Cache, FetchError};
+
+/// A kernel image with its modules.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// The image (a vmlinuz, or the program of user-mode Linux).
+    pub image: PathBuf,
+    /// The directory `/lib/modules/<release>`.
+    pub modules: PathBuf,
+    /// Its release, as `uname -r` prints it.
+    pub release: String,
+}
+
+/// Why there is no kernel to boot.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    /// Debian's package could not be had.
+    #[error(transparent)]
+    Fetch(#[from] FetchError),
+    /// A package or directory holds no kernel.
+    #[error("{0}: no boot/vmlinuz-* with lib/modules/* in it")]
+    Empty(PathBuf),
+    /// The file is no kernel image, or of unknown release.
+    #[error("--kernel {0}: not a Linux boot image; pass a vmlinuz")]
+    Image(PathBuf),
+    /// No modules for it.
+    #[error("--kernel: no modules at {0}; pass --modules DIR, the /lib/modules/{1} of that kernel")]
+    Modules(PathBuf, String),
+    /// Reading failed.
+    #[error("{0}: {1}")]
+    Read(PathBuf, io::Error),
+    /// A module could not be unpacked.
+    #[error("{path}: {what}; install {tool}")]
+    Unpack {
+        /// The compressed module.
+        path: PathBuf,
+        /// The program that unpacks it.
+        tool: &'static str,
+        /// What went wrong.
+        what: String,
+    },
+}
+
+impl Kernel {
+    /// Debian's kernel for clouds behind a meta package, as `linux-image-cloud-amd64` (6.1 in
+    /// Debian 12) or `linux-image-6.12-cloud-amd64`.
+    ///
+    /// # Errors
+    /// When it is neither cached nor downloadable.
+    pub fn debian(cache: &Cache, meta_package: &str) -> Result<Kernel, KernelError> {
+        let package = cache.depends(meta_package, "linux-image-")?;
+        let root = cache.package(&package)?;
+        let release = package.trim_start_matches("linux-image-").to_owned();
+        let image = root.join("boot").join(format!("vmlinuz-{release}"));
+        let modules = root.join("lib/modules").join(&release);
+        if !image.is_file() || !modules.is_dir() {
+            return Err(KernelError::Empty(root));
+        }
+        Ok(Kernel {
+            image,
+            modules,
+            release,
+        })
+    }
+
+    /// The user's own image; modules from `modules` or `/lib/modules/<release>`.
+    ///
+    /// # Errors
+    /// When it is no boot image or its modules are not there.
+    pub fn custom(image: &Path, modules: Option<&Path>) -> Result<Kernel, KernelError> {
+        let release = release_of(image)?;
+        let modules =
+            modules.map_or_else(|| Path::new("/lib/modules").join(&release), Path::to_owned);
+        if !modules.join("kernel").is_dir() {
+            return Err(KernelError::Modules(modules, release));
+        }
+        Ok(Kernel {
+            image: image.to_owned(),
+            modules,
+            release,
+        })
+    }
+
+    /// User-mode Linux as Debian's package `user-mode-linux` installs it.
+    pub fn user_mode() -> Option<Kernel> {
+        let image = PathBuf::from("/usr/bin/linux.uml");
+        let modules = fs::read_dir("/usr/lib/uml/modules")
+            .ok()?
+            .find_map(|dir| Some(dir.ok()?.path()))?;
+        let release = modules.file_name()?.to_string_lossy().into_owned();
+        image.is_file().then_some(Kernel {
+            image,
+            modules,
+            release,
+        })
+    }
+
+    /// The module's file, unpacked; nothing when the kernel has it built in.
+    ///
+    /// # Errors
+    /// When a file cannot be read or unpacked.
+    pub fn module(&self, name: &str) -> Result<Option<Vec<u8>>, KernelError> {
+        let Some(path) = find(&self.modules.join("kernel"), name) else {
+            return Ok(None);
+        };
+        let tool = match path.extension().and_then(|ext| ext.to_str()) {
+            Some("xz") => "xz",
+            Some("zst") => "zstd",
+            Some("gz") => "gzip",
+            _ => {
+                return fs::read(&path)
+                    .map(Some)
+                    .map_err(|e| KernelError::Read(path, e));
+            }
+        };
+        let failed = |what| KernelError::Unpack {
+            path: path.clone(),
+            tool,
+            what,
+        };
+        let output = Command::new(tool)
+            .arg("-dc")
+            .arg(&path)
+            .output()
+            .map_err(|e| failed(e.to_string()))?;
+        if !output.status.success() {
+            return Err(failed(
+                String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+            ));
+        }
+        Ok(Some(output.stdout))
+    }
+}
+
+/// A file `name.ko`, compressed or not, anywhere below `dir`; `-` and `_` are the same.
+fn find(dir: &Path, name: &str) -> Option<PathBuf> {
+    let mut below = Vec::new();
+    for entry in fs::read_dir(dir).ok()?.flatten() {
+        let file = entry.file_name().to_string_lossy().replace('-', "_");
+        if file
+            .strip_prefix(name)
+            .is_some_and(|rest| rest == ".ko" || rest.starts_with(".ko."))
+        {
+            return Some(entry.path());
+        }
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            below.push(entry.path());
+        }
+    }
+    below.iter().find_map(|dir| find(dir, name))
+}
+
+/// The release in the header of a bzImage: at 0x20e lies the offset, less 0x200, of the version
+/// text (Documentation/arch/x86/boot.rst of the kernel).
+fn release_of(image: &Path) -> Result<String, KernelError> {
+    let bytes = fs::read(image).map_err(|error| KernelError::Read(image.to_owned(), error))?;
+    let version = || {
+        if bytes.get(0x202..0x206)? != b"HdrS" {
+            return None;
+        }
+        let offset = u16::from_le_bytes(bytes.get(0x20e..0x210)?.try_into().ok()?);
+        let text = bytes.get(usize::from(offset) + 0x200..)?;
+        let end = text.iter().position(|byte| matches!(byte, b' ' | 0))?;
+        String::from_utf8(text[..end].to_vec()).ok()
+    };
+    version().ok_or_else(|| KernelError::Image(image.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn release_is_read_from_the_boot_header() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vmlinuz");
+        let mut image = vec![0; 0x400];
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x20e..0x210].copy_from_slice(&0x100u16.to_le_bytes());
+        image[0x300..0x30e].copy_from_slice(b"6.1.0-x (me) #");
+        fs::write(&path, &image).unwrap();
+        assert_eq!(release_of(&path).unwrap(), "6.1.0-x");
+        fs::write(&path, b"text").unwrap();
+        assert!(matches!(release_of(&path), Err(KernelError::Image(_))));
+    }
+
+    #[test]
+    fn modules_are_found_whatever_their_spelling() {
+        let dir = tempfile::tempdir().unwrap();
+        let sub = dir.path().join("kernel/net");
+        fs::create_dir_all(&sub).unwrap();
+        fs::write(sub.join("virtio-rng.ko"), b"x").unwrap();
+        fs::write(sub.join("vsock_diag.ko"), b"y").unwrap();
+        assert!(find(dir.path(), "virtio_rng").is_some());
+        assert!(find(dir.path(), "vsock").is_none());
+    }
+}

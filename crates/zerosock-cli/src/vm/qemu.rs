@@ -1,0 +1,287 @@
+//! A guest under QEMU with a vhost-user vsock device.
+
+use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::accel::{self, Accel, Choice};
+use super::children::{self, Guarded, Log};
+use super::hybrid;
+use super::kernel::Kernel;
+use super::remote::Remote;
+
+/// The agent's line in the guest: its second serial port.
+pub const TTY: &str = "/dev/ttyS1";
+
+const QEMU: &str = "qemu-system-x86_64";
+
+/// A guest under KVM shows life well within this, even on a loaded machine.
+const KVM_DEADLINE: Duration = Duration::from_secs(8);
+/// One in software emulation boots in about two seconds; a machine may be much slower.
+const TCG_DEADLINE: Duration = Duration::from_secs(90);
+
+/// What to boot.
+pub struct Config<'c> {
+    /// The kernel.
+    pub kernel: &'c Kernel,
+    /// The file with the initramfs.
+    pub initramfs: &'c Path,
+    /// Memory of the guest, MiB.
+    pub memory_mib: u64,
+    /// Processors of the guest.
+    pub cpus: u32,
+    /// The device's vhost-user socket, already listening.
+    pub device: &'c Path,
+    /// A directory for this guest's control socket.
+    pub dir: &'c Path,
+    /// Whether a reboot inside is a reboot (else it ends QEMU).
+    pub reboots: bool,
+    /// Accelerators allowed.
+    pub accel: Choice,
+    /// This program, under which QEMU is started so that it ends with us.
+    pub zerosock: &'c Path,
+    /// Repeats the guest's console on stderr under this name.
+    pub echo: Option<&'c str>,
+}
+
+/// A running guest; dropping it ends it.
+pub struct Guest {
+    /// Its agent.
+    pub remote: Remote,
+    /// Its console, and QEMU's own words.
+    pub console: Log,
+    /// What runs it.
+    pub accel: Accel,
+    /// The release of its kernel.
+    pub release: String,
+    process: Guarded,
+}
+
+/// Why no guest came up.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    /// QEMU is not installed.
+    #[error("{QEMU} is not installed\n  to get it, run: sudo apt-get install -y qemu-system-x86")]
+    NoQemu,
+    /// Starting failed.
+    #[error("cannot start QEMU: {0}")]
+    Start(io::Error),
+    /// The guest never spoke.
+    #[error("the guest did not boot under {accel}: {what}; its last words:\n{console}")]
+    NoLife {
+        /// The accelerator.
+        accel: Accel,
+        /// Exit or deadline.
+        what: String,
+        /// The last lines of its console.
+        console: String,
+    },
+}
+
+/// A guest that has been started and has not spoken yet.
+pub struct Booting<'c> {
+    config: Config<'c>,
+    untried: Vec<Accel>,
+    accel: Accel,
+    started: Started,
+}
+
+struct Started {
+    process: Guarded,
+    console: Log,
+    listener: UnixListener,
+    since: Instant,
+}
+
+impl Guest {
+    /// Boots and waits for the agent.
+    ///
+    /// # Errors
+    /// See [`BootError`].
+    pub fn boot(config: Config<'_>) -> Result<Guest, BootError> {
+        start(config)?.wait()
+    }
+
+    /// The process id of QEMU.
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Whether QEMU still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.process.try_wait().is_none()
+    }
+
+    /// Ends it as a power failure would.
+    pub fn kill(&mut self) {
+        self.process.kill();
+    }
+}
+
+/// Starts a guest without waiting for it, so that several can boot at once.
+///
+/// # Errors
+/// See [`BootError`].
+pub fn start(config: Config<'_>) -> Result<Booting<'_>, BootError> {
+    let mut untried = accel::candidates(config.accel);
+    let accel = untried.remove(0);
+    let started = spawn(&config, accel)?;
+    Ok(Booting {
+        config,
+        untried,
+        accel,
+        started,
+    })
+}
+
+impl Booting<'_> {
+    /// Waits until the agent speaks; falls back from KVM to software by itself.
+    ///
+    /// # Errors
+    /// See [`BootError`].
+    pub fn wait(mut self) -> Result<Guest, BootError> {
+        loop {
+            let last = self.untried.is_empty();
+            let limit = if last { TCG_DEADLINE } else { KVM_DEADLINE };
+            match life(&mut self.started, limit) {
+                Ok((remote, release)) => {
+                    let Started {
+                        process, console, ..
+                    } = self.started;
+                    return Ok(Guest {
+                        remote,
+                        console,
+                        accel: self.accel,
+                        release,
+                        process,
+                    });
+                }
+                Err(what) => {
+                    let console = self.started.console.tail(15);
+                    self.started.process.kill();
+                    if last {
+                        return Err(BootError::NoLife {
+                            accel: self.accel,
+                            what,
+                            console,
+                        });
+                    }
+                    accel::remember_kvm_failure(&what);
+                    self.accel = self.untried.remove(0);
+                    self.started = spawn(&self.config, self.accel)?;
+                }
+            }
+        }
+    }
+}
+
+fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
+    let control = config.dir.join("ctl");
+    let _ = std::fs::remove_file(&control);
+    let listener = UnixListener::bind(&control).map_err(BootError::Start)?;
+    let qemu = find_qemu().ok_or(BootError::NoQemu)?;
+    let mut command = children::leashed(config.zerosock, &qemu);
+    command.args(accel.options());
+    let memory = config.memory_mib;
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-m"]);
+    command.arg(format!("{memory}M"));
+    command.arg("-smp").arg(config.cpus.to_string());
+    // The device maps the guest's memory, so that it must be a file shared with it.
+    command.arg("-object");
+    command.arg(format!(
+        "memory-backend-memfd,id=mem,size={memory}M,share=on"
+    ));
+    command.args(["-numa", "node,memdev=mem"]);
+    command
+        .arg("-chardev")
+        .arg(format!("socket,id=vsock,path={}", config.device.display()));
+    command.args(["-device", "vhost-user-vsock-pci,chardev=vsock"]);
+    command.args([
+        "-chardev",
+        "stdio,id=console,signal=off",
+        "-serial",
+        "chardev:console",
+    ]);
+    command
+        .arg("-chardev")
+        .arg(format!("socket,id=agent,path={}", control.display()));
+    command.args(["-serial", "chardev:agent"]);
+    command.arg("-kernel").arg(&config.kernel.image);
+    command.arg("-initrd").arg(config.initramfs);
+    command.args(["-append", "console=ttyS0 quiet panic=-1 reboot=t"]);
+    if !config.reboots {
+        command.arg("-no-reboot");
+    }
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut process = Guarded::spawn(&mut command).map_err(BootError::Start)?;
+    let console = Log::default();
+    let echo = config.echo.map(str::to_owned);
+    if let Some(out) = process.child().stdout.take() {
+        console.follow(out, echo.clone());
+    }
+    if let Some(err) = process.child().stderr.take() {
+        console.follow(err, echo);
+    }
+    Ok(Started {
+        process,
+        console,
+        listener,
+        since: Instant::now(),
+    })
+}
+
+/// Waits for the agent's hello, the end of QEMU, or the deadline.
+fn life(started: &mut Started, limit: Duration) -> Result<(Remote, String), String> {
+    let step = Duration::from_millis(50);
+    let mut control: Option<Remote> = None;
+    loop {
+        if let Some(status) = started.process.try_wait() {
+            return Err(format!("QEMU ended with {status}"));
+        }
+        if started.since.elapsed() > limit {
+            return Err(format!("no sign of life within {} s", limit.as_secs()));
+        }
+        match &control {
+            None => control = accept(&started.listener, step).ok(),
+            Some(remote) => {
+                if let Some(release) = remote.wait_for_boot(1, step) {
+                    return Ok((remote.clone(), release));
+                }
+                if remote.is_gone() {
+                    let status = started.process.wait(Duration::from_secs(5));
+                    return Err(match status {
+                        Some(status) => format!("QEMU ended with {status}"),
+                        None => "QEMU closed the agent's line".to_owned(),
+                    });
+                }
+            }
+        }
+    }
+}
+
+fn accept(listener: &UnixListener, timeout: Duration) -> io::Result<Remote> {
+    let stream: UnixStream = hybrid::accept(listener, timeout)?;
+    Ok(Remote::new(stream.try_clone()?, stream))
+}
+
+fn find_qemu() -> Option<PathBuf> {
+    std::env::split_paths(&std::env::var_os("PATH")?)
+        .map(|dir| dir.join(QEMU))
+        .find(|file| file.is_file())
+}
+
+/// The version line of the installed QEMU.
+pub fn version() -> Option<String> {
+    let output = Command::new(find_qemu()?).arg("--version").output().ok()?;
+    Some(
+        String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .next()?
+            .to_owned(),
+    )
+}

@@ -1,0 +1,340 @@
+//! A device with two guests, and the steps that scenarios are made of.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use zerosock_cli::vm::accel::{Accel, Choice};
+use zerosock_cli::vm::cache::Cache;
+use zerosock_cli::vm::device::{Device, Endpoint, Program};
+use zerosock_cli::vm::hybrid;
+use zerosock_cli::vm::initramfs::Builder;
+use zerosock_cli::vm::kernel::Kernel;
+use zerosock_cli::vm::pattern::{Pattern, sha256};
+use zerosock_cli::vm::protocol::{Command, Outcome, Socket, Source};
+use zerosock_cli::vm::qemu::{self, Guest};
+use zerosock_cli::vm::remote::{Pending, Remote};
+
+/// For every single step; generous, because the guest may be emulated on a busy machine.
+pub const STEP: Duration = Duration::from_secs(60);
+
+/// A refusal must be known well before the 2 s after which a connection attempt times out.
+pub const AT_ONCE: Duration = Duration::from_secs(1);
+
+/// Why a scenario cannot run on this machine.
+#[derive(Debug)]
+pub struct Skipped(pub String);
+
+/// A device with guests `a` and `b`. Guest `b` may be rebooted and killed.
+pub struct Lab {
+    pub a: Vm,
+    pub b: Vm,
+    pub device: Mutex<Device>,
+    pub release: String,
+    kernel: Kernel,
+    initramfs: PathBuf,
+    pub qemu_ga: Option<String>,
+    _dir: TempDir,
+}
+
+/// One guest of the lab.
+pub struct Vm {
+    pub endpoint: Endpoint,
+    dir: PathBuf,
+    guest: Mutex<Guest>,
+}
+
+static NEXT_PORT: AtomicU32 = AtomicU32::new(2000);
+
+/// A port that no scenario has used.
+pub fn port() -> u32 {
+    NEXT_PORT.fetch_add(1, Ordering::Relaxed)
+}
+
+pub fn cache() -> Cache {
+    // Tests run in the crate's directory, from where the checkout is found.
+    Cache::find()
+}
+
+pub fn zerosock() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_zerosock"))
+}
+
+pub fn guest_program() -> PathBuf {
+    std::env::var_os("ZEROSOCK_GUEST").map_or_else(|| zerosock().to_owned(), PathBuf::from)
+}
+
+/// The device under test.
+pub fn device_program() -> Program {
+    let zerosock = zerosock().to_owned();
+    match std::env::var_os("ZEROSOCK_DEVICE") {
+        Some(path) => Program { path: path.into(), arguments: Vec::new(), zerosock },
+        None => Program { path: zerosock.clone(), arguments: vec!["serve".into()], zerosock },
+    }
+}
+
+pub fn echo(name: &str) -> Option<&str> {
+    std::env::var_os("ZEROSOCK_ECHO").map(|_| name)
+}
+
+pub fn accel() -> Choice {
+    match std::env::var("ZEROSOCK_ACCEL").as_deref() {
+        Ok("kvm") => Choice::Only(Accel::Kvm),
+        Ok("tcg") => Choice::Only(Accel::Tcg),
+        _ => Choice::Auto,
+    }
+}
+
+/// A short-lived directory with a name short enough for socket addresses.
+pub fn short_dir() -> TempDir {
+    tempfile::Builder::new().prefix("zs").tempdir_in("/tmp").expect("a directory in /tmp")
+}
+
+impl Lab {
+    /// Boots both guests. What the machine lacks makes it [`Skipped`]; what fails, a failure.
+    pub fn start(package: &str) -> Result<Lab, Skipped> {
+        let cache = cache();
+        if qemu::version().is_none() {
+            return Err(Skipped(qemu::BootError::NoQemu.to_string()));
+        }
+        let kernel =
+            Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
+        let dir = short_dir();
+        let mut builder =
+            Builder::new(&cache, &kernel, &guest_program(), qemu::TTY, &["vsock_loopback"])
+                .expect("an initramfs");
+        let qemu_ga = add_qemu_ga(&cache, &mut builder).err();
+        let initramfs = dir.path().join("initramfs");
+        std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
+
+        let endpoints = [Endpoint::new(dir.path(), 3), Endpoint::new(dir.path(), 4)];
+        let device =
+            Device::start(&device_program(), &endpoints, echo("device")).expect("a device");
+        let [a, b] = &endpoints;
+        let dirs = [dir.path().join("a"), dir.path().join("b")];
+        for dir in &dirs {
+            std::fs::create_dir(dir).expect("a directory");
+        }
+        let first = qemu::start(config(&kernel, &initramfs, a, &dirs[0], false)).expect("QEMU");
+        let second = qemu::start(config(&kernel, &initramfs, b, &dirs[1], true)).expect("QEMU");
+        let guests = [first.wait().expect("a guest"), second.wait().expect("a guest")];
+        let [first, second] = guests;
+        println!(
+            "booted Linux {} twice under {}{}",
+            first.release,
+            first.accel,
+            zerosock_cli::vm::accel::kvm_failure()
+                .map(|reason| format!(" (kvm: {reason})"))
+                .unwrap_or_default()
+        );
+        let release = first.release.clone();
+        let [dir_a, dir_b] = dirs;
+        let [a, b] = endpoints;
+        Ok(Lab {
+            a: Vm { endpoint: a, dir: dir_a, guest: Mutex::new(first) },
+            b: Vm { endpoint: b, dir: dir_b, guest: Mutex::new(second) },
+            device: Mutex::new(device),
+            release,
+            kernel,
+            initramfs,
+            qemu_ga,
+            _dir: dir,
+        })
+    }
+
+    /// Boots guest `b` again after it was killed.
+    pub fn boot_b(&self) {
+        let config =
+            config(&self.kernel, &self.initramfs, &self.b.endpoint, &self.b.dir, true);
+        let guest = Guest::boot(config).expect("guest b again");
+        *self.b.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
+    }
+
+    /// Whether the guests' kernel is at least this one.
+    pub fn kernel_at_least(&self, major: u32, minor: u32) -> bool {
+        let mut numbers = self.release.split(['.', '-', '+']).map_while(|n| n.parse::<u32>().ok());
+        (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
+    }
+
+    /// What device and guests said last.
+    pub fn report(&self) {
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+        print!("  the device's last words:\n{}", device.log.tail(20));
+        for (name, vm) in [("a", &self.a), ("b", &self.b)] {
+            let guest = vm.guest.lock().unwrap_or_else(PoisonError::into_inner);
+            print!("  guest {name}'s last words:\n{}", guest.console.tail(10));
+        }
+    }
+
+    /// Ends everything, also under the hands of a scenario that hangs.
+    pub fn stop(&self) {
+        for vm in [&self.a, &self.b] {
+            vm.kill();
+        }
+        self.device.lock().unwrap_or_else(PoisonError::into_inner).kill();
+    }
+}
+
+fn config<'c>(
+    kernel: &'c Kernel,
+    initramfs: &'c Path,
+    endpoint: &'c Endpoint,
+    dir: &'c Path,
+    reboots: bool,
+) -> qemu::Config<'c> {
+    qemu::Config {
+        kernel,
+        initramfs,
+        memory_mib: 512,
+        cpus: 2,
+        device: &endpoint.vhost,
+        dir,
+        reboots,
+        accel: accel(),
+        zerosock: zerosock(),
+        echo: echo("guest"),
+    }
+}
+
+/// Debian's guest agent and its libraries, as far as this machine does not have them.
+fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
+    let text = |error: &dyn std::error::Error| error.to_string();
+    let packages = ["qemu-guest-agent", "libglib2.0-0", "libnuma1", "libudev1", "liburing2"];
+    let mut roots = Vec::new();
+    for package in packages {
+        roots.push(cache.package(package).map_err(|error| text(&error))?);
+    }
+    let libraries: Vec<PathBuf> = roots
+        .iter()
+        .flat_map(|root| ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|d| root.join(d)))
+        .collect();
+    builder
+        .program("bin/qemu-ga", &roots[0].join("usr/sbin/qemu-ga"), &libraries)
+        .map_err(|error| text(&error))
+}
+
+impl Vm {
+    pub fn remote(&self) -> Remote {
+        self.guest.lock().unwrap_or_else(PoisonError::into_inner).remote.clone()
+    }
+
+    /// Ends QEMU as a power failure would.
+    pub fn kill(&self) {
+        self.guest.lock().unwrap_or_else(PoisonError::into_inner).kill();
+    }
+
+    pub fn start(&self, command: Command) -> Pending {
+        self.remote().start(command)
+    }
+
+    pub fn run(&self, command: Command) -> Outcome {
+        self.remote().run(command, STEP).expect("an outcome")
+    }
+
+    pub fn listen(&self, port: u32) -> Socket {
+        self.remote().socket(Command::Listen { port }, STEP).expect("a listener in the guest")
+    }
+
+    /// Sends a pattern from the guest without waiting.
+    pub fn send(&self, socket: Socket, seed: u64, len: u64, chunks: &[usize]) -> Pending {
+        let source = Source::Pattern { seed, len };
+        self.start(Command::Send { socket, source, chunks: chunks.to_vec() })
+    }
+
+    /// Receives in the guest without waiting: so many bytes, or to the end.
+    pub fn receive(&self, socket: Socket, limit: Option<u64>) -> Pending {
+        self.start(Command::Receive { socket, limit, keep: false, acknowledge: false })
+    }
+
+    pub fn close(&self, socket: Socket) {
+        self.run(Command::Close { socket });
+    }
+
+    /// A host listener for the guest's connections.
+    pub fn host_listener(&self, port: u32) -> UnixListener {
+        hybrid::listen(&self.endpoint.uds, port).expect("a listener on the host")
+    }
+
+    /// A connection that the guest made.
+    pub fn to_host(&self) -> (Socket, UnixStream) {
+        let port = port();
+        let listener = self.host_listener(port);
+        let connecting = self.start(Command::Connect { cid: 2, port });
+        let stream = hybrid::accept(&listener, STEP).expect("the guest's connection");
+        deadlines(&stream);
+        (connecting.socket(STEP).expect("connected in the guest"), stream)
+    }
+
+    /// A connection that the host made.
+    pub fn to_guest(&self) -> (Socket, UnixStream) {
+        let port = port();
+        let listener = self.listen(port);
+        let accepting = self.start(Command::Accept { socket: listener });
+        let stream = self.connect(port).expect("connected to the guest");
+        let socket = accepting.socket(STEP).expect("accepted in the guest");
+        self.close(listener);
+        (socket, stream)
+    }
+
+    pub fn connect(&self, port: u32) -> Result<UnixStream, hybrid::ConnectError> {
+        let (stream, _) = hybrid::connect(&self.endpoint.uds, port, STEP)?;
+        deadlines(&stream);
+        Ok(stream)
+    }
+}
+
+/// No read or write of a test blocks for ever.
+pub fn deadlines(stream: &UnixStream) {
+    stream.set_read_timeout(Some(STEP)).expect("a read deadline");
+    stream.set_write_timeout(Some(STEP)).expect("a write deadline");
+}
+
+/// The digest of the pattern that both ends make from `seed`. The agent fills it in writes of
+/// multiples of eight bytes or of `chunks`; for others the bytes are cut the same way.
+pub fn expected(seed: u64, len: u64, chunks: &[usize]) -> String {
+    let mut pattern = Pattern::new(seed);
+    let mut all = vec![0; len as usize];
+    let mut rest = &mut all[..];
+    for size in chunks.iter().cycle() {
+        if rest.is_empty() {
+            break;
+        }
+        let (now, later) = rest.split_at_mut((*size).min(rest.len()));
+        pattern.fill(now);
+        rest = later;
+    }
+    sha256(&all)
+}
+
+/// Reads to the end of the stream; the bytes' digest and number.
+pub fn read_to_end(mut stream: &UnixStream) -> (String, u64) {
+    let mut all = Vec::new();
+    stream.read_to_end(&mut all).expect("the stream up to its end");
+    (sha256(&all), all.len() as u64)
+}
+
+/// Reads exactly `len` bytes; their digest.
+pub fn read_exact(mut stream: &UnixStream, len: u64) -> String {
+    let mut all = vec![0; len as usize];
+    stream.read_exact(&mut all).expect("all bytes");
+    sha256(&all)
+}
+
+/// Writes the pattern of `seed` in writes of `chunks`; its digest.
+pub fn write(mut stream: &UnixStream, seed: u64, len: u64, chunks: &[usize]) -> String {
+    let data = Pattern::bytes(seed, len as usize);
+    let mut rest = &data[..];
+    for size in chunks.iter().cycle() {
+        if rest.is_empty() {
+            break;
+        }
+        let (now, later) = rest.split_at((*size).min(rest.len()));
+        stream.write_all(now).expect("written");
+        rest = later;
+    }
+    sha256(&data)
+}

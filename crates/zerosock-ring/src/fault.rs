@@ -1,9 +1,281 @@
 //! The table of live mappings that a SIGBUS handler may consult.
+//!
+//! A front-end can truncate the file behind memory that we have mapped; the next access then
+//! raises SIGBUS. The handler itself is installed elsewhere (zerosock-sys); here is what it needs
+//! to know. What must hold:
+//!
+//! - [`handle_fault`] runs inside a signal handler: no lock, no allocation, no memory that could
+//!   be freed under it. Slots therefore live in static or leaked chunks and are reused, never
+//!   freed; a slot is read under a version counter, so that one in the middle of a change is
+//!   recognised and skipped.
+//! - The slot of the mapping that faults cannot change meanwhile: the faulting thread borrows the
+//!   memory, so its `Drop`, the only one to change the slot, has not begun.
 
-/// If `addr` lies in a mapping of a live [`Memory`](crate::Memory), puts anonymous pages over
-/// what vanished, marks that memory lost, and returns true: the faulting instruction may be
-/// retried. Async-signal-safe.
+use core::ptr;
+use core::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU64, AtomicUsize,
+    Ordering::{AcqRel, Acquire, Relaxed, Release},
+    fence,
+};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+
+const CHUNK: usize = 128;
+
+static TABLE: Chunk = Chunk::new();
+
+struct Chunk {
+    slots: [Slot; CHUNK],
+    next: AtomicPtr<Chunk>,
+}
+
+impl Chunk {
+    const fn new() -> Chunk {
+        Chunk {
+            slots: [const { Slot::new() }; CHUNK],
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    fn next(&self) -> Option<&'static Chunk> {
+        // SAFETY: `next` is null or was set once by `grow` to a leaked box, which is never freed,
+        // never moved and only ever shared; Acquire pairs with the AcqRel exchange there, so its
+        // contents are initialised for us.
+        unsafe { self.next.load(Acquire).as_ref() }
+    }
+
+    /// The chunk behind this one, made if there is none. Never called by a signal handler.
+    fn grow(&self) -> &'static Chunk {
+        if let Some(next) = self.next() {
+            return next;
+        }
+        let fresh = Box::into_raw(Box::new(Chunk::new()));
+        if self
+            .next
+            .compare_exchange(ptr::null_mut(), fresh, AcqRel, Acquire)
+            .is_err()
+        {
+            // SAFETY: the exchange failed, so nobody else has seen the box made two lines above.
+            drop(unsafe { Box::from_raw(fresh) });
+        }
+        // Either ours or that of the thread that came first: not null any more.
+        self.next().unwrap_or(&TABLE)
+    }
+}
+
+/// What the handler knows of one mapping.
+#[derive(Debug)]
+struct Slot {
+    taken: AtomicBool,
+    /// Odd while the fields below change.
+    version: AtomicUsize,
+    start: AtomicUsize,
+    /// 0 in a free slot, which thus contains no address.
+    len: AtomicUsize,
+    page: AtomicUsize,
+    owner: AtomicU64,
+    /// The first slot of the same memory: the one place where that memory looks for a loss.
+    leader: AtomicPtr<Slot>,
+    /// The id of the memory that was lost. An id rather than a flag, so that a loss noted late
+    /// cannot hit the next user of a recycled slot.
+    lost: AtomicU64,
+}
+
+impl Slot {
+    const fn new() -> Slot {
+        Slot {
+            taken: AtomicBool::new(false),
+            version: AtomicUsize::new(0),
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(0),
+            page: AtomicUsize::new(0),
+            owner: AtomicU64::new(0),
+            leader: AtomicPtr::new(ptr::null_mut()),
+            lost: AtomicU64::new(0),
+        }
+    }
+
+    /// Changes the fields so that a concurrent [`Slot::range`] sees all of it or recognises it.
+    fn set(&self, start: usize, len: usize, page: usize, owner: u64, leader: *const Slot) {
+        // Only the holder of `taken` writes, so the version needs no read-modify-write.
+        let version = self.version.load(Relaxed);
+        self.version.store(version.wrapping_add(1), Relaxed);
+        // Pairs with the Acquire fence in `range`: who sees a new field sees the odd version.
+        fence(Release);
+        self.start.store(start, Relaxed);
+        self.len.store(len, Relaxed);
+        self.page.store(page, Relaxed);
+        self.owner.store(owner, Relaxed);
+        self.leader.store(leader.cast_mut(), Relaxed);
+        // Pairs with the first load in `range`.
+        self.version.store(version.wrapping_add(2), Release);
+    }
+
+    /// A consistent copy of the fields if `addr` lies in the mapping.
+    fn find(&self, addr: usize) -> Option<Found> {
+        let before = self.version.load(Acquire);
+        if before % 2 == 1 {
+            return None;
+        }
+        let start = self.start.load(Relaxed);
+        let len = self.len.load(Relaxed);
+        let page = self.page.load(Relaxed);
+        let owner = self.owner.load(Relaxed);
+        let leader = self.leader.load(Relaxed);
+        fence(Acquire);
+        if self.version.load(Relaxed) != before || addr.wrapping_sub(start) >= len {
+            return None;
+        }
+        Some(Found {
+            start,
+            len,
+            page,
+            owner,
+            leader,
+        })
+    }
+}
+
+struct Found {
+    start: usize,
+    len: usize,
+    page: usize,
+    owner: u64,
+    leader: *const Slot,
+}
+
+/// A mapping's place in the table; dropping it takes the mapping out, which must happen before
+/// the addresses are given back.
+#[derive(Debug)]
+pub(crate) struct Registration(&'static Slot);
+
+impl Registration {
+    /// Enters a mapping of the memory `owner` (not 0); `leader` is that memory's first one.
+    pub(crate) fn new(
+        start: usize,
+        len: usize,
+        page: usize,
+        owner: u64,
+        leader: Option<&Registration>,
+    ) -> Registration {
+        let mut chunk = &TABLE;
+        let slot = loop {
+            let free = chunk.slots.iter().find(|slot| {
+                !slot.taken.load(Relaxed)
+                    // Acquire pairs with the Release in `drop`: the last user's writes are done.
+                    && slot.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok()
+            });
+            match free {
+                Some(slot) => break slot,
+                None => chunk = chunk.grow(),
+            }
+        };
+        let leader = leader.map_or(slot, |registration| registration.0);
+        slot.set(start, len, page, owner, leader);
+        Registration(slot)
+    }
+
+    /// Whether a fault was handled in any mapping whose leader this is.
+    #[inline]
+    pub(crate) fn is_lost(&self, owner: u64) -> bool {
+        self.0.lost.load(Relaxed) == owner
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.0.set(0, 0, 0, 0, ptr::null());
+        self.0.taken.store(false, Release);
+    }
+}
+
+/// If `addr` lies in a mapping of a live [`Memory`](crate::Memory): marks that memory lost, puts
+/// anonymous zero pages over the mapping from the faulting page to its end (truncation takes the
+/// tail, and one call per page would let a peer use up the process's mappings), and returns true:
+/// the faulting instruction may be retried. Otherwise false, and nothing has changed.
+///
+/// Async-signal-safe: atomics and one system call, which leaves errno alone. For SIGBUS handlers
+/// only: call it with the fault's address, on the thread that faulted.
 pub fn handle_fault(addr: usize) -> bool {
-    let _ = addr;
+    let mut chunk = Some(&TABLE);
+    while let Some(current) = chunk {
+        if let Some(found) = current.slots.iter().find_map(|slot| slot.find(addr)) {
+            return replace(addr, &found);
+        }
+        chunk = current.next();
+    }
     false
+}
+
+fn replace(addr: usize, found: &Found) -> bool {
+    // First the mark, then the pages: whoever reads zeros can find out why.
+    // SAFETY: leaders are slots, and slots are static or leaked.
+    if let Some(leader) = unsafe { found.leader.as_ref() } {
+        leader.lost.store(found.owner, Release);
+    }
+    let from = found.start + (addr - found.start) / found.page * found.page;
+    let len = found.start + found.len - from;
+    // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
+    // and has not given back: the thread that calls us stands in the middle of an access through
+    // that memory, so it cannot be dropped before we return. Nothing but raw copies and atomics
+    // goes through the addresses, so contents that turn to zero break no promise of the language.
+    unsafe {
+        mmap_anonymous(
+            ptr::with_exposed_provenance_mut(from),
+            len,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE,
+        )
+    }
+    .is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_found_reused_and_forgotten() {
+        // Addresses that no mapping of another test can have.
+        let start = 0x1000;
+        let first = Registration::new(start, 0x2000, 0x1000, 7, None);
+        let second = Registration::new(0x8000, 0x1000, 0x1000, 7, Some(&first));
+        assert!(first.0.find(start).is_some());
+        assert!(first.0.find(start + 0x1fff).is_some());
+        assert!(first.0.find(start + 0x2000).is_none());
+        assert!(first.0.find(start - 1).is_none());
+        let found = second.0.find(0x8000).expect("in range");
+        assert!(ptr::eq(found.leader, first.0));
+        let slot = first.0;
+        drop(first);
+        assert!(slot.find(start).is_none());
+        drop(second);
+        assert!(!handle_fault(start));
+    }
+
+    #[test]
+    fn the_table_grows_past_a_chunk() {
+        let all: Vec<_> = (0..3 * CHUNK)
+            .map(|i| Registration::new(0x10_0000 + i * 16, 16, 1, 9, None))
+            .collect();
+        for (i, registration) in all.iter().enumerate() {
+            assert!(registration.0.find(0x10_0000 + i * 16 + 15).is_some());
+        }
+        let mut distinct: Vec<_> = all.iter().map(|r| ptr::from_ref(r.0)).collect();
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert_eq!(distinct.len(), all.len());
+    }
+
+    #[test]
+    fn a_late_loss_does_not_hit_the_next_user() {
+        let first = Registration::new(0x4000_0000, 16, 1, 11, None);
+        let slot = first.0;
+        drop(first);
+        slot.lost.store(11, Relaxed);
+        // Whoever gets the slot next has another id.
+        let next = Registration(slot);
+        assert!(!next.is_lost(12));
+        core::mem::forget(next);
+    }
 }

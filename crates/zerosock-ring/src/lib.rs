@@ -1,15 +1,27 @@
 //! Shared memory and split virtqueues, device half and driver half.
 #![deny(unsafe_code)]
 
-mod fault;
-mod memory;
-mod slice;
-pub mod split;
+mod event_idx;
+mod split;
+mod sync;
 
-pub use fault::handle_fault;
-pub use memory::{MAX_REGIONS, MapError, Memory, RegionConfig, TranslateError};
-pub use slice::{GuestSlice, Piece, SliceBuf};
-pub use split::{
-    AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
-    DriverQueue, MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Used,
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod fault;
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod memory;
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod slice;
+
+#[cfg(not(loom))]
+pub use {
+    fault::handle_fault,
+    memory::{MAX_REGIONS, MapError, Memory, RegionConfig, TranslateError},
+    slice::{GuestSlice, Piece, SliceBuf},
+    split::{
+        AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
+        DriverQueue, MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Used,
+    },
 };

@@ -1,9 +1,18 @@
 //! The memory of one peer: an immutable set of mapped regions, and translation into it.
-#![allow(unsafe_code)]
+//!
+//! What must hold: every address handed out was checked against one region, and the region stays
+//! mapped while anything can reach it. Addresses, lengths and files come from a peer that lies.
+//! A file that shrinks after it was mapped is the business of the [fault table](crate::handle_fault).
+
+use core::ptr;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use rustix::fd::OwnedFd;
+use rustix::fs::{fstat, fstatfs};
 use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
+use crate::fault::Registration;
 use crate::slice::{GuestSlice, Piece, SliceBuf};
 
 /// Most regions one [`Memory`] takes; vhost-user's memory-slot extension allows 509.
@@ -96,45 +105,252 @@ pub enum TranslateError {
     },
 }
 
-/// The mapped memory of one peer.
+/// One region in our own address space.
+#[derive(Debug)]
+struct Region {
+    guest_addr: u64,
+    user_addr: u64,
+    /// At most `isize::MAX`; `guest_addr + len` and `user_addr + len` do not wrap.
+    len: u64,
+    host: *mut u8,
+}
+
+/// What keeps the addresses of one region valid.
+#[derive(Debug)]
+enum Backing {
+    Mapping(Mapping),
+    #[cfg(test)]
+    Heap {
+        ptr: *mut u8,
+        layout: std::alloc::Layout,
+    },
+}
+
+/// A shared mapping, and its entry in the fault table.
+#[derive(Debug)]
+struct Mapping {
+    start: *mut u8,
+    len: usize,
+    /// An Option only so that `drop` can end it before the addresses.
+    registration: Option<Registration>,
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // Out of the table first: once unmapped, the addresses may at once be another mapping's.
+        self.registration = None;
+        // SAFETY: `start` and `len` are what mmap returned for this object alone. It is dropped
+        // with its Memory, which all slices borrow and all rings keep alive, so nobody has an
+        // address in it any more. A failure could only mean that it is mapped still.
+        let _ = unsafe { munmap(self.start.cast(), self.len) };
+    }
+}
+
+/// The mapped memory of one peer: an immutable set of regions, shared as `Arc<Memory>` by the
+/// queues that lie in it and by everybody who holds a piece of it.
+///
+/// A [`Piece`] is a number pair that any memory bounds-checks; a [`GuestSlice`] borrows the memory.
+/// So nothing outlives the mapping, and a changed memory table is a new `Memory`.
 #[derive(Debug)]
 pub struct Memory {
     id: u64,
+    /// Sorted by guest address.
+    regions: Vec<Region>,
+    backing: Vec<Backing>,
 }
 
+// SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of a heap block that
+// this object owns), valid on every thread until `drop`, which has the object to itself.
+unsafe impl Send for Memory {}
+// SAFETY: through a shared reference the bytes are only copied by raw pointer or accessed by
+// atomics, as they must be anyway since other processes write them; the rest is never changed.
+unsafe impl Sync for Memory {}
+
 impl Memory {
-    /// Maps the regions shared.
+    /// Maps the regions, shared, readable and writable. The descriptors are closed; the mappings
+    /// keep the files.
+    ///
+    /// A table without regions is allowed: it translates nothing.
+    ///
+    /// # Errors
+    /// [`MapError`]; nothing stays mapped.
     pub fn map(regions: Vec<(OwnedFd, RegionConfig)>) -> Result<Memory, MapError> {
-        let _ = regions;
-        Ok(Memory { id: 0 })
+        let configs: Vec<RegionConfig> = regions.iter().map(|(_, config)| *config).collect();
+        check(&configs)?;
+        let id = next_id();
+        let mut mapped = Vec::with_capacity(regions.len());
+        let mut backing: Vec<Backing> = Vec::with_capacity(regions.len());
+        for (index, (fd, config)) in regions.iter().enumerate() {
+            let leader = backing.first().and_then(Backing::registration);
+            let (mapping, host) = map_region(index, fd, config, id, leader)?;
+            mapped.push(Region::new(config, host));
+            backing.push(Backing::Mapping(mapping));
+        }
+        mapped.sort_unstable_by_key(|region| region.guest_addr);
+        Ok(Memory {
+            id,
+            regions: mapped,
+            backing,
+        })
     }
-    /// Translates a guest buffer and appends its pieces.
+
+    /// Translates the guest buffer of `len` bytes at `guest_addr` and appends its pieces to `out`:
+    /// one, or one per region where it runs over the border of regions that are contiguous in
+    /// guest addresses.
+    ///
+    /// # Errors
+    /// [`TranslateError`]; `out` is as it was.
+    #[inline]
     pub fn translate(
         &self,
         guest_addr: u64,
         len: u32,
         out: &mut Vec<Piece>,
     ) -> Result<(), TranslateError> {
-        let _ = (guest_addr, len, out);
-        todo!()
+        self.translate_near(&mut 0, guest_addr, len, out)
     }
-    /// The addresses behind a piece, if it is one of this memory.
+
+    /// As `translate`, trying region `hint` first and leaving there the one that was right. The
+    /// hint is the caller's, so that queues on several cores do not share a cache line for it.
+    #[inline]
+    pub(crate) fn translate_near(
+        &self,
+        hint: &mut u32,
+        guest_addr: u64,
+        len: u32,
+        out: &mut Vec<Piece>,
+    ) -> Result<(), TranslateError> {
+        if let Some(region) = self.regions.get(*hint as usize) {
+            // An address below the region wraps to at least 2^64 - guest_addr, which is above
+            // region.len because guest_addr + len does not wrap: refused like one past the end.
+            let offset = guest_addr.wrapping_sub(region.guest_addr);
+            if offset < region.len && u64::from(len) <= region.len - offset && len != 0 {
+                out.push(Piece {
+                    region: *hint,
+                    len,
+                    offset,
+                });
+                return Ok(());
+            }
+        }
+        self.translate_search(hint, guest_addr, len, out)
+    }
+
+    fn translate_search(
+        &self,
+        hint: &mut u32,
+        guest_addr: u64,
+        len: u32,
+        out: &mut Vec<Piece>,
+    ) -> Result<(), TranslateError> {
+        let Some(last) = len.checked_sub(1) else {
+            return Err(TranslateError::ZeroLength);
+        };
+        if guest_addr.checked_add(u64::from(last)).is_none() {
+            return Err(TranslateError::Wraps);
+        }
+        let old_len = out.len();
+        // The last region that starts at or below the address.
+        let behind = self
+            .regions
+            .partition_point(|region| region.guest_addr <= guest_addr);
+        let mut index = behind.wrapping_sub(1);
+        let mut addr = guest_addr;
+        let mut rest = u64::from(len);
+        while rest > 0 {
+            let offset = self
+                .regions
+                .get(index)
+                .map(|region| (region, addr.wrapping_sub(region.guest_addr)));
+            let Some((region, offset)) = offset.filter(|(region, offset)| *offset < region.len)
+            else {
+                out.truncate(old_len);
+                return Err(TranslateError::Unmapped { addr });
+            };
+            let take = rest.min(region.len - offset);
+            // Both fit: `take` is at most `len`, and there are at most MAX_REGIONS regions.
+            out.push(Piece {
+                region: index as u32,
+                len: take as u32,
+                offset,
+            });
+            *hint = index as u32;
+            rest -= take;
+            // Cannot wrap: the region's end does not.
+            addr += take;
+            index += 1;
+        }
+        Ok(())
+    }
+
+    /// The addresses behind a piece; None if it does not lie in this memory.
+    #[inline]
     pub fn slice(&self, piece: Piece) -> Option<GuestSlice<'_>> {
-        let _ = piece;
-        todo!()
+        let host = self
+            .regions
+            .get(piece.region as usize)?
+            .host(piece.offset, u64::from(piece.len))?;
+        // SAFETY: `host` checked the range against the region, whose addresses `backing` keeps
+        // valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
+        // mapped memory are never made, but for atomics, which allow for this.
+        Some(unsafe { GuestSlice::new(host, piece.len()) })
     }
-    /// Copies out of the pieces from `offset` on; returns the bytes copied.
+
+    /// The slices of `len` bytes of the pieces from `offset` on, ending early where the pieces do
+    /// or where one does not lie in this memory.
+    #[inline]
+    fn parts<'m>(
+        &'m self,
+        pieces: &[Piece],
+        mut offset: usize,
+        mut len: usize,
+    ) -> impl Iterator<Item = GuestSlice<'m>> {
+        let mut pieces = pieces.iter();
+        core::iter::from_fn(move || {
+            while len > 0 {
+                let piece = *pieces.next()?;
+                if offset >= piece.len() {
+                    offset -= piece.len();
+                    continue;
+                }
+                let part = self.slice(piece)?.part(offset, len);
+                offset = 0;
+                len -= part.len();
+                return Some(part);
+            }
+            None
+        })
+    }
+
+    /// Copies out of the pieces, from `offset` bytes into them; returns the bytes copied, fewer
+    /// than asked where the pieces end.
+    #[inline]
     pub fn read(&self, pieces: &[Piece], offset: usize, out: &mut [u8]) -> usize {
-        let _ = (pieces, offset, out);
-        todo!()
+        let mut done = 0;
+        for part in self.parts(pieces, offset, out.len()) {
+            let Some(rest) = out.get_mut(done..) else {
+                break;
+            };
+            done += part.read(0, rest);
+        }
+        done
     }
-    /// Copies into the pieces from `offset` on; returns the bytes copied.
+
+    /// Copies into the pieces, from `offset` bytes into them; returns the bytes copied, fewer than
+    /// given where the pieces end.
+    #[inline]
     pub fn write(&self, pieces: &[Piece], offset: usize, data: &[u8]) -> usize {
-        let _ = (pieces, offset, data);
-        todo!()
+        let mut done = 0;
+        for part in self.parts(pieces, offset, data.len()) {
+            let Some(rest) = data.get(done..) else { break };
+            done += part.write(0, rest);
+        }
+        done
     }
-    /// Appends to `out` the slices of `len` bytes from `offset` on; returns the bytes covered,
-    /// less than asked when `out` is full or the pieces end.
+
+    /// Appends to `out` the slices of `len` bytes of the pieces from `offset` on; returns the
+    /// bytes covered, fewer than asked when `out` is full or the pieces end.
+    #[inline]
     pub fn slices<'m, const N: usize>(
         &'m self,
         pieces: &[Piece],
@@ -142,24 +358,255 @@ impl Memory {
         len: usize,
         out: &mut SliceBuf<'m, N>,
     ) -> usize {
-        let _ = (pieces, offset, len, out);
-        todo!()
+        let mut done = 0;
+        for part in self.parts(pieces, offset, len) {
+            if !out.push(part) {
+                break;
+            }
+            done += part.len();
+        }
+        done
     }
-    /// Copies straight from one memory to another; returns the bytes copied.
+
+    /// Copies `len` bytes straight from the pieces of one memory to those of another (or the
+    /// same), each from its offset on; returns the bytes copied, fewer where either ends.
     pub fn copy(
-        src: (&Memory, &[Piece], usize),
-        dst: (&Memory, &[Piece], usize),
+        (src, src_pieces, src_offset): (&Memory, &[Piece], usize),
+        (dst, dst_pieces, dst_offset): (&Memory, &[Piece], usize),
         len: usize,
     ) -> usize {
-        let _ = (src, dst, len);
-        todo!()
+        let mut done = 0;
+        let mut targets = dst.parts(dst_pieces, dst_offset, len);
+        let mut target = targets.next();
+        for mut source in src.parts(src_pieces, src_offset, len) {
+            while !source.is_empty() {
+                let Some(current) = target else { return done };
+                let copied = source.copy_to(current);
+                done += copied;
+                source = source.part(copied, usize::MAX);
+                let rest = current.part(copied, usize::MAX);
+                target = if rest.is_empty() {
+                    targets.next()
+                } else {
+                    Some(rest)
+                };
+            }
+        }
+        done
     }
-    /// Whether part of the memory vanished and was replaced by zeros.
+
+    /// Whether part of the memory vanished (its file shrank) and was replaced by zeros: what was
+    /// read since means nothing, and the peer is to be dropped. Never turns back to false.
+    #[inline]
     pub fn is_lost(&self) -> bool {
-        false
+        self.backing
+            .first()
+            .and_then(Backing::registration)
+            .is_some_and(|leader| leader.is_lost(self.id))
     }
+
     /// A number no other memory of this process has or had.
+    #[inline]
     pub fn id(&self) -> u64 {
         self.id
+    }
+
+    /// The address of `len` bytes at the front-end's own address `user_addr`, if they lie in one
+    /// region.
+    pub(crate) fn at_user_addr(&self, user_addr: u64, len: u64) -> Option<*mut u8> {
+        self.regions
+            .iter()
+            .find_map(|region| region.host(user_addr.checked_sub(region.user_addr)?, len))
+    }
+
+    /// The address of `len` bytes at `guest_addr`, if they lie in one region.
+    pub(crate) fn at_guest_addr(&self, guest_addr: u64, len: u64) -> Option<*mut u8> {
+        self.regions
+            .iter()
+            .find_map(|region| region.host(guest_addr.checked_sub(region.guest_addr)?, len))
+    }
+}
+
+impl Region {
+    fn new(config: &RegionConfig, host: *mut u8) -> Region {
+        Region {
+            guest_addr: config.guest_addr,
+            user_addr: config.user_addr,
+            len: config.len,
+            host,
+        }
+    }
+
+    /// The address of `len` bytes from `offset` on, if they lie in the region.
+    #[inline]
+    fn host(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        if offset > self.len || len > self.len - offset {
+            return None;
+        }
+        // SAFETY: offset <= self.len <= isize::MAX, and that many bytes from `host` on are one
+        // mapping: the sum stays in it or one past it.
+        Some(unsafe { self.host.add(offset as usize) })
+    }
+}
+
+impl Backing {
+    #[inline]
+    fn registration(&self) -> Option<&Registration> {
+        match self {
+            Backing::Mapping(mapping) => mapping.registration.as_ref(),
+            #[cfg(test)]
+            Backing::Heap { .. } => None,
+        }
+    }
+}
+
+fn next_id() -> u64 {
+    // Starts at 1: 0 means "none" in the fault table.
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Relaxed)
+}
+
+/// Everything about a table that can be refused without looking at files.
+fn check(configs: &[RegionConfig]) -> Result<(), MapError> {
+    if configs.len() > MAX_REGIONS {
+        return Err(MapError::TooMany {
+            count: configs.len(),
+        });
+    }
+    for (index, config) in configs.iter().enumerate() {
+        if config.len == 0 {
+            return Err(MapError::ZeroLength { index });
+        }
+        let wraps = |start: u64| start.checked_add(config.len).is_none();
+        if wraps(config.guest_addr)
+            || wraps(config.user_addr)
+            || wraps(config.fd_offset)
+            || config.len > isize::MAX as u64
+        {
+            return Err(MapError::Wraps { index });
+        }
+    }
+    check_overlap(configs, |config| config.guest_addr)?;
+    check_overlap(configs, |config| config.user_addr)
+}
+
+fn check_overlap(
+    configs: &[RegionConfig],
+    start: impl Fn(&RegionConfig) -> u64,
+) -> Result<(), MapError> {
+    let mut order: Vec<(u64, u64, usize)> = configs
+        .iter()
+        .enumerate()
+        .map(|(index, config)| (start(config), start(config) + config.len, index))
+        .collect();
+    order.sort_unstable();
+    for pair in order.windows(2) {
+        if let [(_, end, first), (next, _, second)] = *pair
+            && next < end
+        {
+            return Err(MapError::Overlap { first, second });
+        }
+    }
+    Ok(())
+}
+
+fn map_region(
+    index: usize,
+    fd: &OwnedFd,
+    config: &RegionConfig,
+    owner: u64,
+    leader: Option<&Registration>,
+) -> Result<(Mapping, *mut u8), MapError> {
+    let stat = fstat(fd).map_err(|errno| MapError::Stat { index, errno })?;
+    let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+    if config.fd_offset + config.len > file_len {
+        return Err(MapError::ShortFile { index, file_len });
+    }
+    let page = page_size(fd).map_err(|errno| MapError::Stat { index, errno })?;
+    let skip = config.fd_offset % page;
+    let too_long = MapError::Map {
+        index,
+        errno: Errno::NOMEM,
+    };
+    let len = (skip + config.len)
+        .checked_next_multiple_of(page)
+        .and_then(|len| usize::try_from(len).ok())
+        .ok_or(too_long)?;
+    let map_error = |errno| MapError::Map { index, errno };
+    // SAFETY: a fresh mapping at an address the system chooses touches no memory in use.
+    let start = unsafe {
+        mmap(
+            ptr::null_mut(),
+            len,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+            fd,
+            config.fd_offset - skip,
+        )
+    }
+    .map_err(map_error)?
+    .cast::<u8>();
+    // A core dump of ours must not hold guests' memory; where the advice is not taken, so be it.
+    // SAFETY: the range just mapped; the advice changes no contents.
+    let _ = unsafe { madvise(start.cast(), len, Advice::LinuxDontDump) };
+    let registration =
+        Registration::new(start.expose_provenance(), len, page as usize, owner, leader);
+    let mapping = Mapping {
+        start,
+        len,
+        registration: Some(registration),
+    };
+    // SAFETY: skip < page <= len: inside the mapping.
+    let host = unsafe { start.add(skip as usize) };
+    Ok((mapping, host))
+}
+
+/// The unit in which a file can be mapped, in bytes: the huge page for files of hugetlbfs.
+fn page_size(fd: &OwnedFd) -> Result<u64, Errno> {
+    const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+    let system = rustix::param::page_size() as u64;
+    let file_system = fstatfs(fd)?;
+    let huge = u64::try_from(file_system.f_bsize).unwrap_or(0);
+    // The cast only drops a sign that the magic number's type has on some architectures.
+    let magic = file_system.f_type as u64 & 0xffff_ffff;
+    Ok(if magic == HUGETLBFS_MAGIC && huge.is_power_of_two() {
+        huge.max(system)
+    } else {
+        system
+    })
+}
+
+#[cfg(test)]
+impl Memory {
+    /// A memory on the heap, for tests that need no file: those run under Miri.
+    pub(crate) fn from_heap(configs: &[RegionConfig]) -> Memory {
+        check(configs).expect("a valid table");
+        let mut regions = Vec::new();
+        let mut backing = Vec::new();
+        for config in configs {
+            let layout =
+                std::alloc::Layout::from_size_align(config.len as usize, 4096).expect("a layout");
+            // SAFETY: `check` refused lengths of 0.
+            let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+            assert!(!ptr.is_null());
+            regions.push(Region::new(config, ptr));
+            backing.push(Backing::Heap { ptr, layout });
+        }
+        regions.sort_unstable_by_key(|region| region.guest_addr);
+        Memory {
+            id: next_id(),
+            regions,
+            backing,
+        }
+    }
+}
+
+#[cfg(test)]
+impl Drop for Backing {
+    fn drop(&mut self) {
+        if let Backing::Heap { ptr, layout } = *self {
+            // SAFETY: allocated with this layout by `from_heap`, for this object alone.
+            unsafe { std::alloc::dealloc(ptr, layout) };
+        }
     }
 }

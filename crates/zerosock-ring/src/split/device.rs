@@ -1,15 +1,34 @@
 //! The device half of a split virtqueue.
+//!
+//! What must hold: everything the driver can write is read once into a private copy, checked, and
+//! only the copy is used; a chain that is nonsense costs the driver that chain, a ring that is
+//! nonsense costs it the queue, and neither costs more memory or time than an honest queue of the
+//! same size; every write into the used ring comes from `complete`.
 
 use std::sync::Arc;
 
-use super::chain::Chain;
-use super::layout::{QueueConfig, QueueError};
+use super::chain::{Chain, ChainFault};
+use super::index::{Consumer, IndexJump, Producer};
+use super::layout::{
+    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
+};
+use super::rings::{Addresses, Rings};
 use crate::memory::Memory;
+use crate::slice::Piece;
+
+/// Descriptors in one chain that has an indirect table: the queue size, or this if it is more.
+/// The specification says the queue size; Linux drivers exceed it on small queues, and vhost in
+/// the kernel takes as many as a `writev` does, 1024.
+const MAX_INDIRECT: u16 = 1024;
+
+/// Pieces for which a vector is kept when its chain is done: what a peer makes us allocate beyond
+/// that (4 KiB) is given back, so that one burst of long chains does not stay with us.
+const MAX_KEPT_PIECES: usize = 256;
 
 /// Why nothing was popped although something was posted: always the peer's fault.
 #[derive(Debug, thiserror::Error)]
 pub enum PopError {
-    /// The chain cannot be used ([`Chain::fault`] says why); complete it with 0.
+    /// The chain cannot be used ([`Chain::fault`] says why); complete it with 0. The queue goes on.
     #[error("malformed descriptor chain")]
     Malformed(Chain),
     /// The ring itself is nonsense: nothing more comes from this queue.
@@ -21,88 +40,367 @@ pub enum PopError {
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BrokenReason {
-    /// The available index jumped by more than the queue size.
-    #[error("available index jumped by more than the queue size")]
+    /// The available index is ahead of us by more chains than the driver can have left.
+    #[error("available index announces more chains than the queue has descriptors")]
     IndexJump,
     /// A head is no descriptor of the table.
     #[error("head {0} lies outside the descriptor table")]
     Head(u16),
 }
 
-/// The device half of a split virtqueue.
+/// The device half of a split virtqueue: takes chains, returns them in any order.
+///
+/// How to drive it: after a kick, [`disable_notifications`](Self::disable_notifications); then
+/// [`pop`](Self::pop) until it says `None`, [`complete`](Self::complete) what is done, at once or
+/// later and in any order, and [`publish`](Self::publish) once per batch, notifying the driver if
+/// it says so; then [`enable_notifications`](Self::enable_notifications), and begin again if that
+/// says so. A new queue is in no known state of suppression: enable (or disable) once.
+///
+/// Per batch it costs one load of the driver's index, one store of ours and one fence; per chain,
+/// one read of each ring entry and descriptor. Nothing is allocated once the piece vectors, which
+/// are recycled, have been through their longest chain (up to 256 pieces).
 #[derive(Debug)]
 pub struct DeviceQueue {
-    mem: Arc<Memory>,
+    rings: Rings,
     config: QueueConfig,
+    avail: Consumer,
+    used: Producer,
+    outstanding: u16,
+    /// Descriptors of our table in outstanding chains. At most the size: so a driver that puts one
+    /// descriptor into many chains cannot make us hold more pieces than an honest one.
+    held: u16,
+    broken: Option<BrokenReason>,
+    malformed: u64,
+    /// The region that held the last buffer.
+    hint: u32,
+    /// Emptied piece vectors.
+    pool: Vec<Vec<Piece>>,
+    /// Pieces of the indirect table being walked.
+    table: Vec<Piece>,
 }
 
 impl DeviceQueue {
-    /// Checks the configuration and resolves the rings.
+    /// Checks the configuration and resolves the rings' addresses.
+    ///
+    /// The used index goes on where the used ring's own says, as a restarted device must, if that
+    /// is at most a queue size behind `config.base`; else at `config.base`.
+    ///
+    /// # Errors
+    /// [`QueueError`]: the size or an address is refused; the fault of whoever configured it.
     pub fn new(mem: Arc<Memory>, config: &QueueConfig) -> Result<DeviceQueue, QueueError> {
+        let rings = resolve(mem, config)?;
+        let used_copy = u16::from_le(
+            rings
+                .used_words()
+                .index
+                .load(core::sync::atomic::Ordering::Relaxed),
+        );
+        let lost = config.base.wrapping_sub(used_copy);
+        let used_base = if lost <= config.size {
+            used_copy
+        } else {
+            config.base
+        };
         Ok(DeviceQueue {
-            mem,
+            rings,
             config: *config,
+            avail: Consumer::new(config.base),
+            used: Producer::new(used_base),
+            outstanding: 0,
+            held: 0,
+            broken: None,
+            malformed: 0,
+            hint: 0,
+            pool: Vec::new(),
+            table: Vec::new(),
         })
     }
+
     /// The memory that chains popped now point into.
     #[inline]
     pub fn memory(&self) -> &Arc<Memory> {
-        &self.mem
+        self.rings.memory()
     }
+
     /// Number of descriptors.
     #[inline]
     pub fn size(&self) -> u16 {
-        self.config.size
+        self.rings.size()
     }
-    /// Next available index to pop.
+
+    /// Next available index to pop: what GET_VRING_BASE answers.
     #[inline]
     pub fn base(&self) -> u16 {
-        self.config.base
+        self.avail.next()
     }
+
     /// Chains popped and not yet completed.
     #[inline]
     pub fn outstanding(&self) -> u16 {
-        todo!()
+        self.outstanding
     }
+
     /// Malformed chains seen so far.
+    #[inline]
     pub fn malformed(&self) -> u64 {
-        todo!()
+        self.malformed
     }
-    /// Chains posted and not yet popped.
+
+    /// What killed the queue, if anything did.
+    #[inline]
+    pub fn broken(&self) -> Option<BrokenReason> {
+        self.broken
+    }
+
+    /// Chains posted and not yet popped, as far as known: the driver's index is read only when the
+    /// chains seen at the last read are used up. 0 for a broken queue.
+    #[inline]
     pub fn available(&mut self) -> u16 {
-        todo!()
+        if self.broken.is_some() {
+            return 0;
+        }
+        // A driver has at most `size` chains out, popped ones included: a chain has at least one
+        // descriptor, and comes back to the driver after `complete`.
+        let limit = self.size().saturating_sub(self.outstanding);
+        match self.avail.available(self.rings.avail_words(), limit) {
+            Ok(count) => count,
+            Err(IndexJump) => {
+                self.broken = Some(BrokenReason::IndexJump);
+                0
+            }
+        }
     }
-    /// Takes the next chain.
+
+    /// Takes the next chain; None if none is posted.
+    ///
+    /// # Errors
+    /// [`PopError::Malformed`] holds a chain to be completed with 0, after which popping goes on;
+    /// after [`PopError::Broken`] it is all there ever is, but chains popped before can still be
+    /// completed and published.
+    #[inline]
     pub fn pop(&mut self) -> Result<Option<Chain>, PopError> {
-        todo!()
+        if self.available() == 0 {
+            return match self.broken {
+                None => Ok(None),
+                Some(reason) => Err(PopError::Broken(reason)),
+            };
+        }
+        let position = self.avail.next();
+        let head_copy = self.rings.avail_head(position);
+        if head_copy >= self.size() {
+            let reason = BrokenReason::Head(head_copy);
+            self.broken = Some(reason);
+            return Err(PopError::Broken(reason));
+        }
+        self.avail.advance();
+        self.outstanding += 1;
+        let pieces = self.pool.pop().unwrap_or_else(|| Vec::with_capacity(4));
+        let mut chain = Chain::new(head_copy, position, pieces);
+        match self.walk(&mut chain) {
+            Ok(()) => {
+                self.held += chain.descriptors;
+                Ok(Some(chain))
+            }
+            Err(fault) => {
+                self.malformed += 1;
+                chain.spoil(fault);
+                Err(PopError::Malformed(chain))
+            }
+        }
     }
-    /// Gives back the chain popped last, as if it had never been popped.
-    pub fn unpop(&mut self, chain: Chain) {
-        let _ = chain;
-        todo!()
-    }
-    /// Puts the chain into the used ring with `written` bytes; not visible before `publish`.
-    pub fn complete(&mut self, chain: Chain, written: u32) {
-        let _ = (chain, written);
-        todo!()
-    }
-    /// Makes all completed chains visible; true: the driver wants a notification.
-    #[must_use = "the driver may wait for a notification"]
-    pub fn publish(&mut self) -> bool {
-        todo!()
-    }
-    /// Tells the driver that kicks are not needed.
-    pub fn disable_notifications(&mut self) {
-        todo!()
-    }
-    /// Asks for kicks again; true: buffers arrived meanwhile, go on popping.
-    #[must_use = "buffers that arrived meanwhile bring no kick"]
-    pub fn enable_notifications(&mut self) -> bool {
-        todo!()
-    }
-    /// Moves to a new memory table with the same ring addresses and indices.
-    pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
-        self.mem = mem;
+
+    /// Follows the chain from its head, copying each descriptor once.
+    fn walk(&mut self, chain: &mut Chain) -> Result<(), ChainFault> {
+        let limit = self.size();
+        let mut index = chain.head;
+        loop {
+            if chain.descriptors == limit {
+                return Err(ChainFault::TooLong);
+            }
+            chain.descriptors += 1;
+            let Some(descriptor_copy) = self.rings.descriptor(index) else {
+                return Err(ChainFault::Next(index));
+            };
+            if descriptor_copy.has(DESC_F_INDIRECT) {
+                self.walk_indirect(chain, descriptor_copy)?;
+                break;
+            }
+            let writable = descriptor_copy.has(DESC_F_WRITE);
+            chain.append(
+                self.rings.memory(),
+                &mut self.hint,
+                descriptor_copy,
+                writable,
+            )?;
+            if !descriptor_copy.has(DESC_F_NEXT) {
+                break;
+            }
+            index = descriptor_copy.next;
+        }
+        if chain.descriptors > limit - self.held {
+            return Err(ChainFault::Shared);
+        }
         Ok(())
     }
+
+    /// Follows an indirect table, which ends the chain (2.7.5.3). WRITE on the descriptor that
+    /// refers to it means nothing (2.7.5.3.2).
+    fn walk_indirect(
+        &mut self,
+        chain: &mut Chain,
+        table_copy: Descriptor,
+    ) -> Result<(), ChainFault> {
+        if !self.config.indirect {
+            return Err(ChainFault::IndirectRefused);
+        }
+        if table_copy.has(DESC_F_NEXT) {
+            return Err(ChainFault::IndirectNext);
+        }
+        if table_copy.len == 0 || !(table_copy.len as usize).is_multiple_of(DESC_LEN) {
+            return Err(ChainFault::IndirectLength(table_copy.len));
+        }
+        let limit = self.size().max(MAX_INDIRECT);
+        // Entries of the table, which the descriptors in front of it count with.
+        let Some(entries) = u16::try_from(table_copy.len as usize / DESC_LEN)
+            .ok()
+            .filter(|entries| *entries <= limit - (chain.descriptors - 1).min(limit))
+        else {
+            return Err(ChainFault::TooLong);
+        };
+        let mem = self.rings.memory();
+        self.table.clear();
+        mem.translate_near(
+            &mut self.hint,
+            table_copy.addr,
+            table_copy.len,
+            &mut self.table,
+        )
+        .map_err(ChainFault::Address)?;
+        // Nearly always one piece, and then entries are read without a search.
+        let whole = match *self.table {
+            [piece] => mem.slice(piece),
+            _ => None,
+        };
+        let mut index = 0u16;
+        for _ in 0..entries {
+            if index >= entries {
+                return Err(ChainFault::Next(index));
+            }
+            let offset = DESC_LEN * usize::from(index);
+            let mut entry_copy = [0; DESC_LEN];
+            match whole {
+                Some(slice) => slice.read(offset, &mut entry_copy),
+                None => mem.read(&self.table, offset, &mut entry_copy),
+            };
+            let entry_copy = Descriptor::from_bytes(entry_copy);
+            if entry_copy.has(DESC_F_INDIRECT) {
+                return Err(ChainFault::IndirectNested);
+            }
+            chain.append(
+                mem,
+                &mut self.hint,
+                entry_copy,
+                entry_copy.has(DESC_F_WRITE),
+            )?;
+            if !entry_copy.has(DESC_F_NEXT) {
+                return Ok(());
+            }
+            index = entry_copy.next;
+        }
+        Err(ChainFault::TooLong)
+    }
+
+    /// Gives back the chain popped last, as if it had never been popped. Several go back in the
+    /// reverse order of popping; completing others in between does not matter.
+    ///
+    /// # Panics
+    /// If it is not the chain popped last: the caller's mistake.
+    #[inline]
+    pub fn unpop(&mut self, chain: Chain) {
+        assert_eq!(
+            chain.position.wrapping_add(1),
+            self.avail.next(),
+            "only the chain popped last can be given back"
+        );
+        self.avail.retreat();
+        self.release(chain);
+    }
+
+    /// Puts the chain into the used ring with the number of bytes written into it; not visible
+    /// before [`publish`](Self::publish). Any order will do. This is the one end of every write
+    /// into peer memory.
+    ///
+    /// `written` counts from the start of the writable pieces; more than they have is cut down.
+    #[inline]
+    pub fn complete(&mut self, chain: Chain, written: u32) {
+        debug_assert!(
+            written <= chain.writable_len(),
+            "written past the end of the chain"
+        );
+        let written = written.min(chain.writable_len());
+        self.rings
+            .set_used_element(self.used.next(), u32::from(chain.head), written);
+        self.used.advance();
+        self.release(chain);
+    }
+
+    #[inline]
+    fn release(&mut self, chain: Chain) {
+        debug_assert!(self.outstanding > 0, "a chain of another queue");
+        self.outstanding = self.outstanding.saturating_sub(1);
+        self.held = self.held.saturating_sub(chain.descriptors);
+        let mut pieces = chain.pieces;
+        if pieces.capacity() <= MAX_KEPT_PIECES {
+            pieces.clear();
+            self.pool.push(pieces);
+        }
+    }
+
+    /// Makes all completed chains visible to the driver; true: it wants a notification. The first
+    /// batch of a queue with event index always does, because a predecessor may have died between
+    /// publishing and notifying.
+    #[must_use = "the driver may wait for a notification"]
+    #[inline]
+    pub fn publish(&mut self) -> bool {
+        self.used
+            .publish(self.rings.used_words(), self.config.event_idx)
+    }
+
+    /// Tells the driver that kicks are not needed.
+    #[inline]
+    pub fn disable_notifications(&mut self) {
+        self.avail
+            .disable(self.rings.avail_words(), self.config.event_idx);
+    }
+
+    /// Asks for kicks again; true: chains are there that were not popped, and no kick will come
+    /// for them. False for a broken queue.
+    #[must_use = "chains that are already there bring no kick"]
+    #[inline]
+    pub fn enable_notifications(&mut self) -> bool {
+        self.avail
+            .enable(self.rings.avail_words(), self.config.event_idx)
+            && self.broken.is_none()
+    }
+
+    /// Moves to a new memory table with the same ring addresses and indices. Chains still out can
+    /// be completed or unpopped afterwards, but their pieces belong to the old memory: whoever
+    /// still reads or writes them keeps that one.
+    ///
+    /// # Errors
+    /// [`QueueError`]: the rings do not lie in the new memory; the queue is as it was.
+    pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
+        self.rings = resolve(mem, &self.config)?;
+        self.hint = 0;
+        Ok(())
+    }
+}
+
+fn resolve(mem: Arc<Memory>, config: &QueueConfig) -> Result<Rings, QueueError> {
+    let addresses = Addresses {
+        desc: config.desc,
+        avail: config.avail,
+        used: config.used,
+    };
+    Rings::resolve(mem, config.size, addresses, Memory::at_user_addr)
 }

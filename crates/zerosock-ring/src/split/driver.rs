@@ -1,14 +1,24 @@
 //! The driver half of a split virtqueue.
+//!
+//! What must hold: the descriptor table is only written here, never read back, since the device
+//! could change it; which chain is out, how long it is and how much the device may have written is
+//! known from private state alone; a used element counts only if it names a chain that is out.
 
 use std::sync::Arc;
 
-use super::layout::{DriverLayout, QueueError};
+use super::index::{Consumer, IndexJump, Producer};
+use super::layout::{
+    DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, DriverLayout, QueueError,
+};
+use super::rings::{Addresses, Rings};
 use crate::memory::Memory;
+use crate::slice::Piece;
+use crate::sync::Ordering;
 
 /// A buffer to post.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Buffer {
-    /// Guest address.
+    /// Guest address. Not looked at here: the device finds out.
     pub addr: u64,
     /// Length in bytes, not 0.
     pub len: u32,
@@ -19,29 +29,29 @@ pub struct Buffer {
 /// A chain that came back.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Used {
-    /// As given to `add`.
+    /// As given to [`add`](DriverQueue::add).
     pub token: u64,
-    /// Bytes that the device says it wrote, at most the chain's writable length.
+    /// Bytes that the device says it wrote, cut down to the chain's writable length.
     pub len: u32,
 }
 
-/// Why a chain was not added: no room, or the caller's fault.
+/// Why a chain was not added: no room (`Full`), else the caller's fault. Nothing was changed.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddError {
     /// Not enough free descriptors now.
     #[error("not enough free descriptors")]
     Full,
-    /// More buffers than the queue has descriptors.
+    /// More buffers than the queue has descriptors (virtio 1.2, 2.7.5.2 and 2.7.5.3.1).
     #[error("more buffers than the queue has descriptors")]
     TooLong,
     /// No buffers, or one without length.
     #[error("no buffers, or a buffer without length")]
     Empty,
-    /// A readable buffer behind a writable one.
+    /// A readable buffer behind a writable one (2.7.4.2).
     #[error("readable buffer behind a writable one")]
     Order,
-    /// More than 2^32 - 1 bytes.
+    /// More than 2^32 - 1 bytes (2.7.5.2).
     #[error("chain of more than 2^32 - 1 bytes")]
     TotalLength,
     /// The indirect table does not lie in memory.
@@ -53,22 +63,56 @@ pub enum AddError {
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
-    /// The used index ran ahead of what was posted.
-    #[error("used index ran ahead of what was posted")]
+    /// The used index is ahead of us by more chains than the device holds.
+    #[error("used index announces more chains than the device holds")]
     IndexJump,
     /// A used element names no chain that the device holds.
     #[error("used element names {0}, which is no posted chain")]
     Id(u32),
 }
 
-/// The driver half of a split virtqueue.
+/// What we know of one descriptor, apart from what lies in shared memory.
+#[derive(Copy, Clone, Debug, Default)]
+struct Slot {
+    /// The next descriptor of the chain, or of the free list.
+    next: u16,
+    /// In the head of a chain that is out: its number of descriptors. 0 otherwise.
+    count: u16,
+    writable_len: u32,
+    token: u64,
+    /// Which one of all chains ever added it is.
+    serial: u64,
+}
+
+/// The driver half of a split virtqueue: posts chains, takes them back in any order.
+///
+/// How to drive it: [`add`](Self::add) chains, [`publish`](Self::publish) once per batch and kick
+/// the device if it says so; [`poll`](Self::poll) until it says `None`; before waiting,
+/// [`enable_notifications`](Self::enable_notifications), and poll again if that says so.
 #[derive(Debug)]
 pub struct DriverQueue {
-    mem: Arc<Memory>,
+    rings: Rings,
+    event_idx: bool,
+    avail: Producer,
+    used: Consumer,
+    slots: Vec<Slot>,
+    free_head: u16,
+    free: u16,
+    added: u64,
+    /// As `added` was at the last publish.
+    published: u64,
+    /// Chains that came back.
+    returned: u64,
+    broken: Option<DriverError>,
+    /// Pieces of the indirect table being written.
+    table: Vec<Piece>,
 }
 
 impl DriverQueue {
-    /// Zeroes the rings.
+    /// Zeroes the rings and resolves their addresses.
+    ///
+    /// # Errors
+    /// [`QueueError`]: the size or an address is refused; the caller's fault.
     pub fn new(
         mem: Arc<Memory>,
         layout: DriverLayout,
@@ -76,59 +120,304 @@ impl DriverQueue {
     ) -> Result<DriverQueue, QueueError> {
         Self::with_base(mem, layout, event_idx, 0)
     }
-    /// As `new`, with both indices starting at `base`.
+
+    /// As [`new`](Self::new), with both indices starting at `base`; the device half is to be given
+    /// the same.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
     pub fn with_base(
         mem: Arc<Memory>,
         layout: DriverLayout,
         event_idx: bool,
         base: u16,
     ) -> Result<DriverQueue, QueueError> {
-        let _ = (layout, event_idx, base);
-        Ok(DriverQueue { mem })
+        let addresses = Addresses {
+            desc: layout.desc,
+            avail: layout.avail,
+            used: layout.used,
+        };
+        let rings = Rings::resolve(mem, layout.size, addresses, Memory::at_guest_addr)?;
+        for index in 0..layout.size {
+            rings.set_descriptor(
+                index,
+                Descriptor {
+                    addr: 0,
+                    len: 0,
+                    flags: 0,
+                    next: 0,
+                },
+            );
+            rings.set_avail_head(index, 0);
+            rings.set_used_element(index, 0, 0);
+        }
+        for words in [rings.avail_words(), rings.used_words()] {
+            words.flags.store(0, Ordering::Relaxed);
+            words.event.store(base.to_le(), Ordering::Relaxed);
+            // The device is told of the queue later, by means that order memory: Release is for
+            // those that poll.
+            words.index.store(base.to_le(), Ordering::Release);
+        }
+        let slots = (0..layout.size)
+            .map(|index| Slot {
+                next: index.wrapping_add(1),
+                ..Slot::default()
+            })
+            .collect();
+        Ok(DriverQueue {
+            rings,
+            event_idx,
+            avail: Producer::new(base),
+            used: Consumer::new(base),
+            slots,
+            free_head: 0,
+            free: layout.size,
+            added: 0,
+            published: 0,
+            returned: 0,
+            broken: None,
+            table: Vec::new(),
+        })
     }
+
     /// The memory the queue lies in.
+    #[inline]
     pub fn memory(&self) -> &Arc<Memory> {
-        &self.mem
+        self.rings.memory()
     }
+
     /// Number of descriptors.
+    #[inline]
     pub fn size(&self) -> u16 {
-        todo!()
+        self.rings.size()
     }
-    /// Free descriptors.
+
+    /// Free descriptors. Every buffer of [`add`](Self::add) takes one until its chain comes back,
+    /// every [`add_indirect`](Self::add_indirect) one.
+    #[inline]
     pub fn free(&self) -> u16 {
-        todo!()
+        self.free
     }
-    /// Posts a chain; not visible before `publish`. Returns its head.
+
+    /// Posts a chain, one descriptor per buffer, readable ones first; not visible before
+    /// [`publish`](Self::publish). `token` comes back with it. Returns its head.
+    ///
+    /// # Errors
+    /// [`AddError`]; nothing was posted.
+    #[inline]
     pub fn add(&mut self, buffers: &[Buffer], token: u64) -> Result<u16, AddError> {
-        let _ = (buffers, token);
-        todo!()
+        self.add_mixed(buffers, None, token)
     }
-    /// As `add`, through an indirect table of `16 * buffers.len()` bytes at `table_guest_addr`.
+
+    /// As [`add`](Self::add), through an indirect table of `16 * buffers.len()` bytes that is
+    /// written to `table_guest_addr` and must stay until the chain comes back. Only after
+    /// VIRTIO_F_INDIRECT_DESC was negotiated.
+    ///
+    /// # Errors
+    /// [`AddError`]; nothing was posted.
+    #[inline]
     pub fn add_indirect(
         &mut self,
         table_guest_addr: u64,
         buffers: &[Buffer],
         token: u64,
     ) -> Result<u16, AddError> {
-        let _ = (table_guest_addr, buffers, token);
-        todo!()
+        self.add_mixed(&[], Some((table_guest_addr, buffers)), token)
     }
-    /// Makes all added chains visible; true: the device wants a kick.
+
+    /// Descriptors, then perhaps an indirect table: all that a chain can be (2.7.5.3.2).
+    pub(super) fn add_mixed(
+        &mut self,
+        direct: &[Buffer],
+        indirect: Option<(u64, &[Buffer])>,
+        token: u64,
+    ) -> Result<u16, AddError> {
+        let rest = indirect.map_or(&[][..], |(_, buffers)| buffers);
+        let writable_len = self.check(direct, rest)?;
+        // At most the size, so it fits; `rest` is not empty if there is a table.
+        let count = (direct.len() + usize::from(indirect.is_some())) as u16;
+        if count > self.free {
+            return Err(AddError::Full);
+        }
+        let table = match indirect {
+            None => None,
+            Some((addr, buffers)) => Some(self.write_table(addr, buffers)?),
+        };
+        let head = self.free_head;
+        let mut index = head;
+        let mut left = count;
+        let buffers = direct.iter().map(|buffer| buffer.descriptor());
+        for mut descriptor in buffers.chain(table) {
+            // Free descriptors are linked already, in private memory.
+            let next = self
+                .slots
+                .get(usize::from(index))
+                .map_or(0, |slot| slot.next);
+            left -= 1;
+            if left > 0 {
+                descriptor.flags |= DESC_F_NEXT;
+                descriptor.next = next;
+            }
+            self.rings.set_descriptor(index, descriptor);
+            index = next;
+        }
+        let serial = self.added;
+        if let Some(slot) = self.slots.get_mut(usize::from(head)) {
+            *slot = Slot {
+                next: slot.next,
+                count,
+                writable_len,
+                token,
+                serial,
+            };
+        }
+        self.free_head = index;
+        self.free -= count;
+        self.rings.set_avail_head(self.avail.next(), head);
+        self.avail.advance();
+        self.added += 1;
+        Ok(head)
+    }
+
+    /// The writable length, if the buffers make a chain.
+    fn check(&self, direct: &[Buffer], rest: &[Buffer]) -> Result<u32, AddError> {
+        let count = direct.len() + rest.len();
+        if count == 0 {
+            return Err(AddError::Empty);
+        }
+        if count > usize::from(self.size()) {
+            return Err(AddError::TooLong);
+        }
+        let mut total = 0u32;
+        let mut writable_len = 0;
+        for buffer in direct.iter().chain(rest) {
+            if buffer.len == 0 {
+                return Err(AddError::Empty);
+            }
+            total = total.checked_add(buffer.len).ok_or(AddError::TotalLength)?;
+            if buffer.writable {
+                writable_len += buffer.len;
+            } else if writable_len > 0 {
+                return Err(AddError::Order);
+            }
+        }
+        Ok(writable_len)
+    }
+
+    fn write_table(&mut self, addr: u64, buffers: &[Buffer]) -> Result<Descriptor, AddError> {
+        // At most the queue size of them: the product fits.
+        let len = (DESC_LEN * buffers.len()) as u32;
+        let mem = self.rings.memory();
+        self.table.clear();
+        mem.translate(addr, len, &mut self.table)
+            .map_err(|_| AddError::Table)?;
+        for (index, buffer) in buffers.iter().enumerate() {
+            let mut descriptor = buffer.descriptor();
+            if index + 1 < buffers.len() {
+                descriptor.flags |= DESC_F_NEXT;
+                descriptor.next = (index + 1) as u16;
+            }
+            mem.write(&self.table, DESC_LEN * index, &descriptor.to_bytes());
+        }
+        Ok(Descriptor {
+            addr,
+            len,
+            flags: DESC_F_INDIRECT,
+            next: 0,
+        })
+    }
+
+    /// Makes all added chains visible to the device; true: it wants a kick. The first batch with
+    /// event index always does.
     #[must_use = "the device may wait for a kick"]
+    #[inline]
     pub fn publish(&mut self) -> bool {
-        todo!()
+        self.published = self.added;
+        self.avail.publish(self.rings.avail_words(), self.event_idx)
     }
-    /// Takes the next chain that came back.
+
+    /// Takes the next chain that came back; None if none did.
+    ///
+    /// # Errors
+    /// [`DriverError`]: the device broke the protocol; from then on it is all there is.
+    #[inline]
     pub fn poll(&mut self) -> Result<Option<Used>, DriverError> {
-        todo!()
+        if let Some(error) = self.broken {
+            return Err(error);
+        }
+        let result = self.take();
+        if let Err(error) = result {
+            self.broken = Some(error);
+        }
+        result
     }
+
+    #[inline]
+    fn take(&mut self) -> Result<Option<Used>, DriverError> {
+        // At most the size, as every chain has a descriptor.
+        let held = (self.published - self.returned) as u16;
+        match self.used.available(self.rings.used_words(), held) {
+            Ok(0) => return Ok(None),
+            Ok(_) => {}
+            Err(IndexJump) => return Err(DriverError::IndexJump),
+        }
+        let (id_copy, len_copy) = self.rings.used_element(self.used.next());
+        let slot = *usize::try_from(id_copy)
+            .ok()
+            .and_then(|id| self.slots.get(id))
+            .filter(|slot| slot.count > 0 && slot.serial < self.published)
+            .ok_or(DriverError::Id(id_copy))?;
+        self.used.advance();
+        self.returned += 1;
+        self.release(id_copy as u16, slot);
+        Ok(Some(Used {
+            token: slot.token,
+            len: len_copy.min(slot.writable_len),
+        }))
+    }
+
+    /// Puts a chain's descriptors back on the free list.
+    fn release(&mut self, head: u16, chain: Slot) {
+        let mut last = head;
+        for _ in 1..chain.count {
+            last = self
+                .slots
+                .get(usize::from(last))
+                .map_or(last, |slot| slot.next);
+        }
+        if let Some(slot) = self.slots.get_mut(usize::from(head)) {
+            slot.count = 0;
+        }
+        if let Some(slot) = self.slots.get_mut(usize::from(last)) {
+            slot.next = self.free_head;
+        }
+        self.free_head = head;
+        self.free += chain.count;
+    }
+
     /// Tells the device that calls are not needed.
+    #[inline]
     pub fn disable_notifications(&mut self) {
-        todo!()
+        self.used.disable(self.rings.used_words(), self.event_idx);
     }
-    /// Asks for calls again; true: chains came back meanwhile, go on polling.
-    #[must_use = "chains that came back meanwhile bring no call"]
+
+    /// Asks for calls again; true: chains are there that were not polled, and no call will come
+    /// for them. False for a dead queue.
+    #[must_use = "chains that are already there bring no call"]
+    #[inline]
     pub fn enable_notifications(&mut self) -> bool {
-        todo!()
+        self.used.enable(self.rings.used_words(), self.event_idx) && self.broken.is_none()
+    }
+}
+
+impl Buffer {
+    fn descriptor(self) -> Descriptor {
+        let flags = if self.writable { DESC_F_WRITE } else { 0 };
+        Descriptor {
+            addr: self.addr,
+            len: self.len,
+            flags,
+            next: 0,
+        }
     }
 }

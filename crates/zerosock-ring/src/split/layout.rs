@@ -90,3 +90,121 @@ pub(crate) const fn used_len(size: u16) -> u64 {
 const fn used_offset(size: u16) -> u64 {
     (desc_len(size) + avail_len(size)).next_multiple_of(4)
 }
+
+pub(crate) fn check_size(size: u16) -> Result<(), QueueError> {
+    // A u16 power of two is at most 32768.
+    if size.is_power_of_two() {
+        Ok(())
+    } else {
+        Err(QueueError::Size(size))
+    }
+}
+
+/// The buffer goes on in the descriptor `next`.
+pub(crate) const DESC_F_NEXT: u16 = 1;
+/// The device writes the buffer (else it reads it).
+pub(crate) const DESC_F_WRITE: u16 = 2;
+/// The buffer holds a table of descriptors.
+pub(crate) const DESC_F_INDIRECT: u16 = 4;
+
+/// Bytes of a descriptor in memory.
+pub(crate) const DESC_LEN: usize = 16;
+
+/// A private copy of a descriptor (virtio 1.2, 2.7.5).
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub(crate) struct Descriptor {
+    pub(crate) addr: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+impl Descriptor {
+    /// From two words as they lie in memory (little-endian).
+    #[inline]
+    pub(crate) fn from_words(words: [u64; 2]) -> Descriptor {
+        let rest = u64::from_le(words[1]);
+        Descriptor {
+            addr: u64::from_le(words[0]),
+            len: rest as u32,
+            flags: (rest >> 32) as u16,
+            next: (rest >> 48) as u16,
+        }
+    }
+
+    /// As two words to be put into memory.
+    #[inline]
+    pub(crate) fn to_words(self) -> [u64; 2] {
+        let rest = u64::from(self.len) | u64::from(self.flags) << 32 | u64::from(self.next) << 48;
+        [self.addr.to_le(), rest.to_le()]
+    }
+
+    #[inline]
+    pub(crate) fn from_bytes(bytes: [u8; DESC_LEN]) -> Descriptor {
+        let value = u128::from_le_bytes(bytes);
+        Descriptor::from_words([(value as u64).to_le(), ((value >> 64) as u64).to_le()])
+    }
+
+    pub(crate) fn to_bytes(self) -> [u8; DESC_LEN] {
+        let [addr, rest] = self.to_words().map(u64::from_le);
+        (u128::from(addr) | u128::from(rest) << 64).to_le_bytes()
+    }
+
+    #[inline]
+    pub(crate) fn has(self, flag: u16) -> bool {
+        self.flags & flag != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_lies_in_memory_as_the_specification_says() {
+        let descriptor = Descriptor {
+            addr: 0x0102_0304_0506_0708,
+            len: 0x1112_1314,
+            flags: 0x2122,
+            next: 0x3132,
+        };
+        let bytes = [
+            8, 7, 6, 5, 4, 3, 2, 1, 0x14, 0x13, 0x12, 0x11, 0x22, 0x21, 0x32, 0x31,
+        ];
+        assert_eq!(descriptor.to_bytes(), bytes);
+        assert_eq!(Descriptor::from_bytes(bytes), descriptor);
+        assert_eq!(Descriptor::from_words(descriptor.to_words()), descriptor);
+    }
+
+    #[test]
+    fn the_parts_lie_one_behind_the_other() {
+        // virtio 1.2, 2.7: 16 * size, 6 + 2 * size, 6 + 8 * size; aligned to 16, 2, 4.
+        let layout = DriverLayout::at(0x1000, 256);
+        assert_eq!(
+            layout,
+            DriverLayout {
+                size: 256,
+                desc: 0x1000,
+                avail: 0x2000,
+                used: 0x2208
+            }
+        );
+        assert_eq!(DriverLayout::bytes_needed(256), 0x1208 + 6 + 2048);
+        for size in (0..16).map(|bit| 1u16 << bit) {
+            let layout = DriverLayout::at(0, size);
+            assert!(layout.avail >= desc_len(size) && layout.avail % 2 == 0);
+            assert!(layout.used >= layout.avail + avail_len(size) && layout.used % 4 == 0);
+            assert!(DriverLayout::bytes_needed(size) >= layout.used + used_len(size));
+        }
+    }
+
+    #[test]
+    fn only_powers_of_two_are_sizes() {
+        for size in [0u16, 3, 5, 6, 257, 32767, 32769, 65535] {
+            assert_eq!(check_size(size), Err(QueueError::Size(size)));
+        }
+        for bit in 0..16 {
+            assert_eq!(check_size(1 << bit), Ok(()));
+        }
+    }
+}

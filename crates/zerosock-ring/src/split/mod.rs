@@ -1,11 +1,28 @@
 //! Split virtqueues (virtio 1.2, section 2.7): the device half and the driver half.
 
-mod chain;
-mod device;
-mod driver;
-mod layout;
+mod index;
 
-pub use chain::{Chain, ChainFault};
-pub use device::{BrokenReason, DeviceQueue, PopError};
-pub use driver::{AddError, Buffer, DriverError, DriverQueue, Used};
-pub use layout::{DriverLayout, MAX_QUEUE_SIZE, QueueConfig, QueueError};
+#[cfg(not(loom))]
+mod chain;
+#[cfg(not(loom))]
+mod device;
+#[cfg(not(loom))]
+mod driver;
+#[cfg(not(loom))]
+mod layout;
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod rings;
+
+#[cfg(all(test, loom))]
+mod loom_tests;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+#[cfg(not(loom))]
+pub use {
+    chain::{Chain, ChainFault},
+    device::{BrokenReason, DeviceQueue, PopError},
+    driver::{AddError, Buffer, DriverError, DriverQueue, Used},
+    layout::{DriverLayout, MAX_QUEUE_SIZE, QueueConfig, QueueError},
+};

@@ -1,0 +1,170 @@
+//! The index protocol, the same in both directions (virtio 1.2, 2.7.6 to 2.7.10, 2.7.13).
+//!
+//! A split virtqueue is two one-way rings. In the available ring the driver produces and the
+//! device consumes; in the used ring it is the other way round. Each ring has one index that its
+//! producer moves, and, *in the other ring's memory*, a flag and an event index with which its
+//! consumer says whether it wants to be told. So one [`Producer`] and one [`Consumer`] serve both
+//! rings and both halves, and what loom proves of them holds for all.
+//!
+//! What must hold:
+//! - entries are visible before the index that announces them: store Release in
+//!   [`Producer::publish`], load Acquire in [`Consumer::available`] and [`Consumer::enable`];
+//! - no notification is lost: the producer stores the index, then reads the wish; the consumer
+//!   stores the wish, then reads the index. With a SeqCst fence between the two on both sides, at
+//!   least one sees the other's store;
+//! - the index is the peer's: it is read once, its distance is checked, and only the copy is used.
+
+use crate::event_idx::need_event;
+use crate::sync::{AtomicU16, Ordering, fence};
+
+/// Flag by which a consumer declines notifications (VIRTQ_AVAIL_F_NO_INTERRUPT and
+/// VIRTQ_USED_F_NO_NOTIFY are the same bit). Without event index only.
+const NO_NOTIFICATION: u16 = 1;
+
+/// The shared words of one ring's protocol. They are little-endian whatever the machine.
+#[derive(Copy, Clone)]
+pub(crate) struct Words<'a> {
+    /// The ring's index: written by its producer.
+    pub(crate) index: &'a AtomicU16,
+    /// The consumer's flags: written by the consumer.
+    pub(crate) flags: &'a AtomicU16,
+    /// The consumer's event index: written by the consumer.
+    pub(crate) event: &'a AtomicU16,
+}
+
+/// The index moved more than the other half can have moved it.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub(crate) struct IndexJump;
+
+/// The half that puts entries into a ring.
+#[derive(Debug)]
+pub(crate) struct Producer {
+    next: u16,
+    published: u16,
+    /// Whether the wish read at the last publish can be relied on. Not so at the first one: a
+    /// predecessor may have published and died before it notified.
+    settled: bool,
+}
+
+impl Producer {
+    pub(crate) fn new(base: u16) -> Producer {
+        Producer {
+            next: base,
+            published: base,
+            settled: false,
+        }
+    }
+
+    /// Free-running position of the next entry to write.
+    #[inline]
+    pub(crate) fn next(&self) -> u16 {
+        self.next
+    }
+
+    /// The entry at `next` is written.
+    #[inline]
+    pub(crate) fn advance(&mut self) {
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// Makes all entries up to `next` visible; true: the consumer is to be notified.
+    #[inline]
+    pub(crate) fn publish(&mut self, words: Words<'_>, event_idx: bool) -> bool {
+        let (old, new) = (self.published, self.next);
+        if old == new {
+            return false;
+        }
+        // Pairs with the Acquire loads of the consumer: the entries come before the index.
+        words.index.store(new.to_le(), Ordering::Release);
+        self.published = new;
+        // Pairs with the fence in `Consumer::enable`: either we see its wish below, or it sees
+        // our index after its own fence and does not go to sleep.
+        fence(Ordering::SeqCst);
+        if event_idx {
+            let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
+            let first = !core::mem::replace(&mut self.settled, true);
+            first || need_event(event_copy, new, old)
+        } else {
+            let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
+            flags_copy & NO_NOTIFICATION == 0
+        }
+    }
+}
+
+/// The half that takes entries out of a ring.
+#[derive(Debug)]
+pub(crate) struct Consumer {
+    next: u16,
+    /// The producer's index as last read and checked.
+    seen: u16,
+}
+
+impl Consumer {
+    pub(crate) fn new(base: u16) -> Consumer {
+        Consumer {
+            next: base,
+            seen: base,
+        }
+    }
+
+    /// Free-running position of the next entry to take.
+    #[inline]
+    pub(crate) fn next(&self) -> u16 {
+        self.next
+    }
+
+    /// Entries that can be taken. Reads the shared index only when none of those seen is left.
+    ///
+    /// # Errors
+    /// [`IndexJump`] if there are more than `limit`.
+    #[inline]
+    pub(crate) fn available(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
+        if self.seen == self.next {
+            // Pairs with the Release store in `Producer::publish`.
+            let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
+            if index_copy.wrapping_sub(self.next) > limit {
+                return Err(IndexJump);
+            }
+            self.seen = index_copy;
+        }
+        Ok(self.seen.wrapping_sub(self.next))
+    }
+
+    /// The entry at `next` is taken.
+    #[inline]
+    pub(crate) fn advance(&mut self) {
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// The entry taken last is not taken after all.
+    #[inline]
+    pub(crate) fn retreat(&mut self) {
+        self.next = self.next.wrapping_sub(1);
+    }
+
+    /// Declines notifications. With event index there is nothing to do: an event index that is
+    /// left behind is passed once at most, until the index has gone round.
+    #[inline]
+    pub(crate) fn disable(&mut self, words: Words<'_>, event_idx: bool) {
+        if !event_idx {
+            words
+                .flags
+                .store(NO_NOTIFICATION.to_le(), Ordering::Relaxed);
+        }
+    }
+
+    /// Asks for a notification at the entry after the last one taken; true: entries are there
+    /// already, and no notification will come for them.
+    #[inline]
+    pub(crate) fn enable(&mut self, words: Words<'_>, event_idx: bool) -> bool {
+        if event_idx {
+            words.event.store(self.next.to_le(), Ordering::Relaxed);
+        } else {
+            words.flags.store(0, Ordering::Relaxed);
+        }
+        // Pairs with the fence in `Producer::publish`.
+        fence(Ordering::SeqCst);
+        // Only compared: `available` reads it again and checks it before anything is taken.
+        u16::from_le(words.index.load(Ordering::Acquire)) != self.next
+    }
+}

@@ -1,0 +1,173 @@
+//! The memory a driver shares with its device: one memfd, cut once into three
+//! rings, header slots, event slots and payload buffers.
+//!
+//! What must hold here: nothing overlaps; every slot's place is computed once,
+//! at the start, so that the packet path translates no address. Payload
+//! buffers begin on page borders (typed leases and page mapping come to rely
+//! on it); headers live apart from them.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use zerosock_ring::{DriverLayout, MapError, Memory, Piece, RegionConfig, TranslateError};
+use zerosock_sys::memfd;
+
+use super::config::DriverConfig;
+
+/// Bytes between two headers: one cache line, so that no two packets share one.
+pub(crate) const HEADER_SLOT: u32 = 64;
+/// Bytes of an event (`struct virtio_vsock_event`: `le32 id`).
+pub(crate) const EVENT_LEN: u32 = 4;
+/// Event buffers kept posted, as many as Linux keeps.
+pub(crate) const EVENT_SLOTS: u16 = 8;
+/// Guest address of the arena's first byte. Not zero: a device that confuses
+/// an unset address with a valid one shall fail.
+const GUEST_BASE: u64 = 0x10_0000;
+/// Front-end ("user") address of the same byte. Another number on purpose: a
+/// device that confuses the two kinds of address shall fail.
+const USER_BASE: u64 = 0x7e00_0000_0000;
+const PAGE: u64 = 4096;
+
+/// Why the shared memory could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// The memfd could not be made or duplicated.
+    #[error("cannot make shared memory: {0}")]
+    Memfd(#[from] io::Error),
+    /// It could not be mapped.
+    #[error("cannot map shared memory: {0}")]
+    Map(#[from] MapError),
+    /// A slot does not lie in it: a fault of this file's arithmetic.
+    #[error("shared memory is laid out wrongly: {0}")]
+    Layout(#[from] TranslateError),
+}
+
+/// Equal buffers of shared memory: where each lies for the device (a guest
+/// address) and for us (a piece of the mapping).
+#[derive(Debug)]
+pub(crate) struct Slots {
+    base: u64,
+    stride: u64,
+    len: u32,
+    pieces: Vec<Piece>,
+}
+
+impl Slots {
+    fn new(
+        memory: &Memory,
+        base: u64,
+        stride: u64,
+        len: u32,
+        count: u16,
+    ) -> Result<Slots, ArenaError> {
+        let mut pieces = Vec::with_capacity(usize::from(count));
+        for slot in 0..u64::from(count) {
+            // One region, so that each slot is one piece.
+            memory.translate(base + slot * stride, len, &mut pieces)?;
+        }
+        Ok(Slots {
+            base,
+            stride,
+            len,
+            pieces,
+        })
+    }
+
+    /// Guest address of slot `index`.
+    pub(crate) fn addr(&self, index: u16) -> u64 {
+        self.base + u64::from(index) * self.stride
+    }
+
+    /// Bytes of each slot.
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Our view of slot `index`, as the slice that `Memory`'s calls take;
+    /// empty for an index out of range.
+    pub(crate) fn pieces(&self, index: u16) -> &[Piece] {
+        let index = usize::from(index);
+        self.pieces.get(index..index + 1).unwrap_or(&[])
+    }
+}
+
+/// The whole of a driver's shared memory.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    /// The mapping.
+    pub(crate) memory: Arc<Memory>,
+    /// The memfd, for SET_MEM_TABLE.
+    pub(crate) fd: OwnedFd,
+    /// Its one region.
+    pub(crate) region: RegionConfig,
+    /// Places of the rings: rx, tx, event.
+    pub(crate) rings: [DriverLayout; 3],
+    /// Headers of received packets.
+    pub(crate) rx_headers: Slots,
+    /// Payload of received packets.
+    pub(crate) rx_data: Slots,
+    /// Headers of packets to send.
+    pub(crate) tx_headers: Slots,
+    /// Payload of packets to send.
+    pub(crate) tx_data: Slots,
+    /// Event buffers.
+    pub(crate) events: Slots,
+}
+
+impl Arena {
+    /// Makes and maps the memory that `config` asks for.
+    pub(crate) fn new(config: &DriverConfig) -> Result<Arena, ArenaError> {
+        let slots = u64::from(config.slots());
+        let rx_stride = pages(u64::from(config.rx_buffer_size));
+        let tx_stride = pages(u64::from(config.tx_buffer_size));
+        let headers = pages(slots * u64::from(HEADER_SLOT));
+
+        let mut end = GUEST_BASE;
+        let mut take = |len: u64| {
+            let start = end;
+            end += pages(len);
+            start
+        };
+        let ring_len = DriverLayout::bytes_needed(config.queue_size);
+        let rings = [(); 3].map(|()| DriverLayout::at(take(ring_len), config.queue_size));
+        let events = take(u64::from(EVENT_SLOTS) * u64::from(HEADER_SLOT));
+        let rx_headers = take(headers);
+        let tx_headers = take(headers);
+        let rx_data = take(slots * rx_stride);
+        let tx_data = take(slots * tx_stride);
+        let len = end - GUEST_BASE;
+
+        let fd = memfd::create("zerosock-driver", len, config.seal)?;
+        let region = RegionConfig {
+            guest_addr: GUEST_BASE,
+            user_addr: USER_BASE,
+            len,
+            fd_offset: 0,
+        };
+        let memory = Memory::map(vec![(fd.try_clone()?, region)])?;
+        let count = config.slots();
+        let line = u64::from(HEADER_SLOT);
+        let header = zerosock_proto::wire::vsock::HEADER_LEN as u32;
+        Ok(Arena {
+            rx_headers: Slots::new(&memory, rx_headers, line, header, count)?,
+            rx_data: Slots::new(&memory, rx_data, rx_stride, config.rx_buffer_size, count)?,
+            tx_headers: Slots::new(&memory, tx_headers, line, header, count)?,
+            tx_data: Slots::new(&memory, tx_data, tx_stride, config.tx_buffer_size, count)?,
+            events: Slots::new(&memory, events, line, EVENT_LEN, EVENT_SLOTS)?,
+            memory: Arc::new(memory),
+            fd,
+            region,
+            rings,
+        })
+    }
+
+    /// The user address that stands for guest address `addr`.
+    pub(crate) fn user_addr(&self, addr: u64) -> u64 {
+        addr - GUEST_BASE + USER_BASE
+    }
+}
+
+fn pages(len: u64) -> u64 {
+    len.next_multiple_of(PAGE)
+}

@@ -1,0 +1,117 @@
+//! What a [`Driver`](super::Driver) is built from, and what it refuses.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::arena::HEADER_SLOT;
+
+/// How a driver attaches and how much memory it shares with the device.
+///
+/// [`DriverConfig::new`] gives what a Linux guest would use; every field may
+/// be changed before [`Driver::attach`](super::Driver::attach).
+#[derive(Clone, Debug)]
+pub struct DriverConfig {
+    /// Path of the device's vhost-user control socket.
+    pub socket: PathBuf,
+    /// Entries of each virtqueue: a power of two, 8 to 32768. A packet takes
+    /// two of them, one for the header and one for the payload.
+    pub queue_size: u16,
+    /// Payload bytes of one receive buffer. Linux posts 4096.
+    pub rx_buffer_size: u32,
+    /// Payload bytes of one transmit buffer, the most that one packet carries:
+    /// at most 65536, since no packet may be longer.
+    pub tx_buffer_size: u32,
+    /// Receive window of a connection in bytes: what we advertise as
+    /// `buf_alloc`.
+    pub buf_alloc: u32,
+    /// Connections at once; further requests are answered with RST.
+    pub max_connections: usize,
+    /// How long a connect waits for the peer's answer. Linux: 2 s.
+    pub connect_timeout: Duration,
+    /// Bound on each vhost-user request.
+    pub control_timeout: Duration,
+    /// Whether to negotiate VIRTIO_RING_F_EVENT_IDX.
+    pub event_idx: bool,
+    /// Whether to seal the memory against shrinking. Only a test that wants
+    /// to pull memory away from under a device says no.
+    pub seal: bool,
+}
+
+impl DriverConfig {
+    /// The settings of a Linux guest, for the device at `socket`.
+    pub fn new(socket: impl Into<PathBuf>) -> DriverConfig {
+        DriverConfig {
+            socket: socket.into(),
+            queue_size: 256,
+            rx_buffer_size: 4096,
+            tx_buffer_size: 65536,
+            buf_alloc: 262_144,
+            max_connections: 4096,
+            connect_timeout: Duration::from_secs(2),
+            control_timeout: Duration::from_secs(10),
+            event_idx: true,
+            seal: true,
+        }
+    }
+
+    /// Names the first setting that cannot work.
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        if !self.queue_size.is_power_of_two() || !(8..=32768).contains(&self.queue_size) {
+            return Err(ConfigError::QueueSize(self.queue_size));
+        }
+        if self.rx_buffer_size == 0 || self.rx_buffer_size > 1 << 20 {
+            return Err(ConfigError::RxBufferSize(self.rx_buffer_size));
+        }
+        if self.tx_buffer_size == 0 || self.tx_buffer_size > 65536 {
+            return Err(ConfigError::TxBufferSize(self.tx_buffer_size));
+        }
+        Ok(())
+    }
+
+    /// Packets that one queue holds: a header and a payload descriptor each.
+    pub(crate) fn slots(&self) -> u16 {
+        self.queue_size / 2
+    }
+}
+
+/// A setting out of its range.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum ConfigError {
+    /// See [`DriverConfig::queue_size`].
+    #[error("queue_size {0}: must be a power of two from 8 to 32768")]
+    QueueSize(u16),
+    /// See [`DriverConfig::rx_buffer_size`].
+    #[error("rx_buffer_size {0}: must be from 1 to 1048576")]
+    RxBufferSize(u32),
+    /// See [`DriverConfig::tx_buffer_size`].
+    #[error("tx_buffer_size {0}: must be from 1 to 65536")]
+    TxBufferSize(u32),
+}
+
+const _: () = assert!(HEADER_SLOT >= 44, "a header fits its slot");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        let good = DriverConfig::new("/nowhere");
+        assert_eq!(good.check(), Ok(()));
+        let bad = DriverConfig {
+            queue_size: 100,
+            ..good.clone()
+        };
+        assert_eq!(bad.check(), Err(ConfigError::QueueSize(100)));
+        let bad = DriverConfig {
+            rx_buffer_size: 0,
+            ..good.clone()
+        };
+        assert_eq!(bad.check(), Err(ConfigError::RxBufferSize(0)));
+        let bad = DriverConfig {
+            tx_buffer_size: 65537,
+            ..good
+        };
+        assert_eq!(bad.check(), Err(ConfigError::TxBufferSize(65537)));
+    }
+}

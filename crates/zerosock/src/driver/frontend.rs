@@ -1,0 +1,649 @@
+//! The front-end half of vhost-user: what a VMM says to a device, said without
+//! a VMM.
+//!
+//! A [`Frontend`] is one connected control socket. Every call is one request;
+//! it returns when the request was answered, or, where the protocol knows no
+//! answer, when the request was handed to the socket. No call outlives the
+//! time-out given at [`Frontend::connect`], whatever the device does.
+//!
+//! What must hold here: a device is a stranger. Reply headers are checked
+//! (version, request code, reply flag, size) before their payload is believed,
+//! and a device that answers something else is a [`FrontendError::Protocol`],
+//! never a panic.
+//!
+//! Clauses cited are those of QEMU's `docs/interop/vhost-user.rst`.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vhost::vhost_user::message::{
+    FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserProtocolFeatures,
+    VhostUserVirtioFeatures,
+};
+use zerosock_ring::RegionConfig;
+use zerosock_sys::fd_passing;
+
+/// Bytes of a message header: request, flags, payload size ("Message
+/// specification").
+const HEADER_LEN: usize = 12;
+/// Protocol version, in the two lowest bits of the flags.
+const VERSION: u32 = 1;
+const FLAG_REPLY: u32 = 1 << 2;
+const FLAG_NEED_REPLY: u32 = 1 << 3;
+/// "Vring descriptor index": bit 8 of a `u64` vring payload says that no
+/// descriptor comes with the message.
+const VRING_NO_FD: u64 = 1 << 8;
+
+/// What can go wrong between a front-end and its device.
+#[derive(Debug, thiserror::Error)]
+pub enum FrontendError {
+    /// The device does not listen, or its socket cannot be reached.
+    #[error("cannot reach the vhost-user device at {path}: {source}")]
+    Connect {
+        /// The control socket's path.
+        path: String,
+        /// What `connect` said.
+        source: io::Error,
+    },
+    /// The control socket failed.
+    #[error("the vhost-user control socket failed: {0}")]
+    Io(#[from] io::Error),
+    /// The device closed the control socket.
+    #[error("the vhost-user device closed its control socket")]
+    Closed,
+    /// The device gave no answer within the time-out.
+    #[error("the vhost-user device did not answer {request} in time")]
+    TimedOut {
+        /// The request's name.
+        request: &'static str,
+    },
+    /// The device answered with a non-zero status (REPLY_ACK).
+    #[error("the vhost-user device refused {request} with status {status}")]
+    Refused {
+        /// The request's name.
+        request: &'static str,
+        /// The status it answered.
+        status: u64,
+    },
+    /// The device answered something that vhost-user does not allow.
+    #[error("the vhost-user device broke the protocol: {0}")]
+    Protocol(&'static str),
+    /// The caller asked for more than a message can carry.
+    #[error("too many memory regions for one message: {0}")]
+    TooManyRegions(usize),
+}
+
+/// Addresses of one virtqueue's three parts, as SET_VRING_ADDR wants them:
+/// front-end ("user") addresses, translated through the memory table.
+#[derive(Copy, Clone, Debug)]
+pub struct VringAddr {
+    /// Descriptor table.
+    pub desc: u64,
+    /// Available ring.
+    pub avail: u64,
+    /// Used ring.
+    pub used: u64,
+}
+
+/// One connected vhost-user control socket, front-end side.
+///
+/// ```no_run
+/// # use std::{path::Path, time::Duration};
+/// use zerosock::driver::Frontend;
+/// let mut device = Frontend::connect(Path::new("/run/vm3.sock"), Duration::from_secs(2))?;
+/// let features = device.get_features()?;
+/// println!("offered: {features:#x}");
+/// # Ok::<(), zerosock::driver::FrontendError>(())
+/// ```
+#[derive(Debug)]
+pub struct Frontend {
+    socket: UnixStream,
+    timeout: Duration,
+    /// Set once REPLY_ACK is negotiated: then every request is answered.
+    reply_ack: bool,
+}
+
+impl Frontend {
+    /// Connects to the device's control socket. `timeout` bounds this and
+    /// every later call.
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Frontend, FrontendError> {
+        let socket = UnixStream::connect(path).map_err(|source| FrontendError::Connect {
+            path: path.display().to_string(),
+            source,
+        })?;
+        Frontend::from_stream(socket, timeout)
+    }
+
+    /// Takes over a control socket that is connected already.
+    pub fn from_stream(socket: UnixStream, timeout: Duration) -> Result<Frontend, FrontendError> {
+        socket.set_nonblocking(true)?;
+        Ok(Frontend {
+            socket,
+            timeout,
+            reply_ack: false,
+        })
+    }
+
+    /// GET_FEATURES: the virtio features the device offers, with
+    /// VHOST_USER_F_PROTOCOL_FEATURES (bit 30) among them.
+    pub fn get_features(&mut self) -> Result<u64, FrontendError> {
+        self.ask_u64(FrontendReq::GET_FEATURES)
+    }
+
+    /// SET_FEATURES: the subset this front-end acknowledges.
+    pub fn set_features(&mut self, features: u64) -> Result<(), FrontendError> {
+        self.tell(FrontendReq::SET_FEATURES, &features.to_ne_bytes(), &[])
+    }
+
+    /// GET_PROTOCOL_FEATURES.
+    pub fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures, FrontendError> {
+        self.ask_u64(FrontendReq::GET_PROTOCOL_FEATURES)
+            .map(VhostUserProtocolFeatures::from_bits_truncate)
+    }
+
+    /// SET_PROTOCOL_FEATURES. From here on every request is acknowledged if
+    /// REPLY_ACK is among `features`.
+    pub fn set_protocol_features(
+        &mut self,
+        features: VhostUserProtocolFeatures,
+    ) -> Result<(), FrontendError> {
+        self.tell(
+            FrontendReq::SET_PROTOCOL_FEATURES,
+            &features.bits().to_ne_bytes(),
+            &[],
+        )?;
+        self.reply_ack = features.contains(VhostUserProtocolFeatures::REPLY_ACK);
+        Ok(())
+    }
+
+    /// Negotiates: acknowledges what both sides know of `wanted` (virtio
+    /// feature bits) and of `protocol`, and returns the two sets agreed on.
+    /// Claims the session with SET_OWNER on the way.
+    pub fn negotiate(
+        &mut self,
+        wanted: u64,
+        protocol: VhostUserProtocolFeatures,
+    ) -> Result<(u64, VhostUserProtocolFeatures), FrontendError> {
+        let offered = self.get_features()?;
+        let mut agreed_protocol = VhostUserProtocolFeatures::empty();
+        if offered & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0 {
+            agreed_protocol = self.get_protocol_features()? & protocol;
+            self.set_protocol_features(agreed_protocol)?;
+        }
+        self.set_owner()?;
+        let agreed = offered & (wanted | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits());
+        self.set_features(agreed)?;
+        Ok((agreed, agreed_protocol))
+    }
+
+    /// GET_QUEUE_NUM: how many virtqueues the device has (needs MQ).
+    pub fn get_queue_num(&mut self) -> Result<u64, FrontendError> {
+        self.ask_u64(FrontendReq::GET_QUEUE_NUM)
+    }
+
+    /// SET_OWNER.
+    pub fn set_owner(&mut self) -> Result<(), FrontendError> {
+        self.tell(FrontendReq::SET_OWNER, &[], &[])
+    }
+
+    /// RESET_DEVICE (needs RESET_DEVICE): all rings stop, all device state goes.
+    pub fn reset_device(&mut self) -> Result<(), FrontendError> {
+        self.tell(FrontendReq::RESET_DEVICE, &[], &[])
+    }
+
+    /// SET_MEM_TABLE: the whole of the memory, one descriptor for each region.
+    pub fn set_mem_table(
+        &mut self,
+        regions: &[(BorrowedFd<'_>, RegionConfig)],
+    ) -> Result<(), FrontendError> {
+        if regions.len() > MAX_ATTACHED_FD_ENTRIES {
+            return Err(FrontendError::TooManyRegions(regions.len()));
+        }
+        let mut payload = Vec::with_capacity(8 + 32 * regions.len());
+        // At most MAX_ATTACHED_FD_ENTRIES, checked above.
+        payload.extend_from_slice(&(regions.len() as u32).to_ne_bytes());
+        payload.extend_from_slice(&0u32.to_ne_bytes());
+        let mut fds = Vec::with_capacity(regions.len());
+        for (fd, region) in regions {
+            for word in [
+                region.guest_addr,
+                region.len,
+                region.user_addr,
+                region.fd_offset,
+            ] {
+                payload.extend_from_slice(&word.to_ne_bytes());
+            }
+            fds.push(*fd);
+        }
+        self.tell(FrontendReq::SET_MEM_TABLE, &payload, &fds)
+    }
+
+    /// SET_VRING_NUM: entries of the queue.
+    pub fn set_vring_num(&mut self, index: u32, size: u16) -> Result<(), FrontendError> {
+        self.tell(
+            FrontendReq::SET_VRING_NUM,
+            &vring_state(index, u32::from(size)),
+            &[],
+        )
+    }
+
+    /// SET_VRING_BASE: the available index at which the device starts.
+    pub fn set_vring_base(&mut self, index: u32, base: u16) -> Result<(), FrontendError> {
+        self.tell(
+            FrontendReq::SET_VRING_BASE,
+            &vring_state(index, u32::from(base)),
+            &[],
+        )
+    }
+
+    /// SET_VRING_ADDR.
+    pub fn set_vring_addr(&mut self, index: u32, addr: VringAddr) -> Result<(), FrontendError> {
+        let mut payload = [0u8; 40];
+        payload[0..4].copy_from_slice(&index.to_ne_bytes());
+        payload[8..16].copy_from_slice(&addr.desc.to_ne_bytes());
+        payload[16..24].copy_from_slice(&addr.used.to_ne_bytes());
+        payload[24..32].copy_from_slice(&addr.avail.to_ne_bytes());
+        self.tell(FrontendReq::SET_VRING_ADDR, &payload, &[])
+    }
+
+    /// SET_VRING_KICK: the eventfd we write to; `None` asks the device to poll.
+    pub fn set_vring_kick(
+        &mut self,
+        index: u32,
+        kick: Option<BorrowedFd<'_>>,
+    ) -> Result<(), FrontendError> {
+        self.vring_fd(FrontendReq::SET_VRING_KICK, index, kick)
+    }
+
+    /// SET_VRING_CALL: the eventfd the device writes to; `None`: we poll.
+    pub fn set_vring_call(
+        &mut self,
+        index: u32,
+        call: Option<BorrowedFd<'_>>,
+    ) -> Result<(), FrontendError> {
+        self.vring_fd(FrontendReq::SET_VRING_CALL, index, call)
+    }
+
+    /// SET_VRING_ERR: the eventfd the device writes to when the queue broke.
+    pub fn set_vring_err(
+        &mut self,
+        index: u32,
+        err: Option<BorrowedFd<'_>>,
+    ) -> Result<(), FrontendError> {
+        self.vring_fd(FrontendReq::SET_VRING_ERR, index, err)
+    }
+
+    /// SET_VRING_ENABLE.
+    pub fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<(), FrontendError> {
+        self.tell(
+            FrontendReq::SET_VRING_ENABLE,
+            &vring_state(index, u32::from(enable)),
+            &[],
+        )
+    }
+
+    /// GET_VRING_BASE: stops the queue; returns the next available index. When
+    /// it returns, the device no longer touches the queue nor its buffers.
+    pub fn get_vring_base(&mut self, index: u32) -> Result<u16, FrontendError> {
+        let request = FrontendReq::GET_VRING_BASE;
+        self.send(request, 0, &vring_state(index, 0), &[])?;
+        let mut reply = [0u8; 8];
+        self.receive_reply(request, &mut reply)?;
+        let (queue, base) = (ne_u32(&reply, 0), ne_u32(&reply, 4));
+        if queue != index {
+            return Err(FrontendError::Protocol("vring base of another queue"));
+        }
+        u16::try_from(base).map_err(|_| FrontendError::Protocol("vring base above 16 bits"))
+    }
+
+    /// GET_CONFIG (needs CONFIG): the device's guest CID, as it stands in the
+    /// first eight bytes of the vsock configuration space.
+    pub fn guest_cid(&mut self) -> Result<u64, FrontendError> {
+        let mut cid = [0u8; 8];
+        self.get_config(0, &mut cid)?;
+        Ok(u64::from_le_bytes(cid))
+    }
+
+    /// GET_CONFIG (needs CONFIG): `out.len()` bytes of configuration space from
+    /// `offset`. At most 256 bytes.
+    pub fn get_config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), FrontendError> {
+        let request = FrontendReq::GET_CONFIG;
+        let len = out.len().min(256);
+        let mut payload = [0u8; 12 + 256];
+        payload[0..4].copy_from_slice(&offset.to_ne_bytes());
+        payload[4..8].copy_from_slice(&(len as u32).to_ne_bytes());
+        self.send(request, 0, &payload[..12 + len], &[])?;
+        let mut reply = [0u8; 12 + 256];
+        self.receive_reply(request, &mut reply[..12 + len])?;
+        for (to, from) in out.iter_mut().zip(&reply[12..12 + len]) {
+            *to = *from;
+        }
+        Ok(())
+    }
+
+    /// Waits until the device has worked off every request sent so far, also
+    /// where REPLY_ACK was not negotiated.
+    pub fn sync(&mut self) -> Result<(), FrontendError> {
+        self.get_features().map(drop)
+    }
+
+    /// Sends bytes as they are, with descriptors, and waits for nothing: for
+    /// tests that speak badly.
+    pub fn send_raw(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), FrontendError> {
+        self.send_bytes("raw bytes", bytes, fds)
+    }
+
+    /// Whether the device hung up. Does not wait.
+    pub fn is_closed(&self) -> bool {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        match poll(&mut fds, Some(&now)) {
+            Ok(0) => false,
+            Ok(_) => fds[0]
+                .revents()
+                .intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR),
+            Err(_) => false,
+        }
+    }
+
+    fn ask_u64(&mut self, request: FrontendReq) -> Result<u64, FrontendError> {
+        self.send(request, 0, &[], &[])?;
+        let mut reply = [0u8; 8];
+        self.receive_reply(request, &mut reply)?;
+        Ok(u64::from_ne_bytes(reply))
+    }
+
+    /// A request that the protocol does not answer by itself: acknowledged if
+    /// REPLY_ACK was negotiated.
+    fn tell(
+        &mut self,
+        request: FrontendReq,
+        payload: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), FrontendError> {
+        let flags = if self.reply_ack { FLAG_NEED_REPLY } else { 0 };
+        self.send(request, flags, payload, fds)?;
+        if !self.reply_ack {
+            return Ok(());
+        }
+        let mut reply = [0u8; 8];
+        self.receive_reply(request, &mut reply)?;
+        match u64::from_ne_bytes(reply) {
+            0 => Ok(()),
+            status => Err(FrontendError::Refused {
+                request: name(request),
+                status,
+            }),
+        }
+    }
+
+    fn vring_fd(
+        &mut self,
+        request: FrontendReq,
+        index: u32,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<(), FrontendError> {
+        match fd {
+            Some(fd) => self.tell(request, &u64::from(index).to_ne_bytes(), &[fd]),
+            None => {
+                let value = u64::from(index) | VRING_NO_FD;
+                self.tell(request, &value.to_ne_bytes(), &[])
+            }
+        }
+    }
+
+    fn send(
+        &mut self,
+        request: FrontendReq,
+        flags: u32,
+        payload: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), FrontendError> {
+        let mut message = Vec::with_capacity(HEADER_LEN + payload.len());
+        message.extend_from_slice(&(request as u32).to_ne_bytes());
+        message.extend_from_slice(&(VERSION | flags).to_ne_bytes());
+        message.extend_from_slice(&(payload.len() as u32).to_ne_bytes());
+        message.extend_from_slice(payload);
+        self.send_bytes(name(request), &message, fds)
+    }
+
+    fn send_bytes(
+        &mut self,
+        request: &'static str,
+        mut bytes: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), FrontendError> {
+        let deadline = Instant::now() + self.timeout;
+        let mut fds = fds;
+        while !bytes.is_empty() {
+            match fd_passing::send(self.socket.as_fd(), &[IoSlice::new(bytes)], fds) {
+                Ok(sent) => {
+                    bytes = bytes.get(sent..).unwrap_or(&[]);
+                    // Descriptors travel with the first byte.
+                    fds = &[];
+                }
+                Err(error) => self.wait(error, PollFlags::OUT, deadline, request)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the reply to `request`, exactly `out.len()` bytes of payload.
+    fn receive_reply(&mut self, request: FrontendReq, out: &mut [u8]) -> Result<(), FrontendError> {
+        let deadline = Instant::now() + self.timeout;
+        let mut header = [0u8; HEADER_LEN];
+        self.receive_exact(request, &mut header, deadline)?;
+        let (code, flags, size) = (ne_u32(&header, 0), ne_u32(&header, 4), ne_u32(&header, 8));
+        if code != request as u32 {
+            return Err(FrontendError::Protocol("reply to another request"));
+        }
+        if flags & 3 != VERSION || flags & FLAG_REPLY == 0 {
+            return Err(FrontendError::Protocol("reply with wrong flags"));
+        }
+        let size = size as usize;
+        if size > MAX_MSG_SIZE || size != out.len() {
+            return Err(FrontendError::Protocol("reply of a wrong size"));
+        }
+        self.receive_exact(request, out, deadline)
+    }
+
+    fn receive_exact(
+        &mut self,
+        request: FrontendReq,
+        mut out: &mut [u8],
+        deadline: Instant,
+    ) -> Result<(), FrontendError> {
+        // Replies that we ask for carry no descriptors; any that come are
+        // closed with this vector.
+        let mut unwanted: Vec<OwnedFd> = Vec::new();
+        while !out.is_empty() {
+            match fd_passing::recv(self.socket.as_fd(), out, &mut unwanted) {
+                Ok(received) if received.bytes == 0 => return Err(FrontendError::Closed),
+                Ok(received) => {
+                    let rest = out.len().min(received.bytes);
+                    out = &mut out[rest..];
+                }
+                Err(error) => self.wait(error, PollFlags::IN, deadline, name(request))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// After `error`: sleeps until the socket is ready, if that is what the
+    /// error asks for and there is time left.
+    fn wait(
+        &self,
+        error: io::Error,
+        flags: PollFlags,
+        deadline: Instant,
+        request: &'static str,
+    ) -> Result<(), FrontendError> {
+        match error.kind() {
+            io::ErrorKind::Interrupted => return Ok(()),
+            io::ErrorKind::WouldBlock => {}
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                return Err(FrontendError::Closed);
+            }
+            _ => return Err(error.into()),
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(&self.socket, flags)];
+        match poll(&mut fds, Some(&timespec(left))) {
+            Ok(0) => Err(FrontendError::TimedOut { request }),
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(FrontendError::Io(error.into())),
+        }
+    }
+}
+
+impl AsFd for Frontend {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// A time span as `ppoll` takes it.
+pub(crate) fn timespec(span: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: span.subsec_nanos().into(),
+    }
+}
+
+fn vring_state(index: u32, num: u32) -> [u8; 8] {
+    let mut payload = [0u8; 8];
+    payload[0..4].copy_from_slice(&index.to_ne_bytes());
+    payload[4..8].copy_from_slice(&num.to_ne_bytes());
+    payload
+}
+
+/// Four bytes at `at`; the callers' arrays are long enough by their type.
+fn ne_u32(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0u8; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_ne_bytes(word)
+}
+
+fn name(request: FrontendReq) -> &'static str {
+    match request {
+        FrontendReq::GET_FEATURES => "GET_FEATURES",
+        FrontendReq::SET_FEATURES => "SET_FEATURES",
+        FrontendReq::SET_OWNER => "SET_OWNER",
+        FrontendReq::SET_MEM_TABLE => "SET_MEM_TABLE",
+        FrontendReq::SET_VRING_NUM => "SET_VRING_NUM",
+        FrontendReq::SET_VRING_ADDR => "SET_VRING_ADDR",
+        FrontendReq::SET_VRING_BASE => "SET_VRING_BASE",
+        FrontendReq::GET_VRING_BASE => "GET_VRING_BASE",
+        FrontendReq::SET_VRING_KICK => "SET_VRING_KICK",
+        FrontendReq::SET_VRING_CALL => "SET_VRING_CALL",
+        FrontendReq::SET_VRING_ERR => "SET_VRING_ERR",
+        FrontendReq::GET_PROTOCOL_FEATURES => "GET_PROTOCOL_FEATURES",
+        FrontendReq::SET_PROTOCOL_FEATURES => "SET_PROTOCOL_FEATURES",
+        FrontendReq::GET_QUEUE_NUM => "GET_QUEUE_NUM",
+        FrontendReq::SET_VRING_ENABLE => "SET_VRING_ENABLE",
+        FrontendReq::GET_CONFIG => "GET_CONFIG",
+        FrontendReq::RESET_DEVICE => "RESET_DEVICE",
+        _ => "a vhost-user request",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+
+    fn pair(timeout: Duration) -> (Frontend, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Frontend::from_stream(ours, timeout).unwrap(), theirs)
+    }
+
+    fn reply(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for word in [code, flags, payload.len() as u32] {
+            bytes.extend_from_slice(&word.to_ne_bytes());
+        }
+        bytes.extend_from_slice(payload);
+        bytes
+    }
+
+    #[test]
+    fn a_reply_split_in_bytes_is_put_together() {
+        let (mut frontend, mut device) = pair(Duration::from_secs(20));
+        let writer = std::thread::spawn(move || {
+            let mut request = [0u8; HEADER_LEN];
+            device.read_exact(&mut request).unwrap();
+            assert_eq!(ne_u32(&request, 0), FrontendReq::GET_FEATURES as u32);
+            for byte in reply(1, VERSION | FLAG_REPLY, &0x1234u64.to_ne_bytes()) {
+                device.write_all(&[byte]).unwrap();
+            }
+        });
+        assert_eq!(frontend.get_features().unwrap(), 0x1234);
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn a_silent_device_times_out() {
+        let (mut frontend, _device) = pair(Duration::from_millis(10));
+        assert!(matches!(
+            frontend.get_features(),
+            Err(FrontendError::TimedOut {
+                request: "GET_FEATURES"
+            })
+        ));
+    }
+
+    #[test]
+    fn wrong_replies_are_refused() {
+        let ok = VERSION | FLAG_REPLY;
+        for bad in [
+            reply(2, ok, &[0; 8]),
+            reply(1, VERSION, &[0; 8]),
+            reply(1, 2 | FLAG_REPLY, &[0; 8]),
+            reply(1, ok, &[0; 4]),
+            reply(1, ok, &[]),
+            reply(1, ok, &[0; 5000]),
+        ] {
+            let (mut frontend, mut device) = pair(Duration::from_secs(20));
+            device.write_all(&bad).unwrap();
+            assert!(
+                matches!(frontend.get_features(), Err(FrontendError::Protocol(_))),
+                "{bad:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_closed_device_is_named_so() {
+        let (mut frontend, device) = pair(Duration::from_secs(20));
+        assert!(!frontend.is_closed());
+        drop(device);
+        assert!(frontend.is_closed());
+        assert!(matches!(
+            frontend.get_features(),
+            Err(FrontendError::Closed)
+        ));
+    }
+
+    #[test]
+    fn a_refusal_under_reply_ack_is_an_error() {
+        let (mut frontend, mut device) = pair(Duration::from_secs(20));
+        frontend.reply_ack = true;
+        device
+            .write_all(&reply(3, VERSION | FLAG_REPLY, &5u64.to_ne_bytes()))
+            .unwrap();
+        assert!(matches!(
+            frontend.set_owner(),
+            Err(FrontendError::Refused {
+                request: "SET_OWNER",
+                status: 5
+            })
+        ));
+    }
+}

@@ -1,0 +1,199 @@
+//! The tie between a driver and its device: the control socket, and an eventfd
+//! pair for each queue.
+//!
+//! What must hold here: the eventfds live as long as the driver does and are
+//! passed again to every device that follows, so that a kick written while a
+//! device restarts is found by the next one.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Instant;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+use zerosock_proto::Cid;
+use zerosock_proto::addr::CidError;
+
+use super::arena::Arena;
+use super::config::DriverConfig;
+use super::frontend::{Frontend, FrontendError, VringAddr, timespec};
+
+/// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
+const F_VERSION_1: u64 = 1 << 32;
+/// VIRTIO_RING_F_EVENT_IDX.
+const F_EVENT_IDX: u64 = 1 << 29;
+/// VIRTIO_VSOCK_F_STREAM.
+const F_STREAM: u64 = 1;
+
+/// The queues' numbers (virtio 1.2, 5.10.2 "Virtqueues").
+pub(crate) const RX: usize = 0;
+pub(crate) const TX: usize = 1;
+pub(crate) const EVENT: usize = 2;
+
+/// Why a driver could not attach to a device.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// A setting out of its range: the caller's fault.
+    #[error(transparent)]
+    Config(#[from] super::ConfigError),
+    /// The shared memory could not be made.
+    #[error(transparent)]
+    Arena(#[from] super::ArenaError),
+    /// The queues could not be laid out in it.
+    #[error("cannot set up a virtqueue: {0}")]
+    Queue(#[from] super::queues::QueueSetupError),
+    /// The device refused, or broke the protocol.
+    #[error(transparent)]
+    Frontend(#[from] FrontendError),
+    /// No eventfd to be had.
+    #[error("cannot make an eventfd: {0}")]
+    Eventfd(io::Error),
+    /// The device lacks what a driver cannot do without.
+    #[error("the vhost-user device does not offer {0}")]
+    Missing(&'static str),
+    /// The device gave us a CID that no guest may have.
+    #[error("the vhost-user device configures no valid CID: {0}")]
+    Cid(#[from] CidError),
+}
+
+/// One eventfd pair for each queue.
+#[derive(Debug)]
+pub(crate) struct Doorbells {
+    kicks: [OwnedFd; 3],
+    calls: [OwnedFd; 3],
+}
+
+impl Doorbells {
+    pub(crate) fn new() -> Result<Doorbells, AttachError> {
+        let make = || {
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(|error| AttachError::Eventfd(error.into()))
+        };
+        Ok(Doorbells {
+            kicks: [make()?, make()?, make()?],
+            calls: [make()?, make()?, make()?],
+        })
+    }
+
+    /// Tells the device that queue `index` has something for it.
+    pub(crate) fn kick(&self, index: usize) {
+        if let Some(kick) = self.kicks.get(index) {
+            // Only a full counter fails (EAGAIN), and then a kick is pending
+            // already.
+            let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// An attached device.
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) frontend: Frontend,
+    /// Whether event-index suppression was agreed on.
+    pub(crate) event_idx: bool,
+    /// Our CID, by the device's configuration space.
+    pub(crate) cid: Cid,
+}
+
+impl Link {
+    /// Connects and negotiates; no queue runs yet.
+    pub(crate) fn connect(config: &DriverConfig) -> Result<Link, AttachError> {
+        let mut frontend = Frontend::connect(&config.socket, config.control_timeout)?;
+        let mut wanted = F_VERSION_1 | F_STREAM;
+        if config.event_idx {
+            wanted |= F_EVENT_IDX;
+        }
+        let protocol = VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG;
+        let (features, protocol) = frontend.negotiate(wanted, protocol)?;
+        if features & F_VERSION_1 == 0 {
+            return Err(AttachError::Missing("VIRTIO_F_VERSION_1"));
+        }
+        if !protocol.contains(VhostUserProtocolFeatures::CONFIG) {
+            return Err(AttachError::Missing("VHOST_USER_PROTOCOL_F_CONFIG"));
+        }
+        let cid = Cid::guest(frontend.guest_cid()?)?;
+        Ok(Link {
+            frontend,
+            event_idx: features & F_EVENT_IDX != 0,
+            cid,
+        })
+    }
+
+    /// Hands the memory over and starts the queues, each at its index in
+    /// `bases`.
+    pub(crate) fn start(
+        &mut self,
+        arena: &Arena,
+        bells: &Doorbells,
+        bases: [u16; 3],
+    ) -> Result<(), AttachError> {
+        let frontend = &mut self.frontend;
+        frontend.set_mem_table(&[(arena.fd.as_fd(), arena.region)])?;
+        let parts = arena.rings.iter().zip(&bells.kicks).zip(&bells.calls);
+        for (index, (((ring, kick), call), base)) in (0u32..).zip(parts.zip(bases)) {
+            frontend.set_vring_num(index, ring.size)?;
+            frontend.set_vring_base(index, base)?;
+            frontend.set_vring_addr(
+                index,
+                VringAddr {
+                    desc: arena.user_addr(ring.desc),
+                    avail: arena.user_addr(ring.avail),
+                    used: arena.user_addr(ring.used),
+                },
+            )?;
+            frontend.set_vring_call(index, Some(call.as_fd()))?;
+            frontend.set_vring_kick(index, Some(kick.as_fd()))?;
+        }
+        for index in 0..3 {
+            frontend.set_vring_enable(index, true)?;
+        }
+        frontend.sync()?;
+        Ok(())
+    }
+
+    /// Stops the queues; returns the index at which each could go on. When it
+    /// returns, the device no longer touches our memory.
+    pub(crate) fn stop(&mut self) -> Result<[u16; 3], FrontendError> {
+        let mut bases = [0; 3];
+        for (index, base) in (0u32..).zip(&mut bases) {
+            *base = self.frontend.get_vring_base(index)?;
+        }
+        Ok(bases)
+    }
+}
+
+/// Sleeps until a queue's call, the device's hang-up or `deadline`. Returns
+/// whether the device hung up. Empties the call eventfds that rang.
+pub(crate) fn wait(
+    bells: &Doorbells,
+    link: Option<&Link>,
+    deadline: Option<Instant>,
+) -> io::Result<bool> {
+    let [rx, tx, event] = &bells.calls;
+    let ready = PollFlags::IN;
+    let hung_up = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+    // Without a device its place is taken by a bell, which is polled anyway.
+    let device = link.map_or(rx.as_fd(), |link| link.frontend.as_fd());
+    let mut fds = [
+        PollFd::new(rx, ready),
+        PollFd::new(tx, ready),
+        PollFd::new(event, ready),
+        PollFd::from_borrowed_fd(device, PollFlags::RDHUP),
+    ];
+    let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
+    match poll(&mut fds, left.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    for (bell, polled) in bells.calls.iter().zip(&fds) {
+        if polled.revents().contains(PollFlags::IN) {
+            let mut count = [0u8; 8];
+            // EAGAIN only if someone else emptied it: nobody does.
+            let _ = rustix::io::read(bell, &mut count);
+        }
+    }
+    Ok(link.is_some() && fds[3].revents().intersects(hung_up))
+}

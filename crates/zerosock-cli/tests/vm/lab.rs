@@ -72,8 +72,16 @@ pub fn guest_program() -> PathBuf {
 pub fn device_program() -> Program {
     let zerosock = zerosock().to_owned();
     match std::env::var_os("ZEROSOCK_DEVICE") {
-        Some(path) => Program { path: path.into(), arguments: Vec::new(), zerosock },
-        None => Program { path: zerosock.clone(), arguments: vec!["serve".into()], zerosock },
+        Some(path) => Program {
+            path: path.into(),
+            arguments: Vec::new(),
+            zerosock,
+        },
+        None => Program {
+            path: zerosock.clone(),
+            arguments: vec!["serve".into()],
+            zerosock,
+        },
     }
 }
 
@@ -91,7 +99,10 @@ pub fn accel() -> Choice {
 
 /// A short-lived directory with a name short enough for socket addresses.
 pub fn short_dir() -> TempDir {
-    tempfile::Builder::new().prefix("zs").tempdir_in("/tmp").expect("a directory in /tmp")
+    tempfile::Builder::new()
+        .prefix("zs")
+        .tempdir_in("/tmp")
+        .expect("a directory in /tmp")
 }
 
 impl Lab {
@@ -101,12 +112,16 @@ impl Lab {
         if qemu::version().is_none() {
             return Err(Skipped(qemu::BootError::NoQemu.to_string()));
         }
-        let kernel =
-            Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
+        let kernel = Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
         let dir = short_dir();
-        let mut builder =
-            Builder::new(&cache, &kernel, &guest_program(), qemu::TTY, &["vsock_loopback"])
-                .expect("an initramfs");
+        let mut builder = Builder::new(
+            &cache,
+            &kernel,
+            &guest_program(),
+            qemu::TTY,
+            &["vsock_loopback"],
+        )
+        .expect("an initramfs");
         let qemu_ga = add_qemu_ga(&cache, &mut builder).err();
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
@@ -121,7 +136,10 @@ impl Lab {
         }
         let first = qemu::start(config(&kernel, &initramfs, a, &dirs[0], false)).expect("QEMU");
         let second = qemu::start(config(&kernel, &initramfs, b, &dirs[1], true)).expect("QEMU");
-        let guests = [first.wait().expect("a guest"), second.wait().expect("a guest")];
+        let guests = [
+            first.wait().expect("a guest"),
+            second.wait().expect("a guest"),
+        ];
         let [first, second] = guests;
         println!(
             "booted Linux {} twice under {}{}",
@@ -135,8 +153,16 @@ impl Lab {
         let [dir_a, dir_b] = dirs;
         let [a, b] = endpoints;
         Ok(Lab {
-            a: Vm { endpoint: a, dir: dir_a, guest: Mutex::new(first) },
-            b: Vm { endpoint: b, dir: dir_b, guest: Mutex::new(second) },
+            a: Vm {
+                endpoint: a,
+                dir: dir_a,
+                guest: Mutex::new(first),
+            },
+            b: Vm {
+                endpoint: b,
+                dir: dir_b,
+                guest: Mutex::new(second),
+            },
             device: Mutex::new(device),
             release,
             kernel,
@@ -148,15 +174,23 @@ impl Lab {
 
     /// Boots guest `b` again after it was killed.
     pub fn boot_b(&self) {
-        let config =
-            config(&self.kernel, &self.initramfs, &self.b.endpoint, &self.b.dir, true);
+        let config = config(
+            &self.kernel,
+            &self.initramfs,
+            &self.b.endpoint,
+            &self.b.dir,
+            true,
+        );
         let guest = Guest::boot(config).expect("guest b again");
         *self.b.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
     }
 
     /// Whether the guests' kernel is at least this one.
     pub fn kernel_at_least(&self, major: u32, minor: u32) -> bool {
-        let mut numbers = self.release.split(['.', '-', '+']).map_while(|n| n.parse::<u32>().ok());
+        let mut numbers = self
+            .release
+            .split(['.', '-', '+'])
+            .map_while(|n| n.parse::<u32>().ok());
         (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
     }
 
@@ -175,7 +209,10 @@ impl Lab {
         for vm in [&self.a, &self.b] {
             vm.kill();
         }
-        self.device.lock().unwrap_or_else(PoisonError::into_inner).kill();
+        self.device
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .kill();
     }
 }
 
@@ -203,7 +240,13 @@ fn config<'c>(
 /// Debian's guest agent and its libraries, as far as this machine does not have them.
 fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
     let text = |error: &dyn std::error::Error| error.to_string();
-    let packages = ["qemu-guest-agent", "libglib2.0-0", "libnuma1", "libudev1", "liburing2"];
+    let packages = [
+        "qemu-guest-agent",
+        "libglib2.0-0",
+        "libnuma1",
+        "libudev1",
+        "liburing2",
+    ];
     let mut roots = Vec::new();
     for package in packages {
         roots.push(cache.package(package).map_err(|error| text(&error))?);
@@ -213,18 +256,29 @@ fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
         .flat_map(|root| ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|d| root.join(d)))
         .collect();
     builder
-        .program("bin/qemu-ga", &roots[0].join("usr/sbin/qemu-ga"), &libraries)
+        .program(
+            "bin/qemu-ga",
+            &roots[0].join("usr/sbin/qemu-ga"),
+            &libraries,
+        )
         .map_err(|error| text(&error))
 }
 
 impl Vm {
     pub fn remote(&self) -> Remote {
-        self.guest.lock().unwrap_or_else(PoisonError::into_inner).remote.clone()
+        self.guest
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remote
+            .clone()
     }
 
     /// Ends QEMU as a power failure would.
     pub fn kill(&self) {
-        self.guest.lock().unwrap_or_else(PoisonError::into_inner).kill();
+        self.guest
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .kill();
     }
 
     pub fn start(&self, command: Command) -> Pending {
@@ -236,18 +290,29 @@ impl Vm {
     }
 
     pub fn listen(&self, port: u32) -> Socket {
-        self.remote().socket(Command::Listen { port }, STEP).expect("a listener in the guest")
+        self.remote()
+            .socket(Command::Listen { port }, STEP)
+            .expect("a listener in the guest")
     }
 
     /// Sends a pattern from the guest without waiting.
     pub fn send(&self, socket: Socket, seed: u64, len: u64, chunks: &[usize]) -> Pending {
         let source = Source::Pattern { seed, len };
-        self.start(Command::Send { socket, source, chunks: chunks.to_vec() })
+        self.start(Command::Send {
+            socket,
+            source,
+            chunks: chunks.to_vec(),
+        })
     }
 
     /// Receives in the guest without waiting: so many bytes, or to the end.
     pub fn receive(&self, socket: Socket, limit: Option<u64>) -> Pending {
-        self.start(Command::Receive { socket, limit, keep: false, acknowledge: false })
+        self.start(Command::Receive {
+            socket,
+            limit,
+            keep: false,
+            acknowledge: false,
+        })
     }
 
     pub fn close(&self, socket: Socket) {
@@ -266,7 +331,10 @@ impl Vm {
         let connecting = self.start(Command::Connect { cid: 2, port });
         let stream = hybrid::accept(&listener, STEP).expect("the guest's connection");
         deadlines(&stream);
-        (connecting.socket(STEP).expect("connected in the guest"), stream)
+        (
+            connecting.socket(STEP).expect("connected in the guest"),
+            stream,
+        )
     }
 
     /// A connection that the host made.
@@ -289,31 +357,25 @@ impl Vm {
 
 /// No read or write of a test blocks for ever.
 pub fn deadlines(stream: &UnixStream) {
-    stream.set_read_timeout(Some(STEP)).expect("a read deadline");
-    stream.set_write_timeout(Some(STEP)).expect("a write deadline");
+    stream
+        .set_read_timeout(Some(STEP))
+        .expect("a read deadline");
+    stream
+        .set_write_timeout(Some(STEP))
+        .expect("a write deadline");
 }
 
-/// The digest of the pattern that both ends make from `seed`. The agent fills it in writes of
-/// multiples of eight bytes or of `chunks`; for others the bytes are cut the same way.
-pub fn expected(seed: u64, len: u64, chunks: &[usize]) -> String {
-    let mut pattern = Pattern::new(seed);
-    let mut all = vec![0; len as usize];
-    let mut rest = &mut all[..];
-    for size in chunks.iter().cycle() {
-        if rest.is_empty() {
-            break;
-        }
-        let (now, later) = rest.split_at_mut((*size).min(rest.len()));
-        pattern.fill(now);
-        rest = later;
-    }
-    sha256(&all)
+/// The digest of the pattern that both ends make from `seed`.
+pub fn expected(seed: u64, len: u64) -> String {
+    sha256(&Pattern::bytes(seed, len as usize))
 }
 
 /// Reads to the end of the stream; the bytes' digest and number.
 pub fn read_to_end(mut stream: &UnixStream) -> (String, u64) {
     let mut all = Vec::new();
-    stream.read_to_end(&mut all).expect("the stream up to its end");
+    stream
+        .read_to_end(&mut all)
+        .expect("the stream up to its end");
     (sha256(&all), all.len() as u64)
 }
 

@@ -28,8 +28,10 @@ const DEADLINE: Duration = Duration::from_secs(120);
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
 
-const KERNELS: &[(&str, &str)] =
-    &[("6.1", "linux-image-cloud-amd64"), ("6.12", "linux-image-6.12-cloud-amd64")];
+const KERNELS: &[(&str, &str)] = &[
+    ("6.1", "linux-image-cloud-amd64"),
+    ("6.12", "linux-image-6.12-cloud-amd64"),
+];
 
 #[derive(Default)]
 struct Tally {
@@ -41,9 +43,11 @@ struct Tally {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let list = arguments.iter().any(|word| word == "--list");
-    let filters: Vec<&String> = arguments.iter().filter(|word| !word.starts_with('-')).collect();
-    let chosen =
-        |name: &str| filters.is_empty() || filters.iter().any(|part| name.contains(*part));
+    let filters: Vec<&String> = arguments
+        .iter()
+        .filter(|word| !word.starts_with('-'))
+        .collect();
+    let chosen = |name: &str| filters.is_empty() || filters.iter().any(|part| name.contains(*part));
 
     let start = Instant::now();
     let mut tally = Tally::default();
@@ -54,7 +58,9 @@ fn main() -> ExitCode {
             .filter(|(name, _)| chosen(name))
             .collect();
         if list {
-            scenarios.iter().for_each(|(name, _)| println!("{name}: test"));
+            scenarios
+                .iter()
+                .for_each(|(name, _)| println!("{name}: test"));
         } else {
             kernel(package, &scenarios, &mut tally);
         }
@@ -72,14 +78,25 @@ fn main() -> ExitCode {
     }
     println!(
         "\nvm result: {}. {} passed; {} failed; {} skipped; finished in {:.1}s",
-        if tally.failed.is_empty() { "ok" } else { "FAILED" },
+        if tally.failed.is_empty() {
+            "ok"
+        } else {
+            "FAILED"
+        },
         tally.passed,
         tally.failed.len(),
         tally.skipped,
         start.elapsed().as_secs_f64()
     );
-    tally.failed.iter().for_each(|name| println!("    failed: {name}"));
-    if tally.failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    tally
+        .failed
+        .iter()
+        .for_each(|name| println!("    failed: {name}"));
+    if tally.failed.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn kernel(package: &str, scenarios: &[(String, Scenario)], tally: &mut Tally) {
@@ -139,7 +156,10 @@ fn attempt(name: &str, tally: &mut Tally, run: impl FnOnce() + Send + 'static) -
         Err(RecvTimeoutError::Disconnected) => false,
     };
     let seconds = start.elapsed().as_secs_f64();
-    println!("test {name} ... {} ({seconds:.1}s)", if passed { "ok" } else { "FAILED" });
+    println!(
+        "test {name} ... {} ({seconds:.1}s)",
+        if passed { "ok" } else { "FAILED" }
+    );
     if passed {
         tally.passed += 1;
     } else {

@@ -1,0 +1,33 @@
+//! What must hold between a guest and the host, one scenario each.
+
+mod bulk;
+mod closing;
+mod credit;
+mod life;
+mod refusal;
+
+use crate::Scenario;
+
+/// All of them, in the order in which they run: those that end guests come last.
+pub const ALL: &[(&str, Scenario)] = &[
+    ("to_host", bulk::to_host),
+    ("to_guest", bulk::to_guest),
+    ("both_directions_on_one_connection", bulk::both),
+    ("hundred_connections_at_once", bulk::hundred),
+    ("guest_shuts_sending", closing::guest_shuts_sending),
+    ("host_shuts_sending", closing::host_shuts_sending),
+    ("guest_shuts_receiving", closing::guest_shuts_receiving),
+    ("host_shuts_receiving", closing::host_shuts_receiving),
+    ("nothing_is_lost_at_close", closing::nothing_is_lost),
+    ("host_refuses", refusal::host_refuses),
+    ("guest_refuses", refusal::guest_refuses),
+    ("stalled_host_reader", credit::stalled_host_reader),
+    ("stalled_guest_reader", credit::stalled_guest_reader),
+    ("receive_low_water", credit::receive_low_water),
+    ("small_packets_to_host", credit::small_packets_to_host),
+    ("small_packets_to_guest", credit::small_packets_to_guest),
+    ("qemu_guest_agent", life::qemu_guest_agent),
+    ("siblings", life::siblings),
+    ("reboot", life::reboot),
+    ("front_end_killed", life::front_end_killed),
+];

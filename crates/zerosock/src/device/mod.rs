@@ -1,3 +1,283 @@
 //! The device half: a vhost-user back-end that gives a guest a vsock device.
+//!
+//! A [`Device`] belongs to one worker. It has the rings on one side and the protocol core on the
+//! other, and joins each of the guest's connections to a host socket or to a sibling:
+//!
+//! - [`from_guest`]: packets from the guest's transmit queue; payload goes by `sendmsg` from guest
+//!   memory into the socket;
+//! - [`to_guest`]: packets to the guest; payload comes by `recvmsg` from the socket into the
+//!   buffers that the guest has posted;
+//! - [`events`], [`host`], [`sibling`]: connections that come, change and go;
+//! - [`command`]: what the VMM says, through [`control`].
+//!
+//! What must hold: a turn works to a budget and never blocks; each chain popped is completed
+//! once; no allocation, lock or search on the way of a packet.
 
+mod command;
 pub mod control;
+mod events;
+mod from_guest;
+mod host;
+mod join;
+pub(crate) mod outbound;
+mod ring;
+mod sibling;
+mod timers;
+mod to_guest;
+
+use crate::engine::poller::Poller;
+use crate::relay::hybrid::OkConvention;
+use crate::stats::Counters;
+use crate::switch::{DeviceAddr, Outbox, Routes};
+use control::FrontendLink;
+use host::Handshake;
+pub(crate) use host::HostEnd;
+use join::{End, Join};
+use ring::Ring;
+use slab::Slab;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+use timers::Timers;
+use zerosock_proto::vsock::{FlowId, Shard};
+use zerosock_proto::{Cid, Instant};
+use zerosock_ring::Memory;
+
+/// Index of the queue of buffers for packets to the guest (virtio 1.2, 5.10.2).
+pub(crate) const RX: u16 = 0;
+/// Index of the queue of packets from the guest.
+pub(crate) const TX: u16 = 1;
+/// Index of the queue of events.
+pub(crate) const EVENT: u16 = 2;
+
+/// Bounds that hold for each device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// How long a host program may take to say CONNECT.
+    pub(crate) handshake: Duration,
+    /// How long a host socket with a full backlog is tried.
+    pub(crate) connect: Duration,
+    /// How long a stalled connection may hold chains of the guest.
+    pub(crate) hold: Duration,
+    /// Bytes that all connections of a device together may have in overflow buffers.
+    pub(crate) overflow: usize,
+    /// Host programs that may be connected without having said CONNECT.
+    pub(crate) handshakes: usize,
+    /// Host sockets that may still be taking bytes of connections that have ended.
+    pub(crate) lingering: usize,
+    pub(crate) ok: OkConvention,
+}
+
+/// What a device is lent for a turn.
+pub(crate) struct Context<'a> {
+    pub(crate) now: Instant,
+    pub(crate) poller: &'a Poller,
+    pub(crate) routes: &'a Routes,
+    pub(crate) outbox: &'a mut Outbox,
+    pub(crate) counters: &'a Counters,
+    pub(crate) limits: &'a Limits,
+}
+
+/// See the module.
+pub(crate) struct Device {
+    addr: DeviceAddr,
+    cid: Cid,
+    shard: Shard,
+    host: HostEnd,
+
+    link: Option<FrontendLink>,
+    memory: Option<Arc<Memory>>,
+    rx: Option<Ring>,
+    tx: Option<Ring>,
+    event: Option<Ring>,
+    /// Numbers the starts of queues, so that chains that come back late are told apart.
+    epoch: u32,
+    /// No queue of this front-end's has been started yet.
+    fresh: bool,
+    /// The driver is to be told that the device has lost its connections.
+    announce_reset: bool,
+    /// A command that waits for chains to come back from siblings.
+    waiting: Option<command::Waiting>,
+
+    joins: Slab<Join>,
+    /// From the index of a flow to the key of its join.
+    by_flow: Vec<u32>,
+    lingering: usize,
+    handshakes: Slab<Handshake>,
+    /// Joins that have something for the guest, in turn.
+    ready: VecDeque<u32>,
+    /// Joins that got bytes from the guest in this turn.
+    dirty: Vec<u32>,
+    /// Sums over the joins' [`Join::counted`].
+    stalled_chains: usize,
+    overflow_bytes: usize,
+    timers: Timers,
+    /// There was something for the guest and no buffer for it.
+    starved: bool,
+
+    /// On the worker's list of devices to be turned.
+    pub(crate) active: bool,
+    /// The deadline that the worker has noted for this device.
+    pub(crate) armed: Option<Instant>,
+}
+
+impl Device {
+    pub(crate) fn new(addr: DeviceAddr, cid: Cid, shard: Shard, host: HostEnd) -> Device {
+        Device {
+            addr,
+            cid,
+            shard,
+            host,
+            link: None,
+            memory: None,
+            rx: None,
+            tx: None,
+            event: None,
+            epoch: 0,
+            fresh: true,
+            announce_reset: false,
+            waiting: None,
+            joins: Slab::new(),
+            by_flow: Vec::new(),
+            lingering: 0,
+            handshakes: Slab::new(),
+            ready: VecDeque::new(),
+            dirty: Vec::new(),
+            stalled_chains: 0,
+            overflow_bytes: 0,
+            timers: Timers::default(),
+            starved: false,
+            active: false,
+            armed: None,
+        }
+    }
+
+    /// Does a bounded amount of what there is to do. True: there is more.
+    pub(crate) fn turn(&mut self, cx: &mut Context<'_>) -> bool {
+        self.fire_timers(cx);
+        let mut more = self.receive(cx);
+        more |= self.transmit(cx);
+        // What was received may have made room or answers for more.
+        self.drain_events(cx);
+        self.serve_events();
+        for ring in [&mut self.rx, &mut self.tx, &mut self.event]
+            .into_iter()
+            .flatten()
+        {
+            ring.publish();
+        }
+        self.finish_waiting(cx);
+        if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
+            self.lose("guest memory vanished under the device", cx);
+            return false;
+        }
+        more || self.rearm() || self.shard_has_work()
+    }
+
+    /// The next time at which [`turn`](Self::turn) has something to do of itself.
+    pub(crate) fn next_timeout(&self) -> Option<Instant> {
+        match (self.timers.next(), self.shard.poll_timeout()) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile.
+    fn rearm(&mut self) -> bool {
+        let mut more = false;
+        if !self.receive_blocked() {
+            if let Some(tx) = self.tx.as_mut().filter(|r| r.live()) {
+                more |= tx.queue.enable_notifications();
+            }
+        }
+        if self.starved {
+            if let Some(rx) = self.rx.as_mut().filter(|r| r.live()) {
+                more |= rx.queue.enable_notifications();
+            }
+        }
+        if self.announce_reset {
+            if let Some(event) = self.event.as_mut().filter(|r| r.live()) {
+                more |= event.queue.enable_notifications();
+            }
+        }
+        more
+    }
+
+    fn shard_has_work(&self) -> bool {
+        !self.starved && self.rx.as_ref().is_some_and(Ring::live) && self.shard.has_transmit()
+    }
+
+    /// The join of `flow`, if it is still there.
+    #[inline]
+    fn key_of(&self, flow: FlowId) -> Option<u32> {
+        let key = *self.by_flow.get(flow.index())?;
+        (self.joins.get(key as usize)?.flow == Some(flow)).then_some(key)
+    }
+
+    fn add_join(&mut self, flow: FlowId, end: End, cx: &Context<'_>) -> u32 {
+        let key = self.joins.insert(Join::new(flow, end)) as u32;
+        if self.by_flow.len() <= flow.index() {
+            self.by_flow.resize(flow.index() + 1, u32::MAX);
+        }
+        self.by_flow[flow.index()] = key;
+        cx.counters.conns_added.add(1);
+        key
+    }
+
+    /// Puts a join on the ready list if it may have something for the guest.
+    fn enqueue(&mut self, key: u32) {
+        if let Some(join) = self.joins.get_mut(key as usize) {
+            if join.may_read() && !join.in_ready {
+                join.in_ready = true;
+                self.ready.push_back(key);
+            }
+        }
+    }
+
+    /// Ends a join: chains go back, the socket closes, the sums forget it. The vsock half is
+    /// someone else's business.
+    fn remove_join(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Join> {
+        let mut join = self.joins.try_remove(key as usize)?;
+        if let Some(flow) = join.flow {
+            if self.by_flow.get(flow.index()) == Some(&key) {
+                self.by_flow[flow.index()] = u32::MAX;
+            }
+        } else {
+            self.lingering -= 1;
+        }
+        self.stalled_chains -= join.counted.0;
+        self.overflow_bytes -= join.counted.1;
+        let tx = &mut self.tx;
+        join.outbound.clear(|chain| {
+            if let Some(tx) = tx {
+                tx.complete(chain, 0);
+            }
+        });
+        if let End::Sibling(sibling) = &mut join.end {
+            sibling::return_inbound(sibling, cx);
+        }
+        cx.counters.conns_removed.add(1);
+        Some(join)
+    }
+
+    /// Gives the device up: its memory or its rings cannot be used any more. Other devices go on.
+    fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
+        tracing::error!(cid = %self.cid, reason, "the device is lost");
+        cx.counters.devices_lost.add(1);
+        for ring in [&mut self.rx, &mut self.tx, &mut self.event]
+            .into_iter()
+            .flatten()
+        {
+            ring.fail();
+        }
+        // What is left in the memory means nothing any more: it is not delivered.
+        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.end_join(key, cx);
+        }
+        self.disconnect(cx);
+        if let Some(link) = self.link.take() {
+            link.close(reason);
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! What the VMM wants of the device, carried out between two turns.
+//!
+//! What must hold: before a queue's base is told, before memory is replaced, and before the
+//! front-end goes, no chain is held and nothing of the old memory is used. Chains that siblings
+//! have are called back first; until they are here the command waits and the queue rests.
+
+use super::control::{DeviceCommand, Reply};
+use super::join::End;
+use super::ring::Ring;
+use super::{Context, Device, EVENT, RX, TX};
+use crate::engine::poller::Source;
+use crate::switch::Message;
+use rustix::fd::OwnedFd;
+use std::sync::Arc;
+use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
+
+/// A command that waits until no chain is out.
+#[derive(Debug)]
+pub(crate) enum Waiting {
+    Stop(Reply),
+    Memory(Arc<Memory>, Reply),
+}
+
+impl Device {
+    /// Carries out `command`; the answer goes through `reply`, perhaps later.
+    pub(crate) fn command(&mut self, command: DeviceCommand, reply: Reply, cx: &mut Context<'_>) {
+        match command {
+            DeviceCommand::Connected { link } => {
+                self.link = Some(link);
+                self.fresh = true;
+                self.announce_reset = false;
+                tracing::info!(cid = %self.cid, "front-end connected");
+                reply.done();
+            }
+            // The rings get what they need of it in their configuration.
+            DeviceCommand::SetFeatures(_) => reply.done(),
+            DeviceCommand::SetMemory(memory) => {
+                self.release_chains(cx);
+                self.waiting = Some(Waiting::Memory(memory, reply));
+                self.finish_waiting(cx);
+            }
+            DeviceCommand::StartQueue {
+                index,
+                config,
+                kick,
+                call,
+                err,
+                enabled,
+            } => match self.start_queue(index, config, kick, call, err, enabled, cx) {
+                Ok(()) => reply.done(),
+                Err(reason) => reply.failed(reason),
+            },
+            DeviceCommand::SetCall { index, call } => {
+                if let Some(ring) = self.ring(index) {
+                    ring.set_call(call);
+                }
+                reply.done();
+            }
+            DeviceCommand::SetErr { index, err } => {
+                if let Some(ring) = self.ring(index) {
+                    ring.set_err(err);
+                }
+                reply.done();
+            }
+            DeviceCommand::EnableQueue { index, enabled } => {
+                if let Some(ring) = self.ring(index) {
+                    ring.enabled = enabled;
+                }
+                reply.done();
+            }
+            DeviceCommand::StopQueue { index } => self.stop_queue(index, reply, cx),
+            DeviceCommand::ResetDevice => {
+                self.stop_all(cx);
+                reply.done();
+            }
+            DeviceCommand::Disconnected => {
+                tracing::info!(cid = %self.cid, "front-end disconnected");
+                self.link = None;
+                self.disconnect(cx);
+                reply.done();
+            }
+        }
+    }
+
+    fn ring(&mut self, index: u16) -> Option<&mut Ring> {
+        match index {
+            RX => self.rx.as_mut(),
+            TX => self.tx.as_mut(),
+            EVENT => self.event.as_mut(),
+            _ => None,
+        }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "the fields of one message")]
+    fn start_queue(
+        &mut self,
+        index: u16,
+        config: QueueConfig,
+        kick: OwnedFd,
+        call: Option<OwnedFd>,
+        err: Option<OwnedFd>,
+        enabled: bool,
+        cx: &mut Context<'_>,
+    ) -> Result<(), String> {
+        let memory = self.memory.clone().ok_or("no memory table")?;
+        if config.base == 0 && index == TX && !self.joins.is_empty() {
+            // The driver starts from nothing: it has rebooted and knows no connection of ours.
+            self.forget_connections(cx);
+        }
+        let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
+        let source = Source::Kick {
+            vm: self.addr.vm,
+            queue: index.into(),
+        };
+        cx.poller
+            .add(&kick, source)
+            .map_err(|e| format!("cannot watch the kick: {e}"))?;
+        self.epoch = self.epoch.wrapping_add(1);
+        let ring = Ring::new(queue, kick, call, err, enabled, self.epoch);
+        match index {
+            RX => self.rx = Some(ring),
+            TX => self.tx = Some(ring),
+            EVENT => self.event = Some(ring),
+            _ => return Err(format!("no queue {index}")),
+        }
+        // A front-end whose first queue goes on in the middle has a driver that knew an earlier
+        // device, with connections that we know nothing of.
+        self.announce_reset |= self.fresh && config.base != 0;
+        self.fresh = false;
+        Ok(())
+    }
+
+    fn stop_queue(&mut self, index: u16, reply: Reply, cx: &mut Context<'_>) {
+        if index == TX && self.tx.is_some() {
+            self.release_chains(cx);
+            self.waiting = Some(Waiting::Stop(reply));
+            return self.finish_waiting(cx);
+        }
+        let ring = match index {
+            RX => self.rx.take(),
+            EVENT => self.event.take(),
+            _ => None,
+        };
+        match ring {
+            Some(ring) => reply.base(close(ring, cx)),
+            None => reply.failed(format!("queue {index} does not run")),
+        }
+    }
+
+    /// Copies out what is held of the guest's chains and calls back what siblings have.
+    fn release_chains(&mut self, cx: &mut Context<'_>) {
+        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.spill(key, 0, cx);
+            self.settle(key, cx);
+            if let Some(join) = self.joins.get(key as usize) {
+                if let End::Sibling(s) = &join.end {
+                    if s.lent > 0 {
+                        cx.outbox
+                            .send(s.peer.device, Message::Recall { to: s.peer.flow });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Goes on with a command once the last chain is back.
+    pub(super) fn finish_waiting(&mut self, cx: &mut Context<'_>) {
+        if self.waiting.is_none()
+            || self
+                .tx
+                .as_ref()
+                .is_some_and(|tx| tx.queue.outstanding() > 0)
+        {
+            return;
+        }
+        match self.waiting.take() {
+            Some(Waiting::Stop(reply)) => match self.tx.take() {
+                Some(ring) => reply.base(close(ring, cx)),
+                None => reply.failed("queue 1 does not run"),
+            },
+            Some(Waiting::Memory(memory, reply)) => match self.remap(memory) {
+                Ok(()) => reply.done(),
+                Err(reason) => reply.failed(reason),
+            },
+            None => {}
+        }
+    }
+
+    fn remap(&mut self, memory: Arc<Memory>) -> Result<(), String> {
+        let mut result = Ok(());
+        for ring in [&mut self.rx, &mut self.tx, &mut self.event]
+            .into_iter()
+            .flatten()
+        {
+            ring.publish();
+            if let Err(error) = ring.queue.remap(memory.clone()) {
+                ring.fail();
+                result = Err(format!(
+                    "a running queue is not in the new memory table: {error}"
+                ));
+            }
+        }
+        self.memory = Some(memory);
+        result
+    }
+
+    /// Closes every connection without a word to the guest, which knows of none. What it had sent
+    /// before it went is still delivered.
+    fn forget_connections(&mut self, cx: &mut Context<'_>) {
+        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            if !self.linger(key, cx) {
+                self.end_join(key, cx);
+            }
+        }
+        self.ready.clear();
+        self.dirty.clear();
+        self.shard.handle_transport_reset(cx.now);
+        while self.shard.poll_event().is_some() {}
+    }
+
+    fn stop_all(&mut self, cx: &mut Context<'_>) {
+        self.forget_connections(cx);
+        // A command that still waits is answered by its token: it was not carried out.
+        self.waiting = None;
+        for ring in [self.rx.take(), self.tx.take(), self.event.take()]
+            .into_iter()
+            .flatten()
+        {
+            close(ring, cx);
+        }
+        self.announce_reset = false;
+        self.starved = false;
+    }
+
+    /// The front-end is gone.
+    pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
+        self.stop_all(cx);
+        self.memory = None;
+    }
+
+    /// Before the daemon ends: every connection is reset so that the guest knows at once.
+    pub(crate) fn say_goodbye(&mut self, cx: &mut Context<'_>) {
+        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.reset_join(key, cx);
+        }
+        self.turn(cx);
+    }
+}
+
+/// Takes a ring out of service; returns the index at which it would go on.
+fn close(mut ring: Ring, cx: &mut Context<'_>) -> u16 {
+    ring.publish();
+    cx.poller.remove(&ring.kick);
+    ring.queue.base()
+}

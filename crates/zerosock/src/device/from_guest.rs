@@ -1,0 +1,411 @@
+//! Packets from the guest: from the transmit queue into the host's sockets.
+//!
+//! The floor for a packet is one pop, one private copy of 44 bytes, one lookup, and its share of
+//! one `sendmsg` for all packets of a connection that came in the same turn; the payload is not
+//! touched. A socket that is full leaves chains held, within bounds ([`super::outbound`]).
+
+use super::join::{End, Join};
+use super::outbound::Held;
+use super::timers::Timer;
+use super::{Context, Device};
+use crate::switch::Message;
+use rustix::fd::AsFd;
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use zerosock_proto::vsock::{Disposition, FlowId, How};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Packet, Repr};
+use zerosock_ring::{Chain, SliceBuf};
+
+/// Packets taken in one turn.
+const BUDGET: usize = 256;
+/// Pieces of memory given to one `sendmsg`.
+const SLICES: usize = 128;
+
+/// What became of an attempt to write.
+enum Wrote {
+    Some { bytes: usize, all: bool },
+    Full,
+    Gone,
+    Lost,
+}
+
+impl Device {
+    /// Whether packets of the guest must wait: answers that cannot be delivered have piled up, or
+    /// a command wants the queue to be empty.
+    pub(super) fn receive_blocked(&self) -> bool {
+        self.waiting.is_some() || self.shard.is_backlogged()
+    }
+
+    /// Takes a budget of packets from the guest. True: there may be more.
+    pub(super) fn receive(&mut self, cx: &mut Context<'_>) -> bool {
+        if let Some(tx) = self.tx.as_mut().filter(|r| r.live()) {
+            tx.queue.disable_notifications();
+        }
+        let mut taken = 0;
+        while taken < BUDGET && !self.receive_blocked() {
+            let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
+                break;
+            };
+            self.packet(chain, cx);
+            taken += 1;
+        }
+        cx.counters.rx_packets.add(taken as u64);
+        self.drain_events(cx);
+        self.flush_dirty(cx);
+        taken == BUDGET
+    }
+
+    fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
+        let Some(tx) = self.tx.as_mut() else { return };
+        let mut header_copy = [0u8; HEADER_LEN];
+        let memory = tx.queue.memory();
+        let read = memory.read(chain.readable(), 0, &mut header_copy);
+        let packet = Packet::new_checked(&header_copy[..read]).ok();
+        let header = match packet.and_then(|p| Repr::parse(&p).ok()) {
+            // The payload that is said to be there must be there.
+            Some(h) if h.len as usize <= chain.readable_len() as usize - HEADER_LEN => h,
+            _ => {
+                cx.counters.bad_packets.add(1);
+                return tx.complete(chain, 0);
+            }
+        };
+        match self.shard.handle_packet(cx.now, &header) {
+            Disposition::Deliver { flow, len, .. } => self.deliver(chain, flow, len, cx),
+            Disposition::Handled => {
+                tx.complete(chain, 0);
+                // At once, because the next packet may reuse what this one has ended.
+                self.drain_events(cx);
+            }
+            Disposition::Dropped(reason) => {
+                tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
+                cx.counters.bad_packets.add(1);
+                tx.complete(chain, 0);
+                self.drain_events(cx);
+            }
+        }
+    }
+
+    #[inline]
+    fn deliver(&mut self, chain: Chain, flow: FlowId, len: u32, cx: &mut Context<'_>) {
+        cx.counters.rx_bytes.add(u64::from(len));
+        let key = self.key_of(flow);
+        let Some(tx) = self.tx.as_mut() else { return };
+        let Some((key, join)) = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?))) else {
+            // The shard knows a flow that the device does not: end it rather than lose bytes.
+            tx.complete(chain, 0);
+            let _ = self.shard.reset(flow);
+            return;
+        };
+        if join.write_closed {
+            tx.complete(chain, 0);
+            let _ = self.shard.consume(flow, len);
+            return;
+        }
+        // Within a turn everything may be held: the flush at its end decides what stays so.
+        let share = if join.writable {
+            usize::MAX
+        } else {
+            share_of(tx.queue.size())
+        };
+        let held = Held {
+            chain,
+            offset: HEADER_LEN as u32,
+            len,
+        };
+        if let Some(chain) = join.outbound.push(tx.queue.memory(), held, share) {
+            cx.counters.copied_bytes.add(u64::from(len));
+            tx.complete(chain, 0);
+        }
+        if !join.in_dirty {
+            join.in_dirty = true;
+            self.dirty.push(key);
+        }
+    }
+
+    pub(super) fn flush_dirty(&mut self, cx: &mut Context<'_>) {
+        let mut dirty = std::mem::take(&mut self.dirty);
+        for key in dirty.drain(..) {
+            if let Some(join) = self.joins.get_mut(key as usize) {
+                join.in_dirty = false;
+                self.flush(key, cx);
+            }
+        }
+        self.dirty = dirty;
+    }
+
+    /// Hands on what a join has from the guest, as far as the other end takes it.
+    pub(super) fn flush(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        if !join.open {
+            return self.settle(key, cx);
+        }
+        match join.end {
+            End::Socket { .. } => self.flush_socket(key, cx),
+            End::Sibling(_) => self.flush_sibling(key, cx),
+            _ => self.settle(key, cx),
+        }
+    }
+
+    fn flush_socket(&mut self, key: u32, cx: &mut Context<'_>) {
+        let mut consumed = 0;
+        loop {
+            let Some(join) = self.joins.get_mut(key as usize) else {
+                return;
+            };
+            if join.outbound.is_empty() || !join.writable {
+                break;
+            }
+            let held = join.outbound.held_chains() > 0;
+            let wrote = if held {
+                let Some(tx) = self.tx.as_ref() else { break };
+                send_held(join, tx.queue.memory())
+            } else {
+                send_overflow(join)
+            };
+            match wrote {
+                Wrote::Some { bytes, all } => {
+                    consumed += bytes;
+                    if held {
+                        cx.counters.in_place_bytes.add(bytes as u64);
+                        let tx = &mut self.tx;
+                        join.outbound.advance_held(bytes, |chain| {
+                            if let Some(tx) = tx {
+                                tx.complete(chain, 0);
+                            }
+                        });
+                    } else {
+                        join.outbound.advance_overflow(bytes);
+                    }
+                    // Short: the socket is full, and its next room is an edge.
+                    join.writable = all;
+                }
+                Wrote::Full => join.writable = false,
+                Wrote::Gone => {
+                    consumed += join.outbound.len();
+                    self.host_is_deaf(key, cx);
+                    break;
+                }
+                Wrote::Lost => {
+                    return self.lose("guest memory vanished under a send", cx);
+                }
+            }
+        }
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        if let Some(flow) = join.flow {
+            if consumed > 0 {
+                let _ = self.shard.consume(flow, consumed as u32);
+                self.drain_events(cx);
+            }
+        }
+        self.settle(key, cx);
+    }
+
+    /// The host takes nothing any more: drop what waits for it and tell the guest.
+    fn host_is_deaf(&mut self, key: u32, _cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        join.write_closed = true;
+        let tx = &mut self.tx;
+        join.outbound.clear(|chain| {
+            if let Some(tx) = tx {
+                tx.complete(chain, 0);
+            }
+        });
+        if let Some(flow) = join.flow {
+            let _ = self.shard.shutdown(
+                _cx.now,
+                flow,
+                How {
+                    receive: true,
+                    send: false,
+                },
+            );
+        }
+    }
+
+    fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let End::Sibling(sibling) = &mut join.end else {
+            return;
+        };
+        let (Some(tx), Some(flow)) = (self.tx.as_mut(), join.flow) else {
+            return;
+        };
+        let from = crate::switch::Peer {
+            device: self.addr,
+            flow,
+        };
+        let share = share_of(tx.queue.size());
+        let to = sibling.peer.flow;
+        let device = sibling.peer.device;
+        let mut completed = Vec::new();
+        for held in join.outbound.take_held() {
+            let message = if sibling.lent < share {
+                sibling.lent += 1;
+                let memory = tx.queue.memory().clone();
+                Message::Lent {
+                    to,
+                    from,
+                    memory,
+                    held,
+                    epoch: tx.epoch,
+                }
+            } else {
+                let mut bytes = Vec::new();
+                super::outbound::copy_out(tx.queue.memory(), &held, &mut bytes);
+                cx.counters.copied_bytes.add(u64::from(held.len));
+                completed.push(held.chain);
+                Message::Copied { to, bytes }
+            };
+            cx.outbox.send(device, message);
+        }
+        for chain in completed {
+            tx.complete(chain, 0);
+        }
+        let rest = join.outbound.overflow();
+        if !rest.is_empty() {
+            let bytes = rest.to_vec();
+            join.outbound.advance_overflow(bytes.len());
+            cx.outbox.send(device, Message::Copied { to, bytes });
+        }
+        self.settle(key, cx);
+    }
+
+    /// After a flush: keeps the hold within its bounds, and passes on the guest's end of stream
+    /// once everything before it has been taken.
+    pub(super) fn settle(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let held = join.outbound.held_chains();
+        if held > 0 {
+            let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
+            let others = self.stalled_chains - join.counted.0;
+            let keep = if others + held > usize::from(size) / 2 {
+                0
+            } else {
+                share_of(size)
+            };
+            self.spill(key, keep, cx);
+        }
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let stuck =
+            join.outbound.held_chains() > 0 || matches!(&join.end, End::Sibling(s) if s.lent > 0);
+        if !stuck {
+            join.hold_until = None;
+        } else if join.hold_until.is_none() {
+            let until = cx.now + cx.limits.hold;
+            join.hold_until = Some(until);
+            self.timers.set(until, Timer::Hold(key));
+        }
+        let now_counted = (join.outbound.held_chains(), join.outbound.overflow_len());
+        self.stalled_chains = self.stalled_chains - join.counted.0 + now_counted.0;
+        self.overflow_bytes = self.overflow_bytes - join.counted.1 + now_counted.1;
+        join.counted = now_counted;
+        if join.outbound.is_empty() && join.guest_finished && join.open && !join.finish_told {
+            join.finish_told = true;
+            match &join.end {
+                End::Socket { socket, .. } => {
+                    // An error means that the host has gone: it needs no telling.
+                    let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
+                }
+                End::Sibling(s) => {
+                    let to = s.peer.flow;
+                    let message = Message::Shutdown {
+                        to,
+                        receive: false,
+                        send: true,
+                    };
+                    cx.outbox.send(s.peer.device, message);
+                }
+                _ => {}
+            }
+        }
+        if join.outbound.is_empty() && join.flow.is_none() {
+            self.remove_join(key, cx);
+        } else if self.overflow_bytes > cx.limits.overflow {
+            self.reset_largest(cx);
+        }
+    }
+
+    /// Copies out all but `keep` of the chains that a join holds.
+    pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let Some(tx) = self.tx.as_mut() else { return };
+        let mut done = Vec::new();
+        let copied = join
+            .outbound
+            .spill(tx.queue.memory(), keep, |chain| done.push(chain));
+        for chain in done {
+            tx.complete(chain, 0);
+        }
+        cx.counters.copied_bytes.add(copied as u64);
+    }
+
+    /// The device's overflow is over its cap: the connection that has most of it is reset.
+    fn reset_largest(&mut self, cx: &mut Context<'_>) {
+        let largest = self
+            .joins
+            .iter()
+            .max_by_key(|(_, j)| j.counted.1)
+            .map(|(key, _)| key as u32);
+        if let Some(key) = largest {
+            cx.counters.overflow_resets.add(1);
+            tracing::warn!(cid = %self.cid, "a connection whose reader stalls was reset: overflow");
+            self.reset_join(key, cx);
+        }
+    }
+}
+
+/// How many chains of a queue of `size` one stalled connection may hold.
+fn share_of(size: u16) -> usize {
+    usize::from(size / 8).max(1)
+}
+
+fn send_held(join: &Join, memory: &zerosock_ring::Memory) -> Wrote {
+    let End::Socket { socket, .. } = &join.end else {
+        return Wrote::Full;
+    };
+    let mut slices = SliceBuf::<SLICES>::new();
+    let want = join.outbound.gather(memory, &mut slices);
+    wrote(zerosock_sys::send_slices(socket.as_fd(), &slices), want)
+}
+
+fn send_overflow(join: &Join) -> Wrote {
+    let End::Socket { socket, .. } = &join.end else {
+        return Wrote::Full;
+    };
+    let bytes = join.outbound.overflow();
+    let sent = rustix::net::send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+    wrote(sent.map_err(Into::into), bytes.len())
+}
+
+fn wrote(result: std::io::Result<usize>, want: usize) -> Wrote {
+    match result {
+        Ok(bytes) => Wrote::Some {
+            bytes,
+            all: bytes == want,
+        },
+        Err(e) => match Errno::from_io_error(&e) {
+            // Interrupted: nothing was taken; try again in the same loop.
+            Some(Errno::INTR) => Wrote::Some {
+                bytes: 0,
+                all: true,
+            },
+            Some(Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM) => Wrote::Full,
+            Some(Errno::FAULT) => Wrote::Lost,
+            _ => Wrote::Gone,
+        },
+    }
+}

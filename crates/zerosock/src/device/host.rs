@@ -1,0 +1,353 @@
+//! The host side of a device: listeners, CONNECT lines, and connects to host programs.
+
+use super::join::End;
+use super::timers::Timer;
+use super::{Context, Device};
+use crate::engine::poller::{Readiness, Source};
+use crate::relay::hybrid::{self, Line, OkConvention};
+use crate::relay::{Attempt, forward};
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+use std::path::PathBuf;
+use std::time::Duration;
+use zerosock_proto::vsock::FlowId;
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Address, Cid, Instant, Port};
+
+/// Pause between two tries of a connect whose listener's backlog is full, and after an accept
+/// that failed for want of descriptors.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// How a device meets the host.
+#[derive(Debug)]
+pub(crate) enum HostEnd {
+    /// Hybrid vsock: one listener, and programs at `path_<port>`.
+    Hybrid { path: PathBuf, listener: OwnedFd },
+    /// The machine's own AF_VSOCK: a CID to connect to, and listeners with their ports.
+    Forward {
+        cid: u32,
+        listeners: Vec<(u32, OwnedFd)>,
+    },
+    /// None: the guest reaches siblings only.
+    None,
+}
+
+/// A host program that has not yet said CONNECT.
+#[derive(Debug)]
+pub(crate) struct Handshake {
+    socket: OwnedFd,
+    deadline: Instant,
+}
+
+impl Device {
+    /// Registers the listeners; to be called once, by the worker that owns the device.
+    pub(crate) fn listen(&mut self, cx: &Context<'_>) -> std::io::Result<()> {
+        let vm = self.addr.vm;
+        match &self.host {
+            HostEnd::Hybrid { listener, .. } => {
+                cx.poller.add(listener, Source::Listener { vm, key: 0 })
+            }
+            HostEnd::Forward { listeners, .. } => {
+                for (key, (_, listener)) in listeners.iter().enumerate() {
+                    cx.poller.add(
+                        listener,
+                        Source::Listener {
+                            vm,
+                            key: key as u32,
+                        },
+                    )?;
+                }
+                Ok(())
+            }
+            HostEnd::None => Ok(()),
+        }
+    }
+
+    /// Accepts everything that waits on a listener.
+    pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
+        loop {
+            let (listener, port) = match &self.host {
+                HostEnd::Hybrid { listener, .. } => (listener, None),
+                HostEnd::Forward { listeners, .. } => match listeners.get(key as usize) {
+                    Some((port, listener)) => (listener, Some(*port)),
+                    None => return,
+                },
+                HostEnd::None => return,
+            };
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            match rustix::net::accept_with(listener, flags) {
+                Ok(socket) => match port {
+                    None => self.begin_handshake(socket, cx),
+                    Some(port) => self.connect_guest(socket, Port::new(port), None, cx),
+                },
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(e) => {
+                    // Out of descriptors, most likely. The edge is used up: come back for it.
+                    tracing::warn!(cid = %self.cid, error = %e, "cannot accept a host program");
+                    self.timers.set(cx.now + RETRY * 10, Timer::Accept(key));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn begin_handshake(&mut self, socket: OwnedFd, cx: &mut Context<'_>) {
+        if self.handshakes.len() >= cx.limits.handshakes {
+            cx.counters.bad_handshakes.add(1);
+            return;
+        }
+        let deadline = cx.now + cx.limits.handshake;
+        let entry = self.handshakes.vacant_entry();
+        let key = entry.key() as u32;
+        let source = Source::Handshake {
+            vm: self.addr.vm,
+            key,
+        };
+        if let Err(error) = cx.poller.add(&socket, source) {
+            tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+            return;
+        }
+        entry.insert(Handshake { socket, deadline });
+        self.timers.set(deadline, Timer::Handshake(key));
+        // Most programs have said it by now.
+        self.handshake_ready(key, cx);
+    }
+
+    /// Bytes have come from a host program that has not yet said CONNECT.
+    pub(crate) fn handshake_ready(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(handshake) = self.handshakes.get(key as usize) else {
+            return;
+        };
+        let line = hybrid::read_line(&handshake.socket);
+        if line == Line::Partial {
+            return;
+        }
+        let socket = self.handshakes.remove(key as usize).socket;
+        match line {
+            Line::Connect(port) => self.connect_guest(socket, port, Some(key), cx),
+            Line::Bad(reason) => {
+                tracing::debug!(cid = %self.cid, reason, "a host program was turned away");
+                cx.counters.bad_handshakes.add(1);
+            }
+            Line::Partial => {}
+        }
+    }
+
+    pub(super) fn handshake_timed_out(&mut self, key: u32, cx: &Context<'_>) {
+        let due = self
+            .handshakes
+            .get(key as usize)
+            .is_some_and(|h| h.deadline <= cx.now);
+        if due {
+            self.handshakes.remove(key as usize);
+            tracing::debug!(cid = %self.cid, "a host program did not say CONNECT in time");
+            cx.counters.bad_handshakes.add(1);
+        }
+    }
+
+    /// Connects a host program to the guest's `port`. If it cannot be, the socket closes, which
+    /// is how the program learns it.
+    fn connect_guest(
+        &mut self,
+        socket: OwnedFd,
+        port: Port,
+        handshake: Option<u32>,
+        cx: &mut Context<'_>,
+    ) {
+        if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
+            cx.counters.conns_refused.add(1);
+            tracing::debug!(cid = %self.cid, %port, "no driver to connect to");
+            return;
+        }
+        let local = Address {
+            cid: Cid::HOST,
+            port: Port::ANY,
+        };
+        let peer = Address {
+            cid: self.cid,
+            port,
+        };
+        let flow = match self.shard.connect(cx.now, local, peer, SocketType::Stream) {
+            Ok(flow) => flow,
+            Err(error) => {
+                cx.counters.conns_refused.add(1);
+                tracing::warn!(cid = %self.cid, %port, %error, "cannot connect to the guest");
+                return;
+            }
+        };
+        let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
+        let ok = handshake.map(|_| match cx.limits.ok {
+            OkConvention::GuestPort => port,
+            OkConvention::HostPort => given,
+        });
+        let key = self.add_join(flow, End::Socket { socket, ok }, cx);
+        let source = Source::Join {
+            vm: self.addr.vm,
+            key,
+        };
+        let Some(End::Socket { socket, .. }) = self.joins.get(key as usize).map(|j| &j.end) else {
+            return;
+        };
+        let watched = match handshake {
+            Some(_) => cx.poller.change(socket, source),
+            None => cx.poller.add(socket, source),
+        };
+        if let Err(error) = watched {
+            tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+            self.reset_join(key, cx);
+        }
+    }
+
+    /// The guest wants to reach `port` on the host.
+    pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
+        let deadline = cx.now + cx.limits.connect;
+        let key = self.add_join(flow, End::Retrying { port, deadline }, cx);
+        self.try_connect(key, cx);
+    }
+
+    fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get(key as usize) else {
+            return;
+        };
+        let End::Retrying { port, deadline } = join.end else {
+            return;
+        };
+        let attempt = match &self.host {
+            HostEnd::Hybrid { path, .. } => hybrid::connect(path, port),
+            HostEnd::Forward { cid, .. } => forward::connect(*cid, port),
+            HostEnd::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
+        };
+        match attempt {
+            Attempt::Ready(socket) => self.host_connected(key, socket, cx),
+            Attempt::InProgress(socket) => {
+                self.watch(key, End::Connecting { socket, deadline }, cx);
+                self.timers.set(deadline, Timer::Connect(key));
+            }
+            Attempt::Later if cx.now + RETRY < deadline => {
+                self.timers.set(cx.now + RETRY, Timer::Connect(key));
+            }
+            Attempt::Later => {
+                self.refuse(key, "its listener's backlog stays full", cx);
+            }
+            Attempt::Refused(error) => self.refuse(key, &error.to_string(), cx),
+        }
+    }
+
+    /// A connect is to be tried again, or has taken too long.
+    pub(super) fn retry_connect(&mut self, key: u32, cx: &mut Context<'_>) {
+        match self.joins.get(key as usize).map(|j| &j.end) {
+            Some(End::Retrying { .. }) => self.try_connect(key, cx),
+            Some(End::Connecting { deadline, .. }) if *deadline <= cx.now => {
+                self.refuse(key, "it did not answer in time", cx);
+            }
+            _ => {}
+        }
+    }
+
+    /// Nobody on the host takes the connection: the guest knows at once.
+    fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
+        cx.counters.conns_refused.add(1);
+        if let Some(flow) = self.joins.get(key as usize).and_then(|j| j.flow) {
+            let port = self.shard.flow(flow).map(|f| f.local.port);
+            tracing::debug!(cid = %self.cid, ?port, reason, "no host program took the connection");
+            let _ = self.shard.reject(flow);
+        }
+        self.remove_join(key, cx);
+    }
+
+    /// Gives a join its socket and watches it.
+    fn watch(&mut self, key: u32, end: End, cx: &mut Context<'_>) -> bool {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return false;
+        };
+        join.end = end;
+        let (End::Connecting { socket, .. } | End::Socket { socket, .. }) = &join.end else {
+            return false;
+        };
+        let source = Source::Join {
+            vm: self.addr.vm,
+            key,
+        };
+        match cx.poller.add(socket, source) {
+            Ok(()) => true,
+            Err(error) => {
+                self.refuse(key, &error.to_string(), cx);
+                false
+            }
+        }
+    }
+
+    fn host_connected(&mut self, key: u32, socket: OwnedFd, cx: &mut Context<'_>) {
+        if self.watch(key, End::Socket { socket, ok: None }, cx) {
+            self.host_accepted(key, cx);
+        }
+    }
+
+    fn host_accepted(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        join.open = true;
+        join.readable = true;
+        join.writable = true;
+        if let Some(flow) = join.flow {
+            let _ = self.shard.accept(cx.now, flow);
+        }
+        self.enqueue(key);
+    }
+
+    /// An edge of a join's socket.
+    pub(crate) fn join_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        match &join.end {
+            End::Connecting { .. } if readiness.writable() => return self.connect_decided(key, cx),
+            End::Socket { .. } => {}
+            _ => return,
+        }
+        join.readable |= readiness.readable();
+        join.writable |= readiness.writable();
+        join.host_finished |= readiness.peer_finished();
+        join.host_gone |= readiness.hung_up();
+        if !join.open {
+            // Also when the program has gone already: what it wrote is still to be delivered.
+            return;
+        }
+        if join.host_gone && join.read_closed {
+            // Its end of stream was passed on before; now it does not listen either.
+            if let Some(flow) = join.flow {
+                let _ = self
+                    .shard
+                    .shutdown(cx.now, flow, super::events::shut(true, true));
+            }
+        }
+        let flush = readiness.writable() && !join.outbound.is_empty();
+        self.enqueue(key);
+        if flush {
+            self.flush(key, cx);
+        }
+    }
+
+    fn connect_decided(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let placeholder = End::Asked;
+        let End::Connecting { socket, .. } = std::mem::replace(&mut join.end, placeholder) else {
+            return;
+        };
+        match rustix::net::sockopt::socket_error(&socket) {
+            Ok(Ok(())) => {
+                join.end = End::Socket { socket, ok: None };
+                self.host_accepted(key, cx);
+            }
+            Ok(Err(e)) | Err(e) => {
+                let error = std::io::Error::from(e).to_string();
+                self.refuse(key, &error, cx);
+            }
+        }
+    }
+}

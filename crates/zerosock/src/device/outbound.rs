@@ -1,0 +1,169 @@
+//! Bytes of one connection on their way from the guest to the host, not yet taken.
+//!
+//! They lie where the guest put them (a held chain each) for as long as the hold is bounded:
+//! at most `share` chains per connection once the other end has stalled, the rest in a private
+//! overflow no larger than the `buf_alloc` that we advertised, because credit lets no more in.
+//! Order is by construction: held chains first, then the overflow; while there is overflow,
+//! nothing new is held.
+
+use std::collections::VecDeque;
+use zerosock_ring::{Chain, Memory, SliceBuf};
+
+/// Part of a chain's readable bytes.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) chain: Chain,
+    pub(crate) offset: u32,
+    pub(crate) len: u32,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Outbound {
+    held: VecDeque<Held>,
+    held_bytes: usize,
+    overflow: Vec<u8>,
+    /// Bytes at the front of `overflow` that have been taken.
+    taken: usize,
+}
+
+impl Outbound {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes waiting, held and copied.
+    pub(crate) fn len(&self) -> usize {
+        self.held_bytes + self.overflow.len() - self.taken
+    }
+
+    pub(crate) fn held_chains(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Bytes in the private overflow.
+    pub(crate) fn overflow_len(&self) -> usize {
+        self.overflow.len() - self.taken
+    }
+
+    /// Appends `len` bytes of `chain`'s readable part. Held if fewer than `share` chains are and
+    /// nothing was copied before; else copied, and the chain comes back to be completed.
+    #[inline]
+    pub(crate) fn push(&mut self, mem: &Memory, held: Held, share: usize) -> Option<Chain> {
+        if self.overflow.is_empty() && self.held.len() < share {
+            self.held_bytes += held.len as usize;
+            self.held.push_back(held);
+            return None;
+        }
+        copy_out(mem, &held, &mut self.overflow);
+        Some(held.chain)
+    }
+
+    /// Lists the held bytes from the front, as much as `out` takes; returns how many.
+    pub(crate) fn gather<'m, const N: usize>(
+        &self,
+        mem: &'m Memory,
+        out: &mut SliceBuf<'m, N>,
+    ) -> usize {
+        let mut total = 0;
+        for held in &self.held {
+            let covered = mem.slices(
+                held.chain.readable(),
+                held.offset as usize,
+                held.len as usize,
+                out,
+            );
+            total += covered;
+            if covered < held.len as usize {
+                break;
+            }
+        }
+        total
+    }
+
+    /// The copied bytes; to be sent once nothing is held.
+    pub(crate) fn overflow(&self) -> &[u8] {
+        &self.overflow[self.taken..]
+    }
+
+    /// `n` held bytes were taken from the front; each chain that is used up goes to `done`.
+    #[inline]
+    pub(crate) fn advance_held(&mut self, mut n: usize, mut done: impl FnMut(Chain)) {
+        self.held_bytes -= n;
+        while n > 0 {
+            let Some(front) = self.held.front_mut() else {
+                break;
+            };
+            let take = n.min(front.len as usize);
+            front.offset += take as u32;
+            front.len -= take as u32;
+            n -= take;
+            if front.len == 0 {
+                if let Some(held) = self.held.pop_front() {
+                    done(held.chain);
+                }
+            }
+        }
+    }
+
+    /// `n` copied bytes were taken. An empty overflow gives its memory back: a connection at
+    /// rest owns none.
+    pub(crate) fn advance_overflow(&mut self, n: usize) {
+        self.taken += n;
+        if self.taken >= self.overflow.len() {
+            self.overflow = Vec::new();
+            self.taken = 0;
+        }
+    }
+
+    /// Copies out all held chains but the first `keep`; each goes to `done`. Returns the bytes
+    /// copied.
+    pub(crate) fn spill(
+        &mut self,
+        mem: &Memory,
+        keep: usize,
+        mut done: impl FnMut(Chain),
+    ) -> usize {
+        if self.held.len() <= keep {
+            return 0;
+        }
+        let tail = self.held.split_off(keep);
+        let bytes: usize = tail.iter().map(|h| h.len as usize).sum();
+        let mut overflow = Vec::with_capacity(bytes + self.overflow_len());
+        for held in tail {
+            copy_out(mem, &held, &mut overflow);
+            done(held.chain);
+        }
+        overflow.extend_from_slice(self.overflow());
+        self.overflow = overflow;
+        self.taken = 0;
+        self.held_bytes -= bytes;
+        bytes
+    }
+
+    /// Gives up everything: the bytes are lost, the chains come back.
+    pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain)) {
+        for held in self.held.drain(..) {
+            done(held.chain);
+        }
+        *self = Outbound::default();
+    }
+
+    /// Takes the held parts out, front first (a sibling reads them in place).
+    pub(crate) fn take_held(&mut self) -> impl Iterator<Item = Held> + '_ {
+        self.held_bytes = 0;
+        self.held.drain(..)
+    }
+}
+
+/// Appends the bytes of `held` to `to`. A piece that lies outside the memory (it cannot: chains
+/// are translated when popped) reads as zeros, so that the stream keeps its length.
+pub(crate) fn copy_out(mem: &Memory, held: &Held, to: &mut Vec<u8>) {
+    let start = to.len();
+    to.resize(start + held.len as usize, 0);
+    mem.read(
+        held.chain.readable(),
+        held.offset as usize,
+        &mut to[start..],
+    );
+}

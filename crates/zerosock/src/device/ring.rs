@@ -1,0 +1,121 @@
+//! A running virtqueue of a device: the ring, the descriptors that wake, and how chains are
+//! ended.
+//!
+//! What must hold: every chain popped is completed once, here; nothing is published without the
+//! front-end being told when it asked to be told; a ring that broke is never touched again.
+
+use rustix::fd::{AsFd, OwnedFd};
+use zerosock_ring::{Chain, DeviceQueue, PopError};
+
+/// A virtqueue in the worker's hands.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    pub(crate) queue: DeviceQueue,
+    pub(crate) kick: OwnedFd,
+    call: Option<OwnedFd>,
+    err: Option<OwnedFd>,
+    pub(crate) enabled: bool,
+    broken: bool,
+    /// Something was completed since the last publish.
+    dirty: bool,
+    /// Which start of this queue this is; a chain that comes back late names the one it is from.
+    pub(crate) epoch: u32,
+    /// Chains that could not be used (see [`PopError::Malformed`]).
+    pub(crate) malformed: u64,
+}
+
+impl Ring {
+    pub(crate) fn new(
+        queue: DeviceQueue,
+        kick: OwnedFd,
+        call: Option<OwnedFd>,
+        err: Option<OwnedFd>,
+        enabled: bool,
+        epoch: u32,
+    ) -> Ring {
+        Ring {
+            queue,
+            kick,
+            call,
+            err,
+            enabled,
+            broken: false,
+            dirty: false,
+            epoch,
+            malformed: 0,
+        }
+    }
+
+    /// Whether the device may work on this ring.
+    pub(crate) fn live(&self) -> bool {
+        self.enabled && !self.broken
+    }
+
+    /// The next chain that can be used, or `None` when there is none (or the ring is broken).
+    #[inline]
+    pub(crate) fn pop(&mut self) -> Option<Chain> {
+        if !self.live() {
+            return None;
+        }
+        loop {
+            match self.queue.pop() {
+                Ok(chain) => return chain,
+                Err(PopError::Malformed(chain)) => {
+                    self.malformed += 1;
+                    self.complete(chain, 0);
+                }
+                Err(PopError::Broken(reason)) => {
+                    tracing::warn!(?reason, "the driver broke its ring; the queue stops");
+                    self.fail();
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Gives `chain` back to the driver with `written` bytes in it.
+    #[inline]
+    pub(crate) fn complete(&mut self, chain: Chain, written: u32) {
+        if self.broken {
+            return;
+        }
+        self.queue.complete(chain, written);
+        self.dirty = true;
+    }
+
+    /// Shows the driver what was completed, and tells it if it wants to be told.
+    pub(crate) fn publish(&mut self) {
+        if !self.dirty || self.broken {
+            return;
+        }
+        self.dirty = false;
+        if self.queue.publish() {
+            ring_bell(self.call.as_ref());
+        }
+    }
+
+    /// Stops the ring for good and says so to the front-end.
+    pub(crate) fn fail(&mut self) {
+        if !self.broken {
+            self.broken = true;
+            ring_bell(self.err.as_ref());
+        }
+    }
+
+    pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) {
+        self.call = call;
+        // The driver may have been promised a notification on the old descriptor.
+        ring_bell(self.call.as_ref());
+    }
+
+    pub(crate) fn set_err(&mut self, err: Option<OwnedFd>) {
+        self.err = err;
+    }
+}
+
+/// Adds one to an eventfd. A full or closed one has nobody waiting for more.
+fn ring_bell(fd: Option<&OwnedFd>) {
+    if let Some(fd) = fd {
+        let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
+    }
+}

@@ -1,0 +1,314 @@
+//! Connections between two guests of this daemon, as one of the two devices sees them.
+//!
+//! See [`crate::switch`] for what is said and why. What must hold here: a chain that was lent
+//! comes back exactly once, whichever side ends first; bytes and ends keep their order.
+
+use super::join::{End, Inbound, Join, SiblingEnd};
+use super::outbound::copy_out;
+use super::{Context, Device};
+use crate::switch::{Message, Peer};
+use std::collections::VecDeque;
+use zerosock_proto::Address;
+use zerosock_proto::vsock::FlowId;
+use zerosock_proto::wire::vsock::SocketType;
+
+fn sibling_end(peer: Peer) -> End {
+    End::Sibling(SiblingEnd {
+        peer,
+        inbound: VecDeque::new(),
+        lent: 0,
+        finish: false,
+    })
+}
+
+/// `len` bytes of the front of `inbound` were read; the sibling's guest gets its credit, and its
+/// chain if it is `used_up`.
+pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx: &mut Context<'_>) {
+    let chain = if used_up {
+        match sibling.inbound.pop_front() {
+            Some(Inbound::Lent { held, epoch, .. }) => Some((held.chain, epoch)),
+            _ => None,
+        }
+    } else {
+        None
+    };
+    let to = sibling.peer.flow;
+    cx.outbox.send(
+        sibling.peer.device,
+        Message::Returned {
+            to,
+            bytes: len,
+            chain,
+        },
+    );
+}
+
+/// Gives back every chain of the sibling's, read or not.
+pub(super) fn return_inbound(sibling: &mut SiblingEnd, cx: &mut Context<'_>) {
+    let Peer { device, flow: to } = sibling.peer;
+    for inbound in sibling.inbound.drain(..) {
+        if let Inbound::Lent { held, epoch, .. } = inbound {
+            let chain = Some((held.chain, epoch));
+            cx.outbox.send(
+                device,
+                Message::Returned {
+                    to,
+                    bytes: 0,
+                    chain,
+                },
+            );
+        }
+    }
+}
+
+/// Tells the other side that this one has ended: in order (everything was read, both ways were
+/// shut), or cut off.
+pub(super) fn tell_end(join: &Join, orderly: bool, cx: &mut Context<'_>) {
+    if let End::Sibling(s) = &join.end {
+        let to = s.peer.flow;
+        let message = if orderly {
+            Message::Shutdown {
+                to,
+                receive: true,
+                send: true,
+            }
+        } else {
+            Message::Reset { to }
+        };
+        cx.outbox.send(s.peer.device, message);
+    }
+}
+
+impl Device {
+    /// Our guest wants to reach `local`, which is not the host.
+    pub(super) fn ask_sibling(
+        &mut self,
+        flow: FlowId,
+        local: Address,
+        peer: Address,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(device) = cx.routes.sibling(self.cid, local.cid) else {
+            cx.counters.conns_refused.add(1);
+            let _ = self.shard.reject(flow);
+            return;
+        };
+        self.add_join(flow, End::Asked, cx);
+        let from = Peer {
+            device: self.addr,
+            flow,
+        };
+        cx.outbox.send(
+            device,
+            Message::Connect {
+                from,
+                local: peer,
+                peer: local,
+            },
+        );
+    }
+
+    /// A sibling's device has something to say.
+    pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
+        match message {
+            Message::Connect { from, local, peer } => self.sibling_connects(from, local, peer, cx),
+            Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
+            Message::Lent {
+                to,
+                from,
+                memory,
+                held,
+                epoch,
+            } => {
+                let inbound = Inbound::Lent {
+                    memory,
+                    held,
+                    epoch,
+                };
+                self.inbound(to, Some(from), inbound, cx);
+            }
+            Message::Copied { to, bytes } => {
+                self.inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
+            }
+            Message::Returned { to, bytes, chain } => self.returned(to, bytes, chain, cx),
+            Message::Recall { to } => self.recall(to, cx),
+            Message::Shutdown { to, receive, send } => self.sibling_shut(to, receive, send, cx),
+            Message::Reset { to } => {
+                let Some(key) = self.key_of(to) else { return };
+                let asked = matches!(self.joins.get(key as usize), Some(j) if !j.open);
+                if asked && matches!(self.joins[key as usize].end, End::Asked) {
+                    cx.counters.conns_refused.add(1);
+                    let _ = self.shard.reject(to);
+                } else {
+                    let _ = self.shard.reset(to);
+                }
+                // The other side is gone: nobody to tell.
+                self.remove_join(key, cx);
+            }
+        }
+    }
+
+    fn sibling_connects(
+        &mut self,
+        from: Peer,
+        local: Address,
+        peer: Address,
+        cx: &mut Context<'_>,
+    ) {
+        let running = self.rx.as_ref().is_some_and(|rx| rx.live());
+        let flow = match self.shard.connect(cx.now, local, peer, SocketType::Stream) {
+            Ok(flow) if running => flow,
+            other => {
+                if let Ok(flow) = other {
+                    let _ = self.shard.reset(flow);
+                }
+                cx.outbox
+                    .send(from.device, Message::Reset { to: from.flow });
+                return;
+            }
+        };
+        self.add_join(flow, sibling_end(from), cx);
+    }
+
+    fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
+        let Some(key) = self.key_of(to) else {
+            // Our guest has given up meanwhile.
+            cx.outbox
+                .send(from.device, Message::Reset { to: from.flow });
+            return;
+        };
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        if !matches!(join.end, End::Asked) {
+            return;
+        }
+        join.end = sibling_end(from);
+        join.open = true;
+        join.writable = true;
+        let _ = self.shard.accept(cx.now, to);
+    }
+
+    /// Bytes from a sibling for our guest.
+    fn inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound, cx: &mut Context<'_>) {
+        let join = self
+            .key_of(to)
+            .and_then(|k| Some((k, self.joins.get_mut(k as usize)?)));
+        match join {
+            Some((
+                key,
+                Join {
+                    end: End::Sibling(s),
+                    readable,
+                    read_closed: false,
+                    ..
+                },
+            )) => {
+                s.inbound.push_back(inbound);
+                *readable = true;
+                self.enqueue(key);
+            }
+            // Our guest does not read, or the flow has ended: the chain goes back all the same.
+            _ => {
+                if let (Some(Peer { device, flow }), Inbound::Lent { held, epoch, .. }) =
+                    (from, inbound)
+                {
+                    let bytes = held.len;
+                    let chain = Some((held.chain, epoch));
+                    let message = Message::Returned {
+                        to: flow,
+                        bytes,
+                        chain,
+                    };
+                    cx.outbox.send(device, message);
+                }
+            }
+        }
+    }
+
+    /// A sibling has read `bytes` of what we sent it, or gives a chain back unread.
+    fn returned(
+        &mut self,
+        to: FlowId,
+        bytes: u32,
+        chain: Option<(zerosock_ring::Chain, u32)>,
+        cx: &mut Context<'_>,
+    ) {
+        let lent = chain.is_some();
+        if let (Some((chain, epoch)), Some(tx)) = (chain, self.tx.as_mut()) {
+            // A chain of an earlier start of the queue belongs to nobody any more.
+            if tx.epoch == epoch {
+                tx.complete(chain, 0);
+            }
+        }
+        let Some(key) = self.key_of(to) else { return };
+        if let Some(Join {
+            end: End::Sibling(s),
+            hold_until,
+            ..
+        }) = self.joins.get_mut(key as usize)
+        {
+            if lent {
+                s.lent = s.lent.saturating_sub(1);
+                // It moves: the bound in time is for what does not.
+                *hold_until = None;
+            }
+        }
+        if bytes > 0 {
+            let _ = self.shard.consume(to, bytes);
+            self.drain_events(cx);
+        }
+        self.settle(key, cx);
+    }
+
+    /// A sibling wants its chains back now.
+    fn recall(&mut self, to: FlowId, cx: &mut Context<'_>) {
+        let Some(key) = self.key_of(to) else { return };
+        let Some(Join {
+            end: End::Sibling(s),
+            ..
+        }) = self.joins.get_mut(key as usize)
+        else {
+            return;
+        };
+        let Peer { device, flow } = s.peer;
+        for inbound in &mut s.inbound {
+            if let Inbound::Lent { memory, held, .. } = inbound {
+                let mut bytes = Vec::new();
+                copy_out(memory, held, &mut bytes);
+                cx.counters.copied_bytes.add(bytes.len() as u64);
+                let copied = Inbound::Copied { bytes, taken: 0 };
+                if let Inbound::Lent { held, epoch, .. } = std::mem::replace(inbound, copied) {
+                    let chain = Some((held.chain, epoch));
+                    let message = Message::Returned {
+                        to: flow,
+                        bytes: 0,
+                        chain,
+                    };
+                    cx.outbox.send(device, message);
+                }
+            }
+        }
+    }
+
+    fn sibling_shut(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
+        let Some(key) = self.key_of(to) else { return };
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let End::Sibling(s) = &mut join.end else {
+            return;
+        };
+        if receive {
+            join.write_closed = true;
+            let how = super::events::shut(true, false);
+            let _ = self.shard.shutdown(cx.now, to, how);
+        }
+        if send {
+            s.finish = true;
+            // With nothing left to deliver, the end is what there is to "read".
+            join.readable = true;
+            self.enqueue(key);
+        }
+    }
+}

@@ -1,0 +1,363 @@
+//! Packets to the guest: from the host's sockets into the buffers that the guest has posted.
+//!
+//! Credit and a packet slot are reserved first, then one `recvmsg` fills the payload parts of
+//! several buffers at once, then each buffer gets its header in front of what it received. What
+//! was not filled is un-popped, so that nothing is spent on a short read. How many buffers a
+//! read gathers is learned: a connection of small messages takes one, a stream up to
+//! [`GATHER`].
+
+use super::events::{emit, shut};
+use super::join::{End, Inbound, Join};
+use super::ring::Ring;
+use super::{Context, Device};
+use arrayvec::ArrayVec;
+use rustix::fd::AsFd;
+use rustix::io::Errno;
+use zerosock_proto::vsock::{FlowId, Reservation, ReserveError, Shard};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
+use zerosock_ring::{Chain, Memory, SliceBuf};
+
+/// Buffers filled by one read.
+const GATHER: usize = 32;
+/// Pieces of memory given to one `recvmsg`.
+const SLICES: usize = 64;
+/// Reads (of whatever size) in one turn of a device.
+const BUDGET: usize = 64;
+/// Bytes of one read: beyond that, larger reads save nothing.
+const READ_MAX: usize = 256 * 1024;
+
+/// How a join's turn ended.
+#[derive(Debug, Eq, PartialEq)]
+enum Fill {
+    /// There may be more: back to the end of the list.
+    Again,
+    /// Nothing more until an edge, credit, or the sibling.
+    Idle,
+    /// No buffers.
+    Starved,
+    /// The device's memory is gone.
+    Lost,
+}
+
+impl Device {
+    /// Fills a budget of the guest's buffers. True: there is more to fill and there are buffers.
+    pub(super) fn transmit(&mut self, cx: &mut Context<'_>) -> bool {
+        self.starved = false;
+        if !self.rx.as_ref().is_some_and(Ring::live) {
+            return false;
+        }
+        self.transmit_control(cx);
+        for _ in 0..BUDGET {
+            if self.starved {
+                break;
+            }
+            let Some(key) = self.ready.pop_front() else {
+                break;
+            };
+            let fill = match self.joins.get_mut(key as usize) {
+                // The key was reused by a join that is not (or is again) on the list: its own
+                // entry serves it.
+                None => continue,
+                Some(join) => {
+                    join.in_ready = false;
+                    if !join.may_read() {
+                        continue;
+                    }
+                    match join.end {
+                        End::Socket { .. } => self.fill_from_socket(key, cx),
+                        End::Sibling(_) => self.fill_from_sibling(key, cx),
+                        _ => Fill::Idle,
+                    }
+                }
+            };
+            match fill {
+                Fill::Again => self.enqueue(key),
+                Fill::Idle => {}
+                Fill::Starved => {
+                    self.starved = true;
+                    // Its turn is still to come.
+                    if let Some(join) = self.joins.get_mut(key as usize) {
+                        join.in_ready = true;
+                        self.ready.push_front(key);
+                    }
+                }
+                Fill::Lost => {
+                    self.lose("guest memory vanished under a receive", cx);
+                    return false;
+                }
+            }
+        }
+        self.transmit_control(cx);
+        !self.starved && !self.ready.is_empty()
+    }
+
+    /// Hands the guest the packets that carry no payload.
+    fn transmit_control(&mut self, cx: &mut Context<'_>) {
+        self.drain_events(cx);
+        let Some(rx) = self.rx.as_mut() else { return };
+        while self.shard.has_transmit() {
+            let Some(chain) = pop_buffer(rx) else {
+                self.starved = true;
+                return;
+            };
+            let Some(packet) = self.shard.poll_transmit(cx.now, 0) else {
+                rx.queue.unpop(chain);
+                break;
+            };
+            emit(rx, chain, &packet.header, 0);
+            cx.counters.tx_packets.add(1);
+        }
+    }
+
+    fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+            return Fill::Idle;
+        };
+        let (End::Socket { socket, .. }, Some(flow)) = (&join.end, join.flow) else {
+            return Fill::Idle;
+        };
+        let mut gathered = ArrayVec::<Slot, GATHER>::new();
+        let stop = gather(rx, &mut self.shard, flow, join.read_chains, &mut gathered);
+        if gathered.is_empty() {
+            join.no_credit = stop == Some(Fill::Idle);
+            return stop.unwrap_or(Fill::Idle);
+        }
+        let memory = rx.queue.memory();
+        let mut slices = SliceBuf::<SLICES>::new();
+        let mut want = 0;
+        for slot in &gathered {
+            want += memory.slices(slot.chain.writable(), HEADER_LEN, slot.room, &mut slices);
+        }
+        let result = zerosock_sys::recv_slices(socket.as_fd(), &slices);
+        let received = *result.as_ref().unwrap_or(&0);
+        commit(rx, &mut self.shard, gathered, received, cx);
+        cx.counters.in_place_bytes.add(received as u64);
+        cx.counters.tx_bytes.add(received as u64);
+        learn(join, received, want);
+        match result {
+            Ok(0) => self.host_ended(key, cx),
+            Ok(n) if n < want => {
+                // Short: the socket is empty, and what comes next is an edge. But the edge of an
+                // end that was already seen does not come again: read on to reach it.
+                join.readable = join.host_finished;
+                if join.readable {
+                    Fill::Again
+                } else {
+                    Fill::Idle
+                }
+            }
+            Ok(_) => Fill::Again,
+            Err(e) => match Errno::from_io_error(&e) {
+                Some(Errno::AGAIN) => {
+                    join.readable = false;
+                    Fill::Idle
+                }
+                Some(Errno::INTR) => Fill::Again,
+                Some(Errno::FAULT) => Fill::Lost,
+                // Reset by a program that left bytes of ours unread.
+                _ => {
+                    join.host_gone = true;
+                    self.host_ended(key, cx)
+                }
+            },
+        }
+    }
+
+    /// The host has sent its last byte.
+    fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        if let Some(join) = self.joins.get_mut(key as usize) {
+            join.read_closed = true;
+            if let Some(flow) = join.flow {
+                let _ = self
+                    .shard
+                    .shutdown(cx.now, flow, shut(join.host_gone, true));
+            }
+        }
+        Fill::Idle
+    }
+
+    fn fill_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+            return Fill::Idle;
+        };
+        let (End::Sibling(sibling), Some(flow)) = (&mut join.end, join.flow) else {
+            return Fill::Idle;
+        };
+        let mut fill = Fill::Again;
+        for _ in 0..GATHER {
+            let Some(front) = sibling.inbound.front_mut() else {
+                join.readable = false;
+                fill = Fill::Idle;
+                break;
+            };
+            let mut slot = ArrayVec::<Slot, 1>::new();
+            if let Some(stop) = gather(rx, &mut self.shard, flow, 1, &mut slot) {
+                join.no_credit = stop == Fill::Idle;
+                fill = stop;
+                break;
+            }
+            let Some(Slot {
+                chain,
+                reservation,
+                room,
+            }) = slot.pop()
+            else {
+                break;
+            };
+            let len = front.len().min(room);
+            let from = HEADER_LEN;
+            match front {
+                Inbound::Lent { memory, held, .. } => {
+                    let source = (&**memory, held.chain.readable(), held.offset as usize);
+                    let target = (&**rx.queue.memory(), chain.writable(), from);
+                    Memory::copy(source, target, len);
+                    held.offset += len as u32;
+                    held.len -= len as u32;
+                    cx.counters.in_place_bytes.add(len as u64);
+                }
+                Inbound::Copied { bytes, taken } => {
+                    let bytes = &bytes[*taken..*taken + len];
+                    rx.queue.memory().write(chain.writable(), from, bytes);
+                    *taken += len;
+                }
+            }
+            finish(rx, &mut self.shard, chain, reservation, len, cx);
+            cx.counters.tx_bytes.add(len as u64);
+            let used_up = front.len() == 0;
+            super::sibling::return_read(sibling, len as u32, used_up, cx);
+        }
+        let sibling_finished = sibling.finish && sibling.inbound.is_empty();
+        if sibling_finished && !join.read_closed {
+            join.read_closed = true;
+            let _ = self.shard.shutdown(cx.now, flow, shut(false, true));
+        }
+        fill
+    }
+}
+
+/// A buffer with credit for it.
+struct Slot {
+    chain: Chain,
+    reservation: Reservation,
+    /// Payload bytes that fit and that there is credit for.
+    room: usize,
+}
+
+/// A posted buffer that has room for a header at least.
+fn pop_buffer(rx: &mut Ring) -> Option<Chain> {
+    loop {
+        let chain = rx.pop()?;
+        if chain.writable_len() as usize >= HEADER_LEN {
+            return Some(chain);
+        }
+        rx.malformed += 1;
+        rx.complete(chain, 0);
+    }
+}
+
+/// Takes up to `count` buffers with credit for each. Says why it stopped short: `Starved` without
+/// buffers, `Idle` without credit.
+fn gather<const N: usize>(
+    rx: &mut Ring,
+    shard: &mut Shard,
+    flow: FlowId,
+    count: u8,
+    out: &mut ArrayVec<Slot, N>,
+) -> Option<Fill> {
+    let mut total = 0;
+    while out.len() < usize::from(count).min(N) && total < READ_MAX {
+        let Some(chain) = pop_buffer(rx) else {
+            return Some(Fill::Starved);
+        };
+        let fits = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+        if fits == 0 {
+            // Room for a header only: good for control packets, useless here.
+            rx.malformed += 1;
+            rx.complete(chain, 0);
+            continue;
+        }
+        match shard.reserve(flow, fits as u32) {
+            Ok(reservation) => {
+                let room = reservation.len() as usize;
+                total += room;
+                out.push(Slot {
+                    chain,
+                    reservation,
+                    room,
+                });
+            }
+            Err(ReserveError::NoCredit) => {
+                rx.queue.unpop(chain);
+                return Some(Fill::Idle);
+            }
+            Err(_) => {
+                // The guest will not receive, or the connection is gone.
+                rx.queue.unpop(chain);
+                return Some(Fill::Idle);
+            }
+        }
+    }
+    None
+}
+
+/// Sends the buffers that `received` bytes went into and gives back the others, last one first.
+fn commit(
+    rx: &mut Ring,
+    shard: &mut Shard,
+    mut gathered: ArrayVec<Slot, GATHER>,
+    received: usize,
+    cx: &mut Context<'_>,
+) {
+    let mut used = 0;
+    let mut covered = 0;
+    while covered < received && used < gathered.len() {
+        covered += gathered[used].room;
+        used += 1;
+    }
+    while gathered.len() > used {
+        if let Some(slot) = gathered.pop() {
+            shard.cancel(slot.reservation);
+            rx.queue.unpop(slot.chain);
+        }
+    }
+    let mut left = received;
+    for Slot {
+        chain,
+        reservation,
+        room,
+    } in gathered
+    {
+        let len = left.min(room);
+        left -= len;
+        finish(rx, shard, chain, reservation, len, cx);
+    }
+}
+
+fn finish(
+    rx: &mut Ring,
+    shard: &mut Shard,
+    chain: Chain,
+    reservation: Reservation,
+    len: usize,
+    cx: &mut Context<'_>,
+) {
+    match shard.commit(reservation, len as u32, 0) {
+        Ok(header) => {
+            emit(rx, chain, &header, len);
+            cx.counters.tx_packets.add(1);
+        }
+        // The flow ended between reserve and commit: it cannot, nothing ran in between.
+        Err(_) => rx.complete(chain, 0),
+    }
+}
+
+/// Doubles the buffers of the next read when this one filled all, halves them when most were in
+/// vain.
+fn learn(join: &mut Join, received: usize, want: usize) {
+    let n = join.read_chains;
+    if received == want {
+        join.read_chains = n.saturating_mul(2).min(GATHER as u8);
+    } else if received * 2 < want {
+        join.read_chains = (n / 2).max(1);
+    }
+}

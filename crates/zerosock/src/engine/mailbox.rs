@@ -1,0 +1,125 @@
+//! Messages to a worker from other threads: an unbounded queue and an eventfd that wakes.
+//!
+//! Only control messages and sibling hand-overs come this way, never a packet of a socket. The
+//! eventfd is written once per sleep, not once per message: `pending` says that a wake-up is
+//! already on its way.
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+
+#[derive(Debug)]
+struct Bell {
+    fd: OwnedFd,
+    pending: AtomicBool,
+}
+
+impl Bell {
+    fn ring(&self) {
+        // AcqRel: pairs with the swap in `drain`. Either the owner clears `pending` after this
+        // store and then sees the message, or this swap sees false and writes the eventfd.
+        if !self.pending.swap(true, Ordering::AcqRel) {
+            // A full counter (EAGAIN) wakes just as well.
+            let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// The sending side; cheap to clone.
+#[derive(Debug)]
+pub(crate) struct Sender<T> {
+    queue: mpsc::Sender<T>,
+    bell: Arc<Bell>,
+}
+
+impl<T> Clone for Sender<T> {
+    fn clone(&self) -> Self {
+        Sender {
+            queue: self.queue.clone(),
+            bell: self.bell.clone(),
+        }
+    }
+}
+
+impl<T> Sender<T> {
+    /// Sends `message`; gives it back when the owner is gone.
+    pub(crate) fn send(&self, message: T) -> Result<(), T> {
+        self.queue.send(message).map_err(|e| e.0)?;
+        self.bell.ring();
+        Ok(())
+    }
+}
+
+/// The owner's side.
+#[derive(Debug)]
+pub(crate) struct Mailbox<T> {
+    queue: mpsc::Receiver<T>,
+    bell: Arc<Bell>,
+}
+
+impl<T> Mailbox<T> {
+    pub(crate) fn new() -> io::Result<(Sender<T>, Mailbox<T>)> {
+        let (tx, rx) = mpsc::channel();
+        let bell = Arc::new(Bell {
+            fd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            pending: AtomicBool::new(false),
+        });
+        Ok((
+            Sender {
+                queue: tx,
+                bell: bell.clone(),
+            },
+            Mailbox { queue: rx, bell },
+        ))
+    }
+
+    /// The descriptor to wait on, edge-triggered.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.bell.fd.as_fd()
+    }
+
+    /// Allows the next wake-up, then takes the messages that are there. To be called before
+    /// every sleep: a message sent after this call writes the eventfd.
+    pub(crate) fn drain(&self) -> impl Iterator<Item = T> + '_ {
+        self.bell.pending.swap(false, Ordering::AcqRel);
+        self.queue.try_iter()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::poller::{Poller, Source};
+    use std::time::Duration;
+
+    #[test]
+    fn every_message_wakes_a_sleeper_that_drains_before_it_sleeps() {
+        let (tx, mailbox) = Mailbox::new().unwrap();
+        let poller = Poller::new().unwrap();
+        poller.add(mailbox.fd(), Source::Mailbox).unwrap();
+        const N: u64 = 20_000;
+        let sender = std::thread::spawn(move || {
+            for i in 0..N {
+                tx.send(i).unwrap();
+            }
+        });
+        let mut next = 0;
+        let mut events = Vec::new();
+        while next < N {
+            for i in mailbox.drain() {
+                assert_eq!(i, next);
+                next += 1;
+            }
+            if next < N {
+                poller
+                    .wait(Some(Duration::from_secs(30)), &mut events)
+                    .unwrap();
+                assert!(!events.is_empty(), "a message came without a wake-up");
+            }
+        }
+        sender.join().unwrap();
+    }
+}

@@ -1,0 +1,186 @@
+//! One epoll instance, and the packing of what a file descriptor stands for into its token.
+//!
+//! Everything is registered edge-triggered, once: no system call to re-arm, and none to read an
+//! eventfd (each write to it is an edge of its own). Who takes an edge must go on until the
+//! descriptor says EAGAIN, or remember that it did not. A token may be stale by the time it is
+//! read (its descriptor closed, its key reused): tokens are hints, and every receiver must
+//! tolerate one that is not true.
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
+use std::io;
+use std::time::Duration;
+
+/// What a registered descriptor stands for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Source {
+    /// The worker's own mailbox.
+    Mailbox,
+    /// A guest's kick on queue `queue`.
+    Kick { vm: u32, queue: u32 },
+    /// A host-side listening socket.
+    Listener { vm: u32, key: u32 },
+    /// A host program that has connected and not yet said CONNECT.
+    Handshake { vm: u32, key: u32 },
+    /// The socket of a joined connection.
+    Join { vm: u32, key: u32 },
+}
+
+const VM_BITS: u32 = 24;
+/// VMs that one worker can tell apart in a token.
+pub(crate) const MAX_VMS: usize = 1 << VM_BITS;
+
+impl Source {
+    fn token(self) -> u64 {
+        let (kind, vm, key) = match self {
+            Source::Mailbox => (0u64, 0, 0),
+            Source::Kick { vm, queue } => (1, vm, queue),
+            Source::Listener { vm, key } => (2, vm, key),
+            Source::Handshake { vm, key } => (3, vm, key),
+            Source::Join { vm, key } => (4, vm, key),
+        };
+        kind << 56 | u64::from(vm) << 32 | u64::from(key)
+    }
+
+    fn from_token(token: u64) -> Option<Source> {
+        let vm = (token >> 32) as u32 & ((1 << VM_BITS) - 1);
+        let key = token as u32;
+        Some(match token >> 56 {
+            0 => Source::Mailbox,
+            1 => Source::Kick { vm, queue: key },
+            2 => Source::Listener { vm, key },
+            3 => Source::Handshake { vm, key },
+            4 => Source::Join { vm, key },
+            _ => return None,
+        })
+    }
+}
+
+/// What has happened to a descriptor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Readiness(EventFlags);
+
+impl Readiness {
+    /// Bytes, a connection, or the end of the stream can be read.
+    pub(crate) fn readable(self) -> bool {
+        self.0
+            .intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR)
+    }
+
+    /// Room to write, or an error that a write will tell.
+    pub(crate) fn writable(self) -> bool {
+        self.0
+            .intersects(EventFlags::OUT | EventFlags::HUP | EventFlags::ERR)
+    }
+
+    /// The peer will write no more: end of file follows what is still to be read.
+    pub(crate) fn peer_finished(self) -> bool {
+        self.0
+            .intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR)
+    }
+
+    /// Both directions are closed.
+    pub(crate) fn hung_up(self) -> bool {
+        self.0.intersects(EventFlags::HUP | EventFlags::ERR)
+    }
+}
+
+/// An epoll instance.
+#[derive(Debug)]
+pub(crate) struct Poller {
+    epoll: OwnedFd,
+}
+
+impl Poller {
+    pub(crate) fn new() -> io::Result<Poller> {
+        Ok(Poller {
+            epoll: epoll::create(CreateFlags::CLOEXEC)?,
+        })
+    }
+
+    /// Registers `fd` for edges in both directions. It leaves by being closed.
+    pub(crate) fn add(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
+        let flags = match source {
+            Source::Join { .. } => {
+                EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET
+            }
+            Source::Handshake { .. } => EventFlags::IN | EventFlags::RDHUP | EventFlags::ET,
+            _ => EventFlags::IN | EventFlags::ET,
+        };
+        Ok(epoll::add(
+            &self.epoll,
+            fd,
+            EventData::new_u64(source.token()),
+            flags,
+        )?)
+    }
+
+    /// Makes a registered `fd` stand for something else. An edge that was there comes again.
+    pub(crate) fn change(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
+        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
+        Ok(epoll::modify(
+            &self.epoll,
+            fd,
+            EventData::new_u64(source.token()),
+            flags,
+        )?)
+    }
+
+    /// Takes `fd` out although it stays open elsewhere (a kick that the front-end still holds).
+    pub(crate) fn remove(&self, fd: impl AsFd) {
+        // It is gone either way: an error means that it was not there.
+        let _ = epoll::delete(&self.epoll, fd);
+    }
+
+    /// Waits until something happens or `timeout` is over (`None`: as long as it takes) and
+    /// puts what happened into `out`.
+    pub(crate) fn wait(
+        &self,
+        timeout: Option<Duration>,
+        out: &mut Vec<(Source, Readiness)>,
+    ) -> io::Result<()> {
+        out.clear();
+        let timeout = timeout.map(|t| rustix::event::Timespec {
+            tv_sec: t.as_secs().min(86_400) as i64,
+            tv_nsec: t.subsec_nanos().into(),
+        });
+        let mut events = [Event {
+            flags: EventFlags::empty(),
+            data: EventData::new_u64(0),
+        }; 128];
+        let n = match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
+            Ok(n) => n,
+            Err(Errno::INTR) => 0,
+            Err(e) => return Err(e.into()),
+        };
+        for event in &events[..n] {
+            // Copied out of the packed structure before use.
+            let (flags, data) = (event.flags, event.data);
+            if let Some(source) = Source::from_token(data.u64()) {
+                out.push((source, Readiness(flags)));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_read_back_as_it_was_packed() {
+        let (vm, key) = ((1 << VM_BITS) - 1, u32::MAX);
+        for source in [
+            Source::Mailbox,
+            Source::Kick { vm, queue: 2 },
+            Source::Listener { vm, key },
+            Source::Handshake { vm: 0, key },
+            Source::Join { vm, key: 0 },
+        ] {
+            assert_eq!(Source::from_token(source.token()), Some(source));
+        }
+        assert_eq!(Source::from_token(9 << 56), None);
+    }
+}

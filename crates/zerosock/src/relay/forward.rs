@@ -1,0 +1,25 @@
+//! Forwarding to the machine's own AF_VSOCK: for a daemon that runs inside a virtual machine
+//! whose host should serve the nested guest, or whose `vsock_loopback` is wanted.
+//!
+//! A guest's connection to port P of CID 2 becomes one to port P of the configured CID; a
+//! connection to one of the listed ports here becomes one to the same port of the guest.
+
+use super::Attempt;
+use rustix::fd::OwnedFd;
+use std::io;
+use zerosock_proto::Port;
+use zerosock_sys::vsock;
+
+/// Connects to `port` of `cid`.
+pub(crate) fn connect(cid: u32, port: Port) -> Attempt {
+    match vsock::connect(cid, port.get()) {
+        Ok(socket) => Attempt::InProgress(socket),
+        Err(e) => Attempt::Refused(e),
+    }
+}
+
+/// Listens on `port` for connections from any CID.
+pub(crate) fn listen(port: u32) -> io::Result<OwnedFd> {
+    const ANY: u32 = u32::MAX;
+    vsock::listen(ANY, port, 128)
+}

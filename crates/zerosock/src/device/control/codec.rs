@@ -1,1 +1,217 @@
-//! Codec.
+//! vhost-user framing: bytes and descriptors of a socket into whole messages.
+//!
+//! A [`Decoder`] reads what is there and keeps it; it never waits. It reads no further than the
+//! message at hand, first its header, then its payload, so that each descriptor belongs to the
+//! message with whose bytes it came. What must hold: memory is bounded by one message, at most
+//! [`MAX_FDS`] descriptors are held, and all of them are closed when the decoder is dropped.
+//!
+//! vhost-user, "Message Specification": a header of three native-endian u32 (request, flags,
+//! size), then `size` bytes.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use thiserror::Error;
+use vhost::vhost_user::message::{FrontendReq, MAX_MSG_SIZE, VhostUserHeaderFlag};
+use zerosock_sys::fd_passing;
+
+use super::stats::Fault;
+
+/// Length of a message's header in bytes.
+pub const HEADER_LEN: usize = 12;
+/// The longest payload of a message in bytes. The longest that we understand, a SET_MEM_TABLE
+/// of 32 regions, has 1032.
+pub const MAX_PAYLOAD: usize = MAX_MSG_SIZE;
+/// The most descriptors that come with a message.
+pub const MAX_FDS: usize = fd_passing::MAX_FDS;
+
+/// The protocol's version, in the low two bits of the flags.
+const VERSION: u32 = 1;
+
+/// A whole message of a front-end, of whatever kind and contents.
+#[derive(Debug)]
+pub struct Message {
+    /// The kind of request; not necessarily one that we know.
+    pub request: u32,
+    /// The front-end wants to know how it went, if REPLY_ACK is negotiated.
+    pub need_reply: bool,
+    /// At most [`MAX_PAYLOAD`] bytes.
+    pub payload: Vec<u8>,
+    /// At most [`MAX_FDS`].
+    pub fds: Vec<OwnedFd>,
+}
+
+impl Message {
+    /// The request's name in the specification, or its number.
+    pub fn name(&self) -> String {
+        request_name(self.request)
+    }
+}
+
+pub(super) fn request_name(request: u32) -> String {
+    match FrontendReq::try_from(request) {
+        Ok(known) => format!("{known:?}"),
+        Err(()) => format!("request {request}"),
+    }
+}
+
+/// Why a connection can give no more messages. It is to be closed.
+#[derive(Debug, Error)]
+pub enum DecodeError {
+    /// The front-end closed it, between two messages.
+    #[error("the front-end closed the connection")]
+    End,
+    /// The front-end closed it, or it failed, in the middle of a message. Peer's fault.
+    #[error("the connection ended in the middle of a message")]
+    Truncated,
+    /// Another protocol version, or a reply where none was due. Peer's fault.
+    #[error("a header with flags {flags:#x}: not a vhost-user version 1 request")]
+    Header {
+        /// The header's flags.
+        flags: u32,
+    },
+    /// Peer's fault.
+    #[error("{} with a payload of {size} bytes, at most {MAX_PAYLOAD} are taken", request_name(*.request))]
+    PayloadTooLong {
+        /// The kind of request.
+        request: u32,
+        /// The length in its header.
+        size: u32,
+    },
+    /// More than [`MAX_FDS`] descriptors, or this process may open no more of them. Peer's fault,
+    /// or the system's.
+    #[error("more descriptors in a message than the {MAX_FDS} that are taken, or than may be open")]
+    TooManyDescriptors,
+    /// The system's fault.
+    #[error("cannot read the connection: {0}")]
+    Io(io::Error),
+}
+
+impl DecodeError {
+    /// What it is counted as; the end of a connection is no fault.
+    pub fn fault(&self) -> Option<Fault> {
+        match self {
+            DecodeError::End | DecodeError::Io(_) => None,
+            DecodeError::Truncated => Some(Fault::Truncated),
+            DecodeError::Header { .. } => Some(Fault::Header),
+            DecodeError::PayloadTooLong { .. } => Some(Fault::PayloadTooLong),
+            DecodeError::TooManyDescriptors => Some(Fault::TooManyDescriptors),
+        }
+    }
+}
+
+/// The message that is being read.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    header: [u8; HEADER_LEN],
+    /// Bytes of the header that are there.
+    filled: usize,
+    /// As long as the payload will be, once the header is whole.
+    payload: Vec<u8>,
+    /// Bytes of the payload that are there.
+    received: usize,
+    fds: Vec<OwnedFd>,
+}
+
+impl Decoder {
+    /// Nothing read yet.
+    pub fn new() -> Decoder {
+        Decoder::default()
+    }
+
+    /// Reads on. `Ok(None)` when the socket has no more now.
+    ///
+    /// # Errors
+    /// See [`DecodeError`]; afterwards the connection is of no use.
+    pub fn read(&mut self, socket: impl AsFd) -> Result<Option<Message>, DecodeError> {
+        if self.filled < HEADER_LEN {
+            while let Some(room) = self.header.get_mut(self.filled..).filter(|r| !r.is_empty()) {
+                match receive(&socket, room, &mut self.fds, self.filled == 0)? {
+                    Some(bytes) => self.filled += bytes,
+                    None => return Ok(None),
+                }
+            }
+            let size = self.check_header()?;
+            self.payload.resize(size, 0);
+        }
+        while let Some(room) = self
+            .payload
+            .get_mut(self.received..)
+            .filter(|r| !r.is_empty())
+        {
+            match receive(&socket, room, &mut self.fds, false)? {
+                Some(bytes) => self.received += bytes,
+                None => return Ok(None),
+            }
+        }
+        let done = std::mem::take(self);
+        let [request, flags, _] = done.words();
+        Ok(Some(Message {
+            request,
+            need_reply: flags & VhostUserHeaderFlag::NEED_REPLY.bits() != 0,
+            payload: done.payload,
+            fds: done.fds,
+        }))
+    }
+
+    /// Validates the header; the payload's length.
+    fn check_header(&self) -> Result<usize, DecodeError> {
+        let [request, flags, size] = self.words();
+        if flags & VhostUserHeaderFlag::VERSION.bits() != VERSION
+            || flags & VhostUserHeaderFlag::REPLY.bits() != 0
+        {
+            return Err(DecodeError::Header { flags });
+        }
+        match usize::try_from(size) {
+            Ok(size) if size <= MAX_PAYLOAD => Ok(size),
+            _ => Err(DecodeError::PayloadTooLong { request, size }),
+        }
+    }
+
+    /// Request, flags and size.
+    fn words(&self) -> [u32; 3] {
+        let [a, b, c, d, e, f, g, h, i, j, k, l] = self.header;
+        [[a, b, c, d], [e, f, g, h], [i, j, k, l]].map(u32::from_ne_bytes)
+    }
+}
+
+/// Receives into `room`, which is not empty: the number of bytes, or `None` when none are there.
+fn receive(
+    socket: impl AsFd,
+    room: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+    at_boundary: bool,
+) -> Result<Option<usize>, DecodeError> {
+    let received = match fd_passing::recv(socket, room, fds) {
+        Ok(received) => received,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+            return Err(if at_boundary {
+                DecodeError::End
+            } else {
+                DecodeError::Truncated
+            });
+        }
+        Err(error) => return Err(DecodeError::Io(error)),
+    };
+    if received.truncated_fds || fds.len() > MAX_FDS {
+        return Err(DecodeError::TooManyDescriptors);
+    }
+    match received.bytes {
+        0 if at_boundary => Err(DecodeError::End),
+        0 => Err(DecodeError::Truncated),
+        bytes => Ok(Some(bytes)),
+    }
+}
+
+/// A reply to `request`, ready to be written. `payload` is ours and short.
+pub fn encode_reply(request: u32, payload: &[u8]) -> Vec<u8> {
+    let flags = VERSION | VhostUserHeaderFlag::REPLY.bits();
+    let size = payload.len() as u32;
+    let mut bytes = Vec::with_capacity(HEADER_LEN + payload.len());
+    for word in [request, flags, size] {
+        bytes.extend_from_slice(&word.to_ne_bytes());
+    }
+    bytes.extend_from_slice(payload);
+    bytes
+}

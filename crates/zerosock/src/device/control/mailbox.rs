@@ -18,9 +18,17 @@ use super::DeviceReply;
 #[derive(Debug)]
 pub(super) enum Mail {
     /// A worker's answer to the command with this number.
-    Reply { vm: usize, sequence: u64, reply: DeviceReply },
+    Reply {
+        vm: usize,
+        sequence: u64,
+        reply: DeviceReply,
+    },
     /// A worker asks that the connection of this number be closed.
-    Close { vm: usize, connection: u64, reason: String },
+    Close {
+        vm: usize,
+        connection: u64,
+        reason: String,
+    },
     /// Disconnect everything and end.
     Shutdown,
 }
@@ -55,7 +63,10 @@ impl Mailbox {
     pub(super) fn new() -> io::Result<(Mailbox, MailSender)> {
         let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let (sender, channel) = mpsc::channel();
-        let sender = MailSender { channel: sender, wake: Arc::clone(&wake) };
+        let sender = MailSender {
+            channel: sender,
+            wake: Arc::clone(&wake),
+        };
         Ok((Mailbox { channel, wake }, sender))
     }
 
@@ -90,7 +101,12 @@ pub struct Reply {
 
 impl Reply {
     pub(super) fn new(sender: MailSender, vm: usize, sequence: u64) -> Reply {
-        Reply { sender, vm, sequence, answered: false }
+        Reply {
+            sender,
+            vm,
+            sequence,
+            answered: false,
+        }
     }
 
     /// Answers, and wakes the control thread. Never blocks.
@@ -115,7 +131,11 @@ impl Reply {
 
     fn answer(&mut self, reply: DeviceReply) {
         self.answered = true;
-        self.sender.send(Mail::Reply { vm: self.vm, sequence: self.sequence, reply });
+        self.sender.send(Mail::Reply {
+            vm: self.vm,
+            sequence: self.sequence,
+            reply,
+        });
     }
 }
 
@@ -129,7 +149,10 @@ impl Drop for Reply {
 
 impl fmt::Debug for Reply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reply").field("vm", &self.vm).field("sequence", &self.sequence).finish()
+        f.debug_struct("Reply")
+            .field("vm", &self.vm)
+            .field("sequence", &self.sequence)
+            .finish()
     }
 }
 
@@ -143,7 +166,11 @@ pub struct FrontendLink {
 
 impl FrontendLink {
     pub(super) fn new(sender: MailSender, vm: usize, connection: u64) -> FrontendLink {
-        FrontendLink { sender, vm, connection }
+        FrontendLink {
+            sender,
+            vm,
+            connection,
+        }
     }
 
     /// Closes the connection; `reason` goes to the log. The worker then gets `Disconnected`.

@@ -28,6 +28,7 @@ mod mailbox;
 pub mod session;
 mod stats;
 mod thread;
+mod vm;
 
 use std::fmt;
 use std::os::fd::OwnedFd;

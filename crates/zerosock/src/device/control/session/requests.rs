@@ -1,0 +1,545 @@
+//! The requests that we know: one table, and a handler for each.
+//!
+//! A rule says which protocol feature must have been negotiated, how long the payload is, how many
+//! descriptors come with it, and whether the request has a reply of its own. A handler runs after
+//! these checks; it changes the session only when it accepts. Quotations are from the vhost-user
+//! specification.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use vhost::vhost_user::message::{
+    FrontendReq, VhostUserConfig, VhostUserMemory, VhostUserMemoryRegion, VhostUserMsgValidator,
+    VhostUserProtocolFeatures as Protocol, VhostUserSingleMemoryRegion, VhostUserU64,
+    VhostUserVirtioFeatures, VhostUserVringAddr, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vm_memory::ByteValued;
+use zerosock_ring::{QueueConfig, RegionConfig};
+
+use super::super::codec::{MAX_FDS, MAX_PAYLOAD};
+use super::super::fds;
+use super::super::stats::Fault;
+use super::super::{DeviceCommand, QUEUES};
+use super::{
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, FEATURES, PROTOCOL_FEATURES, Session, Slot,
+    Then, duplicate,
+};
+
+/// The most memory regions that are taken: one message's worth of descriptors.
+const MAX_SLOTS: usize = MAX_FDS;
+
+/// "A back-end can signal the descriptor's absence": bit 8 of the payload of KICK, CALL and ERR.
+const NO_FD: u64 = 1 << 8;
+
+/// A request's payload and descriptors, after the checks of its rule.
+pub(super) struct Arguments<'a> {
+    pub(super) payload: &'a [u8],
+    pub(super) fds: Vec<OwnedFd>,
+}
+
+impl Arguments<'_> {
+    /// The structure at the beginning of the payload.
+    fn body<T: ByteValued + Default>(&self) -> Result<T, Denied> {
+        body(self.payload)
+    }
+}
+
+fn body<T: ByteValued + Default>(payload: &[u8]) -> Result<T, Denied> {
+    let mut body = T::default();
+    let bytes = payload.get(..size_of::<T>()).ok_or_else(|| {
+        (
+            Fault::Payload,
+            format!("a payload of only {} bytes", payload.len()),
+        )
+    })?;
+    body.as_mut_slice().copy_from_slice(bytes);
+    Ok(body)
+}
+
+fn duplicate_optional(fd: Option<&OwnedFd>) -> Result<Option<OwnedFd>, Denied> {
+    fd.map(duplicate).transpose()
+}
+
+type Handler = fn(&mut Session, Arguments<'_>) -> Result<Accepted, Denied>;
+
+/// What holds for a kind of request, and who handles it.
+pub(super) struct Rule {
+    request: FrontendReq,
+    /// Must have been negotiated.
+    pub(super) feature: Protocol,
+    /// Shortest and longest payload in bytes.
+    payload: (usize, usize),
+    /// Fewest and most descriptors.
+    fds: (usize, usize),
+    /// It has a reply of its own, for which the front-end waits.
+    pub(super) answered: bool,
+    pub(super) handler: Handler,
+}
+
+impl Rule {
+    const fn new(request: FrontendReq, payload: usize, handler: Handler) -> Rule {
+        let payload = (payload, payload);
+        Rule {
+            request,
+            feature: Protocol::empty(),
+            payload,
+            fds: (0, 0),
+            answered: false,
+            handler,
+        }
+    }
+
+    const fn answered(self) -> Rule {
+        Rule {
+            answered: true,
+            ..self
+        }
+    }
+
+    const fn feature(self, feature: Protocol) -> Rule {
+        Rule { feature, ..self }
+    }
+
+    const fn fds(self, fewest: usize, most: usize) -> Rule {
+        Rule {
+            fds: (fewest, most),
+            ..self
+        }
+    }
+
+    const fn or_longer(self) -> Rule {
+        Rule {
+            payload: (self.payload.0, MAX_PAYLOAD),
+            ..self
+        }
+    }
+
+    /// The rule for a request, if we know it.
+    pub(super) fn of(request: u32) -> Option<&'static Rule> {
+        let known = FrontendReq::try_from(request).ok()?;
+        RULES.iter().find(|rule| rule.request == known)
+    }
+
+    /// Checks what can be checked without the session.
+    pub(super) fn check(&self, payload: &[u8], fds: &[OwnedFd]) -> Result<(), Denied> {
+        let (shortest, longest) = self.payload;
+        if payload.len() < shortest || payload.len() > longest {
+            let text = format!("a payload of {} bytes instead of {shortest}", payload.len());
+            return Err((Fault::Payload, text));
+        }
+        let (fewest, most) = self.fds;
+        if fds.len() < fewest || fds.len() > most {
+            let text = format!(
+                "{} descriptors came, {fewest} to {most} belong to it",
+                fds.len()
+            );
+            return Err((Fault::Descriptors, text));
+        }
+        Ok(())
+    }
+}
+
+const U64: usize = size_of::<VhostUserU64>();
+const STATE: usize = size_of::<VhostUserVringState>();
+const REGION: usize = size_of::<VhostUserMemoryRegion>();
+const SINGLE_REGION: usize = size_of::<VhostUserSingleMemoryRegion>();
+
+/// The requests that we know. What is not here is refused.
+const RULES: &[Rule] = &[
+    Rule::new(FrontendReq::GET_FEATURES, 0, get_features).answered(),
+    Rule::new(FrontendReq::SET_FEATURES, U64, set_features),
+    Rule::new(FrontendReq::SET_OWNER, 0, ignore),
+    Rule::new(FrontendReq::RESET_OWNER, 0, ignore),
+    Rule::new(FrontendReq::GET_PROTOCOL_FEATURES, 0, get_protocol_features).answered(),
+    Rule::new(
+        FrontendReq::SET_PROTOCOL_FEATURES,
+        U64,
+        set_protocol_features,
+    ),
+    Rule::new(FrontendReq::GET_QUEUE_NUM, 0, get_queue_num)
+        .feature(Protocol::MQ)
+        .answered(),
+    // User-mode Linux always sends the table at its full length.
+    Rule::new(
+        FrontendReq::SET_MEM_TABLE,
+        size_of::<VhostUserMemory>(),
+        set_mem_table,
+    )
+    .or_longer()
+    .fds(1, MAX_FDS),
+    Rule::new(FrontendReq::GET_MAX_MEM_SLOTS, 0, get_max_mem_slots)
+        .feature(Protocol::CONFIGURE_MEM_SLOTS)
+        .answered(),
+    Rule::new(FrontendReq::ADD_MEM_REG, SINGLE_REGION, add_mem_reg)
+        .feature(Protocol::CONFIGURE_MEM_SLOTS)
+        .fds(1, 1),
+    // "The back-end should accept messages with one file descriptor" for the sake of front-ends
+    // that send it.
+    Rule::new(FrontendReq::REM_MEM_REG, SINGLE_REGION, rem_mem_reg)
+        .feature(Protocol::CONFIGURE_MEM_SLOTS)
+        .fds(0, 1),
+    Rule::new(FrontendReq::SET_VRING_NUM, STATE, set_vring_num),
+    Rule::new(
+        FrontendReq::SET_VRING_ADDR,
+        size_of::<VhostUserVringAddr>(),
+        set_vring_addr,
+    ),
+    Rule::new(FrontendReq::SET_VRING_BASE, STATE, set_vring_base),
+    Rule::new(FrontendReq::GET_VRING_BASE, STATE, get_vring_base).answered(),
+    Rule::new(FrontendReq::SET_VRING_KICK, U64, set_vring_kick).fds(0, 1),
+    Rule::new(FrontendReq::SET_VRING_CALL, U64, set_vring_call).fds(0, 1),
+    Rule::new(FrontendReq::SET_VRING_ERR, U64, set_vring_err).fds(0, 1),
+    Rule::new(FrontendReq::SET_VRING_ENABLE, STATE, set_vring_enable),
+    Rule::new(
+        FrontendReq::GET_CONFIG,
+        size_of::<VhostUserConfig>(),
+        get_config,
+    )
+    .feature(Protocol::CONFIG)
+    .or_longer()
+    .answered(),
+    Rule::new(
+        FrontendReq::SET_CONFIG,
+        size_of::<VhostUserConfig>(),
+        set_config,
+    )
+    .feature(Protocol::CONFIG)
+    .or_longer(),
+    Rule::new(FrontendReq::SET_BACKEND_REQ_FD, 0, set_backend_req_fd)
+        .feature(Protocol::BACKEND_REQ)
+        .fds(1, 1),
+    Rule::new(FrontendReq::RESET_DEVICE, 0, reset_device).feature(Protocol::RESET_DEVICE),
+];
+
+fn answer(body: impl ByteValued) -> Result<Accepted, Denied> {
+    Ok(Accepted::Answer(body.as_slice().to_vec()))
+}
+
+fn ignore(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    Ok(Accepted::Ack)
+}
+
+fn get_features(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(FEATURES))
+}
+
+fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let features = arguments.body::<VhostUserU64>()?.value;
+    if features & !FEATURES != 0 {
+        let unknown = features & !FEATURES;
+        return Err((
+            Fault::Unsupported,
+            format!("features {unknown:#x} were not offered"),
+        ));
+    }
+    if session.any_started() {
+        return match features == session.features {
+            true => Ok(Accepted::Ack),
+            false => Err((Fault::Order, "a queue runs".into())),
+        };
+    }
+    Ok(Accepted::Command(
+        DeviceCommand::SetFeatures(features),
+        Then::Features(features),
+    ))
+}
+
+fn get_protocol_features(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(PROTOCOL_FEATURES.bits()))
+}
+
+fn set_protocol_features(
+    session: &mut Session,
+    arguments: Arguments<'_>,
+) -> Result<Accepted, Denied> {
+    let bits = arguments.body::<VhostUserU64>()?.value;
+    let unknown = bits & !PROTOCOL_FEATURES.bits();
+    if unknown != 0 {
+        let text = format!("protocol features {unknown:#x} were not offered");
+        return Err((Fault::Unsupported, text));
+    }
+    session.protocol = Protocol::from_bits_truncate(bits);
+    Ok(Accepted::Ack)
+}
+
+fn get_queue_num(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(QUEUES.into()))
+}
+
+fn region(region: &VhostUserMemoryRegion) -> RegionConfig {
+    RegionConfig {
+        guest_addr: region.guest_phys_addr,
+        user_addr: region.user_addr,
+        len: region.memory_size,
+        fd_offset: region.mmap_offset,
+    }
+}
+
+fn set_mem_table(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let count = arguments.body::<VhostUserMemory>()?.num_regions;
+    let files = arguments.fds.len();
+    if usize::try_from(count) != Ok(files) {
+        return Err((
+            Fault::Descriptors,
+            format!("{count} regions, but {files} descriptors"),
+        ));
+    }
+    let table = arguments
+        .payload
+        .get(size_of::<VhostUserMemory>()..)
+        .unwrap_or_default();
+    let mut slots = Vec::with_capacity(files);
+    for (entry, file) in table.chunks_exact(REGION).zip(arguments.fds) {
+        slots.push(Slot {
+            file,
+            region: region(&body(entry)?),
+        });
+    }
+    if slots.len() != files {
+        return Err((
+            Fault::Payload,
+            format!("{count} regions, but room for {}", slots.len()),
+        ));
+    }
+    session.map(slots)
+}
+
+fn get_max_mem_slots(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(MAX_SLOTS as u64))
+}
+
+fn add_mem_reg(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let region = region(&*arguments.body::<VhostUserSingleMemoryRegion>()?);
+    if session.slots.len() >= MAX_SLOTS {
+        return Err((Fault::Memory, format!("all {MAX_SLOTS} slots are taken")));
+    }
+    let mut slots = session.copy_slots()?;
+    slots.extend(arguments.fds.into_iter().map(|file| Slot { file, region }));
+    session.map(slots)
+}
+
+fn rem_mem_reg(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let gone = region(&*arguments.body::<VhostUserSingleMemoryRegion>()?);
+    // "The memory region to be removed is identified by its guest address, user address and
+    // size."
+    let same = |slot: &Slot| {
+        let have = &slot.region;
+        (have.guest_addr, have.user_addr, have.len) == (gone.guest_addr, gone.user_addr, gone.len)
+    };
+    let mut slots = session.copy_slots()?;
+    let before = slots.len();
+    slots.retain(|slot| !same(slot));
+    if slots.len() == before {
+        let text = format!("no region of {} bytes at {:#x}", gone.len, gone.guest_addr);
+        return Err((Fault::Memory, text));
+    }
+    session.map(slots)
+}
+
+fn set_vring_num(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let state = arguments.body::<VhostUserVringState>()?;
+    let (index, size, most) = (state.index, state.num, session.max_queue_size);
+    let queue = session.stopped_queue(index)?;
+    match u16::try_from(size) {
+        Ok(size) if size.is_power_of_two() && size <= most => {
+            queue.size = Some(size);
+            Ok(Accepted::Ack)
+        }
+        _ => {
+            let text = format!("queue {index} of {size} entries: not a power of two up to {most}");
+            Err((Fault::Payload, text))
+        }
+    }
+}
+
+fn set_vring_addr(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let address = arguments.body::<VhostUserVringAddr>()?;
+    let index = address.index;
+    let queue = session.stopped_queue(index)?;
+    if address.flags & VhostUserVringAddrFlags::VHOST_VRING_F_LOG.bits() != 0 {
+        return Err((
+            Fault::Unsupported,
+            "logging of writes was not offered".into(),
+        ));
+    }
+    if !address.is_valid() {
+        return Err((
+            Fault::Payload,
+            format!("addresses of queue {index} are not aligned"),
+        ));
+    }
+    queue.addresses = Some((address.descriptor, address.available, address.used));
+    Ok(Accepted::Ack)
+}
+
+fn set_vring_base(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let state = arguments.body::<VhostUserVringState>()?;
+    let (index, base) = (state.index, state.num);
+    let queue = session.stopped_queue(index)?;
+    queue.base = u16::try_from(base).map_err(|_| {
+        (
+            Fault::Payload,
+            format!("base {base} of queue {index}: has 16 bits"),
+        )
+    })?;
+    Ok(Accepted::Ack)
+}
+
+fn get_vring_base(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let index = arguments.body::<VhostUserVringState>()?.index;
+    let (index, queue) = session.queue(index)?;
+    if queue.started {
+        return Ok(Accepted::Command(
+            DeviceCommand::StopQueue { index },
+            Then::Stop(index),
+        ));
+    }
+    answer(VhostUserVringState::new(index.into(), queue.base.into()))
+}
+
+/// The queue and the descriptor of KICK, CALL and ERR.
+fn notifier(arguments: Arguments<'_>) -> Result<(u32, Option<OwnedFd>), Denied> {
+    let value = arguments.body::<VhostUserU64>()?.value;
+    let fd = arguments.fds.into_iter().next();
+    if fd.is_some() == (value & NO_FD != 0) {
+        return Err((
+            Fault::Descriptors,
+            "the descriptor does not match the message".into(),
+        ));
+    }
+    if let Some(fd) = &fd {
+        fds::check_notifier(fd.as_fd()).map_err(|text| (Fault::Descriptors, text))?;
+    }
+    // Where bits above NO_FD are set, the number is too large for any queue.
+    let index = u32::try_from(value & !NO_FD).unwrap_or(u32::MAX);
+    Ok((index, fd))
+}
+
+/// Starts the queue: "the back-end must start a ring upon receiving a kick", and may at once when
+/// it has the descriptor, as the driver may have made buffers available before.
+fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let (index, kick) = notifier(arguments)?;
+    let negotiated = session.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0;
+    let (has_memory, features) = (session.has_memory, session.features);
+    session.stopped_queue(index)?;
+    let (index, queue) = session.queue(index)?;
+    let Some(kick) = kick else {
+        let text = format!("queue {index} without a kick descriptor: we do not poll rings");
+        return Err((Fault::Unsupported, text));
+    };
+    let incomplete = |what: &str| {
+        (
+            Fault::Order,
+            format!("queue {index} is started before {what}"),
+        )
+    };
+    let size = queue.size.ok_or_else(|| incomplete("its size is set"))?;
+    let (desc, avail, used) = queue
+        .addresses
+        .ok_or_else(|| incomplete("its addresses are set"))?;
+    if !has_memory {
+        return Err(incomplete("there is memory"));
+    }
+    let config = QueueConfig {
+        size,
+        desc,
+        avail,
+        used,
+        base: queue.base,
+        event_idx: features & F_EVENT_IDX != 0,
+        indirect: features & F_INDIRECT_DESC != 0,
+    };
+    let command = DeviceCommand::StartQueue {
+        index,
+        config,
+        kick,
+        call: duplicate_optional(queue.call.as_ref())?,
+        err: duplicate_optional(queue.err.as_ref())?,
+        // "Ring states": without the protocol features a ring that is started is enabled.
+        enabled: queue.enabled || !negotiated,
+    };
+    Ok(Accepted::Command(command, Then::Start(index)))
+}
+
+fn set_vring_call(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let (index, call) = notifier(arguments)?;
+    let (index, queue) = session.queue(index)?;
+    let copy = duplicate_optional(call.as_ref())?;
+    queue.call = call;
+    match queue.started {
+        true => Ok(Accepted::Command(
+            DeviceCommand::SetCall { index, call: copy },
+            Then::Nothing,
+        )),
+        false => Ok(Accepted::Ack),
+    }
+}
+
+fn set_vring_err(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let (index, err) = notifier(arguments)?;
+    let (index, queue) = session.queue(index)?;
+    let copy = duplicate_optional(err.as_ref())?;
+    queue.err = err;
+    match queue.started {
+        true => Ok(Accepted::Command(
+            DeviceCommand::SetErr { index, err: copy },
+            Then::Nothing,
+        )),
+        false => Ok(Accepted::Ack),
+    }
+}
+
+fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let state = arguments.body::<VhostUserVringState>()?;
+    let enabled = match state.num {
+        0 => false,
+        1 => true,
+        other => return Err((Fault::Payload, format!("neither 0 nor 1, but {other}"))),
+    };
+    if session.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+        return Err((
+            Fault::Order,
+            "needs VHOST_USER_F_PROTOCOL_FEATURES in SET_FEATURES".into(),
+        ));
+    }
+    let (index, queue) = session.queue(state.index)?;
+    if queue.started && queue.enabled != enabled {
+        let command = DeviceCommand::EnableQueue { index, enabled };
+        return Ok(Accepted::Command(command, Then::Enable(index, enabled)));
+    }
+    queue.enabled = enabled;
+    Ok(Accepted::Ack)
+}
+
+/// The configuration space is the guest's CID as le64 (virtio 1.3, 5.10.4). A range beyond it is
+/// answered with a size of zero, "to indicate an error".
+fn get_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let mut head = arguments.body::<VhostUserConfig>()?;
+    let space = u64::from(session.cid.get()).to_le_bytes();
+    let range = usize::try_from(head.offset)
+        .ok()
+        .zip(usize::try_from(head.size).ok())
+        .and_then(|(offset, size)| space.get(offset..offset.checked_add(size)?));
+    let bytes = range.unwrap_or_default();
+    if bytes.is_empty() {
+        head.size = 0;
+    }
+    let mut reply = head.as_slice().to_vec();
+    reply.extend_from_slice(bytes);
+    Ok(Accepted::Answer(reply))
+}
+
+fn set_config(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    Err((
+        Fault::Unsupported,
+        "the configuration space of a vsock device is read-only".into(),
+    ))
+}
+
+fn set_backend_req_fd(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    session.channel = arguments.fds.into_iter().next();
+    Ok(Accepted::Ack)
+}
+
+fn reset_device(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    Ok(Accepted::Command(DeviceCommand::ResetDevice, Then::Reset))
+}

@@ -1,0 +1,426 @@
+//! One VM on the control thread: its front-end's connection, and who may connect when.
+//!
+//! ```text
+//!  Idle --accept--> Live --end of connection--> Draining --worker let go--> Idle
+//! ```
+//!
+//! What must hold: `Disconnected` is submitted once for each `Connected`; the next front-end is
+//! let in only when the worker has answered it; of the answers of a worker, only the one that is
+//! waited for counts.
+
+use std::io::{self, IoSlice};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
+use zerosock_proto::Cid;
+use zerosock_sys::fd_passing;
+
+use super::codec::{DecodeError, Decoder};
+use super::mailbox::{FrontendLink, MailSender, Reply};
+use super::session::{Session, Step, Turn};
+use super::stats::{Counters, Fault};
+use super::{DeviceCommand, DevicePort, DeviceReply, VmSpec};
+
+/// Messages of one front-end that are handled before others get their turn.
+const BUDGET: usize = 16;
+/// Connections that are accepted, mostly to be turned away, before others get their turn.
+const ACCEPT_BUDGET: usize = 8;
+
+/// See the module.
+pub(super) struct Vm {
+    name: String,
+    cid: Cid,
+    index: usize,
+    listener: UnixListener,
+    max_queue_size: u16,
+    port: Box<dyn DevicePort>,
+    mail: MailSender,
+    counters: Arc<Counters>,
+    front: Front,
+    /// A front-end that came before the last one's end was known, or over with.
+    next: Option<UnixStream>,
+    /// Number of the last command.
+    sequence: u64,
+    /// Number of the last connection.
+    connection: u64,
+    log: LogLimit,
+}
+
+enum Front {
+    Idle,
+    Live(Box<Connection>),
+    /// `Disconnected` was submitted as the command of this number.
+    Draining(u64),
+}
+
+/// A front-end's connection.
+pub(super) struct Connection {
+    pub(super) socket: UnixStream,
+    pub(super) number: u64,
+    /// What the epoll instance has been told to watch for, if it has been told.
+    pub(super) watched: Option<EventFlags>,
+    decoder: Decoder,
+    session: Session,
+    /// A reply, and how much of it is written. While there is some, nothing is read: so there is
+    /// never more than one.
+    output: Vec<u8>,
+    written: usize,
+    /// The command whose answer is awaited. Until then nothing is read.
+    waiting: Option<u64>,
+}
+
+impl Connection {
+    /// What is to be watched for now. The end of the connection is always reported.
+    pub(super) fn interest(&self) -> EventFlags {
+        if self.waiting.is_some() {
+            EventFlags::empty()
+        } else if self.written < self.output.len() {
+            EventFlags::OUT
+        } else {
+            EventFlags::IN
+        }
+    }
+
+    /// Writes what is left of the reply. False: the socket takes no more now.
+    fn flush(&mut self) -> io::Result<bool> {
+        while let Some(rest) = self
+            .output
+            .get(self.written..)
+            .filter(|rest| !rest.is_empty())
+        {
+            match fd_passing::send(&self.socket, &[IoSlice::new(rest)], &[]) {
+                Ok(bytes) => self.written += bytes,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        self.output.clear();
+        self.written = 0;
+        Ok(true)
+    }
+}
+
+impl Vm {
+    pub(super) fn new(
+        spec: VmSpec,
+        index: usize,
+        mail: MailSender,
+        counters: Arc<Counters>,
+    ) -> io::Result<Vm> {
+        spec.listener.set_nonblocking(true)?;
+        Ok(Vm {
+            name: spec.name,
+            cid: spec.cid,
+            index,
+            listener: spec.listener,
+            max_queue_size: spec.max_queue_size,
+            port: spec.port,
+            mail,
+            counters,
+            front: Front::Idle,
+            next: None,
+            sequence: 0,
+            connection: 0,
+            log: LogLimit::default(),
+        })
+    }
+
+    pub(super) fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    pub(super) fn connection(&mut self) -> Option<&mut Connection> {
+        match &mut self.front {
+            Front::Live(connection) => Some(connection),
+            Front::Idle | Front::Draining(_) => None,
+        }
+    }
+
+    /// No front-end, and the worker knows it.
+    pub(super) fn is_idle(&self) -> bool {
+        matches!(self.front, Front::Idle)
+    }
+
+    /// Takes connections from the listener.
+    ///
+    /// # Errors
+    /// When the system has no descriptor or memory for one: the listener is to rest.
+    pub(super) fn accept(&mut self) -> io::Result<()> {
+        for _ in 0..ACCEPT_BUDGET {
+            match self.listener.accept() {
+                Ok((socket, _)) => self.admit(socket),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                // A front-end that gave up before it was accepted.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    let text = format!("cannot accept a front-end: {error}");
+                    self.warn(&text);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets a front-end in, makes it wait for the end of a dead one, or turns it away.
+    fn admit(&mut self, socket: UnixStream) {
+        if let Front::Live(connection) = &self.front
+            && has_hung_up(&connection.socket)
+        {
+            self.disconnect("the front-end has gone and another one came");
+        }
+        match &self.front {
+            Front::Idle => self.connect(socket),
+            Front::Draining(_) if self.next.is_none() => self.next = Some(socket),
+            Front::Live(_) | Front::Draining(_) => {
+                self.counters.fault(Fault::Busy);
+                let peer = peer(&socket);
+                self.warn(&format!(
+                    "a second front-end ({peer}) is turned away while one is connected"
+                ));
+            }
+        }
+    }
+
+    fn connect(&mut self, socket: UnixStream) {
+        self.counters.connection();
+        self.connection += 1;
+        let peer = peer(&socket);
+        tracing::info!(vm = %self.name, cid = %self.cid, %peer, "front-end connected");
+        let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
+        let waiting = self.submit(DeviceCommand::Connected { link });
+        self.front = Front::Live(Box::new(Connection {
+            socket,
+            number: self.connection,
+            watched: None,
+            decoder: Decoder::new(),
+            session: Session::new(self.cid, self.max_queue_size),
+            output: Vec::new(),
+            written: 0,
+            waiting: Some(waiting),
+        }));
+    }
+
+    /// Ends the connection, if there is one, and tells the worker.
+    pub(super) fn disconnect(&mut self, reason: &str) {
+        if let Front::Live(_) = self.front {
+            tracing::info!(vm = %self.name, cid = %self.cid, reason, "front-end disconnected");
+            // The session goes first: the front-end's files are closed when the worker lets go.
+            self.front = Front::Idle;
+            self.front = Front::Draining(self.submit(DeviceCommand::Disconnected));
+        }
+    }
+
+    /// As `disconnect`, and nobody comes after.
+    pub(super) fn end(&mut self) {
+        self.next = None;
+        self.disconnect("the device is shut down");
+    }
+
+    /// The connection can be read or written, or has ended (`hung_up`).
+    pub(super) fn handle_ready(&mut self, hung_up: bool) {
+        match &self.front {
+            // What the front-end may still have said is of no interest when it is gone.
+            Front::Live(connection) if connection.waiting.is_some() => {
+                if hung_up {
+                    self.disconnect("the front-end is gone, while a request was carried out");
+                }
+            }
+            Front::Live(_) => self.serve(),
+            Front::Idle | Front::Draining(_) => {}
+        }
+    }
+
+    /// A worker has answered a command.
+    pub(super) fn handle_reply(&mut self, sequence: u64, reply: DeviceReply) {
+        match &mut self.front {
+            Front::Live(connection) if connection.waiting == Some(sequence) => {
+                connection.waiting = None;
+                if connection.session.is_waiting() {
+                    let turn = connection.session.handle_reply(reply);
+                    self.apply(turn);
+                } else if let DeviceReply::Failed(reason) = reply {
+                    // The answer to `Connected`.
+                    self.counters.fault(Fault::Worker);
+                    self.warn(&format!("the worker takes no front-end: {reason}"));
+                    self.disconnect("the worker takes no front-end");
+                }
+            }
+            Front::Draining(last) if *last == sequence => {
+                if let DeviceReply::Failed(reason) = reply {
+                    self.warn(&format!(
+                        "the worker could not let go of the device: {reason}"
+                    ));
+                }
+                self.front = Front::Idle;
+                if let Some(socket) = self.next.take() {
+                    self.connect(socket);
+                }
+            }
+            // To a command of a connection that is gone.
+            Front::Live(_) | Front::Draining(_) | Front::Idle => {}
+        }
+    }
+
+    /// A worker wants this connection closed.
+    pub(super) fn handle_close(&mut self, number: u64, reason: &str) {
+        if let Front::Live(connection) = &self.front
+            && connection.number == number
+        {
+            self.disconnect(reason);
+        }
+    }
+
+    /// Handles what the front-end has sent, until there is no more, a command is under way, or it
+    /// is another one's turn.
+    fn serve(&mut self) {
+        for _ in 0..BUDGET {
+            let Front::Live(connection) = &mut self.front else {
+                return;
+            };
+            if connection.waiting.is_some() {
+                return;
+            }
+            match connection.flush() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => return self.disconnect(&format!("cannot write a reply: {error}")),
+            }
+            match connection.decoder.read(&connection.socket) {
+                Ok(None) => return,
+                Ok(Some(message)) => {
+                    self.counters.message();
+                    tracing::trace!(vm = %self.name, request = message.name(), "message");
+                    let turn = connection.session.handle_message(message);
+                    self.apply(turn);
+                }
+                Err(DecodeError::End) => return self.disconnect("the front-end closed it"),
+                Err(error) => {
+                    let text = error.to_string();
+                    if let Some(fault) = error.fault() {
+                        self.counters.fault(fault);
+                        self.warn(&text);
+                    }
+                    return self.disconnect(&text);
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, turn: Turn) {
+        let Turn { step, refusal } = turn;
+        if let Some(refusal) = refusal {
+            self.counters.fault(refusal.fault);
+            self.warn(&format!("refused {}", refusal.text));
+        }
+        match step {
+            Step::Next => {}
+            Step::Reply(bytes) => {
+                if let Front::Live(connection) = &mut self.front {
+                    connection.output = bytes;
+                    if let Err(error) = connection.flush() {
+                        self.disconnect(&format!("cannot write a reply: {error}"));
+                    }
+                }
+            }
+            Step::Command(command) => {
+                let sequence = self.submit(command);
+                if let Front::Live(connection) = &mut self.front {
+                    connection.waiting = Some(sequence);
+                }
+            }
+            Step::Close => self.disconnect("a request that must be answered could not be"),
+        }
+    }
+
+    fn submit(&mut self, command: DeviceCommand) -> u64 {
+        self.sequence += 1;
+        tracing::debug!(vm = %self.name, command = command.name(), "to the worker");
+        let reply = Reply::new(self.mail.clone(), self.index, self.sequence);
+        self.port.submit(command, reply);
+        self.sequence
+    }
+
+    /// Logs what a front-end did wrong, but does not let it fill the log.
+    fn warn(&mut self, text: &str) {
+        if let Some(suppressed) = self.log.admit(Instant::now()) {
+            tracing::warn!(vm = %self.name, cid = %self.cid, suppressed, "{text}");
+        }
+    }
+}
+
+/// Whether nobody is at the other end any more.
+fn has_hung_up(socket: &UnixStream) -> bool {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    let [fd] = match poll(&mut fds, Some(&now)) {
+        Ok(_) => fds,
+        Err(_) => return false,
+    };
+    fd.revents().intersects(PollFlags::HUP | PollFlags::ERR)
+}
+
+/// Who is at the other end, for the log.
+fn peer(socket: &UnixStream) -> String {
+    match socket_peercred(socket) {
+        Ok(cred) => format!(
+            "pid {}, uid {}",
+            cred.pid.as_raw_nonzero(),
+            cred.uid.as_raw()
+        ),
+        Err(_) => "unknown".into(),
+    }
+}
+
+/// At most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`].
+#[derive(Debug, Default)]
+struct LogLimit {
+    since: Option<Instant>,
+    lines: u32,
+    suppressed: u64,
+}
+
+impl LogLimit {
+    const LINES: u32 = 10;
+    const PERIOD: Duration = Duration::from_secs(10);
+
+    /// Whether a line may be written, and how many were not since the last one.
+    fn admit(&mut self, now: Instant) -> Option<u64> {
+        if self
+            .since
+            .is_none_or(|since| now.duration_since(since) >= Self::PERIOD)
+        {
+            self.since = Some(now);
+            self.lines = 0;
+        }
+        if self.lines >= Self::LINES {
+            self.suppressed += 1;
+            return None;
+        }
+        self.lines += 1;
+        Some(std::mem::take(&mut self.suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_lines_are_limited_and_the_rest_counted() {
+        let mut limit = LogLimit::default();
+        let start = Instant::now();
+        let admitted = (0..1000).filter_map(|_| limit.admit(start)).count();
+        assert_eq!(admitted, 10);
+        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(990));
+        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(0));
+    }
+}

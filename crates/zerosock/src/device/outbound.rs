@@ -107,11 +107,15 @@ impl Outbound {
     }
 
     /// `n` copied bytes were taken. An empty overflow gives its memory back: a connection at
-    /// rest owns none.
+    /// rest owns none. One that never empties is moved down when half of it is taken, so that it
+    /// stays below twice the bytes that wait and each byte is moved once at most.
     pub(crate) fn advance_overflow(&mut self, n: usize) {
         self.taken += n;
         if self.taken >= self.overflow.len() {
             self.overflow = Vec::new();
+            self.taken = 0;
+        } else if self.taken >= self.overflow.len() / 2 {
+            self.overflow.drain(..self.taken);
             self.taken = 0;
         }
     }
@@ -166,4 +170,132 @@ pub(crate) fn copy_out(mem: &Memory, held: &Held, to: &mut Vec<u8>) {
         held.offset as usize,
         &mut to[start..],
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use zerosock_ring::{
+        Buffer, DeviceQueue, DriverLayout, DriverQueue, QueueConfig, RegionConfig,
+    };
+
+    const DATA: u64 = 0x8000;
+
+    /// A queue with `n` chains of 16 bytes, of which byte i of chain c is 16 * c + i.
+    fn chains(n: usize) -> (Arc<Memory>, DeviceQueue, Vec<Chain>) {
+        let len = 1 << 16;
+        let fd = zerosock_sys::memfd::create("outbound", len, true).unwrap();
+        let config = RegionConfig {
+            guest_addr: 0,
+            user_addr: 0,
+            len,
+            fd_offset: 0,
+        };
+        let memory = Arc::new(Memory::map(vec![(fd, config)]).unwrap());
+        let layout = DriverLayout::at(0, 256);
+        let mut driver = DriverQueue::new(memory.clone(), layout, false).unwrap();
+        let mut pieces = Vec::new();
+        for c in 0..n {
+            let addr = DATA + 16 * c as u64;
+            memory.translate(addr, 16, &mut pieces).unwrap();
+            let bytes: Vec<u8> = (0..16).map(|i| (16 * c + i) as u8).collect();
+            memory.write(&pieces[c..], 0, &bytes);
+            driver
+                .add(
+                    &[Buffer {
+                        addr,
+                        len: 16,
+                        writable: false,
+                    }],
+                    0,
+                )
+                .unwrap();
+        }
+        let _ = driver.publish();
+        let (desc, avail, used) = (layout.desc, layout.avail, layout.used);
+        let (event_idx, indirect) = (false, false);
+        let config = QueueConfig {
+            size: 256,
+            desc,
+            avail,
+            used,
+            base: 0,
+            event_idx,
+            indirect,
+        };
+        let mut device = DeviceQueue::new(memory.clone(), &config).unwrap();
+        let chains = (0..n).map(|_| device.pop().unwrap().unwrap()).collect();
+        (memory, device, chains)
+    }
+
+    /// Takes everything in steps of `step` bytes, as a socket would.
+    fn drain(outbound: &mut Outbound, memory: &Memory, step: usize) -> (Vec<u8>, Vec<u16>) {
+        let (mut bytes, mut heads) = (Vec::new(), Vec::new());
+        while !outbound.is_empty() {
+            if outbound.held_chains() > 0 {
+                let front = outbound.held.front().unwrap();
+                let n = step.min(front.len as usize);
+                let mut part = vec![0; n];
+                memory.read(front.chain.readable(), front.offset as usize, &mut part);
+                bytes.extend(part);
+                outbound.advance_held(n, |chain| heads.push(chain.head()));
+            } else {
+                let n = step.min(outbound.overflow().len());
+                bytes.extend_from_slice(&outbound.overflow()[..n]);
+                outbound.advance_overflow(n);
+            }
+        }
+        (bytes, heads)
+    }
+
+    #[test]
+    fn bytes_keep_their_order_however_many_are_held_copied_or_spilled() {
+        for share in [0, 1, 3, 10] {
+            for keep in [0, 1, 2, 10] {
+                for step in [1, 5, 16, 100] {
+                    let (memory, _queue, chains) = chains(8);
+                    let mut outbound = Outbound::default();
+                    let mut back = 0;
+                    for (i, chain) in chains.into_iter().enumerate() {
+                        let held = Held {
+                            chain,
+                            offset: 0,
+                            len: 16,
+                        };
+                        back += outbound.push(&memory, held, share).is_some() as usize;
+                        if i == 4 {
+                            outbound.spill(&memory, keep, |_| back += 1);
+                        }
+                    }
+                    assert_eq!(outbound.len(), 128);
+                    let (bytes, heads) = drain(&mut outbound, &memory, step);
+                    assert!(
+                        bytes.iter().enumerate().all(|(i, &b)| i == b as usize),
+                        "{bytes:?}"
+                    );
+                    assert_eq!(back + heads.len(), 8, "every chain comes back once");
+                    assert_eq!(outbound.overflow.capacity(), 0, "no memory at rest");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_overflow_that_never_empties_stays_small() {
+        let (memory, _queue, chains) = chains(64);
+        let mut outbound = Outbound::default();
+        for chain in chains {
+            let held = Held {
+                chain,
+                offset: 0,
+                len: 16,
+            };
+            assert!(outbound.push(&memory, held, 0).is_some());
+            if outbound.overflow_len() > 16 {
+                outbound.advance_overflow(16);
+            }
+            assert!(outbound.overflow.len() <= 64, "{}", outbound.overflow.len());
+        }
+    }
 }

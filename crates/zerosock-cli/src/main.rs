@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod duration;
 mod failure;
 mod logging;
 mod nc;

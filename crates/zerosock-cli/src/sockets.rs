@@ -11,7 +11,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use rustix::fs::{FlockOperation, Gid, Mode, OFlags};
 use rustix::io::Errno;
@@ -84,15 +84,32 @@ pub(crate) enum BindError {
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
+    identity: Identity,
+}
+
+/// Tells a file from the next one at its path. Inode numbers are reused at once; the time of
+/// birth tells then, on file systems that keep it.
+#[derive(Debug, Eq, PartialEq)]
+struct Identity {
     device: u64,
     inode: u64,
+    born: Option<SystemTime>,
+}
+
+impl Identity {
+    fn of(path: &Path) -> io::Result<Identity> {
+        let found = fs::symlink_metadata(path)?;
+        Ok(Identity {
+            device: found.dev(),
+            inode: found.ino(),
+            born: found.created().ok(),
+        })
+    }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|now| now.dev() == self.device && now.ino() == self.inode);
-        if ours {
+        if Identity::of(&self.path).is_ok_and(|now| now == self.identity) {
             // Nothing more to be done when it fails: the next start replaces a stale socket.
             let _ = fs::remove_file(&self.path);
         }
@@ -124,11 +141,10 @@ pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketF
     .map_err(|errno| failed(errno.into()))?;
     let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
     rustix::net::bind(&socket, &address).map_err(|errno| failed(errno.into()))?;
-    let made = fs::symlink_metadata(path).map_err(failed)?;
+    let identity = Identity::of(path).map_err(failed)?;
     let file = SocketFile {
         path: path.to_path_buf(),
-        device: made.dev(),
-        inode: made.ino(),
+        identity,
     };
     if let Some(gid) = access.gid {
         rustix::fs::chown(path, None, Some(gid)).map_err(|errno| BindError::Group {
@@ -294,6 +310,8 @@ mod tests {
         let path = dir.path().join("s");
         let (listener, file) = bind(&path, Access::default()).unwrap();
         drop(listener);
+        // Keeps the inode number taken, so that the next socket cannot get it.
+        fs::hard_link(&path, dir.path().join("kept")).unwrap();
         let (_other, _other_file) = bind(&path, Access::default()).unwrap();
         drop(file);
         UnixStream::connect(&path).unwrap();

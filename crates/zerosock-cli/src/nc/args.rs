@@ -5,6 +5,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::endpoint::Endpoint;
+use crate::duration;
 
 /// Netcat for vsock and Unix sockets: join standard input and output to one connection
 ///
@@ -19,7 +20,7 @@ pub(crate) struct NcArgs {
 
     /// Give up when connecting (or waiting for a connection) takes longer, and later when no byte
     /// has moved for as long [default: wait for ever]
-    #[arg(short = 'w', long, value_name = "SECONDS", value_parser = parse_seconds)]
+    #[arg(short = 'w', long, value_name = "SECONDS", value_parser = duration::parse)]
     pub(crate) timeout: Option<Duration>,
 
     /// Try again until connected, or until --timeout: the peer may not be up yet
@@ -36,7 +37,7 @@ pub(crate) struct NcArgs {
 
     /// Stop this long after the end of standard input, even when the peer has not closed; with 0
     /// as soon as all is sent
-    #[arg(short, long, value_name = "SECONDS", value_parser = parse_seconds)]
+    #[arg(short, long, value_name = "SECONDS", value_parser = duration::parse)]
     pub(crate) quit: Option<Duration>,
 
     /// Close the sending half at the end of standard input: always done, accepted for habit
@@ -71,25 +72,3 @@ Examples:
 
 Exit codes: 0 the peer closed and all was delivered, 1 not connected, refused, timed out or not all
 delivered, 2 an option is wrong.";
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    text.parse()
-        .ok()
-        .and_then(|seconds: f64| Duration::try_from_secs_f64(seconds).ok())
-        .filter(|limit| *limit <= Duration::from_secs(365 * 24 * 3600))
-        .ok_or_else(|| "give a number of seconds, such as 5 or 0.5".to_string())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn seconds_may_have_a_fraction() {
-        assert_eq!(parse_seconds("5"), Ok(Duration::from_secs(5)));
-        assert_eq!(parse_seconds("0.25"), Ok(Duration::from_millis(250)));
-        for text in ["", "-1", "x", "nan", "inf", "1e30"] {
-            assert!(parse_seconds(text).is_err(), "{text:?}");
-        }
-    }
-}

@@ -5,10 +5,12 @@
 //! judge from the shape alone; [`super::settings`] does the rest.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
 use super::vm::RawVm;
+use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
 
 /// Serve virtual machines: one vhost-user vsock device per VM
@@ -109,8 +111,12 @@ pub(crate) struct DaemonFlags {
     pub(crate) socket_group: Option<String>,
 
     /// Connections that one VM may have at once; more are refused with a reset
-    #[arg(long, value_name = "N", default_value_t = 16384)]
+    #[arg(long, value_name = "N", default_value_t = 65536)]
     pub(crate) max_connections: u64,
+
+    /// How long a connection may take to come about, either way, and a CONNECT line to arrive
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]
+    pub(crate) connect_timeout: Duration,
 
     /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than VMs]
     #[arg(long, value_name = "N")]

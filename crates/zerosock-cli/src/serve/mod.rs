@@ -46,7 +46,7 @@ enum ServeError {
     #[error("signals cannot be caught: {0}")]
     Signals(io::Error),
     #[error(transparent)]
-    Start(#[from] backend::StartError),
+    Start(#[from] zerosock::daemon::StartError),
 }
 
 /// The two sockets of one VM.

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{Gid, Mode};
 
@@ -22,6 +23,8 @@ pub(crate) struct Settings {
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     pub(crate) max_connections: usize,
+    /// Not zero.
+    pub(crate) connect_timeout: Duration,
     /// 1 up to the number of VMs.
     pub(crate) workers: usize,
     /// Empty: not pinned. Otherwise worker `i` goes to entry `i` modulo the length.
@@ -181,6 +184,10 @@ fn daemon(flags: DaemonFlags, vms: Vec<Vm>) -> Result<Settings, SettingsError> {
             let fix = format!("give a number from 1 to {MAX_CONNECTIONS}");
             wrong("--max-connections", &flags.max_connections, fix)
         })?;
+    if flags.connect_timeout.is_zero() {
+        let fix = "no connection can come about in no time; give seconds, such as 2".to_string();
+        return Err(wrong("--connect-timeout", &0, fix));
+    }
     let workers = match flags.workers {
         Some(0) => {
             return Err(wrong(
@@ -203,6 +210,7 @@ fn daemon(flags: DaemonFlags, vms: Vec<Vm>) -> Result<Settings, SettingsError> {
             gid: gid.map(Gid::from_raw),
         },
         max_connections,
+        connect_timeout: flags.connect_timeout,
         cpus: pinned,
     })
 }

@@ -1,1 +1,371 @@
+//! Every flag, every spelling of a VM, every complaint.
 
+use clap::Parser;
+
+use super::*;
+use crate::args::{Cli, Command};
+
+fn parse(words: &str) -> Result<ServeArgs, clap::Error> {
+    let words = ["zerosock", "serve"]
+        .into_iter()
+        .chain(words.split_whitespace());
+    Cli::try_parse_from(words).map(|cli| match cli.command {
+        Command::Serve(args) => *args,
+        other => panic!("{other:?}"),
+    })
+}
+
+fn settings(words: &str) -> Settings {
+    Settings::new(parse(words).unwrap()).unwrap()
+}
+
+/// The complaint about a command line, by clap or by us, on one line.
+fn complaint(words: &str) -> String {
+    let said = match parse(words) {
+        Err(error) => {
+            assert_eq!(error.exit_code(), 2, "{error}");
+            error.to_string()
+        }
+        Ok(args) => Settings::new(args).unwrap_err().to_string(),
+    };
+    said.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+const VM: &str = "--socket /run/a --uds-path /run/b";
+
+#[test]
+fn the_least_that_can_be_said_gets_the_defaults() {
+    let settings = settings(VM);
+    assert_eq!(
+        settings.vms,
+        [Vm {
+            cid: 3,
+            socket: "/run/a".into(),
+            host: Host::Hybrid("/run/b".into()),
+            tx_buffer_size: 262144,
+            queue_size: 1024,
+            groups: vec!["default".into()],
+        }]
+    );
+    assert_eq!(settings.ok_port, OkPort::Guest);
+    assert_eq!(settings.access.mode, None);
+    assert_eq!(settings.access.gid, None);
+    assert_eq!(settings.workers, 1);
+    assert_eq!(settings.cpus, [] as [usize; 0]);
+}
+
+#[test]
+fn every_flag_of_a_vm_is_heard() {
+    let settings = settings(
+        "--guest-cid 42 --socket s --forward-cid 1 --forward-listen 9001+5 --tx-buffer-size=65536 \
+         --queue-size=256 --groups a+b+a",
+    );
+    assert_eq!(
+        settings.vms,
+        [Vm {
+            cid: 42,
+            socket: "s".into(),
+            host: Host::Forward {
+                cid: 1,
+                listen: vec![9001, 5]
+            },
+            tx_buffer_size: 65536,
+            queue_size: 256,
+            groups: vec!["a".into(), "b".into()],
+        }]
+    );
+}
+
+#[test]
+fn every_flag_of_the_daemon_is_heard() {
+    let settings = settings(&format!(
+        "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 \
+         --connect-timeout 0.5 --workers 9 \
+         --cpus 0 --log-level debug --log-format json"
+    ));
+    assert_eq!(settings.ok_port, OkPort::Host);
+    assert_eq!(settings.access.mode, Some(Mode::from_raw_mode(0o660)));
+    assert_eq!(settings.access.gid, Some(Gid::from_raw(77)));
+    assert_eq!(settings.max_connections, 5);
+    assert_eq!(settings.connect_timeout, Duration::from_millis(500));
+    assert_eq!(settings.workers, 1, "never more than VMs");
+    assert_eq!(settings.cpus, [0]);
+}
+
+#[test]
+fn many_vms_by_option_as_the_peer_writes_them() {
+    let settings = settings(
+        "--vm socket=/v3,uds_path=/u3 \
+         --vm socket=/v4,uds-path=/u4,guest-cid=4,tx_buffer_size=65536,queue_size=1024,groups=g1 \
+         --vm groups=g2+g3,guest-cid=5,socket=/v5,forward_cid=1,tx-buffer-size=32768,queue_size=256",
+    );
+    let [three, four, five] = settings.vms.as_slice() else {
+        panic!("{settings:?}")
+    };
+    assert_eq!((three.cid, four.cid, five.cid), (3, 4, 5));
+    assert_eq!(three.tx_buffer_size, 262144);
+    assert_eq!(four.tx_buffer_size, 65536);
+    assert_eq!(five.groups, ["g2", "g3"]);
+    assert_eq!(five.queue_size, 256);
+    assert_eq!(
+        five.host,
+        Host::Forward {
+            cid: 1,
+            listen: vec![]
+        }
+    );
+}
+
+#[test]
+fn workers_follow_the_pinned_cpus() {
+    let two = "--vm socket=/a,uds-path=/b --vm guest-cid=4,socket=/c,uds-path=/d";
+    assert_eq!(settings(&format!("{two} --cpus 0")).workers, 1);
+    assert_eq!(settings(&format!("{two} --cpus 0 --workers 2")).workers, 2);
+}
+
+#[test]
+fn a_file_names_vms_and_its_complaints_name_their_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vms.yaml");
+    let config = format!("--config {}", path.display());
+    std::fs::write(
+        &path,
+        "vms: [{socket: /a, uds_path: /b}, {guest_cid: 4, socket: /c, uds-path: /d}]",
+    )
+    .unwrap();
+    assert_eq!(settings(&config).vms.len(), 2);
+    std::fs::write(
+        &path,
+        "vms: [{socket: /a, uds_path: /b}, {guest_cid: 2, socket: /c, uds-path: /d}]",
+    )
+    .unwrap();
+    let said = complaint(&config);
+    assert!(
+        said.ends_with(
+            "vms.yaml: vms[1].guest_cid 2: reserved (the host); give a CID from 3 to 4294967294"
+        ),
+        "{said}"
+    );
+}
+
+#[test]
+fn ways_of_naming_vms_exclude_each_other() {
+    for words in [
+        format!("{VM} --vm socket=/a,uds-path=/b"),
+        format!("{VM} --config f"),
+        "--vm socket=/a,uds-path=/b --config f".to_string(),
+        "--guest-cid 3 --config f".to_string(),
+        "--groups a --vm socket=/a,uds-path=/b".to_string(),
+        "--queue-size 2 --config f".to_string(),
+        "--tx-buffer-size 200 --config f".to_string(),
+        format!("{VM} --forward-cid 1"),
+        format!("{VM} --forward-listen 1"),
+    ] {
+        let said = complaint(&words);
+        assert!(said.contains("cannot be used with"), "{words}: {said}");
+    }
+    let said = complaint("--vm socket=/a,uds-path=/b,forward-cid=1");
+    assert_eq!(
+        said,
+        "--vm uds-path and --vm forward-cid exclude each other: keep one"
+    );
+    let said = complaint("--vm socket=/a,uds-path=/b,forward-listen=1");
+    assert_eq!(
+        said,
+        "--vm uds-path and --vm forward-listen exclude each other: keep one"
+    );
+}
+
+#[test]
+fn a_complaint_names_the_option_the_value_and_the_fix() {
+    let long = "x".repeat(108);
+    let cases = [
+        (
+            "",
+            "no virtual machine is named: give --socket and --uds-path, or --vm, or --config",
+        ),
+        ("--guest-cid 3", "--socket is missing: name the Unix socket"),
+        ("--socket /a", "--uds-path is missing: name the Unix socket"),
+        (
+            "--socket /a --forward-listen 5",
+            "--forward-cid is missing: forward-listen needs it",
+        ),
+        ("--vm uds-path=/a", "--vm socket is missing"),
+        (
+            &format!("{VM} --guest-cid 0"),
+            "--guest-cid 0: reserved (the hypervisor); give a CID",
+        ),
+        (
+            &format!("{VM} --guest-cid 1"),
+            "--guest-cid 1: reserved (loopback)",
+        ),
+        (
+            &format!("{VM} --guest-cid 2"),
+            "--guest-cid 2: reserved (the host)",
+        ),
+        (
+            &format!("{VM} --guest-cid 4294967295"),
+            "--guest-cid 4294967295: reserved (any CID)",
+        ),
+        (
+            &format!("{VM} --guest-cid 4294967296"),
+            "--guest-cid 4294967296: a CID has 32 bits",
+        ),
+        (
+            &format!("{VM} --guest-cid 18446744073709551615"),
+            "--guest-cid 18446744073709551615: reserved (any CID)",
+        ),
+        (
+            &format!("{VM} --guest-cid x"),
+            "error: invalid value 'x' for '--guest-cid <CID>'",
+        ),
+        (
+            &format!("{VM} --queue-size 1000"),
+            "--queue-size 1000: give a power of two",
+        ),
+        (
+            &format!("{VM} --queue-size 0"),
+            "--queue-size 0: give a power of two",
+        ),
+        (
+            &format!("{VM} --queue-size 65536"),
+            "--queue-size 65536: give a power of two",
+        ),
+        (
+            &format!("{VM} --tx-buffer-size 127"),
+            "--tx-buffer-size 127: give bytes from 128",
+        ),
+        (
+            &format!("{VM} --tx-buffer-size 1073741825"),
+            "--tx-buffer-size 1073741825: give bytes",
+        ),
+        (
+            &format!("{VM} --groups a++b"),
+            "--groups a++b: a name is empty; give names joined by",
+        ),
+        (
+            &format!("{VM} --socket-mode 999"),
+            "--socket-mode 999: give permission bits in octal",
+        ),
+        (
+            &format!("{VM} --socket-mode 1777"),
+            "--socket-mode 1777: give permission bits in octal",
+        ),
+        (
+            &format!("{VM} --socket-mode +66"),
+            "--socket-mode +66: give permission bits in octal",
+        ),
+        (
+            &format!("{VM} --socket-group no-such-group"),
+            "--socket-group no-such-group: no such group in /etc/group; give a name from there",
+        ),
+        (
+            &format!("{VM} --max-connections 0"),
+            "--max-connections 0: give a number from 1 to",
+        ),
+        (
+            &format!("{VM} --connect-timeout 0"),
+            "--connect-timeout 0: no connection can come",
+        ),
+        (
+            &format!("{VM} --connect-timeout soon"),
+            "error: invalid value 'soon' for '--connect-timeout <SECONDS>': give a number of seconds",
+        ),
+        (&format!("{VM} --workers 0"), "--workers 0: give at least 1"),
+        (
+            &format!("{VM} --cpus 0-"),
+            "--cpus 0-: `0-` is no CPU or range; give numbers",
+        ),
+        (
+            &format!("{VM} --cpus 1023"),
+            "--cpus 1023: this process may not run on CPU 1023; it may on 0",
+        ),
+        (
+            &format!("{VM} --ok-port both"),
+            "error: invalid value 'both' for '--ok-port <OK_PORT>'",
+        ),
+        (
+            &format!("{VM} --log-level loud"),
+            "error: invalid value 'loud' for '--log-level <LEVEL>'",
+        ),
+        (
+            &format!("{VM} --log-format xml"),
+            "error: invalid value 'xml' for '--log-format <FORMAT>'",
+        ),
+        (
+            "--socket /a --forward-cid 0",
+            "--forward-cid 0: give a CID that can be connected to",
+        ),
+        (
+            "--socket /a --forward-cid 1 --forward-listen 5+x",
+            "--forward-listen 5+x: `x` is no port; give numbers",
+        ),
+        (
+            "--socket /a --forward-cid 1 --forward-listen 5+5",
+            "--forward-listen 5+5: port 5 is named twice: leave one",
+        ),
+        (
+            &format!("--socket {long} --uds-path /b"),
+            &format!(
+                "--socket {long}: the path has 108 bytes, and a Unix socket address holds 108"
+            ),
+        ),
+        (
+            &format!("--socket /a --uds-path {long}"),
+            &format!("--uds-path {long}: the path has 108"),
+        ),
+        (
+            "--vm socket=,uds-path=/b",
+            "--vm socket : the path is empty; name a file",
+        ),
+        (
+            "--vm sock=/a",
+            "error: invalid value 'sock=/a' for '--vm <KEY=VALUE,...>': unknown key `sock`",
+        ),
+        (
+            "--vm socket=/a,uds-path=/b --vm socket=/c,uds-path=/d",
+            "--vm guest-cid 3: already used by the VM at /a; every VM needs its own",
+        ),
+        (
+            "--vm socket=/a,uds-path=/b --vm guest-cid=4,socket=/a,uds-path=/d",
+            "--vm socket /a: already used by --vm socket of the VM with CID 3; every VM needs",
+        ),
+        (
+            "--vm socket=/a,uds-path=/b --vm guest-cid=4,socket=/c,uds-path=/./b",
+            "--vm uds-path /./b: already used by --vm uds-path of the VM with CID 3",
+        ),
+        (
+            "--socket /a --uds-path /a",
+            "--uds-path /a: already used by --socket of the VM with CID 3",
+        ),
+        (
+            "--vm socket=/a,forward-cid=1,forward-listen=7 \
+             --vm guest-cid=4,socket=/b,forward-cid=1,forward-listen=7",
+            "--vm forward-listen 7: already used by --vm forward-listen of the VM with CID 3",
+        ),
+        (
+            "--config /nonexistent.yaml",
+            "--config /nonexistent.yaml: cannot be read",
+        ),
+    ];
+    for (words, wanted) in cases {
+        let said = complaint(words);
+        assert!(
+            said.starts_with(wanted),
+            "{words}\n   said: {said}\n wanted: {wanted}"
+        );
+    }
+}
+
+#[test]
+fn the_mode_may_be_written_in_the_usual_ways() {
+    for (text, bits) in [
+        ("660", 0o660),
+        ("0660", 0o660),
+        ("0o600", 0o600),
+        ("0", 0),
+        ("777", 0o777),
+    ] {
+        assert_eq!(parse_mode(text), Some(Mode::from_raw_mode(bits)), "{text}");
+    }
+}

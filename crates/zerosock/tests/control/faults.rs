@@ -1,0 +1,288 @@
+//! What a bad front-end says: it is refused, counted, and nobody else notices.
+
+use std::io::Write;
+use std::os::fd::{AsFd, OwnedFd};
+
+use zerosock::device::control::Fault;
+
+use super::fake::*;
+
+fn faults(lab: &Lab, fault: Fault) -> u64 {
+    lab.control.stats(0).unwrap().faults(fault)
+}
+
+#[test]
+fn a_running_queue_cannot_be_changed() {
+    let (lab, worker) = Lab::one();
+    let commands = worker.answer_all();
+    let raw = lab.raw(0);
+    start(&raw);
+    let kick = event();
+    let changes: [(u32, Vec<u8>, Option<&OwnedFd>); 5] = [
+        (8, state(0, 64), None),
+        (9, addresses(0, USER, USER + 0x2000, USER + 0x1000), None),
+        (10, state(0, 1), None),
+        (12, words(&[0]), Some(&kick)),
+        (2, words(&[1 << 32]), None),
+    ];
+    for (request, payload, fd) in changes {
+        let fds: Vec<_> = fd.into_iter().map(|fd| fd.as_fd()).collect();
+        raw.send(request, NEED_REPLY, &payload, &fds);
+        assert_eq!(raw.reply_u64(request), 1, "request {request}");
+    }
+    assert_eq!(faults(&lab, Fault::Order), 5);
+    // Unchanged, it can be stopped, and then changed.
+    raw.send(11, 0, &state(0, 0), &[]);
+    assert_eq!(raw.reply(), (11, state(0, 77)));
+    raw.send(8, NEED_REPLY, &state(0, 64), &[]);
+    assert_eq!(raw.reply_u64(8), 0);
+    wait_for(&commands, "StopQueue");
+}
+
+#[test]
+fn wrong_values_are_refused_and_the_session_goes_on() {
+    let (lab, worker) = Lab::one();
+    let _commands = worker.answer_all();
+    let raw = lab.raw(0);
+    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    let file = memory(MEMORY);
+    let event = event();
+    let (file, event) = (file.as_fd(), event.as_fd());
+    let one = |region: [u64; 4]| table(&[region]);
+    let good = [0, MEMORY, USER, 0];
+    type Case<'a> = (Fault, u32, Vec<u8>, Vec<std::os::fd::BorrowedFd<'a>>);
+    let cases: Vec<Case<'_>> = vec![
+        // Sizes of queues.
+        (Fault::Payload, 8, state(0, 0), vec![]),
+        (Fault::Payload, 8, state(0, 100), vec![]),
+        (Fault::Payload, 8, state(0, 2048), vec![]),
+        (Fault::Payload, 8, state(0, 65536), vec![]),
+        (Fault::Payload, 8, state(0, 65536 + 64), vec![]),
+        (Fault::Payload, 8, state(3, 64), vec![]),
+        (Fault::Payload, 8, state(u32::MAX, 64), vec![]),
+        (Fault::Payload, 8, state(0, 64)[..7].to_vec(), vec![]),
+        (Fault::Payload, 10, state(0, 65536), vec![]),
+        // Addresses.
+        (
+            Fault::Payload,
+            9,
+            addresses(0, USER + 8, USER, USER),
+            vec![],
+        ),
+        (
+            Fault::Payload,
+            9,
+            addresses(0, USER, USER + 2, USER),
+            vec![],
+        ),
+        (
+            Fault::Payload,
+            9,
+            addresses(0, USER, USER, USER + 1),
+            vec![],
+        ),
+        (Fault::Payload, 9, addresses(3, USER, USER, USER), vec![]),
+        // Descriptors.
+        (Fault::Descriptors, 2, words(&[0]), vec![event]),
+        (Fault::Descriptors, 3, vec![], vec![event]),
+        (Fault::Descriptors, 12, words(&[0]), vec![]),
+        (Fault::Descriptors, 12, words(&[0]), vec![event, event]),
+        (Fault::Descriptors, 12, words(&[0]), vec![file]),
+        (Fault::Descriptors, 13, words(&[0x100]), vec![event]),
+        (Fault::Descriptors, 13, words(&[0]), vec![file]),
+        (Fault::Descriptors, 14, words(&[0]), vec![]),
+        (Fault::Descriptors, 21, vec![], vec![]),
+        (Fault::Payload, 13, words(&[0xff]), vec![event]),
+        (Fault::Payload, 13, words(&[1 << 40]), vec![event]),
+        // Memory.
+        (Fault::Descriptors, 5, one(good), vec![]),
+        (Fault::Descriptors, 5, one(good), vec![file, file]),
+        (Fault::Descriptors, 5, one(good), vec![event]),
+        (Fault::Descriptors, 5, state(0, 0), vec![file]),
+        (Fault::Descriptors, 5, state(u32::MAX, 0), vec![file]),
+        (Fault::Payload, 5, one(good)[..39].to_vec(), vec![file]),
+        (Fault::Payload, 5, state(1, 0), vec![file]),
+        (Fault::Memory, 5, one([0, 0, USER, 0]), vec![file]),
+        (Fault::Memory, 5, one([0, MEMORY + 1, USER, 0]), vec![file]),
+        (Fault::Memory, 5, one([0, MEMORY, USER, 4096]), vec![file]),
+        (
+            Fault::Memory,
+            5,
+            one([u64::MAX, MEMORY, USER, 0]),
+            vec![file],
+        ),
+        (Fault::Memory, 5, one([0, MEMORY, u64::MAX, 0]), vec![file]),
+        (
+            Fault::Memory,
+            5,
+            one([0, MEMORY, USER, u64::MAX]),
+            vec![file],
+        ),
+        (Fault::Memory, 5, table(&[good, good]), vec![file, file]),
+        (Fault::Memory, 38, words(&[0, 0, MEMORY, USER, 0]), vec![]),
+        // Order, and what was not offered.
+        (Fault::Order, 12, words(&[0]), vec![event]),
+        (Fault::Order, 18, state(0, 1), vec![]),
+        (Fault::Unsupported, 12, words(&[0x100]), vec![]),
+        (Fault::Unsupported, 2, words(&[1 << 34]), vec![]),
+        (Fault::Unsupported, 16, words(&[PROTOCOL | 1 << 12]), vec![]),
+        (Fault::Unsupported, 6, words(&[0, 0]), vec![file]),
+        (Fault::Unsupported, 39, words(&[0]), vec![]),
+        (Fault::Unsupported, 0, vec![], vec![]),
+        (Fault::Unsupported, 1000, vec![1; 100], vec![event]),
+    ];
+    for (case, (fault, request, payload, fds)) in cases.into_iter().enumerate() {
+        let before = faults(&lab, fault);
+        raw.send(request, NEED_REPLY, &payload, &fds);
+        assert_eq!(raw.reply_u64(request), 1, "case {case}, request {request}");
+        assert_eq!(
+            faults(&lab, fault),
+            before + 1,
+            "case {case}, request {request}: {fault:?}"
+        );
+    }
+    raw.send(5, NEED_REPLY, &one(good), &[file]);
+    assert_eq!(raw.reply_u64(5), 0);
+    start(&raw);
+}
+
+#[test]
+fn without_need_reply_a_refusal_is_silent() {
+    let (lab, worker) = Lab::one();
+    let _commands = worker.answer_all();
+    let raw = lab.raw(0);
+    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(8, 0, &state(0, 3), &[]);
+    raw.ping();
+    // Nor is one given that was not negotiated.
+    raw.send(16, 0, &words(&[PROTOCOL & !8]), &[]);
+    raw.send(8, NEED_REPLY, &state(0, 3), &[]);
+    raw.ping();
+    assert_eq!(faults(&lab, Fault::Payload), 2);
+    // Not negotiated: not known.
+    raw.send(16, 0, &words(&[8]), &[]);
+    raw.send(34, NEED_REPLY, &[], &[]);
+    assert_eq!(raw.reply_u64(34), 1);
+    assert_eq!(faults(&lab, Fault::Unsupported), 1);
+}
+
+#[test]
+fn a_request_that_must_be_answered_and_cannot_be_ends_the_connection() {
+    let (lab, worker) = Lab::one();
+    let commands = worker.answer_all();
+    let raw = lab.raw(0);
+    raw.send(11, NEED_REPLY, &state(3, 0), &[]);
+    raw.expect_end();
+    wait_for(&commands, "Disconnected");
+    assert_eq!(faults(&lab, Fault::Payload), 1);
+}
+
+#[test]
+fn a_broken_frame_ends_the_connection() {
+    let (lab, worker) = Lab::one();
+    let commands = worker.answer_all();
+    let many: Vec<OwnedFd> = (0..33).map(|_| event()).collect();
+    let many: Vec<_> = many.iter().map(|fd| fd.as_fd()).collect();
+    for (fault, bytes, fds) in [
+        (Fault::Header, header(1, 0, 0), &[][..]),
+        (Fault::Header, header(1, 2, 0), &[]),
+        (Fault::Header, header(1, 5, 0), &[]),
+        (Fault::PayloadTooLong, header(5, 1, 4097), &[]),
+        (Fault::PayloadTooLong, header(5, 1, u32::MAX), &[]),
+        (Fault::TooManyDescriptors, header(1, 1, 0), &many[..]),
+    ] {
+        let before = faults(&lab, fault);
+        let raw = lab.raw(0);
+        raw.send_bytes(&bytes, fds).unwrap();
+        raw.expect_end();
+        wait_for(&commands, "Disconnected");
+        assert_eq!(faults(&lab, fault), before + 1, "{fault:?}");
+    }
+    // As many in all, in parts.
+    let raw = lab.raw(0);
+    raw.send_bytes(&header(5, 1, 8), &many[..20]).unwrap();
+    raw.send_bytes(&[0; 4], &many[..13]).unwrap();
+    raw.expect_end();
+    wait_for(&commands, "Disconnected");
+    assert_eq!(faults(&lab, Fault::TooManyDescriptors), 2);
+    for half in [&header(1, 1, 0)[..5], &header(2, 1, 8)[..]] {
+        let raw = lab.raw(0);
+        raw.send_bytes(half, &[]).unwrap();
+        drop(raw);
+        wait_for(&commands, "Disconnected");
+    }
+    assert_eq!(faults(&lab, Fault::Truncated), 2);
+}
+
+#[test]
+fn half_a_message_and_silence_stop_nobody_else() {
+    let (lab, mut workers) = Lab::new(2);
+    let _second = workers.remove(1).answer_all();
+    let _first = workers.remove(0).answer_all();
+    let silent = lab.raw(0);
+    silent.ping();
+    silent.send_bytes(&header(2, 1, 8)[..7], &[]).unwrap();
+    start(&lab.raw(1));
+    // The rest, byte by byte.
+    for byte in &header(2, 9, 8)[7..] {
+        (&silent.0).write_all(&[*byte]).unwrap();
+        lab.raw(1).ping();
+    }
+    silent.send_bytes(&words(&[1 << 32]), &[]).unwrap();
+    silent.ping();
+}
+
+#[test]
+fn a_front_end_that_takes_no_replies_stops_nobody_else() {
+    let (lab, mut workers) = Lab::new(2);
+    let _second = workers.remove(1).answer_all();
+    let _first = workers.remove(0).answer_all();
+    let deaf = lab.raw(0);
+    deaf.0.set_nonblocking(true).unwrap();
+    // Until both directions are full.
+    let mut sent = 0;
+    let ask = header(1, 1, 0);
+    let mut settled = 0;
+    while settled < 50 {
+        match deaf.send_bytes(&ask, &[]) {
+            Ok(bytes) => {
+                assert_eq!(bytes, ask.len());
+                sent += 1;
+                settled = 0;
+            }
+            Err(_) => {
+                // Whenever the other VM has been served, this one has had its turn.
+                lab.raw(1).ping();
+                settled += 1;
+            }
+        }
+    }
+    start(&lab.raw(1));
+    deaf.0.set_nonblocking(false).unwrap();
+    for _ in 0..sent {
+        assert_ne!(deaf.reply_u64(1), 0);
+    }
+    deaf.ping();
+}
+
+#[test]
+fn what_the_worker_refuses_is_refused() {
+    let (lab, worker) = Lab::one();
+    let raw = lab.raw(0);
+    worker.done("Connected");
+    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    worker.expect("SetFeatures").1.failed("no");
+    assert_eq!(raw.reply_u64(2), 1);
+    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    drop(worker.expect("SetFeatures"));
+    assert_eq!(raw.reply_u64(2), 1, "dropped");
+    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    worker.expect("SetFeatures").1.base(4);
+    assert_eq!(raw.reply_u64(2), 1, "an answer to something else");
+    assert_eq!(faults(&lab, Fault::Worker), 3);
+    raw.send(2, NEED_REPLY, &words(&[FEATURES]), &[]);
+    worker.done("SetFeatures");
+    assert_eq!(raw.reply_u64(2), 0);
+    let _commands = worker.answer_all();
+}

@@ -1,0 +1,209 @@
+//! Descriptors that a front-end sends are closed, whatever else it does. The one test of this
+//! binary, because it counts the descriptors of the process.
+
+#[path = "control/fake.rs"]
+mod fake;
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::Receiver;
+
+use fake::*;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use zerosock::device::control::DeviceCommand;
+use zerosock::device::control::codec::Decoder;
+
+/// What a front-end does next.
+#[derive(Clone, Debug)]
+enum Act {
+    /// The messages that start the queues, from one to another, as they should be or with other
+    /// descriptors.
+    Sequence {
+        from: usize,
+        count: usize,
+        fds: Option<Vec<u8>>,
+    },
+    /// A message with a right header and any payload.
+    Message {
+        request: u32,
+        flags: u32,
+        payload: Vec<u8>,
+        fds: Vec<u8>,
+    },
+    /// A vring or memory message with numbers that may make sense.
+    Numbers {
+        request: u32,
+        numbers: Vec<u8>,
+        fds: Vec<u8>,
+    },
+    /// Any bytes.
+    Bytes { bytes: Vec<u8>, fds: Vec<u8> },
+}
+
+fn descriptors() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![6 => vec(0..6u8, 0..3), 1 => vec(0..6u8, 30..36), 1 => vec(0..6u8, 0..250)]
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let payload = prop_oneof![vec(any::<u8>(), 0..64), vec(any::<u8>(), 0..1200)];
+    prop_oneof![
+        4 => (0..20usize, 1..20usize, prop::option::weighted(0.2, descriptors()))
+            .prop_map(|(from, count, fds)| Act::Sequence { from, count, fds }),
+        2 => (0..50u32, prop_oneof![Just(0u32), Just(8), any::<u32>()], payload, descriptors())
+            .prop_map(|(request, flags, payload, fds)| Act::Message { request, flags, payload, fds }),
+        3 => (0..50u32, vec(0..4u8, 0..6), descriptors())
+            .prop_map(|(request, numbers, fds)| Act::Numbers { request, numbers, fds }),
+        1 => (vec(any::<u8>(), 1..40), descriptors())
+            .prop_map(|(bytes, fds)| Act::Bytes { bytes, fds }),
+    ]
+}
+
+/// One descriptor of each kind, to be sent again and again.
+struct Kinds(Vec<OwnedFd>);
+
+impl Kinds {
+    fn new() -> Kinds {
+        let (socket, _) = UnixStream::pair().unwrap();
+        let null = File::open("/dev/null").unwrap();
+        let file = tempfile::tempfile().unwrap();
+        Kinds(vec![
+            event(),
+            memory(MEMORY),
+            zerosock_sys::memfd::create("empty", 0, false).unwrap(),
+            socket.into(),
+            null.into(),
+            file.into(),
+        ])
+    }
+
+    fn pick(&self, picks: &[u8]) -> Vec<BorrowedFd<'_>> {
+        picks
+            .iter()
+            .map(|pick| self.0[usize::from(*pick)].as_fd())
+            .collect()
+    }
+}
+
+/// Errors are expected: the other side may have closed the connection.
+fn send(raw: &Raw, request: u32, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut bytes = header(request, flags, payload.len() as u32).to_vec();
+    bytes.extend_from_slice(payload);
+    let _ = raw.send_bytes(&bytes, fds);
+}
+
+fn perform(raw: &Raw, kinds: &Kinds, act: &Act) {
+    match act {
+        Act::Sequence { from, count, fds } => {
+            for (request, payload, own) in start_sequence().into_iter().skip(*from).take(*count) {
+                let own: Vec<_> = own.iter().map(|fd| fd.as_fd()).collect();
+                let fds = fds.as_ref().map(|fds| kinds.pick(fds)).unwrap_or(own);
+                send(raw, request, 1 | NEED_REPLY, &payload, &fds);
+            }
+        }
+        Act::Message {
+            request,
+            flags,
+            payload,
+            fds,
+        } => {
+            send(raw, *request, 1 | flags, payload, &kinds.pick(fds));
+        }
+        Act::Numbers {
+            request,
+            numbers,
+            fds,
+        } => {
+            let words: Vec<u8> = numbers
+                .iter()
+                .flat_map(|n| u64::from(*n).to_ne_bytes())
+                .collect();
+            send(raw, *request, 1, &words, &kinds.pick(fds));
+        }
+        Act::Bytes { bytes, fds } => {
+            let _ = raw.send_bytes(bytes, &kinds.pick(fds));
+        }
+    }
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// A decoder alone, on a socket pair.
+fn decode(acts: &[Act], kinds: &Kinds) -> Result<(), TestCaseError> {
+    let before = open_descriptors();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let raw = Raw(ours);
+    raw.0.set_nonblocking(true).unwrap();
+    let mut decoder = Decoder::new();
+    for act in acts {
+        perform(&raw, kinds, act);
+        loop {
+            match decoder.read(&theirs) {
+                Ok(Some(message)) => prop_assert!(message.fds.len() <= 32),
+                Ok(None) => break,
+                Err(_) => {
+                    decoder = Decoder::new();
+                    break;
+                }
+            }
+        }
+    }
+    drop((raw, theirs, decoder));
+    prop_assert_eq!(open_descriptors(), before);
+    Ok(())
+}
+
+/// A whole session with the control thread and a worker that drops all it gets.
+fn converse(
+    lab: &Lab,
+    commands: &Receiver<DeviceCommand>,
+    acts: &[Act],
+    kinds: &Kinds,
+) -> Result<(), TestCaseError> {
+    let before = open_descriptors();
+    let raw = lab.raw(0);
+    for act in acts {
+        perform(&raw, kinds, act);
+    }
+    drop(raw);
+    wait_for(commands, "Disconnected");
+    prop_assert_eq!(open_descriptors(), before);
+    Ok(())
+}
+
+#[test]
+fn no_bytes_and_descriptors_panic_or_leak() {
+    let kinds = Kinds::new();
+    // A runner counts its successes, so each run has its own.
+    let runner = || {
+        TestRunner::new(Config {
+            cases: 500,
+            failure_persistence: None,
+            ..Config::default()
+        })
+    };
+    runner()
+        .run(&vec(act(), 1..6), |acts| decode(&acts, &kinds))
+        .unwrap();
+
+    let (lab, worker) = Lab::one();
+    let commands = worker.answer_all();
+    // The reading of the directory, the first time, may leave something open for good.
+    converse(&lab, &commands, &[], &kinds).unwrap();
+    runner()
+        .run(&vec(act(), 1..12), |acts| {
+            converse(&lab, &commands, &acts, &kinds)
+        })
+        .unwrap();
+
+    // The thread is alive, and does what it should.
+    start(&lab.raw(0));
+    wait_for(&commands, "Disconnected");
+    let stats = lab.control.stats(0).unwrap();
+    eprintln!("{stats:?}");
+    assert!(stats.messages > 1000);
+}

@@ -356,6 +356,11 @@ impl DeviceQueue {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn pool_capacity(&self) -> usize {
+        self.pool.iter().map(Vec::capacity).sum()
+    }
+
     /// Makes all completed chains visible to the driver; true: it wants a notification. The first
     /// batch of a queue with event index always does, because a predecessor may have died between
     /// publishing and notifying.

@@ -15,6 +15,7 @@ mod layout;
 mod rings;
 
 #[cfg(all(test, loom))]
+#[allow(unsafe_code)]
 mod loom_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;

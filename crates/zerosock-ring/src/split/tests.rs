@@ -1,1 +1,0 @@
-//! Tests of both halves together.

@@ -1,0 +1,580 @@
+//! The device half against hand-made rings.
+
+use std::sync::Arc;
+
+use super::*;
+use crate::memory::TranslateError;
+use crate::split::layout::{DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, QueueError, used_len};
+use crate::split::{BrokenReason, Buffer, Chain, ChainFault, PopError, Used};
+
+const N: u16 = DESC_F_NEXT;
+const W: u16 = DESC_F_WRITE;
+const I: u16 = DESC_F_INDIRECT;
+
+fn device(size: u16) -> (Arc<Memory>, DeviceQueue) {
+    let (driver, device) = queues(size, 0, false);
+    (Arc::clone(driver.memory()), device)
+}
+
+fn popped(queue: &mut DeviceQueue) -> Chain {
+    queue.pop().expect("a sound queue").expect("a posted chain")
+}
+
+fn fault(queue: &mut DeviceQueue) -> ChainFault {
+    match queue.pop() {
+        Err(PopError::Malformed(chain)) => {
+            let fault = chain.fault().expect("a reason");
+            assert!(chain.readable().is_empty() && chain.writable().is_empty());
+            assert_eq!((chain.readable_len(), chain.writable_len()), (0, 0));
+            queue.complete(chain, 0);
+            fault
+        }
+        other => panic!("not malformed: {other:?}"),
+    }
+}
+
+#[test]
+fn every_malformed_chain_is_named_and_costs_only_itself() {
+    use ChainFault::*;
+    let d = DATA;
+    let end = DATA + 2 * DATA_LEN;
+    let indirect = DATA + 0x1000;
+    type Table<'a> = &'a [(u64, u32, u16, u16)];
+    let cases: &[(&str, Table<'_>, Table<'_>, ChainFault)] = &[
+        ("loop to itself", &[(d, 8, N, 0)], &[], TooLong),
+        ("loop of two", &[(d, 8, N, 1), (d, 8, N, 0)], &[], TooLong),
+        ("next past the table", &[(d, 8, N, 8)], &[], Next(8)),
+        (
+            "next far past the table",
+            &[(d, 8, N, 65535)],
+            &[],
+            Next(65535),
+        ),
+        ("no length", &[(d, 0, 0, 0)], &[], ZeroLength),
+        (
+            "no length, writable, second",
+            &[(d, 4, N, 1), (d, 0, W, 0)],
+            &[],
+            ZeroLength,
+        ),
+        (
+            "readable after writable",
+            &[(d, 4, W | N, 1), (d, 4, 0, 0)],
+            &[],
+            Order,
+        ),
+        (
+            "more than 2^32 - 1 bytes",
+            &[(d, 1, N, 1), (d, u32::MAX, 0, 0)],
+            &[],
+            TotalLength,
+        ),
+        (
+            "one byte past the end",
+            &[(end - 8, 9, 0, 0)],
+            &[],
+            Address(TranslateError::Unmapped { addr: end }),
+        ),
+        (
+            "wraps",
+            &[(u64::MAX - 3, 5, 0, 0)],
+            &[],
+            Address(TranslateError::Wraps),
+        ),
+        (
+            "in a hole",
+            &[(0, 4, 0, 0)],
+            &[],
+            Address(TranslateError::Unmapped { addr: 0 }),
+        ),
+        (
+            "table and next",
+            &[(indirect, 16, I | N, 1), (d, 1, 0, 0)],
+            &[],
+            IndirectNext,
+        ),
+        (
+            "table of no bytes",
+            &[(indirect, 0, I, 0)],
+            &[],
+            IndirectLength(0),
+        ),
+        (
+            "table of 24 bytes",
+            &[(indirect, 24, I, 0)],
+            &[],
+            IndirectLength(24),
+        ),
+        (
+            "table of 2^32 - 16 bytes",
+            &[(indirect, 0xffff_fff0, I, 0)],
+            &[],
+            TooLong,
+        ),
+        (
+            "table of 1025 entries",
+            &[(indirect, 1025 * 16, I, 0)],
+            &[],
+            TooLong,
+        ),
+        (
+            "1024 entries and one in front",
+            &[(d, 1, N, 1), (indirect, 1024 * 16, I, 0)],
+            &[],
+            TooLong,
+        ),
+        (
+            "table outside memory",
+            &[(end, 16, I, 0)],
+            &[],
+            Address(TranslateError::Unmapped { addr: end }),
+        ),
+        (
+            "table in a table",
+            &[(indirect, 16, I, 0)],
+            &[(indirect, 16, I, 0)],
+            IndirectNested,
+        ),
+        (
+            "table that loops",
+            &[(indirect, 32, I, 0)],
+            &[(d, 1, N, 1), (d, 1, N, 0)],
+            TooLong,
+        ),
+        (
+            "table left",
+            &[(indirect, 32, I, 0)],
+            &[(d, 1, N, 2)],
+            Next(2),
+        ),
+        (
+            "empty entry",
+            &[(indirect, 16, I, 0)],
+            &[(d, 0, 0, 0)],
+            ZeroLength,
+        ),
+        (
+            "order across the table",
+            &[(d, 1, W | N, 1), (indirect, 16, I, 0)],
+            &[(d, 1, 0, 0)],
+            Order,
+        ),
+    ];
+    let (mem, mut queue) = device(8);
+    for (seen, (name, table, indirect_table, expected)) in cases.iter().enumerate() {
+        write_table(&mem, indirect, indirect_table);
+        post(&mem, 8, table);
+        assert_eq!(fault(&mut queue), *expected, "{name}");
+        assert_eq!(queue.malformed(), seen as u64 + 1);
+        assert_eq!(queue.outstanding(), 0);
+        // The queue goes on.
+        post(&mem, 8, &[(d, 8, 0, 0)]);
+        let chain = popped(&mut queue);
+        assert_eq!(chain.readable_len(), 8, "{name}");
+        queue.complete(chain, 0);
+        let _ = queue.publish();
+    }
+}
+
+#[test]
+fn indirect_tables_are_refused_unless_negotiated() {
+    let mem = memory(8);
+    let config = QueueConfig {
+        indirect: false,
+        ..config(8, 0, false)
+    };
+    let mut queue = DeviceQueue::new(Arc::clone(&mem), &config).unwrap();
+    write_table(&mem, DATA, &[(DATA, 4, 0, 0)]);
+    post(&mem, 8, &[(DATA, 16, I, 0)]);
+    assert_eq!(fault(&mut queue), ChainFault::IndirectRefused);
+}
+
+#[test]
+fn indirect_tables_may_be_longer_than_a_small_queue() {
+    let (mem, mut queue) = device(8);
+    let entries: Vec<_> = (0..1024u16)
+        .map(|i| (DATA, 1, if i < 1023 { N } else { 0 }, i + 1))
+        .collect();
+    let table = DATA + DATA_LEN - 512; // over the border of the regions
+    write_table(&mem, table, &entries);
+    // WRITE on the referring descriptor means nothing.
+    post(&mem, 8, &[(table, 1024 * 16, I | W, 0)]);
+    let chain = popped(&mut queue);
+    assert_eq!(chain.readable().len(), 1024);
+    assert_eq!((chain.readable_len(), chain.writable_len()), (1024, 0));
+    queue.complete(chain, 0);
+    // So long a vector is not kept.
+    assert_eq!(queue.pool_capacity(), 0);
+}
+
+#[test]
+fn a_table_longer_than_its_chain_is_fine() {
+    let (mem, mut queue) = device(8);
+    write_table(
+        &mem,
+        DATA,
+        &[(DATA, 4, N, 2), (0, 0, 0, 0), (DATA, 5, W, 0)],
+    );
+    post(&mem, 8, &[(DATA, 3 * 16, I, 0)]);
+    let chain = popped(&mut queue);
+    assert_eq!((chain.readable_len(), chain.writable_len()), (4, 5));
+    queue.complete(chain, 0);
+}
+
+#[test]
+fn a_buffer_over_the_border_of_two_regions_is_two_pieces() {
+    let (mem, mut queue) = device(8);
+    let bytes: Vec<u8> = (0..64).collect();
+    poke(&mem, DATA + DATA_LEN - 30, &bytes);
+    post(&mem, 8, &[(DATA + DATA_LEN - 30, 64, 0, 0)]);
+    let chain = popped(&mut queue);
+    let lens: Vec<_> = chain.readable().iter().map(|piece| piece.len()).collect();
+    assert_eq!(lens, [30, 34]);
+    assert_eq!(contents(&mem, chain.readable()), bytes);
+    queue.complete(chain, 0);
+}
+
+#[test]
+fn an_index_that_jumps_kills_the_queue_but_not_what_is_out() {
+    let (mem, mut queue) = device(8);
+    post(&mem, 8, &[(DATA, 4, W, 0)]);
+    let chain = popped(&mut queue);
+    // Eight more would be nine out of eight descriptors.
+    poke(&mem, layout(8).avail + 2, &9u16.to_le_bytes());
+    let broken = |queue: &mut DeviceQueue, reason| match queue.pop() {
+        Err(PopError::Broken(got)) => assert_eq!(got, reason),
+        other => panic!("{other:?}"),
+    };
+    broken(&mut queue, BrokenReason::IndexJump);
+    // Mending the index does not bring it back.
+    poke(&mem, layout(8).avail + 2, &2u16.to_le_bytes());
+    broken(&mut queue, BrokenReason::IndexJump);
+    assert_eq!(queue.available(), 0);
+    assert!(!queue.enable_notifications());
+    assert_eq!(queue.broken(), Some(BrokenReason::IndexJump));
+    queue.complete(chain, 4);
+    assert!(queue.publish());
+    assert_eq!(peek_u16(&mem, layout(8).used + 2), 1);
+}
+
+#[test]
+fn an_index_that_goes_back_kills_the_queue() {
+    let (mem, mut queue) = device(8);
+    poke(&mem, layout(8).avail + 2, &65535u16.to_le_bytes());
+    assert!(matches!(
+        queue.pop(),
+        Err(PopError::Broken(BrokenReason::IndexJump))
+    ));
+}
+
+#[test]
+fn a_head_outside_the_table_kills_the_queue() {
+    let (mem, mut queue) = device(8);
+    post_head(&mem, 8, 8);
+    assert!(matches!(
+        queue.pop(),
+        Err(PopError::Broken(BrokenReason::Head(8)))
+    ));
+    assert_eq!(queue.outstanding(), 0);
+}
+
+#[test]
+fn descriptors_in_many_chains_at_once_do_not_add_up() {
+    let (mem, mut queue) = device(4);
+    // All four descriptors in a chain, and the same head posted twice.
+    let d = DATA;
+    post(
+        &mem,
+        4,
+        &[(d, 1, N, 1), (d, 1, N, 2), (d, 1, N, 3), (d, 1, 0, 0)],
+    );
+    post_head(&mem, 4, 0);
+    let first = popped(&mut queue);
+    assert_eq!(fault(&mut queue), ChainFault::Shared);
+    queue.complete(first, 0);
+    post_head(&mem, 4, 0);
+    let again = popped(&mut queue);
+    assert_eq!(again.readable_len(), 4);
+    queue.complete(again, 0);
+}
+
+#[test]
+fn a_descriptor_is_read_once() {
+    let (mem, mut queue) = device(8);
+    post(&mem, 8, &[(DATA, 8, 0, 0)]);
+    let chain = popped(&mut queue);
+    // What the driver does to it afterwards does not matter.
+    write_table(&mem, layout(8).desc, &[(0, u32::MAX, W, 0)]);
+    assert_eq!(
+        (chain.head(), chain.readable_len(), chain.writable_len()),
+        (0, 8, 0)
+    );
+    assert_eq!(contents(&mem, chain.readable()).len(), 8);
+    queue.complete(chain, 0);
+}
+
+#[test]
+fn chains_given_back_come_again_in_order() {
+    let (mut driver, mut queue) = queues(8, 65534, true);
+    for token in 0..4 {
+        driver
+            .add(
+                &[Buffer {
+                    addr: DATA + token,
+                    len: 1,
+                    writable: false,
+                }],
+                token,
+            )
+            .unwrap();
+    }
+    let _ = driver.publish();
+    let [a, b, c] = [popped(&mut queue), popped(&mut queue), popped(&mut queue)];
+    let heads = [a.head(), b.head(), c.head()];
+    queue.complete(a, 0);
+    queue.unpop(c);
+    queue.unpop(b);
+    assert_eq!(
+        (queue.outstanding(), queue.base(), queue.available()),
+        (0, 65535, 3)
+    );
+    assert!(queue.enable_notifications(), "they are there to be popped");
+    let [b, c] = [popped(&mut queue), popped(&mut queue)];
+    assert_eq!([b.head(), c.head()], heads[1..]);
+    queue.complete(c, 0);
+    queue.complete(b, 0);
+    assert!(queue.publish());
+    let tokens: Vec<_> = std::iter::from_fn(|| driver.poll().unwrap())
+        .map(|u| u.token)
+        .collect();
+    assert_eq!(tokens, [0, 2, 1]);
+}
+
+#[test]
+#[should_panic(expected = "popped last")]
+fn giving_back_an_older_chain_is_a_mistake() {
+    let (mem, mut queue) = device(8);
+    post(&mem, 8, &[(DATA, 1, 0, 0)]);
+    post_head(&mem, 8, 1);
+    write_table(&mem, layout(8).desc, &[(DATA, 1, 0, 0), (DATA, 1, 0, 0)]);
+    let first = popped(&mut queue);
+    let _second = popped(&mut queue);
+    queue.unpop(first);
+}
+
+#[test]
+fn nothing_is_visible_before_publish() {
+    let (mut driver, mut queue) = queues(8, 0, false);
+    driver
+        .add(
+            &[Buffer {
+                addr: DATA,
+                len: 8,
+                writable: true,
+            }],
+            5,
+        )
+        .unwrap();
+    assert!(queue.pop().unwrap().is_none());
+    assert!(driver.publish());
+    let chain = popped(&mut queue);
+    queue.complete(chain, 3);
+    assert_eq!(driver.poll(), Ok(None));
+    assert!(queue.publish());
+    assert!(!queue.publish(), "nothing new");
+    assert_eq!(driver.poll(), Ok(Some(Used { token: 5, len: 3 })));
+}
+
+#[test]
+fn flags_suppress_both_ways() {
+    let (mut driver, mut queue) = queues(8, 0, false);
+    let buffer = [Buffer {
+        addr: DATA,
+        len: 8,
+        writable: true,
+    }];
+    queue.disable_notifications();
+    driver.add(&buffer, 0).unwrap();
+    assert!(!driver.publish());
+    assert!(queue.enable_notifications(), "one is there");
+    driver.add(&buffer, 1).unwrap();
+    assert!(driver.publish());
+    driver.disable_notifications();
+    let chain = popped(&mut queue);
+    queue.complete(chain, 0);
+    assert!(!queue.publish());
+    assert!(driver.enable_notifications(), "one is back");
+    let chain = popped(&mut queue);
+    queue.complete(chain, 0);
+    assert!(queue.publish());
+    assert!(!queue.enable_notifications());
+}
+
+#[test]
+fn event_index_suppresses_until_the_entry_asked_for() {
+    let (mut driver, mut queue) = queues(8, 65535, true);
+    let buffer = [Buffer {
+        addr: DATA,
+        len: 8,
+        writable: true,
+    }];
+    driver.add(&buffer, 0).unwrap();
+    assert!(driver.publish(), "the first batch always");
+    driver.add(&buffer, 1).unwrap();
+    assert!(!driver.publish(), "asked for the one before");
+    let chains = [popped(&mut queue), popped(&mut queue)];
+    assert!(!queue.enable_notifications());
+    // A batch that contains the entry asked for, across the wrap.
+    driver.add(&buffer, 2).unwrap();
+    driver.add(&buffer, 3).unwrap();
+    assert!(driver.publish());
+    for chain in chains {
+        queue.complete(chain, 0);
+    }
+    assert!(queue.publish());
+    assert!(driver.enable_notifications());
+    while driver.poll().unwrap().is_some() {}
+    assert!(!driver.enable_notifications());
+    for wanted in [true, false] {
+        let chain = popped(&mut queue);
+        queue.complete(chain, 0);
+        assert_eq!(queue.publish(), wanted);
+    }
+}
+
+#[test]
+fn a_restarted_device_goes_on_at_the_used_index_of_the_ring() {
+    let (mut driver, mut queue) = queues(8, 0, true);
+    let buffer = [Buffer {
+        addr: DATA,
+        len: 8,
+        writable: true,
+    }];
+    for token in 0..3 {
+        driver.add(&buffer, token).unwrap();
+    }
+    let _ = driver.publish();
+    let first = popped(&mut queue);
+    let _lost = popped(&mut queue);
+    queue.complete(first, 0);
+    let _ = queue.publish();
+    // Its predecessor popped two and completed one; the front-end hands over what it knows.
+    let base = queue.base();
+    let mem = Arc::clone(queue.memory());
+    drop(queue);
+    let mut queue = DeviceQueue::new(Arc::clone(&mem), &config(8, base, true)).unwrap();
+    let third = popped(&mut queue);
+    queue.complete(third, 0);
+    assert!(queue.publish(), "its first batch always notifies");
+    let tokens: Vec<_> = std::iter::from_fn(|| driver.poll().unwrap())
+        .map(|u| u.token)
+        .collect();
+    assert_eq!(tokens, [0, 2]);
+    // A used index that makes no sense with the base is not taken over.
+    let mut queue = DeviceQueue::new(Arc::clone(&mem), &config(8, 100, true)).unwrap();
+    poke(&mem, layout(8).avail + 2, &101u16.to_le_bytes());
+    let chain = popped(&mut queue);
+    queue.complete(chain, 0);
+    let _ = queue.publish();
+    assert_eq!(peek_u16(&mem, layout(8).used + 2), 101);
+}
+
+#[test]
+fn a_new_memory_table_keeps_the_indices() {
+    let (mut driver, mut queue) = queues(8, 65535, false);
+    let buffer = [Buffer {
+        addr: DATA,
+        len: 8,
+        writable: true,
+    }];
+    driver.add(&buffer, 0).unwrap();
+    driver.add(&buffer, 1).unwrap();
+    let _ = driver.publish();
+    let chain = popped(&mut queue);
+    // The front-end copies guest memory to its new place.
+    let old = Arc::clone(queue.memory());
+    let new = memory(8);
+    let len = DriverLayout::bytes_needed(8) as usize;
+    poke(&new, RINGS, &peek(&old, RINGS, len));
+    queue.remap(Arc::clone(&new)).unwrap();
+    assert_eq!((queue.base(), queue.outstanding()), (0, 1));
+    queue.complete(chain, 1);
+    let chain = popped(&mut queue);
+    queue.complete(chain, 2);
+    let _ = queue.publish();
+    assert_eq!(peek_u16(&new, layout(8).used + 2), 1);
+    assert_eq!(peek_u16(&old, layout(8).used + 2), 65535);
+    // One that lacks the rings is refused and changes nothing.
+    let empty = Arc::new(Memory::from_heap(&[]));
+    assert!(matches!(
+        queue.remap(empty),
+        Err(QueueError::Unmapped { .. })
+    ));
+    assert_eq!(queue.memory().id(), new.id());
+}
+
+#[test]
+fn rings_must_be_aligned_and_lie_in_one_region() {
+    let mem = memory(8);
+    let good = config(8, 0, false);
+    let refused = |config: QueueConfig| DeviceQueue::new(Arc::clone(&mem), &config).unwrap_err();
+    for size in [0, 3, 24, 32769] {
+        assert_eq!(
+            refused(QueueConfig { size, ..good }),
+            QueueError::Size(size)
+        );
+    }
+    let misaligned = [
+        (
+            QueueConfig {
+                desc: good.desc + 8,
+                ..good
+            },
+            16,
+        ),
+        (
+            QueueConfig {
+                avail: good.avail + 1,
+                ..good
+            },
+            2,
+        ),
+        (
+            QueueConfig {
+                used: good.used - 2,
+                ..good
+            },
+            4,
+        ),
+    ];
+    for (config, expected) in misaligned {
+        match refused(config) {
+            QueueError::Misaligned { align, .. } => assert_eq!(align, expected),
+            other => panic!("{other}"),
+        }
+    }
+    // The used ring ends with the region: four bytes on, it does not fit.
+    assert!(matches!(
+        refused(QueueConfig {
+            used: good.used + 4,
+            ..good
+        }),
+        QueueError::Unmapped {
+            part: "used ring",
+            ..
+        }
+    ));
+    let wrapping = u64::MAX - used_len(8) + 2;
+    for addr in [0, wrapping & !15, u64::MAX & !15] {
+        for config in [
+            QueueConfig { desc: addr, ..good },
+            QueueConfig {
+                avail: addr,
+                ..good
+            },
+            QueueConfig { used: addr, ..good },
+        ] {
+            assert!(matches!(refused(config), QueueError::Unmapped { .. }));
+        }
+    }
+}

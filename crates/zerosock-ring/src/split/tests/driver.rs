@@ -1,0 +1,180 @@
+//! The driver half against callers' mistakes and a device that lies.
+
+use super::*;
+use crate::split::{AddError, Buffer, DriverError, Used};
+
+const READ: Buffer = Buffer {
+    addr: DATA,
+    len: 8,
+    writable: false,
+};
+const WRITE: Buffer = Buffer {
+    addr: DATA,
+    len: 8,
+    writable: true,
+};
+
+fn driver(size: u16) -> (std::sync::Arc<Memory>, DriverQueue) {
+    let (driver, _) = queues(size, 0, false);
+    (std::sync::Arc::clone(driver.memory()), driver)
+}
+
+/// What a device writes: an element, and the index that announces it.
+fn answer(mem: &Memory, size: u16, id: u32, len: u32) {
+    let used = layout(size).used;
+    let index = peek_u16(mem, used + 2);
+    let element = used + 4 + 8 * u64::from(index % size);
+    poke(mem, element, &id.to_le_bytes());
+    poke(mem, element + 4, &len.to_le_bytes());
+    poke(mem, used + 2, &index.wrapping_add(1).to_le_bytes());
+}
+
+#[test]
+fn chains_that_may_not_be_are_not_added() {
+    let (_, mut queue) = driver(4);
+    let empty = Buffer { len: 0, ..READ };
+    let huge = Buffer {
+        len: u32::MAX,
+        ..READ
+    };
+    let table = DATA;
+    assert_eq!(queue.add(&[], 0), Err(AddError::Empty));
+    assert_eq!(queue.add(&[READ, empty], 0), Err(AddError::Empty));
+    assert_eq!(queue.add(&[WRITE, READ], 0), Err(AddError::Order));
+    assert_eq!(queue.add(&[huge, READ], 0), Err(AddError::TotalLength));
+    assert_eq!(queue.add(&[READ; 5], 0), Err(AddError::TooLong));
+    assert_eq!(
+        queue.add_indirect(table, &[READ; 5], 0),
+        Err(AddError::TooLong)
+    );
+    assert_eq!(queue.add_indirect(table, &[], 0), Err(AddError::Empty));
+    assert_eq!(
+        queue.add_indirect(DATA + 2 * DATA_LEN - 16, &[READ; 2], 0),
+        Err(AddError::Table)
+    );
+    assert_eq!(queue.free(), 4);
+    assert!(!queue.publish(), "nothing was added");
+    queue.add(&[READ, READ, WRITE], 0).unwrap();
+    assert_eq!(queue.add(&[READ, WRITE], 1), Err(AddError::Full));
+    queue.add_indirect(table, &[READ, WRITE], 1).unwrap();
+    assert_eq!(
+        (queue.free(), queue.add(&[READ], 2)),
+        (0, Err(AddError::Full))
+    );
+}
+
+#[test]
+fn descriptors_come_back_and_serve_again() {
+    let (mem, mut queue) = driver(4);
+    for round in 0..40_000u64 {
+        let count = 1 + (round % 4) as usize;
+        let head = queue
+            .add(&[WRITE, WRITE, WRITE, WRITE][..count], round)
+            .unwrap();
+        assert_eq!(usize::from(queue.free()), 4 - count);
+        let _ = queue.publish();
+        answer(&mem, 4, u32::from(head), 1);
+        assert_eq!(
+            queue.poll(),
+            Ok(Some(Used {
+                token: round,
+                len: 1
+            }))
+        );
+        assert_eq!(queue.poll(), Ok(None));
+        assert_eq!(queue.free(), 4);
+        if cfg!(miri) && round > 50 {
+            break;
+        }
+    }
+}
+
+#[test]
+fn the_length_is_cut_down_to_what_was_writable() {
+    let (mem, mut queue) = driver(4);
+    let head = queue.add(&[READ, WRITE], 7).unwrap();
+    let _ = queue.publish();
+    answer(&mem, 4, u32::from(head), u32::MAX);
+    assert_eq!(queue.poll(), Ok(Some(Used { token: 7, len: 8 })));
+}
+
+#[test]
+fn a_used_index_that_jumps_kills_the_queue() {
+    let (mem, mut queue) = driver(4);
+    let head = queue.add(&[WRITE], 0).unwrap();
+    let _ = queue.publish();
+    queue.add(&[WRITE], 0).unwrap(); // added, but not published: does not count
+    answer(&mem, 4, u32::from(head), 0);
+    answer(&mem, 4, u32::from(head), 0);
+    assert_eq!(queue.poll(), Err(DriverError::IndexJump));
+    poke(&mem, layout(4).used + 2, &1u16.to_le_bytes());
+    assert_eq!(queue.poll(), Err(DriverError::IndexJump), "it stays dead");
+    assert!(!queue.enable_notifications());
+}
+
+#[test]
+fn an_element_that_names_no_posted_chain_kills_the_queue() {
+    for (name, pick) in [
+        ("past the table", 4u32),
+        ("wrapping to a head", 0x1_0000),
+        ("a descriptor inside a chain", 1),
+        ("a free descriptor", 3),
+        ("a chain not yet published", 2),
+    ] {
+        let (mem, mut queue) = driver(4);
+        let head = queue.add(&[READ, WRITE], 0).unwrap();
+        let _ = queue.publish();
+        assert_eq!(head, 0);
+        assert_eq!(queue.add(&[WRITE], 1), Ok(2));
+        answer(&mem, 4, pick, 0);
+        assert_eq!(queue.poll(), Err(DriverError::Id(pick)), "{name}");
+    }
+}
+
+#[test]
+fn a_chain_comes_back_once() {
+    let (mem, mut queue) = driver(4);
+    let head = queue.add(&[WRITE], 0).unwrap();
+    queue.add(&[WRITE], 1).unwrap();
+    let _ = queue.publish();
+    answer(&mem, 4, u32::from(head), 0);
+    answer(&mem, 4, u32::from(head), 0);
+    assert_eq!(queue.poll(), Ok(Some(Used { token: 0, len: 0 })));
+    assert_eq!(queue.poll(), Err(DriverError::Id(u32::from(head))));
+}
+
+#[test]
+fn what_the_device_does_to_the_table_does_not_matter() {
+    let (mem, mut queue) = driver(4);
+    let head = queue.add(&[READ, WRITE], 3).unwrap();
+    let _ = queue.publish();
+    poke(&mem, layout(4).desc, &[0xff; 64]);
+    answer(&mem, 4, u32::from(head), 8);
+    assert_eq!(queue.poll(), Ok(Some(Used { token: 3, len: 8 })));
+    assert_eq!(queue.free(), 4);
+    queue.add(&[READ; 4], 4).unwrap();
+}
+
+#[test]
+fn a_new_queue_is_zeroed() {
+    let size = 8;
+    let mem = memory(size);
+    poke(
+        &mem,
+        RINGS,
+        &vec![0xa5; DriverLayout::bytes_needed(size) as usize],
+    );
+    let queue = DriverQueue::new(std::sync::Arc::clone(&mem), layout(size), true).unwrap();
+    // But for the two bytes of padding in front of the used ring.
+    for (start, end) in [
+        (RINGS, layout(size).avail + 22),
+        (layout(size).used, layout(size).used + 70),
+    ] {
+        assert!(
+            peek(&mem, start, (end - start) as usize)
+                .iter()
+                .all(|byte| *byte == 0)
+        );
+    }
+    assert_eq!(queue.free(), size);
+}

@@ -1,0 +1,372 @@
+//! Device half against driver half, checked step by step against plain containers.
+
+use std::collections::VecDeque;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::split::{AddError, Buffer, Chain};
+
+/// How the driver lays out a message; all are legal (virtio 1.2, 2.7.4.3: framing is free).
+#[derive(Copy, Clone, Debug)]
+enum Shape {
+    /// Every buffer a descriptor.
+    Direct,
+    /// Every buffer in an indirect table.
+    Indirect,
+    /// The first buffer a descriptor, the others in a table behind it.
+    Mixed,
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// Lengths of readable and of writable buffers.
+    Add {
+        shape: Shape,
+        readable: Vec<u16>,
+        writable: Vec<u16>,
+    },
+    Post,
+    Pop(u8),
+    GiveBack(u8),
+    /// Which of those out, and how much of it is written.
+    Complete(prop::sample::Index, prop::sample::Index),
+    Return,
+    Poll(u8),
+    Remap,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let shape = prop_oneof![
+        Just(Shape::Direct),
+        Just(Shape::Indirect),
+        Just(Shape::Mixed)
+    ];
+    // A header with its data in one, a header and many, only writable ones, both kinds.
+    let lens = |most| prop::collection::vec(1u16..200, 0..=most);
+    let add = (shape, lens(6), lens(6)).prop_map(|(shape, readable, writable)| Step::Add {
+        shape,
+        readable,
+        writable,
+    });
+    let step = prop_oneof![
+        6 => add,
+        3 => Just(Step::Post),
+        5 => (1u8..20).prop_map(Step::Pop),
+        1 => (1u8..4).prop_map(Step::GiveBack),
+        5 => any::<(prop::sample::Index, prop::sample::Index)>().prop_map(|(a, b)| Step::Complete(a, b)),
+        3 => Just(Step::Return),
+        3 => (1u8..20).prop_map(Step::Poll),
+        1 => Just(Step::Remap),
+    ];
+    prop::collection::vec(step, 1..if cfg!(miri) { 20 } else { 200 })
+}
+
+/// A message on its way.
+#[derive(Clone, Debug)]
+struct Message {
+    token: u64,
+    head: u16,
+    readable: Vec<u8>,
+    writable: Vec<Buffer>,
+    written: Vec<u8>,
+}
+
+/// Both halves, and where every message is according to plain containers.
+struct Scene {
+    driver: DriverQueue,
+    device: DeviceQueue,
+    size: u16,
+    next_token: u64,
+    /// Where the next buffer goes; odd lengths bring it over the border of the regions.
+    arena: u64,
+    added: VecDeque<Message>,
+    posted: VecDeque<Message>,
+    out: Vec<(Message, Chain)>,
+    completed: VecDeque<Message>,
+    returned: VecDeque<Message>,
+    descriptors: usize,
+}
+
+impl Scene {
+    fn place(&mut self, len: u32) -> u64 {
+        // Below it lie the indirect tables.
+        let (start, end) = (DATA + 0x4000, DATA + 2 * DATA_LEN);
+        if self.arena < start || self.arena + u64::from(len) > end {
+            self.arena = start;
+        }
+        let addr = self.arena;
+        self.arena += u64::from(len);
+        addr
+    }
+
+    fn add(&mut self, shape: Shape, readable: &[u16], writable: &[u16]) {
+        let token = self.next_token;
+        self.next_token += 1;
+        let mut buffers = Vec::new();
+        let mut bytes = Vec::new();
+        for (lens, writable) in [(readable, false), (writable, true)] {
+            for &len in lens {
+                let addr = self.place(len.into());
+                buffers.push(Buffer {
+                    addr,
+                    len: len.into(),
+                    writable,
+                });
+                if !writable {
+                    let data: Vec<u8> = (0..len).map(|i| (token as u8) ^ (i as u8)).collect();
+                    poke(self.driver.memory(), addr, &data);
+                    bytes.extend(data);
+                }
+            }
+        }
+        let split = match shape {
+            Shape::Direct => buffers.len(),
+            Shape::Indirect => 0,
+            Shape::Mixed => buffers.len().min(1),
+        };
+        let (direct, rest) = buffers.split_at(split);
+        // Tables are reused only after 128 messages, more than are ever under way.
+        let table =
+            (!rest.is_empty()).then_some((DATA + token % 128 * 16 * 8, &rest[..rest.len().min(8)]));
+        let table = table.filter(|(_, kept)| kept.len() == rest.len());
+        let (direct, needed) = match table {
+            Some(_) => (direct, direct.len() + 1),
+            None => (&buffers[..], buffers.len()),
+        };
+        let free = usize::from(self.driver.free());
+        let result = self.driver.add_mixed(direct, table, token);
+        if buffers.is_empty() {
+            assert_eq!(result, Err(AddError::Empty));
+        } else if buffers.len() > usize::from(self.size) {
+            assert_eq!(result, Err(AddError::TooLong));
+        } else if needed > free {
+            assert_eq!(result, Err(AddError::Full));
+        } else {
+            let head = result.expect("room for it");
+            self.descriptors += needed;
+            assert_eq!(usize::from(self.driver.free()), free - needed);
+            let writable = buffers
+                .iter()
+                .copied()
+                .filter(|buffer| buffer.writable)
+                .collect();
+            self.added.push_back(Message {
+                token,
+                head,
+                readable: bytes,
+                writable,
+                written: vec![],
+            });
+        }
+    }
+
+    fn pop(&mut self) {
+        let chain = self.device.pop().expect("an honest driver");
+        let (chain, message) = match (chain, self.posted.pop_front()) {
+            (None, None) => return,
+            (Some(chain), Some(message)) => (chain, message),
+            (chain, message) => panic!("popped {chain:?}, expected {message:?}"),
+        };
+        assert_eq!(chain.head(), message.head);
+        assert_eq!(chain.readable_len() as usize, message.readable.len());
+        let writable_len: u32 = message.writable.iter().map(|buffer| buffer.len).sum();
+        assert_eq!(chain.writable_len(), writable_len);
+        assert_eq!(
+            contents(self.device.memory(), chain.readable()),
+            message.readable
+        );
+        self.out.push((message, chain));
+    }
+
+    fn complete(&mut self, which: prop::sample::Index, how_much: prop::sample::Index) {
+        if self.out.is_empty() {
+            return;
+        }
+        let (mut message, chain) = self.out.remove(which.index(self.out.len()));
+        let written = how_much.index(chain.writable_len() as usize + 1);
+        message.written = (0..written)
+            .map(|i| (i as u8) ^ !(message.token as u8))
+            .collect();
+        let done = self
+            .device
+            .memory()
+            .write(chain.writable(), 0, &message.written);
+        assert_eq!(done, written);
+        self.device.complete(chain, written as u32);
+        self.completed.push_back(message);
+    }
+
+    fn poll(&mut self) {
+        let used = self.driver.poll().expect("an honest device");
+        let (used, message) = match (used, self.returned.pop_front()) {
+            (None, None) => return,
+            (Some(used), Some(message)) => (used, message),
+            (used, message) => panic!("polled {used:?}, expected {message:?}"),
+        };
+        assert_eq!(
+            (used.token, used.len as usize),
+            (message.token, message.written.len())
+        );
+        let mut bytes = Vec::new();
+        for buffer in &message.writable {
+            bytes.extend(peek(self.driver.memory(), buffer.addr, buffer.len as usize));
+        }
+        assert_eq!(&bytes[..message.written.len()], &message.written[..]);
+    }
+
+    fn step(&mut self, step: Step) {
+        match step {
+            Step::Add {
+                shape,
+                readable,
+                writable,
+            } => self.add(shape, &readable, &writable),
+            Step::Post => {
+                let _ = self.driver.publish();
+                self.posted.append(&mut self.added);
+            }
+            Step::Pop(count) => (0..count).for_each(|_| self.pop()),
+            Step::GiveBack(count) => {
+                for _ in 0..count {
+                    // Only a chain popped last can go back; after others were completed, the one
+                    // popped last may be gone.
+                    let last = self.device.base().wrapping_sub(1);
+                    match self
+                        .out
+                        .iter()
+                        .position(|(_, chain)| chain.position == last)
+                    {
+                        Some(index) => {
+                            let (message, chain) = self.out.remove(index);
+                            self.device.unpop(chain);
+                            self.posted.push_front(message);
+                        }
+                        None => break,
+                    }
+                }
+            }
+            Step::Complete(which, how_much) => self.complete(which, how_much),
+            Step::Return => {
+                let _ = self.device.publish();
+                self.returned.append(&mut self.completed);
+            }
+            Step::Poll(count) => (0..count).for_each(|_| self.poll()),
+            Step::Remap => {
+                let mem = std::sync::Arc::clone(self.device.memory());
+                self.device.remap(mem).expect("the same memory");
+            }
+        }
+        assert_eq!(usize::from(self.device.outstanding()), self.out.len());
+    }
+}
+
+fn case_count() -> u32 {
+    if cfg!(miri) { 4 } else { 400 }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(case_count()) })]
+
+    #[test]
+    fn messages_cross_both_ways_as_through_plain_containers(
+        bits in 0u32..=10,
+        base in prop_oneof![Just(0u16), 65500u16..=65535, any::<u16>()],
+        event_idx: bool,
+        steps in steps(),
+    ) {
+        let size = 1 << bits;
+        let (driver, device) = queues(size, base, event_idx);
+        let mut scene = Scene {
+            driver,
+            device,
+            size,
+            next_token: 0,
+            arena: 0,
+            added: VecDeque::new(),
+            posted: VecDeque::new(),
+            out: Vec::new(),
+            completed: VecDeque::new(),
+            returned: VecDeque::new(),
+            descriptors: 0,
+        };
+        for step in steps {
+            // The arena is large enough for 64 messages under way at their longest.
+            if matches!(step, Step::Add { .. }) && scene.under_way() >= 16 {
+                scene.drain();
+            }
+            scene.step(step);
+        }
+        scene.drain();
+        prop_assert_eq!(scene.driver.free(), size);
+        prop_assert_eq!(scene.device.malformed(), 0);
+    }
+}
+
+impl Scene {
+    fn under_way(&self) -> usize {
+        self.added.len()
+            + self.posted.len()
+            + self.out.len()
+            + self.completed.len()
+            + self.returned.len()
+    }
+
+    /// Brings every message home.
+    fn drain(&mut self) {
+        self.step(Step::Post);
+        while !self.posted.is_empty() {
+            self.pop();
+        }
+        while let Some((message, chain)) = self.out.pop() {
+            self.device.complete(chain, 0);
+            self.completed.push_back(message);
+        }
+        self.step(Step::Return);
+        while !self.returned.is_empty() {
+            self.poll();
+        }
+        assert_eq!(self.under_way(), 0);
+        assert_eq!(self.driver.poll(), Ok(None));
+        assert!(self.device.pop().expect("an honest driver").is_none());
+    }
+}
+
+#[test]
+fn indices_go_round_many_times() {
+    // 2.5 rounds of 65536 in batches of 7 on 8 descriptors; completed in reverse.
+    let (mut driver, mut device) = queues(8, 65533, true);
+    let mut expected = 0;
+    let mut token = 0;
+    let (batches, mut chains) = (if cfg!(miri) { 10 } else { 24_000 }, Vec::new());
+    for _ in 0..batches {
+        for _ in 0..7 {
+            let buffer = Buffer {
+                addr: DATA,
+                len: 1,
+                writable: true,
+            };
+            driver.add(&[buffer], token).unwrap();
+            token += 1;
+        }
+        assert!(
+            driver.publish(),
+            "the device asked for the first of the batch"
+        );
+        while let Some(chain) = device.pop().unwrap() {
+            chains.push(chain);
+        }
+        assert_eq!(chains.len(), 7);
+        for chain in chains.drain(..).rev() {
+            device.complete(chain, 1);
+        }
+        assert!(device.publish());
+        assert!(!device.enable_notifications());
+        let tokens: Vec<_> = std::iter::from_fn(|| driver.poll().unwrap())
+            .map(|u| u.token)
+            .collect();
+        assert_eq!(tokens, (expected..expected + 7).rev().collect::<Vec<_>>());
+        expected += 7;
+        assert!(!driver.enable_notifications());
+    }
+}

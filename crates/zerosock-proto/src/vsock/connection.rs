@@ -1,20 +1,30 @@
-//! placeholder
-use super::state::State;
-use crate::addr::Address;
-use crate::wire::vsock::SocketType;
+//! One connection: what is known about it, and nothing of what it carries.
 
-/// Names a connection of one shard.
+use std::collections::VecDeque;
+
+use super::credit::{RxCredit, Stall, TxCredit};
+use super::event::{CloseReason, RefuseReason};
+use super::ports::Hold;
+use super::state::{How, State};
+use crate::addr::Address;
+use crate::time::{Duration, Instant};
+use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
+
+/// Names a connection of one shard, and no other that is later at its place.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub struct FlowId {
     pub(crate) index: u32,
     pub(crate) generation: u32,
 }
+
 impl FlowId {
-    /// The place in the slab.
+    /// The connection's place, small and reused: for side tables, which keep
+    /// the whole id beside what they store.
     pub const fn index(self) -> usize {
         self.index as usize
     }
 }
+
 /// What can be asked about a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct FlowInfo {
@@ -42,32 +52,285 @@ pub struct FlowInfo {
     pub unreleased: u64,
     /// Bytes delivered and not yet consumed.
     pub unread: u32,
-    /// Our receive buffer.
+    /// Our receive buffer, in bytes.
     pub buf_alloc: u32,
     /// Bytes consumed, free-running.
     pub fwd_cnt: u32,
     /// Bytes sent, free-running.
     pub tx_cnt: u32,
-    /// The peer's receive buffer.
+    /// The peer's receive buffer, in bytes.
     pub peer_buf_alloc: u32,
     /// Bytes that the peer has consumed, free-running.
     pub peer_fwd_cnt: u32,
 }
-/// Credit taken before the header exists.
+
+/// Credit and a packet's place, taken before the header exists. It is to be
+/// committed or cancelled: one that is dropped keeps its credit, and keeps
+/// queued sends waiting, until the connection ends.
 #[derive(Debug)]
 #[must_use = "a reservation holds credit until it is committed or cancelled"]
 pub struct Reservation {
     pub(crate) flow: FlowId,
     pub(crate) len: u32,
 }
+
 impl Reservation {
     /// The connection.
     pub const fn flow(&self) -> FlowId {
         self.flow
     }
-    /// Most bytes that may be committed.
-    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+
+    /// Most bytes that may be committed, never 0.
+    #[allow(clippy::len_without_is_empty, reason = "it is never empty")]
     pub const fn len(&self) -> u32 {
         self.len
+    }
+}
+
+/// What finds a connection.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub(crate) struct Key {
+    pub(crate) local: Address,
+    pub(crate) peer: Address,
+}
+
+/// Control packets waiting to be sent: at most one of each kind.
+#[derive(Copy, Clone, Default, Debug)]
+pub(crate) struct Control {
+    pub(crate) rst: bool,
+    pub(crate) request: bool,
+    pub(crate) response: bool,
+    pub(crate) credit_update: bool,
+    pub(crate) credit_request: bool,
+}
+
+impl Control {
+    pub(crate) fn any(self) -> bool {
+        self.rst || self.request || self.response || self.credit_update || self.credit_request
+    }
+}
+
+/// Events waiting to be polled: at most one of each kind.
+#[derive(Copy, Clone, Default, Debug)]
+pub(crate) struct Pending {
+    pub(crate) incoming: bool,
+    pub(crate) connected: bool,
+    pub(crate) peer_shutdown: bool,
+    pub(crate) writable: bool,
+    pub(crate) end: Option<End>,
+}
+
+impl Pending {
+    pub(crate) fn any(self) -> bool {
+        self.incoming || self.connected || self.peer_shutdown || self.writable || self.end.is_some()
+    }
+}
+
+/// How a connection ended.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum End {
+    Refused(RefuseReason),
+    Closed(CloseReason),
+}
+
+/// A queued send.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Queued {
+    pub(crate) len: u32,
+    pub(crate) flags: u32,
+}
+
+/// First wait before a stalled sender asks again.
+pub(crate) const PROBE_FIRST: Duration = Duration::from_millis(2);
+/// Longest wait before it asks again.
+pub(crate) const PROBE_MOST: Duration = Duration::from_secs(1);
+
+/// A connection. At rest it owns no memory but itself.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) key: Key,
+    pub(crate) socket_type: SocketType,
+    pub(crate) state: State,
+    pub(crate) rx: RxCredit,
+    pub(crate) tx: TxCredit,
+    pub(crate) control: Control,
+    /// The flags of the last SHUTDOWN that left.
+    pub(crate) shutdown_sent: How,
+    pub(crate) pending: Pending,
+    /// Whether the caller knows the id.
+    pub(crate) seen: bool,
+    pub(crate) hold: Option<Hold>,
+
+    /// Queued sends; their payload is the caller's.
+    pub(crate) queue: VecDeque<Queued>,
+    /// The id of the message at the front of the queue, or of the next one.
+    pub(crate) front_message: u64,
+    /// Bytes of it already cut.
+    pub(crate) front_offset: u32,
+    pub(crate) unsent: u64,
+    pub(crate) unreleased: u64,
+
+    /// The caller was told NoCredit.
+    pub(crate) wants_credit: bool,
+    /// The caller was told QueueFull.
+    pub(crate) wants_space: bool,
+    /// This stall's CREDIT_REQUEST has been queued.
+    pub(crate) asked: bool,
+    pub(crate) probe_wait: Duration,
+    pub(crate) probe_at: Option<Instant>,
+    /// Connecting, or closing, ends then.
+    pub(crate) deadline: Option<Instant>,
+    /// The entry in the shard's timers.
+    pub(crate) armed: Option<Instant>,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        key: Key,
+        socket_type: SocketType,
+        state: State,
+        first_count: u32,
+        buf_alloc: u32,
+        send_limit: u32,
+    ) -> Connection {
+        Connection {
+            key,
+            socket_type,
+            state,
+            rx: RxCredit::new(first_count, buf_alloc),
+            tx: TxCredit::new(first_count, send_limit),
+            control: Control::default(),
+            shutdown_sent: How::NONE,
+            pending: Pending::default(),
+            seen: false,
+            hold: None,
+            queue: VecDeque::new(),
+            front_message: 0,
+            front_offset: 0,
+            unsent: 0,
+            unreleased: 0,
+            wants_credit: false,
+            wants_space: false,
+            asked: false,
+            probe_wait: PROBE_FIRST,
+            probe_at: None,
+            deadline: None,
+            armed: None,
+        }
+    }
+
+    pub(crate) fn info(&self) -> FlowInfo {
+        let (local, peer) = self.shut();
+        FlowInfo {
+            local: self.key.local,
+            peer: self.key.peer,
+            socket_type: self.socket_type,
+            state: self.state,
+            peer_shut_rcv: peer.receive,
+            peer_shut_snd: peer.send,
+            local_shut_rcv: local.receive,
+            local_shut_snd: local.send,
+            send_credit: if self.may_send() {
+                self.tx.available()
+            } else {
+                0
+            },
+            unsent: self.unsent,
+            unreleased: self.unreleased,
+            unread: self.rx.unread(),
+            buf_alloc: self.rx.buf_alloc(),
+            fwd_cnt: self.rx.fwd_cnt(),
+            tx_cnt: self.tx.tx_cnt(),
+            peer_buf_alloc: self.tx.peer_buf_alloc(),
+            peer_fwd_cnt: self.tx.peer_fwd_cnt(),
+        }
+    }
+
+    /// Directions that we, and the peer, have shut down.
+    pub(crate) fn shut(&self) -> (How, How) {
+        match self.state {
+            State::Established { local, peer } => (local, peer),
+            State::Closing { peer } => (How::BOTH, peer),
+            State::Listen | State::Connecting | State::Incoming | State::Closed => {
+                (How::NONE, How::NONE)
+            }
+        }
+    }
+
+    /// Whether new payload may be taken from the caller.
+    pub(crate) fn may_send(&self) -> bool {
+        matches!(self.state, State::Established { local, peer } if !local.send && !peer.receive)
+    }
+
+    /// Whether a queued send can be cut now. A reservation was there first.
+    pub(crate) fn can_cut(&self) -> bool {
+        matches!(self.state, State::Established { .. })
+            && !self.queue.is_empty()
+            && !self.control.response
+            && !self.tx.has_reserved()
+            && self.tx.stall() == Stall::None
+    }
+
+    /// Directions that a SHUTDOWN should tell the peer about now. It stands
+    /// behind all data: one that closes waits as a whole, because a peer that
+    /// learns early that we do not receive may reset what we still send.
+    pub(crate) fn shutdown_due(&self) -> How {
+        let State::Established { local, .. } = self.state else {
+            return How::NONE;
+        };
+        let drained = self.queue.is_empty();
+        if local.is_both() && !drained {
+            return How::NONE;
+        }
+        How {
+            receive: local.receive && !self.shutdown_sent.receive,
+            send: local.send && !self.shutdown_sent.send && drained,
+        }
+    }
+
+    /// Whether a control packet waits.
+    pub(crate) fn has_control(&self) -> bool {
+        self.control.any() || !self.shutdown_due().is_none()
+    }
+
+    /// Whether a credit stall holds somebody up.
+    pub(crate) fn is_stalled(&self) -> bool {
+        matches!(self.state, State::Established { .. })
+            && (self.wants_credit || !self.queue.is_empty())
+            && self.tx.stall() != Stall::None
+    }
+
+    /// The flags that a message may carry.
+    pub(crate) fn message_flags(&self, flags: u32) -> u32 {
+        if self.socket_type == SocketType::SeqPacket {
+            flags & (SEQ_EOM | SEQ_EOR)
+        } else {
+            0
+        }
+    }
+
+    /// Forgets queued sends: nobody will receive them.
+    pub(crate) fn drop_queue(&mut self) {
+        self.front_message += self.queue.len() as u64;
+        self.front_offset = 0;
+        self.unsent = 0;
+        self.queue = VecDeque::new();
+        self.wants_space = false;
+    }
+
+    /// A header with our credit, which need not be told again.
+    pub(crate) fn header(&mut self, op: Op, len: u32, flags: u32) -> Repr {
+        let (buf_alloc, fwd_cnt) = self.rx.announce();
+        self.control.credit_update = false;
+        Repr {
+            src: self.key.local,
+            dst: self.key.peer,
+            len,
+            socket_type: self.socket_type.into(),
+            op: op.into(),
+            flags,
+            buf_alloc,
+            fwd_cnt,
+        }
     }
 }

@@ -1,1 +1,499 @@
-//! placeholder
+//! Credit: who may send how much (virtio 1.2, 5.10.6.3).
+//!
+//! `peer_free = peer_buf_alloc - (tx_cnt - peer_fwd_cnt)` over free-running
+//! 32-bit counters. The counters wrap; the difference of two is what counts.
+//! The free space is computed in 64 bits with a sign and clamped at 0, so
+//! that a peer that shrinks its buffer with bytes in flight gets nothing
+//! instead of everything (CVE-2026-23069).
+
+use crate::wire::vsock::MAX_PAYLOAD;
+
+/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92
+/// resets a connection whose packets, at about 576 bytes of book-keeping
+/// each, exceed `buf_alloc`; this stays clear of it.
+pub const PACKET_OVERHEAD: u32 = 640;
+
+/// How finely the outstanding packets are released, see [`TxCredit`].
+const EPOCHS: usize = 4;
+
+/// Packets sent one after the other, counted together.
+#[derive(Copy, Clone, Default, Debug)]
+struct Epoch {
+    /// `tx_cnt` after the last of them.
+    end: u32,
+    packets: u32,
+}
+
+/// What keeps a connection from sending.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub enum Stall {
+    /// Nothing.
+    None,
+    /// The peer's buffer is full: it tells us when that changes.
+    Window,
+    /// A limit of ours, which the peer does not know: it may see no reason to
+    /// send an update, so it must be asked (Linux before 6.8 sends none while
+    /// 64 KiB of its window are left).
+    Limit,
+}
+
+/// The sending half: how much the peer lets us send.
+///
+/// Packets are bounded as well as bytes, with memory that does not grow: the
+/// packets in flight are counted in at most four epochs, and an epoch's
+/// packets are over when the peer has consumed the last byte of the last of
+/// them. That errs towards too many outstanding, never too few.
+#[derive(Clone, Debug)]
+pub struct TxCredit {
+    peer_buf_alloc: u32,
+    peer_fwd_cnt: u32,
+    tx_cnt: u32,
+    limit: u32,
+    reserved: u32,
+    reserved_packets: u32,
+    epochs: [Epoch; EPOCHS],
+    used_epochs: usize,
+}
+
+impl TxCredit {
+    /// No credit yet. Counters start at `first`; at most `limit` bytes will
+    /// be in flight, whatever the peer allows.
+    pub fn new(first: u32, limit: u32) -> TxCredit {
+        TxCredit {
+            peer_buf_alloc: 0,
+            peer_fwd_cnt: first,
+            tx_cnt: first,
+            limit,
+            reserved: 0,
+            reserved_packets: 0,
+            epochs: [Epoch::default(); EPOCHS],
+            used_epochs: 0,
+        }
+    }
+
+    /// Takes what the peer says in a header. `buf_alloc` may go any way;
+    /// `fwd_cnt` must move forward and not past what was sent. False: it did
+    /// not, and was left where it was, so that it can never invent credit.
+    pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) -> bool {
+        self.peer_buf_alloc = buf_alloc;
+        if fwd_cnt.wrapping_sub(self.peer_fwd_cnt) > self.in_flight() {
+            return false;
+        }
+        self.peer_fwd_cnt = fwd_cnt;
+        let in_flight = self.in_flight();
+        let over = self.epochs[..self.used_epochs]
+            .iter()
+            .take_while(|epoch| self.tx_cnt.wrapping_sub(epoch.end) >= in_flight)
+            .count();
+        self.epochs.copy_within(over.., 0);
+        self.used_epochs -= over;
+        true
+    }
+
+    /// Bytes sent that the peer has not consumed, as far as we know.
+    pub fn in_flight(&self) -> u32 {
+        self.tx_cnt.wrapping_sub(self.peer_fwd_cnt)
+    }
+
+    /// Bytes sent, free-running.
+    pub fn tx_cnt(&self) -> u32 {
+        self.tx_cnt
+    }
+
+    /// The peer's buffer, in bytes.
+    pub fn peer_buf_alloc(&self) -> u32 {
+        self.peer_buf_alloc
+    }
+
+    /// Bytes that the peer has consumed, free-running.
+    pub fn peer_fwd_cnt(&self) -> u32 {
+        self.peer_fwd_cnt
+    }
+
+    fn room(&self, window: u32) -> u32 {
+        let free = i64::from(window) - i64::from(self.in_flight()) - i64::from(self.reserved);
+        u32::try_from(free.max(0)).unwrap_or(u32::MAX)
+    }
+
+    fn slots(&self) -> u32 {
+        let most = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
+        most.saturating_sub(self.packets())
+            .saturating_sub(self.reserved_packets)
+    }
+
+    /// Packets that the peer may still have in its queue.
+    pub fn packets(&self) -> u32 {
+        self.epochs[..self.used_epochs]
+            .iter()
+            .map(|epoch| epoch.packets)
+            .sum()
+    }
+
+    /// Bytes that may be reserved now.
+    pub fn available(&self) -> u32 {
+        if self.slots() == 0 {
+            0
+        } else {
+            self.room(self.peer_buf_alloc.min(self.limit))
+        }
+    }
+
+    /// What is in the way of one more byte.
+    pub fn stall(&self) -> Stall {
+        if self.available() > 0 {
+            Stall::None
+        } else if self.room(self.peer_buf_alloc) == 0 {
+            Stall::Window
+        } else {
+            Stall::Limit
+        }
+    }
+
+    /// Takes up to `max` bytes and one packet; 0 when there are none.
+    pub fn reserve(&mut self, max: u32) -> u32 {
+        let len = max.min(MAX_PAYLOAD).min(self.available());
+        if len > 0 {
+            self.reserved += len;
+            self.reserved_packets += 1;
+        }
+        len
+    }
+
+    /// Whether anything is reserved.
+    pub fn has_reserved(&self) -> bool {
+        self.reserved_packets > 0
+    }
+
+    /// Gives a reservation of `reserved` bytes back.
+    pub fn cancel(&mut self, reserved: u32) {
+        self.reserved = self.reserved.saturating_sub(reserved);
+        self.reserved_packets = self.reserved_packets.saturating_sub(1);
+    }
+
+    /// Sends `len` of the `reserved` bytes as one packet.
+    pub fn commit(&mut self, reserved: u32, len: u32) {
+        self.cancel(reserved);
+        self.tx_cnt = self.tx_cnt.wrapping_add(len);
+        let full = (self.peer_buf_alloc / PACKET_OVERHEAD / EPOCHS as u32).max(1);
+        match self.epochs[..self.used_epochs].last_mut() {
+            Some(last) if last.packets < full || self.used_epochs == EPOCHS => {
+                last.packets += 1;
+                last.end = self.tx_cnt;
+            }
+            _ => {
+                self.epochs[self.used_epochs] = Epoch {
+                    end: self.tx_cnt,
+                    packets: 1,
+                };
+                self.used_epochs += 1;
+            }
+        }
+    }
+}
+
+/// The receiving half: how much we let the peer send.
+#[derive(Clone, Debug)]
+pub struct RxCredit {
+    buf_alloc: u32,
+    fwd_cnt: u32,
+    rx_cnt: u32,
+    announced: u32,
+    /// The furthest byte count the peer was ever told it may reach: what is
+    /// in flight when our buffer shrinks keeps its right to arrive.
+    edge: u32,
+    eager: bool,
+}
+
+impl RxCredit {
+    /// Nothing received. Counters start at `first`.
+    pub fn new(first: u32, buf_alloc: u32) -> RxCredit {
+        RxCredit {
+            buf_alloc,
+            fwd_cnt: first,
+            rx_cnt: first,
+            announced: first,
+            edge: first,
+            eager: false,
+        }
+    }
+
+    /// Our buffer, in bytes.
+    pub fn buf_alloc(&self) -> u32 {
+        self.buf_alloc
+    }
+
+    /// Bytes consumed, free-running.
+    pub fn fwd_cnt(&self) -> u32 {
+        self.fwd_cnt
+    }
+
+    /// Bytes delivered and not yet consumed.
+    pub fn unread(&self) -> u32 {
+        self.rx_cnt.wrapping_sub(self.fwd_cnt)
+    }
+
+    /// Bytes that may be unread at once.
+    fn window(&self) -> u32 {
+        self.buf_alloc.max(self.edge.wrapping_sub(self.fwd_cnt))
+    }
+
+    /// Whether `len` more bytes keep the peer within its credit.
+    pub fn allows(&self, len: u32) -> bool {
+        u64::from(self.unread()) + u64::from(len) <= u64::from(self.window())
+    }
+
+    /// Counts `len` bytes that [`RxCredit::allows`] allowed.
+    pub fn receive(&mut self, len: u32) {
+        self.rx_cnt = self.rx_cnt.wrapping_add(len);
+    }
+
+    /// Counts bytes consumed. `None`: more than were unread. `Some(true)`:
+    /// the peer should be told, because half of the buffer has been freed
+    /// without its knowledge, or because it asked and is waiting.
+    pub fn consume(&mut self, bytes: u32) -> Option<bool> {
+        if bytes > self.unread() {
+            return None;
+        }
+        self.fwd_cnt = self.fwd_cnt.wrapping_add(bytes);
+        let unannounced = self.fwd_cnt.wrapping_sub(self.announced);
+        let tell = unannounced >= (self.buf_alloc / 2).max(1) || (self.eager && unannounced > 0);
+        if self.unread() == 0 {
+            self.eager = false;
+        }
+        Some(tell)
+    }
+
+    /// The peer sent CREDIT_REQUEST: until it has been consumed, all that is
+    /// unread will be announced without waiting for half a buffer.
+    pub fn requested(&mut self) {
+        self.eager = self.unread() > 0;
+    }
+
+    /// Changes the buffer. What the peer was promised stays promised.
+    pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
+        self.buf_alloc = buf_alloc;
+    }
+
+    /// `buf_alloc` and `fwd_cnt` for a header that will be sent.
+    pub fn announce(&mut self) -> (u32, u32) {
+        self.edge = self.fwd_cnt.wrapping_add(self.window());
+        self.announced = self.fwd_cnt;
+        (self.buf_alloc, self.fwd_cnt)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::VecDeque;
+
+    fn sender(first: u32, peer_buf_alloc: u32) -> TxCredit {
+        let mut tx = TxCredit::new(first, u32::MAX);
+        assert!(tx.update(peer_buf_alloc, first));
+        tx
+    }
+
+    fn send(tx: &mut TxCredit, len: u32) -> u32 {
+        let got = tx.reserve(len);
+        if got > 0 {
+            tx.commit(got, got);
+        }
+        got
+    }
+
+    /// virtio 1.2, 5.10.6.3: payload must not exceed the peer's free space.
+    #[test]
+    fn free_space_is_what_the_peer_has_not_got() {
+        let mut tx = sender(0, 1000);
+        assert_eq!(tx.available(), 1000);
+        assert_eq!(send(&mut tx, 600), 600);
+        assert_eq!(tx.available(), 0, "one packet fits a buffer this small");
+        assert!(tx.update(1000, 600));
+        assert_eq!(tx.available(), 1000);
+        assert!(tx.update(1_000_000, 600));
+        assert_eq!(send(&mut tx, u32::MAX), MAX_PAYLOAD);
+    }
+
+    /// CVE-2026-23069.
+    #[test]
+    fn a_shrinking_buffer_gives_nothing() {
+        let mut tx = sender(0, 100_000);
+        send(&mut tx, 60_000);
+        assert!(tx.update(10_000, 0));
+        assert_eq!((tx.available(), tx.stall()), (0, Stall::Window));
+        assert!(tx.update(10_000, 50_000));
+        assert_eq!(tx.available(), 0);
+        assert!(tx.update(10_001, 50_000));
+        assert_eq!(tx.available(), 1);
+    }
+
+    #[test]
+    fn fwd_cnt_cannot_run_ahead_or_back() {
+        let mut tx = sender(7, 1000);
+        send(&mut tx, 10);
+        assert!(!tx.update(1000, 18));
+        assert_eq!(tx.in_flight(), 10);
+        assert!(tx.update(1000, 12));
+        assert!(!tx.update(1000, 11));
+        assert!(!tx.update(1000, 7u32.wrapping_sub(1)));
+        assert_eq!(tx.in_flight(), 5);
+    }
+
+    #[test]
+    fn counters_wrap() {
+        let first = u32::MAX - 5;
+        let mut tx = sender(first, 1000);
+        send(&mut tx, 100);
+        assert_eq!((tx.tx_cnt(), tx.in_flight()), (94, 100));
+        assert!(tx.update(1000, u32::MAX));
+        assert_eq!(tx.in_flight(), 95);
+        assert!(tx.update(1000, 94));
+        assert_eq!((tx.available(), tx.packets()), (1000, 0));
+
+        let mut rx = RxCredit::new(first, 100);
+        rx.announce();
+        assert!(rx.allows(100) && !rx.allows(101));
+        rx.receive(100);
+        assert_eq!((rx.unread(), rx.allows(1)), (100, false));
+        assert_eq!(rx.consume(49), Some(false));
+        assert_eq!(rx.consume(1), Some(true));
+        assert_eq!(rx.announce(), (100, 44));
+    }
+
+    /// About 455 packets of any size are what Linux 6.12.92 lets stand in a
+    /// buffer of 256 KiB.
+    #[test]
+    fn packets_are_bounded_as_well() {
+        let mut tx = sender(0, 262144);
+        let sent = (0..10_000).take_while(|_| send(&mut tx, 1) == 1).count();
+        assert_eq!(sent, 262144 / 640);
+        assert_eq!(tx.stall(), Stall::Limit);
+        assert!(tx.update(262144, 1));
+        assert_eq!(tx.available(), 0);
+        assert!(tx.update(262144, sent as u32 / 4));
+        assert_eq!(tx.packets(), sent as u32 * 3 / 4 + 1);
+        assert!(tx.available() > 0);
+    }
+
+    #[test]
+    fn a_tiny_buffer_still_takes_one_packet() {
+        let mut tx = sender(0, 10);
+        assert_eq!(send(&mut tx, 3), 3);
+        assert_eq!((tx.available(), tx.stall()), (0, Stall::Limit));
+        assert!(tx.update(10, 3));
+        assert_eq!(tx.available(), 10);
+    }
+
+    #[test]
+    fn reservations_count_until_cancelled() {
+        let mut tx = sender(0, 10_000);
+        assert_eq!(tx.reserve(9_000), 9_000);
+        assert_eq!(tx.reserve(9_000), 1_000);
+        assert_eq!(tx.reserve(1), 0);
+        tx.cancel(9_000);
+        tx.commit(1_000, 10);
+        assert_eq!((tx.available(), tx.in_flight()), (9_990, 10));
+    }
+
+    #[test]
+    fn own_limit_binds() {
+        let mut tx = TxCredit::new(0, 100);
+        assert!(tx.update(1000, 0));
+        assert_eq!(tx.reserve(500), 100);
+        assert_eq!(tx.stall(), Stall::Limit);
+    }
+
+    #[test]
+    fn what_was_promised_may_arrive_after_shrinking() {
+        let mut rx = RxCredit::new(0, 1000);
+        rx.announce();
+        rx.set_buf_alloc(10);
+        rx.announce();
+        assert!(rx.allows(1000) && !rx.allows(1001));
+        rx.receive(1000);
+        assert_eq!(rx.consume(1000), Some(true));
+        rx.announce();
+        assert!(rx.allows(10) && !rx.allows(11));
+    }
+
+    #[test]
+    fn a_peer_that_asked_is_told_early() {
+        let mut rx = RxCredit::new(0, 1000);
+        rx.announce();
+        rx.receive(3);
+        rx.requested();
+        rx.announce();
+        assert_eq!(rx.consume(1), Some(true));
+        assert_eq!(rx.consume(2), Some(true));
+        rx.receive(1);
+        assert_eq!(rx.consume(1), Some(false));
+        assert_eq!(rx.consume(1), None);
+    }
+
+    proptest! {
+        /// A sender and a receiver with a plain list of packets between them:
+        /// credit is never overrun, and the epochs never count fewer packets
+        /// than the list holds.
+        #[test]
+        fn sender_and_receiver_agree(
+            first in prop_oneof![Just(0u32), (u32::MAX - 5000)..],
+            size in 1u32..5000,
+            steps in prop::collection::vec((0u8..4, 1u32..3000), 1..300),
+        ) {
+            let mut rx = RxCredit::new(first, size);
+            let mut tx = TxCredit::new(first, u32::MAX);
+            let (mut queued, mut told) = (VecDeque::new(), VecDeque::new());
+            told.push_back(rx.announce());
+            for (step, n) in steps {
+                match step {
+                    0 => {
+                        let max = (tx.peer_buf_alloc() / PACKET_OVERHEAD).max(1) as usize;
+                        let got = tx.reserve(n);
+                        if got > 0 {
+                            let len = got.min(n / 2 + 1);
+                            tx.commit(got, len);
+                            prop_assert!(rx.allows(len), "overrun");
+                            rx.receive(len);
+                            queued.push_back(len);
+                            prop_assert!(queued.len() <= max);
+                        }
+                    }
+                    1 => {
+                        if let Some(len) = queued.pop_front() {
+                            prop_assert!(rx.consume(len).is_some());
+                        }
+                        told.push_back(rx.announce());
+                    }
+                    2 => {
+                        rx.set_buf_alloc(n);
+                        told.push_back(rx.announce());
+                    }
+                    _ => {
+                        if let Some((buf_alloc, fwd_cnt)) = told.pop_front() {
+                            prop_assert!(tx.update(buf_alloc, fwd_cnt));
+                        }
+                    }
+                }
+                prop_assert!(tx.packets() as usize >= queued.len());
+            }
+        }
+
+        /// Whatever a peer says, the free space is never above its buffer.
+        #[test]
+        fn no_header_invents_credit(
+            first in any::<u32>(),
+            steps in prop::collection::vec((any::<u32>(), any::<u32>(), 0u32..70_000), 1..100),
+        ) {
+            let mut tx = TxCredit::new(first, u32::MAX);
+            for (buf_alloc, fwd_cnt, n) in steps {
+                let near = tx.tx_cnt().wrapping_sub(fwd_cnt % 100_000);
+                tx.update(buf_alloc, if n % 2 == 0 { near } else { fwd_cnt });
+                prop_assert!(tx.available() <= buf_alloc);
+                send(&mut tx, n);
+                prop_assert!(u64::from(tx.available()) + u64::from(tx.in_flight())
+                    <= u64::from(buf_alloc).max(u64::from(tx.in_flight())));
+            }
+        }
+    }
+}

@@ -2,7 +2,6 @@
 //! events, and headers to send.
 
 use super::connection::FlowId;
-use super::state::How;
 use crate::addr::Address;
 use crate::wire::vsock::{Repr, SocketType};
 

@@ -1,5 +1,13 @@
-//! states (placeholder, replaced by the table)
-/// Which directions.
+//! The life of a connection, as one table.
+//!
+//! [`transition`] says for every state and every input what comes next and
+//! what is to be done. Nothing else decides: the shard turns packets,
+//! commands and timers into [`Input`]s and carries [`Action`]s out. The rules
+//! are Linux's; the test beside the table holds every cell, written by hand.
+
+use super::event::{CloseReason, DropReason, RefuseReason};
+
+/// Which directions of a connection, seen from whoever shuts them down.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, Default)]
 pub struct How {
     /// Receiving.
@@ -7,49 +15,388 @@ pub struct How {
     /// Sending.
     pub send: bool,
 }
+
 impl How {
     /// Neither direction.
     pub const NONE: How = How {
         receive: false,
         send: false,
     };
-    /// Receiving.
+    /// Receiving: `SHUT_RD`.
     pub const RECEIVE: How = How {
         receive: true,
         send: false,
     };
-    /// Sending.
+    /// Sending: `SHUT_WR`.
     pub const SEND: How = How {
         receive: false,
         send: true,
     };
-    /// Both directions.
+    /// Both directions: `close`.
     pub const BOTH: How = How {
         receive: true,
         send: true,
     };
+
+    /// Shutting down is permanent and cumulative.
+    #[must_use]
+    pub const fn and(self, other: How) -> How {
+        How {
+            receive: self.receive || other.receive,
+            send: self.send || other.send,
+        }
+    }
+
+    /// Whether both directions are meant.
+    pub const fn is_both(self) -> bool {
+        self.receive && self.send
+    }
+
+    /// Whether neither direction is meant.
+    pub const fn is_none(self) -> bool {
+        !self.receive && !self.send
+    }
+
+    const fn is(self, other: How) -> bool {
+        self.receive == other.receive && self.send == other.send
+    }
 }
+
 /// The state of a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum State {
-    /// Pseudo state of a REQUEST's listener.
+    /// A REQUEST's listener; no connection is ever in it.
     Listen,
-    /// REQUEST sent.
+    /// REQUEST queued or sent, nothing back yet.
     Connecting,
-    /// REQUEST received.
+    /// REQUEST received, the caller has not decided.
     Incoming,
-    /// Open, apart from the directions shut.
+    /// Connected, but for the directions shut down. Local BOTH: the SHUTDOWN
+    /// waits behind data. Peer BOTH: received bytes are still unread.
     Established {
-        /// Directions that we have shut.
+        /// Directions that we have shut down.
         local: How,
-        /// Directions that the peer has shut.
+        /// Directions that the peer has shut down.
         peer: How,
     },
     /// SHUTDOWN of both directions sent.
     Closing {
-        /// Directions that the peer has shut.
+        /// Directions that the peer has shut down.
         peer: How,
     },
     /// No connection.
     Closed,
 }
+
+impl State {
+    /// Connected, both directions open.
+    pub const ESTABLISHED: State = State::Established {
+        local: How::NONE,
+        peer: How::NONE,
+    };
+}
+
+/// What can happen to a connection.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum Input {
+    /// REQUEST.
+    Request,
+    /// REQUEST when a cap is reached.
+    RequestOverCap,
+    /// RESPONSE.
+    Response,
+    /// RST.
+    Rst,
+    /// SHUTDOWN.
+    Shutdown {
+        /// Its flags.
+        how: How,
+        /// Whether received bytes have not been consumed yet.
+        unread: bool,
+    },
+    /// RW within the credit.
+    Rw,
+    /// RW above the credit.
+    RwOverCredit,
+    /// CREDIT_UPDATE.
+    CreditUpdate,
+    /// CREDIT_REQUEST.
+    CreditRequest,
+    /// INVALID.
+    Invalid,
+    /// An operation without a name.
+    Unknown,
+    /// Any packet but RST of another type than the connection's.
+    TypeMismatch,
+    /// The caller connects.
+    Connect,
+    /// The caller accepts.
+    Accept,
+    /// The caller rejects.
+    Reject,
+    /// The caller shuts down.
+    Close(How),
+    /// The caller resets.
+    Reset,
+    /// A SHUTDOWN with all that the caller wants has left.
+    ShutdownSent,
+    /// The last received byte has been consumed.
+    Drained,
+    /// The connect or close timer ran out.
+    TimedOut,
+    /// The transport lost everything.
+    TransportReset,
+}
+
+/// What is to be done.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum Action {
+    /// Nothing; all is well.
+    Handled,
+    /// Drop the packet, no RST.
+    Ignore(DropReason),
+    /// Answer the packet with RST; the connection, if any, does not notice.
+    ResetPacket(DropReason),
+    /// Make a connection and tell the caller.
+    Incoming,
+    /// Queue REQUEST, start the connect timer.
+    SendRequest,
+    /// Queue RESPONSE.
+    SendResponse,
+    /// Tell the caller that it is connected; stop the timer.
+    Connected,
+    /// Hand the payload on.
+    Deliver,
+    /// Throw the payload away and give its credit back.
+    Discard,
+    /// Queue CREDIT_UPDATE.
+    CreditUpdate,
+    /// Tell the caller what the peer has shut down.
+    PeerShutdown,
+    /// Queue SHUTDOWN behind data; when both directions are shut, start the
+    /// close timer.
+    SendShutdown,
+    /// End without RST and take the REQUEST as if there had been nothing.
+    Supersede,
+    /// The connection did not come about: end, with RST or without.
+    Refuse {
+        /// Whether to send RST.
+        rst: bool,
+        /// Why.
+        reason: RefuseReason,
+    },
+    /// End, with RST or without.
+    End {
+        /// Whether to send RST.
+        rst: bool,
+        /// Why.
+        reason: CloseReason,
+    },
+    /// The command makes no sense in this state.
+    WrongState,
+}
+
+const fn end(rst: bool, reason: CloseReason) -> (State, Action) {
+    (State::Closed, Action::End { rst, reason })
+}
+
+const fn refuse(rst: bool, reason: RefuseReason) -> (State, Action) {
+    (State::Closed, Action::Refuse { rst, reason })
+}
+
+/// The table: the next state and what to do.
+pub const fn transition(state: State, input: Input) -> (State, Action) {
+    use Action as A;
+    use Input as I;
+    use State as S;
+
+    match (state, input) {
+        // A type that is not the socket's is answered before anything looks
+        // at the state (rule 3), and the connection stays what it is.
+        (_, I::TypeMismatch) => (state, A::ResetPacket(DropReason::TypeMismatch)),
+
+        (S::Listen, I::Request) => (S::Incoming, A::Incoming),
+        (S::Listen, I::RequestOverCap) => (S::Listen, A::ResetPacket(DropReason::OverCap)),
+        (S::Closed, I::Connect) => (S::Connecting, A::SendRequest),
+        (S::Listen | S::Closed, I::Rst) => (state, A::Ignore(DropReason::StrayReset)),
+        (
+            S::Listen | S::Closed,
+            I::Request
+            | I::RequestOverCap
+            | I::Response
+            | I::Shutdown { .. }
+            | I::Rw
+            | I::RwOverCredit
+            | I::CreditUpdate
+            | I::CreditRequest
+            | I::Invalid
+            | I::Unknown,
+        ) => (state, A::ResetPacket(DropReason::NoSocket)),
+        (S::Listen | S::Closed, I::ShutdownSent | I::Drained | I::TimedOut | I::TransportReset) => {
+            (state, A::Handled)
+        }
+        (S::Listen | S::Closed, I::Connect | I::Accept | I::Reject | I::Close(_) | I::Reset) => {
+            (state, A::WrongState)
+        }
+
+        (S::Connecting, I::Response) => (S::ESTABLISHED, A::Connected),
+        (S::Connecting, I::Invalid) => (state, A::Ignore(DropReason::Unexpected)),
+        (S::Connecting, I::Rst) => refuse(false, RefuseReason::Reset),
+        (
+            S::Connecting,
+            I::Request
+            | I::RequestOverCap
+            | I::Shutdown { .. }
+            | I::Rw
+            | I::RwOverCredit
+            | I::CreditUpdate
+            | I::CreditRequest
+            | I::Unknown,
+        ) => refuse(true, RefuseReason::ProtocolError),
+        (S::Connecting, I::Reset) => refuse(true, RefuseReason::LocalReset),
+        (S::Connecting, I::TimedOut) => refuse(true, RefuseReason::TimedOut),
+        (S::Connecting, I::TransportReset) => refuse(false, RefuseReason::TransportReset),
+        (S::Connecting, I::ShutdownSent | I::Drained) => (state, A::Handled),
+        (S::Connecting, I::Connect | I::Accept | I::Reject | I::Close(_)) => (state, A::WrongState),
+
+        (S::Incoming, I::Accept) => (S::ESTABLISHED, A::SendResponse),
+        (S::Incoming, I::Reject) => end(true, CloseReason::Rejected),
+        (S::Incoming, I::Rst) => end(false, CloseReason::PeerReset),
+        (S::Incoming, I::Request | I::RequestOverCap) => (S::Closed, A::Supersede),
+        (
+            S::Incoming,
+            I::Response
+            | I::Shutdown { .. }
+            | I::Rw
+            | I::RwOverCredit
+            | I::CreditUpdate
+            | I::CreditRequest
+            | I::Invalid
+            | I::Unknown,
+        ) => end(true, CloseReason::ProtocolError),
+        (S::Incoming, I::ShutdownSent | I::Drained | I::TimedOut) => (state, A::Handled),
+        (S::Incoming, I::Connect | I::Close(_)) => (state, A::WrongState),
+
+        (S::Established { peer, .. }, I::Request | I::RequestOverCap) => {
+            // Linux takes a socket out of its table once the peer has shut
+            // down both directions, so that the peer can use the port again.
+            if peer.is_both() {
+                (S::Closed, A::Supersede)
+            } else {
+                (state, A::Ignore(DropReason::Unexpected))
+            }
+        }
+        (S::Established { .. }, I::Response | I::Invalid | I::Unknown) => {
+            (state, A::Ignore(DropReason::Unexpected))
+        }
+        (S::Established { peer, .. }, I::Rst) => end(
+            false,
+            if peer.is_both() {
+                CloseReason::PeerClosed
+            } else {
+                CloseReason::PeerReset
+            },
+        ),
+        (S::Established { local, peer }, I::Shutdown { how, unread }) => {
+            let all = peer.and(how);
+            if all.is_both() && (!unread || local.is_both()) {
+                end(true, CloseReason::PeerClosed)
+            } else if all.is(peer) {
+                (state, A::Handled)
+            } else {
+                (S::Established { local, peer: all }, A::PeerShutdown)
+            }
+        }
+        (S::Established { local, peer }, I::Rw) => {
+            if peer.send {
+                end(true, CloseReason::ProtocolError)
+            } else if local.receive {
+                (state, A::Discard)
+            } else {
+                (state, A::Deliver)
+            }
+        }
+        (S::Established { .. }, I::RwOverCredit) => end(true, CloseReason::CreditExceeded),
+        (S::Established { .. }, I::CreditUpdate) => (state, A::Handled),
+        (S::Established { peer, .. }, I::CreditRequest) => (
+            state,
+            if peer.is_both() {
+                A::Handled
+            } else {
+                A::CreditUpdate
+            },
+        ),
+        (S::Established { local, peer }, I::Close(how)) => {
+            let all = local.and(how);
+            if all.is_both() && peer.is_both() {
+                end(true, CloseReason::PeerClosed)
+            } else if all.is(local) {
+                (state, A::Handled)
+            } else {
+                (S::Established { local: all, peer }, A::SendShutdown)
+            }
+        }
+        (S::Established { local, peer }, I::ShutdownSent) => (
+            if local.is_both() {
+                S::Closing { peer }
+            } else {
+                state
+            },
+            A::Handled,
+        ),
+        (S::Established { peer, .. }, I::Drained) => {
+            if peer.is_both() {
+                end(true, CloseReason::PeerClosed)
+            } else {
+                (state, A::Handled)
+            }
+        }
+        (S::Established { local, .. }, I::TimedOut) => {
+            if local.is_both() {
+                end(true, CloseReason::TimedOut)
+            } else {
+                (state, A::Handled)
+            }
+        }
+
+        (S::Closing { .. }, I::Rst) => end(false, CloseReason::Finished),
+        (S::Closing { peer }, I::Shutdown { how, .. }) => {
+            // Both closed at once. Linux stays in ESTABLISHED until its RST
+            // comes and answers; if neither answered, both would wait 8 s.
+            let all = peer.and(how);
+            if all.is_both() {
+                end(true, CloseReason::Finished)
+            } else {
+                (S::Closing { peer: all }, A::Handled)
+            }
+        }
+        (
+            S::Closing { .. },
+            I::Request
+            | I::RequestOverCap
+            | I::Response
+            | I::Rw
+            | I::RwOverCredit
+            | I::CreditUpdate
+            | I::CreditRequest
+            | I::Invalid
+            | I::Unknown,
+        ) => (state, A::Ignore(DropReason::Unexpected)),
+        (S::Closing { .. }, I::TimedOut) => end(true, CloseReason::TimedOut),
+        (S::Closing { .. }, I::Close(_) | I::ShutdownSent | I::Drained) => (state, A::Handled),
+
+        (S::Established { .. } | S::Closing { .. }, I::Connect | I::Accept | I::Reject) => {
+            (state, A::WrongState)
+        }
+        (S::Incoming | S::Established { .. } | S::Closing { .. }, I::Reset) => {
+            end(true, CloseReason::LocalReset)
+        }
+        (S::Incoming | S::Established { .. } | S::Closing { .. }, I::TransportReset) => {
+            end(false, CloseReason::TransportReset)
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "state_matrix.rs"]
+mod matrix;

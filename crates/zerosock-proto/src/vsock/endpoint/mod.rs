@@ -1,162 +1,539 @@
-//! placeholder bodies; the signatures stand
-#![allow(unused_variables, reason = "bodies follow")]
+//! The shard: the connections of one queue pair.
+//!
+//! What each file does: `receive` packets in, `commands` what the caller
+//! wants, `transmit` headers, events and timers out, `table` and `list` where
+//! connections live; here what they share. States change in
+//! [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state table
+//! says.
+
+mod commands;
+mod error;
+mod list;
+mod receive;
+mod stats;
+mod table;
+mod transmit;
+
+use core::fmt;
+use core::hash::BuildHasher;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use super::config::{LocalCids, ShardConfig};
-use super::connection::{FlowId, FlowInfo, Reservation};
-use super::event::{Disposition, DropReason, Event, Span, Transmit};
-use super::ports::PortTable;
-use super::state::How;
-use crate::addr::{Address, Cid, Port};
-use crate::time::Instant;
-use crate::wire::vsock::{Repr, SocketType};
+use hashbrown::DefaultHashBuilder;
 
-mod error;
 pub use error::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
 };
+pub use stats::ShardStats;
 
-/// Counters since the shard was made.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
-#[non_exhaustive]
-pub struct ShardStats {
-    /// Packets handled.
-    pub packets: u64,
-}
+use self::list::{CONTROL, DATA, EVENTS, List};
+use self::table::Table;
+use super::config::{LocalCids, Role, ShardConfig};
+use super::connection::{Connection, End, FlowId, FlowInfo, Key, PROBE_FIRST, Pending};
+use super::credit::Stall;
+use super::event::{CloseReason, RefuseReason};
+use super::ports::{Hold, PortTable};
+use super::state::{Action, Input, State, transition};
+use crate::addr::Cid;
+use crate::time::Instant;
+use crate::wire::vsock::{Repr, SocketType};
 
-/// The connections of one queue pair.
-#[derive(Debug)]
-pub struct Shard<S = hashbrown::DefaultHashBuilder> {
+/// The connections of one queue pair, without its queues, its clock, or a
+/// byte of payload.
+///
+/// # How to drive it
+///
+/// Four kinds of calls:
+///
+/// - *getters* such as [`flow`](Shard::flow), [`has_transmit`](Shard::has_transmit)
+///   and [`is_backlogged`](Shard::is_backlogged) change nothing;
+/// - *`handle_*`* tell it what happened: [`handle_packet`](Shard::handle_packet),
+///   [`handle_timeout`](Shard::handle_timeout),
+///   [`handle_released`](Shard::handle_released),
+///   [`handle_transport_reset`](Shard::handle_transport_reset);
+/// - *commands* tell it what is wanted: [`connect`](Shard::connect),
+///   [`listen`](Shard::listen), [`accept`](Shard::accept), [`send`](Shard::send),
+///   [`reserve`](Shard::reserve), [`consume`](Shard::consume),
+///   [`shutdown`](Shard::shutdown), ...;
+/// - *`poll_*`* ask what is to be done: [`poll_event`](Shard::poll_event),
+///   [`poll_transmit`](Shard::poll_transmit), [`poll_timeout`](Shard::poll_timeout).
+///
+/// After any number of `handle_*` and commands, poll in this order:
+/// `poll_event` until `None` (events lead to commands), then `poll_transmit`
+/// while there are buffers to put packets into, then `poll_timeout` for when
+/// to come back. Each may be called at any time; nothing is lost by waiting.
+///
+/// What must hold:
+///
+/// - Packets are handled in the order in which they came, and headers go out
+///   in the order in which `poll_transmit` and `commit` returned them.
+/// - While `is_backlogged`, packets wait in the peer's queue: answers that
+///   belong to no connection have a bounded place. It clears as `poll_transmit`
+///   is given buffers.
+/// - [`Disposition::Deliver`](super::Disposition::Deliver) is obeyed at once
+///   (before the next packet), and the bytes are reported with `consume` when
+///   the caller has got rid of them. Bytes delivered before an
+///   [`Event::Closed`](super::Event::Closed) remain the caller's to use.
+/// - A [`FlowId`] is invalid from the moment that its end is decided; its
+///   `Closed` or `Refused` follows, once. Calls with a stale id fail and do
+///   nothing.
+///
+/// Payload takes one of two ways out. *In place*: `reserve`, fill the packet's
+/// buffer, `commit`, write the header in front. *Queued*: `send`, and
+/// `poll_transmit` names the [`Span`](super::Span) to put behind each header;
+/// report it with `handle_released` when its memory is free again. Both keep
+/// the order of their calls within one connection.
+///
+/// # Bounds
+///
+/// Connections are capped, with those included whose RST has not left or whose
+/// end has not been polled. A control packet of each kind, and an event of
+/// each kind, is a flag of its connection. RSTs without a connection have a
+/// queue of fixed size. No call but `handle_transport_reset` looks at all
+/// connections, and packets of existing connections allocate nothing.
+///
+/// # Example
+///
+/// A guest and a host, joined by two queues that never fill:
+///
+/// ```
+/// use std::sync::Arc;
+/// use zerosock_proto::vsock::{Disposition, Event, How, PortTable, Shard, ShardConfig};
+/// use zerosock_proto::wire::vsock::SocketType;
+/// use zerosock_proto::{Address, Cid, Instant, Port};
+///
+/// let now = Instant::ZERO;
+/// let guest_cid = Cid::new(3);
+/// let server = Address::new(Cid::HOST, Port::new(1024));
+/// let any = Address::new(Cid::ANY, Port::ANY);
+///
+/// let mut guest = Shard::new(ShardConfig::driver(guest_cid), Arc::new(PortTable::new()));
+/// let mut host = Shard::new(ShardConfig::device(guest_cid), Arc::new(PortTable::new()));
+///
+/// // Moves every waiting packet from one to the other and returns what was
+/// // delivered. The payload itself would lie behind the header.
+/// fn transfer(now: Instant, from: &mut Shard, to: &mut Shard) -> u32 {
+///     let mut delivered = 0;
+///     while let Some(packet) = from.poll_transmit(now, 4096) {
+///         if let Disposition::Deliver { flow, len, .. } = to.handle_packet(now, &packet.header) {
+///             delivered += len;
+///             to.consume(flow, len).unwrap();
+///         }
+///         if let Some(span) = packet.span {
+///             from.handle_released(span);
+///         }
+///     }
+///     delivered
+/// }
+///
+/// host.listen(server.port, 16).unwrap();
+/// let client = guest.connect(now, any, server, SocketType::Stream).unwrap();
+/// transfer(now, &mut guest, &mut host); // REQUEST
+/// let Some(Event::Incoming { flow: served, peer, .. }) = host.poll_event() else { panic!() };
+/// assert_eq!(peer.cid, guest_cid);
+/// host.accept(now, served).unwrap();
+/// transfer(now, &mut host, &mut guest); // RESPONSE
+/// assert_eq!(guest.poll_event(), Some(Event::Connected { flow: client }));
+///
+/// // Queued: cut into packets of up to 4096 bytes as it is polled.
+/// guest.send(client, 10_000, 0).unwrap();
+/// assert_eq!(transfer(now, &mut guest, &mut host), 10_000);
+///
+/// // In place: credit first, then the payload, then the header.
+/// let room = host.reserve(served, 4096).unwrap();
+/// let header = host.commit(room, 100, 0).unwrap();
+/// let Disposition::Deliver { flow, len: 100, .. } = guest.handle_packet(now, &header) else {
+///     panic!()
+/// };
+/// guest.consume(flow, 100).unwrap();
+///
+/// // Close: SHUTDOWN, answered with RST.
+/// guest.shutdown(now, client, How::BOTH).unwrap();
+/// transfer(now, &mut guest, &mut host);
+/// transfer(now, &mut host, &mut guest);
+/// assert!(matches!(host.poll_event(), Some(Event::Closed { flow, .. }) if flow == served));
+/// assert!(matches!(guest.poll_event(), Some(Event::Closed { flow, .. }) if flow == client));
+/// assert_eq!(guest.connections() + host.connections(), 0);
+/// ```
+pub struct Shard<S = DefaultHashBuilder> {
     config: ShardConfig,
+    /// Whether F_SEQPACKET was negotiated.
+    seqpacket: bool,
+    ports: Arc<PortTable>,
+    table: Table<S>,
+    live: usize,
+    /// Connections in `Incoming`.
+    undecided: usize,
+    control: List<CONTROL>,
+    data: List<DATA>,
+    events: List<EVENTS>,
+    timers: BTreeSet<(Instant, u32)>,
+    /// RSTs that belong to no connection.
+    resets: VecDeque<Repr>,
     stats: ShardStats,
-    hasher: S,
 }
 
 impl Shard {
-    /// A shard without connections, its hash keyed at random.
+    /// A shard without connections, its hash keyed at random. Shards of one
+    /// address share `ports`.
     pub fn new(config: ShardConfig, ports: Arc<PortTable>) -> Shard {
-        Shard::with_hasher(config, ports, hashbrown::DefaultHashBuilder::default())
+        Shard::with_hasher(config, ports, DefaultHashBuilder::default())
     }
 }
 
-impl<S: core::hash::BuildHasher> Shard<S> {
-    /// A shard with a hash of the caller's.
+impl<S: BuildHasher> Shard<S> {
+    /// A shard with a hash of the caller's. Peers choose ports: key it.
     pub fn with_hasher(config: ShardConfig, ports: Arc<PortTable>, hasher: S) -> Shard<S> {
         Shard {
+            resets: VecDeque::with_capacity(config.max_pending_resets),
             config,
+            seqpacket: false,
+            ports,
+            table: Table::new(hasher),
+            live: 0,
+            undecided: 0,
+            control: List::new(),
+            data: List::new(),
+            events: List::new(),
+            timers: BTreeSet::new(),
             stats: ShardStats::default(),
-            hasher,
         }
     }
-    /// Live connections.
+
+    /// Live connections, undecided ones included.
     pub fn connections(&self) -> usize {
-        0
+        self.live
     }
-    /// About one connection.
+
+    /// Places taken of [`ShardConfig::max_connections`]: live connections, and
+    /// those whose RST has not left or whose end has not been polled.
+    pub fn occupied(&self) -> usize {
+        self.table.occupied()
+    }
+
+    /// About one connection; `None` when it has ended.
     pub fn flow(&self, flow: FlowId) -> Option<FlowInfo> {
-        None
+        self.table.get(flow).map(Connection::info)
     }
-    /// Whether `poll_transmit` has something.
+
+    /// Whether [`Shard::poll_transmit`] has something for a buffer large
+    /// enough.
     pub fn has_transmit(&self) -> bool {
-        false
+        !self.resets.is_empty() || self.control.front().is_some() || self.data.front().is_some()
     }
-    /// Whether no more packets may be handled until some were transmitted.
+
+    /// Whether packets must wait until [`Shard::poll_transmit`] has been given
+    /// buffers.
     pub fn is_backlogged(&self) -> bool {
-        false
+        self.resets.len() >= self.config.max_pending_resets
     }
+
     /// Counters.
     pub fn stats(&self) -> &ShardStats {
         &self.stats
     }
-    /// The configuration.
+
+    /// What it was made with, and what was set since.
     pub fn config(&self) -> &ShardConfig {
         &self.config
     }
-    /// Takes a packet's header.
-    pub fn handle_packet(&mut self, now: Instant, header: &Repr) -> Disposition {
-        Disposition::Dropped(DropReason::NoSocket)
+
+    /// The CIDs for which a device answers. Connections stay.
+    pub fn set_local_cids(&mut self, local: LocalCids) {
+        self.config.local = local;
     }
-    /// Acts on timers due.
-    pub fn handle_timeout(&mut self, now: Instant) {}
-    /// A span's payload is no longer needed.
-    pub fn handle_released(&mut self, span: Span) {}
-    /// Drops all connections.
-    pub fn handle_transport_reset(&mut self, now: Instant) {}
-    /// Other CIDs of ours (device).
-    pub fn set_local_cids(&mut self, local: LocalCids) {}
-    /// Our new CID after a transport reset (driver).
-    pub fn set_driver_cid(&mut self, cid: Cid) {}
-    /// Asks for a connection.
-    pub fn connect(
-        &mut self,
-        now: Instant,
-        local: Address,
-        peer: Address,
-        socket_type: SocketType,
-    ) -> Result<FlowId, ConnectError> {
-        Err(ConnectError::TooManyConnections)
+
+    /// The CID that a driver has now, re-read after TRANSPORT_RESET. No effect
+    /// on a device.
+    pub fn set_driver_cid(&mut self, cid: Cid) {
+        if let Role::Driver { local } = &mut self.config.role {
+            *local = cid;
+        }
     }
-    /// Accepts.
-    pub fn accept(&mut self, now: Instant, flow: FlowId) -> Result<(), FlowError> {
-        Err(FlowError::Stale)
+
+    /// Whether VIRTIO_VSOCK_F_SEQPACKET was negotiated; at first it is not,
+    /// and REQUESTs of that type are reset.
+    pub fn set_seqpacket(&mut self, negotiated: bool) {
+        self.seqpacket = negotiated;
     }
-    /// Rejects.
-    pub fn reject(&mut self, flow: FlowId) -> Result<(), FlowError> {
-        Err(FlowError::Stale)
+
+    /// The transport lost everything: the peer has rebooted, or migrated, or
+    /// TRANSPORT_RESET came on the event queue. All connections end, nothing
+    /// is sent, listeners stay.
+    pub fn handle_transport_reset(&mut self, now: Instant) {
+        self.resets.clear();
+        for index in 0..self.table.slots.len() as u32 {
+            let Some(connection) = self.table.at(index) else {
+                continue;
+            };
+            if connection.state == State::Closed {
+                self.forget_reset(index);
+            } else {
+                let (next, action) = transition(connection.state, Input::TransportReset);
+                self.act(now, index, next, action);
+            }
+        }
     }
-    /// Shuts down.
-    pub fn shutdown(&mut self, now: Instant, flow: FlowId, how: How) -> Result<(), FlowError> {
-        Err(FlowError::Stale)
+
+    fn new_connection(&self, key: Key, socket_type: SocketType, state: State) -> Connection {
+        let buf_alloc = self.config.buf_alloc;
+        Connection::new(
+            key,
+            socket_type,
+            state,
+            self.config.first_count,
+            buf_alloc,
+            self.config.send_limit.unwrap_or(buf_alloc),
+        )
     }
-    /// Resets.
-    pub fn reset(&mut self, flow: FlowId) -> Result<(), FlowError> {
-        Err(FlowError::Stale)
+
+    fn insert(&mut self, connection: Connection) -> u32 {
+        self.live += 1;
+        self.stats.opened += 1;
+        self.table.insert(connection)
     }
-    /// Counts bytes consumed.
-    pub fn consume(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
-        Err(ConsumeError::Stale)
+
+    /// Carries out what the state table says about a connection.
+    fn act(&mut self, now: Instant, index: u32, next: State, action: Action) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        match action {
+            Action::Refuse { rst, reason } => {
+                return self.finish(index, rst, End::Refused(reason));
+            }
+            Action::End { rst, reason } => return self.end(index, rst, reason),
+            _ => connection.state = next,
+        }
+        match action {
+            Action::SendRequest => {
+                connection.control.request = true;
+                connection.deadline = Some(now + self.config.connect_timeout);
+                self.rearm(index);
+            }
+            Action::SendResponse => {
+                connection.control.response = true;
+                self.undecided -= 1;
+                if let Some(hold) = connection.hold.take() {
+                    self.ports.release(hold);
+                }
+            }
+            Action::Connected => {
+                connection.pending.connected = true;
+                connection.deadline = None;
+                self.rearm(index);
+            }
+            Action::CreditUpdate => {
+                connection.rx.requested();
+                connection.control.credit_update = true;
+            }
+            Action::PeerShutdown => {
+                connection.pending.peer_shutdown = true;
+                let (_, peer) = connection.shut();
+                if peer.receive {
+                    connection.drop_queue();
+                    connection.wants_credit = false;
+                    connection.pending.writable = false;
+                    connection.control.credit_request = false;
+                }
+            }
+            Action::SendShutdown => {
+                let (local, _) = connection.shut();
+                if local.send {
+                    connection.wants_credit = false;
+                    connection.wants_space = false;
+                    connection.pending.writable = false;
+                }
+                if local.is_both() {
+                    connection.deadline = Some(now + self.config.close_timeout);
+                    self.rearm(index);
+                }
+            }
+            _ => return,
+        }
+        self.update_lists(index);
     }
-    /// Changes the receive buffer.
-    pub fn set_buf_alloc(&mut self, flow: FlowId, buf_alloc: u32) -> Result<(), FlowError> {
-        Err(FlowError::Stale)
+
+    fn end(&mut self, index: u32, rst: bool, reason: CloseReason) {
+        self.finish(index, rst, End::Closed(reason));
     }
-    /// Takes credit.
-    pub fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, ReserveError> {
-        Err(ReserveError::Stale)
+
+    /// The one way out of life. The port is free at once and the id stale; the
+    /// place stays taken until the RST has left and the event was polled.
+    fn finish(&mut self, index: u32, rst: bool, end: End) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        // Who never saw our REQUEST needs no RST.
+        let rst = rst && !connection.control.request;
+        if connection.state == State::Incoming {
+            self.undecided -= 1;
+        }
+        connection.state = State::Closed;
+        connection.control = Default::default();
+        connection.control.rst = rst;
+        connection.drop_queue();
+        connection.wants_credit = false;
+        connection.deadline = None;
+        connection.probe_at = None;
+        // Who never heard of the connection need not hear of its end.
+        connection.pending = if connection.seen {
+            Pending {
+                connected: connection.pending.connected,
+                end: Some(end),
+                ..Pending::default()
+            }
+        } else {
+            Pending::default()
+        };
+        if let Some(hold) = connection.hold.take() {
+            self.ports.release(hold);
+        }
+        self.live -= 1;
+        self.stats.closed += 1;
+        if matches!(
+            end,
+            End::Closed(CloseReason::TimedOut) | End::Refused(RefuseReason::TimedOut)
+        ) {
+            self.stats.timed_out += 1;
+        }
+        if !rst {
+            self.table.detach(index);
+        }
+        self.rearm(index);
+        self.update_lists(index);
+        self.free_if_over(index);
     }
-    /// Makes a header.
-    pub fn commit(
-        &mut self,
-        reservation: Reservation,
-        len: u32,
-        flags: u32,
-    ) -> Result<Repr, CommitError> {
-        Err(CommitError::Stale)
+
+    /// Takes back an RST that waits.
+    fn forget_reset(&mut self, index: u32) {
+        if let Some(connection) = self.table.at(index) {
+            connection.control.rst = false;
+            self.table.detach(index);
+            self.update_lists(index);
+            self.free_if_over(index);
+        }
     }
-    /// Gives credit back.
-    pub fn cancel(&mut self, reservation: Reservation) {}
-    /// Queues a send.
-    pub fn send(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<u64, SendError> {
-        Err(SendError::Stale)
+
+    /// Frees the place of a connection that has nothing left to tell.
+    fn free_if_over(&mut self, index: u32) {
+        let over = self
+            .table
+            .at(index)
+            .is_some_and(|c| c.state == State::Closed && !c.control.any() && !c.pending.any());
+        if over {
+            let slots = &mut self.table.slots;
+            self.control.remove(slots, index);
+            self.data.remove(slots, index);
+            self.events.remove(slots, index);
+            self.table.free(index);
+        }
     }
-    /// Listens.
-    pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
-        Err(ListenError::InUse)
+
+    /// Puts a connection into the lists it belongs to, and out of the others.
+    fn update_lists(&mut self, index: u32) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        let control = connection.has_control();
+        let data = connection.can_cut();
+        let events = connection.pending.any();
+        let slots = &mut self.table.slots;
+        self.control.set(slots, index, control);
+        self.data.set(slots, index, data);
+        self.events.set(slots, index, events);
     }
-    /// Listens no more.
-    pub fn unlisten(&mut self, port: Port) -> Result<(), ListenError> {
-        Err(ListenError::NotListening)
+
+    /// After anything that may have changed what a connection can send.
+    fn credit_changed(&mut self, index: u32) {
+        let most = self.config.max_queued_sends;
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        if connection.tx.stall() == Stall::None {
+            connection.asked = false;
+            connection.probe_wait = PROBE_FIRST;
+            connection.control.credit_request = false;
+            if connection.wants_credit
+                && connection.may_send()
+                && connection.queue.is_empty()
+                && !connection.control.response
+            {
+                connection.wants_credit = false;
+                connection.pending.writable = true;
+            }
+            if connection.probe_at.take().is_some() {
+                self.rearm(index);
+            }
+        } else {
+            self.ask_for_credit(index);
+        }
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        if connection.wants_space && connection.may_send() && connection.queue.len() <= most / 2 {
+            connection.wants_space = false;
+            connection.pending.writable = true;
+        }
+        self.update_lists(index);
     }
-    /// The next event.
-    pub fn poll_event(&mut self) -> Option<Event> {
-        None
+
+    /// Brings a connection's timer to the earlier of what it waits for.
+    fn rearm(&mut self, index: u32) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        let wanted = match (connection.deadline, connection.probe_at) {
+            (Some(deadline), Some(probe)) => Some(deadline.min(probe)),
+            (deadline, probe) => deadline.or(probe),
+        };
+        let armed = core::mem::replace(&mut connection.armed, wanted);
+        if armed != wanted {
+            if let Some(armed) = armed {
+                self.timers.remove(&(armed, index));
+            }
+            if let Some(wanted) = wanted {
+                self.timers.insert((wanted, index));
+            }
+        }
     }
-    /// The next packet.
-    pub fn poll_transmit(&mut self, now: Instant, max_payload: u32) -> Option<Transmit> {
-        None
+}
+
+/// Gives ports back that other shards may want.
+impl<S> Drop for Shard<S> {
+    fn drop(&mut self) {
+        let slots = self.table.slots.iter_mut();
+        let holds = slots.filter_map(|slot| slot.connection.as_mut()?.hold.take());
+        let holds: Vec<Hold> = holds.collect();
+        for hold in holds {
+            self.ports.release(hold);
+        }
     }
-    /// The next timer.
-    pub fn poll_timeout(&self) -> Option<Instant> {
-        None
+}
+
+impl<S> fmt::Debug for Shard<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shard")
+            .field("role", &self.config.role)
+            .field("connections", &self.live)
+            .field("stats", &self.stats)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::table::Slot;
+    use super::*;
+
+    /// DESIGN: below 1 KiB for each connection at rest: its place, its entry
+    /// in the map (key, place, a control byte, at a load of half), its place
+    /// in the free list.
+    #[test]
+    fn a_connection_at_rest_is_small() {
+        let entry = 2 * (size_of::<(Key, u32)>() + 1);
+        let size = size_of::<Slot>() + entry + size_of::<u32>();
+        // A slab that has just doubled holds as much again in reserve.
+        assert!(2 * size < 1024, "{size}");
     }
 }

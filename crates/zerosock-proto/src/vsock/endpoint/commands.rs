@@ -1,0 +1,392 @@
+//! Commands: connect, listen, accept, shut down, send, consume.
+
+use core::hash::BuildHasher;
+
+use super::{
+    CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError, Shard,
+};
+use crate::addr::{Address, Cid, Port};
+use crate::time::Instant;
+use crate::vsock::config::Role;
+use crate::vsock::connection::{Connection, FlowId, Key, Queued, Reservation};
+use crate::vsock::credit::Stall;
+use crate::vsock::ports::Hold;
+use crate::vsock::state::{Action, How, Input, State, transition};
+use crate::wire::vsock::{Op, Repr, SocketType};
+
+impl<S: BuildHasher> Shard<S> {
+    /// Asks `peer` for a connection. [`Event::Connected`] or
+    /// [`Event::Refused`] tells how it went.
+    ///
+    /// `local`: the CID may be [`Cid::ANY`] for our own; the port may be
+    /// [`Port::ANY`] for one that nobody has.
+    ///
+    /// # Errors
+    /// See [`ConnectError`]; nothing was sent.
+    ///
+    /// [`Event::Connected`]: crate::vsock::Event::Connected
+    /// [`Event::Refused`]: crate::vsock::Event::Refused
+    pub fn connect(
+        &mut self,
+        now: Instant,
+        local: Address,
+        peer: Address,
+        socket_type: SocketType,
+    ) -> Result<FlowId, ConnectError> {
+        let cid = if local.cid == Cid::ANY {
+            self.own_cid()
+        } else {
+            local.cid
+        };
+        if !self.is_local(cid) {
+            return Err(ConnectError::LocalCid);
+        }
+        let reachable = match self.config.role {
+            Role::Device { peer: guest } => peer.cid == guest,
+            Role::Driver { .. } => peer.cid != Cid::ANY,
+        };
+        if !reachable || peer.port == Port::ANY {
+            return Err(ConnectError::Unreachable);
+        }
+        match socket_type {
+            SocketType::Stream => {}
+            SocketType::SeqPacket if self.seqpacket => {}
+            SocketType::SeqPacket | SocketType::Datagram => return Err(ConnectError::SocketType),
+        }
+        if self.table.occupied() >= self.config.max_connections {
+            return Err(ConnectError::TooManyConnections);
+        }
+        let (key, hold) = self.take_port(Address::new(cid, local.port), peer)?;
+
+        let (next, action) = transition(State::Closed, Input::Connect);
+        let mut connection = self.new_connection(key, socket_type, next);
+        connection.hold = Some(hold);
+        connection.seen = true;
+        let index = self.insert(connection);
+        self.act(now, index, next, action);
+        Ok(self.table.id(index))
+    }
+
+    /// A local port such that the two addresses have no connection yet.
+    fn take_port(&mut self, local: Address, peer: Address) -> Result<(Key, Hold), ConnectError> {
+        if local.port != Port::ANY {
+            let key = Key { local, peer };
+            if !self.vacate(&key) {
+                return Err(ConnectError::InUse);
+            }
+            let hold = self.ports.hold(local).ok_or(ConnectError::InUse)?;
+            return Ok((key, hold));
+        }
+        // A guest may have connections to ports that look ephemeral; it has no
+        // more of them than there are connections.
+        for _ in 0..=self.config.max_connections {
+            let (address, hold) = self.ports.allocate(local.cid);
+            let key = Key {
+                local: address,
+                peer,
+            };
+            if self.vacate(&key) {
+                return Ok((key, hold));
+            }
+            self.ports.release(hold);
+        }
+        Err(ConnectError::InUse)
+    }
+
+    /// False: a live connection has these addresses. One whose RST is still
+    /// waiting steps aside: the RST was first in line and will leave first.
+    fn vacate(&mut self, key: &Key) -> bool {
+        let Some(index) = self.table.find(key) else {
+            return true;
+        };
+        let live = self
+            .table
+            .at(index)
+            .is_some_and(|c| c.state != State::Closed);
+        if !live {
+            self.table.detach(index);
+        }
+        !live
+    }
+
+    /// Our own CID: what listeners listen on.
+    fn own_cid(&self) -> Cid {
+        match self.config.role {
+            Role::Device { .. } => Cid::HOST,
+            Role::Driver { local } => local,
+        }
+    }
+
+    /// Listens: REQUESTs to `port` of our own CID become
+    /// [`Event::Incoming`](crate::vsock::Event::Incoming), in every shard
+    /// that shares the port table. At most `backlog` of them wait undecided.
+    ///
+    /// # Errors
+    /// See [`ListenError`].
+    pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
+        if port == Port::ANY {
+            return Err(ListenError::AnyPort);
+        }
+        let address = Address::new(self.own_cid(), port);
+        if self.ports.listen(address, backlog) {
+            Ok(())
+        } else {
+            Err(ListenError::InUse)
+        }
+    }
+
+    /// Listens no more. Connections not yet accepted stay; reject them.
+    ///
+    /// # Errors
+    /// [`ListenError::NotListening`].
+    pub fn unlisten(&mut self, port: Port) -> Result<(), ListenError> {
+        let address = Address::new(self.own_cid(), port);
+        if self.ports.unlisten(address) {
+            Ok(())
+        } else {
+            Err(ListenError::NotListening)
+        }
+    }
+
+    /// A command through the state table.
+    fn command(&mut self, now: Instant, flow: FlowId, input: Input) -> Result<(), FlowError> {
+        let connection = self.table.get(flow).ok_or(FlowError::Stale)?;
+        let (next, action) = transition(connection.state, input);
+        if action == Action::WrongState {
+            return Err(FlowError::WrongState);
+        }
+        self.act(now, flow.index, next, action);
+        Ok(())
+    }
+
+    /// Grants a connection after [`Event::Incoming`](crate::vsock::Event::Incoming).
+    /// It can be used at once; what it sends leaves behind the RESPONSE.
+    ///
+    /// # Errors
+    /// See [`FlowError`].
+    pub fn accept(&mut self, now: Instant, flow: FlowId) -> Result<(), FlowError> {
+        self.command(now, flow, Input::Accept)
+    }
+
+    /// Refuses a connection after [`Event::Incoming`](crate::vsock::Event::Incoming):
+    /// RST, and the id is invalid.
+    ///
+    /// # Errors
+    /// See [`FlowError`].
+    pub fn reject(&mut self, flow: FlowId) -> Result<(), FlowError> {
+        self.command(Instant::ZERO, flow, Input::Reject)
+    }
+
+    /// Shuts down one direction or both. SHUTDOWN leaves behind all data
+    /// committed and queued so far; reservations not yet committed are lost.
+    /// Shutting down both is closing: after
+    /// [`close_timeout`](crate::vsock::ShardConfig::close_timeout) without
+    /// progress RST follows.
+    ///
+    /// # Errors
+    /// See [`FlowError`].
+    pub fn shutdown(&mut self, now: Instant, flow: FlowId, how: How) -> Result<(), FlowError> {
+        self.command(now, flow, Input::Close(how))
+    }
+
+    /// Ends a connection at once: RST (none if its REQUEST never left), queued
+    /// sends dropped, the id invalid.
+    ///
+    /// # Errors
+    /// [`FlowError::Stale`].
+    pub fn reset(&mut self, flow: FlowId) -> Result<(), FlowError> {
+        self.command(Instant::ZERO, flow, Input::Reset)
+    }
+
+    /// Counts received bytes that have left the caller's hands. The peer is
+    /// told when half of the buffer is free without its knowledge, or when it
+    /// asked. After the last unread byte of a peer that has shut down both
+    /// directions the connection ends.
+    ///
+    /// # Errors
+    /// See [`ConsumeError`].
+    pub fn consume(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
+        let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
+        let tell = connection.rx.consume(bytes).ok_or(ConsumeError::TooMany)?;
+        let drained = connection.rx.unread() == 0;
+        let established = matches!(connection.state, State::Established { peer, .. } if !peer.send);
+        // A peer that sends no more needs no credit.
+        if tell && established {
+            connection.control.credit_update = true;
+            self.update_lists(flow.index);
+        }
+        if drained {
+            // Cannot be the wrong state: `Drained` is no command.
+            let _ = self.command(Instant::ZERO, flow, Input::Drained);
+        }
+        Ok(())
+    }
+
+    /// Changes a connection's receive buffer and tells the peer. What the
+    /// peer was promised before may still arrive.
+    ///
+    /// # Errors
+    /// [`FlowError::Stale`].
+    pub fn set_buf_alloc(&mut self, flow: FlowId, buf_alloc: u32) -> Result<(), FlowError> {
+        let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
+        connection.rx.set_buf_alloc(buf_alloc);
+        if matches!(connection.state, State::Established { .. }) {
+            connection.control.credit_update = true;
+            self.update_lists(flow.index);
+        }
+        Ok(())
+    }
+
+    /// Takes credit for one packet of up to `max` bytes before its payload,
+    /// and so its length, is known. Several may be outstanding; they are
+    /// sent in the order of their commits, and before sends queued later.
+    ///
+    /// # Errors
+    /// See [`ReserveError`]; after `NoCredit`
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    pub fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, ReserveError> {
+        let connection = self.table.get_mut(flow).ok_or(ReserveError::Stale)?;
+        match sendable(connection) {
+            Ok(()) => {}
+            Err(Unsendable::NotConnected) => return Err(ReserveError::NotConnected),
+            Err(Unsendable::Shutdown) => return Err(ReserveError::Shutdown),
+            Err(Unsendable::PeerShutdown) => return Err(ReserveError::PeerShutdown),
+        }
+        if max == 0 {
+            return Err(ReserveError::Empty);
+        }
+        // Nothing may overtake the RESPONSE or a queued send.
+        if !connection.control.response && connection.queue.is_empty() {
+            let len = connection.tx.reserve(max);
+            if len > 0 {
+                return Ok(Reservation { flow, len });
+            }
+        }
+        connection.wants_credit = true;
+        self.ask_for_credit(flow.index);
+        Err(ReserveError::NoCredit)
+    }
+
+    /// Makes a reservation a packet of `len` bytes, whose payload lies in the
+    /// packet's buffer already: the header to write in front of it, now,
+    /// before any other header of this shard is put into the queue. What was
+    /// reserved above `len` goes back.
+    ///
+    /// # Errors
+    /// See [`CommitError`]; the reservation is gone in any case.
+    pub fn commit(
+        &mut self,
+        reservation: Reservation,
+        len: u32,
+        flags: u32,
+    ) -> Result<Repr, CommitError> {
+        let Reservation {
+            flow,
+            len: reserved,
+        } = reservation;
+        let connection = self.table.get_mut(flow).ok_or(CommitError::Stale)?;
+        let fault = match sendable(connection) {
+            Ok(()) if len == 0 => Some(CommitError::Empty),
+            Ok(()) if len > reserved => Some(CommitError::TooMany),
+            Ok(()) => None,
+            Err(Unsendable::NotConnected) => Some(CommitError::Stale),
+            Err(Unsendable::Shutdown) => Some(CommitError::Shutdown),
+            Err(Unsendable::PeerShutdown) => Some(CommitError::PeerShutdown),
+        };
+        let result = match fault {
+            Some(fault) => {
+                connection.tx.cancel(reserved);
+                Err(fault)
+            }
+            None => {
+                connection.tx.commit(reserved, len);
+                let flags = connection.message_flags(flags);
+                self.stats.sent_bytes += u64::from(len);
+                Ok(connection.header(Op::Rw, len, flags))
+            }
+        };
+        self.credit_changed(flow.index);
+        result
+    }
+
+    /// Gives a reservation back.
+    pub fn cancel(&mut self, reservation: Reservation) {
+        if let Some(connection) = self.table.get_mut(reservation.flow) {
+            connection.tx.cancel(reservation.len);
+            self.credit_changed(reservation.flow.index);
+        }
+    }
+
+    /// Queues a send of `len` bytes. The payload stays with the caller;
+    /// [`Shard::poll_transmit`] cuts it into packets as credit allows, and
+    /// names them by the number returned here. `flags`: SEQ_EOM and SEQ_EOR
+    /// for a SEQPACKET message; streams have none.
+    ///
+    /// # Errors
+    /// See [`SendError`]; nothing was queued.
+    pub fn send(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<u64, SendError> {
+        let most = self.config.max_queued_sends;
+        let connection = self.table.get_mut(flow).ok_or(SendError::Stale)?;
+        match sendable(connection) {
+            Ok(()) => {}
+            Err(Unsendable::NotConnected) => return Err(SendError::NotConnected),
+            Err(Unsendable::Shutdown) => return Err(SendError::Shutdown),
+            Err(Unsendable::PeerShutdown) => return Err(SendError::PeerShutdown),
+        }
+        if len == 0 {
+            return Err(SendError::Empty);
+        }
+        // As Linux: a record must fit the peer's buffer, or it never ends.
+        if connection.socket_type == SocketType::SeqPacket && len > connection.tx.peer_buf_alloc() {
+            return Err(SendError::TooLong);
+        }
+        if connection.queue.len() >= most {
+            connection.wants_space = true;
+            return Err(SendError::QueueFull);
+        }
+        let message = connection.front_message + connection.queue.len() as u64;
+        let flags = connection.message_flags(flags);
+        connection.queue.push_back(Queued { len, flags });
+        connection.unsent += u64::from(len);
+        self.credit_changed(flow.index);
+        Ok(message)
+    }
+
+    /// Queues CREDIT_REQUEST, once for each stall.
+    pub(super) fn ask_for_credit(&mut self, index: u32) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        if !connection.is_stalled() {
+            return;
+        }
+        let unanswered = connection.tx.stall() == Stall::Limit && connection.probe_at.is_none();
+        if !connection.asked {
+            connection.asked = true;
+            self.stats.credit_stalls += 1;
+        } else if !unanswered {
+            return;
+        }
+        connection.control.credit_request = true;
+        self.update_lists(index);
+    }
+}
+
+/// Why a connection takes no payload.
+enum Unsendable {
+    NotConnected,
+    Shutdown,
+    PeerShutdown,
+}
+
+fn sendable(connection: &Connection) -> Result<(), Unsendable> {
+    match connection.state {
+        State::Established { local, .. } if local.send => Err(Unsendable::Shutdown),
+        State::Established { peer, .. } if peer.receive => Err(Unsendable::PeerShutdown),
+        State::Established { .. } => Ok(()),
+        State::Closing { .. } => Err(Unsendable::Shutdown),
+        State::Listen | State::Connecting | State::Incoming | State::Closed => {
+            Err(Unsendable::NotConnected)
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Lists of connections, linked through the slab: joining and leaving take
+//! constant time and no memory, and a connection is in a list at most once.
+
+use super::table::Slot;
+
+/// No connection.
+const NIL: u32 = u32::MAX;
+
+/// Connections with control packets to send.
+pub(super) const CONTROL: usize = 0;
+/// Connections with data to send.
+pub(super) const DATA: usize = 1;
+/// Connections with events to poll.
+pub(super) const EVENTS: usize = 2;
+/// How many lists there are.
+pub(super) const LISTS: usize = 3;
+
+/// A connection's place in one list.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Link {
+    prev: u32,
+    next: u32,
+    member: bool,
+}
+
+impl Default for Link {
+    fn default() -> Link {
+        Link {
+            prev: NIL,
+            next: NIL,
+            member: false,
+        }
+    }
+}
+
+/// First come, first served.
+#[derive(Debug)]
+pub(super) struct List<const L: usize> {
+    head: u32,
+    tail: u32,
+}
+
+impl<const L: usize> List<L> {
+    pub(super) fn new() -> List<L> {
+        List {
+            head: NIL,
+            tail: NIL,
+        }
+    }
+
+    pub(super) fn front(&self) -> Option<u32> {
+        (self.head != NIL).then_some(self.head)
+    }
+
+    /// Joins at the end; stays where it is when it is in the list.
+    pub(super) fn push<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
+        let link = &mut slots[index as usize].links[L];
+        if link.member {
+            return;
+        }
+        *link = Link {
+            prev: self.tail,
+            next: NIL,
+            member: true,
+        };
+        match self.tail {
+            NIL => self.head = index,
+            tail => slots[tail as usize].links[L].next = index,
+        }
+        self.tail = index;
+    }
+
+    /// Leaves, wherever it is.
+    pub(super) fn remove<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
+        let Link { prev, next, member } = core::mem::take(&mut slots[index as usize].links[L]);
+        if !member {
+            return;
+        }
+        match prev {
+            NIL => self.head = next,
+            prev => slots[prev as usize].links[L].next = next,
+        }
+        match next {
+            NIL => self.tail = prev,
+            next => slots[next as usize].links[L].prev = prev,
+        }
+    }
+
+    /// In the list exactly when `member`.
+    pub(super) fn set<S>(&mut self, slots: &mut [Slot<S>], index: u32, member: bool) {
+        if member {
+            self.push(slots, index);
+        } else {
+            self.remove(slots, index);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::VecDeque;
+
+    proptest! {
+        #[test]
+        fn a_deque_says_the_same(steps in prop::collection::vec((0u8..3, 0u32..6), 0..100)) {
+            let mut slots: Vec<Slot<()>> = (0..6).map(|_| Slot::vacant()).collect();
+            let mut list = List::<DATA>::new();
+            let mut oracle = VecDeque::new();
+            for (step, index) in steps {
+                match step {
+                    0 => {
+                        list.push(&mut slots, index);
+                        if !oracle.contains(&index) {
+                            oracle.push_back(index);
+                        }
+                    }
+                    1 => {
+                        list.remove(&mut slots, index);
+                        oracle.retain(|&i| i != index);
+                    }
+                    _ => {
+                        if let Some(front) = list.front() {
+                            list.remove(&mut slots, front);
+                        }
+                        oracle.pop_front();
+                    }
+                }
+                prop_assert_eq!(list.front(), oracle.front().copied());
+            }
+        }
+    }
+}

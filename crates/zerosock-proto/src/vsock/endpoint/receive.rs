@@ -1,0 +1,312 @@
+//! Packets in: rules 1 to 5 here, rule 6 in the state table.
+
+use core::hash::BuildHasher;
+
+use super::Shard;
+use crate::addr::Cid;
+use crate::time::Instant;
+use crate::vsock::config::Role;
+use crate::vsock::connection::{Connection, Key};
+use crate::vsock::event::{CloseReason, Disposition, DropReason, RefuseReason};
+use crate::vsock::ports::Admission;
+use crate::vsock::state::{Action, How, Input, State, transition};
+use crate::wire::vsock::{Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType};
+
+impl<S: BuildHasher> Shard<S> {
+    /// Takes the header of a packet that arrived. The payload, `header.len`
+    /// bytes, stays with the caller; the answer says what to do with it.
+    ///
+    /// Not to be called while [`Shard::is_backlogged`]: answers would be
+    /// lost.
+    pub fn handle_packet(&mut self, now: Instant, header: &Repr) -> Disposition {
+        self.stats.packets += 1;
+        let disposition = self.receive(now, header);
+        if let Disposition::Dropped(reason) = disposition {
+            self.count_drop(reason);
+        }
+        disposition
+    }
+
+    fn count_drop(&mut self, reason: DropReason) {
+        let stats = &mut self.stats;
+        *match reason {
+            DropReason::WrongSource => &mut stats.wrong_source,
+            DropReason::UnknownType | DropReason::TypeMismatch => &mut stats.wrong_type,
+            DropReason::NoSocket => &mut stats.no_socket,
+            DropReason::OverCap => &mut stats.over_cap,
+            DropReason::StrayReset | DropReason::Unexpected | DropReason::Empty => {
+                &mut stats.unexpected
+            }
+            DropReason::CreditExceeded => &mut stats.credit_exceeded,
+            DropReason::ProtocolError => &mut stats.protocol_errors,
+            DropReason::ReceiveShut => &mut stats.receive_shut,
+        } += 1;
+    }
+
+    fn receive(&mut self, now: Instant, header: &Repr) -> Disposition {
+        // "src_cid not the guest's: dropped without RST".
+        if let Role::Device { peer } = self.config.role
+            && header.src.cid != peer
+        {
+            return Disposition::Dropped(DropReason::WrongSource);
+        }
+        // Rule 1. Datagrams will be told apart here.
+        let socket_type = match header.socket_type.known() {
+            Some(known @ (SocketType::Stream | SocketType::SeqPacket)) => known,
+            Some(SocketType::Datagram) | None => {
+                return self.reset_packet(header, DropReason::UnknownType);
+            }
+        };
+        let key = Key {
+            local: header.dst,
+            peer: header.src,
+        };
+        match self.table.find(&key) {
+            Some(index) => self.receive_for(now, index, header, socket_type),
+            None => self.receive_unconnected(header, key, socket_type),
+        }
+    }
+
+    /// Rule 2: no connection. A REQUEST may find a listener.
+    fn receive_unconnected(
+        &mut self,
+        header: &Repr,
+        key: Key,
+        socket_type: SocketType,
+    ) -> Disposition {
+        let mut hold = None;
+        let (state, input) = match header.op.known() {
+            Some(Op::Request) if !self.is_local(key.local.cid) => (State::Closed, Input::Request),
+            Some(Op::Request) => {
+                let room = self.table.occupied() < self.config.max_connections;
+                if self.config.accept_all {
+                    let room = room && self.undecided < self.config.backlog;
+                    let input = if room {
+                        Input::Request
+                    } else {
+                        Input::RequestOverCap
+                    };
+                    (State::Listen, input)
+                } else if !room {
+                    (State::Listen, Input::RequestOverCap)
+                } else {
+                    match self.ports.admit(key.local) {
+                        Admission::NoListener => (State::Closed, Input::Request),
+                        Admission::Full => (State::Listen, Input::RequestOverCap),
+                        Admission::Granted(granted) => {
+                            hold = Some(granted);
+                            (State::Listen, Input::Request)
+                        }
+                    }
+                }
+            }
+            // Nothing else differs between a listener and nothing.
+            op => (State::Closed, self.classify(op, header, None)),
+        };
+        // Rule 3: without the feature, nothing of ours is a SEQPACKET socket.
+        let mismatch = socket_type == SocketType::SeqPacket
+            && !self.seqpacket
+            && matches!(state, State::Listen);
+        let input = if mismatch { Input::TypeMismatch } else { input };
+
+        let (next, action) = transition(state, input);
+        match action {
+            Action::Incoming => {
+                let mut connection = self.new_connection(key, socket_type, next);
+                // Rule 5.
+                connection.tx.update(header.buf_alloc, header.fwd_cnt);
+                connection.hold = hold;
+                connection.pending.incoming = true;
+                let index = self.insert(connection);
+                self.undecided += 1;
+                self.events.push(&mut self.table.slots, index);
+                Disposition::Handled
+            }
+            Action::Ignore(reason) => Disposition::Dropped(reason),
+            Action::ResetPacket(reason) => {
+                if let Some(hold) = hold {
+                    self.ports.release(hold);
+                }
+                self.reset_packet(header, reason)
+            }
+            _ => Disposition::Handled,
+        }
+    }
+
+    /// Rules 3 to 6: there is a connection, or an RST for one is waiting.
+    fn receive_for(
+        &mut self,
+        now: Instant,
+        index: u32,
+        header: &Repr,
+        socket_type: SocketType,
+    ) -> Disposition {
+        let op = header.op.known();
+        let Some(connection) = self.table.at(index) else {
+            return Disposition::Dropped(DropReason::NoSocket);
+        };
+        if connection.state == State::Closed {
+            // Rule 4. The RST that this packet deserves is already on its way,
+            // unless the peer has ended the connection as well: then ours
+            // would only hit the next one between these ports.
+            return match op {
+                Some(Op::Rst) => {
+                    self.forget_reset(index);
+                    Disposition::Dropped(DropReason::StrayReset)
+                }
+                Some(Op::Request) => {
+                    self.forget_reset(index);
+                    let key = Key {
+                        local: header.dst,
+                        peer: header.src,
+                    };
+                    self.receive_unconnected(header, key, socket_type)
+                }
+                _ => Disposition::Dropped(DropReason::NoSocket),
+            };
+        }
+        // Rule 3.
+        if connection.socket_type != socket_type {
+            return self.reset_packet(header, DropReason::TypeMismatch);
+        }
+        // Rule 5.
+        if op != Some(Op::Rst) && !connection.tx.update(header.buf_alloc, header.fwd_cnt) {
+            self.stats.bad_fwd_cnt += 1;
+        }
+        // Nobody sends RW without payload, and SEQPACKET's empty messages
+        // would be free of charge (CVE-2026-53132).
+        if op == Some(Op::Rw) && header.len == 0 {
+            self.credit_changed(index);
+            return Disposition::Dropped(DropReason::Empty);
+        }
+        // Rule 6.
+        let input = self.classify(op, header, Some(index));
+        let disposition = self.receive_input(now, index, input, header);
+        self.credit_changed(index);
+        disposition
+    }
+
+    fn receive_input(
+        &mut self,
+        now: Instant,
+        index: u32,
+        input: Input,
+        header: &Repr,
+    ) -> Disposition {
+        let Some(connection) = self.table.at(index) else {
+            return Disposition::Handled;
+        };
+        let (next, action) = transition(connection.state, input);
+        match action {
+            Action::Deliver => {
+                connection.rx.receive(header.len);
+                self.stats.delivered_bytes += u64::from(header.len);
+                let flags = connection.message_flags(header.flags);
+                Disposition::Deliver {
+                    flow: self.table.id(index),
+                    len: header.len,
+                    flags,
+                }
+            }
+            Action::Discard => {
+                connection.rx.receive(header.len);
+                if connection.rx.consume(header.len) == Some(true) {
+                    connection.control.credit_update = true;
+                }
+                self.update_lists(index);
+                Disposition::Dropped(DropReason::ReceiveShut)
+            }
+            Action::Ignore(reason) => Disposition::Dropped(reason),
+            Action::ResetPacket(reason) => self.reset_packet(header, reason),
+            Action::Supersede => {
+                self.end(index, false, CloseReason::Superseded);
+                let key = Key {
+                    local: header.dst,
+                    peer: header.src,
+                };
+                match header.socket_type.known() {
+                    Some(socket_type) => self.receive_unconnected(header, key, socket_type),
+                    None => Disposition::Handled,
+                }
+            }
+            Action::Refuse {
+                reason: RefuseReason::ProtocolError,
+                ..
+            } => {
+                self.act(now, index, next, action);
+                Disposition::Dropped(DropReason::ProtocolError)
+            }
+            Action::End { reason, .. } => {
+                if input == Input::Rst {
+                    self.stats.resets_received += 1;
+                }
+                self.act(now, index, next, action);
+                match reason {
+                    CloseReason::ProtocolError => Disposition::Dropped(DropReason::ProtocolError),
+                    CloseReason::CreditExceeded => Disposition::Dropped(DropReason::CreditExceeded),
+                    _ => Disposition::Handled,
+                }
+            }
+            _ => {
+                self.act(now, index, next, action);
+                Disposition::Handled
+            }
+        }
+    }
+
+    /// What a packet is to the state table.
+    fn classify(&mut self, op: Option<Op>, header: &Repr, index: Option<u32>) -> Input {
+        let connection: Option<&Connection> =
+            index.and_then(|i| self.table.slots[i as usize].connection.as_ref());
+        match op {
+            Some(Op::Invalid) => Input::Invalid,
+            Some(Op::Request) => Input::Request,
+            Some(Op::Response) => Input::Response,
+            Some(Op::Rst) => Input::Rst,
+            Some(Op::Shutdown) => Input::Shutdown {
+                how: How {
+                    receive: header.flags & SHUTDOWN_RECEIVE != 0,
+                    send: header.flags & SHUTDOWN_SEND != 0,
+                },
+                unread: connection.is_some_and(|c| c.rx.unread() > 0),
+            },
+            Some(Op::Rw) => match connection {
+                Some(c) if !c.rx.allows(header.len) => Input::RwOverCredit,
+                _ => Input::Rw,
+            },
+            Some(Op::CreditUpdate) => Input::CreditUpdate,
+            Some(Op::CreditRequest) => Input::CreditRequest,
+            None => Input::Unknown,
+        }
+    }
+
+    /// Answers a packet with RST: addresses swapped, the type kept, no credit.
+    /// Never an RST with an RST.
+    fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
+        if header.op.known() != Some(Op::Rst) {
+            if self.resets.len() < self.config.max_pending_resets {
+                self.resets.push_back(Repr {
+                    src: header.dst,
+                    dst: header.src,
+                    len: 0,
+                    socket_type: header.socket_type,
+                    op: Op::Rst.into(),
+                    flags: 0,
+                    buf_alloc: 0,
+                    fwd_cnt: 0,
+                });
+            } else {
+                self.stats.resets_lost += 1;
+            }
+        }
+        Disposition::Dropped(reason)
+    }
+
+    /// Whether packets to `cid` are ours to answer with a connection.
+    pub(super) fn is_local(&self, cid: Cid) -> bool {
+        match self.config.role {
+            Role::Device { .. } => self.config.local.contains(cid),
+            Role::Driver { local } => cid == local,
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! What a shard counts.
+
+/// Counters since the shard was made. They only grow.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
+#[non_exhaustive]
+pub struct ShardStats {
+    /// Packets handled.
+    pub packets: u64,
+    /// Payload bytes to hand on.
+    pub delivered_bytes: u64,
+    /// Payload bytes in headers given out.
+    pub sent_bytes: u64,
+    /// Connections begun, either way.
+    pub opened: u64,
+    /// Connections ended, those included that did not come about.
+    pub closed: u64,
+    /// RSTs given out.
+    pub resets_sent: u64,
+    /// RSTs by the peer that ended a connection.
+    pub resets_received: u64,
+    /// RSTs that had no place: the caller handled packets although
+    /// `is_backlogged` said not to.
+    pub resets_lost: u64,
+    /// Dropped: not from the device's guest.
+    pub wrong_source: u64,
+    /// Dropped: a type that nobody knows, or not the connection's.
+    pub wrong_type: u64,
+    /// Dropped: no connection and no listener.
+    pub no_socket: u64,
+    /// Dropped: a REQUEST above a cap.
+    pub over_cap: u64,
+    /// Dropped: of no use in the state, or empty, or a stray RST.
+    pub unexpected: u64,
+    /// Dropped: payload for a direction that we have shut down.
+    pub receive_shut: u64,
+    /// Connections reset: payload above the credit.
+    pub credit_exceeded: u64,
+    /// Connections reset: the protocol was broken otherwise.
+    pub protocol_errors: u64,
+    /// Headers whose `fwd_cnt` was ahead of what we sent, or went back.
+    pub bad_fwd_cnt: u64,
+    /// Times that a sender ran out of credit.
+    pub credit_stalls: u64,
+    /// Connections that ended because a timer ran out.
+    pub timed_out: u64,
+}

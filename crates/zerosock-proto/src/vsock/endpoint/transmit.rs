@@ -1,0 +1,225 @@
+//! Out: headers to send, events to tell, timers to wait for.
+
+use core::hash::BuildHasher;
+
+use super::Shard;
+use crate::time::Instant;
+use crate::vsock::connection::{End, PROBE_MOST};
+use crate::vsock::credit::Stall;
+use crate::vsock::event::{Event, Span, Transmit};
+use crate::vsock::state::{How, Input, State, transition};
+use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
+
+/// Above this a queue that has run empty gives its memory back.
+const QUEUE_KEPT: usize = 16;
+
+impl<S: BuildHasher> Shard<S> {
+    /// The next packet for a buffer with room for `max_payload` bytes behind
+    /// the header: control packets first, then queued sends, one packet of
+    /// each connection in turn. What it returns is as good as sent: headers,
+    /// also those of [`Shard::commit`], must go out in the order in which
+    /// they were returned.
+    pub fn poll_transmit(&mut self, now: Instant, max_payload: u32) -> Option<Transmit> {
+        if let Some(header) = self.resets.pop_front() {
+            self.stats.resets_sent += 1;
+            return Some(Transmit { header, span: None });
+        }
+        while let Some(index) = self.control.front() {
+            if let Some(header) = self.next_control(now, index) {
+                return Some(Transmit { header, span: None });
+            }
+            self.control.remove(&mut self.table.slots, index);
+        }
+        if max_payload == 0 {
+            return None;
+        }
+        let index = self.data.front()?;
+        self.cut(now, index, max_payload)
+    }
+
+    /// One control packet of a connection. What must come first, first.
+    fn next_control(&mut self, now: Instant, index: u32) -> Option<Repr> {
+        let connection = self.table.at(index)?;
+        let header;
+        if connection.control.rst {
+            connection.control.rst = false;
+            header = connection.header(Op::Rst, 0, 0);
+            self.stats.resets_sent += 1;
+            self.table.detach(index);
+            self.update_lists(index);
+            self.free_if_over(index);
+            return Some(header);
+        } else if connection.control.request {
+            connection.control.request = false;
+            header = connection.header(Op::Request, 0, 0);
+        } else if connection.control.response {
+            connection.control.response = false;
+            header = connection.header(Op::Response, 0, 0);
+            self.credit_changed(index);
+        } else if !connection.shutdown_due().is_none() {
+            let how = connection.shutdown_sent.and(connection.shutdown_due());
+            connection.shutdown_sent = how;
+            header = connection.header(Op::Shutdown, 0, shutdown_flags(how));
+            if how.is_both() {
+                connection.control = Default::default();
+                connection.probe_at = None;
+                let (next, action) = transition(connection.state, Input::ShutdownSent);
+                connection.deadline = Some(now + self.config.close_timeout);
+                self.act(now, index, next, action);
+                self.rearm(index);
+            }
+        } else if connection.control.credit_update {
+            header = connection.header(Op::CreditUpdate, 0, 0);
+        } else if connection.control.credit_request {
+            connection.control.credit_request = false;
+            header = connection.header(Op::CreditRequest, 0, 0);
+            if connection.is_stalled() && connection.tx.stall() == Stall::Limit {
+                connection.probe_at = Some(now + connection.probe_wait);
+                connection.probe_wait = (connection.probe_wait * 2).min(PROBE_MOST);
+                self.rearm(index);
+            }
+        } else {
+            return None;
+        }
+        self.update_lists(index);
+        Some(header)
+    }
+
+    /// One packet of a connection's queued sends.
+    fn cut(&mut self, now: Instant, index: u32, max_payload: u32) -> Option<Transmit> {
+        self.data.remove(&mut self.table.slots, index);
+        let flow = self.table.id(index);
+        let connection = self.table.at(index)?;
+        let front = *connection.queue.front()?;
+        let offset = connection.front_offset;
+        let left = front.len - offset;
+        let len = connection
+            .tx
+            .reserve(left.min(max_payload).min(MAX_PAYLOAD));
+        if len == 0 {
+            return None;
+        }
+        connection.tx.commit(len, len);
+        // EOM and EOR stand on the last packet of a message only.
+        let flags = if len == left { front.flags } else { 0 };
+        let span = Span {
+            flow,
+            message: connection.front_message,
+            offset,
+            len,
+            flags,
+        };
+        if len == left {
+            connection.queue.pop_front();
+            connection.front_message += 1;
+            connection.front_offset = 0;
+            if connection.queue.is_empty() && connection.queue.capacity() > QUEUE_KEPT {
+                connection.queue.shrink_to(QUEUE_KEPT);
+            }
+        } else {
+            connection.front_offset += len;
+        }
+        connection.unsent -= u64::from(len);
+        connection.unreleased += u64::from(len);
+        let header = connection.header(Op::Rw, len, flags);
+        self.stats.sent_bytes += u64::from(len);
+        // Closing makes progress.
+        if matches!(connection.state, State::Established { local, .. } if local.is_both()) {
+            connection.deadline = Some(now + self.config.close_timeout);
+            self.rearm(index);
+        }
+        self.credit_changed(index);
+        Some(Transmit {
+            header,
+            span: Some(span),
+        })
+    }
+
+    /// The next event, if any.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        while let Some(index) = self.events.front() {
+            if let Some(event) = self.next_event(index) {
+                return Some(event);
+            }
+            self.events.remove(&mut self.table.slots, index);
+        }
+        None
+    }
+
+    fn next_event(&mut self, index: u32) -> Option<Event> {
+        let flow = self.table.id(index);
+        let connection = self.table.at(index)?;
+        let pending = &mut connection.pending;
+        if core::mem::take(&mut pending.incoming) {
+            connection.seen = true;
+            return Some(Event::Incoming {
+                flow,
+                local: connection.key.local,
+                peer: connection.key.peer,
+                socket_type: connection.socket_type,
+            });
+        }
+        if core::mem::take(&mut pending.connected) {
+            return Some(Event::Connected { flow });
+        }
+        if core::mem::take(&mut pending.peer_shutdown) {
+            let (_, How { receive, send }) = connection.shut();
+            return Some(Event::PeerShutdown {
+                flow,
+                receive,
+                send,
+            });
+        }
+        if core::mem::take(&mut pending.writable) {
+            return Some(Event::Writable { flow });
+        }
+        let end = pending.end.take()?;
+        self.events.remove(&mut self.table.slots, index);
+        self.free_if_over(index);
+        Some(match end {
+            End::Refused(reason) => Event::Refused { flow, reason },
+            End::Closed(reason) => Event::Closed { flow, reason },
+        })
+    }
+
+    /// When to call [`Shard::handle_timeout`] at the latest.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        self.timers.first().map(|&(at, _)| at)
+    }
+
+    /// Acts on every timer that is due.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        while let Some(&(at, index)) = self.timers.first() {
+            if at > now {
+                return;
+            }
+            self.timers.pop_first();
+            let Some(connection) = self.table.at(index) else {
+                continue;
+            };
+            connection.armed = None;
+            if connection.deadline.is_some_and(|deadline| deadline <= now) {
+                connection.deadline = None;
+                let (next, action) = transition(connection.state, Input::TimedOut);
+                self.act(now, index, next, action);
+            } else if connection.probe_at.is_some_and(|probe| probe <= now) {
+                connection.probe_at = None;
+                self.ask_for_credit(index);
+            }
+            self.rearm(index);
+        }
+    }
+
+    /// A span's payload is no longer needed: the packet has left, or the
+    /// connection is gone. Spans may be released in any order, and stale ones
+    /// do no harm.
+    pub fn handle_released(&mut self, span: Span) {
+        if let Some(connection) = self.table.get_mut(span.flow) {
+            connection.unreleased = connection.unreleased.saturating_sub(u64::from(span.len));
+        }
+    }
+}
+
+const fn shutdown_flags(how: How) -> u32 {
+    (if how.receive { SHUTDOWN_RECEIVE } else { 0 }) | (if how.send { SHUTDOWN_SEND } else { 0 })
+}

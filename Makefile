@@ -1,0 +1,40 @@
+# Two commands on a fresh machine with a Rust toolchain: `make demo` and `make test`. Each installs
+# what it lacks, or prints the one line that does (scripts/need).
+
+TARGET := x86_64-unknown-linux-gnu
+BUILD_DIR := $(or $(CARGO_TARGET_DIR),target)
+STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
+
+.PHONY: help demo test bench lint static
+
+help:
+	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
+	@echo "              (ARGS='--json', ARGS='--file PATH', ...)"
+	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests"
+	@echo "              (ARGS='lint test' runs these stages only)"
+	@echo "make bench    device CPU per gigabyte, side by side with vhost-device-vsock"
+	@echo "make lint     rustfmt, clippy, the walls between the crates, licences"
+	@echo "make static   the static binary: $(STATIC)"
+
+demo:
+	@scripts/need demo
+	@$(MAKE) --no-print-directory static
+	@$(STATIC) demo $(ARGS)
+
+test:
+	@scripts/need test
+	@scripts/test $(ARGS)
+
+bench:
+	@scripts/need build
+	cargo bench -p zerosock-cli --bench device -- --install-peers $(ARGS)
+
+lint:
+	@scripts/need build
+	@scripts/test rooms lint deny
+
+# The gnu target is named so that the flag does not reach build scripts and macros.
+static:
+	@scripts/need build
+	RUSTFLAGS="-C target-feature=+crt-static" \
+		cargo build --release --target $(TARGET) -p zerosock-cli

@@ -610,3 +610,6 @@ impl Drop for Backing {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

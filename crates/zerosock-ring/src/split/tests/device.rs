@@ -195,7 +195,7 @@ fn indirect_tables_may_be_longer_than_a_small_queue() {
     let entries: Vec<_> = (0..1024u16)
         .map(|i| (DATA, 1, if i < 1023 { N } else { 0 }, i + 1))
         .collect();
-    let table = DATA + DATA_LEN - 512; // over the border of the regions
+    let table = BORDER - 512; // over the border of the regions
     write_table(&mem, table, &entries);
     // WRITE on the referring descriptor means nothing.
     post(&mem, 8, &[(table, 1024 * 16, I | W, 0)]);
@@ -225,8 +225,8 @@ fn a_table_longer_than_its_chain_is_fine() {
 fn a_buffer_over_the_border_of_two_regions_is_two_pieces() {
     let (mem, mut queue) = device(8);
     let bytes: Vec<u8> = (0..64).collect();
-    poke(&mem, DATA + DATA_LEN - 30, &bytes);
-    post(&mem, 8, &[(DATA + DATA_LEN - 30, 64, 0, 0)]);
+    poke(&mem, BORDER - 30, &bytes);
+    post(&mem, 8, &[(BORDER - 30, 64, 0, 0)]);
     let chain = popped(&mut queue);
     let lens: Vec<_> = chain.readable().iter().map(|piece| piece.len()).collect();
     assert_eq!(lens, [30, 34]);

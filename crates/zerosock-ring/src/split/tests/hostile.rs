@@ -6,6 +6,11 @@ use proptest::prelude::*;
 use super::*;
 use crate::split::{Chain, PopError};
 
+/// The stretch of data memory in which things happen, on both sides of the border.
+const WINDOW_LEN: u64 = 0x2000;
+const WINDOW: u64 = BORDER - WINDOW_LEN / 2;
+const END: u64 = DATA + 2 * DATA_LEN;
+
 fn check(mem: &Memory, chain: &Chain) {
     let mut total = 0u64;
     for piece in chain.readable().iter().chain(chain.writable()) {
@@ -42,7 +47,8 @@ fn pop_all(queue: &mut DeviceQueue, held: &mut Vec<Chain>) -> usize {
 /// A descriptor that is wrong in an interesting way more often than by chance.
 fn descriptor() -> impl Strategy<Value = (u64, u32, u16, u16)> {
     let addr = prop_oneof![
-        6 => DATA..DATA + 2 * DATA_LEN,
+        6 => WINDOW..WINDOW + WINDOW_LEN,
+        1 => END - 64..END,
         2 => RINGS..RINGS + 0x1000,
         1 => (0u64..64).prop_map(|back| u64::MAX - back),
         1 => any::<u64>(),
@@ -74,9 +80,9 @@ proptest! {
         let mem = memory(size);
         let layout = layout(size);
         write_table(&mem, layout.desc, &table[..usize::from(size)]);
-        // Every 1 KiB of the data regions a table, for those who point there.
-        for at in (0..2 * DATA_LEN).step_by(1024) {
-            write_table(&mem, DATA + at, &tables);
+        // Every 1 KiB a table, for those who point there.
+        for at in (0..WINDOW_LEN).step_by(1024) {
+            write_table(&mem, WINDOW + at, &tables);
         }
         for (slot, head) in heads.iter().take(usize::from(size)).enumerate() {
             poke(&mem, layout.avail + 4 + 2 * slot as u64, &head.to_le_bytes());
@@ -144,8 +150,8 @@ fn a_driver_that_rewrites_its_rings_gains_nothing() {
                 let r = random();
                 let addr = match r % 8 {
                     0 => random(),
-                    1 => DATA + 2 * DATA_LEN - 8,
-                    _ => DATA + (r >> 8) % (2 * DATA_LEN),
+                    1 => END - 8,
+                    _ => WINDOW + (r >> 8) % WINDOW_LEN,
                 };
                 let len = if r % 5 == 0 {
                     random() as u32
@@ -158,7 +164,7 @@ fn a_driver_that_rewrites_its_rings_gains_nothing() {
                     layout(SIZE).desc + 16 * (r >> 56) % 256 / 16 * 16,
                     &[entry],
                 );
-                write_table(&mem, DATA + (r >> 20) % DATA_LEN / 16 * 16, &[entry]);
+                write_table(&mem, WINDOW + (r >> 20) % WINDOW_LEN / 16 * 16, &[entry]);
                 let head = (r >> 32) as u16 % SIZE;
                 poke(
                     &mem,

@@ -17,8 +17,10 @@ use crate::slice::Piece;
 pub(super) const RINGS: u64 = 0x10_0000;
 /// Guest address of the first of two contiguous data regions.
 pub(super) const DATA: u64 = 0x8000_0000;
-/// Length of each data region; the border is at `DATA + DATA_LEN`.
-pub(super) const DATA_LEN: u64 = 0x8000;
+/// Length of each data region: enough for a run of the oracle without using an address twice.
+pub(super) const DATA_LEN: u64 = 0x6_0000;
+/// Guest address at which the two data regions meet.
+pub(super) const BORDER: u64 = DATA + DATA_LEN;
 /// What the front-end's own addresses differ by.
 const USER: u64 = 0x7f00_0000_0000;
 

@@ -7,6 +7,15 @@ use proptest::prelude::*;
 use super::*;
 use crate::split::{AddError, Buffer, Chain};
 
+/// Bounds within which no address is used twice, so that nothing but the queues keeps apart what
+/// one message and another hold.
+const MAX_STEPS: usize = 200;
+const MAX_BUFFERS: usize = 12;
+const MAX_LEN: u16 = 150;
+const TABLE_LEN: u64 = 16 * MAX_BUFFERS as u64;
+const _: () = assert!(MAX_STEPS as u64 * TABLE_LEN < DATA_LEN - 1000);
+const _: () = assert!(MAX_STEPS * MAX_BUFFERS * (MAX_LEN as usize) < DATA_LEN as usize);
+
 /// How the driver lays out a message; all are legal (virtio 1.2, 2.7.4.3: framing is free).
 #[derive(Copy, Clone, Debug)]
 enum Shape {
@@ -43,12 +52,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         Just(Shape::Mixed)
     ];
     // A header with its data in one, a header and many, only writable ones, both kinds.
-    let lens = |most| prop::collection::vec(1u16..200, 0..=most);
-    let add = (shape, lens(6), lens(6)).prop_map(|(shape, readable, writable)| Step::Add {
-        shape,
-        readable,
-        writable,
-    });
+    let lens = |most| prop::collection::vec(1..MAX_LEN, 0..=most);
+    let add = (shape, lens(MAX_BUFFERS / 2), lens(MAX_BUFFERS / 2)).prop_map(
+        |(shape, readable, writable)| Step::Add {
+            shape,
+            readable,
+            writable,
+        },
+    );
     let step = prop_oneof![
         6 => add,
         3 => Just(Step::Post),
@@ -59,7 +70,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => (1u8..20).prop_map(Step::Poll),
         1 => Just(Step::Remap),
     ];
-    prop::collection::vec(step, 1..if cfg!(miri) { 20 } else { 200 })
+    prop::collection::vec(step, 1..if cfg!(miri) { 20 } else { MAX_STEPS })
 }
 
 /// A message on its way.
@@ -78,23 +89,17 @@ struct Scene {
     device: DeviceQueue,
     size: u16,
     next_token: u64,
-    /// Where the next buffer goes; odd lengths bring it over the border of the regions.
+    /// Where the next buffer goes: soon over the border of the regions.
     arena: u64,
     added: VecDeque<Message>,
     posted: VecDeque<Message>,
     out: Vec<(Message, Chain)>,
     completed: VecDeque<Message>,
     returned: VecDeque<Message>,
-    descriptors: usize,
 }
 
 impl Scene {
     fn place(&mut self, len: u32) -> u64 {
-        // Below it lie the indirect tables.
-        let (start, end) = (DATA + 0x4000, DATA + 2 * DATA_LEN);
-        if self.arena < start || self.arena + u64::from(len) > end {
-            self.arena = start;
-        }
         let addr = self.arena;
         self.arena += u64::from(len);
         addr
@@ -126,14 +131,9 @@ impl Scene {
             Shape::Mixed => buffers.len().min(1),
         };
         let (direct, rest) = buffers.split_at(split);
-        // Tables are reused only after 128 messages, more than are ever under way.
-        let table =
-            (!rest.is_empty()).then_some((DATA + token % 128 * 16 * 8, &rest[..rest.len().min(8)]));
-        let table = table.filter(|(_, kept)| kept.len() == rest.len());
-        let (direct, needed) = match table {
-            Some(_) => (direct, direct.len() + 1),
-            None => (&buffers[..], buffers.len()),
-        };
+        // A table of its own for every message.
+        let table = (!rest.is_empty()).then_some((DATA + token * TABLE_LEN, rest));
+        let needed = direct.len() + usize::from(table.is_some());
         let free = usize::from(self.driver.free());
         let result = self.driver.add_mixed(direct, table, token);
         if buffers.is_empty() {
@@ -144,7 +144,6 @@ impl Scene {
             assert_eq!(result, Err(AddError::Full));
         } else {
             let head = result.expect("room for it");
-            self.descriptors += needed;
             assert_eq!(usize::from(self.driver.free()), free - needed);
             let writable = buffers
                 .iter()
@@ -282,19 +281,14 @@ proptest! {
             device,
             size,
             next_token: 0,
-            arena: 0,
+            arena: BORDER - 1000,
             added: VecDeque::new(),
             posted: VecDeque::new(),
             out: Vec::new(),
             completed: VecDeque::new(),
             returned: VecDeque::new(),
-            descriptors: 0,
         };
         for step in steps {
-            // The arena is large enough for 64 messages under way at their longest.
-            if matches!(step, Step::Add { .. }) && scene.under_way() >= 16 {
-                scene.drain();
-            }
             scene.step(step);
         }
         scene.drain();

@@ -1,0 +1,133 @@
+//! The packet path of both halves allocates nothing once it is warm.
+#![cfg(not(any(loom, miri)))]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use zerosock_ring::{
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, PopError, QueueConfig, RegionConfig,
+    SliceBuf,
+};
+
+struct Counting;
+
+thread_local! {
+    // Per thread, since the test harness allocates on its own.
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+// SAFETY: passes everything on to the system's allocator; counting touches only a thread-local
+// that needs neither allocation nor destructor.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promise, passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as in alloc.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const RINGS: u64 = 0;
+const DATA: u64 = 0x10_0000;
+const TABLES: u64 = 0x18_0000;
+const LEN: u64 = 0x20_0000;
+
+/// One round of everything: direct, long, indirect and malformed chains; out of order; unpop.
+fn round(driver: &mut DriverQueue, device: &mut DeviceQueue, held: &mut Vec<zerosock_ring::Chain>) {
+    let read = Buffer {
+        addr: DATA,
+        len: 44,
+        writable: false,
+    };
+    let write = Buffer {
+        addr: DATA + 4096,
+        len: 512,
+        writable: true,
+    };
+    let outside = Buffer {
+        addr: LEN,
+        len: 1,
+        writable: false,
+    };
+    for slot in 0..8 {
+        driver.add(&[read, write], slot).expect("room");
+        driver.add(&[read; 17], slot).expect("room");
+        driver
+            .add_indirect(TABLES + slot * 1024, &[write; 40], slot)
+            .expect("room");
+        driver.add(&[outside], slot).expect("room");
+    }
+    let _ = driver.publish();
+    device.disable_notifications();
+    loop {
+        match device.pop() {
+            Ok(Some(chain)) => held.push(chain),
+            Ok(None) => break,
+            Err(PopError::Malformed(chain)) => device.complete(chain, 0),
+            Err(PopError::Broken(reason)) => panic!("{reason}"),
+        }
+    }
+    assert_eq!(held.len(), 24);
+    if let Some(chain) = held.pop() {
+        let mut slices = SliceBuf::<64>::new();
+        let mem = Arc::clone(device.memory());
+        assert_eq!(
+            mem.slices(chain.writable(), 0, usize::MAX, &mut slices),
+            40 * 512
+        );
+        assert_eq!(mem.write(chain.writable(), 100, &[1; 2000]), 2000);
+        held.push(chain);
+    }
+    for chain in held.drain(..).rev() {
+        device.complete(chain, 0);
+    }
+    let _ = device.publish();
+    let _ = device.enable_notifications();
+    while driver.poll().expect("a sound queue").is_some() {}
+    let _ = driver.enable_notifications();
+}
+
+#[test]
+fn a_warm_queue_allocates_nothing() {
+    let fd = memfd_create("ring-allocation", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&fd, LEN).expect("its length");
+    let region = RegionConfig {
+        guest_addr: 0,
+        user_addr: 0,
+        len: LEN,
+        fd_offset: 0,
+    };
+    let mem = Arc::new(Memory::map(vec![(fd, region)]).expect("a mapping"));
+    let layout = DriverLayout::at(RINGS, 256);
+    let mut driver = DriverQueue::new(Arc::clone(&mem), layout, true).expect("a queue");
+    let config = QueueConfig {
+        size: 256,
+        desc: layout.desc,
+        avail: layout.avail,
+        used: layout.used,
+        base: 0,
+        event_idx: true,
+        indirect: true,
+    };
+    let mut device = DeviceQueue::new(mem, &config).expect("a queue");
+    let mut held = Vec::with_capacity(256);
+    // A vector grows when its turn comes for the longest chain; the turns take a while.
+    for _ in 0..100 {
+        round(&mut driver, &mut device, &mut held);
+    }
+    let before = ALLOCATIONS.get();
+    assert_ne!(before, 0, "the counter counts");
+    for _ in 0..1000 {
+        round(&mut driver, &mut device, &mut held);
+    }
+    assert_eq!(ALLOCATIONS.get() - before, 0);
+}

@@ -1,0 +1,182 @@
+//! Memory whose file shrinks after it was mapped: the fault is taken, the process lives, and only
+//! that memory is lost. With a real signal; the handler here does what the program's own does.
+#![cfg(not(any(loom, miri)))]
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use zerosock_ring::{
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, Piece, PopError, QueueConfig,
+    RegionConfig,
+};
+
+const PAGE: u64 = 4096;
+
+extern "C" fn on_sigbus(
+    _signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    _context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel passes a valid siginfo_t to a SA_SIGINFO handler; si_addr is set for
+    // SIGBUS.
+    let addr = unsafe { (*info).si_addr() }.addr();
+    if !zerosock_ring::handle_fault(addr) {
+        // SAFETY: abort may be called in a handler.
+        unsafe { libc::abort() };
+    }
+}
+
+fn install() {
+    // SAFETY: a zeroed sigaction is a valid one; the handler has the SA_SIGINFO signature and is
+    // async-signal-safe: handle_fault is so by its contract, abort by POSIX.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_sigbus as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO;
+        assert_eq!(
+            libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()),
+            0
+        );
+    }
+}
+
+fn memfd(len: u64) -> OwnedFd {
+    let fd = memfd_create("ring-sigbus", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&fd, len).expect("its length");
+    fd
+}
+
+fn map(fd: &OwnedFd, regions: &[RegionConfig]) -> Memory {
+    let regions = regions
+        .iter()
+        .map(|config| (fd.try_clone().expect("a descriptor"), *config));
+    Memory::map(regions.collect()).expect("a mapping")
+}
+
+fn region(guest_addr: u64, len: u64, fd_offset: u64) -> RegionConfig {
+    RegionConfig {
+        guest_addr,
+        user_addr: guest_addr,
+        len,
+        fd_offset,
+    }
+}
+
+fn pieces(mem: &Memory, addr: u64, len: u32) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    mem.translate(addr, len, &mut pieces)
+        .expect("an address in memory");
+    pieces
+}
+
+fn get(mem: &Memory, addr: u64) -> u8 {
+    let mut byte = [0xee];
+    assert_eq!(mem.read(&pieces(mem, addr, 1), 0, &mut byte), 1);
+    byte[0]
+}
+
+#[test]
+fn a_truncated_file_costs_its_own_memory_only() {
+    install();
+    let fd = memfd(16 * PAGE);
+    // Two regions, so that the loss in the second shows on the memory.
+    let victim = map(
+        &fd,
+        &[
+            region(0, 8 * PAGE, 0),
+            region(0x10_0000, 8 * PAGE, 8 * PAGE),
+        ],
+    );
+    let same_file = map(&fd, &[region(0, 8 * PAGE, 0)]);
+    let other = map(&memfd(4 * PAGE), &[region(0, 4 * PAGE, 0)]);
+    for (mem, addr) in [(&victim, PAGE), (&victim, 0x10_0000 + PAGE), (&other, PAGE)] {
+        mem.write(&pieces(mem, addr, 1), 0, &[7]);
+    }
+    ftruncate(&fd, 9 * PAGE).expect("a shorter file");
+    assert!(!victim.is_lost(), "not before somebody looks");
+    assert_eq!(get(&victim, 0x10_0000 + 4 * PAGE), 0);
+    assert!(victim.is_lost());
+    // From the fault on to the end it is anonymous now; the page in front of it that vanished as
+    // well is the next fault; what did not vanish is still what it was.
+    assert_eq!(get(&victim, 0x10_0000 + 8 * PAGE - 1), 0);
+    assert_eq!(get(&victim, 0x10_0000 + PAGE), 0);
+    assert_eq!(get(&victim, PAGE), 7);
+    // Writes are taken too, and stay with us.
+    let at = 0x10_0000 + 6 * PAGE;
+    assert_eq!(victim.write(&pieces(&victim, at, 8), 0, &[9; 8]), 8);
+    assert_eq!(get(&victim, at + 7), 9);
+    assert_eq!(get(&other, PAGE), 7);
+    assert!(!other.is_lost() && !same_file.is_lost());
+    // A new memory in the same slots is not lost.
+    drop(victim);
+    let next = map(
+        &memfd(16 * PAGE),
+        &[region(0, 8 * PAGE, 0), region(0x10_0000, PAGE, 0)],
+    );
+    assert!(!next.is_lost());
+}
+
+#[test]
+fn rings_that_vanish_cost_their_queue() {
+    install();
+    let len = DriverLayout::bytes_needed(8).next_multiple_of(PAGE) + PAGE;
+    let fd = memfd(len);
+    let driver_side = Arc::new(map(&fd, &[region(0, len, 0)]));
+    let layout = DriverLayout::at(0, 8);
+    let mut driver = DriverQueue::new(driver_side, layout, true).expect("a queue");
+    let config = QueueConfig {
+        size: 8,
+        desc: layout.desc,
+        avail: layout.avail,
+        used: layout.used,
+        base: 0,
+        event_idx: true,
+        indirect: true,
+    };
+    let mem = Arc::new(map(&fd, &[region(0, len, 0)]));
+    let mut device = DeviceQueue::new(Arc::clone(&mem), &config).expect("a queue");
+    let buffer = Buffer {
+        addr: len - PAGE,
+        len: 16,
+        writable: true,
+    };
+    driver.add(&[buffer], 1).expect("room");
+    assert!(driver.publish());
+    let chain = device.pop().expect("a sound queue").expect("a chain");
+    ftruncate(&fd, 0).expect("an empty file");
+    mem.write(chain.writable(), 0, &[1; 16]);
+    device.complete(chain, 16);
+    let _ = device.publish();
+    // The available index is 0 again: it went back, which no driver does.
+    assert!(matches!(device.pop(), Err(PopError::Broken(_))));
+    assert!(mem.is_lost());
+}
+
+#[test]
+fn many_threads_may_fault_at_once_while_memories_come_and_go() {
+    install();
+    let lost = Arc::new(Mutex::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let lost = Arc::clone(&lost);
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    let fd = memfd(4 * PAGE);
+                    let mem = map(&fd, &[region(0, 4 * PAGE, 0)]);
+                    ftruncate(&fd, 0).expect("an empty file");
+                    std::thread::scope(|scope| {
+                        for page in 0..4 {
+                            let mem = &mem;
+                            scope.spawn(move || assert_eq!(get(mem, page * PAGE), 0));
+                        }
+                    });
+                    assert!(mem.is_lost());
+                    *lost.lock().expect("no panic") += 1;
+                }
+            });
+        }
+    });
+    assert_eq!(*lost.lock().expect("no panic"), 200);
+    assert!(!zerosock_ring::handle_fault(0x1000), "not ours");
+}

@@ -6,6 +6,9 @@
 //! in guest memory and marks that memory as lost; the access then goes on. Any other SIGBUS goes
 //! to the handler that was there before, so that it looks as if we were not there.
 //!
+//! The handler that Rust's library installs restores the default action when it is called for
+//! anything but a stack overflow. After a SIGBUS that another process sent, the guard is gone.
+//!
 //! System calls on vanished memory raise no signal; they answer EFAULT.
 
 use std::io;

@@ -126,6 +126,21 @@ impl<'m> GuestSlice<'m> {
         part.len
     }
 
+    /// Copies `N` bytes out from `offset` on; None if the slice ends before. For headers and the
+    /// like: the length is known when this is compiled, and nothing is copied but the whole.
+    #[inline]
+    pub fn read_array<const N: usize>(self, offset: usize) -> Option<[u8; N]> {
+        let part = self.part(offset, N);
+        if part.len < N {
+            return None;
+        }
+        let mut copy = [0; N];
+        // SAFETY: as in `read`: the part was just seen to have N bytes.
+        unsafe { ptr::copy_nonoverlapping(part.ptr, copy.as_mut_ptr(), N) };
+        settle(copy.as_mut_ptr());
+        Some(copy)
+    }
+
     /// Copies in from `offset` on; returns the bytes copied, fewer than given where the slice
     /// ends.
     #[inline]

@@ -225,6 +225,9 @@ fn parts_of_slices_stay_inside() {
     }
     assert_eq!(slice.write(12, &[1; 8]), 4);
     assert_eq!(slice.read(12, &mut [0; 8]), 4);
+    assert_eq!(slice.read_array::<4>(12), Some([1; 4]));
+    assert_eq!(slice.read_array::<5>(12), None);
+    assert_eq!(slice.read_array::<1>(usize::MAX), None);
     assert_eq!(slice.part(0, 3).copy_to(slice.part(14, 9)), 2);
 }
 

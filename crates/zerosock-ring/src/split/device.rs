@@ -287,12 +287,14 @@ impl DeviceQueue {
                 return Err(ChainFault::Next(index));
             }
             let offset = DESC_LEN * usize::from(index);
-            let mut entry_copy = [0; DESC_LEN];
-            match whole {
-                Some(slice) => slice.read(offset, &mut entry_copy),
-                None => mem.read(&self.table, offset, &mut entry_copy),
+            let entry_copy = match whole.and_then(|slice| slice.read_array(offset)) {
+                Some(bytes) => Descriptor::from_bytes(bytes),
+                None => {
+                    let mut bytes = [0; DESC_LEN];
+                    mem.read(&self.table, offset, &mut bytes);
+                    Descriptor::from_bytes(bytes)
+                }
             };
-            let entry_copy = Descriptor::from_bytes(entry_copy);
             if entry_copy.has(DESC_F_INDIRECT) {
                 return Err(ChainFault::IndirectNested);
             }

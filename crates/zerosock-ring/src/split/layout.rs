@@ -192,8 +192,8 @@ mod tests {
         assert_eq!(DriverLayout::bytes_needed(256), 0x1208 + 6 + 2048);
         for size in (0..16).map(|bit| 1u16 << bit) {
             let layout = DriverLayout::at(0, size);
-            assert!(layout.avail >= desc_len(size) && layout.avail % 2 == 0);
-            assert!(layout.used >= layout.avail + avail_len(size) && layout.used % 4 == 0);
+            assert!(layout.avail >= desc_len(size) && layout.avail.is_multiple_of(2));
+            assert!(layout.used >= layout.avail + avail_len(size) && layout.used.is_multiple_of(4));
             assert!(DriverLayout::bytes_needed(size) >= layout.used + used_len(size));
         }
     }

@@ -62,7 +62,7 @@ fn descriptor() -> impl Strategy<Value = (u64, u32, u16, u16)> {
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 2000 })
+        ..ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 500 })
     })]
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
-use crate::{nc, serve};
+use crate::{demo, guest, nc, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -22,6 +22,9 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Serve(Box<serve::args::ServeArgs>),
     Nc(nc::args::NcArgs),
+    Demo(demo::args::DemoArgs),
+    #[command(hide = true)]
+    Guest(guest::GuestArgs),
 }
 
 const AFTER_HELP: &str = "\

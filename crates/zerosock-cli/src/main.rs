@@ -6,8 +6,10 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod demo;
 mod duration;
 mod failure;
+mod guest;
 mod logging;
 mod nc;
 mod serve;
@@ -27,6 +29,8 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         Command::Serve(flags) => serve::main(*flags),
         Command::Nc(flags) => nc::main(flags),
+        Command::Demo(flags) => demo::main(&flags),
+        Command::Guest(flags) => guest::main(flags),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -18,7 +18,7 @@ pub const TTY: &str = "/dev/ttyS1";
 const QEMU: &str = "qemu-system-x86_64";
 
 /// A guest under KVM shows life well within this, even on a loaded machine.
-const KVM_DEADLINE: Duration = Duration::from_secs(8);
+const KVM_DEADLINE: Duration = Duration::from_secs(6);
 /// One in software emulation boots in about two seconds; a machine may be much slower.
 const TCG_DEADLINE: Duration = Duration::from_secs(90);
 
@@ -112,6 +112,11 @@ impl Guest {
     /// Whether QEMU still runs.
     pub fn is_running(&mut self) -> bool {
         self.process.try_wait().is_none()
+    }
+
+    /// Waits for QEMU's end, at most so long.
+    pub fn wait(&mut self, timeout: Duration) {
+        self.process.wait(timeout);
     }
 
     /// Ends it as a power failure would.

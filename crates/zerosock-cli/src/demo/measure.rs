@@ -1,0 +1,211 @@
+//! The streams of the demo, and how they are timed.
+//!
+//! All times are taken on the host's clock. To the guest: from the first write until one byte
+//! comes back that the guest sends when it has read everything. To the host: from the first
+//! bytes read to the last. Nothing is hashed while the clock runs.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use zerosock_cli::vm::hybrid;
+use zerosock_cli::vm::pattern;
+use zerosock_cli::vm::protocol::{Command, Source};
+
+use super::setting::Setting;
+use crate::failure::Failure;
+
+const STEP: Duration = Duration::from_secs(60);
+const PORT: u32 = 5000;
+const CHUNK: usize = 64 << 10;
+const WARM_UP: usize = 300;
+const ROUND_TRIPS: usize = 3000;
+/// A slow machine measures fewer round trips rather than longer.
+const ROUND_TRIP_TIME: Duration = Duration::from_secs(5);
+
+/// What was found out.
+pub(super) struct Measured {
+    /// Every digest was the payload's.
+    pub(super) verified: bool,
+    /// The payload's SHA-256.
+    pub(super) digest: String,
+    /// Megabytes (10^6 bytes) a second.
+    pub(super) to_host_mb_s: f64,
+    /// Megabytes (10^6 bytes) a second.
+    pub(super) to_guest_mb_s: f64,
+    /// The median, microseconds.
+    pub(super) rtt_us: f64,
+    /// How many round trips it is the median of.
+    pub(super) round_trips: usize,
+}
+
+/// Streams `payload` to the guest and back, `rounds` times, then measures round trips.
+pub(super) fn run(
+    setting: &Setting,
+    payload: &[u8],
+    digest: &str,
+    rounds: u32,
+    quiet: bool,
+) -> Result<Measured, Failure> {
+    let mut verified = true;
+    let (mut to_guest, mut to_host) = (Vec::new(), Vec::new());
+    let mut buffer = vec![0; payload.len()];
+    for _ in 0..rounds {
+        let (speed, arrived) = stream_to_guest(setting, payload, quiet)?;
+        verified &= arrived == digest;
+        to_guest.push(speed);
+        buffer.fill(0);
+        let speed = stream_to_host(setting, &mut buffer, quiet)?;
+        verified &= pattern::sha256(&buffer) == digest;
+        to_host.push(speed);
+    }
+    let mut trips = round_trips(setting)?;
+    Ok(Measured {
+        verified,
+        digest: digest.to_owned(),
+        to_host_mb_s: median(&mut to_host),
+        to_guest_mb_s: median(&mut to_guest),
+        rtt_us: median(&mut trips),
+        round_trips: trips.len(),
+    })
+}
+
+fn stream_to_guest(
+    setting: &Setting,
+    payload: &[u8],
+    quiet: bool,
+) -> Result<(f64, String), Failure> {
+    let remote = &setting.guest.remote;
+    let listener = remote.socket(Command::Listen { port: PORT }, STEP).map_err(Failure::runtime)?;
+    let accepting = remote.start(Command::Accept { socket: listener });
+    let mut stream = connect(setting, PORT)?;
+    let socket = accepting.socket(STEP).map_err(Failure::runtime)?;
+    remote.run(Command::Close { socket: listener }, STEP).map_err(Failure::runtime)?;
+    let receiving = remote.start(Command::Receive {
+        socket,
+        limit: Some(payload.len() as u64),
+        keep: true,
+        acknowledge: true,
+    });
+    let bar = bar("to the guest", payload.len(), quiet);
+    let start = Instant::now();
+    for chunk in payload.chunks(CHUNK) {
+        stream.write_all(chunk).map_err(broken("to the guest"))?;
+        bar.inc(chunk.len() as u64);
+    }
+    stream.read_exact(&mut [0]).map_err(broken("to the guest"))?;
+    let elapsed = start.elapsed();
+    bar.finish_and_clear();
+    let outcome = receiving.wait(STEP).map_err(Failure::runtime)?;
+    remote.run(Command::Close { socket }, STEP).map_err(Failure::runtime)?;
+    Ok((speed(payload.len(), elapsed), outcome.sha256.unwrap_or_default()))
+}
+
+fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
+    let remote = &setting.guest.remote;
+    let listener = hybrid::listen(&setting.endpoint.uds, PORT).map_err(Failure::runtime)?;
+    let connecting = remote.start(Command::Connect { cid: 2, port: PORT });
+    let mut stream = hybrid::accept(&listener, STEP).map_err(broken("to the host"))?;
+    deadlines(&stream)?;
+    let socket = connecting.socket(STEP).map_err(Failure::runtime)?;
+    let sending =
+        remote.start(Command::Send { socket, source: Source::Kept, chunks: vec![CHUNK] });
+    let bar = bar("to the host", buffer.len(), quiet);
+    let first = stream.read(buffer).map_err(broken("to the host"))?;
+    let start = Instant::now();
+    let mut filled = first;
+    while filled < buffer.len() {
+        let end = (filled + 4 * CHUNK).min(buffer.len());
+        match stream.read(&mut buffer[filled..end]).map_err(broken("to the host"))? {
+            0 => return Err(Failure::runtime("the guest's stream ended early")),
+            count => {
+                filled += count;
+                bar.inc(count as u64);
+            }
+        }
+    }
+    let elapsed = start.elapsed();
+    bar.finish_and_clear();
+    sending.wait(STEP).map_err(Failure::runtime)?;
+    remote.run(Command::Close { socket }, STEP).map_err(Failure::runtime)?;
+    // A payload that came with the first read was not timed at all.
+    let timed = if first < buffer.len() { buffer.len() - first } else { first };
+    Ok(speed(timed, elapsed))
+}
+
+/// Microseconds of single-byte round trips from the host to an echo in the guest.
+fn round_trips(setting: &Setting) -> Result<Vec<f64>, Failure> {
+    let remote = &setting.guest.remote;
+    let listener =
+        remote.socket(Command::Listen { port: PORT + 1 }, STEP).map_err(Failure::runtime)?;
+    remote.run(Command::Echo { socket: listener }, STEP).map_err(Failure::runtime)?;
+    let mut stream = connect(setting, PORT + 1)?;
+    let mut trips = Vec::with_capacity(ROUND_TRIPS);
+    let begin = Instant::now();
+    for trip in 0..WARM_UP + ROUND_TRIPS {
+        let start = Instant::now();
+        stream.write_all(b"z").map_err(broken("round trip"))?;
+        stream.read_exact(&mut [0]).map_err(broken("round trip"))?;
+        if trip >= WARM_UP {
+            trips.push(start.elapsed().as_secs_f64() * 1e6);
+            if begin.elapsed() > ROUND_TRIP_TIME {
+                break;
+            }
+        }
+    }
+    Ok(trips)
+}
+
+fn connect(setting: &Setting, port: u32) -> Result<UnixStream, Failure> {
+    let (stream, _) =
+        hybrid::connect(&setting.endpoint.uds, port, STEP).map_err(Failure::runtime)?;
+    deadlines(&stream)?;
+    Ok(stream)
+}
+
+/// So that a defect shows as an error and not as silence.
+fn deadlines(stream: &UnixStream) -> Result<(), Failure> {
+    stream.set_read_timeout(Some(STEP)).map_err(Failure::runtime)?;
+    stream.set_write_timeout(Some(STEP)).map_err(Failure::runtime)
+}
+
+fn broken(what: &'static str) -> impl Fn(std::io::Error) -> Failure {
+    move |error| Failure::runtime(format!("stream {what}: {error}"))
+}
+
+fn speed(bytes: usize, elapsed: Duration) -> f64 {
+    bytes as f64 / 1e6 / elapsed.as_secs_f64().max(1e-9)
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or_default()
+}
+
+fn bar(name: &'static str, len: usize, quiet: bool) -> ProgressBar {
+    let target =
+        if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(10) };
+    let bar = ProgressBar::with_draw_target(Some(len as u64), target);
+    let template = "{msg:14} {wide_bar} {bytes:>10} {bytes_per_sec:>13}";
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar.with_message(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&mut []), 0.0);
+    }
+
+    #[test]
+    fn speeds_are_in_millions_of_bytes() {
+        assert_eq!(speed(5_000_000, Duration::from_secs(2)), 2.5);
+    }
+}

@@ -1,0 +1,75 @@
+//! What the demo prints.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::measure::Measured;
+use super::setting::Setting;
+
+/// The figures of one demo.
+pub(super) struct Report<'m> {
+    measured: &'m Measured,
+    release: String,
+    accel: String,
+    len: usize,
+    /// In place and copied, if the device counts them.
+    bytes: Option<(u64, u64)>,
+}
+
+/// The keys of `--json`: an interface, so none is renamed.
+#[derive(Serialize)]
+struct Json<'r> {
+    verified: bool,
+    to_host_mb_s: f64,
+    to_guest_mb_s: f64,
+    rtt_us: f64,
+    accel: &'r str,
+    in_place_bytes: Option<u64>,
+    copied_bytes: Option<u64>,
+}
+
+impl<'m> Report<'m> {
+    pub(super) fn new(measured: &'m Measured, setting: &mut Setting, len: usize) -> Report<'m> {
+        Report {
+            measured,
+            release: setting.guest.release.clone(),
+            accel: setting.guest.accel.to_string(),
+            len,
+            bytes: setting.stats().map(|stats| (stats.in_place_bytes, stats.copied_bytes)),
+        }
+    }
+
+    /// One line.
+    pub(super) fn json(&self) -> String {
+        let tenth = |value: f64| (value * 10.0).round() / 10.0;
+        serde_json::to_string(&Json {
+            verified: self.measured.verified,
+            to_host_mb_s: tenth(self.measured.to_host_mb_s),
+            to_guest_mb_s: tenth(self.measured.to_guest_mb_s),
+            rtt_us: tenth(self.measured.rtt_us),
+            accel: &self.accel,
+            in_place_bytes: self.bytes.map(|(in_place, _)| in_place),
+            copied_bytes: self.bytes.map(|(_, copied)| copied),
+        })
+        .unwrap_or_default()
+    }
+}
+
+impl fmt::Display for Report<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Measured { verified, digest, to_host_mb_s, to_guest_mb_s, rtt_us, round_trips } =
+            self.measured;
+        let len = self.len as f64 / 1e6;
+        writeln!(f, "\nLinux {} under QEMU ({})", self.release, self.accel)?;
+        writeln!(f, "  guest to host    {to_host_mb_s:9.1} MB/s   {len:.1} MB")?;
+        writeln!(f, "  host to guest    {to_guest_mb_s:9.1} MB/s   {len:.1} MB")?;
+        writeln!(f, "  round trip       {rtt_us:9.1} us     median of {round_trips}, one byte")?;
+        if let Some((in_place, copied)) = self.bytes {
+            writeln!(f, "  moved in place   {:9.1} MB", in_place as f64 / 1e6)?;
+            writeln!(f, "  copied by us     {:9.1} MB", copied as f64 / 1e6)?;
+        }
+        let verdict = if *verified { "the same at both ends" } else { "DIFFERENT" };
+        write!(f, "  SHA-256          {verdict}: {digest}")
+    }
+}

@@ -1,5 +1,7 @@
 //! Translation on heap memory (runs under Miri), and mapping of real files (does not).
 
+use rustix::io::Errno;
+
 use super::*;
 
 const PAGE: u64 = 0x1000;

@@ -1,0 +1,207 @@
+//! Mapping a peer's files: what a memory table must fulfil before any of it is believed.
+
+use core::ptr;
+
+use rustix::fd::OwnedFd;
+use rustix::fs::{fstat, fstatfs};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+
+use super::RegionConfig;
+use crate::fault::Registration;
+
+/// Most regions one [`Memory`] takes; vhost-user's memory-slot extension allows 509.
+pub const MAX_REGIONS: usize = 512;
+
+/// Why a memory table was refused. All but `Map` and `Stat` are the peer's fault.
+#[derive(Clone, Eq, PartialEq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// More than [`MAX_REGIONS`] regions.
+    #[error("{count} memory regions, at most {MAX_REGIONS} are taken")]
+    TooMany {
+        /// How many were given.
+        count: usize,
+    },
+    /// A region of no bytes.
+    #[error("memory region {index} has no length")]
+    ZeroLength {
+        /// Position in the table.
+        index: usize,
+    },
+    /// A region whose end lies past the end of the address space.
+    #[error("memory region {index} wraps around the address space")]
+    Wraps {
+        /// Position in the table.
+        index: usize,
+    },
+    /// Two regions share guest or user addresses.
+    #[error("memory regions {first} and {second} overlap")]
+    Overlap {
+        /// Position of one.
+        first: usize,
+        /// Position of the other.
+        second: usize,
+    },
+    /// The file ends before the region does.
+    #[error("memory region {index} ends past its file, which has {file_len} bytes")]
+    ShortFile {
+        /// Position in the table.
+        index: usize,
+        /// Length of the file in bytes.
+        file_len: u64,
+    },
+    /// fstat failed.
+    #[error("cannot examine the file of memory region {index}: {errno}")]
+    Stat {
+        /// Position in the table.
+        index: usize,
+        /// The system's reason.
+        errno: Errno,
+    },
+    /// mmap failed.
+    #[error("cannot map memory region {index}: {errno}")]
+    Map {
+        /// Position in the table.
+        index: usize,
+        /// The system's reason.
+        errno: Errno,
+    },
+}
+
+/// A shared mapping, and its entry in the fault table.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    start: *mut u8,
+    len: usize,
+    /// An Option only so that `drop` can end it before the addresses.
+    registration: Option<Registration>,
+}
+
+impl Mapping {
+    #[inline]
+    pub(super) fn registration(&self) -> Option<&Registration> {
+        self.registration.as_ref()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // Out of the table first: once unmapped, the addresses may at once be another mapping's.
+        self.registration = None;
+        // SAFETY: `start` and `len` are what mmap returned for this object alone. It is dropped
+        // with its Memory, which all slices borrow and all rings keep alive, so nobody has an
+        // address in it any more. A failure could only mean that it is mapped still.
+        let _ = unsafe { munmap(self.start.cast(), self.len) };
+    }
+}
+
+/// Everything about a table that can be refused without looking at files.
+pub(super) fn check(configs: &[RegionConfig]) -> Result<(), MapError> {
+    if configs.len() > MAX_REGIONS {
+        return Err(MapError::TooMany {
+            count: configs.len(),
+        });
+    }
+    for (index, config) in configs.iter().enumerate() {
+        if config.len == 0 {
+            return Err(MapError::ZeroLength { index });
+        }
+        let wraps = |start: u64| start.checked_add(config.len).is_none();
+        if wraps(config.guest_addr)
+            || wraps(config.user_addr)
+            || wraps(config.fd_offset)
+            || config.len > isize::MAX as u64
+        {
+            return Err(MapError::Wraps { index });
+        }
+    }
+    check_overlap(configs, |config| config.guest_addr)?;
+    check_overlap(configs, |config| config.user_addr)
+}
+
+fn check_overlap(
+    configs: &[RegionConfig],
+    start: impl Fn(&RegionConfig) -> u64,
+) -> Result<(), MapError> {
+    let mut order: Vec<(u64, u64, usize)> = configs
+        .iter()
+        .enumerate()
+        .map(|(index, config)| (start(config), start(config) + config.len, index))
+        .collect();
+    order.sort_unstable();
+    for pair in order.windows(2) {
+        if let [(_, end, first), (next, _, second)] = *pair
+            && next < end
+        {
+            return Err(MapError::Overlap { first, second });
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn map_region(
+    index: usize,
+    fd: &OwnedFd,
+    config: &RegionConfig,
+    owner: u64,
+    leader: Option<&Registration>,
+) -> Result<(Mapping, *mut u8), MapError> {
+    let stat = fstat(fd).map_err(|errno| MapError::Stat { index, errno })?;
+    let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+    if config.fd_offset + config.len > file_len {
+        return Err(MapError::ShortFile { index, file_len });
+    }
+    let page = page_size(fd).map_err(|errno| MapError::Stat { index, errno })?;
+    let skip = config.fd_offset % page;
+    let too_long = MapError::Map {
+        index,
+        errno: Errno::NOMEM,
+    };
+    let len = (skip + config.len)
+        .checked_next_multiple_of(page)
+        .and_then(|len| usize::try_from(len).ok())
+        .ok_or(too_long)?;
+    let map_error = |errno| MapError::Map { index, errno };
+    // SAFETY: a fresh mapping at an address the system chooses touches no memory in use.
+    let start = unsafe {
+        mmap(
+            ptr::null_mut(),
+            len,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+            fd,
+            config.fd_offset - skip,
+        )
+    }
+    .map_err(map_error)?
+    .cast::<u8>();
+    // A core dump of ours must not hold guests' memory; where the advice is not taken, so be it.
+    // SAFETY: the range just mapped; the advice changes no contents.
+    let _ = unsafe { madvise(start.cast(), len, Advice::LinuxDontDump) };
+    let registration =
+        Registration::new(start.expose_provenance(), len, page as usize, owner, leader);
+    let mapping = Mapping {
+        start,
+        len,
+        registration: Some(registration),
+    };
+    // SAFETY: skip < page <= len: inside the mapping.
+    let host = unsafe { start.add(skip as usize) };
+    Ok((mapping, host))
+}
+
+/// The unit in which a file can be mapped, in bytes: the huge page for files of hugetlbfs.
+fn page_size(fd: &OwnedFd) -> Result<u64, Errno> {
+    const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+    let system = rustix::param::page_size() as u64;
+    let file_system = fstatfs(fd)?;
+    let huge = u64::try_from(file_system.f_bsize).unwrap_or(0);
+    // The cast only drops a sign that the magic number's type has on some architectures.
+    let magic = file_system.f_type as u64 & 0xffff_ffff;
+    Ok(if magic == HUGETLBFS_MAGIC && huge.is_power_of_two() {
+        huge.max(system)
+    } else {
+        system
+    })
+}

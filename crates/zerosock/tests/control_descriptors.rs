@@ -1,5 +1,5 @@
 //! Descriptors that a front-end sends are closed, whatever else it does. The one test of this
-//! binary, because it counts the descriptors of the process.
+//! binary, because it counts the descriptors of the process, and finds the control thread by name.
 
 #[path = "control/fake.rs"]
 mod fake;
@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Receiver;
+use std::time::Duration;
 
 use fake::*;
 use proptest::collection::vec;
@@ -175,6 +176,40 @@ fn converse(
     Ok(())
 }
 
+/// Nanoseconds of processor time that the control thread has used.
+fn control_thread_time() -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let control = tasks
+        .map(|task| task.unwrap().path())
+        .find(|task| {
+            std::fs::read_to_string(task.join("comm"))
+                .is_ok_and(|name| name.trim() == "zerosock-contro")
+        })
+        .unwrap();
+    let usage = std::fs::read_to_string(control.join("schedstat")).unwrap();
+    usage.split(' ').next().unwrap().parse().unwrap()
+}
+
+/// A session that waits for its worker, while more requests lie in its socket.
+fn park(lab: &Lab, worker: &Worker) {
+    let raw = lab.raw(0);
+    let (_, reply) = worker.expect("Connected");
+    raw.send(1, 0, &[], &[]);
+    raw.send(1, 0, &[], &[]);
+    let before = control_thread_time();
+    std::thread::sleep(Duration::from_millis(200));
+    let used = Duration::from_nanos(control_thread_time() - before);
+    assert!(
+        used < Duration::from_millis(50),
+        "{used:?} of 200 ms, for nothing"
+    );
+    reply.done();
+    raw.reply_u64(1);
+    raw.reply_u64(1);
+    drop(raw);
+    worker.done("Disconnected");
+}
+
 #[test]
 fn no_bytes_and_descriptors_panic_or_leak() {
     let kinds = Kinds::new();
@@ -191,6 +226,7 @@ fn no_bytes_and_descriptors_panic_or_leak() {
         .unwrap();
 
     let (lab, worker) = Lab::one();
+    park(&lab, &worker);
     let commands = worker.answer_all();
     // The reading of the directory, the first time, may leave something open for good.
     converse(&lab, &commands, &[], &kinds).unwrap();

@@ -207,6 +207,8 @@ fn a_broken_frame_ends_the_connection() {
     assert_eq!(faults(&lab, Fault::TooManyDescriptors), 2);
     for half in [&header(1, 1, 0)[..5], &header(2, 1, 8)[..]] {
         let raw = lab.raw(0);
+        // Until the worker has taken the front-end, it is not read.
+        raw.ping();
         raw.send_bytes(half, &[]).unwrap();
         drop(raw);
         wait_for(&commands, "Disconnected");

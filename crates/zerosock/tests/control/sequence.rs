@@ -294,6 +294,8 @@ fn the_configuration_space_has_eight_bytes() {
         raw.send(24, 0, &payload, &[]);
         let (request, reply) = raw.reply();
         assert_eq!(request, 24);
+        // Its own size says how much there is: the front-end sees by it that it failed.
+        assert_eq!(reply[4..8], (reply.len() as u32 - 12).to_ne_bytes());
         reply[12..].to_vec()
     };
     assert_eq!(ask(0, 8), 3u64.to_le_bytes());

@@ -47,7 +47,10 @@ pub(super) struct Vm {
     sequence: u64,
     /// Number of the last connection.
     connection: u64,
-    log: LogLimit,
+    /// For what front-ends do wrong, and for their coming and going: each has a limit of its own,
+    /// so that neither hides the other.
+    warnings: LogLimit,
+    arrivals: LogLimit,
 }
 
 enum Front {
@@ -125,7 +128,8 @@ impl Vm {
             next: None,
             sequence: 0,
             connection: 0,
-            log: LogLimit::default(),
+            warnings: LogLimit::default(),
+            arrivals: LogLimit::default(),
         })
     }
 
@@ -191,7 +195,9 @@ impl Vm {
         self.counters.connection();
         self.connection += 1;
         let peer = peer(&socket);
-        tracing::info!(vm = %self.name, cid = %self.cid, %peer, "front-end connected");
+        if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
+            tracing::info!(vm = %self.name, cid = %self.cid, %peer, suppressed, "front-end connected");
+        }
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
         self.front = Front::Live(Box::new(Connection {
@@ -209,7 +215,11 @@ impl Vm {
     /// Ends the connection, if there is one, and tells the worker.
     pub(super) fn disconnect(&mut self, reason: &str) {
         if let Front::Live(_) = self.front {
-            tracing::info!(vm = %self.name, cid = %self.cid, reason, "front-end disconnected");
+            if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
+                tracing::info!(
+                    vm = %self.name, cid = %self.cid, reason, suppressed, "front-end disconnected"
+                );
+            }
             // The session goes first: the front-end's files are closed when the worker lets go.
             self.front = Front::Idle;
             self.front = Front::Draining(self.submit(DeviceCommand::Disconnected));
@@ -348,7 +358,7 @@ impl Vm {
 
     /// Logs what a front-end did wrong, but does not let it fill the log.
     fn warn(&mut self, text: &str) {
-        if let Some(suppressed) = self.log.admit(Instant::now()) {
+        if let Some(suppressed) = self.warnings.admit(Instant::now()) {
             tracing::warn!(vm = %self.name, cid = %self.cid, suppressed, "{text}");
         }
     }
@@ -389,11 +399,11 @@ struct LogLimit {
 }
 
 impl LogLimit {
-    const LINES: u32 = 10;
+    const LINES: u32 = 20;
     const PERIOD: Duration = Duration::from_secs(10);
 
-    /// Whether a line may be written, and how many were not since the last one.
-    fn admit(&mut self, now: Instant) -> Option<u64> {
+    /// `Some`: a line may be written; within, how many were not since the last one, if any.
+    fn admit(&mut self, now: Instant) -> Option<Option<u64>> {
         if self
             .since
             .is_none_or(|since| now.duration_since(since) >= Self::PERIOD)
@@ -406,7 +416,8 @@ impl LogLimit {
             return None;
         }
         self.lines += 1;
-        Some(std::mem::take(&mut self.suppressed))
+        let suppressed = std::mem::take(&mut self.suppressed);
+        Some((suppressed > 0).then_some(suppressed))
     }
 }
 
@@ -419,8 +430,8 @@ mod tests {
         let mut limit = LogLimit::default();
         let start = Instant::now();
         let admitted = (0..1000).filter_map(|_| limit.admit(start)).count();
-        assert_eq!(admitted, 10);
-        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(990));
-        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(0));
+        assert_eq!(admitted, 20);
+        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(Some(980)));
+        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(None));
     }
 }

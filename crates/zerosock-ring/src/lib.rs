@@ -47,7 +47,9 @@
 //! buffers stay in one region. Nothing is allocated once warm, nothing locked, no system call made.
 #![deny(unsafe_code)]
 
+#[cfg_attr(loom, allow(dead_code))] // only the loom tests use it then
 mod event_idx;
+#[cfg_attr(loom, allow(dead_code))] // likewise
 mod split;
 mod sync;
 

@@ -10,7 +10,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use super::RegionConfig;
 use crate::fault::Registration;
 
-/// Most regions one [`Memory`] takes; vhost-user's memory-slot extension allows 509.
+/// Most regions one [`Memory`](crate::Memory) takes; vhost-user's memory-slot extension allows 509.
 pub const MAX_REGIONS: usize = 512;
 
 /// Why a memory table was refused. All but `Map` and `Stat` are the peer's fault.
@@ -51,7 +51,15 @@ pub enum MapError {
         /// Length of the file in bytes.
         file_len: u64,
     },
-    /// fstat failed.
+    /// The file's pages come from another process or machine, which could leave us waiting.
+    #[error("memory region {index} lies on a file system (type {magic:#x}) that others serve")]
+    FileSystem {
+        /// Position in the table.
+        index: usize,
+        /// The file system's type as statfs(2) gives it.
+        magic: u64,
+    },
+    /// fstat or fstatfs failed.
     #[error("cannot examine the file of memory region {index}: {errno}")]
     Stat {
         /// Position in the table.
@@ -152,7 +160,7 @@ pub(super) fn map_region(
     if config.fd_offset + config.len > file_len {
         return Err(MapError::ShortFile { index, file_len });
     }
-    let page = page_size(fd).map_err(|errno| MapError::Stat { index, errno })?;
+    let page = page_size(index, fd)?;
     let skip = config.fd_offset % page;
     let too_long = MapError::Map {
         index,
@@ -191,17 +199,48 @@ pub(super) fn map_region(
     Ok((mapping, host))
 }
 
-/// The unit in which a file can be mapped, in bytes: the huge page for files of hugetlbfs.
-fn page_size(fd: &OwnedFd) -> Result<u64, Errno> {
-    const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
-    let system = rustix::param::page_size() as u64;
-    let file_system = fstatfs(fd)?;
-    let huge = u64::try_from(file_system.f_bsize).unwrap_or(0);
-    // The cast only drops a sign that the magic number's type has on some architectures.
+/// What a file system says of itself (statfs(2)).
+const FUSE: u64 = 0x6573_5546;
+const NFS: u64 = 0x6969;
+const SMB2: u64 = 0xfe53_4d42;
+const CIFS: u64 = 0xff53_4d42;
+const V9FS: u64 = 0x0102_1997;
+const HUGETLBFS: u64 = 0x9584_58f6;
+
+/// The unit in which a file of this file system can be mapped, in bytes: `block` for hugetlbfs,
+/// else the system's page; None if its pages are fetched from another process or machine. A front
+/// end that serves its own pages could leave a thread of ours waiting for one for ever, and with it
+/// everybody else whom that thread serves.
+fn mapping_unit(magic: u64, block: u64, page: u64) -> Option<u64> {
+    match magic {
+        FUSE | NFS | SMB2 | CIFS | V9FS => None,
+        HUGETLBFS if block.is_power_of_two() => Some(block.max(page)),
+        _ => Some(page),
+    }
+}
+
+fn page_size(index: usize, fd: &OwnedFd) -> Result<u64, MapError> {
+    let file_system = fstatfs(fd).map_err(|errno| MapError::Stat { index, errno })?;
+    // The mask drops a sign that the magic number's type has on some architectures.
     let magic = file_system.f_type as u64 & 0xffff_ffff;
-    Ok(if magic == HUGETLBFS_MAGIC && huge.is_power_of_two() {
-        huge.max(system)
-    } else {
-        system
-    })
+    let block = u64::try_from(file_system.f_bsize).unwrap_or(0);
+    let page = rustix::param::page_size() as u64;
+    mapping_unit(magic, block, page).ok_or(MapError::FileSystem { index, magic })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_that_others_serve_are_refused() {
+        for magic in [FUSE, NFS, SMB2, CIFS, V9FS] {
+            assert_eq!(mapping_unit(magic, 4096, 4096), None);
+        }
+        let (tmpfs, ext4) = (0x0102_1994, 0xef53);
+        assert_eq!(mapping_unit(tmpfs, 0x20_0000, 4096), Some(4096));
+        assert_eq!(mapping_unit(ext4, 1024, 4096), Some(4096));
+        assert_eq!(mapping_unit(HUGETLBFS, 0x20_0000, 4096), Some(0x20_0000));
+        assert_eq!(mapping_unit(HUGETLBFS, 0, 4096), Some(4096));
+    }
 }

@@ -42,6 +42,7 @@ mod stream;
 mod transfer;
 
 use std::collections::VecDeque;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time;
 
@@ -167,6 +168,52 @@ impl Driver {
         }
         self.link = Some(link);
         Ok(())
+    }
+
+    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the
+    /// index at which each can go on. Until [`resume`](Driver::resume) the
+    /// device neither reads nor writes our memory.
+    pub fn suspend(&mut self) -> Result<[u16; 3], FrontendError> {
+        self.link.as_mut().ok_or(FrontendError::Closed)?.stop()
+    }
+
+    /// Hands the memory over again and starts the queues at `bases`.
+    pub fn resume(&mut self, bases: [u16; 3]) -> Result<(), AttachError> {
+        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
+        link.start(&self.arena, &self.bells, bases)?;
+        for queue in [RX, TX, EVENT] {
+            self.bells.kick(queue);
+        }
+        Ok(())
+    }
+
+    /// Sends the memory table again while the queues run, as a VMM does when
+    /// memory is plugged.
+    pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
+        let table = [(self.arena.fd.as_fd(), self.arena.region)];
+        self.link
+            .as_mut()
+            .ok_or(FrontendError::Closed)?
+            .frontend
+            .set_mem_table(&table)
+    }
+
+    /// The used index of each queue as it lies in memory: rx, tx, event.
+    pub fn used_indices(&self) -> [u16; 3] {
+        self.arena.rings.map(|ring| {
+            // struct virtq_used { le16 flags; le16 idx; … } (virtio 1.2, 2.7.8)
+            let mut index = [0u8; 2];
+            let mut pieces = Vec::new();
+            if self
+                .arena
+                .memory
+                .translate(ring.used + 2, 2, &mut pieces)
+                .is_ok()
+            {
+                self.arena.memory.read(&pieces, 0, &mut index);
+            }
+            u16::from_le_bytes(index)
+        })
     }
 
     /// Our CID, by the device's configuration space.
@@ -694,6 +741,7 @@ impl Driver {
 
     /// Keeps receive buffers from the device as they come back, or posts all
     /// that were kept: a guest that is slow to refill its queue.
+    #[doc(hidden)]
     pub fn withhold_buffers(&mut self, withhold: bool) -> Result<(), DriverError> {
         self.withhold = withhold;
         if !withhold {
@@ -704,22 +752,10 @@ impl Driver {
         Ok(())
     }
 
-    /// The used index of each queue as it lies in memory.
-    fn used_indices(&self) -> [u16; 3] {
-        self.arena.rings.map(|ring| {
-            // struct virtq_used { le16 flags; le16 idx; … } (virtio 1.2, 2.7.8)
-            let mut index = [0u8; 2];
-            let mut pieces = Vec::new();
-            if self
-                .arena
-                .memory
-                .translate(ring.used + 2, 2, &mut pieces)
-                .is_ok()
-            {
-                self.arena.memory.read(&pieces, 0, &mut index);
-            }
-            u16::from_le_bytes(index)
-        })
+    /// Receive buffers kept from the device now.
+    #[doc(hidden)]
+    pub fn withheld_buffers(&self) -> usize {
+        self.withheld.len()
     }
 
     fn now(&self) -> Instant {

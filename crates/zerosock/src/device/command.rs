@@ -29,7 +29,6 @@ impl Device {
                 self.link = Some(link);
                 self.fresh = true;
                 self.announce_reset = false;
-                tracing::info!(cid = %self.cid, "front-end connected");
                 reply.done();
             }
             // The rings get what they need of it in their configuration.
@@ -74,7 +73,6 @@ impl Device {
                 reply.done();
             }
             DeviceCommand::Disconnected => {
-                tracing::info!(cid = %self.cid, "front-end disconnected");
                 self.link = None;
                 self.disconnect(cx);
                 reply.done();

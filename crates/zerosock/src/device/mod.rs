@@ -165,6 +165,7 @@ impl Device {
             .flatten()
         {
             ring.publish();
+            cx.counters.bad_chains.add(std::mem::take(&mut ring.malformed));
         }
         self.finish_waiting(cx);
         if self.memory.as_ref().is_some_and(|m| m.is_lost()) {

@@ -54,22 +54,35 @@ impl Ring {
     /// The next chain that can be used, or `None` when there is none (or the ring is broken).
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<Chain> {
+        self.pop_if(0, true)
+    }
+
+    /// The next chain with at least `room` writable bytes. One that is of no use goes back to the
+    /// driver, which is counted; but if `skip` is false it stays posted and there is none for now:
+    /// so that chains popped before can still be un-popped.
+    #[inline]
+    pub(crate) fn pop_if(&mut self, room: usize, skip: bool) -> Option<Chain> {
         if !self.live() {
             return None;
         }
         loop {
-            match self.queue.pop() {
-                Ok(chain) => return chain,
-                Err(PopError::Malformed(chain)) => {
-                    self.malformed += 1;
-                    self.complete(chain, 0);
-                }
+            let useless = match self.queue.pop() {
+                Ok(Some(chain)) if chain.writable_len() as usize >= room => return Some(chain),
+                Ok(Some(chain)) => chain,
+                Ok(None) => return None,
+                Err(PopError::Malformed(chain)) => chain,
                 Err(PopError::Broken(reason)) => {
                     tracing::warn!(?reason, "the driver broke its ring; the queue stops");
                     self.fail();
                     return None;
                 }
+            };
+            if !skip {
+                self.queue.unpop(useless);
+                return None;
             }
+            self.malformed += 1;
+            self.complete(useless, 0);
         }
     }
 

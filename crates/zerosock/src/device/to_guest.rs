@@ -13,7 +13,7 @@ use super::{Context, Device};
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
-use zerosock_proto::vsock::{FlowId, Reservation, ReserveError, Shard};
+use zerosock_proto::vsock::{FlowId, Reservation, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
@@ -96,7 +96,7 @@ impl Device {
         self.drain_events(cx);
         let Some(rx) = self.rx.as_mut() else { return };
         while self.shard.has_transmit() {
-            let Some(chain) = pop_buffer(rx) else {
+            let Some(chain) = rx.pop_if(HEADER_LEN, true) else {
                 self.starved = true;
                 return;
             };
@@ -243,18 +243,6 @@ struct Slot {
     room: usize,
 }
 
-/// A posted buffer that has room for a header at least.
-fn pop_buffer(rx: &mut Ring) -> Option<Chain> {
-    loop {
-        let chain = rx.pop()?;
-        if chain.writable_len() as usize >= HEADER_LEN {
-            return Some(chain);
-        }
-        rx.malformed += 1;
-        rx.complete(chain, 0);
-    }
-}
-
 /// Takes up to `count` buffers with credit for each. Says why it stopped short: `Starved` without
 /// buffers, `Idle` without credit.
 fn gather<const N: usize>(
@@ -266,16 +254,11 @@ fn gather<const N: usize>(
 ) -> Option<Fill> {
     let mut total = 0;
     while out.len() < usize::from(count).min(N) && total < READ_MAX {
-        let Some(chain) = pop_buffer(rx) else {
+        // Room for a header only is good for control packets, but useless here.
+        let Some(chain) = rx.pop_if(HEADER_LEN + 1, out.is_empty()) else {
             return Some(Fill::Starved);
         };
         let fits = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
-        if fits == 0 {
-            // Room for a header only: good for control packets, useless here.
-            rx.malformed += 1;
-            rx.complete(chain, 0);
-            continue;
-        }
         match shard.reserve(flow, fits as u32) {
             Ok(reservation) => {
                 let room = reservation.len() as usize;
@@ -286,12 +269,8 @@ fn gather<const N: usize>(
                     room,
                 });
             }
-            Err(ReserveError::NoCredit) => {
-                rx.queue.unpop(chain);
-                return Some(Fill::Idle);
-            }
+            // No credit; or the guest will not receive, which an event has said or will say.
             Err(_) => {
-                // The guest will not receive, or the connection is gone.
                 rx.queue.unpop(chain);
                 return Some(Fill::Idle);
             }

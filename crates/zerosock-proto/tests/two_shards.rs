@@ -355,11 +355,7 @@ impl World {
         let end = &mut self.ends[number];
         let shard = &mut self.sides[side].shard;
         match *step {
-            Step::Send { len, .. } => {
-                if shard.send(id, len, 0).is_ok() {
-                    end.queued.push_back(len);
-                }
-            }
+            Step::Send { len, .. } if shard.send(id, len, 0).is_ok() => end.queued.push_back(len),
             Step::Reserve { max, .. } => {
                 if let Ok(reservation) = shard.reserve(id, max) {
                     assert!(reservation.len() <= max);

@@ -578,3 +578,33 @@ fn rings_must_be_aligned_and_lie_in_one_region() {
         }
     }
 }
+
+#[test]
+fn rings_must_be_aligned_for_the_peer_and_for_us() {
+    let good = config(8, 0, false);
+    // A region whose user address is 8 off our own.
+    let region = RegionConfig {
+        guest_addr: RINGS,
+        user_addr: good.desc + 8,
+        len: 0x1000,
+        fd_offset: 0,
+    };
+    let mem = Arc::new(Memory::from_heap(&[region]));
+    for desc in [good.desc + 8, good.desc + 16] {
+        // The first is aligned only for us, the second only for the peer.
+        let config = QueueConfig {
+            desc,
+            avail: desc + 0x100,
+            used: desc + 0x200,
+            ..good
+        };
+        assert_eq!(
+            DeviceQueue::new(Arc::clone(&mem), &config).unwrap_err(),
+            QueueError::Misaligned {
+                part: "descriptor table",
+                addr: desc,
+                align: 16
+            }
+        );
+    }
+}

@@ -11,7 +11,7 @@
 //! `_ENABLE` and `GET_VRING_BASE`; a command is whole and valid as far as this thread can tell;
 //! whatever arrives is answered, refused or ends the connection, and never panics.
 //!
-//! The table of requests, with their sizes, descriptors and handlers, is in [`requests`].
+//! The table of requests, with their sizes, descriptors and handlers, is in `session/requests.rs`.
 
 mod requests;
 

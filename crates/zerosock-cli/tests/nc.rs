@@ -133,14 +133,17 @@ fn standard_output_ends_with_the_peers_half_while_input_is_open() {
     let room = Room::new();
     let (listener, endpoint) = room.listen();
     let mut command = nc(&[&endpoint]);
-    let (mut output, ours) = std::io::pipe().unwrap();
+    let (output, ours) = std::io::pipe().unwrap();
     let mut running = Running::start_with(command.stdout(ours));
     // The command holds the writing end too.
     drop(command);
     let mut peer = accept(&listener);
     peer.write_all(b"all of it").unwrap();
     peer.shutdown(Shutdown::Write).unwrap();
-    assert_eq!(read_all(&mut output), b"all of it");
+    // A pipe knows no time-out, so a thread of its own reads it.
+    let (all, arrived) = std::sync::mpsc::channel();
+    std::thread::spawn(move || all.send(read_all(output)));
+    assert_eq!(arrived.recv_timeout(DEADLINE).unwrap(), b"all of it");
     assert_eq!(
         running.child.try_wait().unwrap(),
         None,

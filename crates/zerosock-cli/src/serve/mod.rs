@@ -60,7 +60,7 @@ fn run(settings: Settings) -> Result<(), ServeError> {
     let signals = Signals::catch().map_err(ServeError::Signals)?;
     raise_descriptor_limit();
     let (listeners, files) = claim_sockets(&settings)?;
-    let running = backend::start(&settings, listeners)?;
+    let daemon = backend::start(&settings, listeners)?;
     for vm in &settings.vms {
         announce(vm);
     }
@@ -68,7 +68,14 @@ fn run(settings: Settings) -> Result<(), ServeError> {
     let signal = wait_for_signal(&signals)?;
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
-    running.shutdown();
+    let stats = daemon.stats();
+    daemon.shutdown();
+    info!(
+        in_place_bytes = stats.in_place_bytes,
+        copied_bytes = stats.copied_bytes,
+        connections = stats.conns_added,
+        "stopped"
+    );
     drop(files);
     Ok(())
 }

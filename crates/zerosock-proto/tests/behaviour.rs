@@ -403,6 +403,41 @@ fn the_backlog_is_bounded_and_given_back() {
     assert!(ports.is_empty());
 }
 
+/// Without listeners the bound is the shard's own, and comes back however an
+/// undecided connection ends.
+#[test]
+fn undecided_connections_are_bounded_without_a_listener() {
+    let mut config = ShardConfig::device(GUEST);
+    (config.accept_all, config.backlog) = (true, 2);
+    let mut host = Shard::new(config, Arc::new(PortTable::new()));
+    for round in 0..4 {
+        let mut guest = guest();
+        let flows: Vec<FlowId> = (0..3)
+            .map(|_| guest.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap())
+            .collect();
+        pump(&mut guest, &mut host);
+        assert_eq!((host.connections(), host.stats().over_cap), (2, round + 1));
+        if round == 0 {
+            for flow in flows {
+                let _ = guest.reset(flow);
+            }
+            pump(&mut guest, &mut host);
+        }
+        while let Some(event) = host.poll_event() {
+            if let Event::Incoming { flow, .. } = event {
+                if round == 1 {
+                    host.reject(flow).unwrap()
+                } else {
+                    host.accept(NOW, flow).unwrap()
+                }
+            }
+        }
+        host.handle_transport_reset(NOW);
+        while host.poll_event().is_some() {}
+        assert_eq!(host.occupied(), 0);
+    }
+}
+
 #[test]
 fn a_dropped_shard_gives_its_ports_back() {
     let ports = Arc::new(PortTable::new());

@@ -11,6 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use process::{DEADLINE, Ended, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
@@ -116,9 +117,11 @@ fn a_peer_that_closes_its_sending_half_first_still_gets_everything() {
     peer.write_all(b"early").unwrap();
     peer.shutdown(Shutdown::Write).unwrap();
     let mut stdin = running.child.stdin.take().unwrap();
-    // Each written only when the one before has arrived: the peer's end of file is long past.
-    for word in [&b"late"[..], b"later", b"latest"] {
-        stdin.write_all(word).unwrap();
+    // Long enough for it to notice the peer's end of file, and to look about a few times after.
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_millis(400) {
+        let word = pattern(100, 9);
+        stdin.write_all(&word).unwrap();
         let mut got = vec![0; word.len()];
         peer.read_exact(&mut got).unwrap();
         assert_eq!(got, word);
@@ -363,7 +366,7 @@ fn input_is_left_alone_when_asked_and_the_half_kept_open_when_asked() {
         let running = Running::start_with(nc(&[option, &endpoint]).stdin(Stdio::null()));
         let mut peer = accept(&listener);
         peer.write_all(b"x").unwrap();
-        peer.set_read_timeout(Some(std::time::Duration::from_millis(200)))
+        peer.set_read_timeout(Some(Duration::from_millis(200)))
             .unwrap();
         // Nothing and no end of file for as long as we look.
         let error = peer.read(&mut [0]).unwrap_err();

@@ -271,10 +271,10 @@ impl Daemon {
 }
 
 fn run_worker(worker: Worker, cpu: Option<usize>) {
-    if let Some(cpu) = cpu {
-        if let Err(error) = zerosock_sys::affinity::pin_current_thread(cpu) {
-            tracing::warn!(cpu, %error, "cannot pin a worker; it runs anywhere");
-        }
+    if let Some(cpu) = cpu
+        && let Err(error) = zerosock_sys::affinity::pin_current_thread(cpu)
+    {
+        tracing::warn!(cpu, %error, "cannot pin a worker; it runs anywhere");
     }
     if let Err(error) = worker.run() {
         tracing::error!(%error, "a worker has ended");

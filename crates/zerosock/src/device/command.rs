@@ -106,10 +106,7 @@ impl Device {
             self.forget_connections(cx);
         }
         let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
-        let source = Source::Kick {
-            vm: self.addr.vm,
-            queue: index.into(),
-        };
+        let source = Source::Kick { vm: self.addr.vm };
         cx.poller
             .add(&kick, source)
             .map_err(|e| format!("cannot watch the kick: {e}"))?;
@@ -151,13 +148,12 @@ impl Device {
         for key in keys {
             self.spill(key, 0, cx);
             self.settle(key, cx);
-            if let Some(join) = self.joins.get(key as usize) {
-                if let End::Sibling(s) = &join.end {
-                    if s.lent > 0 {
-                        cx.outbox
-                            .send(s.peer.device, Message::Recall { to: s.peer.flow });
-                    }
-                }
+            if let Some(join) = self.joins.get(key as usize)
+                && let End::Sibling(s) = &join.end
+                && s.lent > 0
+            {
+                cx.outbox
+                    .send(s.peer.device, Message::Recall { to: s.peer.flow });
             }
         }
     }

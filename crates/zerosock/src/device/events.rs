@@ -84,10 +84,10 @@ impl Device {
                 // Edges may have passed while the guest made up its mind: look again.
                 join.readable = true;
                 join.writable = true;
-                if let Some(port) = ok.take() {
-                    if !hybrid::write_ok(&*socket, port) {
-                        return self.reset_join(key, cx);
-                    }
+                if let Some(port) = ok.take()
+                    && !hybrid::write_ok(&*socket, port)
+                {
+                    return self.reset_join(key, cx);
                 }
             }
             End::Sibling(s) => {

@@ -195,11 +195,11 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
-        if let Some(flow) = join.flow {
-            if consumed > 0 {
-                let _ = self.shard.consume(flow, consumed as u32);
-                self.drain_events(cx);
-            }
+        if let Some(flow) = join.flow
+            && consumed > 0
+        {
+            let _ = self.shard.consume(flow, consumed as u32);
+            self.drain_events(cx);
         }
         self.settle(key, cx);
     }

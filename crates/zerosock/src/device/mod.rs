@@ -3,12 +3,12 @@
 //! A [`Device`] belongs to one worker. It has the rings on one side and the protocol core on the
 //! other, and joins each of the guest's connections to a host socket or to a sibling:
 //!
-//! - [`from_guest`]: packets from the guest's transmit queue; payload goes by `sendmsg` from guest
+//! - `from_guest`: packets from the guest's transmit queue; payload goes by `sendmsg` from guest
 //!   memory into the socket;
-//! - [`to_guest`]: packets to the guest; payload comes by `recvmsg` from the socket into the
+//! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
-//! - [`events`], [`host`], [`sibling`]: connections that come, change and go;
-//! - [`command`]: what the VMM says, through [`control`].
+//! - `events`, `host`, `sibling`: connections that come, change and go;
+//! - `command`: what the VMM says, through [`control`].
 //!
 //! What must hold: a turn works to a budget and never blocks; each chain popped is completed
 //! once; no allocation, lock or search on the way of a packet.
@@ -165,7 +165,9 @@ impl Device {
             .flatten()
         {
             ring.publish();
-            cx.counters.bad_chains.add(std::mem::take(&mut ring.malformed));
+            cx.counters
+                .bad_chains
+                .add(std::mem::take(&mut ring.malformed));
         }
         self.finish_waiting(cx);
         if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
@@ -186,20 +188,20 @@ impl Device {
     /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile.
     fn rearm(&mut self) -> bool {
         let mut more = false;
-        if !self.receive_blocked() {
-            if let Some(tx) = self.tx.as_mut().filter(|r| r.live()) {
-                more |= tx.queue.enable_notifications();
-            }
+        if !self.receive_blocked()
+            && let Some(tx) = self.tx.as_mut().filter(|r| r.live())
+        {
+            more |= tx.queue.enable_notifications();
         }
-        if self.starved {
-            if let Some(rx) = self.rx.as_mut().filter(|r| r.live()) {
-                more |= rx.queue.enable_notifications();
-            }
+        if self.starved
+            && let Some(rx) = self.rx.as_mut().filter(|r| r.live())
+        {
+            more |= rx.queue.enable_notifications();
         }
-        if self.announce_reset {
-            if let Some(event) = self.event.as_mut().filter(|r| r.live()) {
-                more |= event.queue.enable_notifications();
-            }
+        if self.announce_reset
+            && let Some(event) = self.event.as_mut().filter(|r| r.live())
+        {
+            more |= event.queue.enable_notifications();
         }
         more
     }
@@ -227,11 +229,12 @@ impl Device {
 
     /// Puts a join on the ready list if it may have something for the guest.
     fn enqueue(&mut self, key: u32) {
-        if let Some(join) = self.joins.get_mut(key as usize) {
-            if join.may_read() && !join.in_ready {
-                join.in_ready = true;
-                self.ready.push_back(key);
-            }
+        if let Some(join) = self.joins.get_mut(key as usize)
+            && join.may_read()
+            && !join.in_ready
+        {
+            join.in_ready = true;
+            self.ready.push_back(key);
         }
     }
 

@@ -98,10 +98,10 @@ impl Outbound {
             front.offset += take as u32;
             front.len -= take as u32;
             n -= take;
-            if front.len == 0 {
-                if let Some(held) = self.held.pop_front() {
-                    done(held.chain);
-                }
+            if front.len == 0
+                && let Some(held) = self.held.pop_front()
+            {
+                done(held.chain);
             }
         }
     }

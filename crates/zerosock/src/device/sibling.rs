@@ -247,12 +247,11 @@ impl Device {
             hold_until,
             ..
         }) = self.joins.get_mut(key as usize)
+            && lent
         {
-            if lent {
-                s.lent = s.lent.saturating_sub(1);
-                // It moves: the bound in time is for what does not.
-                *hold_until = None;
-            }
+            s.lent = s.lent.saturating_sub(1);
+            // It moves: the bound in time is for what does not.
+            *hold_until = None;
         }
         if bytes > 0 {
             let _ = self.shard.consume(to, bytes);

@@ -17,8 +17,8 @@ use std::time::Duration;
 pub(crate) enum Source {
     /// The worker's own mailbox.
     Mailbox,
-    /// A guest's kick on queue `queue`.
-    Kick { vm: u32, queue: u32 },
+    /// A guest's kick, on whichever queue: a turn looks at all of them.
+    Kick { vm: u32 },
     /// A host-side listening socket.
     Listener { vm: u32, key: u32 },
     /// A host program that has connected and not yet said CONNECT.
@@ -35,7 +35,7 @@ impl Source {
     fn token(self) -> u64 {
         let (kind, vm, key) = match self {
             Source::Mailbox => (0u64, 0, 0),
-            Source::Kick { vm, queue } => (1, vm, queue),
+            Source::Kick { vm } => (1, vm, 0),
             Source::Listener { vm, key } => (2, vm, key),
             Source::Handshake { vm, key } => (3, vm, key),
             Source::Join { vm, key } => (4, vm, key),
@@ -48,7 +48,7 @@ impl Source {
         let key = token as u32;
         Some(match token >> 56 {
             0 => Source::Mailbox,
-            1 => Source::Kick { vm, queue: key },
+            1 => Source::Kick { vm },
             2 => Source::Listener { vm, key },
             3 => Source::Handshake { vm, key },
             4 => Source::Join { vm, key },
@@ -174,7 +174,7 @@ mod tests {
         let (vm, key) = ((1 << VM_BITS) - 1, u32::MAX);
         for source in [
             Source::Mailbox,
-            Source::Kick { vm, queue: 2 },
+            Source::Kick { vm },
             Source::Listener { vm, key },
             Source::Handshake { vm: 0, key },
             Source::Join { vm, key: 0 },

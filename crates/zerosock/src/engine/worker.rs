@@ -5,7 +5,7 @@
 
 use super::Clock;
 use super::mailbox::Mailbox;
-use super::poller::{Poller, Source};
+use super::poller::{Poller, Readiness, Source};
 use crate::device::control::{DeviceCommand, Reply};
 use crate::device::{Context, Device, Limits};
 use crate::stats::Counters;
@@ -87,20 +87,7 @@ impl Worker {
             self.poller.wait(timeout, &mut events)?;
             let now = self.clock.now();
             for &(source, readiness) in &events {
-                let (vm, act): (u32, &dyn Fn(&mut Device, &mut Context<'_>)) = match source {
-                    Source::Mailbox => continue,
-                    Source::Kick { vm, .. } => (vm, &|_, cx| cx.counters.kicks.add(1)),
-                    Source::Listener { vm, key } => (vm, &move |d, cx| d.accept(key, cx)),
-                    Source::Handshake { vm, key } => (vm, &move |d, cx| d.handshake_ready(key, cx)),
-                    Source::Join { vm, key } => {
-                        (vm, &move |d, cx| d.join_ready(key, readiness, cx))
-                    }
-                };
-                let (device, mut cx) = self.lend(vm, now);
-                if let Some(device) = device {
-                    act(device, &mut cx);
-                    self.activate(vm);
-                }
+                self.dispatch(source, readiness, now);
             }
             while let Some(&(at, vm)) = self.deadlines.first() {
                 if at > now {
@@ -114,6 +101,28 @@ impl Worker {
             }
             self.turn_devices(now);
         }
+    }
+
+    /// Tells a device what an edge was about and gives it a turn.
+    fn dispatch(&mut self, source: Source, readiness: Readiness, now: Instant) {
+        let vm = match source {
+            Source::Mailbox => return,
+            Source::Kick { vm }
+            | Source::Listener { vm, .. }
+            | Source::Handshake { vm, .. }
+            | Source::Join { vm, .. } => vm,
+        };
+        let (Some(device), mut cx) = self.lend(vm, now) else {
+            return;
+        };
+        match source {
+            Source::Mailbox => {}
+            Source::Kick { .. } => cx.counters.kicks.add(1),
+            Source::Listener { key, .. } => device.accept(key, &mut cx),
+            Source::Handshake { key, .. } => device.handshake_ready(key, &mut cx),
+            Source::Join { key, .. } => device.join_ready(key, readiness, &mut cx),
+        }
+        self.activate(vm);
     }
 
     /// Gives every active device one turn.
@@ -212,11 +221,11 @@ impl Worker {
     }
 
     fn activate(&mut self, vm: u32) {
-        if let Some(device) = self.devices.get_mut(vm as usize) {
-            if !device.active {
-                device.active = true;
-                self.active.push_back(vm);
-            }
+        if let Some(device) = self.devices.get_mut(vm as usize)
+            && !device.active
+        {
+            device.active = true;
+            self.active.push_back(vm);
         }
     }
 

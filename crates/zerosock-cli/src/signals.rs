@@ -1,6 +1,7 @@
 //! SIGTERM and SIGINT as something to wait for, so that an end can be orderly.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -8,6 +9,17 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// What ended a [`Signals::wait`].
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Wake {
+    /// The signal of this name.
+    Signal(&'static str),
+    /// The other descriptor.
+    Other,
+    /// Nothing.
+    TimeIsUp,
+}
 
 /// The two signals that ask a process to end.
 ///
@@ -37,8 +49,12 @@ impl Signals {
         })
     }
 
-    /// Waits for a signal, and says its name; `None` when the time is up first.
-    pub(crate) fn wait(&self, timeout: Option<Duration>) -> io::Result<Option<&'static str>> {
+    /// Waits for a signal, for `other` to become readable, or for the time to be up.
+    pub(crate) fn wait(
+        &self,
+        other: BorrowedFd<'_>,
+        timeout: Option<Duration>,
+    ) -> io::Result<Wake> {
         let timeout = timeout.map(|limit| {
             Timespec::try_from(limit).unwrap_or(Timespec {
                 tv_sec: i64::MAX,
@@ -48,17 +64,19 @@ impl Signals {
         let mut watched = [
             PollFd::new(&self.terminate, PollFlags::IN),
             PollFd::new(&self.interrupt, PollFlags::IN),
+            PollFd::from_borrowed_fd(other, PollFlags::IN),
         ];
         match rustix::event::poll(&mut watched, timeout.as_ref()) {
             // Interrupted by the very signal: the next look finds it in the pipe.
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        let [terminate, interrupt] = watched.map(|fd| !fd.revents().is_empty());
-        Ok(match (terminate, interrupt) {
-            (true, _) => Some("SIGTERM"),
-            (_, true) => Some("SIGINT"),
-            _ => None,
+        let [terminate, interrupt, other] = watched.map(|fd| !fd.revents().is_empty());
+        Ok(match (terminate, interrupt, other) {
+            (true, _, _) => Wake::Signal("SIGTERM"),
+            (_, true, _) => Wake::Signal("SIGINT"),
+            (_, _, true) => Wake::Other,
+            _ => Wake::TimeIsUp,
         })
     }
 }

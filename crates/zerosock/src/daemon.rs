@@ -13,7 +13,8 @@ pub use crate::relay::hybrid::OkConvention;
 use crate::stats::Counters;
 pub use crate::stats::Stats;
 use crate::switch::{DeviceAddr, Outbox, Routes};
-use rustix::fd::OwnedFd;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -142,6 +143,7 @@ pub struct Daemon {
     control: Control,
     workers: Vec<(Sender<WorkerMessage>, JoinHandle<()>)>,
     counters: Vec<Arc<Counters>>,
+    ended: Arc<OwnedFd>,
 }
 
 struct Port {
@@ -230,12 +232,17 @@ impl Daemon {
                 }),
             });
         }
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ended = Arc::new(eventfd(0, flags).map_err(|e| system("make an eventfd")(e.into()))?);
         let mut running = Vec::new();
         for (index, (worker, sender)) in pool.into_iter().zip(senders).enumerate() {
             let cpu = (!config.cpus.is_empty()).then(|| config.cpus[index % config.cpus.len()]);
             let thread = std::thread::Builder::new()
                 .name(format!("zerosock-{index}"))
-                .spawn(move || run_worker(worker, cpu))
+                .spawn({
+                    let bell = Deathbell(ended.clone());
+                    move || run_worker(worker, cpu, bell)
+                })
                 .map_err(system("start a worker"))?;
             running.push((sender, thread));
         }
@@ -244,6 +251,7 @@ impl Daemon {
             control,
             workers: running,
             counters,
+            ended,
         })
     }
 
@@ -260,6 +268,12 @@ impl Daemon {
         self.control.shutdown();
     }
 
+    /// Becomes readable when a worker has ended although nobody asked it to: its VMs have no
+    /// device any more, and the daemon is best started anew.
+    pub fn worker_ended(&self) -> BorrowedFd<'_> {
+        self.ended.as_fd()
+    }
+
     /// What was counted since the start, summed over all workers.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
@@ -270,14 +284,24 @@ impl Daemon {
     }
 }
 
-fn run_worker(worker: Worker, cpu: Option<usize>) {
+fn run_worker(worker: Worker, cpu: Option<usize>, _bell: Deathbell) {
     if let Some(cpu) = cpu
         && let Err(error) = zerosock_sys::affinity::pin_current_thread(cpu)
     {
         tracing::warn!(cpu, %error, "cannot pin a worker; it runs anywhere");
     }
     if let Err(error) = worker.run() {
-        tracing::error!(%error, "a worker has ended");
+        tracing::error!(%error, "an event loop failed");
+    }
+}
+
+/// Rings when a worker ends, also by a panic.
+struct Deathbell(Arc<OwnedFd>);
+
+impl Drop for Deathbell {
+    fn drop(&mut self) {
+        // Non-blocking; a full counter is as readable as any.
+        let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }
 }
 

@@ -20,12 +20,13 @@ use std::path::Path;
 use rustix::process::{Resource, Rlimit};
 use sd_notify::NotifyState;
 use tracing::{info, warn};
+use zerosock::daemon::Daemon;
 
 use self::activation::{ActivationError, Inherited};
 use self::settings::{Host, Settings, Vm};
 use crate::failure::Failure;
 use crate::logging;
-use crate::signals::Signals;
+use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
 
 /// Runs until a signal asks to stop.
@@ -45,6 +46,8 @@ enum ServeError {
     Bind(#[from] sockets::BindError),
     #[error("signals cannot be caught: {0}")]
     Signals(io::Error),
+    #[error("a worker thread has ended, see the log: its VMs have no device any more")]
+    WorkerEnded,
     #[error(transparent)]
     Start(#[from] zerosock::daemon::StartError),
 }
@@ -65,7 +68,7 @@ fn run(settings: Settings) -> Result<(), ServeError> {
         announce(vm);
     }
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
-    let signal = wait_for_signal(&signals)?;
+    let signal = wait_for_signal(&signals, &daemon)?;
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
     let stats = daemon.stats();
@@ -159,12 +162,15 @@ fn status(settings: &Settings) -> String {
     }
 }
 
-fn wait_for_signal(signals: &Signals) -> Result<&'static str, ServeError> {
+fn wait_for_signal(signals: &Signals, daemon: &Daemon) -> Result<&'static str, ServeError> {
     // Twice as often as the service manager wants to hear from us.
     let beat = sd_notify::watchdog_enabled().map(|interval| interval / 2);
     loop {
-        if let Some(signal) = signals.wait(beat).map_err(ServeError::Signals)? {
-            return Ok(signal);
+        let wake = signals.wait(daemon.worker_ended(), beat);
+        match wake.map_err(ServeError::Signals)? {
+            Wake::Signal(name) => return Ok(name),
+            Wake::Other => return Err(ServeError::WorkerEnded),
+            Wake::TimeIsUp => {}
         }
         if beat.is_some() {
             notify(&[NotifyState::Watchdog]);

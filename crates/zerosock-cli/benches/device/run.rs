@@ -8,8 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock::driver::{Driver, DriverConfig, RecvError, SendError};
-use zerosock::proto::{Address, Cid, Port};
+use zerosock::driver::{Driver, DriverConfig, RecvError, SendError, WaitError};
+use zerosock::{Address, Cid, Port};
 
 use crate::device::{Device, Running};
 
@@ -75,6 +75,7 @@ pub(crate) fn once(device: &Device, case: &Case, count: bool) -> Result<Figures,
     let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
     let running = device.start(dir.path())?;
     let mut driver = attach(&running, case)?;
+    probe(&mut driver)?;
     let counter = if count {
         Counter::start(running.pid())?
     } else {
@@ -108,6 +109,16 @@ fn attach(running: &Running, case: &Case) -> Result<Driver, String> {
             Err(error) if Instant::now() > deadline => return Err(error.to_string()),
             Err(_) => thread::sleep(Duration::from_millis(5)),
         }
+    }
+}
+
+/// Has the device refuse a connection, which takes both queues: vhost-device-vsock loses what
+/// comes to it before its worker has seen its queues start.
+fn probe(driver: &mut Driver) -> Result<(), String> {
+    let nobody = Address::new(Cid::HOST, Port::new(PORT + 1));
+    match driver.wait_connect(nobody, Instant::now() + PATIENCE) {
+        Err(WaitError::Refused) => Ok(()),
+        other => Err(format!("a connect to nobody gave {other:?}")),
     }
 }
 

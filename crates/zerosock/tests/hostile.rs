@@ -360,6 +360,10 @@ fn receive_buffers_that_break_the_rules_are_returned_and_harm_nobody() {
     }
     assert_bytes(&got, &want);
     writer.join().unwrap();
+    assert!(
+        daemon.stats().unwrap().bad_chains > 0,
+        "no bad buffer was met"
+    );
     neighbour.beat();
 }
 

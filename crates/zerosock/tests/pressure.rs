@@ -9,8 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{
-    TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually, eventually_with,
-    host,
+    TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually_with, host,
 };
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
 use zerosock::driver::{Driver, How, Port, RecvError, SendError, StreamId};
@@ -317,62 +316,4 @@ fn connections_above_the_cap_are_refused_and_come_back_when_others_end() {
     eventually_with(&mut guest, "room again", |guest| {
         guest.wait_connect(host(2000), deadline()).is_ok()
     });
-}
-
-#[test]
-fn descriptors_return_to_their_number_after_many_connections() {
-    let daemon = TestDaemon::new();
-    let mut guest = daemon.guest();
-    let listener = daemon.host_listener(2000);
-    guest.listen(Port::new(1000), 8).unwrap();
-    let uds_path = daemon.uds_path();
-    let round = |guest: &mut Driver| {
-        // From the guest: good and refused.
-        let stream = guest.wait_connect(host(2000), deadline()).unwrap();
-        let (program, _) = listener.accept().unwrap();
-        guest.wait_send(stream, b"x", deadline()).unwrap();
-        drop(program);
-        guest.close(stream).unwrap();
-        assert!(guest.wait_connect(host(9), deadline()).is_err());
-        // From the host: good, refused, and one that leaves at once.
-        for port in [1000, 9] {
-            let uds_path = uds_path.clone();
-            let program = thread::spawn(move || connect_guest(&uds_path, port).map(drop).is_ok());
-            eventually_with(guest, "answered", |_| program.is_finished());
-            assert_eq!(program.join().unwrap(), port == 1000);
-        }
-        let stream = guest.wait_accept(Port::new(1000), deadline()).unwrap();
-        guest.close(stream).unwrap();
-        drop(UnixStream::connect(&uds_path).unwrap());
-        guest.turn().unwrap();
-    };
-    round(&mut guest);
-    let settle = |guest: &mut Driver| {
-        eventually_with(guest, "all connections gone", |guest| {
-            let _ = guest.turn();
-            daemon
-                .stats()
-                .is_none_or(|stats| stats.conns_removed == stats.conns_added)
-        });
-    };
-    settle(&mut guest);
-    // Tests of this program run side by side in one process: count the
-    // sockets that are ours by their directory, not all descriptors.
-    let mine = || {
-        let unix = std::fs::read_to_string("/proc/net/unix").unwrap();
-        let mark = uds_mark(&daemon);
-        unix.lines().filter(|line| line.contains(&mark)).count()
-    };
-    eventually("the first round's sockets gone", || mine() <= 4);
-    let before = mine();
-    for _ in 0..50 {
-        round(&mut guest);
-    }
-    settle(&mut guest);
-    eventually("as many sockets as before", || mine() <= before);
-}
-
-/// What the paths of this daemon's sockets have in common.
-fn uds_mark(daemon: &TestDaemon) -> String {
-    daemon.uds_path().parent().unwrap().display().to_string()
 }

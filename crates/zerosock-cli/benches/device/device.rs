@@ -123,27 +123,9 @@ impl Running {
         self.child.id()
     }
 
-    /// CPU time so far, in seconds: utime and stime of `/proc/PID/stat`, all
-    /// threads together.
+    /// CPU time so far, in seconds.
     pub(crate) fn cpu_seconds(&self) -> Result<f64, String> {
-        let path = format!("/proc/{}/stat", self.pid());
-        let stat = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
-        // The name, in parentheses, may hold anything; fields are counted
-        // behind it. utime and stime are fields 14 and 15 (proc(5)).
-        let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-        let ticks: Vec<u64> = fields
-            .split_whitespace()
-            .skip(11)
-            .take(2)
-            .filter_map(|field| field.parse().ok())
-            .collect();
-        match ticks[..] {
-            [user, system] => {
-                let per_second = rustix::param::clock_ticks_per_second();
-                Ok((user + system) as f64 / per_second as f64)
-            }
-            _ => Err(format!("{path}: no CPU times")),
-        }
+        cpu_seconds(self.pid())
     }
 
     /// Bound sockets appear as files before they listen, and one connection
@@ -188,5 +170,28 @@ impl Drop for Running {
         // Our own child, by its handle.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+/// CPU time of a process so far, in seconds: utime and stime of `/proc/PID/stat`, all
+/// threads together.
+pub(crate) fn cpu_seconds(pid: u32) -> Result<f64, String> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    // The name, in parentheses, may hold anything; fields are counted
+    // behind it. utime and stime are fields 14 and 15 (proc(5)).
+    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let ticks: Vec<u64> = fields
+        .split_whitespace()
+        .skip(11)
+        .take(2)
+        .filter_map(|field| field.parse().ok())
+        .collect();
+    match ticks[..] {
+        [user, system] => {
+            let per_second = rustix::param::clock_ticks_per_second();
+            Ok((user + system) as f64 / per_second as f64)
+        }
+        _ => Err(format!("{path}: no CPU times")),
     }
 }

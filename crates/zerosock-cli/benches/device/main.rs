@@ -9,6 +9,7 @@
 //!
 //! `cargo bench -p zerosock-cli --bench device -- --help` says the rest.
 
+mod bare;
 mod device;
 mod run;
 mod table;
@@ -55,6 +56,16 @@ struct Args {
     /// Print the figures as JSON
     #[arg(long)]
     json: bool,
+    /// No measurement of the bare socket
+    #[arg(long)]
+    no_floor: bool,
+    /// Be the child that measures the bare socket
+    #[arg(long, hide = true, requires_all = ["bare_socket", "bare_bytes"])]
+    bare: Option<Direction>,
+    #[arg(long, hide = true)]
+    bare_socket: Option<PathBuf>,
+    #[arg(long, hide = true)]
+    bare_bytes: Option<u64>,
     /// Given by `cargo bench`; means nothing
     #[arg(long, action = ArgAction::SetTrue, hide = true)]
     bench: bool,
@@ -72,6 +83,11 @@ fn main() -> ExitCode {
 }
 
 fn bench(args: &Args) -> Result<(), String> {
+    if let (Some(direction), Some(socket), Some(bytes)) =
+        (args.bare, &args.bare_socket, args.bare_bytes)
+    {
+        return bare::child(direction, socket, bytes);
+    }
     let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     if args.install_peers {
         device::install_peer(&root)?;
@@ -118,13 +134,14 @@ fn bench(args: &Args) -> Result<(), String> {
 /// the kernel's clock ticks of 10 ms do not blur.
 fn usual_bytes(size: usize) -> u64 {
     match size {
-        0..=512 => 16 << 20,
+        0..=512 => 48 << 20,
         513..=1500 => 128 << 20,
         _ => 768 << 20,
     }
 }
 
 fn measure(args: &Args, devices: &[Device], case: &run::Case) -> Result<table::Row, String> {
+    let mut floor: Vec<Figures> = Vec::new();
     let mut figures: Vec<Vec<Figures>> = devices.iter().map(|_| Vec::new()).collect();
     for round in 0..args.rounds {
         // Who goes first takes turns as well.
@@ -134,6 +151,9 @@ fn measure(args: &Args, devices: &[Device], case: &run::Case) -> Result<table::R
             let one = run::once(&devices[which], case, false)
                 .map_err(|error| format!("{case}, {}: {error}", devices[which].name))?;
             figures[which].push(one);
+        }
+        if !args.no_floor {
+            floor.push(bare::once(case).map_err(|error| format!("{case}, bare: {error}"))?);
         }
     }
     let mut columns = Vec::new();
@@ -148,6 +168,9 @@ fn measure(args: &Args, devices: &[Device], case: &run::Case) -> Result<table::R
                 .map(|(calls, how)| (calls as f64 / (case.bytes as f64 / 1e6), how))
         };
         columns.push(table::Column::new(device.name, &figures, syscalls));
+    }
+    if !floor.is_empty() {
+        columns.push(table::Column::new("bare socket", &floor, None));
     }
     Ok(table::Row {
         case: case.to_string(),

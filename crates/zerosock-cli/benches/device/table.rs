@@ -65,7 +65,9 @@ impl Row {
     /// Ours by the peer's device CPU time.
     fn cpu_ratio(&self) -> Option<f64> {
         match &self.columns[..] {
-            [ours, peer] => Some(ours.cpu.median / peer.cpu.median),
+            [ours, peer, ..] if ours.device == "zerosock" && peer.device != "bare socket" => {
+                Some(ours.cpu.median / peer.cpu.median)
+            }
             _ => None,
         }
     }

@@ -49,7 +49,12 @@ pub(crate) struct DemoArgs {
     pub(super) device: Option<PathBuf>,
 
     /// A package of Debian that names the kernel
-    #[arg(long, value_name = "PACKAGE", hide = true, default_value = "linux-image-cloud-amd64")]
+    #[arg(
+        long,
+        value_name = "PACKAGE",
+        hide = true,
+        default_value = "linux-image-cloud-amd64"
+    )]
     pub(super) kernel_package: String,
 }
 

@@ -77,11 +77,15 @@ fn stream_to_guest(
     quiet: bool,
 ) -> Result<(f64, String), Failure> {
     let remote = &setting.guest.remote;
-    let listener = remote.socket(Command::Listen { port: PORT }, STEP).map_err(Failure::runtime)?;
+    let listener = remote
+        .socket(Command::Listen { port: PORT }, STEP)
+        .map_err(Failure::runtime)?;
     let accepting = remote.start(Command::Accept { socket: listener });
     let mut stream = connect(setting, PORT)?;
     let socket = accepting.socket(STEP).map_err(Failure::runtime)?;
-    remote.run(Command::Close { socket: listener }, STEP).map_err(Failure::runtime)?;
+    remote
+        .run(Command::Close { socket: listener }, STEP)
+        .map_err(Failure::runtime)?;
     let receiving = remote.start(Command::Receive {
         socket,
         limit: Some(payload.len() as u64),
@@ -94,12 +98,19 @@ fn stream_to_guest(
         stream.write_all(chunk).map_err(broken("to the guest"))?;
         bar.inc(chunk.len() as u64);
     }
-    stream.read_exact(&mut [0]).map_err(broken("to the guest"))?;
+    stream
+        .read_exact(&mut [0])
+        .map_err(broken("to the guest"))?;
     let elapsed = start.elapsed();
     bar.finish_and_clear();
     let outcome = receiving.wait(STEP).map_err(Failure::runtime)?;
-    remote.run(Command::Close { socket }, STEP).map_err(Failure::runtime)?;
-    Ok((speed(payload.len(), elapsed), outcome.sha256.unwrap_or_default()))
+    remote
+        .run(Command::Close { socket }, STEP)
+        .map_err(Failure::runtime)?;
+    Ok((
+        speed(payload.len(), elapsed),
+        outcome.sha256.unwrap_or_default(),
+    ))
 }
 
 fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
@@ -109,15 +120,21 @@ fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f
     let mut stream = hybrid::accept(&listener, STEP).map_err(broken("to the host"))?;
     deadlines(&stream)?;
     let socket = connecting.socket(STEP).map_err(Failure::runtime)?;
-    let sending =
-        remote.start(Command::Send { socket, source: Source::Kept, chunks: vec![CHUNK] });
+    let sending = remote.start(Command::Send {
+        socket,
+        source: Source::Kept,
+        chunks: vec![CHUNK],
+    });
     let bar = bar("to the host", buffer.len(), quiet);
     let first = stream.read(buffer).map_err(broken("to the host"))?;
     let start = Instant::now();
     let mut filled = first;
     while filled < buffer.len() {
         let end = (filled + 4 * CHUNK).min(buffer.len());
-        match stream.read(&mut buffer[filled..end]).map_err(broken("to the host"))? {
+        match stream
+            .read(&mut buffer[filled..end])
+            .map_err(broken("to the host"))?
+        {
             0 => return Err(Failure::runtime("the guest's stream ended early")),
             count => {
                 filled += count;
@@ -128,18 +145,27 @@ fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f
     let elapsed = start.elapsed();
     bar.finish_and_clear();
     sending.wait(STEP).map_err(Failure::runtime)?;
-    remote.run(Command::Close { socket }, STEP).map_err(Failure::runtime)?;
+    remote
+        .run(Command::Close { socket }, STEP)
+        .map_err(Failure::runtime)?;
     // A payload that came with the first read was not timed at all.
-    let timed = if first < buffer.len() { buffer.len() - first } else { first };
+    let timed = if first < buffer.len() {
+        buffer.len() - first
+    } else {
+        first
+    };
     Ok(speed(timed, elapsed))
 }
 
 /// Microseconds of single-byte round trips from the host to an echo in the guest.
 fn round_trips(setting: &Setting) -> Result<Vec<f64>, Failure> {
     let remote = &setting.guest.remote;
-    let listener =
-        remote.socket(Command::Listen { port: PORT + 1 }, STEP).map_err(Failure::runtime)?;
-    remote.run(Command::Echo { socket: listener }, STEP).map_err(Failure::runtime)?;
+    let listener = remote
+        .socket(Command::Listen { port: PORT + 1 }, STEP)
+        .map_err(Failure::runtime)?;
+    remote
+        .run(Command::Echo { socket: listener }, STEP)
+        .map_err(Failure::runtime)?;
     let mut stream = connect(setting, PORT + 1)?;
     let mut trips = Vec::with_capacity(ROUND_TRIPS);
     let begin = Instant::now();
@@ -166,8 +192,12 @@ fn connect(setting: &Setting, port: u32) -> Result<UnixStream, Failure> {
 
 /// So that a defect shows as an error and not as silence.
 fn deadlines(stream: &UnixStream) -> Result<(), Failure> {
-    stream.set_read_timeout(Some(STEP)).map_err(Failure::runtime)?;
-    stream.set_write_timeout(Some(STEP)).map_err(Failure::runtime)
+    stream
+        .set_read_timeout(Some(STEP))
+        .map_err(Failure::runtime)?;
+    stream
+        .set_write_timeout(Some(STEP))
+        .map_err(Failure::runtime)
 }
 
 fn broken(what: &'static str) -> impl Fn(std::io::Error) -> Failure {
@@ -184,8 +214,11 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 fn bar(name: &'static str, len: usize, quiet: bool) -> ProgressBar {
-    let target =
-        if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr_with_hz(10) };
+    let target = if quiet {
+        ProgressDrawTarget::hidden()
+    } else {
+        ProgressDrawTarget::stderr_with_hz(10)
+    };
     let bar = ProgressBar::with_draw_target(Some(len as u64), target);
     let template = "{msg:14} {wide_bar} {bytes:>10} {bytes_per_sec:>13}";
     if let Ok(style) = ProgressStyle::with_template(template) {

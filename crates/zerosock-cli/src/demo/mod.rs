@@ -49,7 +49,9 @@ pub(crate) fn main(args: &DemoArgs) -> Result<(), Failure> {
     if measured.verified {
         Ok(())
     } else {
-        Err(Failure::runtime("what arrived is not what was sent: the SHA-256 differ"))
+        Err(Failure::runtime(
+            "what arrived is not what was sent: the SHA-256 differ",
+        ))
     }
 }
 

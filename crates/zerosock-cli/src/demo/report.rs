@@ -36,7 +36,9 @@ impl<'m> Report<'m> {
             release: setting.guest.release.clone(),
             accel: setting.guest.accel.to_string(),
             len,
-            bytes: setting.stats().map(|stats| (stats.in_place_bytes, stats.copied_bytes)),
+            bytes: setting
+                .stats()
+                .map(|stats| (stats.in_place_bytes, stats.copied_bytes)),
         }
     }
 
@@ -58,18 +60,37 @@ impl<'m> Report<'m> {
 
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Measured { verified, digest, to_host_mb_s, to_guest_mb_s, rtt_us, round_trips } =
-            self.measured;
+        let Measured {
+            verified,
+            digest,
+            to_host_mb_s,
+            to_guest_mb_s,
+            rtt_us,
+            round_trips,
+        } = self.measured;
         let len = self.len as f64 / 1e6;
         writeln!(f, "\nLinux {} under QEMU ({})", self.release, self.accel)?;
-        writeln!(f, "  guest to host    {to_host_mb_s:9.1} MB/s   {len:.1} MB")?;
-        writeln!(f, "  host to guest    {to_guest_mb_s:9.1} MB/s   {len:.1} MB")?;
-        writeln!(f, "  round trip       {rtt_us:9.1} us     median of {round_trips}, one byte")?;
+        writeln!(
+            f,
+            "  guest to host    {to_host_mb_s:9.1} MB/s   {len:.1} MB"
+        )?;
+        writeln!(
+            f,
+            "  host to guest    {to_guest_mb_s:9.1} MB/s   {len:.1} MB"
+        )?;
+        writeln!(
+            f,
+            "  round trip       {rtt_us:9.1} us     median of {round_trips}, one byte"
+        )?;
         if let Some((in_place, copied)) = self.bytes {
             writeln!(f, "  moved in place   {:9.1} MB", in_place as f64 / 1e6)?;
             writeln!(f, "  copied by us     {:9.1} MB", copied as f64 / 1e6)?;
         }
-        let verdict = if *verified { "the same at both ends" } else { "DIFFERENT" };
+        let verdict = if *verified {
+            "the same at both ends"
+        } else {
+            "DIFFERENT"
+        };
         write!(f, "  SHA-256          {verdict}: {digest}")
     }
 }

@@ -64,8 +64,10 @@ impl Setting {
             .finish();
 
         // Socket addresses are short, and so must be the directory's name.
-        let dir =
-            tempfile::Builder::new().prefix("zs").tempdir_in("/tmp").map_err(Failure::runtime)?;
+        let dir = tempfile::Builder::new()
+            .prefix("zs")
+            .tempdir_in("/tmp")
+            .map_err(Failure::runtime)?;
         let image = dir.path().join("initramfs");
         std::fs::write(&image, initramfs).map_err(Failure::runtime)?;
         let endpoint = Endpoint::new(dir.path(), GUEST_CID);
@@ -73,8 +75,11 @@ impl Setting {
             None => own_device(&endpoint)?,
             Some(path) => {
                 note(format!("device: {}", path.display()));
-                let program =
-                    Program { path: path.clone(), arguments: Vec::new(), zerosock: own.clone() };
+                let program = Program {
+                    path: path.clone(),
+                    arguments: Vec::new(),
+                    zerosock: own.clone(),
+                };
                 let device = Device::start(&program, std::slice::from_ref(&endpoint), None)
                     .map_err(Failure::runtime)?;
                 Running::Other(device)
@@ -95,9 +100,16 @@ impl Setting {
         })
         .map_err(Failure::runtime)?;
         if let Some(reason) = kvm_failure() {
-            note(format!("no KVM for it here ({reason}): software emulation, which is slower"));
+            note(format!(
+                "no KVM for it here ({reason}): software emulation, which is slower"
+            ));
         }
-        Ok(Setting { guest, endpoint, device, _dir: dir })
+        Ok(Setting {
+            guest,
+            endpoint,
+            device,
+            _dir: dir,
+        })
     }
 
     /// What our device has counted; nothing for another one.
@@ -128,13 +140,21 @@ fn own_device(endpoint: &Endpoint) -> Result<Running, Failure> {
     let vm = VmConfig {
         cid: Cid::guest(GUEST_CID.into()).map_err(Failure::runtime)?,
         listener: bind(&endpoint.vhost)?,
-        host: HostSide::Hybrid { path: endpoint.uds.clone(), listener: bind(&endpoint.uds)? },
+        host: HostSide::Hybrid {
+            path: endpoint.uds.clone(),
+            listener: bind(&endpoint.uds)?,
+        },
         buf_alloc: BUF_ALLOC,
         queue_size: QUEUE_SIZE,
         groups: Vec::new(),
     };
-    let config = DaemonConfig { vms: vec![vm], ..DaemonConfig::default() };
-    Daemon::start(config).map(Running::Own).map_err(Failure::runtime)
+    let config = DaemonConfig {
+        vms: vec![vm],
+        ..DaemonConfig::default()
+    };
+    Daemon::start(config)
+        .map(Running::Own)
+        .map_err(Failure::runtime)
 }
 
 /// The program for inside: this one if it is static, else a static build beside it, else this
@@ -150,7 +170,10 @@ fn guest_program(own: &Path, note: &dyn Fn(String)) -> PathBuf {
     });
     match sibling {
         Some(path) => {
-            note(format!("this program is not static; in the guest runs {}", path.display()));
+            note(format!(
+                "this program is not static; in the guest runs {}",
+                path.display()
+            ));
             path
         }
         None => {

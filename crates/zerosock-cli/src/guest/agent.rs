@@ -49,12 +49,16 @@ pub(super) fn run(tty: &Path) -> io::Result<()> {
         sockets: Mutex::default(),
         kept: Mutex::default(),
     });
-    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned();
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease")?
+        .trim()
+        .to_owned();
     // The newline ends whatever firmware and kernel left on the line.
     locked(&agent.line).write_all(b"\n")?;
     agent.say(&FromGuest::Hello { release });
     for text in reader.lines() {
-        let Ok(Request { id, command }) = serde_json::from_str(&text?) else { continue };
+        let Ok(Request { id, command }) = serde_json::from_str(&text?) else {
+            continue;
+        };
         let agent = agent.clone();
         thread::spawn(move || {
             let outcome = agent.run(command);
@@ -84,9 +88,10 @@ impl Agent {
             Command::Accept { socket } => {
                 let listener = self.socket(socket)?;
                 Ok(match vsock::accept_blocking(&*listener) {
-                    Ok((fd, cid, port)) => {
-                        Outcome { peer: Some((cid, port)), ..self.made(start, Ok(fd)) }
-                    }
+                    Ok((fd, cid, port)) => Outcome {
+                        peer: Some((cid, port)),
+                        ..self.made(start, Ok(fd))
+                    },
                     Err(error) => self.made(start, Err(error)),
                 })
             }
@@ -99,11 +104,20 @@ impl Agent {
                 });
                 Ok(Outcome::default())
             }
-            Command::Send { socket, source, chunks } => {
+            Command::Send {
+                socket,
+                source,
+                chunks,
+            } => {
                 let kept = locked(&self.kept).clone();
                 Ok(stream::send(&*self.socket(socket)?, source, &chunks, &kept))
             }
-            Command::Receive { socket, limit, keep, acknowledge } => {
+            Command::Receive {
+                socket,
+                limit,
+                keep,
+                acknowledge,
+            } => {
                 let (outcome, bytes) =
                     stream::receive(&*self.socket(socket)?, limit, keep, acknowledge);
                 if keep {
@@ -119,7 +133,10 @@ impl Agent {
                 };
                 let ready = poll(&mut [PollFd::new(&*fd, PollFlags::IN)], Some(&limit));
                 Ok(match ready {
-                    Ok(count) => Outcome { end: count > 0, ..Outcome::default() },
+                    Ok(count) => Outcome {
+                        end: count > 0,
+                        ..Outcome::default()
+                    },
                     Err(error) => failed(&error.into()),
                 })
             }
@@ -129,7 +146,9 @@ impl Agent {
                     How::Send => Shutdown::Write,
                     How::Both => Shutdown::Both,
                 };
-                Ok(done(rustix::net::shutdown(&*self.socket(socket)?, how).map_err(Into::into)))
+                Ok(done(
+                    rustix::net::shutdown(&*self.socket(socket)?, how).map_err(Into::into),
+                ))
             }
             Command::Set { socket, option } => {
                 let fd = self.socket(socket)?;
@@ -150,7 +169,11 @@ impl Agent {
             Command::PowerOff => program(&["/bin/busybox".into(), "poweroff".into(), "-f".into()]),
         };
         answer.map(|outcome| Outcome {
-            elapsed_us: if outcome.elapsed_us == 0 { elapsed(start) } else { outcome.elapsed_us },
+            elapsed_us: if outcome.elapsed_us == 0 {
+                elapsed(start)
+            } else {
+                outcome.elapsed_us
+            },
             ..outcome
         })
     }
@@ -163,14 +186,25 @@ impl Agent {
                 table.last += 1;
                 let socket = table.last;
                 table.open.insert(socket, Arc::new(fd));
-                Outcome { socket: Some(socket), elapsed_us, ..Outcome::default() }
+                Outcome {
+                    socket: Some(socket),
+                    elapsed_us,
+                    ..Outcome::default()
+                }
             }
-            Err(error) => Outcome { elapsed_us, ..failed(&error) },
+            Err(error) => Outcome {
+                elapsed_us,
+                ..failed(&error)
+            },
         }
     }
 
     fn socket(&self, socket: Socket) -> Result<Arc<OwnedFd>, String> {
-        locked(&self.sockets).open.get(&socket).cloned().ok_or(format!("no socket {socket}"))
+        locked(&self.sockets)
+            .open
+            .get(&socket)
+            .cloned()
+            .ok_or(format!("no socket {socket}"))
     }
 }
 
@@ -179,7 +213,10 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn failed(error: &io::Error) -> Outcome {
-    Outcome { errno: Some(errno_name(error)), ..Outcome::default() }
+    Outcome {
+        errno: Some(errno_name(error)),
+        ..Outcome::default()
+    }
 }
 
 fn done(result: io::Result<()>) -> Outcome {
@@ -194,11 +231,20 @@ fn command(argv: &[String]) -> Result<std::process::Command, String> {
 }
 
 fn program(argv: &[String]) -> Answer {
-    let output = command(argv)?.output().map_err(|error| format!("{argv:?}: {error}"))?;
+    let output = command(argv)?
+        .output()
+        .map_err(|error| format!("{argv:?}: {error}"))?;
     let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.push_str(&String::from_utf8_lossy(&output.stderr));
-    let status = output.status.code().and_then(|code| u64::try_from(code).ok());
-    Ok(Outcome { bytes: status.unwrap_or(255), text: Some(text), ..Outcome::default() })
+    let status = output
+        .status
+        .code()
+        .and_then(|code| u64::try_from(code).ok());
+    Ok(Outcome {
+        bytes: status.unwrap_or(255),
+        text: Some(text),
+        ..Outcome::default()
+    })
 }
 
 fn start_program(argv: &[String]) -> Answer {

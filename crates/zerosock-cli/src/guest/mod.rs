@@ -31,6 +31,9 @@ enum GuestCommand {
     Leash {
         /// The process id of the starter
         starter: u32,
+        /// Hides the processor's extended state from ptrace
+        #[arg(long)]
+        hide_xstate: bool,
         /// Program and arguments
         #[arg(last = true, required = true)]
         argv: Vec<OsString>,
@@ -41,7 +44,11 @@ enum GuestCommand {
 pub(crate) fn main(args: GuestArgs) -> Result<(), Failure> {
     let done = match args.command {
         GuestCommand::Agent { tty } => agent::run(&tty),
-        GuestCommand::Leash { starter, argv } => leash::run(starter, &argv),
+        GuestCommand::Leash {
+            starter,
+            hide_xstate,
+            argv,
+        } => leash::run(starter, hide_xstate, &argv),
     };
     done.map_err(|error| Failure::Runtime(format!("guest: {error}")))
 }

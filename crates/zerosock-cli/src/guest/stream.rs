@@ -91,7 +91,9 @@ pub(super) fn receive(
     let mut outcome = Outcome::default();
     while outcome.bytes < limit {
         let at = usize::try_from(outcome.bytes).unwrap_or(usize::MAX);
-        let want = usize::try_from(limit - outcome.bytes).unwrap_or(usize::MAX).min(READ);
+        let want = usize::try_from(limit - outcome.bytes)
+            .unwrap_or(usize::MAX)
+            .min(READ);
         let into = match kept.get_mut(at..at.saturating_add(want)) {
             Some(slot) if keep => slot,
             _ => &mut buffer[..want],

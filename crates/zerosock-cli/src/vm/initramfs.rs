@@ -22,7 +22,7 @@ const MODULES: &[&str] = &[
     "vmw_vsock_virtio_transport",
 ];
 
-/// `@tty@` and `@agent@` are filled in. Modules are tried until all are loaded or none of the
+/// `@tty@` is filled in. Modules are tried until all are loaded or none of the
 /// rest will.
 const INIT: &str = r#"#!/bin/busybox sh
 B=/bin/busybox

@@ -20,30 +20,30 @@ use zerosock_cli::vm::qemu::{self, Guest};
 use zerosock_cli::vm::remote::{Pending, Remote};
 
 /// For every single step; generous, because the guest may be emulated on a busy machine.
-pub const STEP: Duration = Duration::from_secs(60);
+pub(crate) const STEP: Duration = Duration::from_secs(40);
 
 /// A refusal must be known well before the 2 s after which a connection attempt times out.
-pub const AT_ONCE: Duration = Duration::from_secs(1);
+pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
 
 /// Why a scenario cannot run on this machine.
 #[derive(Debug)]
-pub struct Skipped(pub String);
+pub(crate) struct Skipped(pub(crate) String);
 
 /// A device with guests `a` and `b`. Guest `b` may be rebooted and killed.
-pub struct Lab {
-    pub a: Vm,
-    pub b: Vm,
-    pub device: Mutex<Device>,
-    pub release: String,
+pub(crate) struct Lab {
+    pub(crate) a: Vm,
+    pub(crate) b: Vm,
+    pub(crate) device: Mutex<Device>,
+    pub(crate) release: String,
     kernel: Kernel,
     initramfs: PathBuf,
-    pub qemu_ga: Option<String>,
+    pub(crate) qemu_ga: Option<String>,
     _dir: TempDir,
 }
 
 /// One guest of the lab.
-pub struct Vm {
-    pub endpoint: Endpoint,
+pub(crate) struct Vm {
+    pub(crate) endpoint: Endpoint,
     dir: PathBuf,
     guest: Mutex<Guest>,
 }
@@ -51,25 +51,25 @@ pub struct Vm {
 static NEXT_PORT: AtomicU32 = AtomicU32::new(2000);
 
 /// A port that no scenario has used.
-pub fn port() -> u32 {
+pub(crate) fn port() -> u32 {
     NEXT_PORT.fetch_add(1, Ordering::Relaxed)
 }
 
-pub fn cache() -> Cache {
+pub(crate) fn cache() -> Cache {
     // Tests run in the crate's directory, from where the checkout is found.
     Cache::find()
 }
 
-pub fn zerosock() -> &'static Path {
+pub(crate) fn zerosock() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_zerosock"))
 }
 
-pub fn guest_program() -> PathBuf {
+pub(crate) fn guest_program() -> PathBuf {
     std::env::var_os("ZEROSOCK_GUEST").map_or_else(|| zerosock().to_owned(), PathBuf::from)
 }
 
 /// The device under test.
-pub fn device_program() -> Program {
+pub(crate) fn device_program() -> Program {
     let zerosock = zerosock().to_owned();
     match std::env::var_os("ZEROSOCK_DEVICE") {
         Some(path) => Program {
@@ -85,11 +85,11 @@ pub fn device_program() -> Program {
     }
 }
 
-pub fn echo(name: &str) -> Option<&str> {
+pub(crate) fn echo(name: &str) -> Option<&str> {
     std::env::var_os("ZEROSOCK_ECHO").map(|_| name)
 }
 
-pub fn accel() -> Choice {
+pub(crate) fn accel() -> Choice {
     match std::env::var("ZEROSOCK_ACCEL").as_deref() {
         Ok("kvm") => Choice::Only(Accel::Kvm),
         Ok("tcg") => Choice::Only(Accel::Tcg),
@@ -98,7 +98,7 @@ pub fn accel() -> Choice {
 }
 
 /// A short-lived directory with a name short enough for socket addresses.
-pub fn short_dir() -> TempDir {
+pub(crate) fn short_dir() -> TempDir {
     tempfile::Builder::new()
         .prefix("zs")
         .tempdir_in("/tmp")
@@ -107,7 +107,7 @@ pub fn short_dir() -> TempDir {
 
 impl Lab {
     /// Boots both guests. What the machine lacks makes it [`Skipped`]; what fails, a failure.
-    pub fn start(package: &str) -> Result<Lab, Skipped> {
+    pub(crate) fn start(package: &str) -> Result<Lab, Skipped> {
         let cache = cache();
         if qemu::version().is_none() {
             return Err(Skipped(qemu::BootError::NoQemu.to_string()));
@@ -173,7 +173,7 @@ impl Lab {
     }
 
     /// Boots guest `b` again after it was killed.
-    pub fn boot_b(&self) {
+    pub(crate) fn boot_b(&self) {
         let config = config(
             &self.kernel,
             &self.initramfs,
@@ -186,7 +186,7 @@ impl Lab {
     }
 
     /// Whether the guests' kernel is at least this one.
-    pub fn kernel_at_least(&self, major: u32, minor: u32) -> bool {
+    pub(crate) fn kernel_at_least(&self, major: u32, minor: u32) -> bool {
         let mut numbers = self
             .release
             .split(['.', '-', '+'])
@@ -195,7 +195,7 @@ impl Lab {
     }
 
     /// What device and guests said last.
-    pub fn report(&self) {
+    pub(crate) fn report(&self) {
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         print!("  the device's last words:\n{}", device.log.tail(20));
         for (name, vm) in [("a", &self.a), ("b", &self.b)] {
@@ -205,7 +205,7 @@ impl Lab {
     }
 
     /// Ends everything, also under the hands of a scenario that hangs.
-    pub fn stop(&self) {
+    pub(crate) fn stop(&self) {
         for vm in [&self.a, &self.b] {
             vm.kill();
         }
@@ -265,7 +265,7 @@ fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
 }
 
 impl Vm {
-    pub fn remote(&self) -> Remote {
+    pub(crate) fn remote(&self) -> Remote {
         self.guest
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -274,29 +274,29 @@ impl Vm {
     }
 
     /// Ends QEMU as a power failure would.
-    pub fn kill(&self) {
+    pub(crate) fn kill(&self) {
         self.guest
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .kill();
     }
 
-    pub fn start(&self, command: Command) -> Pending {
+    pub(crate) fn start(&self, command: Command) -> Pending {
         self.remote().start(command)
     }
 
-    pub fn run(&self, command: Command) -> Outcome {
+    pub(crate) fn run(&self, command: Command) -> Outcome {
         self.remote().run(command, STEP).expect("an outcome")
     }
 
-    pub fn listen(&self, port: u32) -> Socket {
+    pub(crate) fn listen(&self, port: u32) -> Socket {
         self.remote()
             .socket(Command::Listen { port }, STEP)
             .expect("a listener in the guest")
     }
 
     /// Sends a pattern from the guest without waiting.
-    pub fn send(&self, socket: Socket, seed: u64, len: u64, chunks: &[usize]) -> Pending {
+    pub(crate) fn send(&self, socket: Socket, seed: u64, len: u64, chunks: &[usize]) -> Pending {
         let source = Source::Pattern { seed, len };
         self.start(Command::Send {
             socket,
@@ -306,7 +306,7 @@ impl Vm {
     }
 
     /// Receives in the guest without waiting: so many bytes, or to the end.
-    pub fn receive(&self, socket: Socket, limit: Option<u64>) -> Pending {
+    pub(crate) fn receive(&self, socket: Socket, limit: Option<u64>) -> Pending {
         self.start(Command::Receive {
             socket,
             limit,
@@ -315,17 +315,17 @@ impl Vm {
         })
     }
 
-    pub fn close(&self, socket: Socket) {
+    pub(crate) fn close(&self, socket: Socket) {
         self.run(Command::Close { socket });
     }
 
     /// A host listener for the guest's connections.
-    pub fn host_listener(&self, port: u32) -> UnixListener {
+    pub(crate) fn host_listener(&self, port: u32) -> UnixListener {
         hybrid::listen(&self.endpoint.uds, port).expect("a listener on the host")
     }
 
     /// A connection that the guest made.
-    pub fn to_host(&self) -> (Socket, UnixStream) {
+    pub(crate) fn to_host(&self) -> (Socket, UnixStream) {
         let port = port();
         let listener = self.host_listener(port);
         let connecting = self.start(Command::Connect { cid: 2, port });
@@ -338,7 +338,7 @@ impl Vm {
     }
 
     /// A connection that the host made.
-    pub fn to_guest(&self) -> (Socket, UnixStream) {
+    pub(crate) fn to_guest(&self) -> (Socket, UnixStream) {
         let port = port();
         let listener = self.listen(port);
         let accepting = self.start(Command::Accept { socket: listener });
@@ -348,7 +348,7 @@ impl Vm {
         (socket, stream)
     }
 
-    pub fn connect(&self, port: u32) -> Result<UnixStream, hybrid::ConnectError> {
+    pub(crate) fn connect(&self, port: u32) -> Result<UnixStream, hybrid::ConnectError> {
         let (stream, _) = hybrid::connect(&self.endpoint.uds, port, STEP)?;
         deadlines(&stream);
         Ok(stream)
@@ -356,7 +356,7 @@ impl Vm {
 }
 
 /// No read or write of a test blocks for ever.
-pub fn deadlines(stream: &UnixStream) {
+pub(crate) fn deadlines(stream: &UnixStream) {
     stream
         .set_read_timeout(Some(STEP))
         .expect("a read deadline");
@@ -366,12 +366,12 @@ pub fn deadlines(stream: &UnixStream) {
 }
 
 /// The digest of the pattern that both ends make from `seed`.
-pub fn expected(seed: u64, len: u64) -> String {
+pub(crate) fn expected(seed: u64, len: u64) -> String {
     sha256(&Pattern::bytes(seed, len as usize))
 }
 
 /// Reads to the end of the stream; the bytes' digest and number.
-pub fn read_to_end(mut stream: &UnixStream) -> (String, u64) {
+pub(crate) fn read_to_end(mut stream: &UnixStream) -> (String, u64) {
     let mut all = Vec::new();
     stream
         .read_to_end(&mut all)
@@ -380,14 +380,14 @@ pub fn read_to_end(mut stream: &UnixStream) -> (String, u64) {
 }
 
 /// Reads exactly `len` bytes; their digest.
-pub fn read_exact(mut stream: &UnixStream, len: u64) -> String {
+pub(crate) fn read_exact(mut stream: &UnixStream, len: u64) -> String {
     let mut all = vec![0; len as usize];
     stream.read_exact(&mut all).expect("all bytes");
     sha256(&all)
 }
 
 /// Writes the pattern of `seed` in writes of `chunks`; its digest.
-pub fn write(mut stream: &UnixStream, seed: u64, len: u64, chunks: &[usize]) -> String {
+pub(crate) fn write(mut stream: &UnixStream, seed: u64, len: u64, chunks: &[usize]) -> String {
     let data = Pattern::bytes(seed, len as usize);
     let mut rest = &data[..];
     for size in chunks.iter().cycle() {

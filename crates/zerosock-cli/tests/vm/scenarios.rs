@@ -9,7 +9,7 @@ mod refusal;
 use crate::Scenario;
 
 /// All of them, in the order in which they run: those that end guests come last.
-pub const ALL: &[(&str, Scenario)] = &[
+pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("to_host", bulk::to_host),
     ("to_guest", bulk::to_guest),
     ("both_directions_on_one_connection", bulk::both),

@@ -9,7 +9,7 @@ use crate::lab::{Lab, STEP, deadlines, expected, port, read_exact, read_to_end, 
 
 const LEN: u64 = 24 << 20;
 
-pub fn to_host(lab: &Lab) {
+pub(crate) fn to_host(lab: &Lab) {
     let (socket, stream) = lab.a.to_host();
     let sending = lab.a.send(socket, 1, LEN, &[65536]);
     let digest = read_exact(&stream, LEN);
@@ -20,7 +20,7 @@ pub fn to_host(lab: &Lab) {
     assert_eq!(read_to_end(&stream).1, 0, "an end of file, nothing else");
 }
 
-pub fn to_guest(lab: &Lab) {
+pub(crate) fn to_guest(lab: &Lab) {
     let (socket, stream) = lab.a.to_guest();
     let receiving = lab.a.receive(socket, None);
     let digest = write(&stream, 2, LEN, &[65536]);
@@ -34,7 +34,7 @@ pub fn to_guest(lab: &Lab) {
     lab.a.close(socket);
 }
 
-pub fn both(lab: &Lab) {
+pub(crate) fn both(lab: &Lab) {
     const LEN: u64 = 8 << 20;
     let (socket, stream) = lab.a.to_host();
     let receiving = lab.a.receive(socket, Some(LEN));
@@ -50,7 +50,7 @@ pub fn both(lab: &Lab) {
 }
 
 /// A hundred connections each way, all open at the same time, each with bytes of its own.
-pub fn hundred(lab: &Lab) {
+pub(crate) fn hundred(lab: &Lab) {
     const EACH: u64 = 96 << 10;
     let vm = &lab.a;
     let out = port();

@@ -10,6 +10,8 @@ use zerosock_cli::vm::protocol::{Command, How, Socket};
 use crate::lab::{Lab, STEP, Vm, expected, port, read_exact, read_to_end, write};
 
 const LEN: u64 = 700_001;
+/// What fits into the buffers between the two, so that it is sent though nobody reads yet.
+const UNREAD: u64 = 150_001;
 /// More than every buffer between the two together.
 const PLENTY: u64 = 32 << 20;
 
@@ -21,18 +23,23 @@ fn both_kinds(lab: &Lab, scenario: fn(&Vm, Socket, UnixStream)) {
     scenario(&lab.a, socket, stream);
 }
 
-pub fn guest_shuts_sending(lab: &Lab) {
+pub(crate) fn guest_shuts_sending(lab: &Lab) {
     both_kinds(lab, |vm, socket, stream| {
-        let sending = vm.send(socket, 10, LEN, &[65536]);
-        // Most of it is still on its way when the shutdown follows.
-        assert_eq!(read_exact(&stream, 1), expected(10, 1));
-        assert_eq!(sending.wait(STEP).expect("sent").bytes, LEN);
+        let sent = vm
+            .send(socket, 10, UNREAD, &[65536])
+            .wait(STEP)
+            .expect("sent");
+        assert_eq!((sent.errno, sent.bytes), (None, UNREAD));
         vm.run(Command::Shutdown {
             socket,
             how: How::Send,
         });
-        let (_, count) = read_to_end(&stream);
-        assert_eq!(count, LEN - 1, "the rest, then the end");
+        let rest = read_to_end(&stream);
+        assert_eq!(
+            rest,
+            (expected(10, UNREAD), UNREAD),
+            "the rest, then the end"
+        );
 
         let receiving = vm.receive(socket, None);
         let digest = write(&stream, 11, LEN, &[10_000]);
@@ -47,36 +54,26 @@ pub fn guest_shuts_sending(lab: &Lab) {
     });
 }
 
-pub fn host_shuts_sending(lab: &Lab) {
+pub(crate) fn host_shuts_sending(lab: &Lab) {
     both_kinds(lab, |vm, socket, stream| {
-        let digest = write_in_background(&stream, 20);
-        stream_shutdown_after(&stream, digest.join().expect("written"), vm, socket);
-    });
-
-    fn stream_shutdown_after(stream: &UnixStream, digest: String, vm: &Vm, socket: Socket) {
+        let digest = write(&stream, 20, UNREAD, &[9_000]);
         stream.shutdown(Shutdown::Write).expect("shut down");
         let received = vm.receive(socket, None).wait(STEP).expect("received");
         assert!(received.end, "the rest, then the end");
         assert_eq!(received.sha256, Some(digest));
         let sending = vm.send(socket, 21, LEN, &[50_000]);
         assert_eq!(
-            read_exact(stream, LEN),
+            read_exact(&stream, LEN),
             expected(21, LEN),
             "the other direction goes on"
         );
         assert_eq!(sending.wait(STEP).expect("sent").errno, None);
         vm.close(socket);
-        assert_eq!(read_to_end(stream).1, 0);
-    }
-
-    /// Fits into the buffers, so that nobody needs to read meanwhile.
-    fn write_in_background(stream: &UnixStream, seed: u64) -> std::thread::JoinHandle<String> {
-        let stream = stream.try_clone().expect("a second handle");
-        std::thread::spawn(move || write(&stream, seed, 150_000, &[9_000]))
-    }
+        assert_eq!(read_to_end(&stream).1, 0);
+    });
 }
 
-pub fn guest_shuts_receiving(lab: &Lab) {
+pub(crate) fn guest_shuts_receiving(lab: &Lab) {
     both_kinds(lab, |vm, socket, mut stream| {
         vm.run(Command::Shutdown {
             socket,
@@ -110,7 +107,7 @@ pub fn guest_shuts_receiving(lab: &Lab) {
     });
 }
 
-pub fn host_shuts_receiving(lab: &Lab) {
+pub(crate) fn host_shuts_receiving(lab: &Lab) {
     both_kinds(lab, |vm, socket, stream| {
         stream.shutdown(Shutdown::Read).expect("shut down");
         let sent = vm
@@ -128,7 +125,7 @@ pub fn host_shuts_receiving(lab: &Lab) {
 }
 
 /// Whoever sends and closes at once has sent everything.
-pub fn nothing_is_lost(lab: &Lab) {
+pub(crate) fn nothing_is_lost(lab: &Lab) {
     let vm = &lab.a;
     for (seed, len) in [
         (50, 1),

@@ -14,7 +14,7 @@ const OTHERS: u64 = 1 << 20;
 /// Sizes of small writes, as the public test suite of vsock draws them.
 const SMALL: &[usize] = &[129, 512, 200, 333, 130, 480, 257];
 
-pub fn stalled_host_reader(lab: &Lab) {
+pub(crate) fn stalled_host_reader(lab: &Lab) {
     let vm = &lab.a;
     let (stalled, unread) = vm.to_host();
     let stuck = vm.send(stalled, 60, STALLED, &[65536]);
@@ -43,7 +43,7 @@ pub fn stalled_host_reader(lab: &Lab) {
     others.iter().for_each(|(socket, _)| vm.close(*socket));
 }
 
-pub fn stalled_guest_reader(lab: &Lab) {
+pub(crate) fn stalled_guest_reader(lab: &Lab) {
     let vm = &lab.a;
     let (stalled, stuck) = vm.to_guest();
     let writing = thread::spawn(move || write(&stuck, 61, STALLED, &[65536]));
@@ -72,7 +72,7 @@ pub fn stalled_guest_reader(lab: &Lab) {
 /// A receiver that has read half of it and now waits for the rest in one piece must be woken.
 /// Linux sends that update when SO_RCVLOWAT is set only since 6.8; an older one sends it when
 /// less than 64 KiB of the window is left, which it is after a little more has been read.
-pub fn receive_low_water(lab: &Lab) {
+pub(crate) fn receive_low_water(lab: &Lab) {
     const BUFFER: u64 = 128 << 10;
     let vm = &lab.a;
     let (socket, stream) = vm.to_guest();
@@ -118,7 +118,7 @@ pub fn receive_low_water(lab: &Lab) {
 }
 
 /// Many small packets against a reader that starts late: no reset, nothing lost.
-pub fn small_packets_to_host(lab: &Lab) {
+pub(crate) fn small_packets_to_host(lab: &Lab) {
     const LEN: u64 = 1_500_000;
     let vm = &lab.a;
     let (socket, stream) = vm.to_host();
@@ -138,7 +138,7 @@ pub fn small_packets_to_host(lab: &Lab) {
 
 /// The same to the guest. Linux from 6.12.92 resets a connection that queues about 455 packets
 /// unread, however small they are: the device must send fewer and larger ones.
-pub fn small_packets_to_guest(lab: &Lab) {
+pub(crate) fn small_packets_to_guest(lab: &Lab) {
     const LEN: u64 = 1_500_000;
     let vm = &lab.a;
     let (socket, stream) = vm.to_guest();

@@ -25,7 +25,7 @@ fn exchange(vm: &Vm, seed: u64) {
 }
 
 /// Debian's guest agent listens on a vsock port, and the host talks to it through the device.
-pub fn qemu_guest_agent(lab: &Lab) {
+pub(crate) fn qemu_guest_agent(lab: &Lab) {
     if let Some(reason) = &lab.qemu_ga {
         println!("SKIPPED qemu_guest_agent: {reason}");
         return;
@@ -64,7 +64,7 @@ pub fn qemu_guest_agent(lab: &Lab) {
 }
 
 /// Guest to guest by CID, both ways at once, and a refusal.
-pub fn siblings(lab: &Lab) {
+pub(crate) fn siblings(lab: &Lab) {
     const LEN: u64 = 8 << 20;
     let (a, b) = (&lab.a, &lab.b);
     let port = port();
@@ -112,7 +112,7 @@ pub fn siblings(lab: &Lab) {
 
 /// A guest reboots while the daemon runs and the other guest is busy: its connections end, the
 /// other's do not, and it can connect and be connected to again.
-pub fn reboot(lab: &Lab) {
+pub(crate) fn reboot(lab: &Lab) {
     const LEN: u64 = 16 << 20;
     let (busy, stream) = lab.a.to_host();
     let sending = lab.a.send(busy, 100, LEN, &[65536]);
@@ -139,7 +139,7 @@ pub fn reboot(lab: &Lab) {
 
 /// QEMU dies with connections open: their host ends see the end, the device says so in its log,
 /// the other guest is unharmed, and a new QEMU on the same socket works.
-pub fn front_end_killed(lab: &Lab) {
+pub(crate) fn front_end_killed(lab: &Lab) {
     let vm = &lab.b;
     let (_, mut open) = vm.to_host();
     vm.kill();

@@ -13,7 +13,7 @@ fn refused(outcome: &Outcome) {
     assert!(took < AT_ONCE, "known only after {took:?}");
 }
 
-pub fn host_refuses(lab: &Lab) {
+pub(crate) fn host_refuses(lab: &Lab) {
     let vm = &lab.a;
     let port = port();
     refused(&vm.run(Command::Connect { cid: 2, port }));
@@ -33,7 +33,7 @@ pub fn host_refuses(lab: &Lab) {
     refused(&vm.run(Command::Connect { cid: 77, port }));
 }
 
-pub fn guest_refuses(lab: &Lab) {
+pub(crate) fn guest_refuses(lab: &Lab) {
     let vm = &lab.a;
     let port = port();
     let refused = || {

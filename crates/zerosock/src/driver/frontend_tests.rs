@@ -1,0 +1,92 @@
+//! The front-end against devices that stutter, lie, or say nothing.
+
+use super::*;
+use std::io::{Read, Write};
+
+fn pair(timeout: Duration) -> (Frontend, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    (Frontend::from_stream(ours, timeout).unwrap(), theirs)
+}
+
+fn reply(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for word in [code, flags, payload.len() as u32] {
+        bytes.extend_from_slice(&word.to_ne_bytes());
+    }
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+#[test]
+fn a_reply_split_in_bytes_is_put_together() {
+    let (mut frontend, mut device) = pair(Duration::from_secs(20));
+    let writer = std::thread::spawn(move || {
+        let mut request = [0u8; HEADER_LEN];
+        device.read_exact(&mut request).unwrap();
+        assert_eq!(ne_u32(&request, 0), FrontendReq::GET_FEATURES as u32);
+        for byte in reply(1, VERSION | FLAG_REPLY, &0x1234u64.to_ne_bytes()) {
+            device.write_all(&[byte]).unwrap();
+        }
+    });
+    assert_eq!(frontend.get_features().unwrap(), 0x1234);
+    writer.join().unwrap();
+}
+
+#[test]
+fn a_silent_device_times_out() {
+    let (mut frontend, _device) = pair(Duration::from_millis(10));
+    assert!(matches!(
+        frontend.get_features(),
+        Err(FrontendError::TimedOut {
+            request: "GET_FEATURES"
+        })
+    ));
+}
+
+#[test]
+fn wrong_replies_are_refused() {
+    let ok = VERSION | FLAG_REPLY;
+    for bad in [
+        reply(2, ok, &[0; 8]),
+        reply(1, VERSION, &[0; 8]),
+        reply(1, 2 | FLAG_REPLY, &[0; 8]),
+        reply(1, ok, &[0; 4]),
+        reply(1, ok, &[]),
+        reply(1, ok, &[0; 5000]),
+    ] {
+        let (mut frontend, mut device) = pair(Duration::from_secs(20));
+        device.write_all(&bad).unwrap();
+        assert!(
+            matches!(frontend.get_features(), Err(FrontendError::Protocol(_))),
+            "{bad:?}"
+        );
+    }
+}
+
+#[test]
+fn a_closed_device_is_named_so() {
+    let (mut frontend, device) = pair(Duration::from_secs(20));
+    assert!(!frontend.is_closed());
+    drop(device);
+    assert!(frontend.is_closed());
+    assert!(matches!(
+        frontend.get_features(),
+        Err(FrontendError::Closed)
+    ));
+}
+
+#[test]
+fn a_refusal_under_reply_ack_is_an_error() {
+    let (mut frontend, mut device) = pair(Duration::from_secs(20));
+    frontend.reply_ack = true;
+    device
+        .write_all(&reply(3, VERSION | FLAG_REPLY, &5u64.to_ne_bytes()))
+        .unwrap();
+    assert!(matches!(
+        frontend.set_owner(),
+        Err(FrontendError::Refused {
+            request: "SET_OWNER",
+            status: 5
+        })
+    ));
+}

@@ -2,6 +2,7 @@
 //! Hidden from the help, because nobody else needs it.
 
 mod agent;
+mod forward;
 mod leash;
 mod stream;
 
@@ -27,6 +28,8 @@ enum GuestCommand {
         #[arg(long)]
         tty: PathBuf,
     },
+    /// Tests `serve --forward-cid` on this guest's own AF_VSOCK
+    Forward,
     /// On the host: becomes a program that is killed when its starter ends
     Leash {
         /// The process id of the starter
@@ -44,6 +47,7 @@ enum GuestCommand {
 pub(crate) fn main(args: GuestArgs) -> Result<(), Failure> {
     let done = match args.command {
         GuestCommand::Agent { tty } => agent::run(&tty),
+        GuestCommand::Forward => forward::run(),
         GuestCommand::Leash {
             starter,
             hide_xstate,

@@ -27,6 +27,7 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("small_packets_to_host", credit::small_packets_to_host),
     ("small_packets_to_guest", credit::small_packets_to_guest),
     ("qemu_guest_agent", life::qemu_guest_agent),
+    ("forward_to_kernel_vsock", life::forward),
     ("siblings", life::siblings),
     ("reboot", life::reboot),
     ("front_end_killed", life::front_end_killed),

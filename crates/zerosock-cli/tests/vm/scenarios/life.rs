@@ -63,6 +63,17 @@ pub(crate) fn qemu_guest_agent(lab: &Lab) {
     assert!(info["return"]["version"].is_string(), "{info}");
 }
 
+/// `serve --forward-cid` relays to the kernel's AF_VSOCK. That is opened nowhere but inside the
+/// guest: there run a daemon, our driver half as its guest, and the kernel's loopback.
+pub(crate) fn forward(lab: &Lab) {
+    let argv = ["/bin/zerosock", "guest", "forward"];
+    let done = lab.a.run(Command::Run {
+        argv: argv.map(str::to_owned).to_vec(),
+    });
+    let said = done.text.unwrap_or_default();
+    assert!(done.bytes == 0 && said.contains("forward: ok"), "{said}");
+}
+
 /// Guest to guest by CID, both ways at once, and a refusal.
 pub(crate) fn siblings(lab: &Lab) {
     const LEN: u64 = 8 << 20;

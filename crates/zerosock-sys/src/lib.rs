@@ -10,6 +10,7 @@
 //! it is used instead of libc.
 
 pub mod affinity;
+pub mod bell;
 pub mod fd_passing;
 pub mod memfd;
 pub mod sigbus;

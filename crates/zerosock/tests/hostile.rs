@@ -516,3 +516,16 @@ fn control_messages_that_break_the_rules_cost_that_session_alone() {
     guest.wait_connect(host(2100), deadline()).unwrap();
     listener.accept().unwrap();
 }
+
+/// The front-end shares the open file of what it wants to be called on, and its O_NONBLOCK flag.
+#[test]
+fn a_call_descriptor_that_blocks_holds_no_worker() {
+    let daemon = TestDaemon::with(2, |config| config.workers = 1);
+    let mut neighbour = Neighbour::new(&daemon);
+    let mut bad = Bad::new(&daemon);
+    bad.guest.jam_calls();
+    for _ in 0..10 {
+        bad.still_good();
+        neighbour.beat();
+    }
+}

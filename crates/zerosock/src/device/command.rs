@@ -13,6 +13,7 @@ use crate::switch::Message;
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
+use zerosock_sys::bell::Bell;
 
 /// A command that waits until no chain is out.
 #[derive(Debug)]
@@ -49,18 +50,22 @@ impl Device {
                 Ok(()) => reply.done(),
                 Err(reason) => reply.failed(reason),
             },
-            DeviceCommand::SetCall { index, call } => {
-                if let Some(ring) = self.ring(index) {
-                    ring.set_call(call);
+            DeviceCommand::SetCall { index, call } => match (bell(call), self.ring(index)) {
+                (Ok(call), Some(ring)) => {
+                    ring.set_call(call, cx.ringer);
+                    reply.done();
                 }
-                reply.done();
-            }
-            DeviceCommand::SetErr { index, err } => {
-                if let Some(ring) = self.ring(index) {
+                (Ok(_), None) => reply.done(),
+                (Err(error), _) => reply.failed(error),
+            },
+            DeviceCommand::SetErr { index, err } => match (bell(err), self.ring(index)) {
+                (Ok(err), Some(ring)) => {
                     ring.set_err(err);
+                    reply.done();
                 }
-                reply.done();
-            }
+                (Ok(_), None) => reply.done(),
+                (Err(error), _) => reply.failed(error),
+            },
             DeviceCommand::EnableQueue { index, enabled } => {
                 if let Some(ring) = self.ring(index) {
                     ring.enabled = enabled;
@@ -111,6 +116,10 @@ impl Device {
             .add(&kick, source)
             .map_err(|e| format!("cannot watch the kick: {e}"))?;
         self.epoch = self.epoch.wrapping_add(1);
+        let (call, err) = (
+            bell(call).map_err(|e| e.to_string())?,
+            bell(err).map_err(|e| e.to_string())?,
+        );
         let ring = Ring::new(queue, kick, call, err, enabled, self.epoch);
         match index {
             RX => self.rx = Some(ring),
@@ -173,7 +182,7 @@ impl Device {
                 Some(ring) => reply.base(close(ring, cx)),
                 None => reply.failed("queue 1 does not run"),
             },
-            Some(Waiting::Memory(memory, reply)) => match self.remap(memory) {
+            Some(Waiting::Memory(memory, reply)) => match self.remap(memory, cx) {
                 Ok(()) => reply.done(),
                 Err(reason) => reply.failed(reason),
             },
@@ -181,13 +190,13 @@ impl Device {
         }
     }
 
-    fn remap(&mut self, memory: Arc<Memory>) -> Result<(), String> {
+    fn remap(&mut self, memory: Arc<Memory>, cx: &Context<'_>) -> Result<(), String> {
         let mut result = Ok(());
         for ring in [&mut self.rx, &mut self.tx, &mut self.event]
             .into_iter()
             .flatten()
         {
-            ring.publish();
+            ring.publish(cx.ringer);
             if let Err(error) = ring.queue.remap(memory.clone()) {
                 ring.fail();
                 result = Err(format!(
@@ -246,7 +255,11 @@ impl Device {
 
 /// Takes a ring out of service; returns the index at which it would go on.
 fn close(mut ring: Ring, cx: &mut Context<'_>) -> u16 {
-    ring.publish();
+    ring.publish(cx.ringer);
     cx.poller.remove(&ring.kick);
     ring.queue.base()
+}
+
+fn bell(fd: Option<OwnedFd>) -> std::io::Result<Option<Bell>> {
+    fd.map(Bell::new).transpose()
 }

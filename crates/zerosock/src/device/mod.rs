@@ -43,6 +43,7 @@ use timers::Timers;
 use zerosock_proto::vsock::{FlowId, Shard};
 use zerosock_proto::{Cid, Instant};
 use zerosock_ring::Memory;
+use zerosock_sys::bell::Ringer;
 
 /// Index of the queue of buffers for packets to the guest (virtio 1.2, 5.10.2).
 pub(crate) const RX: u16 = 0;
@@ -78,6 +79,7 @@ pub(crate) struct Context<'a> {
     pub(crate) routes: &'a Routes,
     pub(crate) outbox: &'a mut Outbox,
     pub(crate) counters: &'a Counters,
+    pub(crate) ringer: &'a Ringer,
     pub(crate) limits: &'a Limits,
 }
 
@@ -167,7 +169,7 @@ impl Device {
             .into_iter()
             .flatten()
         {
-            ring.publish();
+            ring.publish(cx.ringer);
             cx.counters
                 .bad_chains
                 .add(std::mem::take(&mut ring.malformed));
@@ -276,6 +278,7 @@ impl Device {
             .flatten()
         {
             ring.fail();
+            ring.publish(cx.ringer);
         }
         // What is left in the memory means nothing any more: it is not delivered.
         let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();

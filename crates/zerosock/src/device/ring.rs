@@ -4,18 +4,21 @@
 //! What must hold: every chain popped is completed once, here; nothing is published without the
 //! front-end being told when it asked to be told; a ring that broke is never touched again.
 
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::OwnedFd;
 use zerosock_ring::{Chain, DeviceQueue, PopError};
+use zerosock_sys::bell::{Bell, Ringer};
 
 /// A virtqueue in the worker's hands.
 #[derive(Debug)]
 pub(crate) struct Ring {
     pub(crate) queue: DeviceQueue,
     pub(crate) kick: OwnedFd,
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    call: Option<Bell>,
+    err: Option<Bell>,
     pub(crate) enabled: bool,
     broken: bool,
+    /// The front-end has not been told yet that the ring broke.
+    untold: bool,
     /// Something was completed since the last publish.
     dirty: bool,
     /// Which start of this queue this is; a chain that comes back late names the one it is from.
@@ -28,8 +31,8 @@ impl Ring {
     pub(crate) fn new(
         queue: DeviceQueue,
         kick: OwnedFd,
-        call: Option<OwnedFd>,
-        err: Option<OwnedFd>,
+        call: Option<Bell>,
+        err: Option<Bell>,
         enabled: bool,
         epoch: u32,
     ) -> Ring {
@@ -40,6 +43,7 @@ impl Ring {
             err,
             enabled,
             broken: false,
+            untold: false,
             dirty: false,
             epoch,
             malformed: 0,
@@ -96,39 +100,39 @@ impl Ring {
         self.dirty = true;
     }
 
-    /// Shows the driver what was completed, and tells it if it wants to be told.
-    pub(crate) fn publish(&mut self) {
-        if !self.dirty || self.broken {
+    /// Shows the driver what was completed, and tells it if it wants to be told; tells the
+    /// front-end if the ring has broken.
+    pub(crate) fn publish(&mut self, ringer: &Ringer) {
+        if std::mem::take(&mut self.untold)
+            && let Some(err) = &self.err
+        {
+            ringer.ring(err);
+        }
+        if !std::mem::take(&mut self.dirty) || self.broken {
             return;
         }
-        self.dirty = false;
-        if self.queue.publish() {
-            ring_bell(self.call.as_ref());
+        if self.queue.publish()
+            && let Some(call) = &self.call
+        {
+            ringer.ring(call);
         }
     }
 
-    /// Stops the ring for good and says so to the front-end.
+    /// Stops the ring for good; the next publish says so to the front-end.
     pub(crate) fn fail(&mut self) {
-        if !self.broken {
-            self.broken = true;
-            ring_bell(self.err.as_ref());
-        }
+        self.untold |= !self.broken;
+        self.broken = true;
     }
 
-    pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) {
-        self.call = call;
+    pub(crate) fn set_call(&mut self, call: Option<Bell>, ringer: &Ringer) {
         // The driver may have been promised a notification on the old descriptor.
-        ring_bell(self.call.as_ref());
+        if let Some(call) = &call {
+            ringer.ring(call);
+        }
+        self.call = call;
     }
 
-    pub(crate) fn set_err(&mut self, err: Option<OwnedFd>) {
+    pub(crate) fn set_err(&mut self, err: Option<Bell>) {
         self.err = err;
-    }
-}
-
-/// Adds one to an eventfd. A full or closed one has nobody waiting for more.
-fn ring_bell(fd: Option<&OwnedFd>) {
-    if let Some(fd) = fd {
-        let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
     }
 }

@@ -15,6 +15,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::Instant;
+use zerosock_sys::bell::Ringer;
 
 /// What other threads say to a worker.
 #[derive(Debug)]
@@ -41,6 +42,7 @@ pub(crate) struct Worker {
     pub(crate) counters: Arc<Counters>,
     pub(crate) limits: Limits,
     pub(crate) clock: Clock,
+    ringer: Ringer,
     active: VecDeque<u32>,
     deadlines: BTreeSet<(Instant, u32)>,
 }
@@ -54,6 +56,13 @@ impl Worker {
         limits: Limits,
     ) -> io::Result<Worker> {
         let poller = Poller::new()?;
+        let ringer = Ringer::new();
+        if !ringer.guarded() {
+            tracing::warn!(
+                "this kernel has no asynchronous I/O for us: a hostile VMM could stop the VMs \
+                 that share its worker; allow io_setup and io_submit, or raise fs.aio-max-nr"
+            );
+        }
         poller.add(mailbox.fd(), Source::Mailbox)?;
         Ok(Worker {
             devices: Vec::new(),
@@ -64,6 +73,7 @@ impl Worker {
             counters,
             limits,
             clock: Clock::new(),
+            ringer,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
         })
@@ -237,6 +247,7 @@ impl Worker {
             routes: &self.routes,
             outbox: &mut self.outbox,
             counters: &self.counters,
+            ringer: &self.ringer,
             limits: &self.limits,
         };
         (self.devices.get_mut(vm as usize), cx)

@@ -67,6 +67,18 @@ pub(crate) fn connect(socket: &Path) -> Frontend {
 }
 
 impl RawGuest {
+    /// Makes a plain write to any of the call descriptors wait for ever: full, and blocking.
+    pub(crate) fn jam_calls(&self) {
+        for call in &self.calls {
+            // The counter becomes the largest that a write can reach.
+            rustix::io::ioctl_fionbio(call, true).unwrap();
+            let mut count = [0; 8];
+            let _ = rustix::io::read(call, &mut count);
+            rustix::io::write(call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+            rustix::io::ioctl_fionbio(call, false).unwrap();
+        }
+    }
+
     /// Attaches, starts all queues and posts every receive buffer.
     pub(crate) fn attach(socket: &Path) -> RawGuest {
         RawGuest::attach_with(socket, true)

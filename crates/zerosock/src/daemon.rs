@@ -77,10 +77,6 @@ pub struct DaemonConfig {
     /// Bytes that all stalled connections of a VM together may have copied; beyond, the one with
     /// most of them is reset.
     pub max_overflow: usize,
-    /// How long small writes of a host program that streams them, hundreds of thousands a second,
-    /// may gather before they are read together; zero: not at all. A program that waits for
-    /// answers is never kept waiting.
-    pub coalesce: Duration,
     /// Which port the OK line names.
     pub ok: OkConvention,
     /// How long a connect may take, and a CONNECT line.
@@ -95,7 +91,6 @@ impl Default for DaemonConfig {
             cpus: Vec::new(),
             max_connections: 65_536,
             max_overflow: 64 << 20,
-            coalesce: Duration::from_micros(50),
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
         }
@@ -178,7 +173,6 @@ impl Daemon {
             handshake: config.connect_timeout,
             connect: config.connect_timeout,
             hold: HOLD,
-            coalesce: config.coalesce,
             overflow: config.max_overflow,
             handshakes: MAX_HANDSHAKES,
             lingering: MAX_LINGERING,

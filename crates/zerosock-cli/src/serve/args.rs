@@ -118,12 +118,6 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]
     pub(crate) connect_timeout: Duration,
 
-    /// Microseconds for which small writes of a host program that streams hundreds of thousands a
-    /// second may gather, to be read together; 0: never. A program that awaits answers never waits
-    #[arg(long, value_name = "MICROSECONDS", default_value_t = 50,
-          value_parser = clap::value_parser!(u64).range(0..=10_000))]
-    pub(crate) coalesce_us: u64,
-
     /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than VMs]
     #[arg(long, value_name = "N")]
     pub(crate) workers: Option<u64>,

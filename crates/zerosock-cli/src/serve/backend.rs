@@ -24,7 +24,6 @@ pub(super) fn start(settings: &Settings, listeners: Vec<Listeners>) -> Result<Da
             OkPort::Host => OkConvention::HostPort,
         },
         connect_timeout: settings.connect_timeout,
-        coalesce: settings.coalesce,
         ..DaemonConfig::default()
     })
 }

@@ -25,8 +25,6 @@ pub(crate) struct Settings {
     pub(crate) max_connections: usize,
     /// Not zero.
     pub(crate) connect_timeout: Duration,
-    /// How long small writes of a streaming program may gather; zero: not at all.
-    pub(crate) coalesce: Duration,
     /// 1 up to the number of VMs.
     pub(crate) workers: usize,
     /// Empty: not pinned. Otherwise worker `i` goes to entry `i` modulo the length.
@@ -213,7 +211,6 @@ fn daemon(flags: DaemonFlags, vms: Vec<Vm>) -> Result<Settings, SettingsError> {
         },
         max_connections,
         connect_timeout: flags.connect_timeout,
-        coalesce: Duration::from_micros(flags.coalesce_us),
         cpus: pinned,
     })
 }

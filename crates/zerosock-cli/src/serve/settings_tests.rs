@@ -80,7 +80,7 @@ fn every_flag_of_a_vm_is_heard() {
 fn every_flag_of_the_daemon_is_heard() {
     let settings = settings(&format!(
         "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 \
-         --connect-timeout 0.5 --coalesce-us 75 --workers 9 \
+         --connect-timeout 0.5 --workers 9 \
          --cpus 0 --log-level debug --log-format json"
     ));
     assert_eq!(settings.ok_port, OkPort::Host);
@@ -88,7 +88,6 @@ fn every_flag_of_the_daemon_is_heard() {
     assert_eq!(settings.access.gid, Some(Gid::from_raw(77)));
     assert_eq!(settings.max_connections, 5);
     assert_eq!(settings.connect_timeout, Duration::from_millis(500));
-    assert_eq!(settings.coalesce, Duration::from_micros(75));
     assert_eq!(settings.workers, 1, "never more than VMs");
     assert_eq!(settings.cpus, [0]);
 }

@@ -206,7 +206,6 @@ impl Device {
                 Timer::Handshake(key) => self.handshake_timed_out(key, cx),
                 Timer::Connect(key) => self.retry_connect(key, cx),
                 Timer::Accept(key) => self.accept(key, cx),
-                Timer::Batch(key) => self.batch_due(key),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
             }
         }

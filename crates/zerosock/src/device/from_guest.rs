@@ -101,14 +101,6 @@ impl Device {
             let _ = self.shard.consume(flow, len);
             return;
         }
-        join.short_reads = 0;
-        if join.batched {
-            self.end_batching(key, cx);
-        }
-        let Some(tx) = self.tx.as_mut() else { return };
-        let Some(join) = self.joins.get_mut(key as usize) else {
-            return tx.complete(chain, 0);
-        };
         // Within a turn everything may be held: the flush at its end decides what stays so.
         let share = if join.writable {
             usize::MAX

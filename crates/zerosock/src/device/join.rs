@@ -98,12 +98,6 @@ pub(crate) struct Join {
     pub(crate) hold_until: Option<Instant>,
     /// How many receive buffers the next read gathers.
     pub(crate) read_chains: u8,
-    /// Reads in a row that emptied the socket for little; see [`super::pace`].
-    pub(crate) short_reads: u8,
-    /// When the last of them was.
-    pub(crate) last_read: Instant,
-    /// Read by the clock, not by edges.
-    pub(crate) batched: bool,
     /// What this join adds to the device's sums of held chains and overflow bytes.
     pub(crate) counted: (usize, usize),
 }
@@ -128,9 +122,6 @@ impl Join {
             no_credit: false,
             hold_until: None,
             read_chains: 1,
-            short_reads: 0,
-            last_read: Instant::ZERO,
-            batched: false,
             counted: (0, 0),
         }
     }

@@ -20,7 +20,6 @@ mod from_guest;
 mod host;
 mod join;
 pub(crate) mod outbound;
-mod pace;
 mod ring;
 mod sibling;
 mod timers;
@@ -61,8 +60,6 @@ pub(crate) struct Limits {
     pub(crate) connect: Duration,
     /// How long a stalled connection may hold chains of the guest.
     pub(crate) hold: Duration,
-    /// How long small writes of a host program that streams them may gather; zero: not at all.
-    pub(crate) coalesce: Duration,
     /// Bytes that all connections of a device together may have in overflow buffers.
     pub(crate) overflow: usize,
     /// Host programs that may be connected without having said CONNECT.

@@ -13,8 +13,6 @@ pub(crate) enum Timer {
     Connect(u32),
     /// Copy out what a stalled connection holds.
     Hold(u32),
-    /// Read what a join that is read in batches has by now.
-    Batch(u32),
     /// Try again to accept on a listener that failed for want of descriptors.
     Accept(u32),
 }

@@ -143,7 +143,6 @@ impl Device {
                 if join.readable {
                     Fill::Again
                 } else {
-                    self.pace(key, n, cx);
                     Fill::Idle
                 }
             }
@@ -151,7 +150,6 @@ impl Device {
             Err(e) => match Errno::from_io_error(&e) {
                 Some(Errno::AGAIN) => {
                     join.readable = false;
-                    self.pace(key, 0, cx);
                     Fill::Idle
                 }
                 Some(Errno::INTR) => Fill::Again,

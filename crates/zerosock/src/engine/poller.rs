@@ -7,14 +7,10 @@
 //! tolerate one that is not true.
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::io;
 use std::time::Duration;
-
-/// Waits shorter than this are kept to the microsecond.
-const FINE: Duration = Duration::from_millis(5);
 
 /// What a registered descriptor stands for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -131,13 +127,6 @@ impl Poller {
         )?)
     }
 
-    /// Reports `fd` only for room to write and for its end, until [`change`](Self::change).
-    pub(crate) fn mute(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
-        let flags = EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
-        let data = EventData::new_u64(source.token());
-        Ok(epoll::modify(&self.epoll, fd, data, flags)?)
-    }
-
     /// Takes `fd` out although it stays open elsewhere (a kick that the front-end still holds).
     pub(crate) fn remove(&self, fd: impl AsFd) {
         // It is gone either way: an error means that it was not there.
@@ -152,24 +141,7 @@ impl Poller {
         out: &mut Vec<(Source, Readiness)>,
     ) -> io::Result<()> {
         out.clear();
-        // epoll_wait counts in milliseconds. (epoll_pwait2 does not, but is younger than some
-        // kernels in use.)
-        let timeout = match timeout {
-            Some(t) if !t.is_zero() && t < FINE => {
-                let spec = Timespec {
-                    tv_sec: 0,
-                    tv_nsec: t.subsec_nanos().into(),
-                };
-                let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
-                match poll(&mut fds, Some(&spec)) {
-                    Ok(0) | Err(Errno::INTR) => return Ok(()),
-                    Ok(_) => Some(Duration::ZERO),
-                    Err(e) => return Err(e.into()),
-                }
-            }
-            other => other,
-        };
-        let timeout = timeout.map(|t| Timespec {
+        let timeout = timeout.map(|t| rustix::event::Timespec {
             tv_sec: t.as_secs().min(86_400) as i64,
             tv_nsec: t.subsec_nanos().into(),
         });

@@ -194,9 +194,13 @@ impl Drop for Registration {
 /// tail, and one call per page would let a peer use up the process's mappings), and returns true:
 /// the faulting instruction may be retried. Otherwise false, and nothing has changed.
 ///
-/// Async-signal-safe: atomics and one system call, which leaves errno alone. For SIGBUS handlers
-/// only: call it with the fault's address, on the thread that faulted.
-pub fn handle_fault(addr: usize) -> bool {
+/// Async-signal-safe: atomics and one system call, which leaves errno alone.
+///
+/// # Safety
+/// To be called from a SIGBUS handler only, on the thread that faulted, with the address of the
+/// access that faulted: it is that access, still going on, that keeps the mapping alive. With any
+/// other address the mapping may be given back and its place be taken while pages are put there.
+pub unsafe fn handle_fault(addr: usize) -> bool {
     let mut chunk = Some(&TABLE);
     while let Some(current) = chunk {
         if let Some(found) = current.slots.iter().find_map(|slot| slot.find(addr)) {
@@ -216,7 +220,7 @@ fn replace(addr: usize, found: &Found) -> bool {
     let from = found.start + (addr - found.start) / found.page * found.page;
     let len = found.start + found.len - from;
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
-    // and has not given back: the thread that calls us stands in the middle of an access through
+    // and has not given back: by the contract of `handle_fault` the thread that calls us stands in the middle of an access through
     // that memory, so it cannot be dropped before we return. Nothing but raw copies and atomics
     // goes through the addresses, so contents that turn to zero break no promise of the language.
     unsafe {
@@ -250,7 +254,8 @@ mod tests {
         drop(first);
         assert!(slot.find(start).is_none());
         drop(second);
-        assert!(!handle_fault(start));
+        // SAFETY: no mapping of any memory has this address, so nothing is put anywhere.
+        assert!(unsafe { !handle_fault(start) });
     }
 
     #[test]

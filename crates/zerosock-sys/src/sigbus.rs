@@ -92,7 +92,10 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
             _ => None,
         }
     };
-    if !fault.is_some_and(zerosock_ring::handle_fault) {
+    // SAFETY: this is the handler, on the thread that faulted; the kernel gave the address of the
+    // access, and the code says that it is the access of this thread and no signal of somebody's.
+    let handled = fault.is_some_and(|addr| unsafe { zerosock_ring::handle_fault(addr) });
+    if !handled {
         chain(signal, info, context);
     }
     // SAFETY: as above.

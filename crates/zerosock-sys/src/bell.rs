@@ -168,13 +168,19 @@ impl Queue {
             ..Iocb::default()
         };
         let mut list = [&raw mut request];
-        // SAFETY: the list has one pointer to a whole iocb, and both live until the call returns.
-        // io_submit(2) copies the request before it returns and writes to its `key` at most. The
-        // request reads nothing (`nbytes` is 0), so that no memory of ours is written later.
-        let result =
-            unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_mut_ptr()) };
-        if result == 1 {
-            self.unreaped.set(self.unreaped.get() + 1);
+        for _ in 0..2 {
+            // SAFETY: the list has one pointer to a whole iocb, and both live until the call
+            // returns. io_submit(2) copies the request before it returns and writes to its `key`
+            // at most. The request reads nothing (`nbytes` is 0), so that no memory of ours is
+            // written later.
+            let result =
+                unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_mut_ptr()) };
+            if result == 1 {
+                self.unreaped.set(self.unreaped.get() + 1);
+                return;
+            }
+            // EAGAIN: no room, whatever we counted. EINVAL: `fd` is no eventfd, and rings nobody.
+            self.reap();
         }
     }
 

@@ -90,6 +90,37 @@ fn siblings(workers: usize) {
     assert_eq!((stats.in_place_bytes, stats.copied_bytes), (LEN as u64, 0));
 }
 
+/// Small packets as fast as they go: a receiver that keeps up is no reason to copy twice.
+#[test]
+fn small_packets_to_a_sibling_are_copied_once() {
+    const LEN: usize = 4 << 20;
+    let daemon = TestDaemon::with(2, |config| config.workers = 1);
+    let (mut one, mut two) = (daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {}));
+    two.listen(Port::new(1000), 1).unwrap();
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| {
+            let stream = two.wait_accept(Port::new(1000), deadline()).unwrap();
+            let mut got = vec![0; LEN];
+            two.wait_recv_exact(stream, &mut got, deadline()).unwrap();
+            got
+        });
+        let to = Address {
+            cid: zerosock::Cid::guest(4).unwrap(),
+            port: Port::new(1000),
+        };
+        let stream = one.wait_connect(to, deadline()).unwrap();
+        for part in bytes(5, LEN).chunks(1000) {
+            one.wait_send(stream, part, deadline()).unwrap();
+        }
+        eventually_with(&mut one, "everything received", |_| receiver.is_finished());
+        assert_bytes(&receiver.join().unwrap(), &bytes(5, LEN));
+    });
+    let Some(stats) = daemon.stats() else { return };
+    assert_eq!(stats.tx_bytes, LEN as u64);
+    // A receiver that the scheduler keeps from its CPU for longer than the hold has stalled.
+    assert!(stats.copied_bytes < LEN as u64 / 4, "{stats:?}");
+}
+
 #[test]
 fn sibling_to_sibling_is_copied_once() {
     siblings(1);

@@ -1,8 +1,10 @@
 //! What the VMM wants of the device, carried out between two turns.
 //!
-//! What must hold: before a queue's base is told, before memory is replaced, and before the
-//! front-end goes, no chain is held and nothing of the old memory is used. Chains that siblings
-//! have are called back first; until they are here the command waits and the queue rests.
+//! What must hold: before a queue's base is told and before memory is replaced, no chain is held
+//! and nothing of the old memory is used. Chains that siblings have are called back first; until
+//! they are here the command waits and the queue rests. A front-end that goes, or resets the
+//! device, waits for nothing: what siblings still read stays mapped, and comes back to a queue
+//! that is gone.
 
 use super::control::{DeviceCommand, Reply};
 use super::join::End;
@@ -111,15 +113,15 @@ impl Device {
             self.forget_connections(cx);
         }
         let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
-        let source = Source::Kick { vm: self.addr.vm };
-        cx.poller
-            .add(&kick, source)
-            .map_err(|e| format!("cannot watch the kick: {e}"))?;
         self.epoch = self.epoch.wrapping_add(1);
         let (call, err) = (
             bell(call).map_err(|e| e.to_string())?,
             bell(err).map_err(|e| e.to_string())?,
         );
+        let source = Source::Kick { vm: self.addr.vm };
+        cx.poller
+            .add(&kick, source)
+            .map_err(|e| format!("cannot watch the kick: {e}"))?;
         let ring = Ring::new(queue, kick, call, err, enabled, self.epoch);
         match index {
             RX => self.rx = Some(ring),
@@ -159,7 +161,7 @@ impl Device {
             self.settle(key, cx);
             if let Some(join) = self.joins.get(key as usize)
                 && let End::Sibling(s) = &join.end
-                && s.lent > 0
+                && s.out() > 0
             {
                 cx.outbox
                     .send(s.peer.device, Message::Recall { to: s.peer.flow });

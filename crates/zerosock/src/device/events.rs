@@ -115,11 +115,12 @@ impl Device {
         if receive && !join.read_closed {
             // Nothing more goes to the guest: the host learns it by EPIPE.
             join.read_closed = true;
-            match &join.end {
+            match &mut join.end {
                 End::Socket { socket, .. } => {
-                    let _ = rustix::net::shutdown(socket, Shutdown::Read);
+                    let _ = rustix::net::shutdown(&*socket, Shutdown::Read);
                 }
                 End::Sibling(s) => {
+                    sibling::return_inbound(s, true, cx);
                     let to = s.peer.flow;
                     let message = Message::Shutdown {
                         to,
@@ -224,10 +225,14 @@ impl Device {
             return;
         }
         join.hold_until = None;
-        if let End::Sibling(s) = &join.end {
-            let (to, device) = (s.peer.flow, s.peer.device);
-            cx.outbox.send(device, Message::Recall { to });
-            return;
+        if let End::Sibling(s) = &mut join.end {
+            if s.returned < s.mark {
+                // What was lent before the timer was set is still out.
+                s.stalled = true;
+                let to = s.peer.flow;
+                cx.outbox.send(s.peer.device, Message::Recall { to });
+            }
+            return self.settle(key, cx);
         }
         self.spill(key, 0, cx);
         if let Some(join) = self.joins.get_mut(key as usize) {

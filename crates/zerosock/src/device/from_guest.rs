@@ -8,7 +8,7 @@ use super::join::{End, Join};
 use super::outbound::Held;
 use super::timers::Timer;
 use super::{Context, Device};
-use crate::switch::Message;
+use crate::switch::{Message, Peer};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -228,6 +228,7 @@ impl Device {
         }
     }
 
+    /// Lends the guest's chains to the sibling. One that has stalled gets its share, and copies.
     fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
@@ -238,41 +239,36 @@ impl Device {
         let (Some(tx), Some(flow)) = (self.tx.as_mut(), join.flow) else {
             return;
         };
-        let from = crate::switch::Peer {
+        let Peer { device, flow: to } = sibling.peer;
+        let from = Peer {
             device: self.addr,
             flow,
         };
-        let share = share_of(tx.queue.size());
-        let to = sibling.peer.flow;
-        let device = sibling.peer.device;
-        let mut completed = Vec::new();
-        for held in join.outbound.take_held() {
-            let message = if sibling.lent < share {
-                sibling.lent += 1;
-                let memory = tx.queue.memory().clone();
-                Message::Lent {
-                    to,
-                    from,
-                    memory,
-                    held,
-                    epoch: tx.epoch,
-                }
-            } else {
-                let mut bytes = Vec::new();
-                super::outbound::copy_out(tx.queue.memory(), &held, &mut bytes);
-                cx.counters.copied_bytes.add(u64::from(held.len));
-                completed.push(held.chain);
-                Message::Copied { to, bytes }
+        let most = if sibling.stalled {
+            share_of(tx.queue.size())
+        } else {
+            usize::MAX
+        };
+        while sibling.out() < most {
+            let Some(held) = join.outbound.pop_held() else {
+                break;
+            };
+            sibling.lent += 1;
+            let message = Message::Lent {
+                to,
+                from,
+                memory: tx.queue.memory().clone(),
+                held,
+                epoch: tx.epoch,
             };
             cx.outbox.send(device, message);
         }
-        for chain in completed {
-            tx.complete(chain, 0);
-        }
-        let rest = join.outbound.overflow();
-        if !rest.is_empty() {
-            let bytes = rest.to_vec();
-            join.outbound.advance_overflow(bytes.len());
+        self.spill(key, 0, cx);
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let bytes = join.outbound.take_overflow();
+        if !bytes.is_empty() {
             cx.outbox.send(device, Message::Copied { to, bytes });
         }
         self.settle(key, cx);
@@ -305,9 +301,17 @@ impl Device {
         } else if join.hold_until.is_none() {
             let until = cx.now + cx.limits.hold;
             join.hold_until = Some(until);
+            if let End::Sibling(s) = &mut join.end {
+                s.mark = s.lent;
+            }
             self.timers.set(until, Timer::Hold(key));
         }
-        let now_counted = (join.outbound.held_chains(), join.outbound.overflow_len());
+        let inbound = match &join.end {
+            End::Sibling(s) => s.copied,
+            _ => 0,
+        };
+        let held = join.outbound.held_chains();
+        let now_counted = (held, join.outbound.overflow_len() + inbound);
         self.stalled_chains = self.stalled_chains - join.counted.0 + now_counted.0;
         self.overflow_bytes = self.overflow_bytes - join.counted.1 + now_counted.1;
         join.counted = now_counted;

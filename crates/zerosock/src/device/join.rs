@@ -35,10 +35,38 @@ pub(crate) struct SiblingEnd {
     pub(crate) peer: Peer,
     /// Bytes from the sibling for our guest, in order.
     pub(crate) inbound: VecDeque<Inbound>,
-    /// Chains of our guest that the sibling has.
-    pub(crate) lent: usize,
+    /// Bytes of `inbound` that are copies; they count as overflow of our device.
+    pub(crate) copied: usize,
+    /// Chains of our guest that went to the sibling, and that came back; they do so in order.
+    pub(crate) lent: u64,
+    pub(crate) returned: u64,
+    /// What `lent` was when the hold timer was set: whatever is older has been held too long when
+    /// it fires.
+    pub(crate) mark: u64,
+    /// It held a chain too long, and has not caught up since.
+    pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
+}
+
+impl SiblingEnd {
+    pub(crate) fn new(peer: Peer) -> SiblingEnd {
+        SiblingEnd {
+            peer,
+            inbound: VecDeque::new(),
+            copied: 0,
+            lent: 0,
+            returned: 0,
+            mark: 0,
+            stalled: false,
+            finish: false,
+        }
+    }
+
+    /// Chains of our guest that the sibling has.
+    pub(crate) fn out(&self) -> usize {
+        self.lent.saturating_sub(self.returned) as usize
+    }
 }
 
 /// Bytes from a sibling.

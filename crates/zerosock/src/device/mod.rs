@@ -260,7 +260,7 @@ impl Device {
             }
         });
         if let End::Sibling(sibling) = &mut join.end {
-            sibling::return_inbound(sibling, cx);
+            sibling::return_inbound(sibling, false, cx);
         }
         cx.counters.conns_removed.add(1);
         Some(join)

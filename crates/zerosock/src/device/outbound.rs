@@ -153,10 +153,19 @@ impl Outbound {
         *self = Outbound::default();
     }
 
-    /// Takes the held parts out, front first (a sibling reads them in place).
-    pub(crate) fn take_held(&mut self) -> impl Iterator<Item = Held> + '_ {
-        self.held_bytes = 0;
-        self.held.drain(..)
+    /// Takes the first held part out (a sibling reads it in place).
+    pub(crate) fn pop_held(&mut self) -> Option<Held> {
+        let held = self.held.pop_front()?;
+        self.held_bytes -= held.len as usize;
+        Some(held)
+    }
+
+    /// Takes the copied bytes out. To be called once nothing is held.
+    pub(crate) fn take_overflow(&mut self) -> Vec<u8> {
+        let taken = std::mem::take(&mut self.taken);
+        let mut bytes = std::mem::take(&mut self.overflow);
+        bytes.drain(..taken);
+        bytes
     }
 }
 

@@ -2,11 +2,16 @@
 //! ended.
 //!
 //! What must hold: every chain popped is completed once, here; nothing is published without the
-//! front-end being told when it asked to be told; a ring that broke is never touched again.
+//! front-end being told when it asked to be told; from a ring that broke nothing is taken any more,
+//! but what was taken before is given back.
 
 use rustix::fd::OwnedFd;
 use zerosock_ring::{Chain, DeviceQueue, PopError};
 use zerosock_sys::bell::{Bell, Ringer};
+
+/// Useless chains turned back before others get their turn: a driver can post them as fast as
+/// they come back.
+const MOST_USELESS: usize = 64;
 
 /// A virtqueue in the worker's hands.
 #[derive(Debug)]
@@ -69,7 +74,7 @@ impl Ring {
         if !self.live() {
             return None;
         }
-        loop {
+        for _ in 0..MOST_USELESS {
             let useless = match self.queue.pop() {
                 Ok(Some(chain)) if chain.writable_len() as usize >= room => return Some(chain),
                 Ok(Some(chain)) => chain,
@@ -88,14 +93,13 @@ impl Ring {
             self.malformed += 1;
             self.complete(useless, 0);
         }
+        // There may be more, and what there is will be found when kicks are asked for.
+        None
     }
 
     /// Gives `chain` back to the driver with `written` bytes in it.
     #[inline]
     pub(crate) fn complete(&mut self, chain: Chain, written: u32) {
-        if self.broken {
-            return;
-        }
         self.queue.complete(chain, written);
         self.dirty = true;
     }
@@ -108,10 +112,8 @@ impl Ring {
         {
             ringer.ring(err);
         }
-        if !std::mem::take(&mut self.dirty) || self.broken {
-            return;
-        }
-        if self.queue.publish()
+        if std::mem::take(&mut self.dirty)
+            && self.queue.publish()
             && let Some(call) = &self.call
         {
             ringer.ring(call);

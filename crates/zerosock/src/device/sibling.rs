@@ -7,19 +7,9 @@ use super::join::{End, Inbound, Join, SiblingEnd};
 use super::outbound::copy_out;
 use super::{Context, Device};
 use crate::switch::{Message, Peer};
-use std::collections::VecDeque;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::SocketType;
-
-fn sibling_end(peer: Peer) -> End {
-    End::Sibling(SiblingEnd {
-        peer,
-        inbound: VecDeque::new(),
-        lent: 0,
-        finish: false,
-    })
-}
 
 /// `len` bytes of the front of `inbound` were read; the sibling's guest gets its credit, and its
 /// chain if it is `used_up`.
@@ -43,22 +33,23 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
     );
 }
 
-/// Gives back every chain of the sibling's, read or not.
-pub(super) fn return_inbound(sibling: &mut SiblingEnd, cx: &mut Context<'_>) {
+/// Gives back everything from the sibling: `read`, because our guest will never read it and that
+/// is all right, or unread, because the connection ends.
+pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
+    sibling.copied = 0;
     for inbound in sibling.inbound.drain(..) {
-        if let Inbound::Lent { held, epoch, .. } = inbound {
-            let chain = Some((held.chain, epoch));
-            cx.outbox.send(
-                device,
-                Message::Returned {
-                    to,
-                    bytes: 0,
-                    chain,
-                },
-            );
-        }
+        cx.outbox.send(device, give_back(to, inbound, read));
     }
+}
+
+fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
+    let bytes = if read { inbound.len() as u32 } else { 0 };
+    let chain = match inbound {
+        Inbound::Lent { held, epoch, .. } => Some((held.chain, epoch)),
+        Inbound::Copied { .. } => None,
+    };
+    Message::Returned { to, bytes, chain }
 }
 
 /// Tells the other side that this one has ended: in order (everything was read, both ways were
@@ -167,7 +158,7 @@ impl Device {
                 return;
             }
         };
-        self.add_join(flow, sibling_end(from), cx);
+        self.add_join(flow, End::Sibling(SiblingEnd::new(from)), cx);
     }
 
     fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
@@ -183,7 +174,7 @@ impl Device {
         if !matches!(join.end, End::Asked) {
             return;
         }
-        join.end = sibling_end(from);
+        join.end = End::Sibling(SiblingEnd::new(from));
         join.open = true;
         join.writable = true;
         let _ = self.shard.accept(cx.now, to);
@@ -191,38 +182,30 @@ impl Device {
 
     /// Bytes from a sibling for our guest.
     fn inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound, cx: &mut Context<'_>) {
-        let join = self
-            .key_of(to)
-            .and_then(|k| Some((k, self.joins.get_mut(k as usize)?)));
-        match join {
-            Some((
-                key,
-                Join {
-                    end: End::Sibling(s),
-                    readable,
-                    read_closed: false,
-                    ..
-                },
-            )) => {
-                s.inbound.push_back(inbound);
-                *readable = true;
-                self.enqueue(key);
-            }
-            // Our guest does not read, or the flow has ended: the chain goes back all the same.
-            _ => {
-                if let (Some(Peer { device, flow }), Inbound::Lent { held, epoch, .. }) =
-                    (from, inbound)
-                {
-                    let bytes = held.len;
-                    let chain = Some((held.chain, epoch));
-                    let message = Message::Returned {
-                        to: flow,
-                        bytes,
-                        chain,
-                    };
-                    cx.outbox.send(device, message);
+        let key = self.key_of(to);
+        let join = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?)));
+        let peer = match join {
+            Some((key, join)) => {
+                let End::Sibling(s) = &mut join.end else {
+                    return;
+                };
+                if !join.read_closed {
+                    if let Inbound::Copied { bytes, .. } = &inbound {
+                        s.copied += bytes.len();
+                    }
+                    s.inbound.push_back(inbound);
+                    join.readable = true;
+                    self.enqueue(key);
+                    return self.settle(key, cx);
                 }
+                Some(s.peer)
             }
+            // The flow has ended here; what was copied is nobody's any more.
+            None => from,
+        };
+        // Our guest will never read it: the sender's credit and its chain go back all the same.
+        if let Some(Peer { device, flow }) = peer {
+            cx.outbox.send(device, give_back(flow, inbound, true));
         }
     }
 
@@ -234,7 +217,7 @@ impl Device {
         chain: Option<(zerosock_ring::Chain, u32)>,
         cx: &mut Context<'_>,
     ) {
-        let lent = chain.is_some();
+        let returned = chain.is_some();
         if let (Some((chain, epoch)), Some(tx)) = (chain, self.tx.as_mut()) {
             // A chain of an earlier start of the queue belongs to nobody any more.
             if tx.epoch == epoch {
@@ -242,21 +225,19 @@ impl Device {
             }
         }
         let Some(key) = self.key_of(to) else { return };
-        if let Some(Join {
-            end: End::Sibling(s),
-            hold_until,
-            ..
-        }) = self.joins.get_mut(key as usize)
-            && lent
-        {
-            s.lent = s.lent.saturating_sub(1);
-            // It moves: the bound in time is for what does not.
-            *hold_until = None;
-        }
         if bytes > 0 {
             let _ = self.shard.consume(to, bytes);
-            self.drain_events(cx);
         }
+        let caught_up = self.shard.flow(to).is_none_or(|flow| flow.unread == 0);
+        if let Some(Join {
+            end: End::Sibling(s),
+            ..
+        }) = self.joins.get_mut(key as usize)
+        {
+            s.returned += u64::from(returned);
+            s.stalled &= !caught_up;
+        }
+        self.drain_events(cx);
         self.settle(key, cx);
     }
 
@@ -276,6 +257,7 @@ impl Device {
                 let mut bytes = Vec::new();
                 copy_out(memory, held, &mut bytes);
                 cx.counters.copied_bytes.add(bytes.len() as u64);
+                s.copied += bytes.len();
                 let copied = Inbound::Copied { bytes, taken: 0 };
                 if let Inbound::Lent { held, epoch, .. } = std::mem::replace(inbound, copied) {
                     let chain = Some((held.chain, epoch));
@@ -288,6 +270,7 @@ impl Device {
                 }
             }
         }
+        self.settle(key, cx);
     }
 
     fn sibling_shut(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {

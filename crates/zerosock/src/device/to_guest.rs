@@ -219,6 +219,7 @@ impl Device {
                     let bytes = &bytes[*taken..*taken + len];
                     rx.queue.memory().write(chain.writable(), from, bytes);
                     *taken += len;
+                    sibling.copied = sibling.copied.saturating_sub(len);
                 }
             }
             finish(rx, &mut self.shard, chain, reservation, len, cx);
@@ -231,6 +232,8 @@ impl Device {
             join.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, shut(false, true));
         }
+        // What was copied has become less.
+        self.settle(key, cx);
         fill
     }
 }

@@ -12,6 +12,7 @@ mod failure;
 mod guest;
 mod logging;
 mod nc;
+mod number;
 mod serve;
 mod signals;
 mod sockets;

@@ -12,6 +12,7 @@ use clap::{Args, ValueEnum};
 use super::vm::RawVm;
 use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
+use crate::number;
 
 /// Serve virtual machines: one vhost-user vsock device per VM
 ///
@@ -50,7 +51,7 @@ pub(crate) struct ServeArgs {
 #[command(next_help_heading = "One virtual machine")]
 pub(crate) struct VmFlags {
     /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
-    #[arg(long, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
     pub(crate) guest_cid: Option<u64>,
 
     /// The Unix socket to which the virtual machine monitor connects (vhost-user)
@@ -67,7 +68,7 @@ pub(crate) struct VmFlags {
 
     /// Instead of --uds-path: send the guest's connections on to this CID of the host's own
     /// AF_VSOCK, same port
-    #[arg(long, value_name = "CID", conflicts_with_all = ["vm", "config"])]
+    #[arg(long, value_parser = number::parse::<u32>, value_name = "CID", conflicts_with_all = ["vm", "config"])]
     pub(crate) forward_cid: Option<u32>,
 
     /// With --forward-cid: AF_VSOCK ports of the host whose connections go to the guest, same
@@ -80,12 +81,12 @@ pub(crate) struct VmFlags {
     ///
     /// This is the buf_alloc that the guest is told, 128 to 1073741824. vhost-device-vsock's
     /// default is 65536; the larger one here is what Linux itself uses for vsock.
-    #[arg(long, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
+    #[arg(long, value_parser = number::parse::<u32>, value_name = "BYTES", conflicts_with_all = ["vm", "config"])]
     pub(crate) tx_buffer_size: Option<u32>,
 
     /// The largest virtqueue that the monitor may set up: a power of two up to 32768
     /// [default: 1024]
-    #[arg(long, value_name = "ENTRIES", conflicts_with_all = ["vm", "config"])]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "ENTRIES", conflicts_with_all = ["vm", "config"])]
     pub(crate) queue_size: Option<u64>,
 
     /// The groups of this VM, joined by `+`: VMs with a group in common reach each other by CID
@@ -111,7 +112,7 @@ pub(crate) struct DaemonFlags {
     pub(crate) socket_group: Option<String>,
 
     /// Connections that one VM may have at once; more are refused with a reset
-    #[arg(long, value_name = "N", default_value_t = 65536)]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 65536)]
     pub(crate) max_connections: u64,
 
     /// How long a connection may take to come about, either way, and a CONNECT line to arrive
@@ -119,7 +120,7 @@ pub(crate) struct DaemonFlags {
     pub(crate) connect_timeout: Duration,
 
     /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than VMs]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     pub(crate) workers: Option<u64>,
 
     /// CPUs to pin the workers to, in turn, such as 0-3,5 [default: not pinned]

@@ -1,0 +1,37 @@
+//! A whole number as typed. The error is the fix; clap puts option and value in front.
+
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// Types of numbers and the largest of each.
+pub(crate) trait Whole: FromStr + Display {
+    const LARGEST: Self;
+}
+
+impl Whole for u32 {
+    const LARGEST: u32 = u32::MAX;
+}
+
+impl Whole for u64 {
+    const LARGEST: u64 = u64::MAX;
+}
+
+/// Reads a number in decimal digits.
+pub(crate) fn parse<T: Whole>(text: &str) -> Result<T, String> {
+    text.parse()
+        .map_err(|_| format!("give a whole number from 0 to {}", T::LARGEST))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_number_says_what_is() {
+        assert_eq!(parse::<u32>("7"), Ok(7));
+        for text in ["", "x", "-1", "1.5", "4294967296", "64k"] {
+            let error = parse::<u32>(text).unwrap_err();
+            assert_eq!(error, "give a whole number from 0 to 4294967295", "{text}");
+        }
+    }
+}

@@ -41,13 +41,22 @@ pub fn send_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
     }
 }
 
-/// Receives into guest memory with one recvmsg(2). Does not block. Returns how many bytes came;
-/// 0 at end of file, and also when the slices have no room.
+/// What one [`recv_slices`] got.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Received {
+    /// Bytes; 0 at end of file, and also when the slices have no room.
+    pub bytes: usize,
+    /// Something beside the bytes was cut off: on a Unix socket a passed descriptor, behind which
+    /// a read stops although there may be more.
+    pub cut: bool,
+}
+
+/// Receives into guest memory with one recvmsg(2). Does not block.
 ///
 /// # Errors
 /// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished. Else
 /// what recvmsg(2) answers.
-pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     let mut message = message(slices);
     loop {
         // SAFETY: as in `send_slices`, but the kernel writes: a `GuestSlice` stands for memory
@@ -56,7 +65,8 @@ pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
         // but the slices and `message` itself is written.
         let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
         if let Some(result) = outcome(received) {
-            return result;
+            let cut = message.msg_flags & libc::MSG_CTRUNC != 0;
+            return result.map(|bytes| Received { bytes, cut });
         }
     }
 }

@@ -77,6 +77,8 @@ pub struct DaemonConfig {
     /// Bytes that all stalled connections of a VM together may have copied; beyond, the one with
     /// most of them is reset.
     pub max_overflow: usize,
+    /// How long a stalled connection may hold chains of the guest before they are copied out.
+    pub hold: Duration,
     /// Which port the OK line names.
     pub ok: OkConvention,
     /// How long a connect may take, and a CONNECT line.
@@ -91,6 +93,7 @@ impl Default for DaemonConfig {
             cpus: Vec::new(),
             max_connections: 65_536,
             max_overflow: 64 << 20,
+            hold: HOLD,
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
         }
@@ -128,7 +131,6 @@ fn system(what: &'static str) -> impl FnOnce(io::Error) -> StartError {
     move |source| StartError::System { what, source }
 }
 
-/// How long a stalled connection may hold chains of the guest before they are copied out.
 const HOLD: Duration = Duration::from_millis(20);
 /// Host programs of one VM that may be connected without having said CONNECT.
 const MAX_HANDSHAKES: usize = 1024;
@@ -172,7 +174,7 @@ impl Daemon {
         let limits = Limits {
             handshake: config.connect_timeout,
             connect: config.connect_timeout,
-            hold: HOLD,
+            hold: config.hold,
             overflow: config.max_overflow,
             handshakes: MAX_HANDSHAKES,
             lingering: MAX_LINGERING,

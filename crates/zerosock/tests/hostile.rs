@@ -529,25 +529,3 @@ fn a_call_descriptor_that_blocks_holds_no_worker() {
         neighbour.beat();
     }
 }
-
-/// What was taken from the ring before it broke is still given back, and the queue can be stopped.
-#[test]
-fn a_queue_that_broke_with_a_packet_in_hand_can_be_stopped() {
-    let daemon = TestDaemon::with(2, |config| config.workers = 1);
-    let mut neighbour = Neighbour::new(&daemon);
-    let mut bad = Bad::new(&daemon);
-    let head = bad.guest.tx_pair();
-    let mut header = bad.guest.header(5000, 2000, Op::Rw);
-    header.len = 10;
-    let buffer = bad.guest.buffer(TX, head);
-    bad.guest.write(buffer, &emit(&header));
-    bad.guest.desc(TX, head, buffer, 54, 0, 0);
-    // In one batch: a good packet, and a head that no queue of this size has.
-    bad.guest.make_available(TX, head);
-    bad.guest.make_available(TX, SIZE + 5);
-    bad.guest.kick(TX);
-    let mut got = [0u8; 10];
-    bad.program.read_exact(&mut got).unwrap();
-    bad.guest.frontend.get_vring_base(1).unwrap();
-    neighbour.beat();
-}

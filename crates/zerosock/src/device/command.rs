@@ -108,7 +108,11 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<(), String> {
         let memory = self.memory.clone().ok_or("no memory table")?;
-        if config.base == 0 && index == TX && !self.joins.is_empty() {
+        let stopped_at = self.stopped_at.get_mut(usize::from(index));
+        if let Some(stopped_at) = stopped_at
+            && config.base == 0
+            && stopped_at.take() != Some(0)
+        {
             // The driver starts from nothing: it has rebooted and knows no connection of ours.
             self.forget_connections(cx);
         }
@@ -148,9 +152,17 @@ impl Device {
             _ => None,
         };
         match ring {
-            Some(ring) => reply.base(close(ring, cx)),
+            Some(ring) => self.answer_base(index, ring, reply, cx),
             None => reply.failed(format!("queue {index} does not run")),
         }
+    }
+
+    fn answer_base(&mut self, index: u16, ring: Ring, reply: Reply, cx: &mut Context<'_>) {
+        let base = close(ring, cx);
+        if let Some(stopped_at) = self.stopped_at.get_mut(usize::from(index)) {
+            *stopped_at = Some(base);
+        }
+        reply.base(base);
     }
 
     /// Copies out what is held of the guest's chains and calls back what siblings have.
@@ -181,7 +193,7 @@ impl Device {
         }
         match self.waiting.take() {
             Some(Waiting::Stop(reply)) => match self.tx.take() {
-                Some(ring) => reply.base(close(ring, cx)),
+                Some(ring) => self.answer_base(TX, ring, reply, cx),
                 None => reply.failed("queue 1 does not run"),
             },
             Some(Waiting::Memory(memory, reply)) => match self.remap(memory, cx) {
@@ -213,14 +225,16 @@ impl Device {
     /// Closes every connection without a word to the guest, which knows of none. What it had sent
     /// before it went is still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
-        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        // Those that linger have been parted from the guest before.
+        let known = self.joins.iter().filter(|(_, join)| join.flow.is_some());
+        let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
         for key in keys {
             if !self.linger(key, cx) {
                 self.end_join(key, cx);
             }
         }
         self.ready.clear();
-        self.dirty.clear();
+        self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         while self.shard.poll_event().is_some() {}
     }
@@ -237,6 +251,7 @@ impl Device {
         }
         self.announce_reset = false;
         self.starved = false;
+        self.stopped_at = [None; 2];
     }
 
     /// The front-end is gone.

@@ -221,17 +221,22 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
-        if join.hold_until.is_none_or(|t| t > cx.now) {
+        if !std::mem::take(&mut join.hold_timer) {
             return;
         }
-        join.hold_until = None;
+        if join
+            .held_since
+            .is_none_or(|since| since + cx.limits.hold > cx.now)
+        {
+            // Held for less than that, or no more: look again in time.
+            return self.settle(key, cx);
+        }
+        join.held_since = None;
+        join.no_memory = false;
         if let End::Sibling(s) = &mut join.end {
-            if s.returned < s.mark {
-                // What was lent before the timer was set is still out.
-                s.stalled = true;
-                let to = s.peer.flow;
-                cx.outbox.send(s.peer.device, Message::Recall { to });
-            }
+            s.stalled = true;
+            let to = s.peer.flow;
+            cx.outbox.send(s.peer.device, Message::Recall { to });
             return self.settle(key, cx);
         }
         self.spill(key, 0, cx);

@@ -7,12 +7,12 @@
 use super::join::{End, Join};
 use super::outbound::Held;
 use super::timers::Timer;
-use super::{Context, Device};
+use super::{Context, Device, TURN_BYTES};
 use crate::switch::{Message, Peer};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
-use zerosock_proto::vsock::{Disposition, FlowId, How};
+use zerosock_proto::vsock::{Disposition, DropReason, FlowId, How};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Packet, Repr};
 use zerosock_ring::{Chain, SliceBuf};
 
@@ -25,6 +25,7 @@ const SLICES: usize = 128;
 enum Wrote {
     Some { bytes: usize, all: bool },
     Full,
+    NoMemory,
     Gone,
     Lost,
 }
@@ -42,7 +43,7 @@ impl Device {
             tx.queue.disable_notifications();
         }
         let mut taken = 0;
-        while taken < BUDGET && !self.receive_blocked() {
+        while taken < BUDGET && self.moved < TURN_BYTES && !self.receive_blocked() {
             let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
@@ -52,7 +53,7 @@ impl Device {
         cx.counters.rx_packets.add(taken as u64);
         self.drain_events(cx);
         self.flush_dirty(cx);
-        taken == BUDGET
+        taken == BUDGET || self.moved >= TURN_BYTES
     }
 
     fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
@@ -78,7 +79,10 @@ impl Device {
             }
             Disposition::Dropped(reason) => {
                 tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
-                cx.counters.bad_packets.add(1);
+                // What crosses our own SHUTDOWN is in order.
+                if reason != DropReason::ReceiveShut {
+                    cx.counters.bad_packets.add(1);
+                }
                 tx.complete(chain, 0);
                 self.drain_events(cx);
             }
@@ -88,6 +92,7 @@ impl Device {
     #[inline]
     fn deliver(&mut self, chain: Chain, flow: FlowId, len: u32, cx: &mut Context<'_>) {
         cx.counters.rx_bytes.add(u64::from(len));
+        self.moved += len as usize;
         let key = self.key_of(flow);
         let Some(tx) = self.tx.as_mut() else { return };
         let Some((key, join)) = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?))) else {
@@ -182,6 +187,10 @@ impl Device {
                     join.writable = all;
                 }
                 Wrote::Full => join.writable = false,
+                Wrote::NoMemory => {
+                    join.writable = false;
+                    join.no_memory = true;
+                }
                 Wrote::Gone => {
                     consumed += join.outbound.len();
                     self.host_is_deaf(key, cx);
@@ -205,7 +214,7 @@ impl Device {
     }
 
     /// The host takes nothing any more: drop what waits for it and tell the guest.
-    fn host_is_deaf(&mut self, key: u32, _cx: &mut Context<'_>) {
+    fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
@@ -218,7 +227,7 @@ impl Device {
         });
         if let Some(flow) = join.flow {
             let _ = self.shard.shutdown(
-                _cx.now,
+                cx.now,
                 flow,
                 How {
                     receive: true,
@@ -244,10 +253,13 @@ impl Device {
             device: self.addr,
             flow,
         };
+        let size = tx.queue.size();
+        let others = self.stalled_chains - join.counted.0;
+        let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.stalled {
-            share_of(tx.queue.size())
+            share_of(size).min(half)
         } else {
-            usize::MAX
+            half
         };
         while sibling.out() < most {
             let Some(held) = join.outbound.pop_held() else {
@@ -294,24 +306,29 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
-        let stuck =
-            join.outbound.held_chains() > 0 || matches!(&join.end, End::Sibling(s) if s.lent > 0);
-        if !stuck {
-            join.hold_until = None;
-        } else if join.hold_until.is_none() {
-            let until = cx.now + cx.limits.hold;
-            join.hold_until = Some(until);
-            if let End::Sibling(s) = &mut join.end {
-                s.mark = s.lent;
+        let out = match &mut join.end {
+            End::Sibling(s) => {
+                if join.held_since.is_none() {
+                    s.mark = s.lent;
+                }
+                s.out()
             }
-            self.timers.set(until, Timer::Hold(key));
+            _ => join.outbound.held_chains(),
+        };
+        if out == 0 && !join.no_memory {
+            join.held_since = None;
+        } else {
+            let since = *join.held_since.get_or_insert(cx.now);
+            if !join.hold_timer {
+                join.hold_timer = true;
+                self.timers.set(since + cx.limits.hold, Timer::Hold(key));
+            }
         }
         let inbound = match &join.end {
             End::Sibling(s) => s.copied,
             _ => 0,
         };
-        let held = join.outbound.held_chains();
-        let now_counted = (held, join.outbound.overflow_len() + inbound);
+        let now_counted = (out, join.outbound.overflow_len() + inbound);
         self.stalled_chains = self.stalled_chains - join.counted.0 + now_counted.0;
         self.overflow_bytes = self.overflow_bytes - join.counted.1 + now_counted.1;
         join.counted = now_counted;
@@ -407,7 +424,8 @@ fn wrote(result: std::io::Result<usize>, want: usize) -> Wrote {
                 bytes: 0,
                 all: true,
             },
-            Some(Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM) => Wrote::Full,
+            Some(Errno::AGAIN) => Wrote::Full,
+            Some(Errno::NOBUFS | Errno::NOMEM) => Wrote::NoMemory,
             Some(Errno::FAULT) => Wrote::Lost,
             _ => Wrote::Gone,
         },

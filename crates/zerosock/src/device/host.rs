@@ -19,6 +19,9 @@ use zerosock_proto::{Address, Cid, Instant, Port};
 /// that failed for want of descriptors.
 const RETRY: Duration = Duration::from_millis(10);
 
+/// Connections accepted in one go.
+const ACCEPT_BUDGET: usize = 64;
+
 /// How a device meets the host.
 #[derive(Debug)]
 pub(crate) enum HostEnd {
@@ -66,7 +69,7 @@ impl Device {
 
     /// Accepts everything that waits on a listener.
     pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
-        loop {
+        for _ in 0..ACCEPT_BUDGET {
             let (listener, port) = match &self.host {
                 HostEnd::Hybrid { listener, .. } => (listener, None),
                 HostEnd::Forward { listeners, .. } => match listeners.get(key as usize) {
@@ -91,6 +94,8 @@ impl Device {
                 }
             }
         }
+        // There may be more, and their edge is used up: after the others' turns.
+        self.timers.set(cx.now, Timer::Accept(key));
     }
 
     fn begin_handshake(&mut self, socket: OwnedFd, cx: &mut Context<'_>) {
@@ -310,6 +315,7 @@ impl Device {
         }
         join.readable |= readiness.readable();
         join.writable |= readiness.writable();
+        join.urgent |= readiness.urgent();
         join.host_finished |= readiness.peer_finished();
         join.host_gone |= readiness.hung_up();
         if !join.open {
@@ -335,7 +341,7 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
-        let placeholder = End::Asked;
+        let placeholder = End::Asked(None);
         let End::Connecting { socket, .. } = std::mem::replace(&mut join.end, placeholder) else {
             return;
         };

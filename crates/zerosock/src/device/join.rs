@@ -23,8 +23,8 @@ pub(crate) enum End {
     Connecting { socket: OwnedFd, deadline: Instant },
     /// A host socket. `ok` is the port for the OK line, while the guest has not answered.
     Socket { socket: OwnedFd, ok: Option<Port> },
-    /// A sibling that was asked and has not answered.
-    Asked,
+    /// A sibling that was asked and has not accepted; who it is, once it has said so.
+    Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingEnd),
 }
@@ -40,8 +40,7 @@ pub(crate) struct SiblingEnd {
     /// Chains of our guest that went to the sibling, and that came back; they do so in order.
     pub(crate) lent: u64,
     pub(crate) returned: u64,
-    /// What `lent` was when the hold timer was set: whatever is older has been held too long when
-    /// it fires.
+    /// What `lent` was at [`Join::held_since`]: what went before has been out since then.
     pub(crate) mark: u64,
     /// It held a chain too long, and has not caught up since.
     pub(crate) stalled: bool,
@@ -122,8 +121,15 @@ pub(crate) struct Join {
     pub(crate) in_dirty: bool,
     /// Waits for credit: the shard will say `Writable`.
     pub(crate) no_credit: bool,
-    /// When held chains are to be copied out; `None` while nothing is stuck.
-    pub(crate) hold_until: Option<Instant>,
+    /// Since when chains of the guest are held or lent without progress; `None`: none are.
+    pub(crate) held_since: Option<Instant>,
+    /// A hold timer is set. It may find that nothing is held any more: one for many holds.
+    pub(crate) hold_timer: bool,
+    /// The kernel had no memory for a send; no edge tells when it has.
+    pub(crate) no_memory: bool,
+    /// Every read goes on until there is nothing: the host plays with urgent bytes, at which reads
+    /// stop short.
+    pub(crate) urgent: bool,
     /// How many receive buffers the next read gathers.
     pub(crate) read_chains: u8,
     /// What this join adds to the device's sums of held chains and overflow bytes.
@@ -148,7 +154,10 @@ impl Join {
             in_ready: false,
             in_dirty: false,
             no_credit: false,
-            hold_until: None,
+            held_since: None,
+            hold_timer: false,
+            no_memory: false,
+            urgent: false,
             read_chains: 1,
             counted: (0, 0),
         }

@@ -51,6 +51,9 @@ pub(crate) const TX: u16 = 1;
 /// Index of the queue of events.
 pub(crate) const EVENT: u16 = 2;
 
+/// Payload bytes moved in one turn of a device before others have theirs: about a millisecond.
+pub(crate) const TURN_BYTES: usize = 4 << 20;
+
 /// Bounds that hold for each device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
@@ -114,6 +117,14 @@ pub(crate) struct Device {
     stalled_chains: usize,
     overflow_bytes: usize,
     timers: Timers,
+    /// Entries of `ready` whose join has gone.
+    stale_ready: usize,
+    /// Requests of our guest to siblings that have not been answered.
+    unanswered: usize,
+    /// The index at which a queue was stopped, receive and transmit.
+    stopped_at: [Option<u16>; 2],
+    /// Payload bytes moved in this turn.
+    moved: usize,
     /// There was something for the guest and no buffer for it.
     starved: bool,
 
@@ -148,6 +159,10 @@ impl Device {
             stalled_chains: 0,
             overflow_bytes: 0,
             timers: Timers::default(),
+            stale_ready: 0,
+            unanswered: 0,
+            stopped_at: [None; 2],
+            moved: 0,
             starved: false,
             active: false,
             armed: None,
@@ -156,6 +171,7 @@ impl Device {
 
     /// Does a bounded amount of what there is to do. True: there is more.
     pub(crate) fn turn(&mut self, cx: &mut Context<'_>) -> bool {
+        self.moved = 0;
         self.fire_timers(cx);
         let mut more = self.receive(cx);
         more |= self.transmit(cx);
@@ -176,7 +192,7 @@ impl Device {
             self.lose("guest memory vanished under the device", cx);
             return false;
         }
-        more || self.rearm() || self.shard_has_work()
+        more || self.rearm() || self.has_work_for_guest()
     }
 
     /// The next time at which [`turn`](Self::turn) has something to do of itself.
@@ -208,8 +224,10 @@ impl Device {
         more
     }
 
-    fn shard_has_work(&self) -> bool {
-        !self.starved && self.rx.as_ref().is_some_and(Ring::live) && self.shard.has_transmit()
+    fn has_work_for_guest(&self) -> bool {
+        !self.starved
+            && self.rx.as_ref().is_some_and(Ring::live)
+            && (self.shard.has_transmit() || !self.ready.is_empty())
     }
 
     /// The join of `flow`, if it is still there.
@@ -240,6 +258,18 @@ impl Device {
         }
     }
 
+    /// An entry of `ready` has lost its join. The list is swept when most of it is so.
+    fn forget_ready(&mut self) {
+        self.stale_ready += 1;
+        if self.stale_ready > 64 && self.stale_ready > self.ready.len() / 2 {
+            self.stale_ready = 0;
+            // Of a key that is there twice, the first entry serves and the second is skipped.
+            let joins = &self.joins;
+            self.ready
+                .retain(|&key| joins.get(key as usize).is_some_and(|join| join.in_ready));
+        }
+    }
+
     /// Ends a join: chains go back, the socket closes, the sums forget it. The vsock half is
     /// someone else's business.
     fn remove_join(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Join> {
@@ -250,6 +280,9 @@ impl Device {
             }
         } else {
             self.lingering -= 1;
+        }
+        if join.in_ready {
+            self.forget_ready();
         }
         self.stalled_chains -= join.counted.0;
         self.overflow_bytes -= join.counted.1;

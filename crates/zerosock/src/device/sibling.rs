@@ -55,20 +55,27 @@ fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
 /// Tells the other side that this one has ended: in order (everything was read, both ways were
 /// shut), or cut off.
 pub(super) fn tell_end(join: &Join, orderly: bool, cx: &mut Context<'_>) {
-    if let End::Sibling(s) = &join.end {
-        let to = s.peer.flow;
-        let message = if orderly {
-            Message::Shutdown {
-                to,
-                receive: true,
-                send: true,
+    let (device, message) = match &join.end {
+        End::Sibling(s) if orderly => {
+            let Peer { device, flow: to } = s.peer;
+            if s.out() > 0 {
+                // Nobody here will watch over them any more.
+                cx.outbox.send(device, Message::Recall { to });
             }
-        } else {
-            Message::Reset { to }
-        };
-        cx.outbox.send(s.peer.device, message);
-    }
+            let (receive, send) = (true, true);
+            (device, Message::Shutdown { to, receive, send })
+        }
+        End::Sibling(SiblingEnd { peer, .. }) | End::Asked(Some(peer)) => {
+            (peer.device, Message::Reset { to: peer.flow })
+        }
+        _ => return,
+    };
+    cx.outbox.send(device, message);
 }
+
+/// Requests to siblings that may be unanswered at once: their number is all that bounds what one
+/// guest can put into the mailbox of another's worker.
+const MAX_UNANSWERED: usize = 1024;
 
 impl Device {
     /// Our guest wants to reach `local`, which is not the host.
@@ -84,7 +91,13 @@ impl Device {
             let _ = self.shard.reject(flow);
             return;
         };
-        self.add_join(flow, End::Asked, cx);
+        if self.unanswered >= MAX_UNANSWERED {
+            cx.counters.conns_refused.add(1);
+            let _ = self.shard.reject(flow);
+            return;
+        }
+        self.unanswered += 1;
+        self.add_join(flow, End::Asked(None), cx);
         let from = Peer {
             device: self.addr,
             flow,
@@ -124,17 +137,41 @@ impl Device {
             Message::Returned { to, bytes, chain } => self.returned(to, bytes, chain, cx),
             Message::Recall { to } => self.recall(to, cx),
             Message::Shutdown { to, receive, send } => self.sibling_shut(to, receive, send, cx),
-            Message::Reset { to } => {
-                let Some(key) = self.key_of(to) else { return };
-                let asked = matches!(self.joins.get(key as usize), Some(j) if !j.open);
-                if asked && matches!(self.joins[key as usize].end, End::Asked) {
-                    cx.counters.conns_refused.add(1);
-                    let _ = self.shard.reject(to);
-                } else {
-                    let _ = self.shard.reset(to);
-                }
-                // The other side is gone: nobody to tell.
-                self.remove_join(key, cx);
+            Message::Asking { to, from } => self.sibling_asks(to, from, cx),
+            Message::Refused { to } => {
+                self.unanswered = self.unanswered.saturating_sub(1);
+                self.sibling_ended(to, cx);
+            }
+            Message::Reset { to } => self.sibling_ended(to, cx),
+        }
+    }
+
+    /// The other side is gone, or never came to be: nobody to tell.
+    fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
+        let Some(key) = self.key_of(to) else { return };
+        let ended = match self.remove_join(key, cx) {
+            Some(Join {
+                end: End::Asked(_), ..
+            }) => {
+                cx.counters.conns_refused.add(1);
+                self.shard.reject(to)
+            }
+            _ => self.shard.reset(to),
+        };
+        // A flow that has ended of itself meanwhile needs no more.
+        let _ = ended;
+    }
+
+    /// A sibling has begun to ask its guest.
+    fn sibling_asks(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
+        self.unanswered = self.unanswered.saturating_sub(1);
+        let key = self.key_of(to);
+        match key.and_then(|key| self.joins.get_mut(key as usize)) {
+            Some(join) => join.end = End::Asked(Some(from)),
+            // Our guest has given up meanwhile.
+            None => {
+                let message = Message::Reset { to: from.flow };
+                cx.outbox.send(from.device, message);
             }
         }
     }
@@ -154,10 +191,19 @@ impl Device {
                     let _ = self.shard.reset(flow);
                 }
                 cx.outbox
-                    .send(from.device, Message::Reset { to: from.flow });
+                    .send(from.device, Message::Refused { to: from.flow });
                 return;
             }
         };
+        let us = Peer {
+            device: self.addr,
+            flow,
+        };
+        let asking = Message::Asking {
+            to: from.flow,
+            from: us,
+        };
+        cx.outbox.send(from.device, asking);
         self.add_join(flow, End::Sibling(SiblingEnd::new(from)), cx);
     }
 
@@ -171,7 +217,7 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
-        if !matches!(join.end, End::Asked) {
+        if !matches!(join.end, End::Asked(_)) {
             return;
         }
         join.end = End::Sibling(SiblingEnd::new(from));
@@ -190,10 +236,22 @@ impl Device {
                     return;
                 };
                 if !join.read_closed {
-                    if let Inbound::Copied { bytes, .. } = &inbound {
-                        s.copied += bytes.len();
+                    match (s.inbound.back_mut(), inbound) {
+                        // One buffer, however many small packets it was.
+                        (
+                            Some(Inbound::Copied { bytes, .. }),
+                            Inbound::Copied { bytes: more, .. },
+                        ) => {
+                            s.copied += more.len();
+                            bytes.extend_from_slice(&more);
+                        }
+                        (_, inbound) => {
+                            if let Inbound::Copied { bytes, .. } = &inbound {
+                                s.copied += bytes.len();
+                            }
+                            s.inbound.push_back(inbound);
+                        }
                     }
-                    s.inbound.push_back(inbound);
                     join.readable = true;
                     self.enqueue(key);
                     return self.settle(key, cx);
@@ -231,11 +289,16 @@ impl Device {
         let caught_up = self.shard.flow(to).is_none_or(|flow| flow.unread == 0);
         if let Some(Join {
             end: End::Sibling(s),
+            held_since,
             ..
         }) = self.joins.get_mut(key as usize)
         {
             s.returned += u64::from(returned);
             s.stalled &= !caught_up;
+            if s.returned >= s.mark {
+                // All that was out at that time is back: the others are younger.
+                *held_since = None;
+            }
         }
         self.drain_events(cx);
         self.settle(key, cx);

@@ -9,7 +9,7 @@
 use super::events::{emit, shut};
 use super::join::{End, Inbound, Join};
 use super::ring::Ring;
-use super::{Context, Device};
+use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
@@ -48,7 +48,7 @@ impl Device {
         }
         self.transmit_control(cx);
         for _ in 0..BUDGET {
-            if self.starved {
+            if self.starved || self.moved >= TURN_BYTES {
                 break;
             }
             let Some(key) = self.ready.pop_front() else {
@@ -59,8 +59,8 @@ impl Device {
                 // entry serves it.
                 None => continue,
                 Some(join) => {
-                    join.in_ready = false;
-                    if !join.may_read() {
+                    // Not on the list: this is the entry of a join that had this key before.
+                    if !std::mem::take(&mut join.in_ready) || !join.may_read() {
                         continue;
                     }
                     match join.end {
@@ -129,17 +129,22 @@ impl Device {
             want += memory.slices(slot.chain.writable(), HEADER_LEN, slot.room, &mut slices);
         }
         let result = zerosock_sys::recv_slices(socket.as_fd(), &slices);
-        let received = *result.as_ref().unwrap_or(&0);
+        let (received, cut) = match &result {
+            Ok(got) => (got.bytes, got.cut),
+            Err(_) => (0, false),
+        };
+        self.moved += received;
         commit(rx, &mut self.shard, gathered, received, cx);
         cx.counters.in_place_bytes.add(received as u64);
         cx.counters.tx_bytes.add(received as u64);
         learn(join, received, want);
         match result {
-            Ok(0) => self.host_ended(key, cx),
-            Ok(n) if n < want => {
+            Ok(_) if received == 0 => self.host_ended(key, cx),
+            Ok(_) if received < want => {
                 // Short: the socket is empty, and what comes next is an edge. But the edge of an
-                // end that was already seen does not come again: read on to reach it.
-                join.readable = join.host_finished;
+                // end that was already seen does not come again: read on to reach it. And a read
+                // also stops behind a descriptor that was passed (cut off), and at an urgent byte.
+                join.readable = join.host_finished || cut || join.urgent;
                 if join.readable {
                     Fill::Again
                 } else {
@@ -224,6 +229,7 @@ impl Device {
             }
             finish(rx, &mut self.shard, chain, reservation, len, cx);
             cx.counters.tx_bytes.add(len as u64);
+            self.moved += len;
             let used_up = front.len() == 0;
             super::sibling::return_read(sibling, len as u32, used_up, cx);
         }

@@ -12,6 +12,13 @@ use rustix::io::Errno;
 use std::io;
 use std::time::Duration;
 
+/// What is wanted of the socket of a join.
+const JOIN: EventFlags = EventFlags::IN
+    .union(EventFlags::PRI)
+    .union(EventFlags::OUT)
+    .union(EventFlags::RDHUP)
+    .union(EventFlags::ET);
+
 /// What a registered descriptor stands for.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Source {
@@ -80,6 +87,11 @@ impl Readiness {
             .intersects(EventFlags::RDHUP | EventFlags::HUP | EventFlags::ERR)
     }
 
+    /// A byte out of band is there, at which reads stop short.
+    pub(crate) fn urgent(self) -> bool {
+        self.0.contains(EventFlags::PRI)
+    }
+
     /// Both directions are closed.
     pub(crate) fn hung_up(self) -> bool {
         self.0.intersects(EventFlags::HUP | EventFlags::ERR)
@@ -102,9 +114,7 @@ impl Poller {
     /// Registers `fd` for edges in both directions. It leaves by being closed.
     pub(crate) fn add(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
         let flags = match source {
-            Source::Join { .. } => {
-                EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET
-            }
+            Source::Join { .. } => JOIN,
             Source::Handshake { .. } => EventFlags::IN | EventFlags::RDHUP | EventFlags::ET,
             _ => EventFlags::IN | EventFlags::ET,
         };
@@ -118,7 +128,7 @@ impl Poller {
 
     /// Makes a registered `fd` stand for something else. An edge that was there comes again.
     pub(crate) fn change(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
-        let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
+        let flags = JOIN;
         Ok(epoll::modify(
             &self.epoll,
             fd,

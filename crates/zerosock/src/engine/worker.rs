@@ -17,6 +17,9 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_sys::bell::Ringer;
 
+/// Messages taken before devices have their turn.
+const MESSAGES: usize = 1024;
+
 /// What other threads say to a worker.
 #[derive(Debug)]
 pub(crate) enum WorkerMessage {
@@ -43,6 +46,8 @@ pub(crate) struct Worker {
     pub(crate) limits: Limits,
     pub(crate) clock: Clock,
     ringer: Ringer,
+    /// The mailbox may have more than was taken.
+    more_messages: bool,
     active: VecDeque<u32>,
     deadlines: BTreeSet<(Instant, u32)>,
 }
@@ -74,6 +79,7 @@ impl Worker {
             limits,
             clock: Clock::new(),
             ringer,
+            more_messages: false,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
         })
@@ -171,7 +177,8 @@ impl Worker {
 
     /// Takes the messages of other threads. False: the worker is to end.
     fn take_messages(&mut self) -> bool {
-        let messages: Vec<WorkerMessage> = self.mailbox.drain().collect();
+        let messages: Vec<WorkerMessage> = self.mailbox.drain().take(MESSAGES).collect();
+        self.more_messages = messages.len() == MESSAGES;
         if messages.is_empty() {
             return true;
         }
@@ -207,7 +214,7 @@ impl Worker {
     }
 
     fn timeout(&self) -> Option<Duration> {
-        if !self.active.is_empty() || self.outbox.has_local() {
+        if !self.active.is_empty() || self.more_messages || self.outbox.has_local() {
             return Some(Duration::ZERO);
         }
         let at = self.deadlines.first()?.0;

@@ -40,6 +40,10 @@ pub(crate) enum Message {
         local: Address,
         peer: Address,
     },
+    /// The answer to `Connect`, at once: `from` is asking its guest.
+    Asking { to: FlowId, from: Peer },
+    /// The other answer to `Connect`: it cannot be asked.
+    Refused { to: FlowId },
     /// Your connect went through; `from` is the other side from now on.
     Accepted { to: FlowId, from: Peer },
     /// Bytes that lie in my guest's memory. Give the chain back when they are read.
@@ -66,7 +70,7 @@ pub(crate) enum Message {
         receive: bool,
         send: bool,
     },
-    /// The connection is gone (or never came to be).
+    /// The connection is gone, or the guest has refused it.
     Reset { to: FlowId },
 }
 

@@ -5,7 +5,7 @@ TARGET := x86_64-unknown-linux-gnu
 BUILD_DIR := $(or $(CARGO_TARGET_DIR),target)
 STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
 
-.PHONY: help demo test bench lint static
+.PHONY: help demo test bench bench-vm lint static
 
 help:
 	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
@@ -13,6 +13,7 @@ help:
 	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests"
 	@echo "              (ARGS='lint test' runs these stages only)"
 	@echo "make bench    device CPU per gigabyte, side by side with vhost-device-vsock"
+	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
 	@echo "make lint     rustfmt, clippy, the walls between the crates, licences"
 	@echo "make static   the static binary: $(STATIC)"
 
@@ -28,6 +29,11 @@ test:
 bench:
 	@scripts/need build
 	cargo bench -p zerosock-cli --bench device -- --install-peers $(ARGS)
+
+bench-vm:
+	@scripts/need demo
+	@$(MAKE) --no-print-directory static
+	@scripts/bench-vm $(ARGS)
 
 lint:
 	@scripts/need build

@@ -185,15 +185,6 @@ impl Lab {
         *self.b.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
     }
 
-    /// Whether the guests' kernel is at least this one.
-    pub(crate) fn kernel_at_least(&self, major: u32, minor: u32) -> bool {
-        let mut numbers = self
-            .release
-            .split(['.', '-', '+'])
-            .map_while(|n| n.parse::<u32>().ok());
-        (numbers.next(), numbers.next()) >= (Some(major), Some(minor))
-    }
-
     /// What device and guests said last.
     pub(crate) fn report(&self) {
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);

@@ -140,10 +140,14 @@ pub(crate) struct Queued {
     pub(crate) flags: u32,
 }
 
-/// First wait before a stalled sender asks again.
-pub(crate) const PROBE_FIRST: Duration = Duration::from_millis(2);
-/// Longest wait before it asks again.
-pub(crate) const PROBE_MOST: Duration = Duration::from_secs(1);
+/// First and longest wait before a sender that a limit of its own stalls asks again.
+pub(crate) const LIMIT_PROBE: (Duration, Duration) =
+    (Duration::from_millis(2), Duration::from_secs(1));
+/// First and longest wait before a sender whose peer's buffer is full asks again. The peer is to
+/// tell of itself when that changes; but Linux before 6.8 does not when its reader waits for more
+/// than what is left (SO_RCVLOWAT), and then both wait for ever.
+pub(crate) const WINDOW_PROBE: (Duration, Duration) =
+    (Duration::from_millis(100), Duration::from_secs(8));
 
 /// A connection. At rest it owns no memory but itself.
 #[derive(Debug)]
@@ -212,7 +216,7 @@ impl Connection {
             wants_credit: false,
             wants_space: false,
             asked: false,
-            probe_wait: PROBE_FIRST,
+            probe_wait: Duration::ZERO,
             probe_at: None,
             deadline: None,
             armed: None,

@@ -70,8 +70,8 @@ pub(crate) fn stalled_guest_reader(lab: &Lab) {
 
 /// 128 KiB and one byte are sent into a buffer of 128 KiB: the last byte needs a credit update.
 /// A receiver that has read half of it and now waits for the rest in one piece must be woken.
-/// Linux sends that update when SO_RCVLOWAT is set only since 6.8; an older one sends it when
-/// less than 64 KiB of the window is left, which it is after a little more has been read.
+/// Linux sends that update when SO_RCVLOWAT is set only since 6.8; an older one answers when our
+/// device asks, which it does while the window stays full.
 pub(crate) fn receive_low_water(lab: &Lab) {
     const BUFFER: u64 = 128 << 10;
     let vm = &lab.a;
@@ -92,14 +92,7 @@ pub(crate) fn receive_low_water(lab: &Lab) {
     let timeout_ms = Duration::from_secs(30).as_millis() as u32;
     let full = vm.run(Command::Poll { socket, timeout_ms });
     assert!(full.end, "the buffer never filled");
-    if !lab.kernel_at_least(6, 8) {
-        set(SocketOption::ReceiveLowWater(1));
-    }
-    let first = if lab.kernel_at_least(6, 8) {
-        64 << 10
-    } else {
-        72 << 10
-    };
+    let first = 64 << 10;
     let head = vm
         .receive(socket, Some(first))
         .wait(STEP)

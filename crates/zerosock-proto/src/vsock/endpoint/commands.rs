@@ -9,7 +9,6 @@ use crate::addr::{Address, Cid, Port};
 use crate::time::Instant;
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, Queued, Reservation};
-use crate::vsock::credit::Stall;
 use crate::vsock::ports::Hold;
 use crate::vsock::state::{Action, How, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SocketType};
@@ -352,7 +351,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(message)
     }
 
-    /// Queues CREDIT_REQUEST, once for each stall.
+    /// Queues CREDIT_REQUEST: when a stall begins, and each time that a probe is due.
     pub(super) fn ask_for_credit(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
@@ -360,7 +359,7 @@ impl<S: BuildHasher> Shard<S> {
         if !connection.is_stalled() {
             return;
         }
-        let unanswered = connection.tx.stall() == Stall::Limit && connection.probe_at.is_none();
+        let unanswered = connection.probe_at.is_none();
         if !connection.asked {
             connection.asked = true;
             self.stats.credit_stalls += 1;

@@ -16,6 +16,7 @@ mod transmit;
 
 use core::fmt;
 use core::hash::BuildHasher;
+use core::time::Duration;
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
@@ -29,7 +30,7 @@ pub use stats::ShardStats;
 use self::list::{CONTROL, DATA, EVENTS, List};
 use self::table::Table;
 use super::config::{LocalCids, Role, ShardConfig};
-use super::connection::{Connection, End, FlowId, FlowInfo, Key, PROBE_FIRST, Pending};
+use super::connection::{Connection, End, FlowId, FlowInfo, Key, Pending};
 use super::credit::Stall;
 use super::event::{CloseReason, RefuseReason};
 use super::ports::{Hold, PortTable};
@@ -452,7 +453,7 @@ impl<S: BuildHasher> Shard<S> {
         };
         if connection.tx.stall() == Stall::None {
             connection.asked = false;
-            connection.probe_wait = PROBE_FIRST;
+            connection.probe_wait = Duration::ZERO;
             connection.control.credit_request = false;
             if connection.wants_credit
                 && connection.may_send()
@@ -462,9 +463,8 @@ impl<S: BuildHasher> Shard<S> {
                 connection.wants_credit = false;
                 connection.pending.writable = true;
             }
-            if connection.probe_at.take().is_some() {
-                self.rearm(index);
-            }
+            // The probe stays set, and finds nothing when it fires: stalls come and go with every
+            // window, and most of their timers would be set in vain.
         } else {
             self.ask_for_credit(index);
         }

@@ -4,7 +4,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::Instant;
-use crate::vsock::connection::{End, PROBE_MOST};
+use crate::vsock::connection::{End, LIMIT_PROBE, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
 use crate::vsock::state::{How, Input, State, transition};
@@ -73,9 +73,15 @@ impl<S: BuildHasher> Shard<S> {
         } else if connection.control.credit_request {
             connection.control.credit_request = false;
             header = connection.header(Op::CreditRequest, 0, 0);
-            if connection.is_stalled() && connection.tx.stall() == Stall::Limit {
-                connection.probe_at = Some(now + connection.probe_wait);
-                connection.probe_wait = (connection.probe_wait * 2).min(PROBE_MOST);
+            if connection.is_stalled() {
+                let (first, most) = match connection.tx.stall() {
+                    Stall::Limit => LIMIT_PROBE,
+                    Stall::Window | Stall::None => WINDOW_PROBE,
+                };
+                let wait = connection.probe_wait.max(first);
+                let probe = now + wait;
+                connection.probe_at = Some(connection.probe_at.map_or(probe, |at| at.min(probe)));
+                connection.probe_wait = (wait * 2).min(most);
                 self.rearm(index);
             }
         } else {

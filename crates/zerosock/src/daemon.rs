@@ -3,7 +3,7 @@
 //! This is what `zerosock serve` runs, and what a program embeds that wants the device in its own
 //! process. Nothing here is on the way of a packet.
 
-use crate::device::control::{Control, DeviceCommand, DevicePort, Reply, VmSpec};
+use crate::device::control::{Control, DeviceCommand, DevicePort, Fault, Reply, VmSpec};
 use crate::device::{Device, HostEnd, Limits};
 use crate::engine::mailbox::{Mailbox, Sender};
 use crate::engine::poller::MAX_VMS;
@@ -276,9 +276,13 @@ impl Daemon {
         self.ended.as_fd()
     }
 
-    /// What was counted since the start, summed over all workers.
+    /// What was counted since the start, summed over all workers and VMs.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
+        let controls = (0..).map_while(|vm| self.control.stats(vm));
+        for control in controls {
+            sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
+        }
         for counters in &self.counters {
             counters.add_to(&mut sum);
         }

@@ -9,6 +9,9 @@ macro_rules! counters {
         #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
         pub struct Stats {
             $($(#[$doc])* pub $name: u64,)*
+            /// Messages and descriptors of front-ends that were refused; the control plane's own
+            /// counters tell them apart.
+            pub control_faults: u64,
         }
 
         /// One worker's counters.

@@ -77,6 +77,13 @@ fn run(settings: Settings) -> Result<(), ServeError> {
         in_place_bytes = stats.in_place_bytes,
         copied_bytes = stats.copied_bytes,
         connections = stats.conns_added,
+        refused = stats.conns_refused,
+        bad_packets = stats.bad_packets,
+        bad_chains = stats.bad_chains,
+        bad_handshakes = stats.bad_handshakes,
+        overflow_resets = stats.overflow_resets,
+        devices_lost = stats.devices_lost,
+        control_faults = stats.control_faults,
         "stopped"
     );
     drop(files);

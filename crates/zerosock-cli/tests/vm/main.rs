@@ -62,7 +62,7 @@ fn main() -> ExitCode {
                 .iter()
                 .for_each(|(name, _)| println!("{name}: test"));
         } else {
-            kernel(package, &scenarios, &mut tally);
+            kernel(label, package, &scenarios, &mut tally);
         }
     }
     for (name, run) in user_mode::ALL {
@@ -99,12 +99,21 @@ fn main() -> ExitCode {
     }
 }
 
-fn kernel(package: &str, scenarios: &[(String, Scenario)], tally: &mut Tally) {
+/// What a package's name stands for differs between releases of Debian.
+fn of_release(label: &str, lab: Lab) -> Result<Lab, Skipped> {
+    if lab.release.starts_with(&format!("{label}.")) {
+        return Ok(lab);
+    }
+    let release = &lab.release;
+    Err(Skipped(format!("the package has Linux {release} here")))
+}
+
+fn kernel(label: &str, package: &str, scenarios: &[(String, Scenario)], tally: &mut Tally) {
     let mut lab: Option<Arc<Lab>> = None;
     for (name, run) in scenarios {
         let ready = match &lab {
             Some(lab) => lab.clone(),
-            None => match Lab::start(package) {
+            None => match Lab::start(package).and_then(|lab| of_release(label, lab)) {
                 Ok(new) => lab.insert(Arc::new(new)).clone(),
                 Err(Skipped(reason)) => {
                     println!("SKIPPED {name}: {reason}");

@@ -284,12 +284,19 @@ fn abandoned_requests_to_a_sibling_do_not_keep_its_places() {
         one.send(to(&one, 4, port, 77, Op::Rst), &[]);
     }
     one.wait_tx_done();
-    let mut program = hybrid(&daemon.vms[1].uds_path);
-    program.write_all(b"CONNECT 1000\n").unwrap();
-    let asked = within(&mut two, common::PATIENCE, |r| {
-        r.op.known() == Some(Op::Request) && r.dst.port.get() == 1000
-    });
-    assert!(asked, "the host cannot connect: {:?}", daemon.stats());
+    // The sibling's device may not have heard of it yet: as a program would, try again.
+    let give_up = deadline();
+    loop {
+        let mut program = hybrid(&daemon.vms[1].uds_path);
+        program.write_all(b"CONNECT 1000\n").unwrap();
+        if within(&mut two, Duration::from_secs(1), |r| {
+            r.op.known() == Some(Op::Request) && r.dst.port.get() == 1000
+        }) {
+            break;
+        }
+        let stats = daemon.stats();
+        assert!(Instant::now() < give_up, "cannot connect: {stats:?}");
+    }
 }
 
 /// The chains that siblings have do not count in the bound on the whole queue.
@@ -315,4 +322,34 @@ fn stalled_siblings_together_hold_at_most_half_of_the_queue() {
     eventually("no more than half is out", || {
         one.avail_index(TX).wrapping_sub(one.used_index(TX)) <= SIZE / 2
     });
+}
+
+/// What a sibling has of a queue comes back before the queue is stopped, and what was in it still
+/// arrives.
+#[test]
+fn a_queue_is_stopped_while_a_sibling_has_its_chains() {
+    let daemon = TestDaemon::with(2, |config| config.hold = ENDLESS);
+    let mut one = RawGuest::attach(&daemon.vms[0].socket);
+    let mut two = RawGuest::attach(&daemon.vms[1].socket);
+    joined(&mut one, &mut two, 5000);
+    one.wait_tx_done();
+    for n in 0..4u8 {
+        one.send(to(&one, 4, 5000, 77, Op::Rw), &[n; 100]);
+    }
+    eventually("all taken", || daemon.stats().unwrap().rx_bytes == 400);
+    let out = one.avail_index(TX).wrapping_sub(one.used_index(TX));
+    assert_eq!(out, 4, "lent for ever, but for the stop");
+    one.frontend.get_vring_base(TX as u32).unwrap();
+    assert_eq!(one.used_index(TX), one.avail_index(TX));
+    let mut update = to(&two, 3, 77, 5000, Op::CreditUpdate);
+    update.buf_alloc = 1 << 16;
+    two.send(update, &[]);
+    let mut got = Vec::new();
+    while got.len() < 400 {
+        let (_, payload) = two.recv_where(|r| r.op.known() == Some(Op::Rw));
+        got.extend(payload);
+    }
+    let want: Vec<u8> = (0..4u8).flat_map(|n| [n; 100]).collect();
+    assert_eq!(got, want);
+    assert_eq!(daemon.stats().unwrap().copied_bytes, 400);
 }

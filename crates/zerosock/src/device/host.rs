@@ -94,8 +94,9 @@ impl Device {
                 }
             }
         }
-        // There may be more, and their edge is used up: after the others' turns.
-        self.timers.set(cx.now, Timer::Accept(key));
+        // There may be more, and their edge is used up: in the next turn, which is later than now.
+        let next = cx.now + Duration::from_nanos(1);
+        self.timers.set(next, Timer::Accept(key));
     }
 
     fn begin_handshake(&mut self, socket: OwnedFd, cx: &mut Context<'_>) {

@@ -51,8 +51,9 @@ pub(crate) const TX: u16 = 1;
 /// Index of the queue of events.
 pub(crate) const EVENT: u16 = 2;
 
-/// Payload bytes moved in one turn of a device before others have theirs: about a millisecond.
-pub(crate) const TURN_BYTES: usize = 4 << 20;
+/// Payload bytes moved each way in one turn of a device before others have theirs: about a
+/// millisecond.
+pub(crate) const TURN_BYTES: usize = 2 << 20;
 
 /// Bounds that hold for each device.
 #[derive(Clone, Copy, Debug)]
@@ -123,7 +124,7 @@ pub(crate) struct Device {
     unanswered: usize,
     /// The index at which a queue was stopped, receive and transmit.
     stopped_at: [Option<u16>; 2],
-    /// Payload bytes moved in this turn.
+    /// Payload bytes moved in this turn, the way that has its turn.
     moved: usize,
     /// There was something for the guest and no buffer for it.
     starved: bool,
@@ -174,6 +175,7 @@ impl Device {
         self.moved = 0;
         self.fire_timers(cx);
         let mut more = self.receive(cx);
+        self.moved = 0;
         more |= self.transmit(cx);
         // What was received may have made room or answers for more.
         self.drain_events(cx);

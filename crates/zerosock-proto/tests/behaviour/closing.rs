@@ -1,0 +1,159 @@
+//! Half-closes, closes, and what is still under way then.
+
+use super::*;
+
+/// Complaint of others: a half-close taken for a full one, last bytes lost.
+#[test]
+fn half_close_leaves_the_other_half_open() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.send(ours, 5, 0).unwrap();
+    guest.shutdown(NOW, ours, How::SEND).unwrap();
+    let sent = pump(&mut guest, &mut host);
+    assert!(sent.len() == 2 && is(&sent[0], Op::Rw) && is(&sent[1], Op::Shutdown));
+    assert_eq!(sent[1].flags, SHUTDOWN_SEND);
+    let shut = Event::PeerShutdown {
+        flow: theirs,
+        receive: false,
+        send: true,
+    };
+    assert_eq!(host.poll_event(), Some(shut));
+    assert_eq!(guest.send(ours, 1, 0), Err(SendError::Shutdown));
+    assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::Shutdown);
+    host.send(theirs, 7, 0).unwrap();
+    pump(&mut host, &mut guest);
+    assert_eq!(guest.flow(ours).unwrap().unread, 7);
+    // SHUTDOWN is cumulative: the second half makes it a close.
+    guest.consume(ours, 7).unwrap();
+    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    let (shutdown, _) = step(&mut guest, &mut host);
+    assert_eq!(shutdown.flags, SHUTDOWN_RECEIVE | SHUTDOWN_SEND);
+    assert!(host.flow(theirs).is_some(), "five bytes are unread");
+    host.consume(theirs, 5).unwrap();
+    // The end says it all; a half that was not polled is not told any more.
+    let closed = Event::Closed {
+        flow: theirs,
+        reason: CloseReason::PeerClosed,
+    };
+    assert_eq!(host.poll_event(), Some(closed));
+    pump(&mut host, &mut guest);
+    assert_eq!(
+        guest.poll_event(),
+        Some(Event::Closed {
+            flow: ours,
+            reason: CloseReason::Finished
+        })
+    );
+}
+
+/// A peer that will not receive: EPIPE, and queued sends are gone.
+#[test]
+fn shutting_down_receiving_breaks_the_pipe() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    let reservation = host.reserve(theirs, 10).unwrap();
+    host.send(theirs, 100, 0).unwrap();
+    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    assert_eq!(pump(&mut guest, &mut host)[0].flags, SHUTDOWN_RECEIVE);
+    let shut = Event::PeerShutdown {
+        flow: theirs,
+        receive: true,
+        send: false,
+    };
+    assert_eq!(host.poll_event(), Some(shut));
+    assert_eq!(
+        host.commit(reservation, 1, 0).unwrap_err(),
+        CommitError::PeerShutdown
+    );
+    assert_eq!(host.send(theirs, 1, 0), Err(SendError::PeerShutdown));
+    assert_eq!(
+        host.reserve(theirs, 1).unwrap_err(),
+        ReserveError::PeerShutdown
+    );
+    assert!(!host.has_transmit() && host.flow(theirs).unwrap().unsent == 0);
+    guest.send(ours, 3, 0).unwrap();
+    pump(&mut guest, &mut host);
+    assert_eq!(host.flow(theirs).unwrap().unread, 3);
+}
+
+/// What is in flight when we stop receiving is thrown away, and its credit
+/// given back, so that the sender does not hang.
+#[test]
+fn payload_after_shut_rd_gives_its_credit_back() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    host.send(theirs, 262144, 0).unwrap();
+    pump(&mut host, &mut guest);
+    assert_eq!(guest.stats().receive_shut, 4);
+    let info = guest.flow(ours).unwrap();
+    assert_eq!((info.unread, info.fwd_cnt), (0, 262144));
+}
+
+#[test]
+fn the_close_timer_is_eight_seconds_and_then_rst() {
+    let (mut guest, _, ours, _) = opened();
+    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    assert!(is(&header(&mut guest), Op::Shutdown));
+    assert_eq!(
+        guest.flow(ours).unwrap().state,
+        State::Closing { peer: How::NONE }
+    );
+    let at = guest.poll_timeout().unwrap();
+    assert_eq!(at, NOW + Duration::from_secs(8));
+    guest.handle_timeout(at);
+    let closed = Event::Closed {
+        flow: ours,
+        reason: CloseReason::TimedOut,
+    };
+    assert_eq!(guest.poll_event(), Some(closed));
+    assert!(is(&header(&mut guest), Op::Rst));
+    assert_eq!(guest.occupied(), 0);
+}
+
+/// Nothing waits 8 s when both close at once.
+#[test]
+fn both_may_close_at_once() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    host.shutdown(NOW, theirs, How::BOTH).unwrap();
+    let (from_guest, from_host) = (header(&mut guest), header(&mut host));
+    let _ = host.handle_packet(NOW, &from_guest);
+    let _ = guest.handle_packet(NOW, &from_host);
+    let closed = |flow| {
+        Some(Event::Closed {
+            flow,
+            reason: CloseReason::Finished,
+        })
+    };
+    assert_eq!(
+        (guest.poll_event(), host.poll_event()),
+        (closed(ours), closed(theirs))
+    );
+    // Two RSTs cross, and neither is answered.
+    pump(&mut guest, &mut host);
+    pump(&mut host, &mut guest);
+    assert!(!guest.has_transmit() && !host.has_transmit());
+    assert_eq!(guest.occupied() + host.occupied(), 0);
+}
+
+/// Closing waits behind data that has no credit yet, and not for ever.
+#[test]
+fn closing_says_first_what_was_queued() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.send(ours, 300_000, 0).unwrap();
+    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    let sent = pump(&mut guest, &mut host);
+    assert!(sent.iter().all(|packet| !is(packet, Op::Shutdown)));
+    assert_eq!(guest.flow(ours).unwrap().unsent, 300_000 - 262_144);
+    pump(&mut host, &mut guest);
+    host.consume(theirs, 262_144).unwrap();
+    pump(&mut host, &mut guest);
+    let sent = pump(&mut guest, &mut host);
+    assert!(is(&sent[0], Op::Rw) && is(sent.last().unwrap(), Op::Shutdown));
+    assert_eq!(host.flow(theirs).unwrap().unread, 300_000 - 262_144);
+    host.consume(theirs, 300_000 - 262_144).unwrap();
+    pump(&mut host, &mut guest);
+    let closed = Event::Closed {
+        flow: ours,
+        reason: CloseReason::Finished,
+    };
+    assert_eq!((guest.poll_event(), guest.occupied()), (Some(closed), 0));
+}

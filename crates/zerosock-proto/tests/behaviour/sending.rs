@@ -1,0 +1,250 @@
+//! Credit, stalls, and the order of what is sent.
+
+use super::*;
+
+#[test]
+fn overrun_credit_is_reset_and_counted() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    let reservation = guest.reserve(ours, 1).unwrap();
+    let mut header = guest.commit(reservation, 1, 0).unwrap();
+    for _ in 0..4 {
+        header.len = 65536;
+        let _ = host.handle_packet(NOW, &header);
+    }
+    header.len = 1;
+    let got = host.handle_packet(NOW, &header);
+    assert_eq!(got, Disposition::Dropped(DropReason::CreditExceeded));
+    let closed = Event::Closed {
+        flow: theirs,
+        reason: CloseReason::CreditExceeded,
+    };
+    assert_eq!(
+        (host.poll_event(), host.stats().credit_exceeded),
+        (Some(closed), 1)
+    );
+    assert!(is(&self::header(&mut host), Op::Rst));
+}
+
+#[test]
+fn a_stalled_sender_asks_once_and_hears() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.send(ours, 262_144, 0).unwrap();
+    pump(&mut guest, &mut host);
+    assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
+    assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
+    let asked = pump(&mut guest, &mut host);
+    assert!(asked.len() == 1 && is(&asked[0], Op::CreditRequest));
+    let told = pump(&mut host, &mut guest);
+    assert!(told.len() == 1 && is(&told[0], Op::CreditUpdate) && told[0].fwd_cnt == 0);
+    assert!(guest.poll_event().is_none());
+    // It asked: now any amount is told, not only half a buffer.
+    host.consume(theirs, 1).unwrap();
+    pump(&mut host, &mut guest);
+    assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+    assert_eq!(guest.reserve(ours, 100).unwrap().len(), 1);
+}
+
+/// Linux before 6.8 tells nothing of bytes read while its reader waits for more than what is left
+/// (SO_RCVLOWAT at 128 KiB + 1): asked now and then, ever more slowly, it does.
+#[test]
+fn a_full_window_is_asked_for_again() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.send(ours, 262_145, 0).unwrap();
+    pump(&mut guest, &mut host);
+    let mut waits = Vec::new();
+    let mut last = NOW;
+    for _ in 0..9 {
+        let due = guest.poll_timeout().unwrap();
+        waits.push((due.as_nanos() - last.as_nanos()) / 1_000_000);
+        guest.handle_timeout(due);
+        let asked = guest.poll_transmit(due, 0).unwrap();
+        assert!(is(&asked.header, Op::CreditRequest));
+        last = due;
+    }
+    assert_eq!(
+        waits,
+        [100, 200, 400, 800, 1600, 3200, 6400, 8000, 8000],
+        "milliseconds"
+    );
+    // A receiver that does not tell of itself (ours does: what it says is lost here) answers.
+    host.consume(theirs, 1000).unwrap();
+    while host.poll_transmit(NOW, 0).is_some() {}
+    let due = guest.poll_timeout().unwrap();
+    guest.handle_timeout(due);
+    let asked = guest.poll_transmit(due, 0).unwrap();
+    let _ = host.handle_packet(due, &asked.header);
+    pump(&mut host, &mut guest);
+    let rest = pump(&mut guest, &mut host);
+    assert!(rest.iter().any(|r| is(r, Op::Rw) && r.len == 1), "{rest:?}");
+    // Nothing more to send: the timer that is left finds nothing.
+    if let Some(due) = guest.poll_timeout() {
+        guest.handle_timeout(due);
+    }
+    assert!(!guest.has_transmit() && guest.poll_timeout().is_none());
+}
+
+/// A packet limit is ours: a peer that sees its window wide open says nothing
+/// (Linux before 6.8), so it is asked again, ever more slowly.
+#[test]
+fn a_stall_the_peer_cannot_see_is_probed() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    let mut sent = 0;
+    while let Ok(reservation) = guest.reserve(ours, 1) {
+        let header = guest.commit(reservation, 1, 0).unwrap();
+        let _ = host.handle_packet(NOW, &header);
+        sent += 1;
+    }
+    assert_eq!(sent, 262_144 / 640);
+    assert!(is(&header(&mut guest), Op::CreditRequest));
+    let first = guest.poll_timeout().unwrap();
+    guest.handle_timeout(first);
+    let asked = guest.poll_transmit(first, 0).unwrap();
+    assert!(is(&asked.header, Op::CreditRequest));
+    let second = guest.poll_timeout().unwrap();
+    assert!(second.as_nanos() - first.as_nanos() > first.as_nanos());
+    host.consume(theirs, sent).unwrap();
+    let _ = host.handle_packet(second, &asked.header);
+    pump(&mut host, &mut guest);
+    assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+    // The timer that is left finds nothing.
+    guest.handle_timeout(guest.poll_timeout().unwrap());
+    assert!(!guest.has_transmit() && guest.poll_timeout().is_none());
+}
+
+/// RW in front of the RESPONSE would be a protocol error to the peer.
+#[test]
+fn nothing_overtakes_the_response() {
+    let (mut guest, mut host) = (guest(), host());
+    guest.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap();
+    pump(&mut guest, &mut host);
+    let Some(Event::Incoming { flow, .. }) = host.poll_event() else {
+        panic!()
+    };
+    assert_eq!(
+        host.reserve(flow, 1).unwrap_err(),
+        ReserveError::NotConnected
+    );
+    host.accept(NOW, flow).unwrap();
+    assert_eq!(host.reserve(flow, 1).unwrap_err(), ReserveError::NoCredit);
+    assert!(is(&step(&mut host, &mut guest).0, Op::Response));
+    assert_eq!(host.poll_event(), Some(Event::Writable { flow }));
+    assert!(host.reserve(flow, 1).is_ok());
+}
+
+/// The order of calls is the order of bytes, whichever way they go out.
+#[test]
+fn reserved_before_queued_and_queued_before_reserved() {
+    let (mut guest, _, ours, _) = opened();
+    let reservation = guest.reserve(ours, 10).unwrap();
+    guest.send(ours, 5, 0).unwrap();
+    assert!(!guest.has_transmit(), "the reservation comes first");
+    assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
+    guest.commit(reservation, 10, 0).unwrap();
+    assert_eq!(guest.poll_event(), None);
+    assert_eq!(header(&mut guest).len, 5);
+    assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+}
+
+#[test]
+fn connections_take_turns() {
+    let (mut guest, mut host) = (guest(), host());
+    let flows: Vec<FlowId> = (0..3)
+        .map(|_| open(&mut guest, &mut host, SocketType::Stream).0)
+        .collect();
+    for &flow in &flows {
+        guest.send(flow, 4000, 0).unwrap();
+    }
+    let order: Vec<FlowId> = (0..6)
+        .map(|_| guest.poll_transmit(NOW, 1000).unwrap().span.unwrap().flow)
+        .collect();
+    assert_eq!(order, [&flows[..], &flows[..]].concat());
+    // Control packets come first, and fit where data does not.
+    guest.reset(flows[0]).unwrap();
+    assert!(is(&guest.poll_transmit(NOW, 0).unwrap().header, Op::Rst));
+    assert!(guest.poll_transmit(NOW, 0).is_none() && guest.has_transmit());
+}
+
+#[test]
+fn spans_may_be_released_in_any_order() {
+    let (mut guest, _, ours, _) = opened();
+    let first = guest.send(ours, 2500, 0).unwrap();
+    let second = guest.send(ours, 10, 0).unwrap();
+    assert_eq!((first, second), (0, 1));
+    let mut spans: Vec<_> = (0..4)
+        .map(|_| guest.poll_transmit(NOW, 1000).unwrap().span.unwrap())
+        .collect();
+    let cuts: Vec<_> = spans
+        .iter()
+        .map(|span| (span.message, span.offset, span.len))
+        .collect();
+    assert_eq!(
+        cuts,
+        [(0, 0, 1000), (0, 1000, 1000), (0, 2000, 500), (1, 0, 10)]
+    );
+    assert_eq!(guest.flow(ours).unwrap().unreleased, 2510);
+    spans.swap(0, 3);
+    for span in spans {
+        guest.handle_released(span);
+    }
+    assert_eq!(guest.flow(ours).unwrap().unreleased, 0);
+}
+
+/// EOM and EOR stand on the last packet of a message and nowhere else.
+#[test]
+fn seqpacket_flags_end_messages() {
+    let (mut guest, mut host) = (guest(), host());
+    let refused = guest.connect(NOW, ANY, SERVER, SocketType::SeqPacket);
+    assert_eq!(refused, Err(ConnectError::SocketType), "not negotiated");
+    guest.set_seqpacket(true);
+    guest
+        .connect(NOW, ANY, SERVER, SocketType::SeqPacket)
+        .unwrap();
+    assert_eq!(
+        step(&mut guest, &mut host).1,
+        Disposition::Dropped(DropReason::TypeMismatch)
+    );
+    pump(&mut host, &mut guest);
+    while guest.poll_event().is_some() {}
+
+    host.set_seqpacket(true);
+    let (ours, theirs) = open(&mut guest, &mut host, SocketType::SeqPacket);
+    guest.send(ours, 150_000, SEQ_EOM | SEQ_EOR).unwrap();
+    let mut flags = Vec::new();
+    while guest.has_transmit() {
+        let (_, got) = step(&mut guest, &mut host);
+        let Disposition::Deliver { flags: got, .. } = got else {
+            panic!("{got:?}")
+        };
+        flags.push(got);
+    }
+    assert_eq!(flags, [0, 0, SEQ_EOM | SEQ_EOR]);
+    assert_eq!(guest.send(ours, 262_145, SEQ_EOM), Err(SendError::TooLong));
+    // A packet of another type between the same ports: RST, rule 3, and the
+    // connection does not notice.
+    let reservation = guest.reserve(ours, 1).unwrap();
+    let mut stream = guest.commit(reservation, 1, 0).unwrap();
+    stream.socket_type = SocketType::Stream.into();
+    let got = host.handle_packet(NOW, &stream);
+    assert_eq!(got, Disposition::Dropped(DropReason::TypeMismatch));
+    assert_eq!(header(&mut host).socket_type, SocketType::Stream.into());
+    assert!(host.flow(theirs).is_some());
+}
+
+#[test]
+fn empty_rw_is_dropped() {
+    let (mut guest, mut host, ours, _) = opened();
+    let reservation = guest.reserve(ours, 1).unwrap();
+    let mut empty = guest.commit(reservation, 1, 0).unwrap();
+    empty.len = 0;
+    assert_eq!(
+        host.handle_packet(NOW, &empty),
+        Disposition::Dropped(DropReason::Empty)
+    );
+    let reservation = guest.reserve(ours, 1).unwrap();
+    assert_eq!(
+        guest.commit(reservation, 0, 0).unwrap_err(),
+        CommitError::Empty
+    );
+    assert_eq!(guest.send(ours, 0, 0), Err(SendError::Empty));
+    assert_eq!(guest.flow(ours).unwrap().tx_cnt, 1);
+}

@@ -466,3 +466,46 @@ fn both_ends_closed_leaves_nothing_behind() {
         assert_eq!(stats.conns_added, 1);
     }
 }
+
+/// What the host had written and the guest never read lies in the socket when it is closed: the
+/// guest's own stream ends in order all the same, not with ECONNRESET.
+#[test]
+fn bytes_that_a_deaf_guest_never_read_do_not_spoil_the_end() {
+    unread_at_the_end(true);
+}
+
+/// The same when the guest closes both ways at once.
+#[test]
+fn bytes_that_a_closing_guest_never_read_do_not_spoil_the_end() {
+    unread_at_the_end(false);
+}
+
+fn unread_at_the_end(deaf_first: bool) {
+    let daemon = TestDaemon::new();
+    let (mut guest, stream, mut program) = joined(&daemon);
+    program.set_nonblocking(true).unwrap();
+    // More than the guest's buffer and the sockets take: the guest reads nothing.
+    let written = |stats: zerosock::daemon::Stats| stats.tx_bytes >= 200_000;
+    eventually_with(&mut guest, "a full socket", |_| {
+        let full = program.write(&[1u8; 10_000]).is_err();
+        full && daemon.stats().is_none_or(written)
+    });
+    if deaf_first {
+        guest.shutdown(stream, How::RECEIVE);
+        eventually_with(&mut guest, "a broken pipe", |_| {
+            program
+                .write(&[1])
+                .is_err_and(|e| e.kind() == ErrorKind::BrokenPipe)
+        });
+    }
+    guest.wait_send(stream, b"bye", deadline()).unwrap();
+    guest.close(stream).unwrap();
+    guest.turn().unwrap();
+    program.set_nonblocking(false).unwrap();
+    let reader = thread::spawn(move || {
+        let mut got = Vec::new();
+        program.read_to_end(&mut got).map(|_| got)
+    });
+    eventually_with(&mut guest, "the end", |_| reader.is_finished());
+    assert_eq!(reader.join().unwrap().unwrap(), b"bye");
+}

@@ -5,9 +5,8 @@ use super::ring::Ring;
 use super::sibling;
 use super::timers::Timer;
 use super::{Context, Device};
-use crate::relay::hybrid;
+use crate::relay::{self, hybrid};
 use crate::switch::Message;
-use rustix::net::Shutdown;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::{Event, FlowId, How};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
@@ -117,7 +116,7 @@ impl Device {
             join.read_closed = true;
             match &mut join.end {
                 End::Socket { socket, .. } => {
-                    let _ = rustix::net::shutdown(&*socket, Shutdown::Read);
+                    relay::stop_reading(socket);
                 }
                 End::Sibling(s) => {
                     sibling::return_inbound(s, true, cx);
@@ -153,6 +152,9 @@ impl Device {
             return;
         }
         if let Some(join) = self.remove_join(key, cx) {
+            if let (End::Socket { socket, .. }, true) = (&join.end, orderly) {
+                relay::stop_reading(socket);
+            }
             sibling::tell_end(&join, orderly, cx);
         }
     }

@@ -8,6 +8,25 @@ pub(crate) mod forward;
 pub(crate) mod hybrid;
 
 use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
+
+/// Stops reading from a host socket: its program gets EPIPE from now on. What it had written before
+/// is thrown away here, because a socket that is closed with unread bytes resets its peer, which
+/// would then see an error where the guest's stream ends in order.
+pub(crate) fn stop_reading(socket: &OwnedFd) {
+    // Errors mean that the program has gone: there is nobody to tell.
+    let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Read);
+    let mut waste = [0u8; 16 << 10];
+    // A send buffer's worth at most, as nothing is let in any more.
+    for _ in 0..4096 {
+        match rustix::net::recv(socket, &mut waste[..], RecvFlags::DONTWAIT) {
+            Ok((_, n)) if n > 0 => {}
+            Err(Errno::INTR) => {}
+            _ => return,
+        }
+    }
+}
 
 /// How far a connect to a host socket has come.
 #[derive(Debug)]

@@ -174,7 +174,8 @@ impl Daemon {
         let limits = Limits {
             handshake: config.connect_timeout,
             connect: config.connect_timeout,
-            hold: config.hold,
+            // A hold of no time would be over before it began, again and again.
+            hold: config.hold.max(Duration::from_millis(1)),
             overflow: config.max_overflow,
             handshakes: MAX_HANDSHAKES,
             lingering: MAX_LINGERING,

@@ -109,11 +109,10 @@ impl Device {
     ) -> Result<(), String> {
         let memory = self.memory.clone().ok_or("no memory table")?;
         let stopped_at = self.stopped_at.get_mut(usize::from(index));
-        if let Some(stopped_at) = stopped_at
-            && config.base == 0
-            && stopped_at.take() != Some(0)
-        {
+        let stopped_at = stopped_at.and_then(Option::take);
+        if config.base == 0 && stopped_at.is_some_and(|at| at != 0) {
             // The driver starts from nothing: it has rebooted and knows no connection of ours.
+            self.stopped_at = [None; 2];
             self.forget_connections(cx);
         }
         let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;

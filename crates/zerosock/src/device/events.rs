@@ -100,6 +100,8 @@ impl Device {
                 };
                 cx.outbox.send(s.peer.device, message);
                 join.readable = !s.inbound.is_empty();
+                // A sibling has room, until it is found to have stalled.
+                join.writable = true;
             }
             _ => {}
         }
@@ -136,6 +138,8 @@ impl Device {
             // Everything that came before it goes first.
             self.flush(key, cx);
         }
+        // What was waiting for the guest waits no more.
+        self.settle(key, cx);
     }
 
     /// The vsock half has ended.

@@ -62,6 +62,28 @@ impl SiblingEnd {
         }
     }
 
+    /// Appends bytes from the sibling. Copies go into one buffer, however many small packets they
+    /// were; what has been read of it is dropped when it is half, so that it stays below twice the
+    /// bytes that wait.
+    pub(crate) fn push(&mut self, inbound: Inbound) {
+        match (self.inbound.back_mut(), inbound) {
+            (Some(Inbound::Copied { bytes, taken }), Inbound::Copied { bytes: more, .. }) => {
+                self.copied += more.len();
+                if *taken >= bytes.len() / 2 {
+                    bytes.drain(..*taken);
+                    *taken = 0;
+                }
+                bytes.extend_from_slice(&more);
+            }
+            (_, inbound) => {
+                if let Inbound::Copied { bytes, .. } = &inbound {
+                    self.copied += bytes.len();
+                }
+                self.inbound.push_back(inbound);
+            }
+        }
+    }
+
     /// Chains of our guest that the sibling has.
     pub(crate) fn out(&self) -> usize {
         self.lent.saturating_sub(self.returned) as usize
@@ -172,6 +194,38 @@ impl Join {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn copies_that_are_never_all_read_stay_small() {
+        let mut shard = zerosock_proto::vsock::Shard::new(
+            zerosock_proto::vsock::ShardConfig::driver(zerosock_proto::Cid::new(3)),
+            Arc::new(zerosock_proto::vsock::PortTable::new()),
+        );
+        let to = zerosock_proto::Address::new(zerosock_proto::Cid::HOST, Port::new(1));
+        let any = zerosock_proto::Address::new(zerosock_proto::Cid::ANY, Port::ANY);
+        let stream = zerosock_proto::wire::vsock::SocketType::Stream;
+        let flow = shard.connect(Instant::ZERO, any, to, stream).unwrap();
+        let (worker, vm) = (0, 0);
+        let device = crate::switch::DeviceAddr { worker, vm };
+        let mut sibling = SiblingEnd::new(Peer { device, flow });
+        for _ in 0..1000 {
+            let (bytes, taken) = (vec![7; 1000], 0);
+            sibling.push(Inbound::Copied { bytes, taken });
+            // All but the last of it is read.
+            while sibling.copied > 1000 {
+                let Some(Inbound::Copied { taken, .. }) = sibling.inbound.front_mut() else {
+                    panic!("nothing there");
+                };
+                *taken += 500;
+                sibling.copied -= 500;
+            }
+            assert_eq!(sibling.inbound.len(), 1);
+            let Some(Inbound::Copied { bytes, .. }) = sibling.inbound.front() else {
+                panic!("nothing there");
+            };
+            assert!(bytes.len() <= 4000, "{}", bytes.len());
+        }
+    }
 
     #[test]
     fn a_join_at_rest_is_small() {

@@ -265,10 +265,17 @@ impl Device {
         self.stale_ready += 1;
         if self.stale_ready > 64 && self.stale_ready > self.ready.len() / 2 {
             self.stale_ready = 0;
-            // Of a key that is there twice, the first entry serves and the second is skipped.
-            let joins = &self.joins;
-            self.ready
-                .retain(|&key| joins.get(key as usize).is_some_and(|join| join.in_ready));
+            // One entry for each join that is on the list: a key that was used again has more.
+            let joins = &mut self.joins;
+            self.ready.retain(|&key| {
+                let join = joins.get_mut(key as usize);
+                join.is_some_and(|join| std::mem::take(&mut join.in_ready))
+            });
+            for &key in &self.ready {
+                if let Some(join) = joins.get_mut(key as usize) {
+                    join.in_ready = true;
+                }
+            }
         }
     }
 

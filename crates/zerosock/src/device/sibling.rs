@@ -236,22 +236,7 @@ impl Device {
                     return;
                 };
                 if !join.read_closed {
-                    match (s.inbound.back_mut(), inbound) {
-                        // One buffer, however many small packets it was.
-                        (
-                            Some(Inbound::Copied { bytes, .. }),
-                            Inbound::Copied { bytes: more, .. },
-                        ) => {
-                            s.copied += more.len();
-                            bytes.extend_from_slice(&more);
-                        }
-                        (_, inbound) => {
-                            if let Inbound::Copied { bytes, .. } = &inbound {
-                                s.copied += bytes.len();
-                            }
-                            s.inbound.push_back(inbound);
-                        }
-                    }
+                    s.push(inbound);
                     join.readable = true;
                     self.enqueue(key);
                     return self.settle(key, cx);

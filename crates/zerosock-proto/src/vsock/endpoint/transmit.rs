@@ -78,7 +78,7 @@ impl<S: BuildHasher> Shard<S> {
                     Stall::Limit => LIMIT_PROBE,
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
-                let wait = connection.probe_wait.max(first);
+                let wait = connection.probe_wait.clamp(first, most);
                 let probe = now + wait;
                 connection.probe_at = Some(connection.probe_at.map_or(probe, |at| at.min(probe)));
                 connection.probe_wait = (wait * 2).min(most);

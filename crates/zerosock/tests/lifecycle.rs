@@ -328,3 +328,29 @@ fn memory_that_vanishes_costs_that_vm_alone() {
     let mut guest = daemon.guest();
     Echo::new(&mut guest, &daemon.uds_path(), 2002).beat(&mut guest);
 }
+
+/// A guest that sends and powers off: its host program is slow, and gets every byte.
+#[test]
+fn what_a_guest_sent_before_it_went_still_arrives() {
+    const LEN: usize = 400_000;
+    let daemon = TestDaemon::new();
+    let listener = daemon.host_listener(2000);
+    let mut guest = daemon.guest();
+    let stream = guest.wait_connect(common::host(2000), deadline()).unwrap();
+    let (mut program, _) = listener.accept().unwrap();
+    // More than the socket takes: the rest waits in the device.
+    let all = common::bytes(9, LEN);
+    guest.wait_send(stream, &all, deadline()).unwrap();
+    common::eventually_with(&mut guest, "all taken", |_| {
+        daemon
+            .stats()
+            .is_none_or(|stats| stats.rx_bytes == LEN as u64)
+    });
+    drop(guest);
+    let mut got = Vec::new();
+    program.read_to_end(&mut got).unwrap();
+    common::assert_bytes(&got, &all);
+    // And the next guest finds a device that has forgotten the last one.
+    let mut guest = daemon.guest();
+    Echo::new(&mut guest, &daemon.uds_path(), 2001).beat(&mut guest);
+}

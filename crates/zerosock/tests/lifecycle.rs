@@ -347,10 +347,10 @@ fn what_a_guest_sent_before_it_went_still_arrives() {
             .is_none_or(|stats| stats.rx_bytes == LEN as u64)
     });
     drop(guest);
+    // The next guest is let in when the device has seen the last one off.
+    let mut guest = daemon.guest();
     let mut got = Vec::new();
     program.read_to_end(&mut got).unwrap();
     common::assert_bytes(&got, &all);
-    // And the next guest finds a device that has forgotten the last one.
-    let mut guest = daemon.guest();
     Echo::new(&mut guest, &daemon.uds_path(), 2001).beat(&mut guest);
 }

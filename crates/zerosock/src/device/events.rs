@@ -8,14 +8,9 @@ use super::{Context, Device};
 use crate::relay::{self, hybrid};
 use crate::switch::Message;
 use zerosock_proto::Cid;
-use zerosock_proto::vsock::{Event, FlowId, How};
+use zerosock_proto::vsock::{Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
-
-/// A shorthand: which ways to shut.
-pub(super) fn shut(receive: bool, send: bool) -> How {
-    How { receive, send }
-}
 
 /// Writes `header` in front of the `len` bytes of payload that lie in `chain` and completes it.
 pub(super) fn emit(rx: &mut Ring, chain: Chain, header: &Repr, len: usize) {

@@ -226,14 +226,7 @@ impl Device {
             }
         });
         if let Some(flow) = join.flow {
-            let _ = self.shard.shutdown(
-                cx.now,
-                flow,
-                How {
-                    receive: true,
-                    send: false,
-                },
-            );
+            let _ = self.shard.shutdown(cx.now, flow, How::RECEIVE);
         }
     }
 

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use std::path::PathBuf;
 use std::time::Duration;
-use zerosock_proto::vsock::FlowId;
+use zerosock_proto::vsock::{FlowId, How};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 
@@ -326,9 +326,7 @@ impl Device {
         if join.host_gone && join.read_closed {
             // Its end of stream was passed on before; now it does not listen either.
             if let Some(flow) = join.flow {
-                let _ = self
-                    .shard
-                    .shutdown(cx.now, flow, super::events::shut(true, true));
+                let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
             }
         }
         let flush = readiness.writable() && !join.outbound.is_empty();

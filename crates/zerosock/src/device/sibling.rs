@@ -8,7 +8,7 @@ use super::outbound::copy_out;
 use super::{Context, Device};
 use crate::switch::{Message, Peer};
 use zerosock_proto::Address;
-use zerosock_proto::vsock::FlowId;
+use zerosock_proto::vsock::{FlowId, How};
 use zerosock_proto::wire::vsock::SocketType;
 
 /// `len` bytes of the front of `inbound` were read; the sibling's guest gets its credit, and its
@@ -307,15 +307,8 @@ impl Device {
                 cx.counters.copied_bytes.add(bytes.len() as u64);
                 s.copied += bytes.len();
                 let copied = Inbound::Copied { bytes, taken: 0 };
-                if let Inbound::Lent { held, epoch, .. } = std::mem::replace(inbound, copied) {
-                    let chain = Some((held.chain, epoch));
-                    let message = Message::Returned {
-                        to: flow,
-                        bytes: 0,
-                        chain,
-                    };
-                    cx.outbox.send(device, message);
-                }
+                let lent = std::mem::replace(inbound, copied);
+                cx.outbox.send(device, give_back(flow, lent, false));
             }
         }
         self.settle(key, cx);
@@ -331,8 +324,7 @@ impl Device {
         };
         if receive {
             join.write_closed = true;
-            let how = super::events::shut(true, false);
-            let _ = self.shard.shutdown(cx.now, to, how);
+            let _ = self.shard.shutdown(cx.now, to, How::RECEIVE);
         }
         if send {
             s.finish = true;

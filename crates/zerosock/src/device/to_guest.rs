@@ -6,14 +6,14 @@
 //! read gathers is learned: a connection of small messages takes one, a stream up to
 //! [`GATHER`].
 
-use super::events::{emit, shut};
+use super::events::emit;
 use super::join::{End, Inbound, Join};
 use super::ring::Ring;
 use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
-use zerosock_proto::vsock::{FlowId, Reservation, Shard};
+use zerosock_proto::vsock::{FlowId, How, Reservation, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
@@ -55,8 +55,7 @@ impl Device {
                 break;
             };
             let fill = match self.joins.get_mut(key as usize) {
-                // The key was reused by a join that is not (or is again) on the list: its own
-                // entry serves it.
+                // The join has gone.
                 None => continue,
                 Some(join) => {
                     // Not on the list: this is the entry of a join that had this key before.
@@ -173,9 +172,14 @@ impl Device {
         if let Some(join) = self.joins.get_mut(key as usize) {
             join.read_closed = true;
             if let Some(flow) = join.flow {
-                let _ = self
-                    .shard
-                    .shutdown(cx.now, flow, shut(join.host_gone, true));
+                let _ = self.shard.shutdown(
+                    cx.now,
+                    flow,
+                    How {
+                        receive: join.host_gone,
+                        send: true,
+                    },
+                );
             }
         }
         Fill::Idle
@@ -236,7 +240,7 @@ impl Device {
         let sibling_finished = sibling.finish && sibling.inbound.is_empty();
         if sibling_finished && !join.read_closed {
             join.read_closed = true;
-            let _ = self.shard.shutdown(cx.now, flow, shut(false, true));
+            let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
         // What was copied has become less.
         self.settle(key, cx);

@@ -90,7 +90,7 @@ impl Worker {
         let now = self.clock.now();
         for vm in 0..self.devices.len() {
             let (device, cx) = self.lend(vm as u32, now);
-            if let (Some(device), cx) = (device, cx) {
+            if let Some(device) = device {
                 device.listen(&cx)?;
             }
         }

@@ -1,6 +1,6 @@
 //! A worker that only answers, and a front-end that may say anything.
 // Each test binary uses its part of this.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "two test programs use it, each its part")]
 
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;

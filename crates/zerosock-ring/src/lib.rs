@@ -11,7 +11,8 @@
 //! Nobody. The peer writes its memory at any moment, and a front-end can even take it away.
 //! - Whatever a peer can write is read once, into a private copy that is named so (`head_copy`,
 //!   `descriptor_copy`), checked, and only the copy is used.
-//! - Payload is never under a Rust reference; [`GuestSlice`] copies by raw pointer.
+//! - Payload is never under a Rust reference; [`GuestSlice`] copies by raw pointer. The exception
+//!   are peers that are processes and whose opener declared [`Trust`]: payload only, never a ring.
 //! - A chain that is nonsense is handed out as [`PopError::Malformed`] and costs itself; a ring
 //!   that is nonsense ([`PopError::Broken`], [`DriverError`]) costs the queue. Nothing panics, and
 //!   no peer makes us hold or walk more than an honest one of the same queue size could.
@@ -64,12 +65,17 @@ mod memory;
 mod slice;
 
 #[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod trust;
+
+#[cfg(not(loom))]
 pub use {
     fault::handle_fault,
     memory::{MAX_REGIONS, MapError, Memory, RegionConfig, TranslateError},
-    slice::{GuestSlice, Piece, SliceBuf},
+    slice::{GuestSlice, Piece, PieceBuf, SliceBuf},
     split::{
         AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
         DriverQueue, MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Used,
     },
+    trust::{Claim, Trust},
 };

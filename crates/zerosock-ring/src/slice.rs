@@ -1,9 +1,11 @@
 //! Pieces of peer memory: numbers ([`Piece`]) and checked, borrowed addresses ([`GuestSlice`]).
 //!
 //! What must hold: the bytes behind a [`GuestSlice`] may change at any moment, so no reference to
-//! them is ever made; they are copied by raw pointer, and after a copy the compiler is told that
+//! them is made here; they are copied by raw pointer, and after a copy the compiler is told that
 //! it cannot know the private copy's contents, lest it read the shared bytes a second time in
-//! their place (validated once, used twice: the oldest hole in this kind of program).
+//! their place (validated once, used twice: the oldest hole in this kind of program). References
+//! come only from `as_slice` and `as_mut_slice`, on the word of a caller that nobody writes
+//! meanwhile; [`trust`](crate::Trust) has the ways to them.
 
 use core::fmt;
 use core::marker::PhantomData;
@@ -36,6 +38,112 @@ impl Piece {
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
+
+    /// The part from `offset` on, at most `len` bytes of it; empty when `offset` lies past the end.
+    #[inline]
+    #[must_use]
+    pub fn part(self, offset: usize, len: usize) -> Piece {
+        // Both minima are at most `self.len`, so they fit; the sum stays within the region, which
+        // is what matters where this is resolved, and cannot wrap when it came from a region.
+        let offset = offset.min(self.len()) as u32;
+        let len = len.min((self.len - offset) as usize) as u32;
+        Piece {
+            region: self.region,
+            len,
+            offset: self.offset + u64::from(offset),
+        }
+    }
+}
+
+/// Most pieces that a [`PieceBuf`] holds.
+pub(crate) const MAX_PIECES: usize = 4;
+
+/// Up to four [`Piece`]s by value: what somebody who keeps a chain's payload in view carries out
+/// of the chain. A header and a payload, each across a border of regions, are four.
+#[derive(Copy, Clone)]
+pub struct PieceBuf {
+    /// Those behind `len` mean nothing.
+    pieces: [Piece; MAX_PIECES],
+    /// At most `MAX_PIECES`.
+    len: u32,
+}
+
+impl PieceBuf {
+    /// No pieces.
+    pub const EMPTY: PieceBuf = PieceBuf {
+        pieces: [Piece {
+            region: 0,
+            len: 0,
+            offset: 0,
+        }; MAX_PIECES],
+        len: 0,
+    };
+
+    /// A copy of the pieces; None if there are more than four.
+    #[inline]
+    pub fn from_pieces(pieces: &[Piece]) -> Option<PieceBuf> {
+        let mut buf = PieceBuf::EMPTY;
+        buf.pieces.get_mut(..pieces.len())?.copy_from_slice(pieces);
+        buf.len = pieces.len() as u32;
+        Some(buf)
+    }
+
+    /// The pieces of `len` bytes from `offset` on: without a header, say, or without what was not
+    /// filled. Fewer bytes where the pieces end.
+    #[inline]
+    pub fn from_part(pieces: &[Piece], mut offset: usize, mut len: usize) -> Option<PieceBuf> {
+        let mut buf = PieceBuf::EMPTY;
+        for piece in pieces {
+            if offset >= piece.len() {
+                offset -= piece.len();
+                continue;
+            }
+            if len == 0 {
+                break;
+            }
+            let part = piece.part(offset, len);
+            *buf.pieces.get_mut(buf.len as usize)? = part;
+            buf.len += 1;
+            len -= part.len();
+            offset = 0;
+        }
+        Some(buf)
+    }
+
+    /// Sum of the pieces' lengths in bytes.
+    #[inline]
+    pub fn bytes(&self) -> usize {
+        self.iter().map(|piece| piece.len()).sum()
+    }
+}
+
+impl Default for PieceBuf {
+    fn default() -> Self {
+        Self::EMPTY
+    }
+}
+
+impl Deref for PieceBuf {
+    type Target = [Piece];
+
+    #[inline]
+    fn deref(&self) -> &[Piece] {
+        self.pieces.get(..self.len as usize).unwrap_or(&[])
+    }
+}
+
+impl PartialEq for PieceBuf {
+    fn eq(&self, other: &PieceBuf) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for PieceBuf {}
+
+impl fmt::Debug for PieceBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
 }
 
 /// A checked range of mapped peer memory. The layout is that of `struct iovec`, so that an array
@@ -66,7 +174,8 @@ impl fmt::Debug for GuestSlice<'_> {
 impl<'m> GuestSlice<'m> {
     /// # Safety
     /// `ptr` is valid for reads and writes of `len` bytes as long as the memory behind `'m` lives,
-    /// `len` is at most `isize::MAX`, and no reference to those bytes exists.
+    /// `len` is at most `isize::MAX`, and no reference to those bytes exists but those that
+    /// `as_slice` and `as_mut_slice` made.
     #[inline]
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> GuestSlice<'m> {
         GuestSlice {
@@ -117,7 +226,8 @@ impl<'m> GuestSlice<'m> {
         let part = self.part(offset, out.len());
         // SAFETY: source: `part` keeps within the range that `new` was promised, and the
         // destination is at least as long. They do not overlap: `out` is a Rust reference, and
-        // none is ever made to mapped memory. A peer may write the source meanwhile; it does so
+        // one to mapped memory exists only where its maker promised that nobody, so not this
+        // call either, reads or writes those bytes by another way. A peer may write the source meanwhile; it does so
         // from outside this program, so the copy only yields unspecified bytes, any of which a u8
         // may hold. A thread of this process writing there (our own driver half) makes that a
         // race between two memcpys; `settle` keeps its outcome to unspecified bytes as well.
@@ -146,8 +256,9 @@ impl<'m> GuestSlice<'m> {
     #[inline]
     pub fn write(self, offset: usize, data: &[u8]) -> usize {
         let part = self.part(offset, data.len());
-        // SAFETY: as in `read`, the other way round: the destination is checked, shared and never
-        // under a reference, the source is a private slice of at least that length.
+        // SAFETY: as in `read`, the other way round: the destination is checked, shared and not
+        // under a reference whose maker allowed for this call, so it does not overlap with the
+        // source, a slice of at least that length.
         unsafe { ptr::copy_nonoverlapping(data.as_ptr(), part.ptr, part.len) };
         part.len
     }
@@ -161,6 +272,32 @@ impl<'m> GuestSlice<'m> {
         // overlap, which two regions of one file or two descriptors of one guest can do.
         unsafe { ptr::copy(self.ptr, dst.ptr, len) };
         len
+    }
+
+    /// The bytes themselves, to be read where they lie.
+    ///
+    /// # Safety
+    /// As long as the result lives, nobody writes any of these bytes, and they do not vanish:
+    /// not the peer, whose promise the caller vouches for; not this process, through whatever
+    /// slice, mapping or system call; and the file cannot shrink (what
+    /// [`handle_fault`](crate::handle_fault) puts in its place are other bytes).
+    #[inline]
+    pub unsafe fn as_slice(self) -> &'m [u8] {
+        // SAFETY: readable for `len` bytes, at most isize::MAX, while 'm lasts, by `new`'s
+        // promise; never null, being an address of a mapping; not written, by the caller's.
+        unsafe { slice::from_raw_parts(self.ptr, self.len) }
+    }
+
+    /// The bytes themselves, to be written where they lie.
+    ///
+    /// # Safety
+    /// As for [`as_slice`](Self::as_slice); and as long as the result lives nobody reads them
+    /// either by another way, nor makes a second reference to any of them. The slice is `Copy`
+    /// and guards against nothing of this.
+    #[inline]
+    pub unsafe fn as_mut_slice(self) -> &'m mut [u8] {
+        // SAFETY: as in `as_slice`, for writes as well; the only access, by the caller's promise.
+        unsafe { slice::from_raw_parts_mut(self.ptr, self.len) }
     }
 }
 

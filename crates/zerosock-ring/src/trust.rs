@@ -171,7 +171,6 @@ mod tests {
         claim.slice_mut(&mem).unwrap().copy_from_slice(b"loan");
         assert_eq!(claim.slice(&mem).unwrap(), b"loan");
         assert_eq!(claim.piece(), piece);
-        drop(claim);
         let mut out = [0; 4];
         assert_eq!(mem.read(&[piece], 0, &mut out), 4);
         assert_eq!(&out, b"loan");

@@ -12,5 +12,6 @@ mod engine;
 mod relay;
 mod stats;
 mod switch;
+pub mod vsock;
 
 pub use zerosock_proto::{Address, Cid, Port};

@@ -1,0 +1,222 @@
+//! What a [`Core`](super::core::Core) drives: the half of the queues that an endpoint has.
+//!
+//! Two things are engines: a [`Driver`](crate::driver::Driver) (a process as a guest) and a host's
+//! devices. Neither has a thread: every call here is made by a caller's thread that has the lock.
+//!
+//! What must hold: no call here sleeps. What calls queue becomes visible to the peer with
+//! [`Engine::flush`], or with the next [`Engine::turn`], so that many packets cost one
+//! notification. After [`Engine::arm`] has answered false, whatever the peer does makes
+//! [`Engine::fd`] readable.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::GuestSlice;
+
+use super::leases::Leases;
+use super::sockets::{Copy, LeaseParts, Place, StreamId, StreamState};
+
+/// The peer, or the system, has broken something that cannot be mended here: the endpoint is over.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Fault(pub(crate) String);
+
+/// Why there is nothing to read.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum RecvFault {
+    /// Not now.
+    WouldBlock,
+    /// The connection was reset or refused.
+    Reset,
+    /// It is not connected yet.
+    NotConnected,
+    /// As many leases and loans are out as the endpoint can count.
+    TooManyLeases,
+    /// There is no such connection.
+    Unknown,
+}
+
+/// Why nothing can be sent.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum SendFault {
+    /// No credit or no buffer now.
+    WouldBlock,
+    /// We, or the peer, said that no more is to be sent.
+    ShutDown,
+    /// The connection was reset or refused.
+    Reset,
+    /// It is not connected yet.
+    NotConnected,
+    /// As many leases and loans are out as the endpoint can count.
+    TooManyLoans,
+    /// There is no such connection, or no such loan.
+    Unknown,
+}
+
+/// What is known of a connection.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct ConnInfo {
+    pub(crate) state: StreamState,
+    pub(crate) local: Address,
+    pub(crate) peer: Address,
+    /// Bytes to be read.
+    pub(crate) unread: usize,
+    /// The peer will send no more.
+    pub(crate) peer_finished: bool,
+    /// The peer will read no more.
+    pub(crate) peer_deaf: bool,
+    /// Who opened the endpoint has declared that this peer writes nothing that is on lease.
+    pub(crate) trusted: bool,
+}
+
+/// What a new loan is made of.
+#[derive(Debug)]
+pub(crate) struct LoanParts {
+    /// Its word, and what it is sent or given back by.
+    pub(crate) index: u32,
+    /// Bytes that may be written.
+    pub(crate) len: usize,
+    /// Where. A copied place stands for a private buffer of that length, which is made by the
+    /// holder and sent by copying: the bounds did not allow a loan in place.
+    pub(crate) place: Option<Place>,
+}
+
+/// A received part while it is shown.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum Payload<'m> {
+    InPlace(&'m [GuestSlice<'m>]),
+    Copied(&'m [u8]),
+}
+
+impl<'m> Payload<'m> {
+    pub(crate) fn in_place(slices: &'m [GuestSlice<'m>]) -> Payload<'m> {
+        Payload::InPlace(slices)
+    }
+
+    pub(crate) fn copied(bytes: &'m [u8]) -> Payload<'m> {
+        Payload::Copied(bytes)
+    }
+}
+
+/// Bytes that went through an endpoint.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct EndpointStats {
+    /// Received, wherever they were put.
+    pub received: u64,
+    /// Of those, handed out where the peer's side wrote them.
+    pub received_in_place: u64,
+    /// Of those, copied aside because of the bounds on what is held.
+    pub copied_aside: u64,
+    /// Copied to a reader's buffer by a call that copies.
+    pub copied_out: u64,
+    /// Sent.
+    pub sent: u64,
+    /// Of those, written by their sender where the peer's side reads them.
+    pub sent_in_place: u64,
+    /// Of those, copied from a sender's buffer by a call that copies.
+    pub copied_in: u64,
+    /// Packets taken in, of every kind.
+    pub packets_received: u64,
+    /// Packets given out, of every kind.
+    pub packets_sent: u64,
+    /// Times that the peer's side was notified.
+    pub notifications: u64,
+}
+
+/// See the module.
+pub(crate) trait Engine: Send {
+    /// Our own CID.
+    fn cid(&self) -> Cid;
+
+    /// The words that leases and loans share with this engine.
+    fn words(&self) -> Arc<Leases>;
+
+    /// Whether a turn would find something, as far as a cheap look can tell. No clock, no system
+    /// call.
+    fn pending(&mut self) -> bool;
+
+    /// Takes in what the peer's side has sent and returned, acts on what is due, and shows what is
+    /// queued. Bounded. True: something was taken in.
+    fn turn(&mut self) -> Result<bool, Fault>;
+
+    /// Shows what is queued.
+    fn flush(&mut self);
+
+    /// Asks to be told. True: something came meanwhile, and perhaps nobody will tell.
+    fn arm(&mut self) -> bool;
+
+    /// Asks no more, and forgets what was told.
+    fn disarm(&mut self);
+
+    /// Readable when something was told: an epoll instance.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// When a turn has something to do of itself.
+    fn next_timeout(&self) -> Option<Instant>;
+
+    /// Begins to connect.
+    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError>;
+
+    /// Begins to listen.
+    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError>;
+
+    /// Listens no more, and resets what waits to be accepted.
+    fn unlisten(&mut self, port: Port);
+
+    /// The oldest connection that waits on `port`.
+    fn accept(&mut self, port: Port) -> Option<StreamId>;
+
+    /// About a connection; `None` for one that was closed.
+    fn info(&self, id: StreamId) -> Option<ConnInfo>;
+
+    /// Ends one way, or both.
+    fn shutdown(&mut self, id: StreamId, how: How);
+
+    /// Gives a connection up in good order; `id` is invalid from now on.
+    fn close(&mut self, id: StreamId);
+
+    /// Resets a connection; `id` is invalid from now on.
+    fn abort(&mut self, id: StreamId);
+
+    /// Copies received bytes out. `Ok(0)`: end of file, or `out` is empty.
+    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault>;
+
+    /// Lends the next packet's bytes out. `Ok(None)`: end of file.
+    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;
+
+    /// Shows up to `most` packets' bytes where they lie, and takes them. `Ok(0)`: end of file.
+    fn each(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, RecvFault>;
+
+    /// The bytes of a lease that were moved.
+    fn copy_of(&self, index: u32) -> Option<Copy>;
+
+    /// A lease or a loan was dropped.
+    fn give_back(&mut self, index: u32);
+
+    /// Sends a copy of as many bytes as there is room for: at least one, in as few packets as
+    /// buffers allow. Not visible before the next flush.
+    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault>;
+
+    /// Borrows a buffer that the peer's side will read, for one packet of at most `max` bytes.
+    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
+
+    /// Sends the first `len` bytes of a loan; of `private` if the loan was not in place.
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), SendFault>;
+
+    /// What was counted.
+    fn stats(&self) -> EndpointStats;
+}

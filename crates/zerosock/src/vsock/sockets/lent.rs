@@ -1,0 +1,319 @@
+//! Received bytes out on lease: handed out, moved away under the holder, taken back.
+//!
+//! A lease's place in this table is the index of its word in [`Leases`](crate::vsock::leases). A
+//! loan has a place here too, so that both come back by the same way, but what is lent with it is
+//! the engine's business.
+
+use std::sync::Arc;
+
+use arrayvec::ArrayVec;
+use zerosock_ring::{Memory, Piece};
+
+use super::parts::{Held, Part, copy_out};
+use super::{NONE, Sockets, Store, StreamId};
+
+/// Pieces of one buffer that a lease in place can name; in more pieces it is copied.
+pub(crate) const PIECES: usize = 4;
+
+/// A copy, and where in it the lease's bytes begin.
+pub(crate) type Copy = (Arc<Vec<u8>>, usize);
+
+/// Where leased bytes lie.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// Where the peer's side wrote them, as long as the lease's word says so.
+    InPlace {
+        memory: Arc<Memory>,
+        pieces: ArrayVec<Piece, PIECES>,
+        /// Of the first byte, from the beginning of the pieces.
+        offset: usize,
+    },
+    /// In a copy.
+    Copied(Copy),
+}
+
+/// What a new lease is made of.
+#[derive(Debug)]
+pub(crate) struct LeaseParts {
+    /// Its word, and what it is given back by.
+    pub(crate) index: u32,
+    pub(crate) len: usize,
+    pub(crate) place: Place,
+}
+
+/// Why there is no lease.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum NoLease {
+    /// Nothing was received.
+    Empty,
+    /// The endpoint has as many leases and loans out as it can count.
+    TooMany,
+}
+
+/// A lease or loan that is out.
+#[derive(Debug)]
+pub(crate) struct Lent<T> {
+    what: What,
+    /// The connection; `None` once that is closed.
+    conn: Option<StreamId>,
+    pool: u32,
+    len: u32,
+    /// The buffer, while it is in place.
+    held: Option<Held<T>>,
+    /// The bytes, once they were moved.
+    copy: Option<Copy>,
+    /// Its neighbours among the leases of its connection.
+    previous: u32,
+    next: u32,
+}
+
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+enum What {
+    #[default]
+    Nothing,
+    Lease,
+    Loan,
+}
+
+impl<T> Default for Lent<T> {
+    fn default() -> Lent<T> {
+        Lent {
+            what: What::Nothing,
+            conn: None,
+            pool: 0,
+            len: 0,
+            held: None,
+            copy: None,
+            previous: NONE,
+            next: NONE,
+        }
+    }
+}
+
+impl<T> Sockets<T> {
+    /// Lends out the first part of what was received. In place, if the bounds allow; a copy
+    /// otherwise.
+    pub(crate) fn lease(
+        &mut self,
+        id: StreamId,
+        store: &mut impl Store<Token = T>,
+    ) -> Result<LeaseParts, NoLease> {
+        let conn = self.get_mut(id).ok_or(NoLease::Empty)?;
+        let (pool, leased) = (conn.pool, conn.leased);
+        if conn.parts.is_empty() {
+            return Err(NoLease::Empty);
+        }
+        let index = self.free_lent.pop().ok_or(NoLease::TooMany)?;
+        let part = self.get_mut(id).and_then(|conn| conn.parts.pop_front());
+        let Some(part) = part else {
+            self.free_lent.push(index);
+            return Err(NoLease::Empty);
+        };
+        let len = part.len();
+        if let Some(conn) = self.get_mut(id) {
+            conn.unread = conn.unread.saturating_sub(len);
+        }
+        let (held, place) = match part {
+            Part::Copied { bytes, taken } => (None, Place::Copied((Arc::new(bytes), taken))),
+            Part::Held(held) => match self.may_lease(pool, leased).then(|| place(store, &held)) {
+                Some(Some(place)) => (Some(held), place),
+                _ => {
+                    let mut bytes = Vec::with_capacity(len);
+                    copy_out(store, &held, &mut bytes);
+                    self.counted.copied_aside += len as u64;
+                    store.release(held.token);
+                    self.unhold(id.index, 1);
+                    (None, Place::Copied((Arc::new(bytes), 0)))
+                }
+            },
+        };
+        if held.is_some() {
+            self.counted.leased += len as u64;
+        }
+        self.begin(index, id, pool, len, held);
+        self.catch_up(id.index);
+        Ok(LeaseParts { index, len, place })
+    }
+
+    fn begin(&mut self, index: u32, id: StreamId, pool: u32, len: usize, held: Option<Held<T>>) {
+        self.words.begin(index);
+        if held.is_some() {
+            self.lease_one(id.index, pool);
+        }
+        let next = self.get(id).map_or(NONE, |conn| conn.leases);
+        if let Some(first) = self.lent.get_mut(next as usize) {
+            first.previous = index;
+        }
+        if let Some(lent) = self.lent.get_mut(index as usize) {
+            *lent = Lent {
+                what: What::Lease,
+                conn: Some(id),
+                pool,
+                len: len as u32,
+                held,
+                copy: None,
+                previous: NONE,
+                next,
+            };
+        }
+        if let Some(conn) = self.get_mut(id) {
+            conn.leases = index;
+        }
+    }
+
+    /// A lease was dropped: its buffer goes back, and its sender gets credit. False: `index` is
+    /// not a lease, but perhaps a loan.
+    pub(crate) fn give_back(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
+        let Some(lent) = self.lent.get_mut(index as usize) else {
+            return false;
+        };
+        if lent.what != What::Lease {
+            return false;
+        }
+        let lent = std::mem::take(lent);
+        self.free_lent.push(index);
+        self.unlink(&lent);
+        if let Some(held) = lent.held {
+            store.release(held.token);
+            self.unlease_one(lent.conn.map_or(NONE, |id| id.index), lent.pool);
+            if lent.conn.is_none() {
+                self.forget_orphan(lent.pool, index);
+            }
+        }
+        if let Some(id) = lent.conn
+            && let Some(conn) = self.get(id)
+        {
+            if let Some(flow) = conn.flow {
+                store.consumed(lent.pool, flow, lent.len);
+            }
+            self.catch_up(id.index);
+        }
+        true
+    }
+
+    /// Takes a lease out of its connection's list.
+    fn unlink(&mut self, lent: &Lent<T>) {
+        if let Some(previous) = self.lent.get_mut(lent.previous as usize) {
+            previous.next = lent.next;
+        } else if let Some(conn) = lent.conn.and_then(|id| self.get_mut(id)) {
+            conn.leases = lent.next;
+        }
+        if let Some(next) = self.lent.get_mut(lent.next as usize) {
+            next.previous = lent.previous;
+        }
+    }
+
+    /// The bytes of a lease that were moved.
+    pub(crate) fn copy_of(&self, index: u32) -> Option<Copy> {
+        self.lent.get(index as usize)?.copy.clone()
+    }
+
+    /// Copies the bytes of a lease out and gives its buffer back, unless somebody is reading.
+    pub(super) fn move_out(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
+        let Some(lent) = self.lent.get_mut(index as usize) else {
+            return false;
+        };
+        if lent.held.is_none() || !self.words.try_move(index) {
+            return false;
+        }
+        let (conn, pool) = (lent.conn, lent.pool);
+        if let Some(held) = lent.held.take() {
+            let mut bytes = Vec::with_capacity(held.len as usize);
+            copy_out(store, &held, &mut bytes);
+            self.counted.copied_aside += bytes.len() as u64;
+            lent.copy = Some((Arc::new(bytes), 0));
+            store.release(held.token);
+            self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
+        }
+        true
+    }
+
+    /// Gives a lease's buffer back although somebody is reading: what is read from now on is no
+    /// longer what was sent.
+    pub(super) fn tear(&mut self, index: u32, store: &mut impl Store<Token = T>) {
+        let Some(lent) = self.lent.get_mut(index as usize) else {
+            return;
+        };
+        let (conn, pool) = (lent.conn, lent.pool);
+        if let Some(held) = lent.held.take() {
+            self.words.tear(index);
+            store.release(held.token);
+            self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
+        }
+    }
+
+    /// Since when a lease has had its buffer; `None` if it has none.
+    pub(super) fn leased_since(&self, index: u32) -> Option<zerosock_proto::Instant> {
+        self.lent
+            .get(index as usize)?
+            .held
+            .as_ref()
+            .map(|held| held.since)
+    }
+
+    /// The lease behind `index` in its connection's list.
+    pub(super) fn next_lease(&self, index: u32) -> u32 {
+        self.lent.get(index as usize).map_or(NONE, |lent| lent.next)
+    }
+
+    /// The connection goes, its leases stay: each stands for itself now. Those that nobody reads
+    /// give their buffers back at once.
+    pub(super) fn orphan_leases(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        let mut index = self.get(id).map_or(NONE, |conn| conn.leases);
+        while let Some(next) = self.lent.get(index as usize).map(|lent| lent.next) {
+            let moved = self.move_out(index, store);
+            let Some(lent) = self.lent.get_mut(index as usize) else {
+                break;
+            };
+            lent.conn = None;
+            (lent.previous, lent.next) = (NONE, NONE);
+            if !moved && lent.held.is_some() {
+                let pool = lent.pool;
+                self.add_orphan(id.index, pool, index);
+            }
+            index = next;
+        }
+        if let Some(conn) = self.get_mut(id) {
+            conn.leases = NONE;
+        }
+    }
+
+    /// A place for a loan, to be ended with [`end_loan`](Self::end_loan).
+    pub(crate) fn begin_loan(&mut self) -> Option<u32> {
+        let index = self.free_lent.pop()?;
+        self.words.begin(index);
+        if let Some(lent) = self.lent.get_mut(index as usize) {
+            lent.what = What::Loan;
+        }
+        Some(index)
+    }
+
+    /// A loan is over. False: `index` is not a loan.
+    pub(crate) fn end_loan(&mut self, index: u32) -> bool {
+        let Some(lent) = self.lent.get_mut(index as usize) else {
+            return false;
+        };
+        if lent.what != What::Loan {
+            return false;
+        }
+        lent.what = What::Nothing;
+        self.free_lent.push(index);
+        true
+    }
+
+    /// Leases and loans that are out.
+    pub(crate) fn lent_out(&self) -> usize {
+        self.lent.len() - self.free_lent.len()
+    }
+}
+
+/// Names where a held buffer lies; `None` if that takes too many pieces.
+fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<Place> {
+    let memory = store.memory(&held.token)?.clone();
+    let pieces = ArrayVec::try_from(store.pieces(&held.token)).ok()?;
+    Some(Place::InPlace {
+        memory,
+        pieces,
+        offset: held.offset as usize,
+    })
+}

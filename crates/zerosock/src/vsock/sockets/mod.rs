@@ -1,0 +1,293 @@
+//! The connections of an endpoint as its user sees them, whichever half of the queues they come
+//! through: what was received and not read, what is out on lease, what there is to tell.
+//!
+//! Received bytes lie where the peer's side wrote them, in buffers of a [`Pool`] (a device's
+//! transmit queue, a driver's receive queue), each known here by a token of the engine's. A
+//! connection is a list of [`Part`]s in order: buffers held in place, and copies. What each file
+//! does: `parts` reads them, `lent` lends them out and takes them back, `bounds` keeps the number
+//! and the time of what is held within limits, `news` says what has happened; here they come and
+//! go.
+//!
+//! What must hold: every token that came in goes back to the engine exactly once
+//! ([`Store::release`]), whatever happens to the connection; every byte is reported as consumed
+//! once, and only when its reader is done with it, because that is what gives the sender credit;
+//! bytes keep their order.
+
+mod bounds;
+mod lent;
+mod news;
+mod parts;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock_proto::vsock::FlowId;
+use zerosock_proto::{Address, Instant};
+use zerosock_ring::{Memory, Piece};
+
+use super::leases::Leases;
+use bounds::Pool;
+use lent::Lent;
+pub(crate) use lent::{Copy, LeaseParts, NoLease, Place};
+pub(crate) use news::News;
+pub(crate) use parts::{Held, Part};
+
+/// No place.
+const NONE: u32 = u32::MAX;
+
+/// What an engine does for its connections.
+pub(crate) trait Store {
+    /// What the engine knows a held buffer by.
+    type Token;
+
+    /// The memory in which a buffer lies; `None` if it is gone.
+    fn memory(&self, token: &Self::Token) -> Option<&Arc<Memory>>;
+
+    /// The buffer's pieces in that memory. A [`Held`]'s offset counts from their beginning.
+    fn pieces<'a>(&'a self, token: &'a Self::Token) -> &'a [Piece];
+
+    /// Gives a buffer back to the peer's side.
+    fn release(&mut self, token: Self::Token);
+
+    /// `bytes` of a connection were read, or never will be: the sender gets credit for them.
+    fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32);
+}
+
+/// A connection of one endpoint. Valid until the connection is closed by its owner.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+pub struct StreamId {
+    index: u32,
+    generation: u32,
+}
+
+/// Where a connection stands.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum StreamState {
+    /// The request is out, no answer yet.
+    Connecting,
+    /// Both sides agreed; each may have shut down one way.
+    Connected,
+    /// The peer had already said that it would send no more, or we closed it: the end came in
+    /// good order.
+    Finished,
+    /// Refused, timed out, reset by the peer or by a protocol error, or lost with the transport.
+    Reset,
+}
+
+/// One connection.
+#[derive(Debug)]
+pub(crate) struct Conn<T> {
+    generation: u32,
+    used: bool,
+    /// A bit for each [`News`] not told yet.
+    news: u8,
+    /// This place is in the list of those with news. Outlives the connection, so that a place is
+    /// never listed twice.
+    listed: bool,
+    /// The buffers that its bytes come in.
+    pub(crate) pool: u32,
+    /// The protocol core's connection; `None` when that has ended.
+    pub(crate) flow: Option<FlowId>,
+    pub(crate) state: StreamState,
+    pub(crate) local: Address,
+    pub(crate) peer: Address,
+    /// The peer will send no more.
+    pub(crate) peer_finished: bool,
+    /// The peer will read no more.
+    pub(crate) peer_deaf: bool,
+    /// We will send no more.
+    pub(crate) finished: bool,
+    /// A send found no room: tell when there is some.
+    pub(crate) wants_room: bool,
+    parts: VecDeque<Part<T>>,
+    /// Bytes received and not read, wherever they lie; leased ones are counted as read.
+    unread: usize,
+    /// Buffers held: parts in place and leases in place.
+    held: u32,
+    /// Leases in place.
+    leased: u32,
+    /// The first of its leases, in no order.
+    leases: u32,
+    /// It held buffers for too long and has not caught up since: what comes is copied.
+    stalled: bool,
+    /// Its place among those who hold buffers of the pool.
+    holder: u32,
+}
+
+/// All connections of an endpoint.
+#[derive(Debug)]
+pub(crate) struct Sockets<T> {
+    conns: Vec<Conn<T>>,
+    free: Vec<u32>,
+    /// Places with news, oldest first; as long as the table at most.
+    with_news: VecDeque<u32>,
+    pools: Vec<Pool>,
+    hold: Duration,
+    words: Arc<Leases>,
+    lent: Vec<Lent<T>>,
+    free_lent: Vec<u32>,
+    counted: Counted,
+}
+
+/// What was counted, over all connections.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Counted {
+    /// Bytes received, wherever they were put.
+    pub(crate) received: u64,
+    /// Bytes of those that were copied aside, because of the bounds on what is held.
+    pub(crate) copied_aside: u64,
+    /// Bytes handed out on leases in place.
+    pub(crate) leased: u64,
+    /// Bytes copied out by calls that copy.
+    pub(crate) copied_out: u64,
+}
+
+impl<T> Sockets<T> {
+    /// A table without connections. Unread and leased buffers are copied out after `hold` at the
+    /// latest.
+    pub(crate) fn new(words: Arc<Leases>, hold: Duration) -> Sockets<T> {
+        Sockets {
+            conns: Vec::new(),
+            free: Vec::new(),
+            with_news: VecDeque::new(),
+            pools: Vec::new(),
+            hold,
+            free_lent: (0..words.capacity() as u32).rev().collect(),
+            lent: (0..words.capacity()).map(|_| Lent::default()).collect(),
+            words,
+            counted: Counted::default(),
+        }
+    }
+
+    pub(crate) fn counted(&self) -> Counted {
+        self.counted
+    }
+
+    /// The words that leases share with this table.
+    pub(crate) fn words(&self) -> &Arc<Leases> {
+        &self.words
+    }
+
+    /// A new connection; its buffers come from `pool`.
+    pub(crate) fn insert(
+        &mut self,
+        pool: u32,
+        flow: FlowId,
+        state: StreamState,
+        local: Address,
+        peer: Address,
+    ) -> StreamId {
+        let index = self.free.pop().unwrap_or(self.conns.len() as u32);
+        let conn = Conn {
+            generation: 0,
+            used: true,
+            news: 0,
+            listed: false,
+            pool,
+            flow: Some(flow),
+            state,
+            local,
+            peer,
+            peer_finished: false,
+            peer_deaf: false,
+            finished: false,
+            wants_room: false,
+            parts: VecDeque::new(),
+            unread: 0,
+            held: 0,
+            leased: 0,
+            leases: NONE,
+            stalled: false,
+            holder: NONE,
+        };
+        match self.conns.get_mut(index as usize) {
+            Some(place) => {
+                let generation = place.generation.wrapping_add(1);
+                let listed = place.listed;
+                *place = Conn {
+                    generation,
+                    listed,
+                    ..conn
+                };
+            }
+            None => self.conns.push(conn),
+        }
+        let generation = self
+            .conns
+            .get(index as usize)
+            .map_or(0, |place| place.generation);
+        StreamId { index, generation }
+    }
+
+    /// Frees a connection's place. What was not read goes back; leases stay with their holders.
+    pub(crate) fn remove(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        self.drop_unread(id, store);
+        self.orphan_leases(id, store);
+        if let Some(conn) = self.get_mut(id) {
+            conn.used = false;
+            conn.news = 0;
+            conn.flow = None;
+            // A connection at rest owns no memory, and one that is gone less so.
+            conn.parts = VecDeque::new();
+            self.free.push(id.index);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, id: StreamId) -> Option<&Conn<T>> {
+        self.conns
+            .get(id.index as usize)
+            .filter(|conn| conn.used && conn.generation == id.generation)
+    }
+
+    #[inline]
+    pub(crate) fn get_mut(&mut self, id: StreamId) -> Option<&mut Conn<T>> {
+        self.conns
+            .get_mut(id.index as usize)
+            .filter(|conn| conn.used && conn.generation == id.generation)
+    }
+
+    /// The connection at a place, if there is one.
+    pub(crate) fn at(&self, index: u32) -> Option<StreamId> {
+        let conn = self.conns.get(index as usize).filter(|conn| conn.used)?;
+        Some(StreamId {
+            index,
+            generation: conn.generation,
+        })
+    }
+
+    /// All connections.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = StreamId> + '_ {
+        (0..self.conns.len() as u32).filter_map(|index| self.at(index))
+    }
+
+    /// Connections that exist.
+    pub(crate) fn len(&self) -> usize {
+        self.conns.len() - self.free.len()
+    }
+
+    /// Bytes that a read would give at once.
+    pub(crate) fn unread(&self, id: StreamId) -> usize {
+        self.get(id).map_or(0, |conn| conn.unread)
+    }
+}
+
+impl StreamId {
+    /// A small number that no other connection of the endpoint has at the same time.
+    pub(crate) fn index(self) -> u32 {
+        self.index
+    }
+}
+
+impl<T> Conn<T> {
+    /// Whether there is nothing more to come: end of file behind what is unread.
+    pub(crate) fn is_at_end(&self) -> bool {
+        self.peer_finished || self.state == StreamState::Finished
+    }
+}
+
+/// When something that began at `since` has lasted for `span`.
+fn due(since: Instant, span: Duration) -> Instant {
+    since + span
+}

@@ -1,0 +1,265 @@
+//! What a connection has received: buffers in place and copies, in order; taking in and reading.
+
+use super::{Conn, Counted, Sockets, Store, StreamId};
+use crate::vsock::engine::Payload;
+use zerosock_proto::Instant;
+use zerosock_ring::{GuestSlice, SliceBuf};
+
+/// Bytes of a buffer of the pool.
+#[derive(Debug)]
+pub(crate) struct Held<T> {
+    pub(crate) token: T,
+    /// The first byte not yet read, from the beginning of the buffer's pieces.
+    pub(crate) offset: u32,
+    /// Bytes not yet read.
+    pub(crate) len: u32,
+    /// When they came.
+    pub(crate) since: Instant,
+}
+
+/// A stretch of received bytes.
+#[derive(Debug)]
+pub(crate) enum Part<T> {
+    /// Where the peer's side wrote them.
+    Held(Held<T>),
+    /// In a copy: the first `taken` bytes have been read.
+    Copied { bytes: Vec<u8>, taken: usize },
+}
+
+impl<T> Part<T> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Part::Held(held) => held.len as usize,
+            Part::Copied { bytes, taken } => bytes.len() - taken,
+        }
+    }
+}
+
+/// Copies the bytes of `held` to the end of `to`. What cannot be read (it can: buffers are checked
+/// when they are taken in) is zeros, so that a stream keeps its length.
+pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mut Vec<u8>) {
+    let start = to.len();
+    to.resize(start + held.len as usize, 0);
+    if let (Some(memory), Some(out)) = (store.memory(&held.token), to.get_mut(start..)) {
+        memory.read(store.pieces(&held.token), held.offset as usize, out);
+    }
+}
+
+impl<T> Conn<T> {
+    /// Appends bytes to the copies at the end: into one buffer, however many small packets they
+    /// were; what has been read of it is dropped when it is half, so that it stays below twice the
+    /// bytes that wait.
+    pub(super) fn push_copy(&mut self, copy: impl FnOnce(&mut Vec<u8>)) {
+        if let Some(Part::Copied { bytes, taken }) = self.parts.back_mut() {
+            if *taken >= bytes.len() / 2 {
+                bytes.drain(..*taken);
+                *taken = 0;
+            }
+            copy(bytes);
+        } else {
+            let mut bytes = Vec::new();
+            copy(&mut bytes);
+            self.parts.push_back(Part::Copied { bytes, taken: 0 });
+        }
+    }
+}
+
+impl<T> Sockets<T> {
+    /// Takes in `len` bytes at `offset` of a buffer's pieces. The buffer is held, or it goes back
+    /// at once because its bytes were copied (the connection has stalled) or nobody wants them.
+    #[inline]
+    pub(crate) fn deliver(
+        &mut self,
+        id: StreamId,
+        held: Held<T>,
+        store: &mut impl Store<Token = T>,
+    ) {
+        let Some(conn) = self
+            .conns
+            .get_mut(id.index as usize)
+            .filter(|conn| conn.used && conn.generation == id.generation && held.len > 0)
+        else {
+            return store.release(held.token);
+        };
+        if conn.unread == 0 {
+            self.announce(id, super::News::Readable);
+        }
+        let Some(conn) = self.conns.get_mut(id.index as usize) else {
+            return;
+        };
+        self.counted.received += u64::from(held.len);
+        conn.unread += held.len as usize;
+        if !conn.stalled {
+            conn.parts.push_back(Part::Held(held));
+            return self.hold_one(id.index);
+        }
+        self.counted.copied_aside += u64::from(held.len);
+        conn.push_copy(|bytes| copy_out(store, &held, bytes));
+        store.release(held.token);
+    }
+
+    /// Copies received bytes to `out`, from the front; takes them, or with `peek` leaves them.
+    pub(crate) fn read(
+        &mut self,
+        id: StreamId,
+        out: &mut [u8],
+        peek: bool,
+        store: &mut impl Store<Token = T>,
+    ) -> usize {
+        if peek {
+            return self.peek(id, out, store);
+        }
+        let mut done = 0;
+        while let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            let Some(conn) = self.get_mut(id) else { break };
+            let Some(part) = conn.parts.front_mut() else {
+                break;
+            };
+            let len = rest.len().min(part.len());
+            match part {
+                Part::Held(held) => {
+                    if let Some(memory) = store.memory(&held.token) {
+                        let pieces = store.pieces(&held.token);
+                        memory.read(pieces, held.offset as usize, &mut rest[..len]);
+                    }
+                    held.offset += len as u32;
+                    held.len -= len as u32;
+                }
+                Part::Copied { bytes, taken } => {
+                    rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
+                    *taken += len;
+                }
+            }
+            done += len;
+            if part.len() == 0 {
+                self.drop_front(id, store);
+            }
+        }
+        self.counted.copied_out += done as u64;
+        self.consumed(id, done, store);
+        done
+    }
+
+    fn peek(&self, id: StreamId, out: &mut [u8], store: &impl Store<Token = T>) -> usize {
+        let mut done = 0;
+        let Some(conn) = self.get(id) else { return 0 };
+        for part in &conn.parts {
+            let rest = &mut out[done..];
+            let len = rest.len().min(part.len());
+            match part {
+                Part::Held(held) => {
+                    if let Some(memory) = store.memory(&held.token) {
+                        let pieces = store.pieces(&held.token);
+                        memory.read(pieces, held.offset as usize, &mut rest[..len]);
+                    }
+                }
+                Part::Copied { bytes, taken } => {
+                    rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
+                }
+            }
+            done += len;
+        }
+        done
+    }
+
+    /// Shows up to `most` parts to `look`, each where it lies, and takes them. Stops when `look`
+    /// says so (false), after the part it was shown.
+    #[inline]
+    pub(crate) fn each(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+        store: &mut impl Store<Token = T>,
+    ) -> usize {
+        let mut seen = 0;
+        let mut bytes_seen = 0;
+        while seen < most {
+            let Some(part) = self.get(id).and_then(|conn| conn.parts.front()) else {
+                break;
+            };
+            bytes_seen += part.len();
+            let go_on = match part {
+                Part::Copied { bytes, taken } => look(Payload::copied(&bytes[*taken..])),
+                Part::Held(held) => {
+                    let mut slices = SliceBuf::<4>::new();
+                    let (offset, len) = (held.offset as usize, held.len as usize);
+                    let mut covered = 0;
+                    if let Some(memory) = store.memory(&held.token) {
+                        let pieces = store.pieces(&held.token);
+                        covered = memory.slices(pieces, offset, len, &mut slices);
+                    }
+                    if covered == len {
+                        look(Payload::in_place(&slices))
+                    } else {
+                        // In more places than are worth naming.
+                        let mut bytes = Vec::with_capacity(len);
+                        copy_out(store, held, &mut bytes);
+                        look(Payload::copied(&bytes))
+                    }
+                }
+            };
+            seen += 1;
+            self.drop_front(id, store);
+            if !go_on {
+                break;
+            }
+        }
+        self.counted.leased += bytes_seen as u64;
+        self.consumed(id, bytes_seen, store);
+        seen
+    }
+
+    /// The first part has been used up.
+    #[inline]
+    pub(super) fn drop_front(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        let Some(part) = self.get_mut(id).and_then(|conn| conn.parts.pop_front()) else {
+            return;
+        };
+        if let Part::Held(held) = part {
+            store.release(held.token);
+            self.unhold(id.index, 1);
+        }
+        self.catch_up(id.index);
+    }
+
+    /// `bytes` have left the list of parts for good.
+    #[inline]
+    pub(super) fn consumed(
+        &mut self,
+        id: StreamId,
+        bytes: usize,
+        store: &mut impl Store<Token = T>,
+    ) {
+        if bytes == 0 {
+            return;
+        }
+        if let Some(conn) = self.get_mut(id) {
+            conn.unread = conn.unread.saturating_sub(bytes);
+            if let Some(flow) = conn.flow {
+                store.consumed(conn.pool, flow, bytes as u32);
+            }
+        }
+    }
+
+    /// Throws away what was not read.
+    pub(super) fn drop_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        let Some(unread) = self.get(id).map(|conn| conn.unread) else {
+            return;
+        };
+        while self.get(id).is_some_and(|conn| !conn.parts.is_empty()) {
+            self.drop_front(id, store);
+        }
+        self.consumed(id, unread, store);
+    }
+}
+
+impl Counted {
+    /// Bytes that were never copied by us.
+    pub(crate) fn in_place(&self) -> u64 {
+        self.leased
+    }
+}
+
+/// The slices of a part in place, for those who want them as such.
+pub(crate) type Slices<'m> = [GuestSlice<'m>];

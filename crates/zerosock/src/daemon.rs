@@ -6,7 +6,7 @@
 use crate::device::control::{Control, DeviceCommand, DevicePort, Fault, Reply, VmSpec};
 use crate::device::{Device, HostEnd, Limits};
 use crate::engine::mailbox::{Mailbox, Sender};
-use crate::engine::poller::MAX_VMS;
+use crate::engine::numbers::{MAX_DEVICES, Numbers};
 use crate::engine::worker::{Worker, WorkerMessage};
 use crate::relay::forward;
 pub use crate::relay::hybrid::OkConvention;
@@ -107,7 +107,7 @@ pub enum StartError {
     #[error("CID {0} is given to two VMs")]
     DuplicateCid(Cid),
     /// More VMs than can be told apart.
-    #[error("more than {MAX_VMS} VMs in one daemon")]
+    #[error("more than {MAX_DEVICES} VMs for each worker")]
     TooManyVms,
     /// A port of the machine's AF_VSOCK cannot be listened on.
     #[error("cannot listen on vsock port {port}: {source}")]
@@ -223,7 +223,7 @@ impl Daemon {
                 Arc::new(PortTable::new()),
             );
             let device = Device::new(addr, cid, shard, host_end(host)?);
-            pool[addr.worker as usize].devices.push(device);
+            pool[addr.worker as usize].add(device);
             specs.push(VmSpec {
                 name: format!("vm{vm}"),
                 cid,
@@ -314,9 +314,8 @@ impl Drop for Deathbell {
 
 /// Places VM after VM on worker after worker.
 fn routes(vms: &[VmConfig], workers: usize) -> Result<(Arc<Routes>, Vec<DeviceAddr>), StartError> {
-    if vms.len() > MAX_VMS {
-        return Err(StartError::TooManyVms);
-    }
+    let mut numbers: Vec<Numbers> = Vec::new();
+    numbers.resize_with(workers, Numbers::default);
     let mut routes = Routes::default();
     let mut addrs = Vec::new();
     for (n, vm) in vms.iter().enumerate() {
@@ -325,7 +324,7 @@ fn routes(vms: &[VmConfig], workers: usize) -> Result<(Arc<Routes>, Vec<DeviceAd
         }
         let addr = DeviceAddr {
             worker: (n % workers) as u32,
-            vm: (n / workers) as u32,
+            vm: numbers[n % workers].take().ok_or(StartError::TooManyVms)?,
         };
         routes.add(vm.cid, addr, &vm.groups);
         addrs.push(addr);

@@ -175,6 +175,10 @@ impl Device {
             cid: self.cid,
             port,
         };
+        if !cx.routes.is_open(peer) {
+            cx.counters.conns_refused.add(1);
+            return;
+        }
         let flow = match self.shard.connect(cx.now, local, peer, SocketType::Stream) {
             Ok(flow) => flow,
             Err(error) => {

@@ -8,7 +8,8 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
-//! - `command`: what the VMM says, through [`control`].
+//! - `command`: what the VMM says, through [`control`];
+//! - `member`: the device as one of many that come and go.
 //!
 //! What must hold: a turn works to a budget and never blocks; each chain popped is completed
 //! once; no allocation, lock or search on the way of a packet.
@@ -19,6 +20,7 @@ mod events;
 mod from_guest;
 mod host;
 mod join;
+mod member;
 pub(crate) mod outbound;
 mod ring;
 mod sibling;

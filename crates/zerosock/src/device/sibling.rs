@@ -86,7 +86,8 @@ impl Device {
         peer: Address,
         cx: &mut Context<'_>,
     ) {
-        let Some(device) = cx.routes.sibling(self.cid, local.cid) else {
+        let sibling = cx.routes.sibling(self.cid, local.cid);
+        let Some(device) = sibling.filter(|_| cx.routes.is_open(local)) else {
             cx.counters.conns_refused.add(1);
             let _ = self.shard.reject(flow);
             return;

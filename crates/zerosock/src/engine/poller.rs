@@ -6,8 +6,9 @@
 //! read (its descriptor closed, its key reused): tokens are hints, and every receiver must
 //! tolerate one that is not true.
 
+use super::numbers::NUMBER_BITS;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use std::io;
 use std::time::Duration;
@@ -34,9 +35,9 @@ pub(crate) enum Source {
     Join { vm: u32, key: u32 },
 }
 
-const VM_BITS: u32 = 24;
-/// VMs that one worker can tell apart in a token.
-pub(crate) const MAX_VMS: usize = 1 << VM_BITS;
+/// A token is four bits of kind, the device's number, and 32 bits of key.
+const VM_BITS: u32 = NUMBER_BITS;
+const KIND_SHIFT: u32 = 32 + VM_BITS;
 
 impl Source {
     fn token(self) -> u64 {
@@ -47,13 +48,13 @@ impl Source {
             Source::Handshake { vm, key } => (3, vm, key),
             Source::Join { vm, key } => (4, vm, key),
         };
-        kind << 56 | u64::from(vm) << 32 | u64::from(key)
+        kind << KIND_SHIFT | u64::from(vm) << 32 | u64::from(key)
     }
 
     fn from_token(token: u64) -> Option<Source> {
         let vm = (token >> 32) as u32 & ((1 << VM_BITS) - 1);
         let key = token as u32;
-        Some(match token >> 56 {
+        Some(match token >> KIND_SHIFT {
             0 => Source::Mailbox,
             1 => Source::Kick { vm },
             2 => Source::Listener { vm, key },
@@ -175,6 +176,13 @@ impl Poller {
     }
 }
 
+impl AsFd for Poller {
+    /// Readable when something has happened that [`Poller::wait`] has not told yet.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -191,6 +199,6 @@ mod tests {
         ] {
             assert_eq!(Source::from_token(source.token()), Some(source));
         }
-        assert_eq!(Source::from_token(9 << 56), None);
+        assert_eq!(Source::from_token(9 << KIND_SHIFT), None);
     }
 }

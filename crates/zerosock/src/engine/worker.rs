@@ -2,19 +2,27 @@
 //!
 //! What must hold: nothing here blocks but the one wait; a device with work left is turned again
 //! before the loop sleeps; messages sent before the sleep wake it.
+//!
+//! # How to drive it
+//!
+//! [`Worker::run`] is the loop, for a thread that does nothing else. Whoever has a loop of its own
+//! calls [`Worker::start`] once and then [`Worker::step`] whenever the worker's descriptor is
+//! readable or [`Worker::next_timeout`] is over.
 
 use super::Clock;
 use super::mailbox::Mailbox;
+use super::numbers::Table;
 use super::poller::{Poller, Readiness, Source};
-use crate::device::control::{DeviceCommand, Reply};
+use crate::device::control::{DeviceCommand, Notice, Reply};
 use crate::device::{Context, Device, Limits};
 use crate::stats::Counters;
 use crate::switch::{Message, Outbox, Routes};
+use rustix::fd::{AsFd, BorrowedFd};
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use zerosock_proto::Instant;
+use zerosock_proto::{Cid, Instant};
 use zerosock_sys::bell::Ringer;
 
 /// Messages taken before devices have their turn.
@@ -22,6 +30,7 @@ const MESSAGES: usize = 1024;
 
 /// What other threads say to a worker.
 #[derive(Debug)]
+#[allow(dead_code, reason = "nothing makes use of it until processes attach")]
 pub(crate) enum WorkerMessage {
     /// The VMM of `vm` wants something.
     Command {
@@ -31,13 +40,24 @@ pub(crate) enum WorkerMessage {
     },
     /// A sibling in another worker has something for `vm`.
     Sibling { vm: u32, message: Message },
+    /// A device of this worker's; its address says which number it has.
+    AddDevice(Box<Device>),
+    /// The device leaves for good: its front-end is gone.
+    RemoveDevice { vm: u32 },
+    /// The table of endpoints has changed for the CID `changed`. `taken` is dropped when the
+    /// worker goes by the new one.
+    Routes {
+        routes: Arc<Routes>,
+        changed: Cid,
+        taken: Option<Arc<Notice>>,
+    },
     /// End all connections and the thread.
     Shutdown,
 }
 
 /// See the module.
 pub(crate) struct Worker {
-    pub(crate) devices: Vec<Device>,
+    devices: Table<Device>,
     pub(crate) poller: Poller,
     pub(crate) mailbox: Mailbox<WorkerMessage>,
     pub(crate) outbox: Outbox,
@@ -50,6 +70,8 @@ pub(crate) struct Worker {
     more_messages: bool,
     active: VecDeque<u32>,
     deadlines: BTreeSet<(Instant, u32)>,
+    /// Kept for its memory.
+    events: Vec<(Source, Readiness)>,
 }
 
 impl Worker {
@@ -70,7 +92,7 @@ impl Worker {
         }
         poller.add(mailbox.fd(), Source::Mailbox)?;
         Ok(Worker {
-            devices: Vec::new(),
+            devices: Table::new(),
             poller,
             mailbox,
             outbox,
@@ -82,41 +104,85 @@ impl Worker {
             more_messages: false,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
+            events: Vec::new(),
         })
+    }
+
+    /// Takes a device in before the start.
+    pub(crate) fn add(&mut self, device: Device) {
+        self.devices.insert(device.addr().vm, device);
     }
 
     /// Runs until it is told to stop.
     pub(crate) fn run(mut self) -> io::Result<()> {
+        self.start()?;
+        while self.step(None)? {}
+        Ok(())
+    }
+
+    /// Watches the listeners of the devices that were added. To be called once, before the first
+    /// step, on any thread.
+    pub(crate) fn start(&mut self) -> io::Result<()> {
         let now = self.clock.now();
-        for vm in 0..self.devices.len() {
-            let (device, cx) = self.lend(vm as u32, now);
+        for vm in self.devices.numbers() {
+            let (device, cx) = self.lend(vm, now);
             if let Some(device) = device {
                 device.listen(&cx)?;
             }
         }
-        let mut events = Vec::new();
-        loop {
-            if !self.take_messages() {
-                return Ok(());
-            }
-            let timeout = self.timeout();
-            self.poller.wait(timeout, &mut events)?;
-            let now = self.clock.now();
-            for &(source, readiness) in &events {
-                self.dispatch(source, readiness, now);
-            }
-            while let Some(&(at, vm)) = self.deadlines.first() {
-                if at > now {
-                    break;
-                }
-                self.deadlines.pop_first();
-                if let Some(device) = self.devices.get_mut(vm as usize) {
-                    device.armed = None;
-                }
-                self.activate(vm);
-            }
-            self.turn_devices(now);
+        Ok(())
+    }
+
+    /// Does what there is to do: messages, edges, deadlines, one turn of each device that has
+    /// something. Before, it sleeps for at most `wait` (`None`: until there is something) if there
+    /// is nothing to do. False: the worker was told to end, its connections are ended, and it is
+    /// not to be stepped again.
+    ///
+    /// # Errors
+    /// When the system cannot wait any more; no device can cause it.
+    pub(crate) fn step(&mut self, wait: Option<Duration>) -> io::Result<bool> {
+        if !self.take_messages() {
+            return Ok(false);
         }
+        let timeout = match (self.next_timeout(), wait) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        let mut events = std::mem::take(&mut self.events);
+        let waited = self.poller.wait(timeout, &mut events);
+        let now = self.clock.now();
+        for (source, readiness) in events.drain(..) {
+            self.dispatch(source, readiness, now);
+        }
+        self.events = events;
+        waited?;
+        while let Some(&(at, vm)) = self.deadlines.first() {
+            if at > now {
+                break;
+            }
+            self.deadlines.pop_first();
+            if let Some(device) = self.devices.get_mut(vm) {
+                device.armed = None;
+            }
+            self.activate(vm);
+        }
+        self.turn_devices(now);
+        Ok(true)
+    }
+
+    /// How long a step may be put off if the worker's descriptor does not become readable: no time
+    /// when there is work left, `None` when nothing will happen of itself.
+    pub(crate) fn next_timeout(&self) -> Option<Duration> {
+        if !self.is_idle() {
+            return Some(Duration::ZERO);
+        }
+        let at = self.deadlines.first()?.0;
+        Some(at.saturating_duration_since(self.clock.now()))
+    }
+
+    /// Nothing is left to do until something happens or a time has come.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.active.is_empty() && !self.more_messages && !self.outbox.has_local()
     }
 
     /// Tells a device what an edge was about and gives it a turn.
@@ -167,11 +233,54 @@ impl Worker {
             let Some((vm, message)) = self.outbox.pop_local() else {
                 break;
             };
-            let (device, mut cx) = self.lend(vm, now);
-            if let Some(device) = device {
+            self.deliver(vm, message, now);
+        }
+    }
+
+    /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
+    fn deliver(&mut self, vm: u32, message: Message, now: Instant) {
+        let (device, mut cx) = self.lend(vm, now);
+        match device {
+            Some(device) => {
                 device.sibling_says(message, &mut cx);
                 self.activate(vm);
             }
+            None => {
+                if let Some((to, answer)) = message.undeliverable() {
+                    cx.outbox.send(to, answer);
+                }
+            }
+        }
+    }
+
+    fn add_device(&mut self, device: Box<Device>, now: Instant) {
+        let vm = device.addr().vm;
+        self.add(*device);
+        let (device, cx) = self.lend(vm, now);
+        if let Some(device) = device
+            && let Err(error) = device.listen(&cx)
+        {
+            let cid = device.cid();
+            tracing::error!(%cid, %error, "host programs cannot reach a device");
+        }
+    }
+
+    fn remove_device(&mut self, vm: u32, now: Instant) {
+        let (Some(device), mut cx) = self.lend(vm, now) else {
+            return;
+        };
+        device.retire(&mut cx);
+        if let Some(at) = device.armed.take() {
+            self.deadlines.remove(&(at, vm));
+        }
+        self.devices.remove(vm);
+        self.active.retain(|&other| other != vm);
+    }
+
+    fn change_routes(&mut self, routes: Arc<Routes>, changed: Cid) {
+        let old = std::mem::replace(&mut self.routes, routes);
+        for device in self.devices.values_mut() {
+            device.routes_changed(changed, &old, &self.routes);
         }
     }
 
@@ -192,16 +301,20 @@ impl Worker {
                         self.activate(vm);
                     }
                 }
-                WorkerMessage::Sibling { vm, message } => {
-                    let (device, mut cx) = self.lend(vm, now);
-                    if let Some(device) = device {
-                        device.sibling_says(message, &mut cx);
-                        self.activate(vm);
-                    }
+                WorkerMessage::Sibling { vm, message } => self.deliver(vm, message, now),
+                WorkerMessage::AddDevice(device) => self.add_device(device, now),
+                WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
+                WorkerMessage::Routes {
+                    routes,
+                    changed,
+                    taken,
+                } => {
+                    self.change_routes(routes, changed);
+                    drop(taken);
                 }
                 WorkerMessage::Shutdown => {
-                    for vm in 0..self.devices.len() {
-                        let (device, mut cx) = self.lend(vm as u32, now);
+                    for vm in self.devices.numbers() {
+                        let (device, mut cx) = self.lend(vm, now);
                         if let Some(device) = device {
                             device.say_goodbye(&mut cx);
                         }
@@ -213,16 +326,8 @@ impl Worker {
         true
     }
 
-    fn timeout(&self) -> Option<Duration> {
-        if !self.active.is_empty() || self.more_messages || self.outbox.has_local() {
-            return Some(Duration::ZERO);
-        }
-        let at = self.deadlines.first()?.0;
-        Some(at.saturating_duration_since(self.clock.now()))
-    }
-
     fn note_deadline(&mut self, vm: u32) {
-        let Some(device) = self.devices.get_mut(vm as usize) else {
+        let Some(device) = self.devices.get_mut(vm) else {
             return;
         };
         let next = device.next_timeout();
@@ -238,7 +343,7 @@ impl Worker {
     }
 
     fn activate(&mut self, vm: u32) {
-        if let Some(device) = self.devices.get_mut(vm as usize)
+        if let Some(device) = self.devices.get_mut(vm)
             && !device.active
         {
             device.active = true;
@@ -257,6 +362,13 @@ impl Worker {
             ringer: &self.ringer,
             limits: &self.limits,
         };
-        (self.devices.get_mut(vm as usize), cx)
+        (self.devices.get_mut(vm), cx)
+    }
+}
+
+impl AsFd for Worker {
+    /// Readable when a step has something to do that it did not have at the end of the last one.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.poller.as_fd()
     }
 }

@@ -11,7 +11,7 @@ use crate::engine::worker::WorkerMessage;
 use std::collections::HashMap;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
-use zerosock_proto::{Address, Cid};
+use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Memory;
 
 use crate::device::outbound::Held;
@@ -74,27 +74,94 @@ pub(crate) enum Message {
     Reset { to: FlowId },
 }
 
-/// The table of endpoints: fixed while the daemon runs.
-#[derive(Debug, Default)]
+impl Message {
+    /// What is to be said, and to whom, when the device that this was for is gone: whoever asked
+    /// it gets an answer, whoever lent it something gets it back. All others know already, or will
+    /// when they have read what the device said before it went.
+    pub(crate) fn undeliverable(self) -> Option<(DeviceAddr, Message)> {
+        match self {
+            Message::Connect { from, .. } => {
+                let to = from.flow;
+                Some((from.device, Message::Refused { to }))
+            }
+            Message::Asking { from, .. } | Message::Accepted { from, .. } => {
+                let to = from.flow;
+                Some((from.device, Message::Reset { to }))
+            }
+            Message::Lent {
+                from, held, epoch, ..
+            } => {
+                let message = Message::Returned {
+                    to: from.flow,
+                    bytes: 0,
+                    chain: Some((held.chain, epoch)),
+                };
+                Some((from.device, message))
+            }
+            Message::Refused { .. }
+            | Message::Copied { .. }
+            | Message::Returned { .. }
+            | Message::Recall { .. }
+            | Message::Shutdown { .. }
+            | Message::Reset { .. } => None,
+        }
+    }
+}
+
+/// The table of endpoints. It is never changed in place: each worker has a snapshot, and gets the
+/// next one by message, so that no lock lies on the way of a connect.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Routes {
     by_cid: HashMap<Cid, Route>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Route {
     device: DeviceAddr,
-    groups: Vec<String>,
+    groups: Arc<[String]>,
+    /// The ports that may be connected to, sorted; `None`: all.
+    ports: Option<Arc<[Port]>>,
 }
 
 impl Routes {
+    /// Adds an endpoint; one with the same CID is replaced.
     pub(crate) fn add(&mut self, cid: Cid, device: DeviceAddr, groups: &[String]) {
+        let groups = groups.into();
+        let ports = None;
         self.by_cid.insert(
             cid,
             Route {
                 device,
-                groups: groups.to_vec(),
+                groups,
+                ports,
             },
         );
+    }
+
+    /// From now on only these ports of `cid` may be connected to.
+    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
+    pub(crate) fn limit_ports(&mut self, cid: Cid, ports: impl IntoIterator<Item = Port>) {
+        let mut ports: Vec<Port> = ports.into_iter().collect();
+        ports.sort_unstable();
+        if let Some(route) = self.by_cid.get_mut(&cid) {
+            route.ports = Some(ports.into());
+        }
+    }
+
+    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
+    pub(crate) fn remove(&mut self, cid: Cid) {
+        self.by_cid.remove(&cid);
+    }
+
+    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
+    pub(crate) fn contains(&self, cid: Cid) -> bool {
+        self.by_cid.contains_key(&cid)
+    }
+
+    /// Whether anybody at all may connect to this port.
+    pub(crate) fn is_open(&self, to: Address) -> bool {
+        let ports = self.by_cid.get(&to.cid).and_then(|r| r.ports.as_ref());
+        ports.is_none_or(|ports| ports.binary_search(&to.port).is_ok())
     }
 
     /// The device of `to`, if `from` shares a group with it.
@@ -177,5 +244,55 @@ mod tests {
         assert!(routes.siblings(cid(5)).is_empty());
         assert!(routes.sibling(cid(3), cid(3)).is_none());
         assert!(routes.sibling(cid(3), cid(9)).is_none());
+        routes.remove(cid(4));
+        assert_eq!(routes.siblings(cid(3)), vec![cid(6)]);
+        assert!(!routes.contains(cid(4)) && routes.contains(cid(6)));
+    }
+
+    #[test]
+    fn a_port_is_open_unless_others_were_named() {
+        let mut routes = Routes::default();
+        let cid = Cid::guest(3).unwrap();
+        let device = DeviceAddr { worker: 0, vm: 0 };
+        routes.add(cid, device, &[]);
+        let open = |routes: &Routes, port| routes.is_open(Address::new(cid, Port::new(port)));
+        assert!(open(&routes, 1) && open(&routes, 2));
+        routes.limit_ports(cid, [9, 2, 5].map(Port::new));
+        assert!(open(&routes, 2) && open(&routes, 5) && open(&routes, 9));
+        assert!(!open(&routes, 1) && !open(&routes, 3) && !open(&routes, 10));
+    }
+
+    #[test]
+    fn who_asks_or_lends_is_answered_for_a_device_that_is_gone() {
+        let mut shard = zerosock_proto::vsock::Shard::new(
+            zerosock_proto::vsock::ShardConfig::driver(Cid::new(3)),
+            Arc::new(zerosock_proto::vsock::PortTable::new()),
+        );
+        let host = Address::new(Cid::HOST, Port::new(1));
+        let any = Address::new(Cid::ANY, Port::ANY);
+        let stream = zerosock_proto::wire::vsock::SocketType::Stream;
+        let now = zerosock_proto::Instant::ZERO;
+        let flow = shard.connect(now, any, host, stream).unwrap();
+        let device = DeviceAddr { worker: 1, vm: 2 };
+        let from = Peer { device, flow };
+        let connect = Message::Connect {
+            from,
+            local: any,
+            peer: host,
+        };
+        let Some((to, Message::Refused { to: told })) = connect.undeliverable() else {
+            panic!("an unanswered connect");
+        };
+        assert_eq!((to, told), (device, flow));
+        for message in [
+            Message::Asking { to: flow, from },
+            Message::Accepted { to: flow, from },
+        ] {
+            let Some((to, Message::Reset { to: told })) = message.undeliverable() else {
+                panic!("a half connection");
+            };
+            assert_eq!((to, told), (device, flow));
+        }
+        assert!(Message::Reset { to: flow }.undeliverable().is_none());
     }
 }

@@ -29,6 +29,9 @@ pub(super) enum Mail {
         connection: u64,
         reason: String,
     },
+    /// A [`Notice`] of this number was dropped.
+    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
+    Notice(u64),
     /// Disconnect everything and end.
     Shutdown,
 }
@@ -190,5 +193,26 @@ impl fmt::Debug for FrontendLink {
             .field("vm", &self.vm)
             .field("connection", &self.connection)
             .finish()
+    }
+}
+
+/// Tells the control thread, by being dropped, that everybody who held it is done. Shared in an
+/// [`Arc`] with whoever is waited for; one that is gone for good counts as done.
+#[derive(Debug)]
+pub(crate) struct Notice {
+    sender: MailSender,
+    number: u64,
+}
+
+impl Notice {
+    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
+    pub(super) fn new(sender: MailSender, number: u64) -> Notice {
+        Notice { sender, number }
+    }
+}
+
+impl Drop for Notice {
+    fn drop(&mut self) {
+        self.sender.send(Mail::Notice(self.number));
     }
 }

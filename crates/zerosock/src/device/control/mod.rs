@@ -38,6 +38,7 @@ use std::sync::Arc;
 use zerosock_proto::Cid;
 use zerosock_ring::{Memory, QueueConfig};
 
+pub(crate) use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;

@@ -260,6 +260,7 @@ impl Reactor {
                 vm.handle_close(connection, &reason);
                 index
             }
+            Mail::Notice(_) => return,
             Mail::Shutdown => {
                 self.watch_listeners(EventFlags::empty());
                 self.rest = None;

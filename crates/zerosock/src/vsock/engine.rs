@@ -8,7 +8,7 @@
 //! notification. After [`Engine::arm`] has answered false, whatever the peer does makes
 //! [`Engine::fd`] readable.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -101,6 +101,15 @@ impl<'m> Payload<'m> {
     }
 }
 
+/// What something has happened to.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Stirred {
+    /// A connection.
+    Conn(StreamId),
+    /// A port that is listened on.
+    Port(Port),
+}
+
 /// Bytes that went through an endpoint.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
@@ -154,6 +163,15 @@ pub(crate) trait Engine: Send {
 
     /// Readable when something was told: an epoll instance.
     fn fd(&self) -> BorrowedFd<'_>;
+
+    /// An eventfd that [`fd`](Engine::fd) watches too: other threads write it to wake who sleeps
+    /// there. [`disarm`](Engine::disarm) empties it.
+    fn waker(&self) -> Arc<OwnedFd>;
+
+    /// The next connection or port of which something is to be told: bytes or an end have come,
+    /// there is room again, it was connected, refused or closed; a connection waits. Each is named
+    /// once until something happens again.
+    fn next_stirred(&mut self) -> Option<Stirred>;
 
     /// When a turn has something to do of itself.
     fn next_timeout(&self) -> Option<Instant>;

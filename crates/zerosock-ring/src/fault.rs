@@ -220,9 +220,10 @@ fn replace(addr: usize, found: &Found) -> bool {
     let from = found.start + (addr - found.start) / found.page * found.page;
     let len = found.start + found.len - from;
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
-    // and has not given back: by the contract of `handle_fault` the thread that calls us stands in the middle of an access through
-    // that memory, so it cannot be dropped before we return. Nothing but raw copies and atomics
-    // goes through the addresses, so contents that turn to zero break no promise of the language.
+    // and has not given back: by the contract of `handle_fault` the thread that calls us stands in
+    // the middle of an access through that memory, so it cannot be dropped before we return.
+    // Nothing but raw copies and atomics goes through the addresses, so contents that turn to zero
+    // break no promise of the language; where references do (see `Trust`), the file cannot shrink.
     unsafe {
         mmap_anonymous(
             ptr::with_exposed_provenance_mut(from),
@@ -238,12 +239,15 @@ fn replace(addr: usize, found: &Found) -> bool {
 mod tests {
     use super::*;
 
+    /// An owner that no memory of another test is: those count up from 1.
+    const OWNER: u64 = u64::MAX - 1;
+
     #[test]
     fn slots_are_found_reused_and_forgotten() {
         // Addresses that no mapping of another test can have.
         let start = 0x1000;
-        let first = Registration::new(start, 0x2000, 0x1000, 7, None);
-        let second = Registration::new(0x8000, 0x1000, 0x1000, 7, Some(&first));
+        let first = Registration::new(start, 0x2000, 0x1000, OWNER, None);
+        let second = Registration::new(0x8000, 0x1000, 0x1000, OWNER, Some(&first));
         assert!(first.0.find(start).is_some());
         assert!(first.0.find(start + 0x1fff).is_some());
         assert!(first.0.find(start + 0x2000).is_none());
@@ -261,7 +265,7 @@ mod tests {
     #[test]
     fn the_table_grows_past_a_chunk() {
         let all: Vec<_> = (0..3 * CHUNK)
-            .map(|i| Registration::new(0x10_0000 + i * 16, 16, 1, 9, None))
+            .map(|i| Registration::new(0x10_0000 + i * 16, 16, 1, OWNER, None))
             .collect();
         for (i, registration) in all.iter().enumerate() {
             assert!(registration.0.find(0x10_0000 + i * 16 + 15).is_some());
@@ -274,13 +278,13 @@ mod tests {
 
     #[test]
     fn a_late_loss_does_not_hit_the_next_user() {
-        let first = Registration::new(0x4000_0000, 16, 1, 11, None);
+        let first = Registration::new(0x4000_0000, 16, 1, OWNER, None);
         let slot = first.0;
         drop(first);
-        slot.lost.store(11, Relaxed);
+        slot.lost.store(OWNER, Relaxed);
         // Whoever gets the slot next has another id.
         let next = Registration(slot);
-        assert!(!next.is_lost(12));
+        assert!(!next.is_lost(OWNER - 1));
         core::mem::forget(next);
     }
 }

@@ -75,7 +75,7 @@ pub use {
     slice::{GuestSlice, Piece, PieceBuf, SliceBuf},
     split::{
         AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,
-        DriverQueue, MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Used,
+        DriverQueue, FixedChain, MAX_QUEUE_SIZE, PopError, QueueConfig, QueueError, Used,
     },
     trust::{Claim, Trust},
 };

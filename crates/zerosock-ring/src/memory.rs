@@ -129,41 +129,54 @@ impl Memory {
         len: u32,
         out: &mut Vec<Piece>,
     ) -> Result<(), TranslateError> {
-        self.translate_near(&mut 0, guest_addr, len, out)
+        let old_len = out.len();
+        let result = self.translate_near(&mut 0, guest_addr, len, |piece| out.push(piece));
+        if result.is_err() {
+            out.truncate(old_len);
+        }
+        result
     }
 
     /// As `translate`, trying region `hint` first and leaving there the one that was right. The
     /// hint is the caller's, so that queues on several cores do not share a cache line for it.
+    /// On an error, pieces in front of the bad byte may have been handed out already.
     #[inline]
     pub(crate) fn translate_near(
         &self,
         hint: &mut u32,
         guest_addr: u64,
         len: u32,
-        out: &mut Vec<Piece>,
+        mut out: impl FnMut(Piece),
     ) -> Result<(), TranslateError> {
-        if let Some(region) = self.regions.get(*hint as usize) {
-            // An address below the region wraps to at least 2^64 - guest_addr, which is above
-            // region.len because guest_addr + len does not wrap: refused like one past the end.
-            let offset = guest_addr.wrapping_sub(region.guest_addr);
-            if offset < region.len && u64::from(len) <= region.len - offset && len != 0 {
-                out.push(Piece {
-                    region: *hint,
-                    len,
-                    offset,
-                });
-                return Ok(());
-            }
+        if let Some(piece) = self.piece_in(*hint, guest_addr, len) {
+            out(piece);
+            return Ok(());
         }
-        self.translate_search(hint, guest_addr, len, out)
+        self.translate_search(hint, guest_addr, len, &mut out)
     }
 
+    /// The buffer as one piece of that region, if it lies there and has any bytes.
+    #[inline]
+    fn piece_in(&self, index: u32, guest_addr: u64, len: u32) -> Option<Piece> {
+        let region = self.regions.get(index as usize)?;
+        // An address below the region wraps to at least 2^64 - guest_addr, which is above
+        // region.len because guest_addr + len does not wrap: refused like one past the end.
+        let offset = guest_addr.wrapping_sub(region.guest_addr);
+        let inside = offset < region.len && u64::from(len) <= region.len - offset && len != 0;
+        inside.then_some(Piece {
+            region: index,
+            len,
+            offset,
+        })
+    }
+
+    #[inline(never)]
     fn translate_search(
         &self,
         hint: &mut u32,
         guest_addr: u64,
         len: u32,
-        out: &mut Vec<Piece>,
+        out: &mut dyn FnMut(Piece),
     ) -> Result<(), TranslateError> {
         let Some(last) = len.checked_sub(1) else {
             return Err(TranslateError::ZeroLength);
@@ -171,7 +184,6 @@ impl Memory {
         if guest_addr.checked_add(u64::from(last)).is_none() {
             return Err(TranslateError::Wraps);
         }
-        let old_len = out.len();
         // The last region that starts at or below the address.
         let behind = self
             .regions
@@ -186,12 +198,11 @@ impl Memory {
                 .map(|region| (region, addr.wrapping_sub(region.guest_addr)));
             let Some((region, offset)) = offset.filter(|(region, offset)| *offset < region.len)
             else {
-                out.truncate(old_len);
                 return Err(TranslateError::Unmapped { addr });
             };
             let take = rest.min(region.len - offset);
             // Both fit: `take` is at most `len`, and there are at most MAX_REGIONS regions.
-            out.push(Piece {
+            out(Piece {
                 region: index as u32,
                 len: take as u32,
                 offset,
@@ -256,6 +267,24 @@ impl Memory {
             done += part.read(0, rest);
         }
         done
+    }
+
+    /// Copies the `N` bytes of the pieces from `offset` on; None if they end before. For headers
+    /// and the like: nearly always they lie in one piece, and then they are copied as a whole.
+    #[inline]
+    pub fn read_array<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u8; N]> {
+        let mut inside = offset;
+        for piece in pieces {
+            if inside < piece.len() {
+                if let Some(bytes) = self.slice(*piece)?.read_array(inside) {
+                    return Some(bytes);
+                }
+                break;
+            }
+            inside -= piece.len();
+        }
+        let mut bytes = [0; N];
+        (self.read(pieces, offset, &mut bytes) == N).then_some(bytes)
     }
 
     /// Copies into the pieces, from `offset` bytes into them; returns the bytes copied, fewer than

@@ -27,6 +27,13 @@ pub struct Piece {
 const _: () = assert!(size_of::<Piece>() == 16);
 
 impl Piece {
+    /// No bytes: fills places not in use.
+    pub(crate) const NONE: Piece = Piece {
+        region: 0,
+        len: 0,
+        offset: 0,
+    };
+
     /// Length in bytes.
     #[inline]
     pub fn len(self) -> usize {
@@ -71,11 +78,7 @@ pub struct PieceBuf {
 impl PieceBuf {
     /// No pieces.
     pub const EMPTY: PieceBuf = PieceBuf {
-        pieces: [Piece {
-            region: 0,
-            len: 0,
-            offset: 0,
-        }; MAX_PIECES],
+        pieces: [Piece::NONE; MAX_PIECES],
         len: 0,
     };
 

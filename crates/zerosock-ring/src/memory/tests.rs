@@ -30,7 +30,7 @@ fn lens(mem: &Memory, addr: u64, len: u32) -> Result<Vec<usize>, TranslateError>
     let results: Vec<_> = [0, 1, 2, 7]
         .map(|mut hint| {
             pieces.clear();
-            mem.translate_near(&mut hint, addr, len, &mut pieces)
+            mem.translate_near(&mut hint, addr, len, |piece| pieces.push(piece))
                 .map(|()| pieces.clone())
         })
         .into();

@@ -2,7 +2,7 @@
 
 use super::layout::Descriptor;
 use crate::memory::{Memory, TranslateError};
-use crate::slice::Piece;
+use crate::slice::{MAX_PIECES, Piece};
 
 /// A chain of buffers taken from a [`DeviceQueue`](crate::DeviceQueue): the readable pieces first,
 /// then the writable ones (virtio 1.2, 2.7.4.2). One descriptor gives one piece, or several where
@@ -20,12 +20,54 @@ pub struct Chain {
     pub(super) position: u16,
     /// Descriptors of the queue's own table in it.
     pub(super) descriptors: u16,
-    pub(super) fault: Option<ChainFault>,
-    pub(super) pieces: Vec<Piece>,
+    /// Pieces in `few`.
+    few_len: u16,
     /// Number of readable pieces.
-    readable: usize,
+    readable: u32,
     readable_len: u32,
     writable_len: u32,
+    /// The pieces, if they are as few as those of any packet, so that a chain costs no vector.
+    few: [Piece; MAX_PIECES],
+    /// All pieces otherwise.
+    pub(super) many: Option<Box<Many>>,
+}
+
+// It is moved in and out of lists on the way of every packet.
+const _: () = assert!(size_of::<Chain>() <= 96);
+
+/// What a chain has that is not like those of packets: many pieces, or a fault.
+#[derive(Debug, Default)]
+pub(super) struct Many {
+    pub(super) pieces: Vec<Piece>,
+    fault: Option<ChainFault>,
+}
+
+/// Pieces for which a vector is kept when its chain is done: what a peer makes us allocate beyond
+/// that (4 KiB) is given back, so that one burst of long chains does not stay with us.
+const MAX_KEPT_PIECES: usize = 256;
+
+/// Emptied [`Many`]s.
+#[derive(Debug, Default)]
+#[allow(clippy::vec_box)] // boxed once, and handed over as they are
+pub(super) struct Pool(Vec<Box<Many>>);
+
+impl Pool {
+    fn take(&mut self) -> Box<Many> {
+        self.0.pop().unwrap_or_default()
+    }
+
+    pub(super) fn give(&mut self, mut many: Box<Many>) {
+        if many.pieces.capacity() <= MAX_KEPT_PIECES {
+            many.pieces.clear();
+            many.fault = None;
+            self.0.push(many);
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn capacity(&self) -> usize {
+        self.0.iter().map(|many| many.pieces.capacity()).sum()
+    }
 }
 
 /// What is wrong with a malformed chain. Always the peer's fault; only the chain suffers.
@@ -69,16 +111,49 @@ pub enum ChainFault {
 }
 
 impl Chain {
-    pub(super) fn new(head: u16, position: u16, pieces: Vec<Piece>) -> Chain {
+    #[inline]
+    pub(super) fn new(head: u16, position: u16) -> Chain {
         Chain {
             head,
             position,
             descriptors: 0,
-            fault: None,
-            pieces,
+            few_len: 0,
             readable: 0,
             readable_len: 0,
             writable_len: 0,
+            few: [Piece::NONE; MAX_PIECES],
+            many: None,
+        }
+    }
+
+    #[inline]
+    fn push(&mut self, piece: Piece, pool: &mut Pool) {
+        if self.many.is_none()
+            && let Some(place) = self.few.get_mut(usize::from(self.few_len))
+        {
+            *place = piece;
+            self.few_len += 1;
+        } else {
+            self.push_many(piece, pool);
+        }
+    }
+
+    #[cold]
+    fn push_many(&mut self, piece: Piece, pool: &mut Pool) {
+        let few = &self.few;
+        let many = self.many.get_or_insert_with(|| {
+            let mut many = pool.take();
+            many.pieces.extend_from_slice(few);
+            many
+        });
+        many.pieces.push(piece);
+    }
+
+    #[inline]
+    fn pieces(&self) -> &[Piece] {
+        match &self.many {
+            None => self.few.get(..usize::from(self.few_len)).unwrap_or(&[]),
+            Some(many) => &many.pieces,
         }
     }
 
@@ -90,6 +165,7 @@ impl Chain {
         hint: &mut u32,
         descriptor_copy: Descriptor,
         writable: bool,
+        pool: &mut Pool,
     ) -> Result<(), ChainFault> {
         let Descriptor { addr, len, .. } = descriptor_copy;
         // Both sums fit: the lengths so far were checked to have a sum below 2^32.
@@ -102,7 +178,7 @@ impl Chain {
         if !writable && self.writable_len > 0 {
             return Err(ChainFault::Order);
         }
-        mem.translate_near(hint, addr, len, &mut self.pieces)
+        mem.translate_near(hint, addr, len, |piece| self.push(piece, pool))
             .map_err(|error| match error {
                 TranslateError::ZeroLength => ChainFault::ZeroLength,
                 other => ChainFault::Address(other),
@@ -111,17 +187,19 @@ impl Chain {
             self.writable_len += len;
         } else {
             self.readable_len += len;
-            self.readable = self.pieces.len();
+            // At most 1024 buffers, each with a piece per region at the most.
+            self.readable = self.pieces().len() as u32;
         }
         Ok(())
     }
 
     /// Turns into a malformed chain: nothing in it but the head.
     #[cold]
-    pub(super) fn spoil(&mut self, fault: ChainFault) {
-        self.fault = Some(fault);
-        self.pieces.clear();
-        (self.descriptors, self.readable) = (0, 0);
+    pub(super) fn spoil(&mut self, fault: ChainFault, pool: &mut Pool) {
+        let many = self.many.get_or_insert_with(|| pool.take());
+        many.pieces.clear();
+        many.fault = Some(fault);
+        (self.descriptors, self.readable, self.few_len) = (0, 0, 0);
         (self.readable_len, self.writable_len) = (0, 0);
     }
 
@@ -134,13 +212,13 @@ impl Chain {
     /// Pieces that the device may read.
     #[inline]
     pub fn readable(&self) -> &[Piece] {
-        self.pieces.get(..self.readable).unwrap_or(&[])
+        self.pieces().get(..self.readable as usize).unwrap_or(&[])
     }
 
     /// Pieces that the device may write.
     #[inline]
     pub fn writable(&self) -> &[Piece] {
-        self.pieces.get(self.readable..).unwrap_or(&[])
+        self.pieces().get(self.readable as usize..).unwrap_or(&[])
     }
 
     /// Sum of the readable pieces, in bytes. With `writable_len` it is below 2^32.
@@ -159,6 +237,6 @@ impl Chain {
     /// no pieces then.
     #[inline]
     pub fn fault(&self) -> Option<ChainFault> {
-        self.fault
+        self.many.as_ref().and_then(|many| many.fault)
     }
 }

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use super::chain::{Chain, ChainFault};
+use super::chain::{Chain, ChainFault, Pool};
 use super::index::{Consumer, IndexJump, Producer};
 use super::layout::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
@@ -20,10 +20,6 @@ use crate::slice::Piece;
 /// The specification says the queue size; Linux drivers exceed it on small queues, and vhost in
 /// the kernel takes as many as a `writev` does, 1024.
 const MAX_INDIRECT: u16 = 1024;
-
-/// Pieces for which a vector is kept when its chain is done: what a peer makes us allocate beyond
-/// that (4 KiB) is given back, so that one burst of long chains does not stay with us.
-const MAX_KEPT_PIECES: usize = 256;
 
 /// Why nothing was popped although something was posted: always the peer's fault.
 #[derive(Debug, thiserror::Error)]
@@ -57,8 +53,9 @@ pub enum BrokenReason {
 /// says so. A new queue is in no known state of suppression: enable (or disable) once.
 ///
 /// Per batch it costs one load of the driver's index, one store of ours and one fence; per chain,
-/// one read of each ring entry and descriptor. Nothing is allocated once the piece vectors, which
-/// are recycled, have been through their longest chain (up to 256 pieces).
+/// one read of each ring entry and descriptor. Chains of up to four pieces take no vector; for
+/// longer ones nothing is allocated once the vectors, which are recycled, have been through their
+/// longest chain (up to 256 pieces).
 #[derive(Debug)]
 pub struct DeviceQueue {
     rings: Rings,
@@ -73,8 +70,10 @@ pub struct DeviceQueue {
     malformed: u64,
     /// The region that held the last buffer.
     hint: u32,
-    /// Emptied piece vectors.
-    pool: Vec<Vec<Piece>>,
+    pool: Pool,
+    /// Used elements as they were last written, id and length, so that what would not change is
+    /// not written: a ring on which buffers go round in order stays shared by both caches.
+    written: Vec<Option<(u32, u32)>>,
     /// Pieces of the indirect table being walked.
     table: Vec<Piece>,
 }
@@ -111,7 +110,8 @@ impl DeviceQueue {
             broken: None,
             malformed: 0,
             hint: 0,
-            pool: Vec::new(),
+            pool: Pool::default(),
+            written: vec![None; usize::from(config.size)],
             table: Vec::new(),
         })
     }
@@ -194,8 +194,7 @@ impl DeviceQueue {
         }
         self.avail.advance();
         self.outstanding += 1;
-        let pieces = self.pool.pop().unwrap_or_else(|| Vec::with_capacity(4));
-        let mut chain = Chain::new(head_copy, position, pieces);
+        let mut chain = Chain::new(head_copy, position);
         match self.walk(&mut chain) {
             Ok(()) => {
                 self.held += chain.descriptors;
@@ -203,13 +202,14 @@ impl DeviceQueue {
             }
             Err(fault) => {
                 self.malformed += 1;
-                chain.spoil(fault);
+                chain.spoil(fault, &mut self.pool);
                 Err(PopError::Malformed(chain))
             }
         }
     }
 
     /// Follows the chain from its head, copying each descriptor once.
+    #[inline]
     fn walk(&mut self, chain: &mut Chain) -> Result<(), ChainFault> {
         let limit = self.size();
         let mut index = chain.head;
@@ -231,6 +231,7 @@ impl DeviceQueue {
                 &mut self.hint,
                 descriptor_copy,
                 writable,
+                &mut self.pool,
             )?;
             if !descriptor_copy.has(DESC_F_NEXT) {
                 break;
@@ -269,12 +270,10 @@ impl DeviceQueue {
         };
         let mem = self.rings.memory();
         self.table.clear();
-        mem.translate_near(
-            &mut self.hint,
-            table_copy.addr,
-            table_copy.len,
-            &mut self.table,
-        )
+        let table = &mut self.table;
+        mem.translate_near(&mut self.hint, table_copy.addr, table_copy.len, |piece| {
+            table.push(piece);
+        })
         .map_err(ChainFault::Address)?;
         // Nearly always one piece, and then entries are read without a search.
         let whole = match *self.table {
@@ -303,6 +302,7 @@ impl DeviceQueue {
                 &mut self.hint,
                 entry_copy,
                 entry_copy.has(DESC_F_WRITE),
+                &mut self.pool,
             )?;
             if !entry_copy.has(DESC_F_NEXT) {
                 return Ok(());
@@ -340,8 +340,18 @@ impl DeviceQueue {
             "written past the end of the chain"
         );
         let written = written.min(chain.writable_len());
-        self.rings
-            .set_used_element(self.used.next(), u32::from(chain.head), written);
+        let (position, element) = (self.used.next(), (u32::from(chain.head), written));
+        // The size is a power of two.
+        let index = usize::from(position & (self.size() - 1));
+        match self.written.get_mut(index) {
+            Some(old) if *old == Some(element) => {}
+            old => {
+                self.rings.set_used_element(position, element.0, element.1);
+                if let Some(old) = old {
+                    *old = Some(element);
+                }
+            }
+        }
         self.used.advance();
         self.release(chain);
     }
@@ -351,16 +361,14 @@ impl DeviceQueue {
         debug_assert!(self.outstanding > 0, "a chain of another queue");
         self.outstanding = self.outstanding.saturating_sub(1);
         self.held = self.held.saturating_sub(chain.descriptors);
-        let mut pieces = chain.pieces;
-        if pieces.capacity() <= MAX_KEPT_PIECES {
-            pieces.clear();
-            self.pool.push(pieces);
+        if let Some(many) = chain.many {
+            self.pool.give(many);
         }
     }
 
     #[cfg(test)]
     pub(super) fn pool_capacity(&self) -> usize {
-        self.pool.iter().map(Vec::capacity).sum()
+        self.pool.capacity()
     }
 
     /// Makes all completed chains visible to the driver; true: it wants a notification. The first
@@ -371,6 +379,35 @@ impl DeviceQueue {
     pub fn publish(&mut self) -> bool {
         self.used
             .publish(self.rings.used_words(), self.config.event_idx)
+    }
+
+    /// Makes all completed chains visible and leaves it open whether the driver is to be notified:
+    /// for a driver that spins, or in front of a later [`publish`](Self::publish), which answers
+    /// for all of them. It spares the fence, that is, the wait until the other core has given up
+    /// every cache line written before.
+    #[inline]
+    pub fn publish_quietly(&mut self) {
+        self.used.show(self.rings.used_words());
+    }
+
+    /// As [`publish`](Self::publish), without the fence: right only for a driver that asks for
+    /// notifications by [`DriverQueue::enable_notifications_with`] and a barrier that this process
+    /// takes part in. From others a wish that comes at the same moment is missed.
+    ///
+    /// [`DriverQueue::enable_notifications_with`]: crate::DriverQueue::enable_notifications_with
+    #[must_use = "the driver may wait for a notification"]
+    #[inline]
+    pub fn publish_light(&mut self) -> bool {
+        let words = self.rings.used_words();
+        self.used.show(words);
+        self.used.ask_light(words, self.config.event_idx)
+    }
+
+    /// Whether [`pop`](Self::pop) has something to say (a broken queue, for one): one load, and
+    /// nothing is checked or changed. For those that spin.
+    #[inline]
+    pub fn has_available(&self) -> bool {
+        self.avail.waiting(self.rings.avail_words()) || self.broken.is_some()
     }
 
     /// Tells the driver that kicks are not needed.
@@ -390,6 +427,17 @@ impl DeviceQueue {
             && self.broken.is_none()
     }
 
+    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
+    /// place of the fence, one that holds for the driver's process as well (membarrier(2), with
+    /// both registered): the driver can then use `publish_light`.
+    #[must_use = "chains that are already there bring no kick"]
+    #[inline]
+    pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
+        self.avail
+            .enable_with(self.rings.avail_words(), self.config.event_idx, barrier)
+            && self.broken.is_none()
+    }
+
     /// Moves to a new memory table with the same ring addresses and indices. Chains still out can
     /// be completed or unpopped afterwards, but their pieces belong to the old memory: whoever
     /// still reads or writes them keeps that one.
@@ -399,6 +447,7 @@ impl DeviceQueue {
     pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
         self.rings = resolve(mem, &self.config)?;
         self.hint = 0;
+        self.written.fill(None);
         Ok(())
     }
 }

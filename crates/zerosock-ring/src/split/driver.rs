@@ -57,6 +57,9 @@ pub enum AddError {
     /// The indirect table does not lie in memory.
     #[error("indirect table does not lie in memory")]
     Table,
+    /// The fixed chain is with the device already, or is none of this queue's.
+    #[error("no fixed chain of this queue, or one that is with the device")]
+    NotFixed,
 }
 
 /// What the device did wrong: the queue is dead.
@@ -71,12 +74,19 @@ pub enum DriverError {
     Id(u32),
 }
 
+/// A chain that [`set_chain`](DriverQueue::set_chain) laid out.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub struct FixedChain {
+    pub(super) head: u16,
+}
+
 /// What we know of one descriptor, apart from what lies in shared memory.
 #[derive(Copy, Clone, Debug, Default)]
 struct Slot {
     /// The next descriptor of the chain, or of the free list.
     next: u16,
-    /// In the head of a chain that is out: its number of descriptors. 0 otherwise.
+    state: State,
+    /// In the head of a chain: its number of descriptors.
     count: u16,
     writable_len: u32,
     token: u64,
@@ -84,11 +94,30 @@ struct Slot {
     serial: u64,
 }
 
+/// What part a descriptor plays.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
+enum State {
+    /// Free, or in a chain behind its head.
+    #[default]
+    Other,
+    /// Head of a chain that is out, and is free when it comes back.
+    Out,
+    /// Head of a fixed chain that is with us.
+    FixedHere,
+    /// Head of a fixed chain that is out.
+    FixedOut,
+}
+
 /// The driver half of a split virtqueue: posts chains, takes them back in any order.
 ///
 /// How to drive it: [`add`](Self::add) chains, [`publish`](Self::publish) once per batch and kick
 /// the device if it says so; [`poll`](Self::poll) until it says `None`; before waiting,
 /// [`enable_notifications`](Self::enable_notifications), and poll again if that says so.
+///
+/// Whoever posts the same buffers again and again lays them out once, by
+/// [`set_chain`](Self::set_chain), and posts them by [`add_fixed`](Self::add_fixed). The descriptors
+/// are then never written again, and the device's cache can keep them; if the chains go round in
+/// order it can keep the ring's entries too, for an entry that would not change is not written.
 #[derive(Debug)]
 pub struct DriverQueue {
     rings: Rings,
@@ -106,6 +135,8 @@ pub struct DriverQueue {
     broken: Option<DriverError>,
     /// Pieces of the indirect table being written.
     table: Vec<Piece>,
+    /// The available ring's entries as they were last written.
+    heads: Vec<u16>,
 }
 
 impl DriverQueue {
@@ -177,6 +208,7 @@ impl DriverQueue {
             returned: 0,
             broken: None,
             table: Vec::new(),
+            heads: vec![0; usize::from(layout.size)],
         })
     }
 
@@ -243,11 +275,92 @@ impl DriverQueue {
             None => None,
             Some((addr, buffers)) => Some(self.write_table(addr, buffers)?),
         };
+        let buffers = direct.iter().map(|buffer| buffer.descriptor());
+        let head = self.lay_out(count, buffers.chain(table));
+        if let Some(slot) = self.slots.get_mut(usize::from(head)) {
+            *slot = Slot {
+                next: slot.next,
+                state: State::Out,
+                count,
+                writable_len,
+                token,
+                serial: self.added,
+            };
+        }
+        self.post(head);
+        Ok(head)
+    }
+
+    /// Lays out a chain that stays: its descriptors, taken for good, are written here and never
+    /// again. `token` comes back with it each time. It is posted by [`add_fixed`](Self::add_fixed).
+    ///
+    /// # Errors
+    /// [`AddError`], as for [`add`](Self::add); no descriptor was taken.
+    pub fn set_chain(&mut self, buffers: &[Buffer], token: u64) -> Result<FixedChain, AddError> {
+        let writable_len = self.check(buffers, &[])?;
+        // At most the size, so it fits.
+        let count = buffers.len() as u16;
+        if count > self.free {
+            return Err(AddError::Full);
+        }
+        let head = self.lay_out(count, buffers.iter().map(|buffer| buffer.descriptor()));
+        if let Some(slot) = self.slots.get_mut(usize::from(head)) {
+            *slot = Slot {
+                next: slot.next,
+                state: State::FixedHere,
+                count,
+                writable_len,
+                token,
+                serial: 0,
+            };
+        }
+        Ok(FixedChain { head })
+    }
+
+    /// Posts a fixed chain; not visible before [`publish`](Self::publish).
+    ///
+    /// # Errors
+    /// [`AddError::NotFixed`] if it is with the device, or of another queue; nothing was posted.
+    #[inline]
+    pub fn add_fixed(&mut self, chain: FixedChain) -> Result<(), AddError> {
+        let slot = self
+            .slots
+            .get_mut(usize::from(chain.head))
+            .filter(|slot| slot.state == State::FixedHere)
+            .ok_or(AddError::NotFixed)?;
+        slot.state = State::FixedOut;
+        slot.serial = self.added;
+        self.post(chain.head);
+        Ok(())
+    }
+
+    /// Puts a head into the available ring.
+    #[inline]
+    fn post(&mut self, head: u16) {
+        let position = self.avail.next();
+        // The size is a power of two.
+        let index = usize::from(position & (self.size() - 1));
+        match self.heads.get_mut(index) {
+            // What lies there is what we wrote, or the device changed it and harms itself.
+            Some(old) if *old == head => {}
+            old => {
+                self.rings.set_avail_head(position, head);
+                if let Some(old) = old {
+                    *old = head;
+                }
+            }
+        }
+        self.avail.advance();
+        self.added += 1;
+    }
+
+    /// Takes `count` free descriptors, as many as are given, and writes them; returns the first.
+    #[inline]
+    fn lay_out(&mut self, count: u16, descriptors: impl Iterator<Item = Descriptor>) -> u16 {
         let head = self.free_head;
         let mut index = head;
         let mut left = count;
-        let buffers = direct.iter().map(|buffer| buffer.descriptor());
-        for mut descriptor in buffers.chain(table) {
+        for mut descriptor in descriptors {
             // Free descriptors are linked already, in private memory.
             let next = self
                 .slots
@@ -261,22 +374,9 @@ impl DriverQueue {
             self.rings.set_descriptor(index, descriptor);
             index = next;
         }
-        let serial = self.added;
-        if let Some(slot) = self.slots.get_mut(usize::from(head)) {
-            *slot = Slot {
-                next: slot.next,
-                count,
-                writable_len,
-                token,
-                serial,
-            };
-        }
         self.free_head = index;
         self.free -= count;
-        self.rings.set_avail_head(self.avail.next(), head);
-        self.avail.advance();
-        self.added += 1;
-        Ok(head)
+        head
     }
 
     /// The writable length, if the buffers make a chain.
@@ -362,18 +462,26 @@ impl DriverQueue {
             Err(IndexJump) => return Err(DriverError::IndexJump),
         }
         let (id_copy, len_copy) = self.rings.used_element(self.used.next());
-        let slot = *usize::try_from(id_copy)
+        let slot = usize::try_from(id_copy)
             .ok()
-            .and_then(|id| self.slots.get(id))
-            .filter(|slot| slot.count > 0 && slot.serial < self.published)
+            .and_then(|id| self.slots.get_mut(id))
+            .filter(|slot| slot.serial < self.published)
             .ok_or(DriverError::Id(id_copy))?;
-        self.used.advance();
-        self.returned += 1;
-        self.release(id_copy as u16, slot);
-        Ok(Some(Used {
+        let used = Used {
             token: slot.token,
             len: len_copy.min(slot.writable_len),
-        }))
+        };
+        match slot.state {
+            State::FixedOut => slot.state = State::FixedHere,
+            State::Out => {
+                let chain = *slot;
+                self.release(id_copy as u16, chain);
+            }
+            State::Other | State::FixedHere => return Err(DriverError::Id(id_copy)),
+        }
+        self.used.advance();
+        self.returned += 1;
+        Ok(Some(used))
     }
 
     /// Puts a chain's descriptors back on the free list.
@@ -386,13 +494,43 @@ impl DriverQueue {
                 .map_or(last, |slot| slot.next);
         }
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
-            slot.count = 0;
+            slot.state = State::Other;
         }
         if let Some(slot) = self.slots.get_mut(usize::from(last)) {
             slot.next = self.free_head;
         }
         self.free_head = head;
         self.free += chain.count;
+    }
+
+    /// Makes all added chains visible and leaves it open whether the device wants a kick: for a
+    /// device that spins, or in front of a later [`publish`](Self::publish), which answers for all
+    /// of them. It spares the fence, that is, the wait until the other core has given up every
+    /// cache line written before.
+    #[inline]
+    pub fn publish_quietly(&mut self) {
+        self.published = self.added;
+        self.avail.show(self.rings.avail_words());
+    }
+
+    /// As [`publish`](Self::publish), without the fence: right only for a device that asks for kicks
+    /// by [`DeviceQueue::enable_notifications_with`] and a barrier that this process takes part
+    /// in. From others a wish that comes at the same moment is missed.
+    ///
+    /// [`DeviceQueue::enable_notifications_with`]: crate::DeviceQueue::enable_notifications_with
+    #[must_use = "the device may wait for a kick"]
+    #[inline]
+    pub fn publish_light(&mut self) -> bool {
+        self.publish_quietly();
+        self.avail
+            .ask_light(self.rings.avail_words(), self.event_idx)
+    }
+
+    /// Whether [`poll`](Self::poll) has something to say (an error, for one): one load, and nothing
+    /// is checked or changed. For those that spin.
+    #[inline]
+    pub fn has_used(&self) -> bool {
+        self.used.waiting(self.rings.used_words()) || self.broken.is_some()
     }
 
     /// Tells the device that calls are not needed.
@@ -407,6 +545,17 @@ impl DriverQueue {
     #[inline]
     pub fn enable_notifications(&mut self) -> bool {
         self.used.enable(self.rings.used_words(), self.event_idx) && self.broken.is_none()
+    }
+
+    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
+    /// place of the fence, one that holds for the device's process as well (membarrier(2), with
+    /// both registered): the device can then use `publish_light`.
+    #[must_use = "chains that are already there bring no call"]
+    #[inline]
+    pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
+        self.used
+            .enable_with(self.rings.used_words(), self.event_idx, barrier)
+            && self.broken.is_none()
     }
 }
 

@@ -8,7 +8,7 @@
 //!
 //! What must hold:
 //! - entries are visible before the index that announces them: store Release in
-//!   [`Producer::publish`], load Acquire in [`Consumer::available`] and [`Consumer::enable`];
+//!   [`Producer::show`], load Acquire in [`Consumer::available`] and [`Consumer::enable`];
 //! - no notification is lost: the producer stores the index, then reads the wish; the consumer
 //!   stores the wish, then reads the index. With a SeqCst fence between the two on both sides, at
 //!   least one sees the other's store;
@@ -40,8 +40,11 @@ pub(crate) struct IndexJump;
 #[derive(Debug)]
 pub(crate) struct Producer {
     next: u16,
-    published: u16,
-    /// Whether the wish read at the last publish can be relied on. Not so at the first one: a
+    /// The index as the consumer can see it.
+    shown: u16,
+    /// Entries shown since the consumer's wish was last looked at.
+    unasked: u32,
+    /// Whether the wish read at the last look can be relied on. Not so at the first one: a
     /// predecessor may have published and died before it notified.
     settled: bool,
 }
@@ -50,7 +53,8 @@ impl Producer {
     pub(crate) fn new(base: u16) -> Producer {
         Producer {
             next: base,
-            published: base,
+            shown: base,
+            unasked: 0,
             settled: false,
         }
     }
@@ -70,20 +74,61 @@ impl Producer {
     /// Makes all entries up to `next` visible; true: the consumer is to be notified.
     #[inline]
     pub(crate) fn publish(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        let (old, new) = (self.published, self.next);
-        if old == new {
-            return false;
+        self.show(words);
+        self.ask(words, event_idx)
+    }
+
+    /// Makes all entries up to `next` visible, and leaves it to a later `ask` whether the consumer
+    /// is to be notified of them.
+    #[inline]
+    pub(crate) fn show(&mut self, words: Words<'_>) {
+        let count = self.next.wrapping_sub(self.shown);
+        if count == 0 {
+            return;
         }
         // Pairs with the Acquire loads of the consumer: the entries come before the index.
-        words.index.store(new.to_le(), Ordering::Release);
-        self.published = new;
+        words.index.store(self.next.to_le(), Ordering::Release);
+        self.shown = self.next;
+        self.unasked = self.unasked.saturating_add(u32::from(count));
+    }
+
+    /// Whether the consumer is to be notified of what was shown since this was last asked.
+    #[inline]
+    pub(crate) fn ask(&mut self, words: Words<'_>, event_idx: bool) -> bool {
+        if self.unasked == 0 {
+            return false;
+        }
         // Pairs with the fence in `Consumer::enable`: either we see its wish below, or it sees
         // our index after its own fence and does not go to sleep.
         fence(Ordering::SeqCst);
+        self.look(words, event_idx)
+    }
+
+    /// As `ask`, at the price of a load, for a consumer that pays for both: with a barrier on all
+    /// threads of both processes between its wish and its look at the index, the order of our
+    /// store and our load in the program is the order it sees.
+    #[inline]
+    pub(crate) fn ask_light(&mut self, words: Words<'_>, event_idx: bool) -> bool {
+        if self.unasked == 0 {
+            return false;
+        }
+        // Pairs with the barrier of `Consumer::enable_with`.
+        core::sync::atomic::compiler_fence(core::sync::atomic::Ordering::SeqCst);
+        self.look(words, event_idx)
+    }
+
+    #[inline]
+    fn look(&mut self, words: Words<'_>, event_idx: bool) -> bool {
+        let count = core::mem::take(&mut self.unasked);
         if event_idx {
             let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
             let first = !core::mem::replace(&mut self.settled, true);
-            first || need_event(event_copy, new, old)
+            // Once round or more: whatever the event, it was passed.
+            let old = match u16::try_from(count) {
+                Ok(count) => self.shown.wrapping_sub(count),
+                Err(_) => return true,
+            };
+            first || need_event(event_copy, self.shown, old)
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0
@@ -120,7 +165,7 @@ impl Consumer {
     #[inline]
     pub(crate) fn available(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
         if self.seen == self.next {
-            // Pairs with the Release store in `Producer::publish`.
+            // Pairs with the Release store in `Producer::show`.
             let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
             if index_copy.wrapping_sub(self.next) > limit {
                 return Err(IndexJump);
@@ -128,6 +173,14 @@ impl Consumer {
             self.seen = index_copy;
         }
         Ok(self.seen.wrapping_sub(self.next))
+    }
+
+    /// Whether entries can be taken, as far as the shared index says: nothing is checked nor
+    /// remembered. For those that spin.
+    #[inline]
+    pub(crate) fn waiting(&self, words: Words<'_>) -> bool {
+        // Only compared: `available` reads it again and checks it before anything is taken.
+        self.seen != self.next || u16::from_le(words.index.load(Ordering::Relaxed)) != self.next
     }
 
     /// The entry at `next` is taken.
@@ -157,13 +210,24 @@ impl Consumer {
     /// already, and no notification will come for them.
     #[inline]
     pub(crate) fn enable(&mut self, words: Words<'_>, event_idx: bool) -> bool {
+        // Pairs with the fence in `Producer::ask`.
+        self.enable_with(words, event_idx, || fence(Ordering::SeqCst))
+    }
+
+    /// As `enable`, with another barrier in place of the fence.
+    #[inline]
+    pub(crate) fn enable_with(
+        &mut self,
+        words: Words<'_>,
+        event_idx: bool,
+        barrier: impl FnOnce(),
+    ) -> bool {
         if event_idx {
             words.event.store(self.next.to_le(), Ordering::Relaxed);
         } else {
             words.flags.store(0, Ordering::Relaxed);
         }
-        // Pairs with the fence in `Producer::publish`.
-        fence(Ordering::SeqCst);
+        barrier();
         // Only compared: `available` reads it again and checks it before anything is taken.
         u16::from_le(words.index.load(Ordering::Acquire)) != self.next
     }

@@ -151,6 +151,61 @@ fn no_entry_and_no_notification_is_lost_with_flags() {
     one_way(false);
 }
 
+/// Batches shown one by one and asked about once are no more lost than others.
+#[test]
+fn a_question_put_off_loses_no_notification() {
+    for event_idx in [false, true] {
+        model(move || {
+            let ring = Arc::new(Ring::new(4));
+            let producing = {
+                let ring = Arc::clone(&ring);
+                thread::spawn(move || {
+                    let mut producer = Producer::new(BASE);
+                    ring.put(&mut producer, 10);
+                    producer.show(ring.words());
+                    ring.put(&mut producer, 11);
+                    producer.show(ring.words());
+                    if producer.ask(ring.words(), event_idx) {
+                        ring.signal.send();
+                    }
+                })
+            };
+            let mut consumer = Consumer::new(BASE);
+            for expected in 10..12 {
+                assert_eq!(ring.take_or_wait(&mut consumer, event_idx), expected);
+            }
+            producing.join().unwrap();
+        });
+    }
+}
+
+/// Who spins by looking only, and takes when there is something, reads whole entries.
+#[test]
+fn a_look_without_taking_announces_nothing_too_early() {
+    model(|| {
+        let ring = Arc::new(Ring::new(2));
+        let producing = {
+            let ring = Arc::clone(&ring);
+            thread::spawn(move || {
+                let mut producer = Producer::new(BASE);
+                for value in [10, 11] {
+                    ring.put(&mut producer, value);
+                    producer.show(ring.words());
+                }
+            })
+        };
+        let mut consumer = Consumer::new(BASE);
+        for expected in [10, 11] {
+            while !consumer.waiting(ring.words()) {
+                thread::yield_now();
+            }
+            assert_ne!(consumer.available(ring.words(), 2), Ok(0));
+            assert_eq!(ring.take(&mut consumer), expected);
+        }
+        producing.join().unwrap();
+    });
+}
+
 /// Both directions: a driver half posts, a device half returns, on rings of one slot, so that a
 /// slot is written again as soon as the index of the other ring allows it.
 fn both_ways(event_idx: bool) {

@@ -24,6 +24,6 @@ mod tests;
 pub use {
     chain::{Chain, ChainFault},
     device::{BrokenReason, DeviceQueue, PopError},
-    driver::{AddError, Buffer, DriverError, DriverQueue, Used},
+    driver::{AddError, Buffer, DriverError, DriverQueue, FixedChain, Used},
     layout::{DriverLayout, MAX_QUEUE_SIZE, QueueConfig, QueueError},
 };

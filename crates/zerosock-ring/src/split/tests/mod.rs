@@ -5,6 +5,7 @@ mod device;
 mod driver;
 mod hostile;
 mod oracle;
+mod short;
 
 use std::sync::Arc;
 

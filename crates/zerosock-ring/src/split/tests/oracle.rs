@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use proptest::prelude::*;
 
 use super::*;
-use crate::split::{AddError, Buffer, Chain};
+use crate::split::{AddError, Buffer, Chain, FixedChain};
 
 /// Bounds within which no address is used twice, so that nothing but the queues keeps apart what
 /// one message and another hold.
@@ -35,6 +35,8 @@ enum Step {
         readable: Vec<u16>,
         writable: Vec<u16>,
     },
+    /// One of the chains laid out at the start.
+    AddFixed(prop::sample::Index),
     Post,
     Pop(u8),
     GiveBack(u8),
@@ -62,6 +64,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     );
     let step = prop_oneof![
         6 => add,
+        4 => any::<prop::sample::Index>().prop_map(Step::AddFixed),
         3 => Just(Step::Post),
         5 => (1u8..20).prop_map(Step::Pop),
         1 => (1u8..4).prop_map(Step::GiveBack),
@@ -83,6 +86,9 @@ struct Message {
     written: Vec<u8>,
 }
 
+/// Readable and writable bytes of a fixed chain.
+const FIXED: [u32; 2] = [44, 100];
+
 /// Both halves, and where every message is according to plain containers.
 struct Scene {
     driver: DriverQueue,
@@ -91,6 +97,8 @@ struct Scene {
     next_token: u64,
     /// Where the next buffer goes: soon over the border of the regions.
     arena: u64,
+    /// Fixed chains: each with its token, address, and whether it is with us.
+    fixed: Vec<(FixedChain, u64, u64, bool)>,
     added: VecDeque<Message>,
     posted: VecDeque<Message>,
     out: Vec<(Message, Chain)>,
@@ -160,6 +168,42 @@ impl Scene {
         }
     }
 
+    /// Lays out as many chains as there is room for, up to `count`.
+    fn set_chains(&mut self, count: usize) {
+        for token in 0..count as u64 {
+            let addr = self.place(FIXED[0] + FIXED[1]);
+            let token = (1 << 32) + token;
+            match self.driver.set_chain(&fixed_buffers(addr), token) {
+                Ok(chain) => self.fixed.push((chain, token, addr, true)),
+                Err(AddError::TooLong) => assert!(self.size < 2),
+                Err(error) => assert_eq!((error, self.driver.free() < 2), (AddError::Full, true)),
+            }
+        }
+    }
+
+    fn add_fixed(&mut self, which: prop::sample::Index) {
+        if self.fixed.is_empty() {
+            return;
+        }
+        let index = which.index(self.fixed.len());
+        let (chain, token, addr, here) = &mut self.fixed[index];
+        if !std::mem::take(here) {
+            assert_eq!(self.driver.add_fixed(*chain), Err(AddError::NotFixed));
+            return;
+        }
+        self.next_token += 1;
+        let readable = vec![self.next_token as u8; FIXED[0] as usize];
+        poke(self.driver.memory(), *addr, &readable);
+        self.driver.add_fixed(*chain).expect("a chain that is here");
+        self.added.push_back(Message {
+            token: *token,
+            head: chain.head,
+            readable,
+            writable: fixed_buffers(*addr)[1..].to_vec(),
+            written: vec![],
+        });
+    }
+
     fn pop(&mut self) {
         let chain = self.device.pop().expect("an honest driver");
         let (chain, message) = match (chain, self.posted.pop_front()) {
@@ -207,6 +251,10 @@ impl Scene {
             (used.token, used.len as usize),
             (message.token, message.written.len())
         );
+        let token = message.token;
+        if let Some(fixed) = self.fixed.iter_mut().find(|fixed| fixed.1 == token) {
+            fixed.3 = true;
+        }
         let mut bytes = Vec::new();
         for buffer in &message.writable {
             bytes.extend(peek(self.driver.memory(), buffer.addr, buffer.len as usize));
@@ -221,6 +269,7 @@ impl Scene {
                 readable,
                 writable,
             } => self.add(shape, &readable, &writable),
+            Step::AddFixed(which) => self.add_fixed(which),
             Step::Post => {
                 let _ = self.driver.publish();
                 self.posted.append(&mut self.added);
@@ -260,6 +309,22 @@ impl Scene {
     }
 }
 
+fn fixed_buffers(addr: u64) -> [Buffer; 2] {
+    let [readable, writable] = FIXED;
+    [
+        Buffer {
+            addr,
+            len: readable,
+            writable: false,
+        },
+        Buffer {
+            addr: addr + u64::from(readable),
+            len: writable,
+            writable: true,
+        },
+    ]
+}
+
 fn case_count() -> u32 {
     if cfg!(miri) { 4 } else { 400 }
 }
@@ -272,6 +337,7 @@ proptest! {
         bits in 0u32..=10,
         base in prop_oneof![Just(0u16), 65500u16..=65535, any::<u16>()],
         event_idx: bool,
+        fixed in 0usize..5,
         steps in steps(),
     ) {
         let size = 1 << bits;
@@ -282,17 +348,20 @@ proptest! {
             size,
             next_token: 0,
             arena: BORDER - 1000,
+            fixed: Vec::new(),
             added: VecDeque::new(),
             posted: VecDeque::new(),
             out: Vec::new(),
             completed: VecDeque::new(),
             returned: VecDeque::new(),
         };
+        scene.set_chains(fixed);
         for step in steps {
             scene.step(step);
         }
         scene.drain();
-        prop_assert_eq!(scene.driver.free(), size);
+        prop_assert_eq!(scene.driver.free(), size - 2 * scene.fixed.len() as u16);
+        prop_assert!(scene.fixed.iter().all(|fixed| fixed.3));
         prop_assert_eq!(scene.device.malformed(), 0);
     }
 }

@@ -9,7 +9,7 @@ use zerosock_proto::{Address, Port};
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError, WaitError};
-use super::stream::{StreamId, StreamState};
+use super::{StreamId, StreamState};
 
 impl Driver {
     /// Works and sleeps until `ready` gives something, or until `deadline`

@@ -2,7 +2,7 @@
 
 use zerosock_proto::{Address, Port};
 
-use super::stream::StreamId;
+use super::StreamId;
 
 /// Something that happened; [`Driver::poll`](super::Driver::poll) hands them
 /// out one by one, oldest first.
@@ -73,8 +73,8 @@ pub struct DriverStats {
     pub rx_packets: u64,
     /// Payload bytes taken from the device for a connection of ours.
     pub rx_bytes: u64,
-    /// Received bytes copied aside because their connection held its share of
-    /// the receive buffers.
+    /// Received bytes copied aside because their connection held receive
+    /// buffers for too long.
     pub rx_overflow_bytes: u64,
     /// Packets that were none: shorter than a header, shorter than they said,
     /// or with fields that no packet may have.

@@ -1,15 +1,17 @@
 //! What comes in: packets, events of the device, events of the protocol core.
 //!
 //! What must hold here: a header is read once into a private copy and only the copy is used; a
-//! slot goes back to the device at once unless a connection holds it within its share.
+//! slot goes back to the device at once unless a connection holds it; packets are taken in only
+//! while there is room to hold what they bring, so that a quarter of the slots is always with the
+//! device or on its way there.
 
 use zerosock_proto::vsock::{Disposition, Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Packet, Repr};
 use zerosock_proto::{Address, Cid, Instant};
 
 use super::errors::DriverError;
-use super::stream::{News, StreamId, StreamState};
-use super::{Driver, queues};
+use super::{Driver, POOL, queues};
+use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
 const TURN_BUDGET: u16 = 256;
@@ -18,93 +20,74 @@ impl Driver {
     /// Takes packets from the receive queue into the protocol core.
     pub(super) fn take_packets(&mut self, now: Instant) -> Result<bool, DriverError> {
         let mut taken = 0;
-        while taken < TURN_BUDGET && !self.shard.is_backlogged() {
-            let Some((slot, written)) = self.rx.take()? else {
+        while taken < TURN_BUDGET && !self.is_blocked() {
+            let Some((slot, written)) = self.store.rx.take()? else {
                 break;
             };
             taken += 1;
-            self.stats.rx_packets += 1;
-            if !self.take_packet(now, slot, written) {
-                self.give_back(slot)?;
-            }
+            self.take_packet(now, slot, written);
         }
+        self.stats.rx_packets += u64::from(taken);
         Ok(taken > 0)
     }
 
-    /// One packet. Returns whether its slot stays with a connection.
-    fn take_packet(&mut self, now: Instant, slot: u16, written: u32) -> bool {
+    /// One packet. Its slot goes back, or stays with a connection.
+    #[inline]
+    fn take_packet(&mut self, now: Instant, slot: u16, written: u32) {
+        let arena = &self.store.arena;
         // The private copy: the device may change the header under us.
         let mut header = [0u8; HEADER_LEN];
-        queues::read(
-            &self.arena.memory,
-            &self.arena.rx_headers,
-            slot,
-            &mut header,
-        );
+        queues::read(&arena.memory, &arena.rx_headers, slot, &mut header);
         let payload = written.checked_sub(HEADER_LEN as u32);
         let repr = Packet::new_checked(&header[..])
             .ok()
             .and_then(|p| Repr::parse(&p).ok());
         let (Some(payload), Some(repr)) = (payload, repr) else {
-            self.stats.rx_malformed += 1;
-            return false;
+            return self.malformed(slot);
         };
-        if repr.len > payload || repr.len > self.arena.rx_data.len() {
-            self.stats.rx_malformed += 1;
-            return false;
+        if repr.len > payload || repr.len > arena.rx_data.len() {
+            return self.malformed(slot);
         }
-        match self.shard.handle_packet(now, &repr) {
-            Disposition::Deliver { flow, len, .. } => self.deliver(flow, slot, len),
-            Disposition::Handled => false,
+        match self.store.shard.handle_packet(now, &repr) {
+            Disposition::Deliver { flow, len, .. } => {
+                let held = Held {
+                    token: slot,
+                    offset: 0,
+                    len,
+                    since: now,
+                };
+                match self.flow(flow) {
+                    Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
+                    // Closed by us, and the peer does not know yet.
+                    None => self.store.release(slot),
+                }
+            }
+            Disposition::Handled => self.store.release(slot),
             Disposition::Dropped(_) => {
                 self.stats.rx_dropped += 1;
-                false
+                self.store.release(slot);
             }
         }
     }
 
-    /// Payload for one of our connections. Returns whether the slot stays
-    /// with it.
-    fn deliver(&mut self, flow: FlowId, slot: u16, len: u32) -> bool {
-        let Some(stream) = self.streams.of_flow(flow).filter(|_| len > 0) else {
-            // Closed by us, and the peer does not know yet.
-            return false;
-        };
-        self.stats.rx_bytes += u64::from(len);
-        if self
-            .streams
-            .get(stream)
-            .is_some_and(|entry| entry.unread == 0)
-        {
-            self.streams.announce(stream, News::Readable);
-        }
-        // One connection holds at most a quarter of the buffers, all of them
-        // together three quarters: control packets always find one.
-        let quarter = (self.config.slots() / 4).max(1);
-        if self.rx.posted() > quarter && self.streams.may_hold(stream, quarter) {
-            self.streams.hold(stream, slot, len);
-            return true;
-        }
-        self.stats.rx_overflow_bytes += u64::from(len);
-        let mut part = [0u8; 4096];
-        let mut at = 0;
-        while at < len as usize {
-            let want = part.len().min(len as usize - at);
-            let pieces = self.arena.rx_data.pieces(slot);
-            let got = self.arena.memory.read(pieces, at, &mut part[..want]);
-            if got == 0 {
-                break;
-            }
-            self.streams.overflow(stream, &part[..got]);
-            at += got;
-        }
-        false
+    #[cold]
+    fn malformed(&mut self, slot: u16) {
+        self.stats.rx_malformed += 1;
+        self.store.release(slot);
+    }
+
+    /// The connection that a flow of the protocol core belongs to.
+    #[inline]
+    fn flow(&self, flow: FlowId) -> Option<StreamId> {
+        let stream = self.flows.get(flow)?;
+        let conn = self.sockets.get(stream)?;
+        (conn.flow == Some(flow)).then_some(stream)
     }
 
     /// Takes events from the event queue.
     pub(super) fn take_events(&mut self, now: Instant) -> Result<bool, DriverError> {
         let mut any = false;
-        while let Some(id) = self.event_queue.take(&self.arena)? {
+        while let Some(id) = self.event_queue.take(&self.store.arena)? {
             any = true;
             if id == Some(0) {
                 self.stats.transport_resets += 1;
@@ -120,7 +103,7 @@ impl Driver {
     /// virtio 1.2, 5.10.6.7.1: read the CID again, drop the connections, keep
     /// the listeners.
     fn transport_reset(&mut self, now: Instant) {
-        self.shard.handle_transport_reset(now);
+        self.store.shard.handle_transport_reset(now);
         self.take_core_events(now);
         let cid = self
             .link
@@ -130,29 +113,29 @@ impl Driver {
             return;
         };
         self.cid = cid;
-        self.shard.set_driver_cid(cid);
+        self.store.shard.set_driver_cid(cid);
     }
 
     /// Turns the protocol core's events into ours.
     pub(super) fn take_core_events(&mut self, now: Instant) {
-        while let Some(event) = self.shard.poll_event() {
+        while let Some(event) = self.store.shard.poll_event() {
             match event {
                 Event::Incoming {
                     flow, local, peer, ..
                 } => self.incoming(now, flow, local, peer),
                 Event::Connected { flow } => {
-                    if let Some(stream) = self.streams.of_flow(flow) {
+                    if let Some(stream) = self.flow(flow) {
                         self.set_state(stream, StreamState::Connected);
-                        self.streams.announce(stream, News::Connected);
+                        self.sockets.announce(stream, News::Connected);
                     }
                 }
                 Event::Refused { flow, .. } => {
-                    if let Some(stream) = self.streams.of_flow(flow) {
+                    if let Some(stream) = self.flow(flow) {
                         self.set_state(stream, StreamState::Reset);
-                        if let Some(entry) = self.streams.get_mut(stream) {
+                        if let Some(entry) = self.sockets.get_mut(stream) {
                             entry.flow = None;
                         }
-                        self.streams.announce(stream, News::Refused);
+                        self.sockets.announce(stream, News::Refused);
                     }
                 }
                 Event::PeerShutdown {
@@ -160,17 +143,17 @@ impl Driver {
                     receive,
                     send,
                 } => {
-                    if let Some(stream) = self.streams.of_flow(flow)
-                        && let Some(entry) = self.streams.get_mut(stream)
+                    if let Some(stream) = self.flow(flow)
+                        && let Some(entry) = self.sockets.get_mut(stream)
                     {
                         entry.peer_finished |= send;
                         entry.peer_deaf |= receive;
-                        self.streams.announce(stream, News::PeerShutdown);
+                        self.sockets.announce(stream, News::PeerShutdown);
                     }
                 }
                 Event::Writable { flow } => {
-                    if let Some(stream) = self.streams.of_flow(flow) {
-                        self.streams.announce(stream, News::Writable);
+                    if let Some(stream) = self.flow(flow) {
+                        self.sockets.announce(stream, News::Writable);
                     }
                 }
                 Event::Closed { flow, reason } => self.closed(flow, reason.is_orderly()),
@@ -185,23 +168,23 @@ impl Driver {
             .find(|listener| listener.port == local.port);
         let Some(listener) = listener.filter(|one| one.waiting.len() < one.backlog) else {
             // A flow that ended meanwhile needs no answer.
-            let _ = self.shard.reject(flow);
+            let _ = self.store.shard.reject(flow);
             return;
         };
-        if self.shard.accept(now, flow).is_ok() {
-            let stream = self
-                .streams
-                .insert(flow, StreamState::Connected, local, peer);
+        if self.store.shard.accept(now, flow).is_ok() {
+            let state = StreamState::Connected;
+            let stream = self.sockets.insert(POOL, flow, state, local, peer);
+            self.flows.insert(flow, stream);
             listener.waiting.push_back(stream);
             listener.untold += 1;
         }
     }
 
     fn closed(&mut self, flow: FlowId, orderly: bool) {
-        let Some(stream) = self.streams.of_flow(flow) else {
+        let Some(stream) = self.flow(flow) else {
             return;
         };
-        let Some(entry) = self.streams.get_mut(stream) else {
+        let Some(entry) = self.sockets.get_mut(stream) else {
             return;
         };
         entry.flow = None;
@@ -210,11 +193,11 @@ impl Driver {
         } else {
             StreamState::Reset
         };
-        self.streams.announce(stream, News::Closed);
+        self.sockets.announce(stream, News::Closed);
     }
 
     fn set_state(&mut self, stream: StreamId, state: StreamState) {
-        if let Some(entry) = self.streams.get_mut(stream) {
+        if let Some(entry) = self.sockets.get_mut(stream) {
             entry.state = state;
         }
     }

@@ -7,17 +7,15 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Instant;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::io::Errno;
+use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::CidError;
 
 use super::arena::Arena;
 use super::config::DriverConfig;
-use super::frontend::{Frontend, FrontendError, VringAddr, timespec};
+use super::frontend::{Frontend, FrontendError, VringAddr};
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
@@ -74,6 +72,11 @@ impl Doorbells {
             kicks: [make()?, make()?, make()?],
             calls: [make()?, make()?, make()?],
         })
+    }
+
+    /// On which the device calls.
+    pub(crate) fn calls(&self) -> &[OwnedFd] {
+        &self.calls
     }
 
     /// Tells the device that queue `index` has something for it.
@@ -163,37 +166,4 @@ impl Link {
         }
         Ok(bases)
     }
-}
-
-/// Sleeps until a queue's call, the device's hang-up or `deadline`. Returns
-/// whether the device hung up. Empties the call eventfds that rang.
-pub(crate) fn wait(
-    bells: &Doorbells,
-    link: Option<&Link>,
-    deadline: Option<Instant>,
-) -> io::Result<bool> {
-    let [rx, tx, event] = &bells.calls;
-    let ready = PollFlags::IN;
-    let hung_up = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
-    // Without a device its place is taken by a bell, which is polled anyway.
-    let device = link.map_or(rx.as_fd(), |link| link.frontend.as_fd());
-    let mut fds = [
-        PollFd::new(rx, ready),
-        PollFd::new(tx, ready),
-        PollFd::new(event, ready),
-        PollFd::from_borrowed_fd(device, PollFlags::RDHUP),
-    ];
-    let left = deadline.map(|at| timespec(at.saturating_duration_since(Instant::now())));
-    match poll(&mut fds, left.as_ref()) {
-        Ok(_) | Err(Errno::INTR) => {}
-        Err(error) => return Err(error.into()),
-    }
-    for (bell, polled) in bells.calls.iter().zip(&fds) {
-        if polled.revents().contains(PollFlags::IN) {
-            let mut count = [0u8; 8];
-            // EAGAIN only if someone else emptied it: nobody does.
-            let _ = rustix::io::read(bell, &mut count);
-        }
-    }
-    Ok(link.is_some() && fds[3].revents().intersects(hung_up))
 }

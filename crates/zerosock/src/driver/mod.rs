@@ -32,15 +32,20 @@
 
 mod arena;
 mod blocking;
+mod commands;
 mod config;
+mod engine;
 mod errors;
 mod events;
+mod flows;
 mod frontend;
 mod intake;
 mod link;
+mod loans;
 mod queues;
-mod stream;
+mod store;
 mod transfer;
+mod watch;
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -48,9 +53,10 @@ use std::sync::Arc;
 use std::time;
 
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::{ConnectError, ListenError, PortTable, Shard, ShardConfig};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Repr, SocketType};
+use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 
+pub use crate::vsock::sockets::{StreamId, StreamState};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
@@ -58,32 +64,45 @@ pub use events::{DriverEvent, DriverStats};
 pub use frontend::{Frontend, FrontendError, VringAddr};
 pub use link::AttachError;
 pub use queues::QueueSetupError;
-pub use stream::{StreamId, StreamState};
 pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
+use crate::vsock::leases::Leases;
+use crate::vsock::sockets::{News, Sockets};
 use arena::Arena;
+use flows::Flows;
 use link::{Doorbells, EVENT, Link, RX, TX};
+use loans::Loans;
 use queues::{EventQueue, RxQueue, TxQueue};
-use stream::{News, Streams};
+use store::Buffers;
+use watch::Watch;
+
+/// How long received bytes may keep a receive slot when they can be moved elsewhere.
+const HOLD: time::Duration = time::Duration::from_millis(20);
+/// The receive slots, all that [`Sockets`] has to share out.
+const POOL: u32 = 0;
+/// Turns that found nothing, after which one looks whether the device is still there: nobody else
+/// does for who never sleeps.
+const IDLE_TURNS: u32 = 256;
 
 /// A guest without a virtual machine. See the [module](self) for how to drive
 /// it.
 #[derive(Debug)]
 pub struct Driver {
     config: DriverConfig,
-    arena: Arena,
     bells: Doorbells,
+    watch: Watch,
     /// None between the device's hang-up and the next reconnect.
     link: Option<Link>,
-    rx: RxQueue,
+    store: Buffers,
     tx: TxQueue,
     event_queue: EventQueue,
-    shard: Shard,
     cid: Cid,
     epoch: time::Instant,
-    streams: Streams,
+    sockets: Sockets<u16>,
+    flows: Flows,
+    loans: Loans,
     listeners: Vec<Listener>,
     /// Told before anything else.
     reset_seen: bool,
@@ -91,10 +110,12 @@ pub struct Driver {
     /// Connections that wait for a transmit slot, oldest first.
     waiting_for_slot: VecDeque<StreamId>,
     stats: DriverStats,
-    /// Receive buffers are kept from the device: for tests of what it does
-    /// then.
-    withhold: bool,
-    withheld: Vec<u16>,
+    /// Calls were asked for, and somebody may be asleep.
+    armed: bool,
+    /// Packets wait in the ring, as the bounds on what is held demand, and no call was asked for.
+    blocked: bool,
+    idle_turns: u32,
+    trusted: bool,
 }
 
 #[derive(Debug)]
@@ -113,7 +134,11 @@ impl Driver {
         config.check()?;
         let arena = Arena::new(&config)?;
         let bells = Doorbells::new()?;
+        let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
         let mut link = Link::connect(&config)?;
+        watch
+            .device(link.frontend.as_fd())
+            .map_err(AttachError::Eventfd)?;
         let [rx_ring, tx_ring, event_ring] = arena.rings;
         let mut rx = RxQueue::new(&arena, rx_ring, link.event_idx)?;
         let tx = TxQueue::new(&arena, tx_ring, link.event_idx)?;
@@ -126,13 +151,21 @@ impl Driver {
         bells.kick(RX);
         bells.kick(EVENT);
         let cid = link.cid;
+        let slots = config.slots();
+        // Each slot can be out on a lease or a loan, and as many copies beside.
+        let words = Arc::new(Leases::new((4 * usize::from(slots)).max(256)));
+        let loans = Loans::new(words.capacity(), slots);
+        let mut sockets = Sockets::new(words, HOLD);
+        // The first one: POOL.
+        sockets.add_pool(u32::from(slots));
         Ok(Driver {
-            shard: new_shard(&config, cid),
-            streams: Streams::new(config.slots()),
-            arena,
+            store: Buffers::new(arena, rx, new_shard(&config, cid)),
+            sockets,
+            flows: Flows::default(),
+            loans,
             bells,
+            watch,
             link: Some(link),
-            rx,
             tx,
             event_queue,
             cid,
@@ -142,8 +175,10 @@ impl Driver {
             gone_seen: false,
             waiting_for_slot: VecDeque::new(),
             stats: DriverStats::default(),
-            withhold: false,
-            withheld: Vec::new(),
+            armed: false,
+            blocked: false,
+            idle_turns: 0,
+            trusted: false,
             config,
         })
     }
@@ -152,13 +187,18 @@ impl Driver {
     /// listeners as they are: what a VMM does for a guest that knows nothing
     /// of it. Each queue goes on at its used index, so that the new device
     /// works off again what the old one had taken and not returned. Connections
-    /// end when the device announces TRANSPORT_RESET, or when the peer's side
-    /// answers their next packet with RST.
+    /// have ended with the old device.
     pub fn reconnect(&mut self) -> Result<(), AttachError> {
-        self.link = None;
+        if self.link.is_some() {
+            self.device_gone();
+            self.gone_seen = false;
+        }
         let mut link = Link::connect(&self.config)?;
+        self.watch
+            .device(link.frontend.as_fd())
+            .map_err(AttachError::Eventfd)?;
         let bases = self.used_indices();
-        link.start(&self.arena, &self.bells, bases)?;
+        link.start(&self.store.arena, &self.bells, bases)?;
         for queue in [RX, TX, EVENT] {
             self.bells.kick(queue);
         }
@@ -176,7 +216,7 @@ impl Driver {
     /// Hands the memory over again and starts the queues at `bases`.
     pub fn resume(&mut self, bases: [u16; 3]) -> Result<(), AttachError> {
         let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
-        link.start(&self.arena, &self.bells, bases)?;
+        link.start(&self.store.arena, &self.bells, bases)?;
         for queue in [RX, TX, EVENT] {
             self.bells.kick(queue);
         }
@@ -186,7 +226,7 @@ impl Driver {
     /// Sends the memory table again while the queues run, as a VMM does when
     /// memory is plugged.
     pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
-        let table = [(self.arena.fd.as_fd(), self.arena.region)];
+        let table = [(self.store.arena.fd.as_fd(), self.store.arena.region)];
         self.link
             .as_mut()
             .ok_or(FrontendError::Closed)?
@@ -196,17 +236,13 @@ impl Driver {
 
     /// The used index of each queue as it lies in memory: rx, tx, event.
     pub fn used_indices(&self) -> [u16; 3] {
-        self.arena.rings.map(|ring| {
+        let memory = &self.store.arena.memory;
+        self.store.arena.rings.map(|ring| {
             // struct virtq_used { le16 flags; le16 idx; … } (virtio 1.2, 2.7.8)
             let mut index = [0u8; 2];
             let mut pieces = Vec::new();
-            if self
-                .arena
-                .memory
-                .translate(ring.used + 2, 2, &mut pieces)
-                .is_ok()
-            {
-                self.arena.memory.read(&pieces, 0, &mut index);
+            if memory.translate(ring.used + 2, 2, &mut pieces).is_ok() {
+                memory.read(&pieces, 0, &mut index);
             }
             u16::from_le_bytes(index)
         })
@@ -219,7 +255,12 @@ impl Driver {
 
     /// Counters since the driver was attached.
     pub fn stats(&self) -> DriverStats {
-        self.stats
+        let counted = self.sockets.counted();
+        DriverStats {
+            rx_bytes: counted.received,
+            rx_overflow_bytes: counted.copied_aside,
+            ..self.stats
+        }
     }
 
     /// Whether a device is attached: false between
@@ -237,139 +278,111 @@ impl Driver {
     /// Connections with a handle, those that have ended but are not closed
     /// included.
     pub fn connections(&self) -> usize {
-        self.streams.len()
-    }
-
-    /// Begins to connect to `peer`. [`DriverEvent::Connected`] or
-    /// [`DriverEvent::Refused`] follows.
-    pub fn connect(&mut self, peer: Address) -> Result<StreamId, ConnectError> {
-        self.connect_from(Port::ANY, peer)
-    }
-
-    /// As [`connect`](Driver::connect), from a port of our choice.
-    pub fn connect_from(&mut self, port: Port, peer: Address) -> Result<StreamId, ConnectError> {
-        let now = self.now();
-        let local = Address {
-            cid: self.cid,
-            port,
-        };
-        let flow = self.shard.connect(now, local, peer, SocketType::Stream)?;
-        let local = self.shard.flow(flow).map_or(local, |info| info.local);
-        Ok(self
-            .streams
-            .insert(flow, StreamState::Connecting, local, peer))
-    }
-
-    /// Listens on `port`. At most `backlog` connections wait to be accepted;
-    /// further requests are answered with RST.
-    pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
-        self.shard.listen(port, backlog)?;
-        self.listeners.push(Listener {
-            port,
-            backlog,
-            waiting: VecDeque::new(),
-            untold: 0,
-        });
-        Ok(())
-    }
-
-    /// Listens no longer on `port`; connections that wait to be accepted are
-    /// reset.
-    pub fn unlisten(&mut self, port: Port) {
-        // Nothing to do for a port that nobody listens on.
-        let _ = self.shard.unlisten(port);
-        if let Some(at) = self
-            .listeners
-            .iter()
-            .position(|listener| listener.port == port)
-        {
-            for stream in self.listeners.swap_remove(at).waiting {
-                self.abort(stream);
-            }
-        }
-    }
-
-    /// The oldest connection that waits on `port`.
-    pub fn accept(&mut self, port: Port) -> Option<StreamId> {
-        let listener = self
-            .listeners
-            .iter_mut()
-            .find(|listener| listener.port == port)?;
-        let stream = listener.waiting.pop_front();
-        listener.untold = listener.untold.min(listener.waiting.len());
-        stream
-    }
-
-    /// Where a connection stands; `None` for one that was closed.
-    pub fn state(&self, stream: StreamId) -> Option<StreamState> {
-        self.streams.get(stream).map(|stream| stream.state)
-    }
-
-    /// Our and the peer's address.
-    pub fn addresses(&self, stream: StreamId) -> Option<(Address, Address)> {
-        self.streams
-            .get(stream)
-            .map(|stream| (stream.local, stream.peer))
-    }
-
-    /// Says that we will read no more, send no more, or both. What was sent
-    /// before still arrives.
-    pub fn shutdown(&mut self, stream: StreamId, how: How) {
-        let now = self.now();
-        let Some(entry) = self.streams.get_mut(stream) else {
-            return;
-        };
-        entry.finished |= how.send;
-        if let Some(flow) = entry.flow {
-            // A flow that ended meanwhile needs no shutdown.
-            let _ = self.shard.shutdown(now, flow, how);
-        }
-    }
-
-    /// Gives a connection up in good order: what was sent still arrives, what
-    /// was not read is thrown away. The handle is dead afterwards.
-    pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
-        self.shutdown(
-            stream,
-            How {
-                receive: true,
-                send: true,
-            },
-        );
-        self.forget(stream)
-    }
-
-    /// Resets a connection at once. The handle is dead afterwards.
-    pub fn abort(&mut self, stream: StreamId) {
-        if let Some(flow) = self.streams.get(stream).and_then(|entry| entry.flow) {
-            // A flow that ended meanwhile needs no reset.
-            let _ = self.shard.reset(flow);
-        }
-        // Posting a slot that was just returned always has room.
-        let _ = self.forget(stream);
+        self.sockets.len()
     }
 
     /// Takes in what the device returned, and shows it what is queued. Returns
     /// whether anything was taken in.
     pub fn turn(&mut self) -> Result<bool, DriverError> {
-        let now = self.now();
-        let mut busy = self.tx.reap()?;
-        busy |= self.take_events(now)?;
-        busy |= self.take_packets(now)?;
-        if self.shard.poll_timeout().is_some_and(|at| at <= now) {
-            self.shard.handle_timeout(now);
+        self.store.check()?;
+        let mut busy = false;
+        if self.wants_slots() || self.tx.is_low() {
+            busy |= self.tx.reap()?;
         }
+        let timer = self.next_due();
+        if !self.has_arrivals() && timer.is_none() {
+            self.idle(busy)?;
+            self.tell_of_slots();
+            self.flush();
+            return Ok(busy);
+        }
+        // The one look at the clock, and only when there is a use for it.
+        let now = self.now();
+        busy |= self.take_events(now)?;
+        if timer.is_some_and(|at| at <= now) {
+            self.handle_timeout(now);
+        }
+        busy |= self.take_packets(now)?;
         self.take_core_events(now);
         self.transmit_control(now)?;
+        self.idle(busy)?;
         self.tell_of_slots();
         self.flush();
         Ok(busy)
     }
 
+    /// Whether a turn would take something in: a look at indices.
+    #[inline]
+    fn has_arrivals(&self) -> bool {
+        (self.store.rx.has_used() && !self.is_blocked())
+            || self.event_queue.has_used()
+            || (self.wants_slots() && self.tx.has_used())
+    }
+
+    /// Whether packets have to wait in the ring.
+    #[inline]
+    fn is_blocked(&self) -> bool {
+        self.store.shard.is_backlogged() || !self.sockets.has_room(POOL)
+    }
+
+    /// Whether something waits for transmit slots.
+    #[inline]
+    fn wants_slots(&self) -> bool {
+        !self.waiting_for_slot.is_empty() || self.store.shard.has_transmit()
+    }
+
+    /// When a turn has something to do of itself.
+    fn next_due(&self) -> Option<Instant> {
+        let (one, other) = (self.store.shard.poll_timeout(), self.sockets.next_timeout());
+        match (one, other) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        }
+    }
+
+    fn handle_timeout(&mut self, now: Instant) {
+        self.sockets.handle_timeout(now, &mut self.store);
+        if self.store.shard.poll_timeout().is_some_and(|at| at <= now) {
+            self.store.shard.handle_timeout(now);
+        }
+    }
+
+    /// Looks now and then whether the device is still there, for callers that never sleep. Not
+    /// while somebody may sleep: what was told is told to him.
+    fn idle(&mut self, busy: bool) -> Result<(), DriverError> {
+        if busy {
+            self.idle_turns = 0;
+            return Ok(());
+        }
+        self.idle_turns += 1;
+        if self.idle_turns >= IDLE_TURNS && !self.armed {
+            self.idle_turns = 0;
+            if self.watch.forget()? {
+                self.device_gone();
+            }
+        }
+        Ok(())
+    }
+
+    /// The device hung up: all connections end, as they do when the transport is reset.
+    fn device_gone(&mut self) {
+        if self.link.take().is_some() {
+            self.gone_seen = true;
+            let now = self.now();
+            self.store.shard.handle_transport_reset(now);
+            self.take_core_events(now);
+        }
+    }
+
     /// Shows the device what is queued, without taking anything in.
     pub fn flush(&mut self) {
+        if self.store.shard.has_transmit() {
+            let now = self.now();
+            // What goes wrong here goes wrong again in the next turn, which says so.
+            let _ = self.transmit_control(now);
+        }
         for (index, ring) in [
-            (RX, self.rx.publish()),
+            (RX, self.store.rx.publish()),
             (TX, self.tx.publish()),
             (EVENT, self.event_queue.publish()),
         ] {
@@ -378,104 +391,58 @@ impl Driver {
                 self.stats.kicks += 1;
             }
         }
-    }
-
-    /// The next event, if there is one; takes nothing in from the device.
-    pub fn next_event(&mut self) -> Option<DriverEvent> {
-        if std::mem::take(&mut self.gone_seen) {
-            return Some(DriverEvent::DeviceGone);
-        }
-        if std::mem::take(&mut self.reset_seen) {
-            return Some(DriverEvent::TransportReset);
-        }
-        if let Some(listener) = self
-            .listeners
-            .iter_mut()
-            .find(|listener| listener.untold > 0)
-        {
-            listener.untold -= 1;
-            return Some(DriverEvent::Incoming {
-                port: listener.port,
-            });
-        }
-        let (stream, news) = self.streams.next_news()?;
-        let entry = self.streams.get(stream)?;
-        Some(match news {
-            News::Connected => DriverEvent::Connected { stream },
-            News::Readable => DriverEvent::Readable { stream },
-            News::Writable => DriverEvent::Writable { stream },
-            News::PeerShutdown => DriverEvent::PeerShutdown {
-                stream,
-                receive: entry.peer_deaf,
-                send: entry.peer_finished,
-            },
-            News::Refused => DriverEvent::Refused {
-                stream,
-                peer: entry.peer,
-            },
-            News::Closed => DriverEvent::Closed {
-                stream,
-                reset: entry.state == StreamState::Reset,
-            },
-        })
-    }
-
-    /// Works and sleeps until there is an event, or until `deadline` (`None`
-    /// waits for ever). `Ok(None)`: the deadline passed.
-    pub fn poll(
-        &mut self,
-        deadline: Option<time::Instant>,
-    ) -> Result<Option<DriverEvent>, DriverError> {
-        loop {
-            let busy = self.turn()?;
-            if let Some(event) = self.next_event() {
-                return Ok(Some(event));
-            }
-            if deadline.is_some_and(|at| at <= time::Instant::now()) {
-                return Ok(None);
-            }
-            if !busy {
-                self.sleep(deadline)?;
-            }
+        if self.blocked && self.armed && !self.is_blocked() {
+            // Whoever sleeps does not know of packets that can be taken in now.
+            self.blocked = false;
+            self.watch.wake();
         }
     }
 
-    /// Sleeps until the device calls, the protocol core's next time-out or
-    /// `deadline`; returns at once when something came while we went to sleep.
-    fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
-        let wants_slots = !self.waiting_for_slot.is_empty() || self.shard.has_transmit();
-        let mut more = self.rx.want_calls(true);
+    /// Asks to be called. True: something came meanwhile, and no call may come for it.
+    fn arm(&mut self) -> bool {
+        self.armed = true;
+        self.blocked = self.is_blocked();
+        // What may not be taken in must not keep anybody awake.
+        let mut more = !self.blocked && self.store.rx.want_calls(true);
         more |= self.event_queue.want_calls(true);
-        more |= wants_slots && self.tx.want_calls(true);
-        if !more {
-            let timeout = self
-                .shard
-                .poll_timeout()
-                .map(|at| self.epoch + time::Duration::from_nanos(at.as_nanos()));
+        more |= self.wants_slots() && self.tx.want_calls(true);
+        more
+    }
+
+    /// Asks for no more calls.
+    fn want_no_calls(&mut self) {
+        self.armed = false;
+        self.store.rx.want_calls(false);
+        self.event_queue.want_calls(false);
+        self.tx.want_calls(false);
+    }
+
+    /// Sleeps until the device calls, something is due, or `deadline`;
+    /// returns at once when something came while we went to sleep.
+    fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
+        if !self.arm() {
+            let timeout = self.next_due().map(|at| self.wall(at));
             let until = match (deadline, timeout) {
                 (Some(one), Some(other)) => Some(one.min(other)),
                 (one, other) => one.or(other),
             };
             self.stats.sleeps += 1;
-            if link::wait(&self.bells, self.link.as_ref(), until)? {
-                self.link = None;
-                self.gone_seen = true;
+            if self.watch.sleep(until)? {
+                self.device_gone();
             }
         }
-        self.rx.want_calls(false);
-        self.event_queue.want_calls(false);
-        self.tx.want_calls(false);
+        self.want_no_calls();
         Ok(())
     }
 
     /// Packets that the protocol core wants out, while there are slots.
     fn transmit_control(&mut self, now: Instant) -> Result<(), DriverError> {
-        while self.shard.has_transmit() {
-            let Some(slot) = self.tx.control_slot() else {
+        while self.store.shard.has_transmit() {
+            let Some(slot) = self.tx.control_slot()? else {
                 break;
             };
             // We queue no payload with the core, so a packet carries none.
-            match self.shard.poll_transmit(now, 0) {
+            match self.store.shard.poll_transmit(now, 0) {
                 Some(transmit) => self.transmit(slot, &transmit.header)?,
                 None => {
                     self.tx.put_back(slot);
@@ -488,13 +455,13 @@ impl Driver {
 
     /// Writes the header into slot `slot` and queues the packet; its payload,
     /// if it has any, lies in the slot already.
+    #[inline]
     fn transmit(&mut self, slot: u16, header: &Repr) -> Result<(), DriverError> {
         let mut bytes = [0u8; HEADER_LEN];
         header.emit(&mut bytes);
-        self.arena
-            .memory
-            .write(self.arena.tx_headers.pieces(slot), 0, &bytes);
-        self.tx.push(&self.arena, slot, header.len)?;
+        let arena = &self.store.arena;
+        arena.memory.write(arena.tx_headers.pieces(slot), 0, &bytes);
+        self.tx.push(arena, slot, header.len)?;
         self.stats.tx_packets += 1;
         self.stats.tx_bytes += u64::from(header.len);
         Ok(())
@@ -502,57 +469,39 @@ impl Driver {
 
     /// Tells those who wait for a slot that there are some.
     fn tell_of_slots(&mut self) {
-        if !self.tx.has_data_slot() {
+        if self.waiting_for_slot.is_empty() || !self.tx.has_data_slot() {
             return;
         }
         while let Some(stream) = self.waiting_for_slot.pop_front() {
-            if let Some(entry) = self.streams.get_mut(stream) {
+            if let Some(entry) = self.sockets.get_mut(stream) {
                 entry.wants_room = false;
-                self.streams.announce(stream, News::Writable);
+                self.sockets.announce(stream, News::Writable);
             }
         }
-    }
-
-    /// Frees a handle and the receive slots that it holds.
-    fn forget(&mut self, stream: StreamId) -> Result<(), DriverError> {
-        while let Some(slot) = self.streams.drop_slot(stream) {
-            self.give_back(slot)?;
-        }
-        self.streams.remove(stream);
-        Ok(())
-    }
-
-    /// Posts a receive slot again.
-    fn give_back(&mut self, slot: u16) -> Result<(), DriverError> {
-        if self.withhold {
-            self.withheld.push(slot);
-            return Ok(());
-        }
-        Ok(self.rx.post(&self.arena, slot)?)
     }
 
     /// Keeps receive buffers from the device as they come back, or posts all
     /// that were kept: a guest that is slow to refill its queue.
     #[doc(hidden)]
     pub fn withhold_buffers(&mut self, withhold: bool) -> Result<(), DriverError> {
-        self.withhold = withhold;
-        if !withhold {
-            for slot in std::mem::take(&mut self.withheld) {
-                self.rx.post(&self.arena, slot)?;
-            }
-        }
-        Ok(())
+        self.store.withhold(withhold);
+        Ok(self.store.check()?)
     }
 
     /// Receive buffers kept from the device now.
     #[doc(hidden)]
     pub fn withheld_buffers(&self) -> usize {
-        self.withheld.len()
+        self.store.withheld()
     }
 
     fn now(&self) -> Instant {
         let since = self.epoch.elapsed().as_nanos();
         Instant::from_nanos(u64::try_from(since).unwrap_or(u64::MAX))
+    }
+
+    /// A time of the protocol core's on the system's clock.
+    fn wall(&self, at: Instant) -> time::Instant {
+        self.epoch + time::Duration::from_nanos(at.as_nanos())
     }
 }
 

@@ -32,8 +32,6 @@ pub enum QueueSetupError {
 #[derive(Debug)]
 pub(crate) struct RxQueue {
     queue: DriverQueue,
-    /// Slots with the device.
-    posted: u16,
     dirty: bool,
 }
 
@@ -46,7 +44,6 @@ impl RxQueue {
     ) -> Result<RxQueue, QueueSetupError> {
         let mut rx = RxQueue {
             queue: DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?,
-            posted: 0,
             dirty: false,
         };
         for slot in 0..layout.size / 2 {
@@ -70,7 +67,6 @@ impl RxQueue {
             },
         ];
         self.queue.add(&buffers, u64::from(slot))?;
-        self.posted += 1;
         self.dirty = true;
         Ok(())
     }
@@ -78,15 +74,13 @@ impl RxQueue {
     /// The next slot that the device filled, with the bytes it wrote (header
     /// and payload together).
     pub(crate) fn take(&mut self) -> Result<Option<(u16, u32)>, RingError> {
-        Ok(self.queue.poll()?.map(|used| {
-            self.posted = self.posted.saturating_sub(1);
-            (slot_of(&used), used.len)
-        }))
+        Ok(self.queue.poll()?.map(|used| (slot_of(&used), used.len)))
     }
 
-    /// Slots with the device.
-    pub(crate) fn posted(&self) -> u16 {
-        self.posted
+    /// Whether a packet is there: one load.
+    #[inline]
+    pub(crate) fn has_used(&self) -> bool {
+        self.queue.has_used()
     }
 
     /// Shows the device what was posted. True: kick it.
@@ -138,17 +132,36 @@ impl TxQueue {
     }
 
     /// A free slot for a control packet.
-    pub(crate) fn control_slot(&mut self) -> Option<u16> {
-        self.free.pop()
+    pub(crate) fn control_slot(&mut self) -> Result<Option<u16>, RingError> {
+        if self.free.is_empty() {
+            self.reap()?;
+        }
+        Ok(self.free.pop())
     }
 
     /// A free slot for data; leaves a few for control packets.
-    pub(crate) fn data_slot(&mut self) -> Option<u16> {
-        if self.has_data_slot() {
+    #[inline]
+    pub(crate) fn data_slot(&mut self) -> Result<Option<u16>, RingError> {
+        if !self.has_data_slot() {
+            self.reap()?;
+        }
+        Ok(if self.has_data_slot() {
             self.free.pop()
         } else {
             None
-        }
+        })
+    }
+
+    /// Whether fewer than half of the slots are free.
+    #[inline]
+    pub(crate) fn is_low(&self) -> bool {
+        self.free.len() < usize::from(self.queue.size() / 4)
+    }
+
+    /// Whether the device has worked something off: one load.
+    #[inline]
+    pub(crate) fn has_used(&self) -> bool {
+        self.queue.has_used()
     }
 
     /// Whether [`TxQueue::data_slot`] would give one.
@@ -225,6 +238,12 @@ impl EventQueue {
         self.queue.add(&[buffer], u64::from(slot))?;
         self.dirty = true;
         Ok(())
+    }
+
+    /// Whether an event is there: one load.
+    #[inline]
+    pub(crate) fn has_used(&self) -> bool {
+        self.queue.has_used()
     }
 
     /// The next event's id; its buffer is posted again. `Some(None)`: an event

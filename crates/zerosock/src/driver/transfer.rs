@@ -5,11 +5,11 @@
 //! device wrote. Credit goes back to the peer when bytes have left our hands,
 //! not before.
 
-use zerosock_proto::vsock::{CommitError, Reservation, ReserveError};
+use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError};
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
-use super::stream::{Next, StreamId, StreamState};
+use super::{StreamId, StreamState};
 
 /// Room in a transmit buffer that the device will read in place: fill it with
 /// [`Driver::fill`], then [`Driver::commit`] or [`Driver::cancel`] it. Credit
@@ -17,10 +17,10 @@ use super::stream::{Next, StreamId, StreamState};
 #[derive(Debug)]
 #[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
 pub struct Loan {
-    stream: StreamId,
-    slot: u16,
-    len: u32,
-    reservation: Reservation,
+    pub(super) stream: StreamId,
+    pub(super) slot: u16,
+    pub(super) len: u32,
+    pub(super) reservation: Reservation,
 }
 
 impl Loan {
@@ -40,57 +40,86 @@ impl Driver {
     /// Borrows a transmit buffer for a packet of at most `max` bytes, as many
     /// as credit and buffer size allow.
     pub fn loan(&mut self, stream: StreamId, max: u32) -> Result<Loan, SendError> {
-        let entry = self.streams.get(stream).ok_or(SendError::Unknown)?;
-        let flow = match (entry.state, entry.flow) {
-            _ if entry.finished || entry.peer_deaf => return Err(SendError::ShutDown),
-            (StreamState::Connecting, _) => return Err(SendError::NotConnected),
-            (StreamState::Connected, Some(flow)) => flow,
-            (StreamState::Finished, _) => return Err(SendError::ShutDown),
-            _ => return Err(SendError::Reset),
-        };
-        if self.shard.has_transmit() {
-            // A RESPONSE must not be overtaken by the data behind it.
-            let now = self.now();
-            self.transmit_control(now)?;
+        let flow = self.sendable(stream)?;
+        self.borrow_slot(stream, flow, max)
+    }
+
+    /// The flow that a connection sends by.
+    #[inline]
+    pub(super) fn sendable(&self, stream: StreamId) -> Result<FlowId, SendError> {
+        let entry = self.sockets.get(stream).ok_or(SendError::Unknown)?;
+        match (entry.state, entry.flow) {
+            _ if entry.finished || entry.peer_deaf => Err(SendError::ShutDown),
+            (StreamState::Connecting, _) => Err(SendError::NotConnected),
+            (StreamState::Connected, Some(flow)) => Ok(flow),
+            (StreamState::Finished, _) => Err(SendError::ShutDown),
+            _ => Err(SendError::Reset),
         }
-        let Some(slot) = self.data_slot()? else {
-            if let Some(entry) = self.streams.get_mut(stream)
-                && !std::mem::replace(&mut entry.wants_room, true)
-            {
-                self.waiting_for_slot.push_back(stream);
-            }
+    }
+
+    /// Takes a transmit slot, and credit for at most `max` bytes.
+    #[inline]
+    pub(super) fn borrow_slot(
+        &mut self,
+        stream: StreamId,
+        flow: FlowId,
+        max: u32,
+    ) -> Result<Loan, SendError> {
+        let Some(slot) = self.tx.data_slot().map_err(DriverError::from)? else {
+            self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        let max = max.min(self.arena.tx_data.len());
-        match self.shard.reserve(flow, max) {
-            Ok(reservation) => {
-                let len = reservation.len();
-                Ok(Loan {
-                    stream,
-                    slot,
-                    len,
-                    reservation,
-                })
-            }
+        match self.reserve(flow, max) {
+            Ok(reservation) => Ok(Loan {
+                stream,
+                slot,
+                len: reservation.len(),
+                reservation,
+            }),
             Err(error) => {
                 self.tx.put_back(slot);
-                Err(match error {
-                    ReserveError::NoCredit => SendError::WouldBlock,
-                    ReserveError::NotConnected => SendError::NotConnected,
-                    ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
-                    ReserveError::Stale | ReserveError::Empty => SendError::Reset,
-                })
+                Err(error)
             }
         }
+    }
+
+    /// A send has found no slot: it is told when there are some.
+    #[cold]
+    pub(super) fn wait_for_slot(&mut self, stream: StreamId) {
+        if let Some(entry) = self.sockets.get_mut(stream)
+            && !std::mem::replace(&mut entry.wants_room, true)
+        {
+            self.waiting_for_slot.push_back(stream);
+        }
+    }
+
+    /// Takes credit for a packet of at most `max` bytes, and no more than a slot has.
+    #[inline]
+    pub(super) fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, SendError> {
+        let max = max.min(self.store.arena.tx_data.len());
+        let mut result = self.store.shard.reserve(flow, max);
+        if matches!(result, Err(ReserveError::NoCredit)) && self.store.shard.has_transmit() {
+            // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
+            let now = self.now();
+            self.transmit_control(now)?;
+            result = self.store.shard.reserve(flow, max);
+        }
+        result.map_err(|error| match error {
+            ReserveError::NoCredit => SendError::WouldBlock,
+            ReserveError::NotConnected => SendError::NotConnected,
+            ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
+            ReserveError::Stale | ReserveError::Empty => SendError::Reset,
+        })
     }
 
     /// Writes `bytes` into a loan at `offset`; returns how many fitted.
     pub fn fill(&mut self, loan: &Loan, offset: u32, bytes: &[u8]) -> usize {
         let room = loan.len.saturating_sub(offset) as usize;
         let bytes = &bytes[..bytes.len().min(room)];
-        self.arena
+        let arena = &self.store.arena;
+        arena
             .memory
-            .write(self.arena.tx_data.pieces(loan.slot), offset as usize, bytes)
+            .write(arena.tx_data.pieces(loan.slot), offset as usize, bytes)
     }
 
     /// Sends the first `len` bytes of a loan; the rest of its credit returns.
@@ -101,10 +130,22 @@ impl Driver {
             self.cancel(loan);
             return Ok(());
         }
-        match self.shard.commit(loan.reservation, len, 0) {
-            Ok(header) => Ok(self.transmit(loan.slot, &header)?),
+        self.send_slot(loan.slot, loan.reservation, len)
+    }
+
+    /// Sends the first `len` bytes of a slot, which is free again when the device has read it, or
+    /// at once if nothing was sent.
+    #[inline]
+    pub(super) fn send_slot(
+        &mut self,
+        slot: u16,
+        reservation: Reservation,
+        len: u32,
+    ) -> Result<(), SendError> {
+        match self.store.shard.commit(reservation, len, 0) {
+            Ok(header) => Ok(self.transmit(slot, &header)?),
             Err(error) => {
-                self.tx.put_back(loan.slot);
+                self.tx.put_back(slot);
                 Err(match error {
                     CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
                     _ => SendError::Reset,
@@ -115,7 +156,7 @@ impl Driver {
 
     /// Gives a loan back unsent.
     pub fn cancel(&mut self, loan: Loan) {
-        self.shard.cancel(loan.reservation);
+        self.store.shard.cancel(loan.reservation);
         self.tx.put_back(loan.slot);
     }
 
@@ -124,9 +165,13 @@ impl Driver {
     /// device with the next turn or flush.
     pub fn send(&mut self, stream: StreamId, bytes: &[u8]) -> Result<usize, SendError> {
         let mut sent = 0;
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        let flow = self.sendable(stream)?;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
             let want = u32::try_from(rest.len()).unwrap_or(u32::MAX);
-            let loan = match self.loan(stream, want) {
+            let loan = match self.borrow_slot(stream, flow, want) {
                 Ok(loan) => loan,
                 Err(SendError::WouldBlock) if sent > 0 => break,
                 Err(error) => return Err(error),
@@ -135,46 +180,21 @@ impl Driver {
             self.commit(loan, filled as u32)?;
             sent += filled;
         }
+        self.loans.copied_in += sent as u64;
         Ok(sent)
     }
 
     /// Receives into `out`: at least one byte, or 0 at the end of the stream
     /// (or for an empty `out`).
     pub fn recv(&mut self, stream: StreamId, out: &mut [u8]) -> Result<usize, RecvError> {
-        if self.streams.get(stream).is_none() {
-            return Err(RecvError::Unknown);
-        }
-        let mut done = 0;
-        while done < out.len() {
-            let rest = &mut out[done..];
-            match self.streams.next(stream) {
-                Next::Slot { slot, start, end } => {
-                    let len = rest.len().min((end - start) as usize);
-                    let pieces = self.arena.rx_data.pieces(slot);
-                    self.arena
-                        .memory
-                        .read(pieces, start as usize, &mut rest[..len]);
-                    if let Some(slot) = self.streams.read_slot(stream, len as u32) {
-                        self.give_back(slot)?;
-                    }
-                    done += len;
-                }
-                Next::Overflow => done += self.streams.read_overflow(stream, rest),
-                Next::Empty => break,
-            }
-        }
-        let Some(entry) = self.streams.get(stream) else {
-            return Err(RecvError::Unknown);
-        };
+        let done = self.sockets.read(stream, out, false, &mut self.store);
         if done > 0 {
-            if let Some(flow) = entry.flow {
-                // A flow that ended meanwhile wants no credit.
-                let _ = self.shard.consume(flow, done as u32);
-            }
             return Ok(done);
         }
+        self.store.check().map_err(DriverError::from)?;
+        let entry = self.sockets.get(stream).ok_or(RecvError::Unknown)?;
         match entry.state {
-            _ if out.is_empty() || entry.peer_finished => Ok(0),
+            _ if out.is_empty() || entry.is_at_end() => Ok(0),
             StreamState::Finished => Ok(0),
             StreamState::Reset => Err(RecvError::Reset),
             StreamState::Connecting | StreamState::Connected => Err(RecvError::WouldBlock),
@@ -183,13 +203,6 @@ impl Driver {
 
     /// Bytes that [`Driver::recv`] would give at once.
     pub fn unread(&self, stream: StreamId) -> usize {
-        self.streams.get(stream).map_or(0, |entry| entry.unread)
-    }
-
-    fn data_slot(&mut self) -> Result<Option<u16>, DriverError> {
-        if !self.tx.has_data_slot() {
-            self.tx.reap()?;
-        }
-        Ok(self.tx.data_slot())
+        self.sockets.unread(stream)
     }
 }

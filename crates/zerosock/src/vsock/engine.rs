@@ -227,7 +227,9 @@ pub(crate) trait Engine: Send {
     /// Borrows a buffer that the peer's side will read, for one packet of at most `max` bytes.
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
 
-    /// Sends the first `len` bytes of a loan; of `private` if the loan was not in place.
+    /// Sends the first `len` bytes of a loan; of `private` if the loan was not in place. The loan is
+    /// over, whatever comes of it, but for `WouldBlock`: a private one found no buffer, is still
+    /// out, and can be sent again or given back.
     fn send_loan(
         &mut self,
         index: u32,

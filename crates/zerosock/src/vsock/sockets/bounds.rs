@@ -165,15 +165,17 @@ impl<T> Sockets<T> {
     }
 
     /// A lease under a reader has lost its connection.
-    pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32) {
+    pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32, since: Instant) {
         if let Some(conn) = self.conns.get_mut(conn as usize) {
             conn.leased = conn.leased.saturating_sub(1);
         }
         // Held no more by the connection, but still of the pool.
         self.unhold(conn, 1);
+        let hold = self.hold;
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.held += 1;
             pool.orphans.push(index);
+            pool.check.get_or_insert(due(since, hold));
         }
     }
 
@@ -217,9 +219,10 @@ impl<T> Sockets<T> {
             // One that holds nothing any more has left the list, and another has its place.
             at += usize::from(self.pools[pool].holders.get(at) == Some(&index));
         }
-        for orphan in self.pools[pool].orphans.clone() {
+        for at in (0..self.pools[pool].orphans.len()).rev() {
+            let orphan = self.pools[pool].orphans[at];
             if self.move_out(orphan, store) {
-                self.forget_orphan(pool as u32, orphan);
+                self.pools[pool].orphans.swap_remove(at);
             }
         }
         let pool = &mut self.pools[pool];

@@ -260,21 +260,28 @@ impl<T> Sockets<T> {
     /// give their buffers back at once.
     pub(super) fn orphan_leases(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let mut index = self.get(id).map_or(NONE, |conn| conn.leases);
+        let mut bytes = 0;
         while let Some(next) = self.lent.get(index as usize).map(|lent| lent.next) {
             let moved = self.move_out(index, store);
             let Some(lent) = self.lent.get_mut(index as usize) else {
                 break;
             };
+            bytes += lent.len;
             lent.conn = None;
             (lent.previous, lent.next) = (NONE, NONE);
-            if !moved && lent.held.is_some() {
-                let pool = lent.pool;
-                self.add_orphan(id.index, pool, index);
+            if !moved && let Some(held) = &lent.held {
+                let (pool, since) = (lent.pool, held.since);
+                self.add_orphan(id.index, pool, index, since);
             }
             index = next;
         }
         if let Some(conn) = self.get_mut(id) {
             conn.leases = NONE;
+            // Nobody will say so later: the protocol core forgets the connection when all that
+            // came is consumed.
+            if let Some(flow) = conn.flow.filter(|_| bytes > 0) {
+                store.consumed(conn.pool, flow, bytes);
+            }
         }
     }
 

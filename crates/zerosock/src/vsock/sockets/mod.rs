@@ -98,6 +98,8 @@ pub(crate) struct Conn<T> {
     pub(crate) peer_deaf: bool,
     /// We will send no more.
     pub(crate) finished: bool,
+    /// We will read no more than what is here.
+    pub(crate) deaf: bool,
     /// A send found no room: tell when there is some.
     pub(crate) wants_room: bool,
     parts: VecDeque<Part<T>>,
@@ -192,6 +194,7 @@ impl<T> Sockets<T> {
             peer_finished: false,
             peer_deaf: false,
             finished: false,
+            deaf: false,
             wants_room: false,
             parts: VecDeque::new(),
             unread: 0,
@@ -283,7 +286,7 @@ impl StreamId {
 impl<T> Conn<T> {
     /// Whether there is nothing more to come: end of file behind what is unread.
     pub(crate) fn is_at_end(&self) -> bool {
-        self.peer_finished || self.state == StreamState::Finished
+        self.peer_finished || self.deaf || self.state == StreamState::Finished
     }
 }
 

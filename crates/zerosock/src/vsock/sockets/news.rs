@@ -60,6 +60,20 @@ impl<T> Sockets<T> {
         }
     }
 
+    /// The next connection with anything to tell, all of which is then told. Not to be mixed with
+    /// [`next_news`](Self::next_news).
+    pub(crate) fn next_stirred(&mut self) -> Option<StreamId> {
+        loop {
+            let index = self.with_news.pop_front()?;
+            let conn = self.conns.get_mut(index as usize)?;
+            conn.listed = false;
+            if std::mem::take(&mut conn.news) != 0 && conn.used {
+                let generation = conn.generation;
+                return Some(StreamId { index, generation });
+            }
+        }
+    }
+
     /// Whether there is anything to tell, perhaps no longer of interest.
     pub(crate) fn has_news(&self) -> bool {
         !self.with_news.is_empty()

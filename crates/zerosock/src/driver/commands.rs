@@ -1,0 +1,193 @@
+//! What a user of the driver asks of it, apart from bytes: connections, listeners, events.
+
+use std::collections::VecDeque;
+use std::time;
+
+use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Address, Port};
+
+use super::errors::DriverError;
+use super::events::DriverEvent;
+use super::{Driver, Listener, POOL};
+use crate::vsock::sockets::{News, StreamId, StreamState};
+
+impl Driver {
+    /// Begins to connect to `peer`. [`DriverEvent::Connected`] or
+    /// [`DriverEvent::Refused`] follows.
+    pub fn connect(&mut self, peer: Address) -> Result<StreamId, ConnectError> {
+        self.connect_from(Port::ANY, peer)
+    }
+
+    /// As [`connect`](Driver::connect), from a port of our choice.
+    pub fn connect_from(&mut self, port: Port, peer: Address) -> Result<StreamId, ConnectError> {
+        if self.link.is_none() {
+            return Err(ConnectError::Unreachable);
+        }
+        let now = self.now();
+        let local = Address {
+            cid: self.cid,
+            port,
+        };
+        let flow = self
+            .store
+            .shard
+            .connect(now, local, peer, SocketType::Stream)?;
+        let local = self.store.shard.flow(flow).map_or(local, |info| info.local);
+        let stream = self
+            .sockets
+            .insert(POOL, flow, StreamState::Connecting, local, peer);
+        self.flows.insert(flow, stream);
+        Ok(stream)
+    }
+
+    /// Listens on `port`. At most `backlog` connections wait to be accepted;
+    /// further requests are answered with RST.
+    pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
+        self.store.shard.listen(port, backlog)?;
+        self.listeners.push(Listener {
+            port,
+            backlog,
+            waiting: VecDeque::new(),
+            untold: 0,
+        });
+        Ok(())
+    }
+
+    /// Listens no longer on `port`; connections that wait to be accepted are
+    /// reset.
+    pub fn unlisten(&mut self, port: Port) {
+        // Nothing to do for a port that nobody listens on.
+        let _ = self.store.shard.unlisten(port);
+        if let Some(at) = self
+            .listeners
+            .iter()
+            .position(|listener| listener.port == port)
+        {
+            for stream in self.listeners.swap_remove(at).waiting {
+                self.abort(stream);
+            }
+        }
+    }
+
+    /// The oldest connection that waits on `port`.
+    pub fn accept(&mut self, port: Port) -> Option<StreamId> {
+        let listener = self
+            .listeners
+            .iter_mut()
+            .find(|listener| listener.port == port)?;
+        let stream = listener.waiting.pop_front();
+        listener.untold = listener.untold.min(listener.waiting.len());
+        stream
+    }
+
+    /// Where a connection stands; `None` for one that was closed.
+    pub fn state(&self, stream: StreamId) -> Option<StreamState> {
+        self.sockets.get(stream).map(|stream| stream.state)
+    }
+
+    /// Our and the peer's address.
+    pub fn addresses(&self, stream: StreamId) -> Option<(Address, Address)> {
+        self.sockets
+            .get(stream)
+            .map(|stream| (stream.local, stream.peer))
+    }
+
+    /// Says that we will read no more, send no more, or both. What was sent
+    /// before still arrives.
+    pub fn shutdown(&mut self, stream: StreamId, how: How) {
+        let now = self.now();
+        let Some(entry) = self.sockets.get_mut(stream) else {
+            return;
+        };
+        entry.finished |= how.send;
+        entry.deaf |= how.receive;
+        if let Some(flow) = entry.flow {
+            // A flow that ended meanwhile needs no shutdown.
+            let _ = self.store.shard.shutdown(now, flow, how);
+        }
+    }
+
+    /// Gives a connection up in good order: what was sent still arrives, what
+    /// was not read is thrown away. The handle is dead afterwards.
+    pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
+        self.shutdown(
+            stream,
+            How {
+                receive: true,
+                send: true,
+            },
+        );
+        self.sockets.remove(stream, &mut self.store);
+        Ok(self.store.check()?)
+    }
+
+    /// Resets a connection at once. The handle is dead afterwards.
+    pub fn abort(&mut self, stream: StreamId) {
+        if let Some(flow) = self.sockets.get(stream).and_then(|entry| entry.flow) {
+            // A flow that ended meanwhile needs no reset.
+            let _ = self.store.shard.reset(flow);
+        }
+        self.sockets.remove(stream, &mut self.store);
+    }
+
+    /// The next event, if there is one; takes nothing in from the device.
+    pub fn next_event(&mut self) -> Option<DriverEvent> {
+        if std::mem::take(&mut self.gone_seen) {
+            return Some(DriverEvent::DeviceGone);
+        }
+        if std::mem::take(&mut self.reset_seen) {
+            return Some(DriverEvent::TransportReset);
+        }
+        if let Some(listener) = self
+            .listeners
+            .iter_mut()
+            .find(|listener| listener.untold > 0)
+        {
+            listener.untold -= 1;
+            return Some(DriverEvent::Incoming {
+                port: listener.port,
+            });
+        }
+        let (stream, news) = self.sockets.next_news()?;
+        let entry = self.sockets.get(stream)?;
+        Some(match news {
+            News::Connected => DriverEvent::Connected { stream },
+            News::Readable => DriverEvent::Readable { stream },
+            News::Writable => DriverEvent::Writable { stream },
+            News::PeerShutdown => DriverEvent::PeerShutdown {
+                stream,
+                receive: entry.peer_deaf,
+                send: entry.peer_finished,
+            },
+            News::Refused => DriverEvent::Refused {
+                stream,
+                peer: entry.peer,
+            },
+            News::Closed => DriverEvent::Closed {
+                stream,
+                reset: entry.state == StreamState::Reset,
+            },
+        })
+    }
+
+    /// Works and sleeps until there is an event, or until `deadline` (`None`
+    /// waits for ever). `Ok(None)`: the deadline passed.
+    pub fn poll(
+        &mut self,
+        deadline: Option<time::Instant>,
+    ) -> Result<Option<DriverEvent>, DriverError> {
+        loop {
+            let busy = self.turn()?;
+            if let Some(event) = self.next_event() {
+                return Ok(Some(event));
+            }
+            if deadline.is_some_and(|at| at <= time::Instant::now()) {
+                return Ok(None);
+            }
+            if !busy {
+                self.sleep(deadline)?;
+            }
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! The driver as the engine of an endpoint: each call on the connections and the slots as they
+//! are, without a clock, a sleep or an event.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::{Address, Cid, Port};
+
+use super::{Driver, StreamId, StreamState, loans};
+use crate::vsock::engine::{
+    ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault, Stirred,
+};
+use crate::vsock::leases::Leases;
+use crate::vsock::sockets::{Copy, LeaseParts, News, NoLease};
+
+impl Driver {
+    /// Who opened the endpoint has declared whether the peer writes what is on lease.
+    pub(crate) fn set_trusted(&mut self, trusted: bool) {
+        self.trusted = trusted;
+    }
+
+    /// What is said of a connection from which nothing was received: end of file, or why not.
+    #[cold]
+    fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
+        let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
+        match conn.state {
+            _ if conn.is_at_end() => Ok(()),
+            StreamState::Finished => Ok(()),
+            StreamState::Reset => Err(RecvFault::Reset),
+            StreamState::Connecting => Err(RecvFault::NotConnected),
+            StreamState::Connected => Err(RecvFault::WouldBlock),
+        }
+    }
+}
+
+impl Engine for Driver {
+    fn cid(&self) -> Cid {
+        self.cid
+    }
+
+    fn words(&self) -> Arc<Leases> {
+        self.sockets.words().clone()
+    }
+
+    #[inline]
+    fn pending(&mut self) -> bool {
+        self.has_arrivals()
+    }
+
+    fn turn(&mut self) -> Result<bool, Fault> {
+        Driver::turn(self).map_err(|error| Fault(error.to_string()))
+    }
+
+    fn flush(&mut self) {
+        Driver::flush(self);
+    }
+
+    fn arm(&mut self) -> bool {
+        Driver::arm(self)
+    }
+
+    fn disarm(&mut self) {
+        self.want_no_calls();
+        // A descriptor of our own cannot fail; one that does tells nothing that the rings do not.
+        if self.watch.forget().unwrap_or(false) {
+            self.device_gone();
+        }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.watch.as_fd()
+    }
+
+    fn waker(&self) -> Arc<OwnedFd> {
+        self.watch.waker().clone()
+    }
+
+    fn next_stirred(&mut self) -> Option<Stirred> {
+        let untold = |listener: &&mut super::Listener| listener.untold > 0;
+        if let Some(listener) = self.listeners.iter_mut().find(untold) {
+            listener.untold = 0;
+            return Some(Stirred::Port(listener.port));
+        }
+        self.sockets.next_stirred().map(Stirred::Conn)
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        self.next_due().map(|at| self.wall(at))
+    }
+
+    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError> {
+        self.connect_from(from, to)
+    }
+
+    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
+        Driver::listen(self, port, backlog)
+    }
+
+    fn unlisten(&mut self, port: Port) {
+        Driver::unlisten(self, port);
+    }
+
+    fn accept(&mut self, port: Port) -> Option<StreamId> {
+        Driver::accept(self, port)
+    }
+
+    fn info(&self, id: StreamId) -> Option<ConnInfo> {
+        let conn = self.sockets.get(id)?;
+        Some(ConnInfo {
+            state: conn.state,
+            local: conn.local,
+            peer: conn.peer,
+            unread: self.sockets.unread(id),
+            peer_finished: conn.peer_finished,
+            peer_deaf: conn.peer_deaf,
+            trusted: self.trusted,
+        })
+    }
+
+    fn shutdown(&mut self, id: StreamId, how: How) {
+        Driver::shutdown(self, id, how);
+        // Who waits for it on another thread finds that there is nothing to wait for.
+        self.sockets.announce(id, News::Writable);
+    }
+
+    fn close(&mut self, id: StreamId) {
+        // Only fails when a slot cannot be posted, which the next turn says.
+        let _ = Driver::close(self, id);
+    }
+
+    fn abort(&mut self, id: StreamId) {
+        Driver::abort(self, id);
+    }
+
+    #[inline]
+    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
+        match self.sockets.read(id, out, peek, &mut self.store) {
+            0 if out.is_empty() && self.sockets.get(id).is_some() => Ok(0),
+            0 => self.nothing(id).map(|()| 0),
+            done => Ok(done),
+        }
+    }
+
+    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
+        match self.sockets.lease(id, &mut self.store) {
+            Ok(parts) => Ok(Some(parts)),
+            Err(NoLease::Empty) => self.nothing(id).map(|()| None),
+            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
+        }
+    }
+
+    #[inline]
+    fn each(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, RecvFault> {
+        match self.sockets.each(id, most, look, &mut self.store) {
+            0 if most == 0 => Ok(0),
+            0 => self.nothing(id).map(|()| 0),
+            seen => Ok(seen),
+        }
+    }
+
+    fn copy_of(&self, index: u32) -> Option<Copy> {
+        self.sockets.copy_of(index)
+    }
+
+    fn give_back(&mut self, index: u32) {
+        if !self.sockets.give_back(index, &mut self.store) {
+            self.end_lent(index);
+        }
+    }
+
+    #[inline]
+    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
+        self.send(id, bytes).map_err(loans::fault)
+    }
+
+    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
+        self.lend(id, max)
+    }
+
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), SendFault> {
+        self.send_lent(index, len, private)
+    }
+
+    fn stats(&self) -> EndpointStats {
+        let counted = self.sockets.counted();
+        EndpointStats {
+            received: counted.received,
+            received_in_place: counted.in_place(),
+            copied_aside: counted.copied_aside,
+            copied_out: counted.copied_out,
+            sent: self.stats.tx_bytes,
+            sent_in_place: self.loans.sent_in_place,
+            copied_in: self.loans.copied_in,
+            packets_received: self.stats.rx_packets,
+            packets_sent: self.stats.tx_packets,
+            notifications: self.stats.kicks,
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! Which connection a flow of the protocol core belongs to.
+//!
+//! What must hold: this is a hint. A flow that has ended and a connection that was closed may still
+//! be named here; the connection's own flow decides.
+
+use zerosock_proto::vsock::FlowId;
+
+use crate::vsock::sockets::StreamId;
+
+/// By the flow's place, which is small and reused.
+#[derive(Debug, Default)]
+pub(crate) struct Flows(Vec<Option<StreamId>>);
+
+impl Flows {
+    pub(crate) fn insert(&mut self, flow: FlowId, stream: StreamId) {
+        if self.0.len() <= flow.index() {
+            self.0.resize(flow.index() + 1, None);
+        }
+        if let Some(place) = self.0.get_mut(flow.index()) {
+            *place = Some(stream);
+        }
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, flow: FlowId) -> Option<StreamId> {
+        *self.0.get(flow.index())?
+    }
+}

@@ -1,0 +1,204 @@
+//! Transmit slots that are out on loan, to be written by a holder and sent later or never.
+//!
+//! What must hold: a loan in place keeps one transmit slot and credit until it is sent or given
+//! back; a quarter of the slots is never out on loan, and of one connection at most an eighth is,
+//! so that writes and control packets always find some. Beyond that a loan is a private buffer
+//! with credit alone, copied into a slot when it is sent.
+
+use zerosock_proto::vsock::Reservation;
+
+use super::Driver;
+use super::errors::{DriverError, SendError};
+use super::transfer::Loan;
+use crate::vsock::engine::{LoanParts, SendFault};
+use crate::vsock::sockets::{Place, StreamId};
+
+/// What is out, and how much of it.
+#[derive(Debug)]
+pub(crate) struct Loans {
+    /// By the loan's word.
+    out: Vec<Option<Out>>,
+    slots: u16,
+    /// Slots that are out.
+    in_place: u16,
+    /// Slots that are out, for each connection's place.
+    of: Vec<u16>,
+    /// Bytes sent where their holder wrote them.
+    pub(super) sent_in_place: u64,
+    /// Bytes sent by copying.
+    pub(super) copied_in: u64,
+}
+
+#[derive(Debug)]
+enum Out {
+    InPlace(Loan),
+    Private {
+        stream: StreamId,
+        reservation: Reservation,
+    },
+}
+
+impl Loans {
+    pub(super) fn new(words: usize, slots: u16) -> Loans {
+        Loans {
+            out: (0..words).map(|_| None).collect(),
+            slots,
+            in_place: 0,
+            of: Vec::new(),
+            sent_in_place: 0,
+            copied_in: 0,
+        }
+    }
+
+    /// Whether one more slot may be lent to a connection.
+    fn may_lend(&self, stream: StreamId) -> bool {
+        let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
+        of < (self.slots / 8).max(1) && self.in_place < self.slots - (self.slots / 4).max(1)
+    }
+
+    fn put(&mut self, index: u32, out: Out) {
+        if let Out::InPlace(loan) = &out {
+            self.in_place += 1;
+            let place = loan.stream.index() as usize;
+            if self.of.len() <= place {
+                self.of.resize(place + 1, 0);
+            }
+            if let Some(of) = self.of.get_mut(place) {
+                *of += 1;
+            }
+        }
+        if let Some(place) = self.out.get_mut(index as usize) {
+            *place = Some(out);
+        }
+    }
+
+    fn take(&mut self, index: u32) -> Option<Out> {
+        let out = self.out.get_mut(index as usize)?.take()?;
+        if let Out::InPlace(loan) = &out {
+            self.in_place = self.in_place.saturating_sub(1);
+            if let Some(of) = self.of.get_mut(loan.stream.index() as usize) {
+                *of = of.saturating_sub(1);
+            }
+        }
+        Some(out)
+    }
+}
+
+impl Driver {
+    /// See [`Engine::loan`](crate::vsock::engine::Engine::loan).
+    pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
+        let flow = self.sendable(stream).map_err(fault)?;
+        let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
+        let max = u32::try_from(max).unwrap_or(u32::MAX);
+        let out = if self.loans.may_lend(stream) {
+            self.borrow_slot(stream, flow, max).map(Out::InPlace)
+        } else {
+            self.reserve(flow, max).map(|reservation| Out::Private {
+                stream,
+                reservation,
+            })
+        };
+        let out = match out {
+            Ok(out) => out,
+            Err(error) => {
+                self.sockets.end_loan(index);
+                return Err(fault(error));
+            }
+        };
+        let arena = &self.store.arena;
+        let (len, place) = match &out {
+            Out::InPlace(loan) => {
+                let place = Place::InPlace {
+                    memory: arena.memory.clone(),
+                    pieces: arena.tx_data.pieces(loan.slot).iter().copied().collect(),
+                    offset: 0,
+                };
+                (loan.len, Some(place))
+            }
+            Out::Private { reservation, .. } => (reservation.len(), None),
+        };
+        self.loans.put(index, out);
+        Ok(LoanParts {
+            index,
+            len: len as usize,
+            place,
+        })
+    }
+
+    /// See [`Engine::send_loan`](crate::vsock::engine::Engine::send_loan).
+    pub(super) fn send_lent(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), SendFault> {
+        let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
+        let (slot, reservation, copied) = match out {
+            Out::InPlace(loan) => (loan.slot, loan.reservation, false),
+            Out::Private {
+                stream,
+                reservation,
+            } => match self.tx.data_slot() {
+                Ok(Some(slot)) => (slot, reservation, true),
+                Ok(None) => {
+                    let out = Out::Private {
+                        stream,
+                        reservation,
+                    };
+                    self.loans.put(index, out);
+                    self.wait_for_slot(stream);
+                    return Err(SendFault::WouldBlock);
+                }
+                Err(error) => {
+                    self.sockets.end_loan(index);
+                    return Err(fault(DriverError::from(error).into()));
+                }
+            },
+        };
+        self.sockets.end_loan(index);
+        let mut len = len.min(reservation.len() as usize);
+        if copied {
+            let arena = &self.store.arena;
+            let bytes = private.unwrap_or(&[]);
+            len = len.min(bytes.len());
+            let bytes = bytes.get(..len).unwrap_or(bytes);
+            let pieces = arena.tx_data.pieces(slot);
+            len = arena.memory.write(pieces, 0, bytes);
+        }
+        if len == 0 {
+            self.store.shard.cancel(reservation);
+            self.tx.put_back(slot);
+            return Ok(());
+        }
+        self.send_slot(slot, reservation, len as u32)
+            .map_err(fault)?;
+        let counted = if copied {
+            &mut self.loans.copied_in
+        } else {
+            &mut self.loans.sent_in_place
+        };
+        *counted += len as u64;
+        Ok(())
+    }
+
+    /// A loan was dropped unsent.
+    pub(super) fn end_lent(&mut self, index: u32) {
+        match self.loans.take(index) {
+            Some(Out::InPlace(loan)) => self.cancel(loan),
+            Some(Out::Private { reservation, .. }) => self.store.shard.cancel(reservation),
+            None => return,
+        }
+        self.sockets.end_loan(index);
+    }
+}
+
+/// What a holder is told of it. A ring that the device broke is told by the next turn.
+pub(super) fn fault(error: SendError) -> SendFault {
+    match error {
+        SendError::WouldBlock => SendFault::WouldBlock,
+        SendError::NotConnected => SendFault::NotConnected,
+        SendError::ShutDown => SendFault::ShutDown,
+        SendError::Reset | SendError::Driver(_) => SendFault::Reset,
+        SendError::Unknown => SendFault::Unknown,
+    }
+}

@@ -8,7 +8,7 @@
 //! VM, whose kernel uses its memory again when it reboots.
 
 use crate::memory::Memory;
-use crate::slice::Piece;
+use crate::slice::{GuestSlice, Piece};
 
 /// The word of somebody that a peer does not write what is leased. Hand it only to code that keeps
 /// the promises made in [`declare`](Self::declare); do not make it reachable for callers who made
@@ -33,8 +33,6 @@ impl Trust {
     ///   made only of a buffer that nobody else can reach: no other claim and no slice has a byte
     ///   of it, and nothing reads or writes it by another way while one of the claim's slices
     ///   lives.
-    ///
-    /// [`GuestSlice`]: crate::GuestSlice
     #[inline]
     pub const unsafe fn declare() -> Trust {
         Trust(())
@@ -99,6 +97,16 @@ impl Claim {
             .filter(|_| memory.id() == self.memory)?;
         // SAFETY: as in `slice`; the claim is borrowed mutably, so this is its only slice.
         Some(unsafe { slice.as_mut_slice() })
+    }
+}
+
+impl<'m> GuestSlice<'m> {
+    /// The bytes, to be read where they lie: as [`Memory::trusted_slice`], for a slice that was
+    /// resolved before.
+    #[inline]
+    pub fn trusted(self, _: Trust) -> &'m [u8] {
+        // SAFETY: as in `Memory::trusted_slice`.
+        unsafe { self.as_slice() }
     }
 }
 

@@ -17,4 +17,4 @@ pub mod sigbus;
 mod slices;
 pub mod vsock;
 
-pub use slices::{MAX_SLICES, Received, recv_slices, send_slices};
+pub use slices::{MAX_SLICES, Received, read_slices, recv_slices, send_slices, write_slices};

@@ -71,6 +71,44 @@ pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
     }
 }
 
+/// Reads from a file, pipe or socket into shared memory with one readv(2). Blocks if `fd` does.
+///
+/// # Errors
+/// EFAULT (`raw_os_error`) when the memory has vanished. Else what readv(2) answers.
+pub fn read_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    let (first, count) = vectors(slices);
+    loop {
+        // SAFETY: `first` and `count` name elements of `slices`, which have the layout of `struct
+        // iovec` (asserted above). Each names memory that is mapped writable and shared, to which
+        // no Rust reference exists, for as long as the `GuestSlice` borrow lasts.
+        let read = unsafe { libc::readv(fd.as_raw_fd(), first, count) };
+        if let Some(result) = outcome(read) {
+            return result;
+        }
+    }
+}
+
+/// Writes from shared memory to a file, pipe or socket with one writev(2). Blocks if `fd` does.
+///
+/// # Errors
+/// EFAULT (`raw_os_error`) when the memory has vanished. Else what writev(2) answers.
+pub fn write_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    let (first, count) = vectors(slices);
+    loop {
+        // SAFETY: as in `read_slices`, but the kernel only reads there.
+        let written = unsafe { libc::writev(fd.as_raw_fd(), first, count) };
+        if let Some(result) = outcome(written) {
+            return result;
+        }
+    }
+}
+
+/// The slices as the kernel names them, and how many of them one call takes.
+fn vectors(slices: &[GuestSlice<'_>]) -> (*const libc::iovec, libc::c_int) {
+    let count = slices.len().min(MAX_SLICES) as libc::c_int;
+    (slices.as_ptr().cast(), count)
+}
+
 /// A message without address and control data over the slices.
 fn message(slices: &[GuestSlice<'_>]) -> libc::msghdr {
     // SAFETY: `msghdr` consists of integers and raw pointers, for which all zeroes is a value.

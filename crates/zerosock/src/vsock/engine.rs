@@ -152,8 +152,15 @@ pub(crate) trait Engine: Send {
     /// queued. Bounded. True: something was taken in.
     fn turn(&mut self) -> Result<bool, Fault>;
 
-    /// Shows what is queued.
+    /// Shows what is queued: packets, buffers that go back, credit.
     fn flush(&mut self);
+
+    /// After reading: shows of that only what the peer's side may be waiting for, such as credit
+    /// that it has run out of, or a good number of buffers. So a reader of many small packets
+    /// notifies for few of them. What is left over is shown by the next turn or flush.
+    fn settle(&mut self) {
+        self.flush();
+    }
 
     /// Asks to be told. True: something came meanwhile, and perhaps nobody will tell.
     fn arm(&mut self) -> bool;

@@ -1,0 +1,246 @@
+//! A process as an endpoint: attached to a host in another process, or to `zerosock serve`.
+//!
+//! What must hold: what is claimed (CID, name, ports) is held as long as the endpoint lives, and
+//! free again when it is dropped or its process dies.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::Trust;
+
+use super::core::{Core, Interest, Patience};
+use super::engine::EndpointStats;
+use super::errors::{of_connect, of_listen};
+use super::listener::Listener;
+use super::sockets::StreamState;
+use super::stream::Stream;
+use super::waiting::Wait;
+use crate::driver::{self, Driver, DriverConfig};
+
+pub use driver::AttachError;
+
+/// A process that takes part as a guest without a virtual machine.
+///
+/// It has no thread of its own: whatever thread calls one of its sockets does the work for all of
+/// them. A program that computes for long without calling lets its peers wait.
+///
+/// ```no_run
+/// use zerosock::vsock::{Endpoint, Wait};
+/// use zerosock::{Cid, Port};
+///
+/// let endpoint = Endpoint::builder().wait(Wait::ADAPTIVE).attach("/run/zerosock/attach.sock")?;
+/// println!("we are CID {}", endpoint.cid());
+/// let listener = endpoint.listen(Port::new(5000), 128)?;
+/// let (stream, peer) = listener.accept()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Endpoint {
+    core: Arc<Core>,
+    cid: Cid,
+    wait: Wait,
+    connect_timeout: Duration,
+}
+
+/// How an [`Endpoint`] is to be.
+#[derive(Debug)]
+#[must_use]
+pub struct EndpointBuilder {
+    config: DriverConfig,
+    wait: Wait,
+    trust: Option<Trust>,
+}
+
+impl Endpoint {
+    /// An endpoint with the usual settings.
+    pub fn builder() -> EndpointBuilder {
+        EndpointBuilder {
+            config: DriverConfig::new(""),
+            wait: Wait::default(),
+            trust: None,
+        }
+    }
+
+    /// Our CID.
+    pub fn cid(&self) -> Cid {
+        self.cid
+    }
+
+    /// Connects to `peer`.
+    ///
+    /// # Errors
+    /// `ConnectionRefused` when nobody listens there, `TimedOut` when nobody answers.
+    pub fn connect(&self, peer: Address) -> io::Result<Stream> {
+        connect(&self.core, peer, self.wait, self.connect_timeout)
+    }
+
+    /// Listens on `port` of our CID. At most `backlog` connections wait to be accepted; further
+    /// ones are refused.
+    ///
+    /// # Errors
+    /// `AddrInUse` when somebody listens there already.
+    pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
+        listen(&self.core, Address::new(self.cid, port), backlog, self.wait)
+    }
+
+    /// Takes in what has come and acts on what is due, without waiting. Only for programs that do
+    /// not call their sockets for long.
+    ///
+    /// # Errors
+    /// `ConnectionAborted` when the endpoint is over.
+    pub fn turn(&self) -> io::Result<()> {
+        turn(&self.core)
+    }
+
+    /// What was counted since the beginning.
+    pub fn stats(&self) -> EndpointStats {
+        self.core.lock().engine().stats()
+    }
+}
+
+impl EndpointBuilder {
+    /// How its sockets wait, until they are told otherwise.
+    pub fn wait(mut self, wait: Wait) -> EndpointBuilder {
+        self.wait = wait;
+        self
+    }
+
+    /// Entries of each of its queues: a power of two, 8 to 32768. A packet takes two.
+    pub fn queue_size(mut self, entries: u16) -> EndpointBuilder {
+        self.config.queue_size = entries;
+        self
+    }
+
+    /// Bytes of a receive buffer, at most 1 MiB: a packet that is received is no longer.
+    pub fn receive_buffers(mut self, bytes: u32) -> EndpointBuilder {
+        self.config.rx_buffer_size = bytes;
+        self
+    }
+
+    /// Bytes of a transmit buffer, at most 64 KiB: a packet that is sent is no longer.
+    pub fn transmit_buffers(mut self, bytes: u32) -> EndpointBuilder {
+        self.config.tx_buffer_size = bytes;
+        self
+    }
+
+    /// Bytes that a peer may have under way to us in one connection.
+    pub fn window(mut self, bytes: u32) -> EndpointBuilder {
+        self.config.buf_alloc = bytes;
+        self
+    }
+
+    /// How long a connect waits for an answer.
+    pub fn connect_timeout(mut self, timeout: Duration) -> EndpointBuilder {
+        self.config.connect_timeout = timeout;
+        self
+    }
+
+    /// Trusts the device's process, and through it the peers, to write nothing that we hold on
+    /// lease and to read nothing that we hold on loan, as zerosock's own device does not. Leases
+    /// and loans then give plain slices. The token is had by the one `unsafe` declaration of
+    /// [`Trust::declare`], which says what is promised.
+    pub fn trust_host(mut self, trust: Trust) -> EndpointBuilder {
+        self.trust = Some(trust);
+        self
+    }
+
+    /// Attaches to a device by its vhost-user socket, as a VMM does for a guest.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    pub fn attach_device(mut self, socket: impl AsRef<Path>) -> Result<Endpoint, AttachError> {
+        self.config.socket = socket.as_ref().to_path_buf();
+        let connect_timeout = self.config.connect_timeout;
+        let driver = Driver::attach(self.config)?;
+        let cid = driver.cid();
+        let core = Core::new(Box::new(driver), self.trust).map_err(AttachError::Eventfd)?;
+        Ok(Endpoint {
+            core: Arc::new(core),
+            cid,
+            wait: self.wait,
+            connect_timeout,
+        })
+    }
+}
+
+/// Connects and waits for the answer.
+pub(super) fn connect(
+    core: &Arc<Core>,
+    peer: Address,
+    wait: Wait,
+    timeout: Duration,
+) -> io::Result<Stream> {
+    let id = {
+        let mut locked = core.lock();
+        let id = locked
+            .engine()
+            .connect(Port::ANY, peer)
+            .map_err(of_connect)?;
+        locked.engine().flush();
+        id
+    };
+    // The protocol core gives up first; this is for a peer whose side does not move at all.
+    let patience = Patience {
+        wait: Some(wait),
+        deadline: Some(Instant::now() + timeout + Duration::from_secs(1)),
+    };
+    let info = core.wait(Interest::Conn(id), patience, |engine| {
+        let info = engine.info(id)?;
+        (info.state != StreamState::Connecting).then_some(info)
+    });
+    let error = match info {
+        // Also one that the peer has ended since: its bytes may wait.
+        Ok(info) if info.state != StreamState::Reset => {
+            return Ok(Stream::new(core.clone(), id, &info, wait));
+        }
+        Ok(_) => io::ErrorKind::ConnectionRefused.into(),
+        Err(fault) => fault.into(),
+    };
+    let mut locked = core.lock();
+    locked.engine().abort(id);
+    locked.engine().flush();
+    Err(error)
+}
+
+pub(super) fn listen(
+    core: &Arc<Core>,
+    local: Address,
+    backlog: usize,
+    wait: Wait,
+) -> io::Result<Listener> {
+    core.lock()
+        .engine()
+        .listen(local.port, backlog)
+        .map_err(of_listen)?;
+    Ok(Listener::new(core.clone(), local, wait))
+}
+
+pub(super) fn turn(core: &Core) -> io::Result<()> {
+    core.lock().turn()?;
+    Ok(())
+}
+
+impl AsFd for Endpoint {
+    /// Readable when something has happened after a call said that it would block.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        (*self.core).as_fd()
+    }
+}
+
+impl AsRawFd for Endpoint {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint")
+            .field("cid", &self.cid)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,413 @@
+//! Leases: received bytes, read where they lie.
+//!
+//! A lease in place names bytes in memory that the peer shares. Its buffer and its credit go back
+//! when it is dropped; until then the endpoint may still move it: after a bounded time, when
+//! nobody reads, the bytes are copied out and the buffer returns. The holder sees the same bytes
+//! either way. While a [`Reading`] lives they stay where they are.
+//!
+//! What must hold: no reference to peer memory without the opener's declaration of trust; what is
+//! copied out is copied once; a lease goes back exactly once.
+
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use zerocopy::{FromBytes, Immutable, KnownLayout};
+use zerosock_ring::{SliceBuf, Trust};
+
+use super::core::Core;
+use super::errors::StreamError;
+use super::leases::Entered;
+use super::sockets::{Copy, LeaseParts, PIECES, Place};
+
+/// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
+/// back to its sender, and credit for more.
+///
+/// A lease cannot outlive its stream, and with it its endpoint:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Stream;
+/// fn lease_outlives_stream(stream: Stream) {
+///     let lease = stream.recv().unwrap().unwrap();
+///     drop(stream);
+///     println!("{}", lease.len());
+/// }
+/// ```
+pub struct Lease<'a> {
+    core: &'a Arc<Core>,
+    body: Body,
+}
+
+/// A lease that is not bound to its stream: it keeps what it needs of the endpoint alive by
+/// itself. For handing received bytes to another thread, or to a [`Bytes`].
+pub struct OwnedLease {
+    core: Arc<Core>,
+    body: Body,
+}
+
+/// What both kinds are made of.
+#[derive(Debug)]
+struct Body {
+    index: u32,
+    len: usize,
+    place: Place,
+    /// The opener's declaration, if it covers this peer.
+    trust: Option<Trust>,
+}
+
+/// Leased bytes that stay where they are as long as this lives.
+pub struct Reading<'l> {
+    core: &'l Core,
+    body: &'l Body,
+    /// The bytes, if the endpoint has moved them.
+    copy: Option<Copy>,
+}
+
+impl<'a> Lease<'a> {
+    pub(super) fn new(core: &'a Arc<Core>, parts: LeaseParts, trust: Option<Trust>) -> Lease<'a> {
+        let LeaseParts { index, len, place } = parts;
+        let body = Body {
+            index,
+            len,
+            place,
+            trust,
+        };
+        Lease { core, body }
+    }
+
+    /// Length in bytes; never 0.
+    #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
+    pub fn len(&self) -> usize {
+        self.body.len
+    }
+
+    /// Whether the bytes were handed out where the peer's side wrote them, and not as a copy
+    /// because of the bounds on what may be held.
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.body.place, Place::InPlace { .. })
+    }
+
+    /// Keeps the bytes where they are, to be read there.
+    pub fn read(&self) -> Reading<'_> {
+        Reading::new(self.core, &self.body)
+    }
+
+    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
+        self.read().copy_to(offset, out)
+    }
+
+    /// A copy of all bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.read().to_vec()
+    }
+
+    /// A copy of the value at `offset`; `None` if it does not lie within the lease.
+    pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
+        self.read().read_as(offset)
+    }
+
+    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    ///
+    /// # Errors
+    /// Those of `writev(2)`.
+    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
+        self.read().write_to(fd)
+    }
+
+    /// The same lease, no longer bound to its stream.
+    pub fn into_owned(self) -> OwnedLease {
+        let core = self.core.clone();
+        let lease = std::mem::ManuallyDrop::new(self);
+        let body = Body {
+            index: lease.body.index,
+            len: lease.body.len,
+            place: lease.body.place.clone(),
+            trust: lease.body.trust,
+        };
+        OwnedLease { core, body }
+    }
+
+    /// The bytes as one shared buffer that any number of readers can have without a copy. The
+    /// buffer goes back to its sender when the last of them is gone.
+    ///
+    /// # Errors
+    /// [`StreamError::Untrusted`], and the lease as it was: the peer may write the bytes at any
+    /// time, and `Bytes` is a plain slice.
+    pub fn into_bytes(self) -> Result<Bytes, (StreamError, Self)> {
+        if self.read().as_slice().is_none() {
+            return Err((StreamError::Untrusted, self));
+        }
+        Ok(Bytes::from_owner(Shared::new(self.into_owned())))
+    }
+}
+
+impl OwnedLease {
+    /// Length in bytes; never 0.
+    #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
+    pub fn len(&self) -> usize {
+        self.body.len
+    }
+
+    /// Keeps the bytes where they are, to be read there.
+    pub fn read(&self) -> Reading<'_> {
+        Reading::new(&self.core, &self.body)
+    }
+
+    /// A copy of all bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.read().to_vec()
+    }
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        self.core.give_back(self.body.index);
+    }
+}
+
+impl Drop for OwnedLease {
+    fn drop(&mut self) {
+        self.core.give_back(self.body.index);
+    }
+}
+
+impl<'l> Reading<'l> {
+    fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
+        let copy = match &body.place {
+            Place::Copied(_) => None,
+            Place::InPlace { .. } => match core.leases().enter(body.index) {
+                Entered::InPlace => None,
+                // It is there: the endpoint puts it there before it says that it has moved them.
+                Entered::Moved => Some(
+                    core.lock()
+                        .engine()
+                        .copy_of(body.index)
+                        .unwrap_or_else(|| (Arc::new(vec![0; body.len]), 0)),
+                ),
+            },
+        };
+        Reading { core, body, copy }
+    }
+
+    /// Where the bytes are, if in private memory.
+    fn private(&self) -> Option<&[u8]> {
+        let (bytes, start) = match (&self.copy, &self.body.place) {
+            (Some(copy), _) | (None, Place::Copied(copy)) => copy,
+            (None, Place::InPlace { .. }) => return None,
+        };
+        bytes.get(*start..*start + self.body.len)
+    }
+
+    /// Length in bytes; never 0.
+    #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
+    pub fn len(&self) -> usize {
+        self.body.len
+    }
+
+    /// Whether the peer got its memory back although we were reading (it disconnected, rebooted,
+    /// or changed its memory): the memory is still there, but what it holds means nothing.
+    pub fn is_torn(&self) -> bool {
+        self.private().is_none() && self.core.leases().is_torn(self.body.index)
+    }
+
+    /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for
+    /// process peers, declare trust when opening the endpoint. `None` also for bytes that lie in
+    /// more than one piece.
+    pub fn as_slice(&self) -> Option<&[u8]> {
+        if let Some(bytes) = self.private() {
+            return Some(bytes);
+        }
+        let Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        } = &self.body.place
+        else {
+            return None;
+        };
+        let [piece] = pieces[..] else { return None };
+        memory.trusted_slice(piece.part(*offset, self.body.len), self.body.trust?)
+    }
+
+    /// The value at the beginning, where it lies. `None` as for [`as_slice`](Self::as_slice), or
+    /// if there are too few bytes or they are not aligned for it; payload begins on a border of 64
+    /// bytes where our driver half has the buffers.
+    pub fn view<T: FromBytes + KnownLayout + Immutable>(&self) -> Option<&T> {
+        T::ref_from_prefix(self.as_slice()?)
+            .ok()
+            .map(|(value, _)| value)
+    }
+
+    /// A copy of the value at `offset`; `None` if it does not lie within the lease.
+    pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
+        const MOST: usize = 256;
+        if size_of::<T>() > self.body.len.checked_sub(offset)? {
+            return None;
+        }
+        if size_of::<T>() <= MOST {
+            let mut bytes = [0; MOST];
+            let bytes = &mut bytes[..size_of::<T>()];
+            self.copy_to(offset, bytes);
+            return T::read_from_bytes(bytes).ok();
+        }
+        let mut bytes = vec![0; size_of::<T>()];
+        self.copy_to(offset, &mut bytes);
+        T::read_from_bytes(&bytes).ok()
+    }
+
+    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
+        let offset = offset.min(self.body.len);
+        let len = out.len().min(self.body.len - offset);
+        let out = &mut out[..len];
+        if let Some(bytes) = self.private() {
+            out.copy_from_slice(&bytes[offset..offset + len]);
+            return len;
+        }
+        match &self.body.place {
+            Place::InPlace {
+                memory,
+                pieces,
+                offset: start,
+            } => memory.read(pieces, start + offset, out),
+            Place::Copied(_) => 0,
+        }
+    }
+
+    /// A copy of all bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.body.len];
+        self.copy_to(0, &mut bytes);
+        bytes
+    }
+
+    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    ///
+    /// # Errors
+    /// Those of `writev(2)`.
+    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
+        if let Some(bytes) = self.private() {
+            return Ok(rustix::io::writev(fd, &[IoSlice::new(bytes)])?);
+        }
+        let Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        } = &self.body.place
+        else {
+            return Ok(0);
+        };
+        let mut slices = SliceBuf::<PIECES>::new();
+        memory.slices(pieces, *offset, self.body.len, &mut slices);
+        zerosock_sys::write_slices(fd.as_fd(), &slices)
+    }
+
+    /// The address of the first byte: for telling that it lies where the peer wrote it.
+    pub fn as_ptr(&self) -> *const u8 {
+        if let Some(bytes) = self.private() {
+            return bytes.as_ptr();
+        }
+        let Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        } = &self.body.place
+        else {
+            return std::ptr::null();
+        };
+        let mut slices = SliceBuf::<PIECES>::new();
+        memory.slices(pieces, *offset, 1, &mut slices);
+        slices
+            .first()
+            .map_or(std::ptr::null(), |slice| slice.as_ptr().cast_const())
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        if self.private().is_none() {
+            self.core.leases().leave(self.body.index);
+        }
+    }
+}
+
+/// An owned lease whose bytes stay where they are: what a [`Bytes`] is made of.
+struct Shared {
+    lease: OwnedLease,
+    /// The bytes, if the endpoint had moved them before.
+    copy: Option<Copy>,
+}
+
+impl Shared {
+    fn new(lease: OwnedLease) -> Shared {
+        // The reading goes on for as long as this lives; the drop ends it.
+        let copy = std::mem::ManuallyDrop::new(lease.read()).copy.take();
+        Shared { lease, copy }
+    }
+
+    fn reading(&self) -> std::mem::ManuallyDrop<Reading<'_>> {
+        std::mem::ManuallyDrop::new(Reading {
+            core: &self.lease.core,
+            body: &self.lease.body,
+            copy: self.copy.clone(),
+        })
+    }
+}
+
+impl AsRef<[u8]> for Shared {
+    fn as_ref(&self) -> &[u8] {
+        if let Some((bytes, start)) = &self.copy {
+            return bytes.get(*start..*start + self.lease.body.len).unwrap_or(&[]);
+        }
+        match &self.lease.body.place {
+            Place::Copied((bytes, start)) => bytes
+                .get(*start..*start + self.lease.body.len)
+                .unwrap_or(&[]),
+            Place::InPlace {
+                memory,
+                pieces,
+                offset,
+            } => match (&pieces[..], self.lease.body.trust) {
+                ([piece], Some(trust)) => memory
+                    .trusted_slice(piece.part(*offset, self.lease.body.len), trust)
+                    .unwrap_or(&[]),
+                _ => &[],
+            },
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        drop(std::mem::ManuallyDrop::into_inner(self.reading()));
+    }
+}
+
+impl fmt::Debug for Lease<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("len", &self.body.len)
+            .field("in_place", &self.is_in_place())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for OwnedLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedLease")
+            .field("len", &self.body.len)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Reading<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reading")
+            .field("len", &self.body.len)
+            .field("torn", &self.is_torn())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,88 @@
+//! A received packet while it is shown: see [`Stream::recv_each`](super::Stream::recv_each).
+
+use std::fmt;
+
+use zerosock_ring::Trust;
+
+use super::engine::Payload;
+
+/// The bytes of one packet, where they lie, for the time of a call.
+#[derive(Copy, Clone)]
+pub struct Message<'m> {
+    payload: Payload<'m>,
+    trust: Option<Trust>,
+}
+
+impl<'m> Message<'m> {
+    #[inline]
+    pub(super) fn new(payload: Payload<'m>, trust: Option<Trust>) -> Message<'m> {
+        Message { payload, trust }
+    }
+
+    /// Length in bytes; never 0.
+    #[inline]
+    #[expect(clippy::len_without_is_empty, reason = "a message is never empty")]
+    pub fn len(&self) -> usize {
+        match self.payload {
+            Payload::Copied(bytes) => bytes.len(),
+            Payload::InPlace([slice]) => slice.len(),
+            Payload::InPlace(slices) => slices.iter().map(|slice| slice.len()).sum(),
+        }
+    }
+
+    /// Whether the bytes are where the peer's side wrote them.
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.payload, Payload::InPlace(_))
+    }
+
+    /// The bytes themselves. `None` if the peer may write them meanwhile, or if they lie in more
+    /// than one piece: then use [`copy_to`](Self::copy_to).
+    #[inline]
+    pub fn as_slice(&self) -> Option<&'m [u8]> {
+        match self.payload {
+            Payload::Copied(bytes) => Some(bytes),
+            Payload::InPlace([slice]) => Some(slice.trusted(self.trust?)),
+            Payload::InPlace(_) => None,
+        }
+    }
+
+    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    #[inline]
+    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
+        match self.payload {
+            Payload::Copied(bytes) => {
+                let rest = bytes.get(offset..).unwrap_or(&[]);
+                let len = rest.len().min(out.len());
+                out[..len].copy_from_slice(&rest[..len]);
+                len
+            }
+            Payload::InPlace(slices) => {
+                let (mut skip, mut done) = (offset, 0);
+                for slice in slices {
+                    let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) else {
+                        break;
+                    };
+                    done += slice.read(skip, rest);
+                    skip = skip.saturating_sub(slice.len());
+                }
+                done
+            }
+        }
+    }
+
+    /// A copy of all bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len()];
+        self.copy_to(0, &mut bytes);
+        bytes
+    }
+}
+
+impl fmt::Debug for Message<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Message")
+            .field("len", &self.len())
+            .field("in_place", &self.is_in_place())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,551 @@
+//! A connection as its user has it.
+//!
+//! Two ways lead in and out. The copying way is that of `std::net`: [`Read`], [`Write`] and
+//! [`BufRead`], safe with any peer. The in-place way is [`Stream::recv`] (a [`Lease`] on what came)
+//! and [`Stream::loan`] (a [`Loan`] of what will be read). They may be mixed freely.
+//!
+//! What must hold: a call that says that it would block has armed the endpoint's descriptor; bytes
+//! sent before a shutdown or a close still arrive.
+
+use std::fmt;
+use std::io::{self, BufRead, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use zerosock_proto::Address;
+use zerosock_proto::vsock::How;
+use zerosock_ring::Trust;
+
+use super::core::{Core, Interest, Patience};
+use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
+use super::errors::{StreamError, of_recv, of_send};
+use super::lease::Lease;
+use super::loan::Loan;
+use super::message::Message;
+use super::sockets::{StreamId, StreamState};
+use super::waiting::Wait;
+
+/// A connection between two endpoints.
+///
+/// May be used by several threads at once: `&Stream` is [`Read`] and [`Write`] as well. Dropping
+/// it closes the connection; what was sent still arrives.
+///
+/// ```no_run
+/// use std::io::{Read, Write};
+/// use zerosock::vsock::Endpoint;
+/// use zerosock::{Address, Cid, Port};
+///
+/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
+/// let mut stream = endpoint.connect(Address::new(Cid::HOST, Port::new(1024)))?;
+/// stream.write_all(b"hello")?;
+/// // The answer, where the peer has written it:
+/// if let Some(lease) = stream.recv()? {
+///     println!("{} bytes", lease.len());
+/// }
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub struct Stream {
+    pub(super) core: Arc<Core>,
+    pub(super) id: StreamId,
+    local: Address,
+    peer: Address,
+    pub(super) trust: Option<Trust>,
+    nonblocking: AtomicBool,
+    /// Nanoseconds; 0: none.
+    read_timeout: AtomicU64,
+    write_timeout: AtomicU64,
+    low_water: AtomicU32,
+    /// As [`encode`] has it.
+    wait: AtomicU64,
+    /// What [`BufRead`] has taken and its user has not.
+    buffer: Vec<u8>,
+    buffered: usize,
+}
+
+impl Stream {
+    pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
+        let trust = core.trust().filter(|_| info.trusted);
+        Stream {
+            core,
+            id,
+            local: info.local,
+            peer: info.peer,
+            trust,
+            nonblocking: AtomicBool::new(false),
+            read_timeout: AtomicU64::new(0),
+            write_timeout: AtomicU64::new(0),
+            low_water: AtomicU32::new(1),
+            wait: AtomicU64::new(encode(wait)),
+            buffer: Vec::new(),
+            buffered: 0,
+        }
+    }
+
+    /// Our address.
+    pub fn local_addr(&self) -> Address {
+        self.local
+    }
+
+    /// The peer's address.
+    pub fn peer_addr(&self) -> Address {
+        self.peer
+    }
+
+    /// Whether plain slices of leased and lent memory are to be had: the opener of the endpoint
+    /// has declared trust in such peers.
+    pub fn is_trusted(&self) -> bool {
+        self.trust.is_some()
+    }
+
+    /// Calls answer [`io::ErrorKind::WouldBlock`] instead of waiting. The descriptor
+    /// ([`AsFd`]) becomes readable when it is worth trying again; it is the same for all sockets of
+    /// an endpoint.
+    ///
+    /// # Errors
+    /// None; as in `std::net`, the result is there for the future.
+    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        self.nonblocking.store(nonblocking, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// How long a read or receive may wait; `None`: for ever.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a time of zero, as in `std::net`.
+    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        set_timeout(&self.read_timeout, timeout)
+    }
+
+    /// How long a write or loan may wait; `None`: for ever.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a time of zero, as in `std::net`.
+    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        set_timeout(&self.write_timeout, timeout)
+    }
+
+    /// How the calls of this stream wait. At first as its endpoint was told.
+    pub fn set_wait(&self, wait: Wait) {
+        self.wait.store(encode(wait), Ordering::Relaxed);
+    }
+
+    /// How many bytes a read waits for, as SO_RCVLOWAT does: it returns with fewer only at the end
+    /// of the stream. 0 is 1. More than the connection's receive buffer is never there at once.
+    pub fn set_low_water(&self, bytes: u32) {
+        self.low_water.store(bytes.max(1), Ordering::Relaxed);
+    }
+
+    /// Bytes that a read would give at once.
+    pub fn unread(&self) -> usize {
+        let buffered = self.buffer.len() - self.buffered;
+        let mut locked = self.core.lock();
+        buffered + locked.engine().info(self.id).map_or(0, |info| info.unread)
+    }
+
+    /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.
+    ///
+    /// # Errors
+    /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
+    pub fn recv(&self) -> io::Result<Option<Lease<'_>>> {
+        let got = self.receive(|engine| engine.lease(self.id))?;
+        Ok(got.map(|parts| Lease::new(&self.core, parts, self.trust)))
+    }
+
+    /// Shows up to `most` packets' bytes to `look`, each where it lies, and takes them; how many.
+    /// 0 is the end of the stream. The way for many small packets: the endpoint is locked once for
+    /// all of them, and no lease is kept. `look` must not use this endpoint.
+    ///
+    /// # Errors
+    /// As [`recv`](Self::recv).
+    pub fn recv_each(&self, most: usize, mut look: impl FnMut(Message<'_>)) -> io::Result<usize> {
+        let trust = self.trust;
+        self.receive(|engine| {
+            engine.each(self.id, most, &mut |payload| {
+                look(Message::new(payload, trust));
+                true
+            })
+        })
+    }
+
+    /// Copies what has come to `out` and leaves it to be read again; how many bytes.
+    ///
+    /// # Errors
+    /// As [`recv`](Self::recv).
+    pub fn peek(&self, out: &mut [u8]) -> io::Result<usize> {
+        let waiting = &self.buffer[self.buffered..];
+        if !waiting.is_empty() {
+            let len = waiting.len().min(out.len());
+            out[..len].copy_from_slice(&waiting[..len]);
+            return Ok(len);
+        }
+        self.receive(|engine| engine.read(self.id, out, true))
+    }
+
+    /// Borrows a buffer for one packet of at most `max` bytes, to be written where the peer will
+    /// read it. It may be smaller ([`Loan::capacity`]): as large as the peer's buffer and its
+    /// credit allow.
+    ///
+    /// # Errors
+    /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
+    pub fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
+        let parts = self.transmit(|engine| engine.loan(self.id, max))?;
+        Ok(Loan::new(&self.core, parts, self.trust))
+    }
+
+    /// Sends a loan: the same as [`Loan::send`].
+    ///
+    /// # Errors
+    /// As [`Loan::send`].
+    pub fn send(&self, loan: Loan<'_>) -> io::Result<usize> {
+        loan.send()
+    }
+
+    /// Sends many packets with one lock and one notification: what is written to the batch
+    /// becomes visible to the peer when the batch is dropped, or has to wait for room.
+    pub fn batch(&self) -> Batch<'_> {
+        Batch {
+            stream: self,
+            locked: Some(self.core.lock()),
+        }
+    }
+
+    /// Ends one way, or both. What was sent before still arrives; the peer reads end of file.
+    ///
+    /// # Errors
+    /// `NotConnected` when the connection has ended already.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        let how = match how {
+            Shutdown::Read => How::RECEIVE,
+            Shutdown::Write => How::SEND,
+            Shutdown::Both => How::BOTH,
+        };
+        let mut locked = self.core.lock();
+        let engine = locked.engine();
+        match engine.info(self.id) {
+            Some(info) if info.state == StreamState::Connected => {
+                engine.shutdown(self.id, how);
+                engine.flush();
+                Ok(())
+            }
+            _ => Err(io::ErrorKind::NotConnected.into()),
+        }
+    }
+
+    /// Resets the connection: what is under way is lost, and the peer is told.
+    pub fn reset(self) {
+        let mut locked = self.core.lock();
+        locked.engine().abort(self.id);
+        locked.engine().flush();
+    }
+
+    /// Whether the connection still stands, as far as is known without looking.
+    pub fn state(&self) -> StreamState {
+        let mut locked = self.core.lock();
+        locked
+            .engine()
+            .info(self.id)
+            .map_or(StreamState::Reset, |info| info.state)
+    }
+
+    fn patience(&self, timeout: &AtomicU64) -> Patience {
+        let nanos = timeout.load(Ordering::Relaxed);
+        let nonblocking = self.nonblocking.load(Ordering::Relaxed);
+        Patience {
+            wait: (!nonblocking).then(|| decode(self.wait.load(Ordering::Relaxed))),
+            deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
+        }
+    }
+
+    /// Calls `get` until there is something to have.
+    #[inline]
+    fn receive<T>(
+        &self,
+        mut get: impl FnMut(&mut dyn Engine) -> Result<T, RecvFault>,
+    ) -> io::Result<T> {
+        let low_water = self.low_water.load(Ordering::Relaxed);
+        let patience = self.patience(&self.read_timeout);
+        let attempt = |engine: &mut dyn Engine| {
+            if low_water > 1 && !is_filled(engine, self.id, low_water) {
+                return None;
+            }
+            match get(engine) {
+                Ok(got) => {
+                    engine.settle();
+                    Some(Ok(got))
+                }
+                Err(fault) => of_recv(fault).map(Err),
+            }
+        };
+        Ok(self
+            .core
+            .wait(Interest::Conn(self.id), patience, attempt)??)
+    }
+
+    /// Calls `put` until there is room.
+    #[inline]
+    fn transmit<T>(
+        &self,
+        mut put: impl FnMut(&mut dyn Engine) -> Result<T, SendFault>,
+    ) -> io::Result<T> {
+        let patience = self.patience(&self.write_timeout);
+        let attempt = |engine: &mut dyn Engine| match put(engine) {
+            Ok(done) => {
+                engine.flush();
+                Some(Ok(done))
+            }
+            Err(fault) => self.send_fault(engine, fault),
+        };
+        Ok(self
+            .core
+            .wait(Interest::Conn(self.id), patience, attempt)??)
+    }
+
+    /// `None`: it is worth waiting.
+    fn send_fault<T>(
+        &self,
+        engine: &mut dyn Engine,
+        fault: SendFault,
+    ) -> Option<Result<T, StreamError>> {
+        let mut error = of_send(fault)?;
+        if error == StreamError::ShutDown && engine.info(self.id).is_some_and(|i| i.peer_deaf) {
+            error = StreamError::PeerDeaf;
+        }
+        Some(Err(error))
+    }
+}
+
+/// Whether a read for at least `low_water` bytes is to go on now.
+fn is_filled(engine: &mut dyn Engine, id: StreamId, low_water: u32) -> bool {
+    engine.info(id).is_none_or(|info| {
+        info.unread >= low_water as usize
+            || info.peer_finished
+            || !matches!(
+                info.state,
+                StreamState::Connecting | StreamState::Connected
+            )
+    })
+}
+
+impl Read for &Stream {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if out.is_empty() {
+            return Ok(0);
+        }
+        self.receive(|engine| engine.read(self.id, out, false))
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let waiting = &self.buffer[self.buffered..];
+        if waiting.is_empty() {
+            return (&*self).read(out);
+        }
+        let len = waiting.len().min(out.len());
+        out[..len].copy_from_slice(&waiting[..len]);
+        self.consume(len);
+        Ok(len)
+    }
+}
+
+impl Write for &Stream {
+    /// Copies as much as there is room for into buffers that the peer will read, in packets as
+    /// long as those are.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        self.transmit(|engine| engine.write(self.id, bytes))
+    }
+
+    /// Nothing to do: what was written is visible to the peer.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (&*self).write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Bytes that [`BufRead`] copies at once.
+const BUFFER: usize = 64 << 10;
+
+impl BufRead for Stream {
+    /// Copies what has come into a buffer of its own: peer memory is no plain slice. `recv` and
+    /// reads by `&Stream` do not see what lies there.
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.buffered == self.buffer.len() {
+            let mut buffer = std::mem::take(&mut self.buffer);
+            buffer.resize(BUFFER, 0);
+            let got = (&*self).read(&mut buffer);
+            buffer.truncate(*got.as_ref().unwrap_or(&0));
+            (self.buffer, self.buffered) = (buffer, 0);
+            got?;
+        }
+        Ok(&self.buffer[self.buffered..])
+    }
+
+    fn consume(&mut self, len: usize) {
+        self.buffered = (self.buffered + len).min(self.buffer.len());
+        if self.buffered == self.buffer.len() {
+            self.buffer.clear();
+            self.buffered = 0;
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let mut locked = self.core.lock();
+        locked.engine().close(self.id);
+        locked.engine().flush();
+    }
+}
+
+impl AsFd for Stream {
+    /// The endpoint's descriptor; see [`Stream::set_nonblocking`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        (*self.core).as_fd()
+    }
+}
+
+impl AsRawFd for Stream {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stream")
+            .field("local", &self.local)
+            .field("peer", &self.peer)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
+/// calls wait for it, and this thread's must not be made.
+pub struct Batch<'a> {
+    stream: &'a Stream,
+    locked: Option<super::core::Locked<'a>>,
+}
+
+impl Batch<'_> {
+    /// Appends a packet with `bytes` (several, if they fit no single buffer), all of them; waits
+    /// for room as the stream was told.
+    ///
+    /// # Errors
+    /// `WouldBlock` and `TimedOut` when there was no room: some of the bytes may have gone. Else a
+    /// [`StreamError`] is the source.
+    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let sent = self.transmit(|engine, id| engine.write(id, bytes))?;
+            bytes = bytes.get(sent..).unwrap_or(&[]);
+        }
+        Ok(())
+    }
+
+    /// Shows the peer what was written so far.
+    pub fn flush(&mut self) {
+        if let Some(locked) = &mut self.locked {
+            locked.engine().flush();
+        }
+    }
+
+    #[inline]
+    fn transmit<T>(
+        &mut self,
+        mut put: impl FnMut(&mut dyn Engine, StreamId) -> Result<T, SendFault>,
+    ) -> io::Result<T> {
+        let stream = self.stream;
+        // Straight away, as nearly always.
+        if let Some(locked) = &mut self.locked
+            && let Ok(done) = put(locked.engine(), stream.id)
+        {
+            return Ok(done);
+        }
+        let patience = stream.patience(&stream.write_timeout);
+        let attempt = |engine: &mut dyn Engine| match put(engine, stream.id) {
+            Ok(done) => Some(Ok(done)),
+            Err(fault) => stream.send_fault(engine, fault),
+        };
+        self.flush();
+        let interest = Interest::Conn(stream.id);
+        Ok(stream
+            .core
+            .wait_with(&mut self.locked, interest, patience, attempt)??)
+    }
+}
+
+impl Drop for Batch<'_> {
+    fn drop(&mut self) {
+        self.flush();
+    }
+}
+
+impl fmt::Debug for Batch<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch")
+            .field("stream", self.stream)
+            .finish_non_exhaustive()
+    }
+}
+
+fn set_timeout(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
+    if timeout == Some(Duration::ZERO) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let nanos = timeout.map_or(0, |timeout| {
+        u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX / 4)
+    });
+    place.store(nanos.min(u64::MAX / 4), Ordering::Relaxed);
+    Ok(())
+}
+
+/// A way to wait as one word: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds
+/// plus 2.
+pub(super) fn encode(wait: Wait) -> u64 {
+    match wait {
+        Wait::Sleep => 0,
+        Wait::Spin => 1,
+        Wait::Adaptive { limit } => u64::try_from(limit.as_nanos())
+            .unwrap_or(u64::MAX)
+            .saturating_add(2),
+    }
+}
+
+pub(super) fn decode(word: u64) -> Wait {
+    match word {
+        0 => Wait::Sleep,
+        1 => Wait::Spin,
+        nanos => Wait::Adaptive {
+            limit: Duration::from_nanos(nanos - 2),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_to_wait_survive_their_word() {
+        let adaptive = |nanos| Wait::Adaptive {
+            limit: Duration::from_nanos(nanos),
+        };
+        for wait in [Wait::Sleep, Wait::Spin, adaptive(0), adaptive(123), Wait::ADAPTIVE] {
+            assert_eq!(decode(encode(wait)), wait);
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The three ways to wait, and how long the adaptive one spins.
+//!
+//! Spinning sees news within a cache line's way between two cores; sleeping costs no CPU but two
+//! system calls and a wake-up. The adaptive way spins as long as that has lately paid: it learns
+//! from how long waits were, as the polling of halted virtual CPUs in KVM does.
+
+use std::time::Duration;
+
+/// How a call that has to wait does so.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Wait {
+    /// Sleeps until the peer notifies.
+    Sleep,
+    /// Looks again and again, and never sleeps: takes a core for as long as the call waits.
+    Spin,
+    /// Spins for a time that it learns, at most `limit`; then sleeps. An endpoint that nothing
+    /// happens to comes to spin for no time at all.
+    Adaptive {
+        /// The longest that it spins in one wait.
+        limit: Duration,
+    },
+}
+
+impl Wait {
+    /// Spins for up to 200 microseconds: a few times what a sleep and a wake-up cost.
+    pub const ADAPTIVE: Wait = Wait::Adaptive {
+        limit: Duration::from_micros(200),
+    };
+}
+
+impl Default for Wait {
+    /// [`Wait::Sleep`].
+    fn default() -> Wait {
+        Wait::Sleep
+    }
+}
+
+/// What the adaptive way begins with, once it has seen that spinning would have paid.
+const FIRST: Duration = Duration::from_micros(5);
+
+/// The time that has lately been worth spinning.
+#[derive(Debug, Default)]
+pub(crate) struct Learned(Duration);
+
+impl Learned {
+    /// How long to spin now; `None`: for ever.
+    pub(crate) fn budget(&self, wait: Wait) -> Option<Duration> {
+        match wait {
+            Wait::Sleep => Some(Duration::ZERO),
+            Wait::Spin => None,
+            Wait::Adaptive { limit } => Some(self.0.min(limit)),
+        }
+    }
+
+    /// A wait has lasted `waited`, and was longer than the time to spin if `slept`.
+    pub(crate) fn learn(&mut self, wait: Wait, waited: Duration, slept: bool) {
+        let Wait::Adaptive { limit } = wait else {
+            return;
+        };
+        if !slept {
+            return;
+        }
+        self.0 = if waited > limit {
+            // No spinning within the limit would have helped. Less is spent on the next wait.
+            self.0 / 2
+        } else {
+            // A longer look would have saved the sleep.
+            (self.0 * 2).max(FIRST).min(limit)
+        };
+        if self.0 < FIRST / 2 {
+            self.0 = Duration::ZERO;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MICRO: Duration = Duration::from_micros(1);
+
+    #[test]
+    fn short_waits_teach_to_spin_and_long_ones_not_to() {
+        let mut learned = Learned::default();
+        let wait = Wait::ADAPTIVE;
+        assert_eq!(learned.budget(wait), Some(Duration::ZERO));
+        for _ in 0..10 {
+            learned.learn(wait, 20 * MICRO, true);
+        }
+        assert_eq!(learned.budget(wait), Some(200 * MICRO));
+        learned.learn(wait, 10 * MICRO, false);
+        assert_eq!(
+            learned.budget(wait),
+            Some(200 * MICRO),
+            "it pays: no change"
+        );
+        for _ in 0..10 {
+            learned.learn(wait, Duration::from_millis(5), true);
+        }
+        assert_eq!(learned.budget(wait), Some(Duration::ZERO), "idle: no CPU");
+    }
+
+    #[test]
+    fn the_other_two_do_not_learn() {
+        let mut learned = Learned::default();
+        learned.learn(Wait::Sleep, MICRO, true);
+        learned.learn(Wait::Spin, MICRO, true);
+        assert_eq!(learned.budget(Wait::Sleep), Some(Duration::ZERO));
+        assert_eq!(learned.budget(Wait::Spin), None);
+    }
+}

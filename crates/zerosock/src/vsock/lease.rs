@@ -360,7 +360,9 @@ impl Shared {
 impl AsRef<[u8]> for Shared {
     fn as_ref(&self) -> &[u8] {
         if let Some((bytes, start)) = &self.copy {
-            return bytes.get(*start..*start + self.lease.body.len).unwrap_or(&[]);
+            return bytes
+                .get(*start..*start + self.lease.body.len)
+                .unwrap_or(&[]);
         }
         match &self.lease.body.place {
             Place::Copied((bytes, start)) => bytes

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use zerosock_proto::{Address, Port};
+use zerosock_proto::Address;
 
 use super::core::{Core, Interest, Patience};
 use super::stream::{Stream, decode, encode};

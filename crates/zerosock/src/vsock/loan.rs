@@ -238,10 +238,7 @@ impl<'a> Loan<'a> {
         Ok(self.place.as_ref())
     }
 
-    fn enter_with(
-        &mut self,
-        engine: &mut dyn super::engine::Engine,
-    ) -> Result<bool, StreamError> {
+    fn enter_with(&mut self, engine: &mut dyn super::engine::Engine) -> Result<bool, StreamError> {
         if self.place.is_some() && self.core.leases().enter(self.index) == Entered::Moved {
             self.moved(engine)?;
         }

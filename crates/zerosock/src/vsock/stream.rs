@@ -322,10 +322,7 @@ fn is_filled(engine: &mut dyn Engine, id: StreamId, low_water: u32) -> bool {
     engine.info(id).is_none_or(|info| {
         info.unread >= low_water as usize
             || info.peer_finished
-            || !matches!(
-                info.state,
-                StreamState::Connecting | StreamState::Connected
-            )
+            || !matches!(info.state, StreamState::Connecting | StreamState::Connected)
     })
 }
 
@@ -544,7 +541,13 @@ mod tests {
         let adaptive = |nanos| Wait::Adaptive {
             limit: Duration::from_nanos(nanos),
         };
-        for wait in [Wait::Sleep, Wait::Spin, adaptive(0), adaptive(123), Wait::ADAPTIVE] {
+        for wait in [
+            Wait::Sleep,
+            Wait::Spin,
+            adaptive(0),
+            adaptive(123),
+            Wait::ADAPTIVE,
+        ] {
             assert_eq!(decode(encode(wait)), wait);
         }
     }

@@ -449,7 +449,7 @@ impl Locked<'_> {
 
     /// Before a call says that it would block: the descriptor is to tell. True: something has come
     /// meanwhile.
-    fn watch(&mut self) -> bool {
+    pub(crate) fn watch(&mut self) -> bool {
         let state = self.state();
         let watched = state
             .waiters

@@ -244,6 +244,22 @@ pub(crate) trait Engine: Send {
         private: Option<&[u8]>,
     ) -> Result<(), SendFault>;
 
+    /// Whether a write would do something now: send, or fail. If not, the connection is named by
+    /// [`next_stirred`](Engine::next_stirred) when it would.
+    fn is_writable(&mut self, id: StreamId) -> bool {
+        match self.loan(id, 1) {
+            Ok(parts) => {
+                self.give_back(parts.index);
+                true
+            }
+            Err(SendFault::WouldBlock | SendFault::NotConnected) => false,
+            Err(_) => true,
+        }
+    }
+
+    /// Whether [`accept`](Engine::accept) would give a connection.
+    fn is_acceptable(&self, port: Port) -> bool;
+
     /// What was counted.
     fn stats(&self) -> EndpointStats;
 }

@@ -32,7 +32,7 @@ use super::waiting::Wait;
 /// # Ok::<(), std::io::Error>(())
 /// ```
 pub struct Listener {
-    core: Arc<Core>,
+    pub(super) core: Arc<Core>,
     local: Address,
     nonblocking: AtomicBool,
     wait: AtomicU64,

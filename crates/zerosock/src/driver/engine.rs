@@ -193,6 +193,12 @@ impl Engine for Driver {
         self.send_lent(index, len, private)
     }
 
+    fn is_acceptable(&self, port: Port) -> bool {
+        self.listeners
+            .iter()
+            .any(|listener| listener.port == port && !listener.waiting.is_empty())
+    }
+
     fn stats(&self) -> EndpointStats {
         let counted = self.sockets.counted();
         EndpointStats {

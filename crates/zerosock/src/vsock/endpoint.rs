@@ -33,7 +33,7 @@ pub use driver::AttachError;
 /// use zerosock::vsock::{Endpoint, Wait};
 /// use zerosock::{Cid, Port};
 ///
-/// let endpoint = Endpoint::builder().wait(Wait::ADAPTIVE).attach("/run/zerosock/attach.sock")?;
+/// let endpoint = Endpoint::builder().wait(Wait::ADAPTIVE).attach_device("/run/vm4.sock")?;
 /// println!("we are CID {}", endpoint.cid());
 /// let listener = endpoint.listen(Port::new(5000), 128)?;
 /// let (stream, peer) = listener.accept()?;
@@ -155,7 +155,8 @@ impl EndpointBuilder {
     pub fn attach_device(mut self, socket: impl AsRef<Path>) -> Result<Endpoint, AttachError> {
         self.config.socket = socket.as_ref().to_path_buf();
         let connect_timeout = self.config.connect_timeout;
-        let driver = Driver::attach(self.config)?;
+        let mut driver = Driver::attach(self.config)?;
+        driver.set_trusted(self.trust.is_some());
         let cid = driver.cid();
         let core = Core::new(Box::new(driver), self.trust).map_err(AttachError::Eventfd)?;
         Ok(Endpoint {

@@ -21,7 +21,7 @@ use super::waiting::Wait;
 /// use zerosock::Port;
 /// use zerosock::vsock::Endpoint;
 ///
-/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
+/// let endpoint = Endpoint::builder().attach_device("/run/vm4.sock")?;
 /// let listener = endpoint.listen(Port::new(1024), 16)?;
 /// for stream in listener.incoming() {
 ///     let mut stream = stream?;
@@ -29,7 +29,7 @@ use super::waiting::Wait;
 ///     stream.read_to_string(&mut question)?;
 ///     stream.write_all(question.to_uppercase().as_bytes())?;
 /// }
-/// # Ok::<(), std::io::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Listener {
     pub(super) core: Arc<Core>,

@@ -216,7 +216,7 @@ impl<'a> Loan<'a> {
         if in_place {
             self.core.leases().leave(self.index);
         }
-        let private = (!in_place).then_some(&self.private[..self.filled]);
+        let private = (!in_place).then(|| &self.private[..self.filled]);
         let result = engine.send_loan(self.index, self.filled, private);
         // Sent or not, the engine has it back.
         self.sent = true;

@@ -38,14 +38,14 @@ use super::waiting::Wait;
 /// use zerosock::vsock::Endpoint;
 /// use zerosock::{Address, Cid, Port};
 ///
-/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
+/// let endpoint = Endpoint::builder().attach_device("/run/vm4.sock")?;
 /// let mut stream = endpoint.connect(Address::new(Cid::HOST, Port::new(1024)))?;
 /// stream.write_all(b"hello")?;
 /// // The answer, where the peer has written it:
 /// if let Some(lease) = stream.recv()? {
 ///     println!("{} bytes", lease.len());
 /// }
-/// # Ok::<(), std::io::Error>(())
+/// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Stream {
     pub(super) core: Arc<Core>,

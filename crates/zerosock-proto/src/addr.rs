@@ -23,6 +23,7 @@ impl Cid {
     pub const ANY: Cid = Cid(u32::MAX);
 
     /// Any CID, reserved ones included, as headers may carry them.
+    #[inline]
     pub const fn new(cid: u32) -> Cid {
         Cid(cid)
     }
@@ -45,6 +46,7 @@ impl Cid {
     }
 
     /// The number.
+    #[inline]
     pub const fn get(self) -> u32 {
         self.0
     }
@@ -89,11 +91,13 @@ impl Port {
     pub const ANY: Port = Port(u32::MAX);
 
     /// Any port, [`Port::ANY`] included.
+    #[inline]
     pub const fn new(port: u32) -> Port {
         Port(port)
     }
 
     /// The number.
+    #[inline]
     pub const fn get(self) -> u32 {
         self.0
     }
@@ -124,6 +128,7 @@ pub struct Address {
 
 impl Address {
     /// Both halves at once.
+    #[inline]
     pub const fn new(cid: Cid, port: Port) -> Address {
         Address { cid, port }
     }

@@ -7,6 +7,7 @@
 //! that nobody knows survive parsing, because the reset rules answer them.
 
 use core::fmt;
+use core::ops::Range;
 
 use crate::addr::{Address, Cid, Port};
 
@@ -106,6 +107,7 @@ pub struct WireType(u16);
 
 impl WireType {
     /// The kind of socket, if the number has one.
+    #[inline]
     pub const fn known(self) -> Option<SocketType> {
         Some(match self.0 {
             1 => SocketType::Stream,
@@ -116,18 +118,21 @@ impl WireType {
     }
 
     /// The number.
+    #[inline]
     pub const fn get(self) -> u16 {
         self.0
     }
 }
 
 impl From<u16> for WireType {
+    #[inline]
     fn from(value: u16) -> WireType {
         WireType(value)
     }
 }
 
 impl From<SocketType> for WireType {
+    #[inline]
     fn from(value: SocketType) -> WireType {
         WireType(value as u16)
     }
@@ -148,6 +153,7 @@ pub struct WireOp(u16);
 
 impl WireOp {
     /// The operation, if the number has one.
+    #[inline]
     pub const fn known(self) -> Option<Op> {
         Some(match self.0 {
             0 => Op::Invalid,
@@ -163,18 +169,21 @@ impl WireOp {
     }
 
     /// The number.
+    #[inline]
     pub const fn get(self) -> u16 {
         self.0
     }
 }
 
 impl From<u16> for WireOp {
+    #[inline]
     fn from(value: u16) -> WireOp {
         WireOp(value)
     }
 }
 
 impl From<Op> for WireOp {
+    #[inline]
     fn from(value: Op) -> WireOp {
         WireOp(value as u16)
     }
@@ -205,6 +214,7 @@ impl<T: AsRef<[u8]>> Packet<T> {
     ///
     /// # Errors
     /// [`Truncated`] when it is not all there.
+    #[inline]
     pub fn new_checked(buffer: T) -> Result<Packet<T>, Truncated> {
         match buffer.as_ref().len() {
             len if len < HEADER_LEN => Err(Truncated(len)),
@@ -217,65 +227,85 @@ impl<T: AsRef<[u8]>> Packet<T> {
         self.buffer
     }
 
-    fn bytes<const N: usize>(&self, field: core::ops::Range<usize>) -> [u8; N] {
-        let mut bytes = [0; N];
-        // `new_checked` saw HEADER_LEN bytes and every field ends before it;
-        // a `T` that shows fewer bytes now reads as zeros.
-        if let Some(source) = self.buffer.as_ref().get(field) {
-            bytes.copy_from_slice(source);
-        }
-        bytes
+    /// The header as one array, so that nobody need check a field's bounds.
+    #[inline]
+    fn header(&self) -> &[u8; HEADER_LEN] {
+        // `new_checked` saw them all; a `T` that shows fewer bytes now reads as zeros.
+        self.buffer
+            .as_ref()
+            .first_chunk()
+            .unwrap_or(&[0; HEADER_LEN])
     }
 
     /// The sender's CID, all 64 bits of it.
+    #[inline]
     pub fn src_cid(&self) -> u64 {
-        u64::from_le_bytes(self.bytes(field::SRC_CID))
+        u64::from_le_bytes(bytes(self.header(), field::SRC_CID))
     }
 
     /// The receiver's CID, all 64 bits of it.
+    #[inline]
     pub fn dst_cid(&self) -> u64 {
-        u64::from_le_bytes(self.bytes(field::DST_CID))
+        u64::from_le_bytes(bytes(self.header(), field::DST_CID))
     }
 
     /// The sender's port.
+    #[inline]
     pub fn src_port(&self) -> u32 {
-        u32::from_le_bytes(self.bytes(field::SRC_PORT))
+        u32::from_le_bytes(bytes(self.header(), field::SRC_PORT))
     }
 
     /// The receiver's port.
+    #[inline]
     pub fn dst_port(&self) -> u32 {
-        u32::from_le_bytes(self.bytes(field::DST_PORT))
+        u32::from_le_bytes(bytes(self.header(), field::DST_PORT))
     }
 
     /// Payload bytes behind the header, as the sender claims.
+    #[inline]
     pub fn payload_len(&self) -> u32 {
-        u32::from_le_bytes(self.bytes(field::LEN))
+        u32::from_le_bytes(bytes(self.header(), field::LEN))
     }
 
     /// The kind of socket.
+    #[inline]
     pub fn socket_type(&self) -> WireType {
-        WireType(u16::from_le_bytes(self.bytes(field::TYPE)))
+        WireType(u16::from_le_bytes(bytes(self.header(), field::TYPE)))
     }
 
     /// The operation.
+    #[inline]
     pub fn op(&self) -> WireOp {
-        WireOp(u16::from_le_bytes(self.bytes(field::OP)))
+        WireOp(u16::from_le_bytes(bytes(self.header(), field::OP)))
     }
 
     /// Flags; what they mean depends on type and operation.
+    #[inline]
     pub fn flags(&self) -> u32 {
-        u32::from_le_bytes(self.bytes(field::FLAGS))
+        u32::from_le_bytes(bytes(self.header(), field::FLAGS))
     }
 
     /// The size of the sender's receive buffer, in bytes.
+    #[inline]
     pub fn buf_alloc(&self) -> u32 {
-        u32::from_le_bytes(self.bytes(field::BUF_ALLOC))
+        u32::from_le_bytes(bytes(self.header(), field::BUF_ALLOC))
     }
 
     /// Bytes that the sender has received and consumed, free-running.
+    #[inline]
     pub fn fwd_cnt(&self) -> u32 {
-        u32::from_le_bytes(self.bytes(field::FWD_CNT))
+        u32::from_le_bytes(bytes(self.header(), field::FWD_CNT))
     }
+}
+
+/// A field of a header. Which one is known when this is compiled, and so is that it lies within.
+#[inline]
+fn bytes<const N: usize>(header: &[u8; HEADER_LEN], field: Range<usize>) -> [u8; N] {
+    let mut bytes = [0; N];
+    if let Some(source) = header.get(field) {
+        bytes.copy_from_slice(source);
+    }
+    bytes
 }
 
 /// A header that keeps the rules of the wire.
@@ -315,19 +345,20 @@ impl Repr {
     ///
     /// # Errors
     /// [`ParseError`]: the peer is at fault and gets no answer.
+    #[inline]
     pub fn parse<T: AsRef<[u8]>>(packet: &Packet<T>) -> Result<Repr, ParseError> {
-        let cid = |wide: u64| {
-            u32::try_from(wide)
-                .map(Cid::new)
-                .map_err(|_| ParseError::Cid(wide))
+        // One look at the bytes, and one branch for all that can be wrong.
+        let packet = Packet {
+            buffer: *packet.header(),
         };
-        let len = packet.payload_len();
-        if len > MAX_PAYLOAD {
-            return Err(ParseError::Len(len));
+        let (src, dst, len) = (packet.src_cid(), packet.dst_cid(), packet.payload_len());
+        if (src | dst) > u64::from(u32::MAX) || len > MAX_PAYLOAD {
+            return Err(Repr::fault(src, dst, len));
         }
         Ok(Repr {
-            src: Address::new(cid(packet.src_cid())?, Port::new(packet.src_port())),
-            dst: Address::new(cid(packet.dst_cid())?, Port::new(packet.dst_port())),
+            // Both fit: it was just seen.
+            src: Address::new(Cid::new(src as u32), Port::new(packet.src_port())),
+            dst: Address::new(Cid::new(dst as u32), Port::new(packet.dst_port())),
             len,
             socket_type: packet.socket_type(),
             op: packet.op(),
@@ -337,7 +368,20 @@ impl Repr {
         })
     }
 
+    /// What is wrong with a header that does not parse.
+    #[cold]
+    fn fault(src: u64, dst: u64, len: u32) -> ParseError {
+        if len > MAX_PAYLOAD {
+            ParseError::Len(len)
+        } else if src > u64::from(u32::MAX) {
+            ParseError::Cid(src)
+        } else {
+            ParseError::Cid(dst)
+        }
+    }
+
     /// Writes the header.
+    #[inline]
     pub fn emit(&self, buffer: &mut [u8; HEADER_LEN]) {
         buffer[field::SRC_CID].copy_from_slice(&u64::from(self.src.cid.get()).to_le_bytes());
         buffer[field::DST_CID].copy_from_slice(&u64::from(self.dst.cid.get()).to_le_bytes());

@@ -2,9 +2,9 @@
 //!
 //! `peer_free = peer_buf_alloc - (tx_cnt - peer_fwd_cnt)` over free-running
 //! 32-bit counters. The counters wrap; the difference of two is what counts.
-//! The free space is computed in 64 bits with a sign and clamped at 0, so
-//! that a peer that shrinks its buffer with bytes in flight gets nothing
-//! instead of everything (CVE-2026-23069).
+//! The free space is computed in 64 bits and stops at 0, so that a peer that
+//! shrinks its buffer with bytes in flight gets nothing instead of everything
+//! (CVE-2026-23069).
 
 use crate::wire::vsock::MAX_PAYLOAD;
 
@@ -51,13 +51,22 @@ pub struct TxCredit {
     limit: u32,
     reserved: u32,
     reserved_packets: u32,
-    epochs: [Epoch; EPOCHS],
-    used_epochs: usize,
+    /// Packets for which the peer's buffer has room, at least 1: kept, for it takes a division.
+    most_packets: u32,
+    /// Packets of all epochs.
+    packets: u32,
+    /// The epoch being counted; none when it has no packets.
+    open: Epoch,
+    /// Packets at which another epoch follows it.
+    open_most: u32,
+    /// Those before it, oldest first; the first `used` of them.
+    full: [Epoch; EPOCHS - 1],
+    used: usize,
 }
 
 impl TxCredit {
-    /// No credit yet. Counters start at `first`; at most `limit` bytes will
-    /// be in flight, whatever the peer allows.
+    /// No credit yet. Counters start at `first`; at most `limit` bytes will be in flight, whatever
+    /// the peer allows.
     pub fn new(first: u32, limit: u32) -> TxCredit {
         TxCredit {
             peer_buf_alloc: 0,
@@ -66,79 +75,141 @@ impl TxCredit {
             limit,
             reserved: 0,
             reserved_packets: 0,
-            epochs: [Epoch::default(); EPOCHS],
-            used_epochs: 0,
+            most_packets: 1,
+            packets: 0,
+            open: Epoch::default(),
+            open_most: 1,
+            full: [Epoch::default(); EPOCHS - 1],
+            used: 0,
         }
     }
 
     /// Takes what the peer says in a header. `buf_alloc` may go any way;
-    /// `fwd_cnt` must move forward and not past what was sent. False: it did
-    /// not, and was left where it was, so that it can never invent credit.
+    /// `fwd_cnt` must move forward and not past what was sent. False: it did not, and was left where
+    /// it was, so that it can never invent credit.
+    #[inline]
     pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) -> bool {
-        self.peer_buf_alloc = buf_alloc;
-        if fwd_cnt.wrapping_sub(self.peer_fwd_cnt) > self.in_flight() {
+        if buf_alloc != self.peer_buf_alloc {
+            self.resized(buf_alloc);
+        }
+        let moved = fwd_cnt.wrapping_sub(self.peer_fwd_cnt);
+        if moved == 0 {
+            return true;
+        }
+        if moved > self.in_flight() {
             return false;
         }
         self.peer_fwd_cnt = fwd_cnt;
-        let in_flight = self.in_flight();
-        let over = self.epochs[..self.used_epochs]
-            .iter()
-            .take_while(|epoch| self.tx_cnt.wrapping_sub(epoch.end) >= in_flight)
-            .count();
-        self.epochs.copy_within(over.., 0);
-        self.used_epochs -= over;
+        if self.used > 0 && self.is_over(self.full[0]) {
+            self.retire();
+        }
+        if self.used == 0 && self.is_over(self.open) {
+            self.open.packets = 0;
+            self.packets = 0;
+        }
         true
     }
 
+    #[cold]
+    fn resized(&mut self, buf_alloc: u32) {
+        self.peer_buf_alloc = buf_alloc;
+        self.most_packets = (buf_alloc / PACKET_OVERHEAD).max(1);
+        self.bound_open();
+    }
+
+    /// An epoch is a quarter of what the peer has room for, but the last has no other behind it.
+    fn bound_open(&mut self) {
+        self.open_most = if self.used < self.full.len() {
+            (self.most_packets / EPOCHS as u32).max(1)
+        } else {
+            u32::MAX
+        };
+    }
+
+    /// Whether the peer has consumed an epoch's last byte.
+    #[inline]
+    fn is_over(&self, epoch: Epoch) -> bool {
+        self.tx_cnt.wrapping_sub(epoch.end) >= self.in_flight()
+    }
+
+    /// Begins another epoch; `open_most` is out of reach when there is no room for one.
+    #[cold]
+    fn open_next(&mut self) {
+        if let Some(place) = self.full.get_mut(self.used) {
+            *place = self.open;
+            self.open.packets = 0;
+            self.used += 1;
+            self.bound_open();
+        }
+    }
+
+    /// Forgets the full epochs that are over.
+    #[cold]
+    #[inline(never)]
+    fn retire(&mut self) {
+        while self.used > 0 && self.is_over(self.full[0]) {
+            self.packets -= self.full[0].packets;
+            self.full.copy_within(1.., 0);
+            self.used -= 1;
+        }
+        self.bound_open();
+    }
+
     /// Bytes sent that the peer has not consumed, as far as we know.
+    #[inline]
     pub fn in_flight(&self) -> u32 {
         self.tx_cnt.wrapping_sub(self.peer_fwd_cnt)
     }
 
     /// Bytes sent, free-running.
+    #[inline]
     pub fn tx_cnt(&self) -> u32 {
         self.tx_cnt
     }
 
     /// The peer's buffer, in bytes.
+    #[inline]
     pub fn peer_buf_alloc(&self) -> u32 {
         self.peer_buf_alloc
     }
 
     /// Bytes that the peer has consumed, free-running.
+    #[inline]
     pub fn peer_fwd_cnt(&self) -> u32 {
         self.peer_fwd_cnt
     }
 
+    #[inline]
     fn room(&self, window: u32) -> u32 {
-        let free = i64::from(window) - i64::from(self.in_flight()) - i64::from(self.reserved);
-        u32::try_from(free.max(0)).unwrap_or(u32::MAX)
-    }
-
-    fn slots(&self) -> u32 {
-        let most = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
-        most.saturating_sub(self.packets())
-            .saturating_sub(self.reserved_packets)
+        let taken = u64::from(self.in_flight()) + u64::from(self.reserved);
+        // At most the window, so it fits.
+        u64::from(window).saturating_sub(taken) as u32
     }
 
     /// Packets that the peer may still have in its queue.
+    #[inline]
     pub fn packets(&self) -> u32 {
-        self.epochs[..self.used_epochs]
-            .iter()
-            .map(|epoch| epoch.packets)
-            .sum()
+        self.packets
     }
 
     /// Bytes that may be reserved now.
+    #[inline]
     pub fn available(&self) -> u32 {
-        if self.slots() == 0 {
+        if self.packets + self.reserved_packets >= self.most_packets {
             0
         } else {
             self.room(self.peer_buf_alloc.min(self.limit))
         }
     }
 
+    /// What one packet of up to `max` bytes may hold now.
+    #[inline]
+    fn offer(&self, max: u32) -> u32 {
+        max.min(MAX_PAYLOAD).min(self.available())
+    }
+
     /// What is in the way of one more byte.
+    #[inline]
     pub fn stall(&self) -> Stall {
         if self.available() > 0 {
             Stall::None
@@ -150,8 +221,9 @@ impl TxCredit {
     }
 
     /// Takes up to `max` bytes and one packet; 0 when there are none.
+    #[inline]
     pub fn reserve(&mut self, max: u32) -> u32 {
-        let len = max.min(MAX_PAYLOAD).min(self.available());
+        let len = self.offer(max);
         if len > 0 {
             self.reserved += len;
             self.reserved_packets += 1;
@@ -160,34 +232,45 @@ impl TxCredit {
     }
 
     /// Whether anything is reserved.
+    #[inline]
     pub fn has_reserved(&self) -> bool {
         self.reserved_packets > 0
     }
 
     /// Gives a reservation of `reserved` bytes back.
+    #[inline]
     pub fn cancel(&mut self, reserved: u32) {
         self.reserved = self.reserved.saturating_sub(reserved);
         self.reserved_packets = self.reserved_packets.saturating_sub(1);
     }
 
     /// Sends `len` of the `reserved` bytes as one packet.
+    #[inline]
     pub fn commit(&mut self, reserved: u32, len: u32) {
         self.cancel(reserved);
-        self.tx_cnt = self.tx_cnt.wrapping_add(len);
-        let full = (self.peer_buf_alloc / PACKET_OVERHEAD / EPOCHS as u32).max(1);
-        match self.epochs[..self.used_epochs].last_mut() {
-            Some(last) if last.packets < full || self.used_epochs == EPOCHS => {
-                last.packets += 1;
-                last.end = self.tx_cnt;
-            }
-            _ => {
-                self.epochs[self.used_epochs] = Epoch {
-                    end: self.tx_cnt,
-                    packets: 1,
-                };
-                self.used_epochs += 1;
-            }
+        self.count(len);
+    }
+
+    /// Reserves up to `max` bytes and sends them as one packet; 0 when there are none.
+    #[inline]
+    pub fn send(&mut self, max: u32) -> u32 {
+        let len = self.offer(max);
+        if len > 0 {
+            self.count(len);
         }
+        len
+    }
+
+    /// Counts a packet that leaves.
+    #[inline]
+    fn count(&mut self, len: u32) {
+        self.tx_cnt = self.tx_cnt.wrapping_add(len);
+        if self.open.packets >= self.open_most {
+            self.open_next();
+        }
+        self.open.packets += 1;
+        self.open.end = self.tx_cnt;
+        self.packets += 1;
     }
 }
 
@@ -195,6 +278,8 @@ impl TxCredit {
 #[derive(Clone, Debug)]
 pub struct RxCredit {
     buf_alloc: u32,
+    /// Half of it, at least 1: so much is consumed before the peer is told.
+    half: u32,
     fwd_cnt: u32,
     rx_cnt: u32,
     announced: u32,
@@ -209,6 +294,7 @@ impl RxCredit {
     pub fn new(first: u32, buf_alloc: u32) -> RxCredit {
         RxCredit {
             buf_alloc,
+            half: (buf_alloc / 2).max(1),
             fwd_cnt: first,
             rx_cnt: first,
             announced: first,
@@ -218,31 +304,37 @@ impl RxCredit {
     }
 
     /// Our buffer, in bytes.
+    #[inline]
     pub fn buf_alloc(&self) -> u32 {
         self.buf_alloc
     }
 
     /// Bytes consumed, free-running.
+    #[inline]
     pub fn fwd_cnt(&self) -> u32 {
         self.fwd_cnt
     }
 
     /// Bytes delivered and not yet consumed.
+    #[inline]
     pub fn unread(&self) -> u32 {
         self.rx_cnt.wrapping_sub(self.fwd_cnt)
     }
 
     /// Bytes that may be unread at once.
+    #[inline]
     fn window(&self) -> u32 {
         self.buf_alloc.max(self.edge.wrapping_sub(self.fwd_cnt))
     }
 
     /// Whether `len` more bytes keep the peer within its credit.
+    #[inline]
     pub fn allows(&self, len: u32) -> bool {
         u64::from(self.unread()) + u64::from(len) <= u64::from(self.window())
     }
 
     /// Counts `len` bytes that [`RxCredit::allows`] allowed.
+    #[inline]
     pub fn receive(&mut self, len: u32) {
         self.rx_cnt = self.rx_cnt.wrapping_add(len);
     }
@@ -250,21 +342,30 @@ impl RxCredit {
     /// Counts bytes consumed. `None`: more than were unread. `Some(true)`:
     /// the peer should be told, because half of the buffer has been freed
     /// without its knowledge, or because it asked and is waiting.
+    #[inline]
     pub fn consume(&mut self, bytes: u32) -> Option<bool> {
         if bytes > self.unread() {
             return None;
         }
         self.fwd_cnt = self.fwd_cnt.wrapping_add(bytes);
-        let unannounced = self.fwd_cnt.wrapping_sub(self.announced);
-        let tell = unannounced >= (self.buf_alloc / 2).max(1) || (self.eager && unannounced > 0);
+        Some(if self.eager {
+            self.consumed_eagerly()
+        } else {
+            self.fwd_cnt.wrapping_sub(self.announced) >= self.half
+        })
+    }
+
+    /// What the peer is to be told while it waits.
+    #[cold]
+    fn consumed_eagerly(&mut self) -> bool {
         if self.unread() == 0 {
             self.eager = false;
         }
-        Some(tell)
+        self.fwd_cnt != self.announced
     }
 
-    /// The peer sent CREDIT_REQUEST: until it has been consumed, all that is
-    /// unread will be announced without waiting for half a buffer.
+    /// The peer sent CREDIT_REQUEST: until all that is unread has been consumed, what is consumed
+    /// is announced without waiting for half a buffer.
     pub fn requested(&mut self) {
         self.eager = self.unread() > 0;
     }
@@ -272,9 +373,11 @@ impl RxCredit {
     /// Changes the buffer. What the peer was promised stays promised.
     pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
         self.buf_alloc = buf_alloc;
+        self.half = (buf_alloc / 2).max(1);
     }
 
     /// `buf_alloc` and `fwd_cnt` for a header that will be sent.
+    #[inline]
     pub fn announce(&mut self) -> (u32, u32) {
         self.edge = self.fwd_cnt.wrapping_add(self.window());
         self.announced = self.fwd_cnt;

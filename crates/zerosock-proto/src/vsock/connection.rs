@@ -20,6 +20,7 @@ pub struct FlowId {
 impl FlowId {
     /// The connection's place, small and reused: for side tables, which keep
     /// the whole id beside what they store.
+    #[inline]
     pub const fn index(self) -> usize {
         self.index as usize
     }
@@ -76,12 +77,14 @@ pub struct Reservation {
 
 impl Reservation {
     /// The connection.
+    #[inline]
     pub const fn flow(&self) -> FlowId {
         self.flow
     }
 
     /// Most bytes that may be committed, never 0.
     #[allow(clippy::len_without_is_empty, reason = "it is never empty")]
+    #[inline]
     pub const fn len(&self) -> u32 {
         self.len
     }
@@ -92,6 +95,16 @@ impl Reservation {
 pub(crate) struct Key {
     pub(crate) local: Address,
     pub(crate) peer: Address,
+}
+
+impl Key {
+    /// Equality, without a branch for each of the four numbers.
+    #[inline]
+    pub(crate) fn is(&self, other: &Key) -> bool {
+        let ends =
+            |a: Address, b: Address| (a.cid.get() ^ b.cid.get()) | (a.port.get() ^ b.port.get());
+        ends(self.local, other.local) | ends(self.peer, other.peer) == 0
+    }
 }
 
 /// Control packets waiting to be sent: at most one of each kind.
@@ -262,8 +275,24 @@ impl Connection {
     }
 
     /// Whether new payload may be taken from the caller.
+    #[inline]
     pub(crate) fn may_send(&self) -> bool {
         matches!(self.state, State::Established { local, peer } if !local.send && !peer.receive)
+    }
+
+    /// Whether payload from the peer is to be delivered, as the state table says it.
+    #[inline]
+    pub(crate) fn may_receive(&self) -> bool {
+        matches!(self.state, State::Established { local, peer } if !local.receive && !peer.send)
+    }
+
+    /// Whether nothing waits for credit or space: no caller was told to, no send is queued, and no
+    /// stall has been seen whose end would have to be. Then a change of credit changes neither an
+    /// event, nor a control packet, nor a place in a list: `Shard::credit_changed` has no effect.
+    /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `asked`.)
+    #[inline]
+    pub(crate) fn is_quiet(&self) -> bool {
+        !(self.wants_credit | self.wants_space | self.asked) && self.queue.is_empty()
     }
 
     /// Whether a queued send can be cut now. A reservation was there first.
@@ -305,6 +334,7 @@ impl Connection {
     }
 
     /// The flags that a message may carry.
+    #[inline]
     pub(crate) fn message_flags(&self, flags: u32) -> u32 {
         if self.socket_type == SocketType::SeqPacket {
             flags & (SEQ_EOM | SEQ_EOR)
@@ -323,6 +353,7 @@ impl Connection {
     }
 
     /// A header with our credit, which need not be told again.
+    #[inline]
     pub(crate) fn header(&mut self, op: Op, len: u32, flags: u32) -> Repr {
         let (buf_alloc, fwd_cnt) = self.rx.announce();
         self.control.credit_update = false;

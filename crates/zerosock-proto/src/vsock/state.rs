@@ -40,6 +40,7 @@ impl How {
 
     /// Shutting down is permanent and cumulative.
     #[must_use]
+    #[inline]
     pub const fn and(self, other: How) -> How {
         How {
             receive: self.receive || other.receive,
@@ -48,11 +49,13 @@ impl How {
     }
 
     /// Whether both directions are meant.
+    #[inline]
     pub const fn is_both(self) -> bool {
         self.receive && self.send
     }
 
     /// Whether neither direction is meant.
+    #[inline]
     pub const fn is_none(self) -> bool {
         !self.receive && !self.send
     }

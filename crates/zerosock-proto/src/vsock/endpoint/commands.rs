@@ -202,9 +202,33 @@ impl<S: BuildHasher> Shard<S> {
     /// asked. After the last unread byte of a peer that has shut down both
     /// directions the connection ends.
     ///
+    /// Only the sum counts: who gets rid of many packets at once may report
+    /// them with one call, and saves the others.
+    ///
     /// # Errors
     /// See [`ConsumeError`].
+    #[inline(always)]
     pub fn consume(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
+        // While the peer has shut down nothing, the last unread byte means nothing to the state
+        // table; and an update that waits already need not be queued again.
+        if self.goes_straight()
+            && let Some(connection) = self.table.get_mut(flow)
+            && matches!(connection.state, State::Established { peer, .. } if peer.is_none())
+            && let Some(tell) = connection.rx.consume(bytes)
+        {
+            if tell && !connection.control.credit_update {
+                connection.control.credit_update = true;
+                self.update_lists(flow.index);
+            }
+            return Ok(());
+        }
+        self.consume_other(flow, bytes)
+    }
+
+    /// As [`Shard::consume`], for any state.
+    #[cold]
+    #[inline(never)]
+    fn consume_other(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
         let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
         let tell = connection.rx.consume(bytes).ok_or(ConsumeError::TooMany)?;
         let drained = connection.rx.unread() == 0;
@@ -243,27 +267,39 @@ impl<S: BuildHasher> Shard<S> {
     /// # Errors
     /// See [`ReserveError`]; after `NoCredit`
     /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    #[inline(always)]
     pub fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, ReserveError> {
-        let connection = self.table.get_mut(flow).ok_or(ReserveError::Stale)?;
-        match sendable(connection) {
-            Ok(()) => {}
-            Err(Unsendable::NotConnected) => return Err(ReserveError::NotConnected),
-            Err(Unsendable::Shutdown) => return Err(ReserveError::Shutdown),
-            Err(Unsendable::PeerShutdown) => return Err(ReserveError::PeerShutdown),
-        }
-        if max == 0 {
-            return Err(ReserveError::Empty);
-        }
-        // Nothing may overtake the RESPONSE or a queued send.
-        if !connection.control.response && connection.queue.is_empty() {
+        if let Some(connection) = self.table.get_mut(flow)
+            && connection.may_send()
+            // Nothing may overtake the RESPONSE or a queued send.
+            && !connection.control.response
+            && connection.queue.is_empty()
+        {
             let len = connection.tx.reserve(max);
             if len > 0 {
                 return Ok(Reservation { flow, len });
             }
         }
+        Err(self.refuse(flow, max))
+    }
+
+    /// Why nothing can be reserved. If it is for credit, somebody waits for it from now on.
+    #[cold]
+    #[inline(never)]
+    fn refuse(&mut self, flow: FlowId, max: u32) -> ReserveError {
+        let Some(connection) = self.table.get_mut(flow) else {
+            return ReserveError::Stale;
+        };
+        match sendable(connection) {
+            Ok(()) if max == 0 => return ReserveError::Empty,
+            Ok(()) => {}
+            Err(Unsendable::NotConnected) => return ReserveError::NotConnected,
+            Err(Unsendable::Shutdown) => return ReserveError::Shutdown,
+            Err(Unsendable::PeerShutdown) => return ReserveError::PeerShutdown,
+        }
         connection.wants_credit = true;
         self.ask_for_credit(flow.index);
-        Err(ReserveError::NoCredit)
+        ReserveError::NoCredit
     }
 
     /// Makes a reservation a packet of `len` bytes, whose payload lies in the
@@ -273,6 +309,7 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// See [`CommitError`]; the reservation is gone in any case.
+    #[inline(always)]
     pub fn commit(
         &mut self,
         reservation: Reservation,
@@ -283,6 +320,37 @@ impl<S: BuildHasher> Shard<S> {
             flow,
             len: reserved,
         } = reservation;
+        if self.goes_straight()
+            && let Some(connection) = self.table.get_mut(flow)
+            && connection.may_send()
+            && (1..=reserved).contains(&len)
+            // Nothing waits for what goes back, and the header takes no update's place.
+            && connection.is_quiet()
+            && !connection.control.credit_update
+        {
+            connection.tx.commit(reserved, len);
+            let flags = connection.message_flags(flags);
+            self.stats.sent_bytes += u64::from(len);
+            return Ok(connection.header(Op::Rw, len, flags));
+        }
+        self.commit_other(flow, reserved, len)?;
+        self.header_again(flow, len, flags)
+            .ok_or(CommitError::Stale)
+    }
+
+    /// The header that an `*_other` has accounted for. It is made here, in the caller, because a
+    /// header that lies in memory on one of two paths would have to on both.
+    #[inline(always)]
+    fn header_again(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
+        let connection = self.table.get_mut(flow)?;
+        let flags = connection.message_flags(flags);
+        Some(connection.header(Op::Rw, len, flags))
+    }
+
+    /// As [`Shard::commit`], with all that can be the matter, but for the header itself.
+    #[cold]
+    #[inline(never)]
+    fn commit_other(&mut self, flow: FlowId, reserved: u32, len: u32) -> Result<(), CommitError> {
         let connection = self.table.get_mut(flow).ok_or(CommitError::Stale)?;
         let fault = match sendable(connection) {
             Ok(()) if len == 0 => Some(CommitError::Empty),
@@ -299,9 +367,10 @@ impl<S: BuildHasher> Shard<S> {
             }
             None => {
                 connection.tx.commit(reserved, len);
-                let flags = connection.message_flags(flags);
                 self.stats.sent_bytes += u64::from(len);
-                Ok(connection.header(Op::Rw, len, flags))
+                // The header tells our credit: no update is needed.
+                connection.control.credit_update = false;
+                Ok(())
             }
         };
         self.credit_changed(flow.index);

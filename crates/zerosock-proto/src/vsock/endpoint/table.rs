@@ -9,8 +9,12 @@ use core::hash::BuildHasher;
 use hashbrown::HashMap;
 
 use super::list::{LISTS, Link};
+use crate::addr::{Address, Cid, Port};
 use crate::vsock::connection::{Connection, FlowId, Key};
 use crate::vsock::state::State;
+
+/// No place: a slab never grows so far.
+const NOWHERE: u32 = u32::MAX;
 
 /// A place in the slab.
 #[derive(Debug)]
@@ -36,8 +40,9 @@ pub(super) struct Table<S> {
     pub(super) slots: Vec<Slot>,
     free: Vec<u32>,
     map: HashMap<Key, u32, S>,
-    /// The last connection found: runs of packets belong together.
-    last: Option<(Key, u32)>,
+    /// The last connection found, if its place is not [`NOWHERE`]: runs of packets belong together.
+    last: Key,
+    last_index: u32,
 }
 
 impl<S: BuildHasher> Table<S> {
@@ -46,7 +51,11 @@ impl<S: BuildHasher> Table<S> {
             slots: Vec::new(),
             free: Vec::new(),
             map: HashMap::with_hasher(hasher),
-            last: None,
+            last: Key {
+                local: Address::new(Cid::ANY, Port::ANY),
+                peer: Address::new(Cid::ANY, Port::ANY),
+            },
+            last_index: NOWHERE,
         }
     }
 
@@ -57,14 +66,28 @@ impl<S: BuildHasher> Table<S> {
 
     /// Finds by addresses; hashes only when it is not the last one found.
     pub(super) fn find(&mut self, key: &Key) -> Option<u32> {
-        if let Some((last, index)) = &self.last
-            && last == key
-        {
-            return Some(*index);
+        if self.last_index != NOWHERE && self.last.is(key) {
+            return Some(self.last_index);
         }
         let index = *self.map.get(key)?;
-        self.last = Some((*key, index));
+        (self.last, self.last_index) = (*key, index);
         Some(index)
+    }
+
+    /// The last connection found, if it has these addresses: for the packets that make up most.
+    #[inline]
+    pub(super) fn find_again(&mut self, key: &Key) -> Option<(FlowId, &mut Connection)> {
+        if !self.last.is(key) {
+            return None;
+        }
+        let index = self.last_index;
+        // Nothing is at NOWHERE.
+        let slot = self.slots.get_mut(index as usize)?;
+        let flow = FlowId {
+            index,
+            generation: slot.generation,
+        };
+        Some((flow, slot.connection.as_mut()?))
     }
 
     /// Takes a place and can be found from now on.
@@ -80,7 +103,7 @@ impl<S: BuildHasher> Table<S> {
         };
         self.slots[index as usize].connection = Some(connection);
         self.map.insert(key, index);
-        self.last = Some((key, index));
+        (self.last, self.last_index) = (key, index);
         index
     }
 
@@ -93,8 +116,8 @@ impl<S: BuildHasher> Table<S> {
         if self.map.get(&key) == Some(&index) {
             self.map.remove(&key);
         }
-        if self.last.is_some_and(|(_, last)| last == index) {
-            self.last = None;
+        if self.last_index == index {
+            self.last_index = NOWHERE;
         }
     }
 
@@ -108,10 +131,12 @@ impl<S: BuildHasher> Table<S> {
     }
 
     /// At a place of our own lists, timers and map.
+    #[inline]
     pub(super) fn at(&mut self, index: u32) -> Option<&mut Connection> {
         self.slots[index as usize].connection.as_mut()
     }
 
+    #[inline]
     pub(super) fn id(&self, index: u32) -> FlowId {
         FlowId {
             index,
@@ -120,6 +145,7 @@ impl<S: BuildHasher> Table<S> {
     }
 
     /// The live connection of that name.
+    #[inline]
     pub(super) fn get(&self, flow: FlowId) -> Option<&Connection> {
         let slot = self.slots.get(flow.index())?;
         slot.connection
@@ -128,6 +154,7 @@ impl<S: BuildHasher> Table<S> {
     }
 
     /// The live connection of that name.
+    #[inline]
     pub(super) fn get_mut(&mut self, flow: FlowId) -> Option<&mut Connection> {
         let slot = self.slots.get_mut(flow.index())?;
         slot.connection

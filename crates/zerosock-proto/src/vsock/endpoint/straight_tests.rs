@@ -1,0 +1,297 @@
+//! The straight path and the long way round, side by side: whatever callers
+//! and peers do, every answer is the same, and so is every word of state.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::addr::{Address, Port};
+use crate::vsock::connection::Reservation;
+use crate::vsock::state::How;
+use crate::vsock::{Disposition, Event};
+use crate::wire::vsock::{SEQ_EOM, SEQ_EOR};
+
+const GUEST: Cid = Cid::new(3);
+
+#[derive(Clone, Debug)]
+enum Step {
+    Reserve { end: usize, max: u32 },
+    Commit { end: usize, len: u32, flags: u32 },
+    Cancel { end: usize },
+    Send { end: usize, len: u32 },
+    Consume { end: usize, bytes: u32 },
+    Buffer { end: usize, buf_alloc: u32 },
+    Shutdown { end: usize, how: How },
+    Reset { end: usize },
+    Transmit { side: usize, count: usize },
+    Arrive { side: usize, count: usize },
+    Forge { end: usize, header: Repr },
+    Events { side: usize },
+    Wait { millis: u64 },
+}
+
+/// One end of a connection, as its caller and its peer know it.
+struct End {
+    side: usize,
+    flow: FlowId,
+    local: Address,
+    peer: Address,
+    held: Vec<Reservation>,
+}
+
+struct World {
+    now: Instant,
+    /// The guest and the host.
+    shards: [Shard; 2],
+    /// What was sent by each.
+    wires: [VecDeque<Repr>; 2],
+    ends: Vec<End>,
+}
+
+impl World {
+    /// Two connections, a STREAM and a SEQPACKET one.
+    fn new(detour: bool, buf_alloc: [u32; 2], first_count: u32) -> World {
+        let shard = |mut config: ShardConfig, buf_alloc| {
+            config.buf_alloc = buf_alloc;
+            config.send_limit = Some(200_000);
+            config.first_count = first_count;
+            config.max_queued_sends = 4;
+            config.accept_all = true;
+            let mut shard = Shard::new(config, Arc::new(PortTable::new()));
+            shard.set_seqpacket(true);
+            shard.detour = detour;
+            shard
+        };
+        let mut world = World {
+            now: Instant::ZERO,
+            shards: [
+                shard(ShardConfig::driver(GUEST), buf_alloc[0]),
+                shard(ShardConfig::device(GUEST), buf_alloc[1]),
+            ],
+            wires: Default::default(),
+            ends: Vec::new(),
+        };
+        for (port, socket_type) in [(1, SocketType::Stream), (2, SocketType::SeqPacket)] {
+            let local = Address::new(GUEST, Port::new(1024));
+            let peer = Address::new(Cid::HOST, Port::new(port));
+            let flow = world.shards[0]
+                .connect(world.now, local, peer, socket_type)
+                .unwrap();
+            world.adopt(0, flow, local, peer);
+            world.transmit(0, 9);
+            world.arrive(0, 9);
+            let Some(Event::Incoming { flow, .. }) = world.shards[1].poll_event() else {
+                panic!()
+            };
+            world.shards[1].accept(world.now, flow).unwrap();
+            world.adopt(1, flow, peer, local);
+        }
+        world
+    }
+
+    fn adopt(&mut self, side: usize, flow: FlowId, local: Address, peer: Address) {
+        self.ends.push(End {
+            side,
+            flow,
+            local,
+            peer,
+            held: Vec::new(),
+        });
+    }
+
+    fn transmit(&mut self, side: usize, count: usize) -> String {
+        let mut told = String::new();
+        for _ in 0..count {
+            let Some(packet) = self.shards[side].poll_transmit(self.now, 3000) else {
+                break;
+            };
+            told += &format!("{packet:?}");
+            self.wires[side].push_back(packet.header);
+        }
+        told
+    }
+
+    fn arrive(&mut self, side: usize, count: usize) -> Vec<Disposition> {
+        let Self {
+            wires, shards, now, ..
+        } = self;
+        let headers = wires[side].drain(..count.min(wires[side].len()));
+        headers
+            .map(|header| shards[1 - side].handle_packet(*now, &header))
+            .collect()
+    }
+
+    /// What the step's caller sees.
+    fn step(&mut self, step: &Step) -> String {
+        let now = self.now;
+        match *step {
+            Step::Transmit { side, count } => return self.transmit(side, count),
+            Step::Arrive { side, count } => return format!("{:?}", self.arrive(side, count)),
+            Step::Events { side } => {
+                let shard = &mut self.shards[side];
+                let events: Vec<Event> = core::iter::from_fn(|| shard.poll_event()).collect();
+                return format!("{events:?}");
+            }
+            Step::Wait { millis } => {
+                self.now += Duration::from_millis(millis);
+                for shard in &mut self.shards {
+                    shard.handle_timeout(self.now);
+                }
+                return String::new();
+            }
+            _ => {}
+        }
+        let (Step::Reserve { end, .. }
+        | Step::Commit { end, .. }
+        | Step::Cancel { end }
+        | Step::Send { end, .. }
+        | Step::Consume { end, .. }
+        | Step::Buffer { end, .. }
+        | Step::Shutdown { end, .. }
+        | Step::Reset { end }
+        | Step::Forge { end, .. }) = *step
+        else {
+            unreachable!()
+        };
+        let End {
+            side,
+            flow,
+            local,
+            peer,
+            ref mut held,
+        } = self.ends[end];
+        let shard = &mut self.shards[side];
+        match *step {
+            Step::Reserve { max, .. } => {
+                let result = shard.reserve(flow, max);
+                let told = format!("{result:?}");
+                held.extend(result);
+                told
+            }
+            Step::Commit { len, flags, .. } => {
+                let Some(reservation) = held.pop() else {
+                    return String::new();
+                };
+                // One in many is wrong.
+                let len = if len % 50 == 0 {
+                    len
+                } else {
+                    len % reservation.len() + 1
+                };
+                let result = shard.commit(reservation, len, flags);
+                self.wires[side].extend(result);
+                format!("{result:?}")
+            }
+            Step::Cancel { .. } => {
+                if let Some(reservation) = held.pop() {
+                    shard.cancel(reservation);
+                }
+                String::new()
+            }
+            Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
+            Step::Consume { bytes, .. } => {
+                // Mostly what can be consumed.
+                let unread = shard.flow(flow).map_or(0, |info| info.unread);
+                let bytes = match bytes % 8 {
+                    0 => bytes,
+                    1..=3 => unread,
+                    _ => bytes.min(unread),
+                };
+                format!("{:?}", shard.consume(flow, bytes))
+            }
+            Step::Buffer { buf_alloc, .. } => format!("{:?}", shard.set_buf_alloc(flow, buf_alloc)),
+            Step::Shutdown { how, .. } => format!("{:?}", shard.shutdown(now, flow, how)),
+            Step::Reset { .. } => format!("{:?}", shard.reset(flow)),
+            Step::Forge { mut header, .. } => {
+                (header.src, header.dst) = (peer, local);
+                format!("{:?}", shard.handle_packet(now, &header))
+            }
+            _ => unreachable!(),
+        }
+    }
+
+    fn state(&self) -> String {
+        let state = |shard: &Shard| {
+            let lists = (&shard.control, &shard.data, &shard.events);
+            let rest = (&shard.timers, &shard.resets, &shard.stats);
+            format!("{:?} {lists:?} {rest:?}", shard.table.slots)
+        };
+        format!("{}\n{}", state(&self.shards[0]), state(&self.shards[1]))
+    }
+}
+
+fn forged() -> impl Strategy<Value = Repr> {
+    let nobody = Address::new(Cid::ANY, Port::ANY);
+    let op = prop_oneof![10 => Just(5u16), 1 => 0u16..9];
+    let socket_type = prop_oneof![20 => 1u16..3, 1 => 0u16..5];
+    let len = prop_oneof![1u32..200, 0u32..3, 0u32..65537];
+    let count = prop_oneof![0u32..3000, (u32::MAX - 3000)..];
+    (op, socket_type, len, 0u32..4, 0u32..9000, count).prop_map(
+        move |(op, socket_type, len, flags, buf_alloc, fwd_cnt)| Repr {
+            src: nobody,
+            dst: nobody,
+            len,
+            socket_type: socket_type.into(),
+            op: op.into(),
+            flags,
+            buf_alloc,
+            fwd_cnt,
+        },
+    )
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let (end, side) = (0usize..4, 0usize..2);
+    let len = prop_oneof![1u32..200, 1u32..200, 1u32..3000, 0u32..90_000];
+    let flags = prop_oneof![
+        Just(0),
+        Just(SEQ_EOM),
+        Just(SEQ_EOM | SEQ_EOR),
+        any::<u32>()
+    ];
+    let how = prop_oneof![Just(How::RECEIVE), Just(How::SEND), Just(How::BOTH)];
+    let step = prop_oneof![
+        9 => (end.clone(), len.clone()).prop_map(|(end, max)| Step::Reserve { end, max }),
+        9 => (end.clone(), len.clone(), flags)
+            .prop_map(|(end, len, flags)| Step::Commit { end, len, flags }),
+        1 => end.clone().prop_map(|end| Step::Cancel { end }),
+        2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
+        15 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),
+        1 => (end.clone(), 0u32..9000).prop_map(|(end, buf_alloc)| Step::Buffer { end, buf_alloc }),
+        15 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Arrive { side, count }),
+        6 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Transmit { side, count }),
+        4 => side.prop_map(|side| Step::Events { side }),
+        1 => (0u64..1000).prop_map(|millis| Step::Wait { millis }),
+    ];
+    let rare = prop_oneof![
+        (end.clone(), how).prop_map(|(end, how)| Step::Shutdown { end, how }),
+        (end.clone(), forged()).prop_map(|(end, header)| Step::Forge { end, header }),
+        end.prop_map(|end| Step::Reset { end }),
+    ];
+    (
+        prop_oneof![Just(0u32), Just(1), Just(8)],
+        prop::collection::vec((0u32..100, step, rare), 1..200),
+    )
+        .prop_map(|(rate, steps)| {
+            let pick = |(dice, step, rare)| if dice < rate { rare } else { step };
+            steps.into_iter().map(pick).collect()
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn the_straight_path_goes_where_the_long_way_does(
+        buf_alloc in prop_oneof![Just(262_144u32), 1u32..9000, Just(65_536)],
+        other in prop_oneof![Just(262_144u32), 1u32..9000],
+        first_count in prop_oneof![Just(0u32), (u32::MAX - 3000)..],
+        steps in steps(),
+    ) {
+        let world = |detour| World::new(detour, [buf_alloc, other], first_count);
+        let (mut straight, mut long) = (world(false), world(true));
+        for step in &steps {
+            prop_assert_eq!(straight.step(step), long.step(step), "{:?}", step);
+            prop_assert_eq!(straight.state(), long.state(), "{:?}", step);
+        }
+    }
+}

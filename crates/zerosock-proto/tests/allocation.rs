@@ -62,6 +62,9 @@ fn exchange(from: &mut Shard, to: &mut Shard, flow: FlowId) -> u64 {
         let len = reservation.len();
         let header = from.commit(reservation, len, 0).unwrap();
         receive(to, &header);
+        if let Ok(header) = from.send_now(flow, 64, 0) {
+            receive(to, &header);
+        }
     }
     from.send(flow, 100_000, 0).unwrap();
     for _ in 0..16 {

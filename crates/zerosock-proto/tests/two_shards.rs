@@ -101,6 +101,10 @@ enum Step {
     Cancel {
         end: usize,
     },
+    SendNow {
+        end: usize,
+        len: u32,
+    },
     Consume {
         end: usize,
         bytes: u32,
@@ -340,6 +344,7 @@ impl World {
             | Step::Reserve { end, .. }
             | Step::Commit { end, .. }
             | Step::Cancel { end }
+            | Step::SendNow { end, .. }
             | Step::Consume { end, .. }
             | Step::Buffer { end, .. }
             | Step::Shutdown { end, .. }
@@ -374,6 +379,13 @@ impl World {
             Step::Cancel { .. } => {
                 if let Some(reservation) = end.held.pop() {
                     shard.cancel(reservation);
+                }
+            }
+            Step::SendNow { len, .. } => {
+                if let Ok(header) = shard.send_now(id, len, 0) {
+                    assert!(header.len > 0 && header.len <= len);
+                    self.wires[side].push_back((header, Some((number, end.sent))));
+                    end.sent += u64::from(header.len);
                 }
             }
             Step::Consume { bytes, .. } => {
@@ -503,6 +515,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         6 => (end.clone(), len.clone()).prop_map(|(end, max)| Step::Reserve { end, max }),
         6 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Commit { end, len }),
         1 => end.clone().prop_map(|end| Step::Cancel { end }),
+        6 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::SendNow { end, len }),
         10 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),
         1 => (end.clone(), 0u32..4000).prop_map(|(end, buf_alloc)| Step::Buffer { end, buf_alloc }),
         1 => (end.clone(), how).prop_map(|(end, how)| Step::Shutdown { end, how }),

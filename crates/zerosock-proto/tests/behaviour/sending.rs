@@ -248,3 +248,84 @@ fn empty_rw_is_dropped() {
     assert_eq!(guest.send(ours, 0, 0), Err(SendError::Empty));
     assert_eq!(guest.flow(ours).unwrap().tx_cnt, 1);
 }
+
+#[test]
+fn sending_now_is_reserving_and_committing() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    let header = guest.send_now(ours, 100, SEQ_EOM).unwrap();
+    assert!(is(&header, Op::Rw));
+    assert_eq!(
+        (header.len, header.flags),
+        (100, 0),
+        "streams have no flags"
+    );
+    let got = host.handle_packet(NOW, &header);
+    let deliver = Disposition::Deliver {
+        flow: theirs,
+        len: 100,
+        flags: 0,
+    };
+    assert_eq!(got, deliver);
+    assert_eq!(guest.flow(ours).unwrap().send_credit, 262_044);
+    assert_eq!(guest.send_now(ours, 0, 0), Err(ReserveError::Empty));
+    // A packet holds 64 KiB; what is left of the credit goes last.
+    let lens: Vec<u32> = core::iter::from_fn(|| guest.send_now(ours, u32::MAX, 0).ok())
+        .map(|header| header.len)
+        .collect();
+    assert_eq!(lens, [65536, 65536, 65536, 65436]);
+    assert_eq!(guest.send_now(ours, 1, 0), Err(ReserveError::NoCredit));
+    assert!(is(&self::header(&mut guest), Op::CreditRequest));
+    assert_eq!(guest.stats().sent_bytes, 262_144);
+    // Behind nothing that is queued, and not after the end.
+    let sent = host.send(theirs, 1, 0);
+    assert!(sent.is_ok());
+    assert_eq!(host.send_now(theirs, 1, 0), Err(ReserveError::NoCredit));
+    pump(&mut host, &mut guest);
+    assert_eq!(host.poll_event(), Some(Event::Writable { flow: theirs }));
+    assert_eq!(host.send_now(theirs, 1, 0).unwrap().len, 1);
+    host.shutdown(NOW, theirs, How::SEND).unwrap();
+    assert_eq!(host.send_now(theirs, 1, 0), Err(ReserveError::Shutdown));
+    pump(&mut host, &mut guest);
+    guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
+    guest.reset(ours).unwrap();
+    assert_eq!(guest.send_now(ours, 1, 0), Err(ReserveError::Stale));
+}
+
+#[test]
+fn what_is_sent_now_in_part_does_not_end_its_record() {
+    let (mut guest, mut host) = (guest(), host());
+    guest.set_seqpacket(true);
+    host.set_seqpacket(true);
+    let (ours, theirs) = open(&mut guest, &mut host, SocketType::SeqPacket);
+    let part = guest.send_now(ours, 65537, SEQ_EOM | SEQ_EOR).unwrap();
+    assert_eq!((part.len, part.flags), (65536, 0));
+    let rest = guest.send_now(ours, 1, SEQ_EOM | SEQ_EOR).unwrap();
+    assert_eq!((rest.len, rest.flags), (1, SEQ_EOM | SEQ_EOR));
+    for (header, flags) in [(part, 0), (rest, SEQ_EOM | SEQ_EOR)] {
+        let got = host.handle_packet(NOW, &header);
+        let deliver = Disposition::Deliver {
+            flow: theirs,
+            len: header.len,
+            flags,
+        };
+        assert_eq!(got, deliver);
+    }
+}
+
+/// A header with our credit is as good as an update, whoever makes it.
+#[test]
+fn what_is_sent_now_saves_an_update() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    for _ in 0..2 {
+        let header = guest.send_now(ours, 65536, 0).unwrap();
+        let _ = host.handle_packet(NOW, &header);
+    }
+    // Many packets' bytes at once.
+    host.consume(theirs, 131_072).unwrap();
+    assert!(host.has_transmit(), "half of the buffer");
+    let header = host.send_now(theirs, 1, 0).unwrap();
+    assert_eq!(header.fwd_cnt, 131_072);
+    assert!(!host.has_transmit());
+    let _ = guest.handle_packet(NOW, &header);
+    assert_eq!(guest.flow(ours).unwrap().send_credit, 262_144);
+}

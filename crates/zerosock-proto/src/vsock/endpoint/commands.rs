@@ -377,6 +377,49 @@ impl<S: BuildHasher> Shard<S> {
         result
     }
 
+    /// [`Shard::reserve`] and [`Shard::commit`] in one step, for payload that lies ready: the header
+    /// of a packet with as many of the `len` bytes as there is credit for now, to be written in
+    /// front of them before any other header of this shard. Its `len` says how many; the others are
+    /// to be sent later. `flags` go with the last byte: they stand in a header of all `len` only.
+    ///
+    /// # Errors
+    /// See [`ReserveError`]; after `NoCredit`
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    #[inline(always)]
+    pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
+        if self.goes_straight()
+            && let Some(connection) = self.table.get_mut(flow)
+            && connection.may_send()
+            && !connection.control.response
+            && !connection.control.credit_update
+            && connection.is_quiet()
+        {
+            let sent = connection.tx.send(len);
+            if sent > 0 {
+                let flags = if sent == len { flags } else { 0 };
+                let flags = connection.message_flags(flags);
+                self.stats.sent_bytes += u64::from(sent);
+                return Ok(connection.header(Op::Rw, sent, flags));
+            }
+        }
+        let sent = self.send_now_other(flow, len)?;
+        let flags = if sent == len { flags } else { 0 };
+        self.header_again(flow, sent, flags)
+            .ok_or(ReserveError::Stale)
+    }
+
+    /// As [`Shard::send_now`], with all that can be the matter, but for the header itself: how many
+    /// bytes it tells of.
+    #[cold]
+    #[inline(never)]
+    fn send_now_other(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
+        let Reservation { flow, len } = self.reserve(flow, len)?;
+        // Cannot fail: nothing has happened since.
+        self.commit_other(flow, len, len)
+            .map_err(|_| ReserveError::Stale)?;
+        Ok(len)
+    }
+
     /// Gives a reservation back.
     pub fn cancel(&mut self, reservation: Reservation) {
         if let Some(connection) = self.table.get_mut(reservation.flow) {

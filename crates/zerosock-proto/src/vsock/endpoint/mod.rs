@@ -6,8 +6,8 @@
 //! [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state table
 //! says.
 //!
-//! What most packets need has a *straight path*: `handle_packet`, `commit`
-//! and `consume` first ask whether all is as usual (connected, open,
+//! What most packets need has a *straight path*: `handle_packet`, `commit`,
+//! `send_now` and `consume` first ask whether all is as usual (connected, open,
 //! credit there, nobody waiting) and if so touch what changes and nothing
 //! else. Everything else is in a function behind it, `*_other`, which is right
 //! without the straight path as well: a test runs both and compares.
@@ -62,7 +62,7 @@ use crate::wire::vsock::{Repr, SocketType};
 ///   [`handle_transport_reset`](Shard::handle_transport_reset);
 /// - *commands* tell it what is wanted: [`connect`](Shard::connect),
 ///   [`listen`](Shard::listen), [`accept`](Shard::accept), [`send`](Shard::send),
-///   [`reserve`](Shard::reserve), [`consume`](Shard::consume),
+///   [`reserve`](Shard::reserve), [`send_now`](Shard::send_now), [`consume`](Shard::consume),
 ///   [`shutdown`](Shard::shutdown), ...;
 /// - *`poll_*`* ask what is to be done: [`poll_event`](Shard::poll_event),
 ///   [`poll_transmit`](Shard::poll_transmit), [`poll_timeout`](Shard::poll_timeout).
@@ -75,7 +75,7 @@ use crate::wire::vsock::{Repr, SocketType};
 /// What must hold:
 ///
 /// - Packets are handled in the order in which they came, and headers go out
-///   in the order in which `poll_transmit` and `commit` returned
+///   in the order in which `poll_transmit`, `commit` and `send_now` returned
 ///   them.
 /// - While `is_backlogged`, packets wait in the peer's queue: answers that
 ///   belong to no connection have a bounded place. It clears as `poll_transmit`
@@ -89,7 +89,8 @@ use crate::wire::vsock::{Repr, SocketType};
 ///   nothing.
 ///
 /// Payload takes one of two ways out. *In place*: `reserve`, fill the packet's
-/// buffer, `commit`, write the header in front. *Queued*: `send`, and
+/// buffer, `commit`, write the header in front; or, when the payload is there
+/// and its length known, `send_now` for both. *Queued*: `send`, and
 /// `poll_transmit` names the [`Span`](super::Span) to put behind each header;
 /// report it with `handle_released` when its memory is free again. Both keep
 /// the order of their calls within one connection.

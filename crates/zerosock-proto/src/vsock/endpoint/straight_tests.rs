@@ -17,6 +17,7 @@ enum Step {
     Reserve { end: usize, max: u32 },
     Commit { end: usize, len: u32, flags: u32 },
     Cancel { end: usize },
+    SendNow { end: usize, len: u32, flags: u32 },
     Send { end: usize, len: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
@@ -143,6 +144,7 @@ impl World {
         let (Step::Reserve { end, .. }
         | Step::Commit { end, .. }
         | Step::Cancel { end }
+        | Step::SendNow { end, .. }
         | Step::Send { end, .. }
         | Step::Consume { end, .. }
         | Step::Buffer { end, .. }
@@ -186,6 +188,11 @@ impl World {
                     shard.cancel(reservation);
                 }
                 String::new()
+            }
+            Step::SendNow { len, flags, .. } => {
+                let result = shard.send_now(flow, len, flags);
+                self.wires[side].extend(result);
+                format!("{result:?}")
             }
             Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
             Step::Consume { bytes, .. } => {
@@ -251,9 +258,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let how = prop_oneof![Just(How::RECEIVE), Just(How::SEND), Just(How::BOTH)];
     let step = prop_oneof![
         9 => (end.clone(), len.clone()).prop_map(|(end, max)| Step::Reserve { end, max }),
-        9 => (end.clone(), len.clone(), flags)
+        9 => (end.clone(), len.clone(), flags.clone())
             .prop_map(|(end, len, flags)| Step::Commit { end, len, flags }),
         1 => end.clone().prop_map(|end| Step::Cancel { end }),
+        12 => (end.clone(), len.clone(), flags)
+            .prop_map(|(end, len, flags)| Step::SendNow { end, len, flags }),
         2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
         15 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),
         1 => (end.clone(), 0u32..9000).prop_map(|(end, buf_alloc)| Step::Buffer { end, buf_alloc }),

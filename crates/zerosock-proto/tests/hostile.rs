@@ -8,7 +8,9 @@ use proptest::prelude::*;
 use zerosock_proto::vsock::{
     Disposition, Event, FlowId, How, PortTable, Reservation, Shard, ShardConfig,
 };
-use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType, WireOp, WireType};
+use zerosock_proto::wire::vsock::{
+    HEADER_LEN, Op, Packet, Repr, SEQ_EOM, SEQ_EOR, SocketType, WireOp, WireType,
+};
 use zerosock_proto::{Address, Cid, Duration, Instant, Port};
 
 const GUEST: Cid = Cid::new(3);
@@ -192,7 +194,10 @@ impl Caller {
                 if let Some(reservation) = self.held.pop() {
                     let most = reservation.len();
                     if let Ok(header) = shard.commit(reservation, len, u32::MAX) {
-                        assert!(header.len == len && len <= most && header.flags == 0);
+                        assert!(header.len == len && len <= most);
+                        let record = header.socket_type == SocketType::SeqPacket.into();
+                        let flags = if record { SEQ_EOM | SEQ_EOR } else { 0 };
+                        assert_eq!(header.flags, flags);
                     }
                 }
             }

@@ -18,7 +18,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::task;
 use std::thread::{self, Thread};
 use std::time::Instant;
 
@@ -97,7 +96,8 @@ enum Who {
     /// Sleeps in [`Core::wait`].
     Thread(Thread),
     /// A task of an executor; told once.
-    Task(task::Waker),
+    #[cfg(feature = "tokio")]
+    Task(std::task::Waker),
     /// Polls the descriptor, by [`AsFd`]; told once.
     Descriptor,
 }
@@ -126,6 +126,9 @@ pub(crate) struct Core {
     /// The engine's descriptor, once more: to be slept on without the lock.
     fd: OwnedFd,
     trust: Option<Trust>,
+    /// The task that works for async sockets, while there are any.
+    #[cfg(feature = "tokio")]
+    reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
 }
 
 /// How a wait has gone so far.
@@ -165,6 +168,8 @@ impl Core {
             waker: engine.waker(),
             knocking: AtomicU32::new(0),
             trust,
+            #[cfg(feature = "tokio")]
+            reactor: Mutex::default(),
             state: Mutex::new(State {
                 engine,
                 sleeper: None,
@@ -335,8 +340,24 @@ impl Core {
         locked
     }
 
+    /// Where the task of async sockets is known.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn reactor(&self) -> &Mutex<std::sync::Weak<super::tokio::Reactor>> {
+        &self.reactor
+    }
+
+    /// Tells nobody of `interest` any more: its socket goes.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn forget_tasks(&self, interest: Interest) {
+        self.lock()
+            .state()
+            .waiters
+            .retain(|waiter| waiter.interest != interest || !matches!(waiter.who, Who::Task(_)));
+    }
+
     /// Tells `task` when something happens to `interest`. To be called before the last look.
-    pub(crate) fn enlist_task(&self, interest: Interest, task: &task::Waker) {
+    #[cfg(feature = "tokio")]
+    pub(crate) fn enlist_task(&self, interest: Interest, task: &std::task::Waker) {
         let mut locked = self.lock();
         let state = locked.state();
         let known = state.waiters.iter().any(|waiter| {
@@ -570,6 +591,7 @@ impl Who {
         match self {
             Who::Thread(_) if asleep_on_descriptor => ring(waker),
             Who::Thread(thread) => thread.unpark(),
+            #[cfg(feature = "tokio")]
             Who::Task(task) => task.wake_by_ref(),
             Who::Descriptor => ring(waker),
         }

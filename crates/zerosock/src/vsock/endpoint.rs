@@ -78,6 +78,12 @@ impl Endpoint {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
 
+    /// Sends the request; who asks waits himself.
+    #[cfg(feature = "tokio")]
+    pub(super) fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
+        begin_connect(&self.core, peer, self.wait)
+    }
+
     /// Listens on `port` of our CID. At most `backlog` connections wait to be accepted; further
     /// ones are refused.
     ///
@@ -168,6 +174,16 @@ impl EndpointBuilder {
     }
 }
 
+/// Sends the request. The stream that it gives is connecting.
+pub(super) fn begin_connect(core: &Arc<Core>, peer: Address, wait: Wait) -> io::Result<Stream> {
+    let mut locked = core.lock();
+    let engine = locked.engine();
+    let id = engine.connect(Port::ANY, peer).map_err(of_connect)?;
+    engine.flush();
+    let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
+    Ok(Stream::new(core.clone(), id, &info, wait))
+}
+
 /// Connects and waits for the answer.
 pub(super) fn connect(
     core: &Arc<Core>,
@@ -175,36 +191,25 @@ pub(super) fn connect(
     wait: Wait,
     timeout: Duration,
 ) -> io::Result<Stream> {
-    let id = {
-        let mut locked = core.lock();
-        let id = locked
-            .engine()
-            .connect(Port::ANY, peer)
-            .map_err(of_connect)?;
-        locked.engine().flush();
-        id
-    };
+    let stream = begin_connect(core, peer, wait)?;
     // The protocol core gives up first; this is for a peer whose side does not move at all.
     let patience = Patience {
         wait: Some(wait),
         deadline: Some(Instant::now() + timeout + Duration::from_secs(1)),
     };
-    let info = core.wait(Interest::Conn(id), patience, |engine| {
-        let info = engine.info(id)?;
-        (info.state != StreamState::Connecting).then_some(info)
+    let state = core.wait(Interest::Conn(stream.id), patience, |engine| {
+        let state = engine.info(stream.id)?.state;
+        (state != StreamState::Connecting).then_some(state)
     });
-    let error = match info {
+    match state {
         // Also one that the peer has ended since: its bytes may wait.
-        Ok(info) if info.state != StreamState::Reset => {
-            return Ok(Stream::new(core.clone(), id, &info, wait));
+        Ok(StreamState::Reset) => Err(io::ErrorKind::ConnectionRefused.into()),
+        Ok(_) => Ok(stream),
+        Err(fault) => {
+            stream.reset();
+            Err(fault.into())
         }
-        Ok(_) => io::ErrorKind::ConnectionRefused.into(),
-        Err(fault) => fault.into(),
-    };
-    let mut locked = core.lock();
-    locked.engine().abort(id);
-    locked.engine().flush();
-    Err(error)
+    }
 }
 
 pub(super) fn listen(

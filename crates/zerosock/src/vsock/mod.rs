@@ -31,6 +31,8 @@ mod message;
 mod poller;
 pub(crate) mod sockets;
 mod stream;
+#[cfg(feature = "tokio")]
+pub mod tokio;
 mod waiting;
 
 pub use endpoint::{AttachError, Endpoint, EndpointBuilder};

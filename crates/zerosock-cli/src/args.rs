@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
-use crate::{demo, guest, nc, serve};
+use crate::{bench, demo, guest, nc, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -23,6 +23,9 @@ pub(crate) enum Command {
     Serve(Box<serve::args::ServeArgs>),
     Nc(nc::args::NcArgs),
     Demo(demo::args::DemoArgs),
+    Bench(bench::args::BenchArgs),
+    #[command(hide = true)]
+    BenchWorker(bench::args::WorkerArgs),
     #[command(hide = true)]
     Guest(guest::GuestArgs),
 }

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod bench;
 mod demo;
 mod duration;
 mod failure;
@@ -31,6 +32,8 @@ fn main() -> ExitCode {
         Command::Serve(flags) => serve::main(*flags),
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
+        Command::Bench(flags) => bench::main(flags),
+        Command::BenchWorker(flags) => bench::worker(&flags),
         Command::Guest(flags) => guest::main(flags),
     };
     match outcome {

@@ -1,0 +1,62 @@
+//! Where programs of peers are kept, and how they get there.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// `$ZEROSOCK_CACHE/peers`, else `peers` in the user's cache directory for zerosock.
+pub(crate) fn root() -> PathBuf {
+    let named = std::env::var_os("ZEROSOCK_CACHE").map(PathBuf::from);
+    let cache = || {
+        let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache"));
+        std::env::var_os("XDG_CACHE_HOME")
+            .map(PathBuf::from)
+            .or_else(home)
+            .unwrap_or_else(std::env::temp_dir)
+            .join("zerosock")
+    };
+    named.unwrap_or_else(cache).join("peers")
+}
+
+/// A peer's program: the one that `variable` names, else the installed one, else one on the PATH.
+/// The error is what to do.
+pub(crate) fn find(variable: &str, program: &str) -> Result<PathBuf, String> {
+    if let Some(named) = std::env::var_os(variable).map(PathBuf::from) {
+        return if named.is_file() {
+            Ok(named)
+        } else {
+            Err(format!("{variable} names {}: no file", named.display()))
+        };
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::iter::once(root().join("bin"))
+        .chain(std::env::split_paths(&path))
+        .map(|dir| dir.join(program))
+        .find(|program| program.is_file())
+        .ok_or_else(|| {
+            format!(
+                "{program} is not installed: add --install-peers, or set {variable} to its path"
+            )
+        })
+}
+
+/// Runs `cargo install` with the root below the cache; its output goes to standard error.
+pub(crate) fn cargo_install(what: &str, arguments: &[&OsStr]) -> Result<(), String> {
+    eprintln!(
+        "installing {what} with cargo install into {}",
+        root().display()
+    );
+    let status = Command::new("cargo")
+        .args(["install", "--locked", "--root"])
+        .arg(root())
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .status()
+        .map_err(|error| format!("cargo install {what}: {error}"))?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("cargo install {what}: {status}"))
+    }
+}

@@ -1,0 +1,122 @@
+//! Rounds: everybody once in each, taking turns at going first, and what comes of it.
+//!
+//! What must hold: contestants alternate within one run, so that a machine that drifts drifts for
+//! all of them; one that fails is out from then on, with its reason, and the others go on.
+
+/// Median, best and slowest of a contestant's rounds.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Spread {
+    pub(crate) median: f64,
+    pub(crate) best: f64,
+    pub(crate) slowest: f64,
+    /// In the order they were measured.
+    pub(crate) rounds: Vec<f64>,
+}
+
+impl Spread {
+    /// Of no rounds there is none.
+    pub(crate) fn of(rounds: Vec<f64>, higher_is_better: bool) -> Option<Spread> {
+        let mut sorted = rounds.clone();
+        sorted.sort_by(f64::total_cmp);
+        let (&least, &most) = (sorted.first()?, sorted.last()?);
+        let middle = sorted.len() / 2;
+        let median = if sorted.len() % 2 == 1 {
+            sorted[middle]
+        } else {
+            f64::midpoint(sorted[middle - 1], sorted[middle])
+        };
+        let (best, slowest) = if higher_is_better {
+            (most, least)
+        } else {
+            (least, most)
+        };
+        Some(Spread {
+            median,
+            best,
+            slowest,
+            rounds,
+        })
+    }
+}
+
+/// How many times better ours is than theirs: above 1 always means that ours is better.
+pub(crate) fn ratio(ours: f64, peer: f64, higher_is_better: bool) -> Option<f64> {
+    let ratio = if higher_is_better {
+        ours / peer
+    } else {
+        peer / ours
+    };
+    ratio.is_finite().then_some(ratio)
+}
+
+/// Runs `rounds` rounds of `contestants` contestants; `run(round, who)` is one measurement. Gives,
+/// for each, all its outcomes or the reason of its first failure.
+pub(crate) fn alternate<T>(
+    rounds: usize,
+    contestants: usize,
+    mut run: impl FnMut(usize, usize) -> Result<T, String>,
+) -> Vec<Result<Vec<T>, String>> {
+    let mut outcomes: Vec<_> = (0..contestants).map(|_| Ok(Vec::new())).collect();
+    for round in 0..rounds {
+        for step in 0..contestants {
+            let who = (round + step) % contestants;
+            let Some(Ok(so_far)) = outcomes.get_mut(who) else {
+                continue;
+            };
+            match run(round, who) {
+                Ok(outcome) => so_far.push(outcome),
+                Err(reason) => outcomes[who] = Err(reason),
+            }
+        }
+    }
+    outcomes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_the_middle_and_the_slowest_the_worst() {
+        let spread = Spread::of(vec![5.0, 1.0, 3.0], true).unwrap();
+        assert_eq!(
+            (spread.median, spread.best, spread.slowest),
+            (3.0, 5.0, 1.0)
+        );
+        assert_eq!(spread.rounds, [5.0, 1.0, 3.0]);
+        let spread = Spread::of(vec![4.0, 1.0, 3.0, 100.0], false).unwrap();
+        assert_eq!(
+            (spread.median, spread.best, spread.slowest),
+            (3.5, 1.0, 100.0)
+        );
+        assert_eq!(Spread::of(Vec::new(), true), None);
+    }
+
+    #[test]
+    fn a_ratio_above_one_is_better_for_us() {
+        assert_eq!(ratio(10.0, 5.0, true), Some(2.0));
+        assert_eq!(ratio(5.0, 10.0, false), Some(2.0));
+        assert_eq!(ratio(1.0, 0.0, true), None);
+    }
+
+    #[test]
+    fn contestants_take_turns_and_one_that_fails_is_out_alone() {
+        let mut order = Vec::new();
+        let outcomes = alternate(3, 3, |round, who| {
+            order.push(who);
+            match (round, who) {
+                (1, 2) => Err("broke".to_owned()),
+                _ => Ok(round * 10 + who),
+            }
+        });
+        assert_eq!(order, [0, 1, 2, 1, 2, 0, 0, 1]);
+        assert_eq!(
+            outcomes,
+            [
+                Ok(vec![0, 10, 20]),
+                Ok(vec![1, 11, 21]),
+                Err("broke".to_owned())
+            ]
+        );
+    }
+}

@@ -1,0 +1,4 @@
+//! The tables: which cases, against whom, in what unit.
+
+pub(crate) mod device;
+pub(crate) mod local;

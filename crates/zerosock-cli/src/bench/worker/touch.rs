@@ -1,0 +1,352 @@
+//! What every message consists of, so that a receiver can tell each byte, and at memory speed.
+//!
+//! A message is a row of 64-bit lanes that count up by an odd step from a base made of the
+//! message's number. A lost, doubled, swapped, shifted or damaged message or lane differs from
+//! what was expected. Both loops below are plain additions and comparisons of neighbouring lanes,
+//! which the compiler turns into vector instructions: the cost is that of the memory, not ours.
+
+/// What neighbouring lanes differ by.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+/// What the first lanes of neighbouring messages differ by. Odd, and no small multiple of `STEP`:
+/// a message looks like no shifted neighbour.
+const STRIDE: u64 = 0xd1b5_4a32_d192_ed03;
+const LANE: usize = 8;
+
+/// What went wrong, for people. Only built when something did.
+pub(crate) type Fault = String;
+
+/// One message to be sent: its number in the stream, its length, whether it is the last.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Message {
+    pub(crate) number: u64,
+    pub(crate) len: usize,
+    pub(crate) last: bool,
+}
+
+/// What a received message was.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Seen {
+    /// The expected one; more follow.
+    Next,
+    /// The expected one, and the last.
+    Last,
+}
+
+impl Message {
+    /// Writes the whole message.
+    #[inline]
+    pub(crate) fn write(self, out: &mut [u8]) {
+        write(self.base(), 0, out);
+    }
+
+    /// Writes the part of the message that begins `offset` bytes into it.
+    #[inline]
+    pub(crate) fn write_part(self, offset: usize, out: &mut [u8]) {
+        write(self.base(), offset as u64, out);
+    }
+
+    /// The lane at `index`, for who writes a message lane by lane.
+    #[inline]
+    #[allow(
+        dead_code,
+        reason = "used by the programs of peers that include this folder"
+    )]
+    pub(crate) fn lane(self, index: u64) -> u64 {
+        lane(self.base(), index)
+    }
+
+    #[inline]
+    fn base(self) -> u64 {
+        let base = self.number.wrapping_add(1).wrapping_mul(STRIDE);
+        if self.last { !base } else { base }
+    }
+}
+
+/// The check of one message, which may come in several parts.
+#[derive(Debug)]
+pub(crate) struct Check {
+    number: u64,
+    len: usize,
+    base: u64,
+    at: usize,
+    /// Bits that differed anywhere.
+    wrong: u64,
+    last: bool,
+}
+
+impl Check {
+    /// The check of message `number`, which has `len` bytes.
+    #[inline]
+    pub(crate) fn new(number: u64, len: usize) -> Check {
+        let expected = Message {
+            number,
+            len,
+            last: false,
+        };
+        Check {
+            number,
+            len,
+            base: expected.base(),
+            at: 0,
+            wrong: 0,
+            last: false,
+        }
+    }
+
+    /// Bytes of the message still to come.
+    #[inline]
+    pub(crate) fn missing(&self) -> usize {
+        self.len - self.at
+    }
+
+    /// Reads every byte of the next part. The first part has to hold a lane: it tells the last
+    /// message from others.
+    #[inline]
+    pub(crate) fn part(&mut self, bytes: &[u8]) {
+        if self.at == 0
+            && let Some(first) = bytes.first_chunk::<LANE>()
+            && u64::from_le_bytes(*first) == !self.base
+        {
+            self.last = true;
+            self.base = !self.base;
+        }
+        if bytes.len() > self.missing() {
+            self.wrong = u64::MAX;
+            return;
+        }
+        self.wrong |= difference(self.base, self.at as u64, bytes);
+        self.at += bytes.len();
+    }
+
+    /// The verdict, when all parts were read.
+    ///
+    /// # Errors
+    /// The message is another one than expected, or not as it was sent.
+    #[inline]
+    pub(crate) fn finish(self) -> Result<Seen, Fault> {
+        if self.wrong != 0 || self.missing() != 0 {
+            return Err(self.fault());
+        }
+        Ok(if self.last { Seen::Last } else { Seen::Next })
+    }
+
+    #[cold]
+    fn fault(&self) -> Fault {
+        if self.missing() != 0 {
+            format!(
+                "message {} has {} bytes too few, or too many came",
+                self.number,
+                self.missing()
+            )
+        } else {
+            format!(
+                "message {} of {} bytes is lost, doubled or damaged",
+                self.number, self.len
+            )
+        }
+    }
+}
+
+/// A stream of bytes without borders, each known by its position: for what goes through
+/// programs that cut as they please.
+pub(crate) mod stream {
+    use super::{Fault, difference, write};
+
+    const BASE: u64 = super::STRIDE;
+
+    /// Writes what belongs `position` bytes into the stream.
+    #[inline]
+    pub(crate) fn fill(position: u64, out: &mut [u8]) {
+        write(BASE, position, out);
+    }
+
+    /// Reads every byte of what came at `position`.
+    ///
+    /// # Errors
+    /// Some byte is not the one that belongs there.
+    #[inline]
+    pub(crate) fn check(position: u64, bytes: &[u8]) -> Result<(), Fault> {
+        match difference(BASE, position, bytes) {
+            0 => Ok(()),
+            _ => Err(format!("wrong bytes behind byte {position} of the stream")),
+        }
+    }
+}
+
+#[inline]
+fn lane(base: u64, index: u64) -> u64 {
+    base.wrapping_add(index.wrapping_mul(STEP))
+}
+
+/// Bytes from `offset` to the next border of a lane, at most `len`.
+#[inline]
+fn head(offset: u64, len: usize) -> usize {
+    let within = (offset % LANE as u64) as usize;
+    ((LANE - within) % LANE).min(len)
+}
+
+#[inline]
+fn write(base: u64, offset: u64, out: &mut [u8]) {
+    let (head, body) = out.split_at_mut(head(offset, out.len()));
+    write_bytes(base, offset, head);
+    let offset = offset + head.len() as u64;
+    let mut value = lane(base, offset / LANE as u64);
+    let (lanes, tail) = body.as_chunks_mut::<LANE>();
+    let end = offset + (lanes.len() * LANE) as u64;
+    for lane in lanes {
+        *lane = value.to_le_bytes();
+        value = value.wrapping_add(STEP);
+    }
+    write_bytes(base, end, tail);
+}
+
+/// Fewer bytes than a lane, none of them in two lanes.
+#[inline]
+fn write_bytes(base: u64, offset: u64, out: &mut [u8]) {
+    if out.is_empty() {
+        return;
+    }
+    let bytes = lane(base, offset / LANE as u64).to_le_bytes();
+    let within = (offset % LANE as u64) as usize;
+    out.copy_from_slice(&bytes[within..within + out.len()]);
+}
+
+/// The bits in which `bytes`, `offset` bytes into a message, differ from the message, or-ed.
+#[inline]
+fn difference(base: u64, offset: u64, bytes: &[u8]) -> u64 {
+    let (head, body) = bytes.split_at(head(offset, bytes.len()));
+    let mut wrong = difference_bytes(base, offset, head);
+    let offset = offset + head.len() as u64;
+    let mut value = lane(base, offset / LANE as u64);
+    let (lanes, tail) = body.as_chunks::<LANE>();
+    for lane in lanes {
+        wrong |= u64::from_le_bytes(*lane) ^ value;
+        value = value.wrapping_add(STEP);
+    }
+    let end = offset + (lanes.len() * LANE) as u64;
+    wrong | difference_bytes(base, end, tail)
+}
+
+#[inline]
+fn difference_bytes(base: u64, offset: u64, bytes: &[u8]) -> u64 {
+    if bytes.is_empty() {
+        return 0;
+    }
+    let expected = lane(base, offset / LANE as u64).to_le_bytes();
+    let within = (offset % LANE as u64) as usize;
+    let same = expected[within..within + bytes.len()] == *bytes;
+    u64::from(!same)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sent(number: u64, len: usize, last: bool) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        Message { number, len, last }.write(&mut bytes);
+        bytes
+    }
+
+    fn verdict(number: u64, bytes: &[u8]) -> Result<Seen, Fault> {
+        let mut check = Check::new(number, bytes.len());
+        check.part(bytes);
+        check.finish()
+    }
+
+    #[test]
+    fn what_was_sent_is_recognised_and_so_is_the_last() {
+        for len in [8, 64, 100, 4096] {
+            for number in [0, 1, 77, u64::MAX] {
+                assert_eq!(verdict(number, &sent(number, len, false)), Ok(Seen::Next));
+                assert_eq!(verdict(number, &sent(number, len, true)), Ok(Seen::Last));
+            }
+        }
+    }
+
+    #[test]
+    fn a_lost_doubled_or_swapped_message_is_seen() {
+        for len in [8, 64, 4096] {
+            for number in 1..100 {
+                assert!(
+                    verdict(number, &sent(number + 1, len, false)).is_err(),
+                    "lost"
+                );
+                assert!(
+                    verdict(number, &sent(number - 1, len, false)).is_err(),
+                    "doubled"
+                );
+                assert!(
+                    verdict(number, &sent(number + 1, len, true)).is_err(),
+                    "lost, then last"
+                );
+            }
+        }
+        let message = sent(5, 4096, false);
+        let mut swapped = message.clone();
+        swapped.rotate_left(2048);
+        assert!(verdict(5, &swapped).is_err());
+        let mut repeated = message.clone();
+        repeated.copy_within(0..64, 64);
+        assert!(verdict(5, &repeated).is_err());
+    }
+
+    #[test]
+    fn every_single_damaged_bit_is_seen() {
+        for last in [false, true] {
+            let good = sent(3, 75, last);
+            for at in 0..good.len() {
+                for bit in 0..8 {
+                    let mut bad = good.clone();
+                    bad[at] ^= 1 << bit;
+                    assert!(verdict(3, &bad).is_err(), "byte {at}, bit {bit}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_message_of_the_wrong_length_is_seen() {
+        let bytes = sent(9, 128, false);
+        let mut short = Check::new(9, 128);
+        short.part(&bytes[..120]);
+        assert_eq!(short.missing(), 8);
+        assert!(short.finish().is_err());
+        let mut long = Check::new(9, 120);
+        long.part(&bytes);
+        assert!(long.finish().is_err());
+    }
+
+    #[test]
+    fn parts_are_as_good_as_the_whole() {
+        let message = Message {
+            number: 8,
+            len: 1000,
+            last: true,
+        };
+        for cut in [8, 9, 64, 501, 992] {
+            let mut bytes = vec![0; message.len];
+            let (first, second) = bytes.split_at_mut(cut);
+            message.write_part(0, first);
+            message.write_part(cut, second);
+            assert_eq!(bytes, sent(8, 1000, true));
+            let mut check = Check::new(8, message.len);
+            check.part(&bytes[..cut]);
+            check.part(&bytes[cut..]);
+            assert_eq!(check.finish(), Ok(Seen::Last));
+        }
+    }
+
+    #[test]
+    fn a_stream_may_be_cut_anywhere_and_a_shift_is_seen() {
+        let mut whole = vec![0; 300];
+        stream::fill(1000, &mut whole);
+        for cut in 0..=whole.len() {
+            assert_eq!(stream::check(1000, &whole[..cut]), Ok(()));
+            assert_eq!(stream::check(1000 + cut as u64, &whole[cut..]), Ok(()));
+        }
+        for shift in 1..64 {
+            assert!(stream::check(1000 + shift, &whole).is_err(), "{shift}");
+        }
+    }
+}

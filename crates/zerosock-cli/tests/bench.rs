@@ -1,0 +1,125 @@
+//! `zerosock bench` as a process: every row is there, peers that are not are named, and the file
+//! has the promised shape. Nothing is said about how fast anything is.
+
+mod process;
+
+use std::fs;
+use std::path::Path;
+
+use process::{Running, zerosock};
+use serde_json::Value;
+
+/// Runs `zerosock bench ARGUMENTS --quick --json FILE` where no peer is installed.
+fn bench(arguments: &[&str]) -> (Value, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("figures.json");
+    let mut command = zerosock();
+    command
+        .arg("bench")
+        .args(arguments)
+        .args(["--quick", "--json"])
+        .arg(&file)
+        .env("ZEROSOCK_CACHE", dir.path())
+        .env("ZEROSOCK_PEER_ICEORYX2", dir.path().join("nowhere"))
+        .env("VHOST_DEVICE_VSOCK", dir.path().join("nowhere"));
+    let ended = Running::start(&mut command).finish();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    let text = String::from_utf8(ended.stdout).unwrap();
+    (json(&file), text)
+}
+
+fn json(file: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
+}
+
+/// What holds for the rows of every table.
+fn check_rows(table: &Value) {
+    assert!(table["machine"].as_str().unwrap().contains("Linux"));
+    let rows = table["rows"].as_array().unwrap();
+    assert!(!rows.is_empty());
+    for row in rows {
+        for key in ["name", "metric", "unit", "peer_name"] {
+            assert!(row[key].is_string(), "{key} of {row}");
+        }
+        let higher = row["higher_is_better"].as_bool().unwrap();
+        let figures = (row["ours"].as_f64(), row["peer"].as_f64());
+        match figures {
+            (Some(ours), Some(peer)) => {
+                assert!(ours > 0.0 && peer > 0.0, "{row}");
+                let ratio = row["ratio"].as_f64().unwrap();
+                assert_eq!(ratio > 1.0, (ours > peer) == higher, "{row}");
+                assert!(row["missing"].is_null());
+            }
+            _ => {
+                assert!(row["ratio"].is_null(), "{row}");
+                assert!(row["missing"].is_string(), "{row}");
+            }
+        }
+        for who in ["ours", "peer"].map(|who| (row[who].as_f64(), who)) {
+            if let (Some(median), who) = who {
+                let best = row[format!("{who}_best")].as_f64().unwrap();
+                let slowest = row[format!("{who}_slowest")].as_f64().unwrap();
+                let (least, most) = if higher {
+                    (slowest, best)
+                } else {
+                    (best, slowest)
+                };
+                assert!(least <= median && median <= most, "{row}");
+            }
+        }
+    }
+}
+
+fn is_missing(table: &Value, name: &str) -> bool {
+    let missing = table["missing"].as_array().unwrap();
+    missing
+        .iter()
+        .any(|one| one["name"].as_str().unwrap().starts_with(name) && one["reason"].is_string())
+}
+
+#[test]
+fn local_has_a_row_for_every_peer_and_names_the_missing() {
+    let (table, text) = bench(&["local"]);
+    assert_eq!(table["table"], "local");
+    check_rows(&table);
+    assert!(is_missing(&table, "iceoryx2"), "{}", table["missing"]);
+    assert!(text.contains("missing: iceoryx2"), "{text}");
+    let rows = table["rows"].as_array().unwrap();
+    for metric in [
+        "one-way latency",
+        "round trip",
+        "messages per second",
+        "throughput",
+    ] {
+        for peer in ["Unix stream", "TCP loopback", "pipe"] {
+            let row = rows
+                .iter()
+                .find(|row| row["metric"] == metric && row["peer_name"] == peer);
+            let row = row.unwrap_or_else(|| panic!("no {metric} against {peer}"));
+            assert!(
+                row["peer"].as_f64().is_some_and(|figure| figure > 0.0),
+                "{row}"
+            );
+        }
+    }
+    for name in [
+        "throughput, 4 KiB",
+        "throughput, 64 KiB",
+        "throughput, 1 MiB",
+    ] {
+        assert!(text.contains(name), "{text}");
+    }
+}
+
+#[test]
+fn device_measures_ourselves_and_the_ceiling_without_its_peer() {
+    let (table, _) = bench(&["device", "--case", "64 KiB"]);
+    check_rows(&table);
+    assert!(is_missing(&table, "vhost-device-vsock"));
+    let rows = table["rows"].as_array().unwrap();
+    assert!(rows.iter().all(|row| row["ours"].is_number()), "{rows:?}");
+    let ceilings = rows
+        .iter()
+        .filter(|row| row["peer_name"] == "bare Unix socket");
+    assert!(ceilings.count() >= 2, "{rows:?}");
+}

@@ -12,7 +12,8 @@ help:
 	@echo "              (ARGS='--json', ARGS='--file PATH', ...)"
 	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests"
 	@echo "              (ARGS='lint test' runs these stages only)"
-	@echo "make bench    device CPU per gigabyte, side by side with vhost-device-vsock"
+	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock"
+	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
 	@echo "make lint     rustfmt, clippy, the walls between the crates, licences"
 	@echo "make static   the static binary: $(STATIC)"
@@ -28,7 +29,7 @@ test:
 
 bench:
 	@scripts/need build
-	cargo bench -p zerosock-cli --bench device -- --install-peers $(ARGS)
+	cargo run --release -p zerosock-cli -- bench --install-peers $(or $(ARGS),local device rx)
 
 bench-vm:
 	@scripts/need demo

@@ -4,13 +4,17 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate,
+    memfd_create,
 };
+
+/// Bytes of a huge page, as [`create_huge`] asks for them.
+pub const HUGE_PAGE: u64 = 2 << 20;
 
 /// Makes a memory file of `len` zero bytes, closed on exec. `name` shows up in `/proc`.
 ///
-/// With `seal` the file can no longer shrink, and that seal cannot be lifted: whoever maps it
-/// need not fear SIGBUS.
+/// With `seal` the file keeps its length, and that cannot be lifted: whoever maps it need not fear
+/// SIGBUS.
 ///
 /// # Errors
 /// What memfd_create(2), ftruncate(2) and fcntl(2) F_ADD_SEALS answer.
@@ -18,9 +22,32 @@ pub fn create(name: &str, len: u64, seal: bool) -> io::Result<OwnedFd> {
     let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&fd, len)?;
     if seal {
-        fcntl_add_seals(&fd, SealFlags::SHRINK)?;
+        fix_length(&fd)?;
     }
     Ok(fd)
+}
+
+/// As [`create`], sealed, of pages of [`HUGE_PAGE`] bytes from the system's pool. All of them are
+/// taken out of the pool here, so that whoever touches them later finds them.
+///
+/// # Errors
+/// `InvalidInput` when `len` is no multiple of [`HUGE_PAGE`]; what fallocate(2) says when the pool
+/// has not that many, and memfd_create(2) when the kernel knows no such pages.
+pub fn create_huge(name: &str, len: u64) -> io::Result<OwnedFd> {
+    if !len.is_multiple_of(HUGE_PAGE) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = memfd_create(name, flags | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
+    fallocate(&fd, FallocateFlags::empty(), 0, len)?;
+    fix_length(&fd)?;
+    Ok(fd)
+}
+
+/// The length is for ever, and so are the seals.
+fn fix_length(fd: &OwnedFd) -> io::Result<()> {
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    Ok(fcntl_add_seals(fd, seals)?)
 }
 
 /// Whether the file can never become shorter. Files without seals (those on a disk), and those on
@@ -47,7 +74,22 @@ mod tests {
         assert!(is_shrink_sealed(&fd));
         assert!(is_memory(&fd));
         assert_eq!(ftruncate(&fd, 4096), Err(Errno::PERM));
-        ftruncate(&fd, 16384).unwrap();
+        assert_eq!(ftruncate(&fd, 16384), Err(Errno::PERM));
+        assert_eq!(fcntl_add_seals(&fd, SealFlags::WRITE), Err(Errno::PERM));
+    }
+
+    #[test]
+    fn huge_file_is_sealed_where_the_kernel_has_such_pages() {
+        create_huge("odd", HUGE_PAGE + 4096).unwrap_err();
+        match create_huge("huge", HUGE_PAGE) {
+            Ok(fd) => {
+                assert!(is_shrink_sealed(&fd));
+                assert!(is_memory(&fd));
+                assert_eq!(rustix::fs::fstat(&fd).unwrap().st_size as u64, HUGE_PAGE);
+                assert_eq!(ftruncate(&fd, 0), Err(Errno::PERM));
+            }
+            Err(error) => eprintln!("no huge pages here: {error}"),
+        }
     }
 
     #[test]

@@ -101,6 +101,8 @@ pub(crate) struct Arena {
     pub(crate) fd: OwnedFd,
     /// Its one region.
     pub(crate) region: RegionConfig,
+    /// It is made of huge pages.
+    pub(crate) huge_pages: bool,
     /// Places of the rings: rx, tx, event.
     pub(crate) rings: [DriverLayout; 3],
     /// Headers of received packets.
@@ -138,14 +140,15 @@ impl Arena {
         let tx_data = take(slots * tx_stride);
         let len = end - GUEST_BASE;
 
-        let fd = memfd::create("zerosock-driver", len, config.seal)?;
-        let region = RegionConfig {
-            guest_addr: GUEST_BASE,
-            user_addr: USER_BASE,
-            len,
-            fd_offset: 0,
+        let huge = match config.huge_pages && config.seal {
+            true => map_huge(len),
+            false => None,
         };
-        let memory = Memory::map(vec![(fd.try_clone()?, region)])?;
+        let huge_pages = huge.is_some();
+        let (fd, region, memory) = match huge {
+            Some(mapped) => mapped,
+            None => map(memfd::create("zerosock-driver", len, config.seal)?, len)?,
+        };
         let count = config.slots();
         let line = u64::from(HEADER_SLOT);
         let header = zerosock_proto::wire::vsock::HEADER_LEN as u32;
@@ -158,6 +161,7 @@ impl Arena {
             memory: Arc::new(memory),
             fd,
             region,
+            huge_pages,
             rings,
         })
     }
@@ -166,6 +170,27 @@ impl Arena {
     pub(crate) fn user_addr(&self, addr: u64) -> u64 {
         addr - GUEST_BASE + USER_BASE
     }
+}
+
+type Mapped = (OwnedFd, RegionConfig, Memory);
+
+/// The memory in huge pages, if the system has as many to give.
+fn map_huge(len: u64) -> Option<Mapped> {
+    // Whole pages: a part of one could not be unmapped.
+    let len = len.next_multiple_of(memfd::HUGE_PAGE);
+    let fd = memfd::create_huge("zerosock-driver", len).ok()?;
+    map(fd, len).ok()
+}
+
+fn map(fd: OwnedFd, len: u64) -> Result<Mapped, ArenaError> {
+    let region = RegionConfig {
+        guest_addr: GUEST_BASE,
+        user_addr: USER_BASE,
+        len,
+        fd_offset: 0,
+    };
+    let memory = Memory::map(vec![(fd.try_clone()?, region)])?;
+    Ok((fd, region, memory))
 }
 
 fn pages(len: u64) -> u64 {

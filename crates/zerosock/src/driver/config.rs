@@ -11,7 +11,8 @@ use super::arena::HEADER_SLOT;
 /// be changed before [`Driver::attach`](super::Driver::attach).
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
-    /// Path of the device's vhost-user control socket.
+    /// Path of the device's vhost-user control socket; unused by
+    /// [`Driver::attach_over`](super::Driver::attach_over), which has one.
     pub socket: PathBuf,
     /// Entries of each virtqueue: a power of two, 8 to 32768. A packet takes
     /// two of them, one for the header and one for the payload.
@@ -32,9 +33,20 @@ pub struct DriverConfig {
     pub control_timeout: Duration,
     /// Whether to negotiate VIRTIO_RING_F_EVENT_IDX.
     pub event_idx: bool,
+    /// Whether to take the memory from the system's pool of huge pages, if that
+    /// has enough; [`Driver::huge_pages`](super::Driver::huge_pages) tells what
+    /// became of it. Only with `seal`.
+    pub huge_pages: bool,
     /// Whether to seal the memory against shrinking. Only a test that wants
     /// to pull memory away from under a device says no.
     pub seal: bool,
+}
+
+impl Default for DriverConfig {
+    /// The settings of a Linux guest, for a device that is connected already.
+    fn default() -> DriverConfig {
+        DriverConfig::new("")
+    }
 }
 
 impl DriverConfig {
@@ -50,6 +62,7 @@ impl DriverConfig {
             connect_timeout: Duration::from_secs(2),
             control_timeout: Duration::from_secs(10),
             event_idx: true,
+            huge_pages: true,
             seal: true,
         }
     }

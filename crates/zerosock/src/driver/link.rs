@@ -7,6 +7,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
@@ -102,7 +103,17 @@ pub(crate) struct Link {
 impl Link {
     /// Connects and negotiates; no queue runs yet.
     pub(crate) fn connect(config: &DriverConfig) -> Result<Link, AttachError> {
-        let mut frontend = Frontend::connect(&config.socket, config.control_timeout)?;
+        let frontend = Frontend::connect(&config.socket, config.control_timeout)?;
+        Link::negotiate(frontend, config)
+    }
+
+    /// As [`Link::connect`], over a socket that is connected already.
+    pub(crate) fn over(socket: UnixStream, config: &DriverConfig) -> Result<Link, AttachError> {
+        let frontend = Frontend::from_stream(socket, config.control_timeout)?;
+        Link::negotiate(frontend, config)
+    }
+
+    fn negotiate(mut frontend: Frontend, config: &DriverConfig) -> Result<Link, AttachError> {
         let mut wanted = F_VERSION_1 | F_STREAM;
         if config.event_idx {
             wanted |= F_EVENT_IDX;

@@ -49,6 +49,7 @@ mod watch;
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time;
 
@@ -61,6 +62,7 @@ pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
+pub(crate) use frontend::timespec;
 pub use frontend::{Frontend, FrontendError, VringAddr};
 pub use link::AttachError;
 pub use queues::QueueSetupError;
@@ -131,11 +133,26 @@ impl Driver {
     /// Makes the memory, connects to the device at `config.socket`, negotiates
     /// and starts the queues.
     pub fn attach(config: DriverConfig) -> Result<Driver, AttachError> {
+        Driver::build(config, Link::connect)
+    }
+
+    /// As [`attach`](Driver::attach), over a vhost-user socket that is connected
+    /// already, as a process gets it that [attaches](crate::attach) to a daemon.
+    /// Such a device cannot be had again:
+    /// [`reconnect`](Driver::reconnect) would go to `config.socket`.
+    pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {
+        Driver::build(config, |config| Link::over(socket, config))
+    }
+
+    fn build(
+        config: DriverConfig,
+        connect: impl FnOnce(&DriverConfig) -> Result<Link, AttachError>,
+    ) -> Result<Driver, AttachError> {
         config.check()?;
         let arena = Arena::new(&config)?;
         let bells = Doorbells::new()?;
         let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
-        let mut link = Link::connect(&config)?;
+        let mut link = connect(&config)?;
         watch
             .device(link.frontend.as_fd())
             .map_err(AttachError::Eventfd)?;
@@ -251,6 +268,11 @@ impl Driver {
     /// Our CID, by the device's configuration space.
     pub fn cid(&self) -> Cid {
         self.cid
+    }
+
+    /// Whether our memory is made of huge pages.
+    pub fn huge_pages(&self) -> bool {
+        self.store.arena.huge_pages
     }
 
     /// Counters since the driver was attached.

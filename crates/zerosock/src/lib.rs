@@ -5,10 +5,12 @@
 //! and measurements. The rooms and the way of a byte through them are in ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
+pub mod attach;
 pub mod daemon;
 pub mod device;
 pub mod driver;
 mod engine;
+mod plane;
 mod relay;
 mod stats;
 mod switch;

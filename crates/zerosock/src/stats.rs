@@ -12,6 +12,10 @@ macro_rules! counters {
             /// Messages and descriptors of front-ends that were refused; the control plane's own
             /// counters tell them apart.
             pub control_faults: u64,
+            /// Processes that are attached now.
+            pub attached: u64,
+            /// Requests to attach that were refused.
+            pub attach_refused: u64,
         }
 
         /// One worker's counters.

@@ -25,8 +25,12 @@ const ACCEPT_BUDGET: usize = 64;
 /// How a device meets the host.
 #[derive(Debug)]
 pub(crate) enum HostEnd {
-    /// Hybrid vsock: one listener, and programs at `path_<port>`.
-    Hybrid { path: PathBuf, listener: OwnedFd },
+    /// Hybrid vsock: one listener (or none: programs cannot call), and programs at
+    /// `path_<port>`.
+    Hybrid {
+        path: PathBuf,
+        listener: Option<OwnedFd>,
+    },
     /// The machine's own AF_VSOCK: a CID to connect to, and listeners with their ports.
     Forward {
         cid: u32,
@@ -48,9 +52,10 @@ impl Device {
     pub(crate) fn listen(&mut self, cx: &Context<'_>) -> std::io::Result<()> {
         let vm = self.addr.vm;
         match &self.host {
-            HostEnd::Hybrid { listener, .. } => {
-                cx.poller.add(listener, Source::Listener { vm, key: 0 })
-            }
+            HostEnd::Hybrid {
+                listener: Some(listener),
+                ..
+            } => cx.poller.add(listener, Source::Listener { vm, key: 0 }),
             HostEnd::Forward { listeners, .. } => {
                 for (key, (_, listener)) in listeners.iter().enumerate() {
                     cx.poller.add(
@@ -63,7 +68,7 @@ impl Device {
                 }
                 Ok(())
             }
-            HostEnd::None => Ok(()),
+            HostEnd::Hybrid { listener: None, .. } | HostEnd::None => Ok(()),
         }
     }
 
@@ -71,12 +76,15 @@ impl Device {
     pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
         for _ in 0..ACCEPT_BUDGET {
             let (listener, port) = match &self.host {
-                HostEnd::Hybrid { listener, .. } => (listener, None),
+                HostEnd::Hybrid {
+                    listener: Some(listener),
+                    ..
+                } => (listener, None),
                 HostEnd::Forward { listeners, .. } => match listeners.get(key as usize) {
                     Some((port, listener)) => (listener, Some(*port)),
                     None => return,
                 },
-                HostEnd::None => return,
+                HostEnd::Hybrid { listener: None, .. } | HostEnd::None => return,
             };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match rustix::net::accept_with(listener, flags) {

@@ -7,7 +7,6 @@
 //! and every device gets its turn ([`crate::device::Device::turn`] works to a budget).
 
 pub(crate) mod mailbox;
-#[allow(dead_code, reason = "nothing makes use of it until processes attach")]
 pub(crate) mod numbers;
 pub(crate) mod poller;
 pub(crate) mod worker;

@@ -30,7 +30,6 @@ const MESSAGES: usize = 1024;
 
 /// What other threads say to a worker.
 #[derive(Debug)]
-#[allow(dead_code, reason = "nothing makes use of it until processes attach")]
 pub(crate) enum WorkerMessage {
     /// The VMM of `vm` wants something.
     Command {
@@ -49,7 +48,7 @@ pub(crate) enum WorkerMessage {
     Routes {
         routes: Arc<Routes>,
         changed: Cid,
-        taken: Option<Arc<Notice>>,
+        taken: Arc<Notice>,
     },
     /// End all connections and the thread.
     Shutdown,

@@ -139,7 +139,6 @@ impl Routes {
     }
 
     /// From now on only these ports of `cid` may be connected to.
-    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
     pub(crate) fn limit_ports(&mut self, cid: Cid, ports: impl IntoIterator<Item = Port>) {
         let mut ports: Vec<Port> = ports.into_iter().collect();
         ports.sort_unstable();
@@ -148,14 +147,16 @@ impl Routes {
         }
     }
 
-    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
     pub(crate) fn remove(&mut self, cid: Cid) {
         self.by_cid.remove(&cid);
     }
 
-    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
     pub(crate) fn contains(&self, cid: Cid) -> bool {
         self.by_cid.contains_key(&cid)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.by_cid.len()
     }
 
     /// Whether anybody at all may connect to this port.

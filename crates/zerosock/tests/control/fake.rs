@@ -13,7 +13,9 @@ use std::time::Duration;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use zerosock::Cid;
-use zerosock::device::control::{Control, DeviceCommand, DevicePort, DeviceReply, Reply, VmSpec};
+use zerosock::device::control::{
+    Control, DeviceCommand, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
+};
 
 /// Beyond this a test has failed.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
@@ -96,8 +98,11 @@ impl Lab {
             specs.push(VmSpec {
                 name: format!("vm{index}"),
                 cid: Cid::new(3 + index as u32),
-                listener: UnixListener::bind(socket_path(dir.path(), index)).unwrap(),
+                socket: FrontendSocket::Listener(
+                    UnixListener::bind(socket_path(dir.path(), index)).unwrap(),
+                ),
                 max_queue_size: MAX_QUEUE_SIZE,
+                sealed_memory: false,
                 port: Box::new(Port(sender)),
             });
         }

@@ -30,7 +30,6 @@ pub(super) enum Mail {
         reason: String,
     },
     /// A [`Notice`] of this number was dropped.
-    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
     Notice(u64),
     /// Disconnect everything and end.
     Shutdown,
@@ -205,7 +204,6 @@ pub(crate) struct Notice {
 }
 
 impl Notice {
-    #[allow(dead_code, reason = "nothing makes use of it until processes attach")]
     pub(super) fn new(sender: MailSender, number: u64) -> Notice {
         Notice { sender, number }
     }

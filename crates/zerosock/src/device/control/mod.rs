@@ -1,6 +1,7 @@
 //! The vhost-user control plane: what a VMM says about its device, made into whole configurations.
 //!
-//! One thread, [`Control`], owns the control sockets of all VMs. It reads their messages without
+//! One thread, [`Control`], owns the control sockets of all VMs (`house`, with a place for the
+//! attach server). It reads their messages without
 //! ever blocking ([`codec`]), checks order and validity ([`session`]), and hands complete
 //! [`DeviceCommand`]s to the worker that owns the device ([`DevicePort`]). What must hold here:
 //!
@@ -24,6 +25,7 @@
 
 pub mod codec;
 mod fds;
+mod house;
 mod mailbox;
 pub mod session;
 mod stats;
@@ -32,16 +34,18 @@ mod vm;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
 use zerosock_proto::Cid;
 use zerosock_ring::{Memory, QueueConfig};
 
+pub(crate) use self::house::{House, Lodger};
 pub(crate) use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
+pub(crate) use self::vm::LogLimit;
 
 /// The number of queues of a vsock device: receive 0, transmit 1, event 2 (virtio 1.3, 5.10.2).
 pub const QUEUES: u16 = 3;
@@ -147,17 +151,32 @@ pub trait DevicePort: Send {
 }
 
 /// A VM as the control plane sees it.
+///
+/// One whose front-end is connected already has nobody after it: when that front-end goes, and the
+/// worker has answered `Disconnected`, the VM is forgotten.
 pub struct VmSpec {
     /// For logs.
     pub name: String,
     /// The guest's CID, which the driver reads from the configuration space.
     pub cid: Cid,
-    /// The bound vhost-user socket. It is made non-blocking.
-    pub listener: UnixListener,
+    /// Where its front-ends come from. It is made non-blocking.
+    pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
+    /// Refuse memory that can shrink (no F_SEAL_SHRINK). A VMM's memory is taken as it is: what
+    /// vanishes costs that VM alone.
+    pub sealed_memory: bool,
     /// Where this VM's commands go.
     pub port: Box<dyn DevicePort>,
+}
+
+/// Where a VM's front-ends come from.
+#[derive(Debug)]
+pub enum FrontendSocket {
+    /// A bound vhost-user socket: one front-end after the other.
+    Listener(UnixListener),
+    /// The one front-end's connection.
+    Connected(UnixStream),
 }
 
 impl fmt::Debug for VmSpec {
@@ -165,8 +184,9 @@ impl fmt::Debug for VmSpec {
         f.debug_struct("VmSpec")
             .field("name", &self.name)
             .field("cid", &self.cid)
-            .field("listener", &self.listener)
+            .field("socket", &self.socket)
             .field("max_queue_size", &self.max_queue_size)
+            .field("sealed_memory", &self.sealed_memory)
             .finish_non_exhaustive()
     }
 }

@@ -25,6 +25,7 @@ use vhost::vhost_user::message::{
 use vm_memory::ByteValued;
 use zerosock_proto::Cid;
 use zerosock_ring::{Memory, RegionConfig};
+use zerosock_sys::memfd;
 
 use super::codec::{Message, encode_reply, request_name};
 use super::fds;
@@ -148,6 +149,8 @@ struct Queue {
 pub struct Session {
     cid: Cid,
     max_queue_size: u16,
+    /// Memory that can shrink is refused.
+    sealed_memory: bool,
     features: u64,
     protocol: Protocol,
     has_memory: bool,
@@ -164,6 +167,7 @@ impl Session {
         Session {
             cid,
             max_queue_size,
+            sealed_memory: false,
             features: 0,
             protocol: Protocol::empty(),
             has_memory: false,
@@ -172,6 +176,12 @@ impl Session {
             channel: None,
             pending: None,
         }
+    }
+
+    /// From now on refuses memory without F_SEAL_SHRINK (fcntl(2)), which its owner could cut off
+    /// under whoever reads it.
+    pub fn require_sealed_memory(&mut self) {
+        self.sealed_memory = true;
     }
 
     /// Whether a command waits for the worker's answer.
@@ -370,6 +380,10 @@ impl Session {
         let keep = self.protocol.contains(Protocol::CONFIGURE_MEM_SLOTS);
         for Slot { file, region } in slots {
             fds::check_memory_file(file.as_fd()).map_err(|text| (Fault::Descriptors, text))?;
+            if self.sealed_memory && !memfd::is_shrink_sealed(&file) {
+                let text = "memory without F_SEAL_SHRINK: its owner could cut it off";
+                return Err((Fault::Unsealed, text.into()));
+            }
             if keep {
                 kept.push(Slot {
                     file: duplicate(&file)?,

@@ -30,11 +30,13 @@ pub enum Fault {
     Worker,
     /// A second front-end came while the first is connected. It is turned away.
     Busy,
+    /// Memory that can shrink, from a front-end that has to seal it. Refused.
+    Unsealed,
 }
 
 impl Fault {
     /// All kinds, in the order of their discriminants.
-    pub const ALL: [Fault; 11] = [
+    pub const ALL: [Fault; 12] = [
         Fault::Header,
         Fault::PayloadTooLong,
         Fault::TooManyDescriptors,
@@ -46,6 +48,7 @@ impl Fault {
         Fault::Memory,
         Fault::Worker,
         Fault::Busy,
+        Fault::Unsealed,
     ];
 
     /// A name for logs and metrics.
@@ -62,6 +65,7 @@ impl Fault {
             Fault::Memory => "memory",
             Fault::Worker => "worker",
             Fault::Busy => "busy",
+            Fault::Unsealed => "unsealed",
         }
     }
 }

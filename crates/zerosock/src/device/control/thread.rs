@@ -6,16 +6,16 @@
 //! reported again.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
-use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::epoll::{self, CreateFlags, Event, EventFlags};
 
 use super::VmSpec;
+use super::house::{House, Lodger, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
 use super::stats::{ControlStats, Counters};
 use super::vm::Vm;
@@ -32,6 +32,8 @@ const EVENTS: usize = 64;
 pub struct Control {
     mail: MailSender,
     counters: Vec<Arc<Counters>>,
+    /// Of all VMs that came at run time.
+    visitors: Arc<Counters>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -41,25 +43,37 @@ impl Control {
     /// # Errors
     /// When the system has no thread, epoll instance or eventfd to give.
     pub fn spawn(vms: Vec<VmSpec>) -> io::Result<Control> {
+        Control::spawn_with(vms, None)
+    }
+
+    /// As [`Control::spawn`], with a lodger on the thread.
+    pub(crate) fn spawn_with(
+        vms: Vec<VmSpec>,
+        lodger: Option<Box<dyn Lodger>>,
+    ) -> io::Result<Control> {
         let (mailbox, mail) = Mailbox::new()?;
-        let counters: Vec<Arc<Counters>> = vms.iter().map(|_| Arc::default()).collect();
-        let vms = vms
-            .into_iter()
-            .zip(&counters)
-            .enumerate()
-            .map(|(index, (spec, counters))| {
-                Vm::new(spec, index, mail.clone(), Arc::clone(counters))
-            })
-            .collect::<io::Result<Vec<Vm>>>()?;
-        let mut reactor = Reactor::new(mailbox, vms)?;
+        let visitors: Arc<Counters> = Arc::default();
+        let mut reactor = Reactor::new(mailbox, mail.clone(), Arc::clone(&visitors), lodger)?;
+        let mut counters = Vec::with_capacity(vms.len());
+        for spec in vms {
+            let own: Arc<Counters> = Arc::default();
+            reactor.house.settle_in(spec, Arc::clone(&own))?;
+            counters.push(own);
+        }
         let thread = std::thread::Builder::new()
             .name("zerosock-control".into())
             .spawn(move || reactor.run())?;
         Ok(Control {
             mail,
             counters,
+            visitors,
             thread: Some(thread),
         })
+    }
+
+    /// The counters of all VMs together that came at run time.
+    pub(crate) fn visitor_stats(&self) -> ControlStats {
+        self.visitors.snapshot()
     }
 
     /// The counters of a VM, by its place in what was given to `spawn`.
@@ -89,42 +103,11 @@ impl Drop for Control {
     }
 }
 
-/// What an event is about.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-enum Token {
-    Mail,
-    Listener(usize),
-    /// Of a VM, the connection of this number, modulo 2^32: an event that was taken before the
-    /// connection ended must not be taken for one of the next.
-    Frontend(usize, u32),
-}
-
-impl Token {
-    fn encode(self) -> EventData {
-        let (kind, vm, number) = match self {
-            Token::Mail => (0, 0, 0),
-            Token::Listener(vm) => (1, vm, 0),
-            Token::Frontend(vm, number) => (2, vm, number),
-        };
-        EventData::new_u64(kind << 62 | (vm as u64 & 0x3fff_ffff) << 32 | u64::from(number))
-    }
-
-    fn decode(data: EventData) -> Token {
-        let data = data.u64();
-        let vm = (data >> 32 & 0x3fff_ffff) as usize;
-        match data >> 62 {
-            0 => Token::Mail,
-            1 => Token::Listener(vm),
-            _ => Token::Frontend(vm, data as u32),
-        }
-    }
-}
-
 /// The state of the thread.
 struct Reactor {
-    epoll: OwnedFd,
+    house: House,
     mailbox: Mailbox,
-    vms: Vec<Vm>,
+    lodger: Option<Box<dyn Lodger>>,
     /// The listeners are not watched until then.
     rest: Option<Instant>,
     /// Set when the thread is to end: at the latest then.
@@ -132,24 +115,25 @@ struct Reactor {
 }
 
 impl Reactor {
-    fn new(mailbox: Mailbox, vms: Vec<Vm>) -> io::Result<Reactor> {
+    fn new(
+        mailbox: Mailbox,
+        mail: MailSender,
+        visitors: Arc<Counters>,
+        lodger: Option<Box<dyn Lodger>>,
+    ) -> io::Result<Reactor> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &mailbox, Token::Mail.encode(), EventFlags::IN)?;
-        for (index, vm) in vms.iter().enumerate() {
-            epoll::add(
-                &epoll,
-                vm.listener(),
-                Token::Listener(index).encode(),
-                EventFlags::IN,
-            )?;
-        }
-        Ok(Reactor {
-            epoll,
+        let mut reactor = Reactor {
+            house: House::new(epoll, mail, visitors),
             mailbox,
-            vms,
+            lodger,
             rest: None,
             ending: None,
-        })
+        };
+        if let Some(lodger) = &mut reactor.lodger {
+            lodger.begin(&mut reactor.house)?;
+        }
+        Ok(reactor)
     }
 
     fn run(&mut self) {
@@ -157,7 +141,8 @@ impl Reactor {
         loop {
             let now = Instant::now();
             if let Some(limit) = self.ending {
-                let busy = self.vms.iter().filter(|vm| !vm.is_idle()).count();
+                let vms = self.house.vms.values();
+                let busy = vms.filter(|vm| !vm.is_idle()).count();
                 if busy == 0 {
                     return;
                 }
@@ -170,7 +155,13 @@ impl Reactor {
                 }
             }
             if self.rest.is_some_and(|until| now >= until) {
-                self.watch_listeners(EventFlags::IN);
+                self.rest = None;
+                self.house.watch_listeners(EventFlags::IN);
+            }
+            if let Some(lodger) = &mut self.lodger
+                && lodger.deadline().is_some_and(|at| now >= at)
+            {
+                lodger.time_passed(now, &mut self.house);
             }
             match self.wait(&mut events, now) {
                 Ok(()) => {}
@@ -187,7 +178,8 @@ impl Reactor {
     }
 
     fn wait(&self, events: &mut Vec<Event>, now: Instant) -> io::Result<()> {
-        let deadline = [self.rest, self.ending].into_iter().flatten().min();
+        let lodger = self.lodger.as_ref().and_then(|lodger| lodger.deadline());
+        let deadline = [self.rest, self.ending, lodger].into_iter().flatten().min();
         let timeout = deadline.map(|deadline| {
             // Rounded up, so that it has passed when the wait is over.
             let left = deadline.saturating_duration_since(now) + Duration::from_millis(1);
@@ -196,7 +188,7 @@ impl Reactor {
                 tv_nsec: left.subsec_nanos().into(),
             }
         });
-        match epoll::wait(&self.epoll, spare_capacity(events), timeout.as_ref()) {
+        match epoll::wait(&self.house.epoll, spare_capacity(events), timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -215,22 +207,27 @@ impl Reactor {
                 if self.ending.is_some() {
                     return;
                 }
-                let Some(vm) = self.vms.get_mut(index) else {
+                let Some(vm) = self.house.vms.get_mut(&index) else {
                     return;
                 };
                 if vm.accept().is_err() {
                     self.rest = Some(Instant::now() + ACCEPT_REST);
-                    self.watch_listeners(EventFlags::empty());
+                    self.house.watch_listeners(EventFlags::empty());
                 }
                 self.settle(index);
             }
             Token::Frontend(index, number) => {
-                let Some(vm) = self.vms.get_mut(index) else {
+                let Some(vm) = self.house.vms.get_mut(&index) else {
                     return;
                 };
                 if vm.connection().is_some_and(|c| c.number as u32 == number) {
                     vm.handle_ready(flags.intersects(EventFlags::HUP | EventFlags::ERR));
                     self.settle(index);
+                }
+            }
+            Token::Lodger(key) => {
+                if let Some(lodger) = &mut self.lodger {
+                    lodger.ready(key, flags, &mut self.house);
                 }
             }
         }
@@ -243,7 +240,7 @@ impl Reactor {
                 sequence,
                 reply,
             } => {
-                let Some(vm) = self.vms.get_mut(index) else {
+                let Some(vm) = self.house.vms.get_mut(&index) else {
                     return;
                 };
                 vm.handle_reply(sequence, reply);
@@ -254,18 +251,25 @@ impl Reactor {
                 connection,
                 reason,
             } => {
-                let Some(vm) = self.vms.get_mut(index) else {
+                let Some(vm) = self.house.vms.get_mut(&index) else {
                     return;
                 };
                 vm.handle_close(connection, &reason);
                 index
             }
-            Mail::Notice(_) => return,
+            Mail::Notice(number) => {
+                if let Some(lodger) = &mut self.lodger {
+                    lodger.noticed(number, &mut self.house);
+                }
+                return;
+            }
             Mail::Shutdown => {
-                self.watch_listeners(EventFlags::empty());
+                // Nobody is let in any more; who is in is seen off with the rest.
+                self.lodger = None;
+                self.house.watch_listeners(EventFlags::empty());
                 self.rest = None;
                 self.ending = Some(Instant::now() + SHUTDOWN_LIMIT);
-                for vm in &mut self.vms {
+                for vm in self.house.vms.values_mut() {
                     vm.end();
                 }
                 return;
@@ -274,59 +278,15 @@ impl Reactor {
         self.settle(index);
     }
 
-    /// Makes the epoll instance watch what the VM's connection wants watched now. One that is
-    /// closed has left it of itself.
+    /// After something has happened to a VM: watches what is to be watched now, and forgets it if
+    /// it is over.
     fn settle(&mut self, index: usize) {
-        let Some(vm) = self.vms.get_mut(index) else {
-            return;
-        };
-        let Some(connection) = vm.connection() else {
-            return;
-        };
-        let wanted = connection.interest();
-        if connection.watched == Some(wanted) {
-            return;
-        }
-        let data = Token::Frontend(index, connection.number as u32).encode();
-        let result = match connection.watched {
-            None => epoll::add(&self.epoll, &connection.socket, data, wanted),
-            Some(_) => epoll::modify(&self.epoll, &connection.socket, data, wanted),
-        };
-        match result {
-            Ok(()) => connection.watched = Some(wanted),
-            Err(error) => vm.disconnect(&format!("cannot watch the connection: {error}")),
-        }
-    }
-
-    /// Lets the listeners be watched, or not.
-    fn watch_listeners(&mut self, flags: EventFlags) {
-        if flags.contains(EventFlags::IN) {
-            self.rest = None;
-        }
-        for (index, vm) in self.vms.iter().enumerate() {
-            let data = Token::Listener(index).encode();
-            if let Err(error) = epoll::modify(&self.epoll, vm.listener(), data, flags) {
-                tracing::error!(%error, "cannot change what is watched");
+        self.house.settle(index);
+        if self.house.vms.get(&index).is_some_and(Vm::is_over) {
+            self.house.vms.remove(&index);
+            if let Some(lodger) = &mut self.lodger {
+                lodger.vm_over(index, &mut self.house);
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tokens_survive_the_epoll_instance() {
-        let tokens = [
-            Token::Mail,
-            Token::Listener(0),
-            Token::Listener(70_000),
-            Token::Frontend(0, 0),
-            Token::Frontend(70_000, u32::MAX),
-        ];
-        for token in tokens {
-            assert_eq!(Token::decode(token.encode()), token);
         }
     }
 }

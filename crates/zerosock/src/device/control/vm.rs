@@ -4,13 +4,16 @@
 //!  Idle --accept--> Live --end of connection--> Draining --worker let go--> Idle
 //! ```
 //!
+//! A VM without a listener begins with its only front-end's connection, and is over when it is
+//! idle again.
+//!
 //! What must hold: `Disconnected` is submitted once for each `Connected`; the next front-end is
 //! let in only when the worker has answered it; of the answers of a worker, only the one that is
 //! waited for counts.
 
 use std::io::{self, IoSlice};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
@@ -23,7 +26,7 @@ use super::codec::{DecodeError, Decoder};
 use super::mailbox::{FrontendLink, MailSender, Reply};
 use super::session::{Session, Step, Turn};
 use super::stats::{Counters, Fault};
-use super::{DeviceCommand, DevicePort, DeviceReply, VmSpec};
+use super::{DeviceCommand, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 
 /// Messages of one front-end that are handled before others get their turn.
 const BUDGET: usize = 16;
@@ -35,8 +38,10 @@ pub(super) struct Vm {
     name: String,
     cid: Cid,
     index: usize,
-    listener: UnixListener,
+    /// `None`: nobody comes after the front-end that is there.
+    listener: Option<UnixListener>,
     max_queue_size: u16,
+    sealed_memory: bool,
     port: Box<dyn DevicePort>,
     mail: MailSender,
     counters: Arc<Counters>,
@@ -49,8 +54,8 @@ pub(super) struct Vm {
     connection: u64,
     /// For what front-ends do wrong, and for their coming and going: each has a limit of its own,
     /// so that neither hides the other.
-    warnings: LogLimit,
-    arrivals: LogLimit,
+    warnings: Arc<LogLimit>,
+    arrivals: Arc<LogLimit>,
 }
 
 enum Front {
@@ -113,14 +118,25 @@ impl Vm {
         index: usize,
         mail: MailSender,
         counters: Arc<Counters>,
+        [warnings, arrivals]: [Arc<LogLimit>; 2],
     ) -> io::Result<Vm> {
-        spec.listener.set_nonblocking(true)?;
-        Ok(Vm {
+        let (listener, only) = match spec.socket {
+            FrontendSocket::Listener(listener) => {
+                listener.set_nonblocking(true)?;
+                (Some(listener), None)
+            }
+            FrontendSocket::Connected(socket) => {
+                socket.set_nonblocking(true)?;
+                (None, Some(socket))
+            }
+        };
+        let mut vm = Vm {
             name: spec.name,
             cid: spec.cid,
             index,
-            listener: spec.listener,
+            listener,
             max_queue_size: spec.max_queue_size,
+            sealed_memory: spec.sealed_memory,
             port: spec.port,
             mail,
             counters,
@@ -128,13 +144,22 @@ impl Vm {
             next: None,
             sequence: 0,
             connection: 0,
-            warnings: LogLimit::default(),
-            arrivals: LogLimit::default(),
-        })
+            warnings,
+            arrivals,
+        };
+        if let Some(socket) = only {
+            vm.connect(socket);
+        }
+        Ok(vm)
     }
 
-    pub(super) fn listener(&self) -> &UnixListener {
-        &self.listener
+    pub(super) fn listener(&self) -> Option<&UnixListener> {
+        self.listener.as_ref()
+    }
+
+    /// Idle, and nobody will come any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.listener.is_none() && self.is_idle()
     }
 
     pub(super) fn connection(&mut self) -> Option<&mut Connection> {
@@ -155,7 +180,10 @@ impl Vm {
     /// When the system has no descriptor or memory for one: the listener is to rest.
     pub(super) fn accept(&mut self) -> io::Result<()> {
         for _ in 0..ACCEPT_BUDGET {
-            match self.listener.accept() {
+            let Some(listener) = &self.listener else {
+                return Ok(());
+            };
+            match listener.accept() {
                 Ok((socket, _)) => self.admit(socket),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // A front-end that gave up before it was accepted.
@@ -200,12 +228,16 @@ impl Vm {
         }
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
+        let mut session = Session::new(self.cid, self.max_queue_size);
+        if self.sealed_memory {
+            session.require_sealed_memory();
+        }
         self.front = Front::Live(Box::new(Connection {
             socket,
             number: self.connection,
             watched: None,
             decoder: Decoder::new(),
-            session: Session::new(self.cid, self.max_queue_size),
+            session,
             output: Vec::new(),
             written: 0,
             waiting: Some(waiting),
@@ -390,11 +422,15 @@ fn peer(socket: &UnixStream) -> String {
     }
 }
 
-/// At most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`].
+/// At most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`]. Those who come and go share one,
+/// so that coming again brings no new lines.
 #[derive(Debug, Default)]
-struct LogLimit {
+pub(crate) struct LogLimit(Mutex<Lines>);
+
+#[derive(Debug, Default)]
+struct Lines {
     since: Option<Instant>,
-    lines: u32,
+    written: u32,
     suppressed: u64,
 }
 
@@ -403,20 +439,22 @@ impl LogLimit {
     const PERIOD: Duration = Duration::from_secs(10);
 
     /// `Some`: a line may be written; within, how many were not since the last one, if any.
-    fn admit(&mut self, now: Instant) -> Option<Option<u64>> {
-        if self
+    pub(crate) fn admit(&self, now: Instant) -> Option<Option<u64>> {
+        // Numbers are whole at every step, so a panic elsewhere leaves nothing half done.
+        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines
             .since
             .is_none_or(|since| now.duration_since(since) >= Self::PERIOD)
         {
-            self.since = Some(now);
-            self.lines = 0;
+            lines.since = Some(now);
+            lines.written = 0;
         }
-        if self.lines >= Self::LINES {
-            self.suppressed += 1;
+        if lines.written >= Self::LINES {
+            lines.suppressed += 1;
             return None;
         }
-        self.lines += 1;
-        let suppressed = std::mem::take(&mut self.suppressed);
+        lines.written += 1;
+        let suppressed = std::mem::take(&mut lines.suppressed);
         Some((suppressed > 0).then_some(suppressed))
     }
 }
@@ -427,7 +465,7 @@ mod tests {
 
     #[test]
     fn log_lines_are_limited_and_the_rest_counted() {
-        let mut limit = LogLimit::default();
+        let limit = LogLimit::default();
         let start = Instant::now();
         let admitted = (0..1000).filter_map(|_| limit.admit(start)).count();
         assert_eq!(admitted, 20);

@@ -1,0 +1,317 @@
+//! The messages of the attach protocol, byte by byte; docs/attach.md describes them.
+//!
+//! Pure functions over byte slices: no socket, no clock. What must hold: whatever bytes come in,
+//! what comes out is a request in which nothing illegal is said, or the status that refuses it;
+//! and every length is checked before it is believed.
+
+use std::fmt;
+use std::str::FromStr;
+
+use zerosock_proto::{Cid, Port};
+
+/// The first bytes of every message.
+pub const MAGIC: [u8; 4] = *b"zsat";
+/// The version that is spoken here.
+pub const VERSION: Version = Version { major: 1, minor: 0 };
+/// The most bytes of a name.
+pub const MAX_NAME: usize = 64;
+/// The most ports of a request.
+pub const MAX_PORTS: usize = 256;
+/// Bytes of a request without ports.
+pub const REQUEST_LEN: usize = 88;
+/// Bytes of the longest request.
+pub const MAX_REQUEST: usize = REQUEST_LEN + 4 * MAX_PORTS;
+/// Bytes of an answer.
+pub const ANSWER_LEN: usize = 24;
+
+const OP_ATTACH: u16 = 1;
+const OP_RESOLVE: u16 = 2;
+
+/// A version of the protocol. Those with the same `major` understand each other.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Version {
+    /// Another one is refused.
+    pub major: u16,
+    /// A higher one knows more, and uses of it only what both know.
+    pub minor: u16,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// The name of an attached process: 1 to 64 of the characters `A-Z a-z 0-9 . _ -`.
+#[derive(Clone, Debug, Eq, PartialEq, Ord, PartialOrd, Hash)]
+pub struct Name(Box<str>);
+
+/// Why a text is no [`Name`].
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("a name has 1 to 64 of the characters A-Z a-z 0-9 . _ -")]
+pub struct NameError;
+
+impl Name {
+    /// A name from its bytes.
+    pub fn new(bytes: &[u8]) -> Result<Name, NameError> {
+        let allowed = |b: &u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+        if bytes.is_empty() || bytes.len() > MAX_NAME || !bytes.iter().all(allowed) {
+            return Err(NameError);
+        }
+        let text = std::str::from_utf8(bytes).map_err(|_| NameError)?;
+        Ok(Name(text.into()))
+    }
+
+    /// The name as a text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for Name {
+    type Err = NameError;
+
+    fn from_str(text: &str) -> Result<Name, NameError> {
+        Name::new(text.as_bytes())
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a process asks for when it attaches. The default: any CID, no name, all ports.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct AttachRequest {
+    /// The CID it wants; `None`: any that is free.
+    pub cid: Option<Cid>,
+    /// The name by which others find its CID.
+    pub name: Option<Name>,
+    /// The ports that others may connect to; connects to all others are refused without asking the
+    /// process. Empty: all.
+    pub ports: Vec<Port>,
+}
+
+/// A message of a process.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Request {
+    /// The first one.
+    Attach(AttachRequest),
+    /// Any later one: which CID has this name?
+    Resolve(Name),
+}
+
+/// How a request ended.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(u16)]
+pub enum Status {
+    /// It was granted.
+    Ok = 0,
+    /// The two sides speak different major versions.
+    VersionMismatch = 1,
+    /// The process's user may not attach.
+    NotPermitted = 2,
+    /// The CID that was asked for belongs to someone.
+    CidTaken = 3,
+    /// So does the name.
+    NameTaken = 4,
+    /// The request breaks the protocol.
+    BadRequest = 5,
+    /// There are as many processes, or requests under way, as there may be.
+    Full = 6,
+    /// Nobody has that name.
+    UnknownName = 7,
+    /// The server's system refused something.
+    ServerFailed = 8,
+}
+
+impl Status {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Status; 9] = [
+        Status::Ok,
+        Status::VersionMismatch,
+        Status::NotPermitted,
+        Status::CidTaken,
+        Status::NameTaken,
+        Status::BadRequest,
+        Status::Full,
+        Status::UnknownName,
+        Status::ServerFailed,
+    ];
+}
+
+/// The answer to a request.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Answer {
+    /// The version of the server.
+    pub version: Version,
+    /// How it ended.
+    pub status: Status,
+    /// The CID that was given or found; 0 unless the status is `Ok`.
+    pub cid: Cid,
+    /// The CID at which the host is reached; 0 unless the status is `Ok`.
+    pub host: Cid,
+    /// The version that the request named; 0.0 if it could not be read.
+    pub asked: Version,
+}
+
+impl Answer {
+    /// One that refuses.
+    pub fn refusal(status: Status, asked: Version) -> Answer {
+        let none = Cid::new(0);
+        Answer {
+            version: VERSION,
+            status,
+            cid: none,
+            host: none,
+            asked,
+        }
+    }
+}
+
+/// Why bytes are no answer: the server's fault.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum AnswerError {
+    /// Too short, too long, or not of this protocol at all.
+    #[error("not an answer of the attach protocol")]
+    NotAnAnswer,
+    /// A status that this version does not have.
+    #[error("an answer with the unknown status {0}")]
+    UnknownStatus(u16),
+}
+
+/// Writes a request. `None` when it has more than [`MAX_PORTS`] ports or one that cannot be named.
+pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; REQUEST_LEN];
+    let (op, cid, name, ports) = match request {
+        Request::Attach(AttachRequest { cid, name, ports }) => {
+            let cid = cid.map_or(0, Cid::get);
+            (OP_ATTACH, cid, name.as_ref(), ports.as_slice())
+        }
+        Request::Resolve(name) => (OP_RESOLVE, 0, Some(name), [].as_slice()),
+    };
+    if ports.len() > MAX_PORTS || ports.contains(&Port::ANY) {
+        return None;
+    }
+    let name = name.map_or("", Name::as_str).as_bytes();
+    put(&mut bytes, 0, &MAGIC);
+    put(&mut bytes, 4, &VERSION.major.to_le_bytes());
+    put(&mut bytes, 6, &VERSION.minor.to_le_bytes());
+    put(&mut bytes, 8, &op.to_le_bytes());
+    put(&mut bytes, 12, &cid.to_le_bytes());
+    // At most 64 and 256, so both fit.
+    put(&mut bytes, 16, &(name.len() as u16).to_le_bytes());
+    put(&mut bytes, 18, &(ports.len() as u16).to_le_bytes());
+    put(&mut bytes, 24, name);
+    for port in ports {
+        bytes.extend_from_slice(&port.get().to_le_bytes());
+    }
+    Some(bytes)
+}
+
+/// Reads a request; else the answer that refuses it.
+pub fn decode_request(bytes: &[u8]) -> Result<Request, Answer> {
+    let header = bytes.first_chunk::<8>().filter(|h| h.starts_with(&MAGIC));
+    let Some(header) = header else {
+        return Err(Answer::refusal(Status::BadRequest, Version::default()));
+    };
+    let asked = version(header, 4);
+    if asked.major != VERSION.major {
+        return Err(Answer::refusal(Status::VersionMismatch, asked));
+    }
+    request(bytes).ok_or_else(|| Answer::refusal(Status::BadRequest, asked))
+}
+
+/// All that follows the version.
+fn request(bytes: &[u8]) -> Option<Request> {
+    let (fixed, rest) = bytes.split_first_chunk::<REQUEST_LEN>()?;
+    let (op, flags) = (u16_at(fixed, 8), u16_at(fixed, 10));
+    let cid = u32_at(fixed, 12);
+    let (name_len, count) = (u16_at(fixed, 16), u16_at(fixed, 18));
+    let reserved = u32_at(fixed, 20);
+    let (name, padding) = fixed[24..].split_at_checked(usize::from(name_len))?;
+    let zero = padding.iter().all(|&b| b == 0) && flags == 0 && reserved == 0;
+    if !zero || usize::from(count) > MAX_PORTS || rest.len() != 4 * usize::from(count) {
+        return None;
+    }
+    let name = match name {
+        [] => None,
+        name => Some(Name::new(name).ok()?),
+    };
+    let ports: Vec<Port> = rest
+        .chunks_exact(4)
+        .map(|chunk| Port::new(u32_at(chunk, 0)))
+        .collect();
+    let cid = match cid {
+        0 => None,
+        cid => Some(Cid::guest(cid.into()).ok()?),
+    };
+    match op {
+        OP_ATTACH if !ports.contains(&Port::ANY) => {
+            Some(Request::Attach(AttachRequest { cid, name, ports }))
+        }
+        OP_RESOLVE if cid.is_none() && ports.is_empty() => Some(Request::Resolve(name?)),
+        _ => None,
+    }
+}
+
+/// Writes an answer.
+pub fn encode_answer(answer: &Answer) -> [u8; ANSWER_LEN] {
+    let mut bytes = [0; ANSWER_LEN];
+    put(&mut bytes, 0, &MAGIC);
+    put(&mut bytes, 4, &answer.version.major.to_le_bytes());
+    put(&mut bytes, 6, &answer.version.minor.to_le_bytes());
+    put(&mut bytes, 8, &(answer.status as u16).to_le_bytes());
+    put(&mut bytes, 12, &answer.cid.get().to_le_bytes());
+    put(&mut bytes, 16, &answer.host.get().to_le_bytes());
+    put(&mut bytes, 20, &answer.asked.major.to_le_bytes());
+    put(&mut bytes, 22, &answer.asked.minor.to_le_bytes());
+    bytes
+}
+
+/// Reads an answer. One that is longer than ours is of a higher minor version; what is behind is
+/// not for us.
+pub fn decode_answer(bytes: &[u8]) -> Result<Answer, AnswerError> {
+    let fixed = bytes.first_chunk::<ANSWER_LEN>();
+    let fixed = fixed.filter(|f| f.starts_with(&MAGIC));
+    let fixed = fixed.ok_or(AnswerError::NotAnAnswer)?;
+    let number = u16_at(fixed, 8);
+    let status = Status::ALL.get(usize::from(number));
+    Ok(Answer {
+        version: version(fixed, 4),
+        status: *status.ok_or(AnswerError::UnknownStatus(number))?,
+        cid: Cid::new(u32_at(fixed, 12)),
+        host: Cid::new(u32_at(fixed, 16)),
+        asked: version(fixed, 20),
+    })
+}
+
+fn version(bytes: &[u8], at: usize) -> Version {
+    Version {
+        major: u16_at(bytes, at),
+        minor: u16_at(bytes, at + 2),
+    }
+}
+
+/// Places are constants that lie within the fixed part; outside of it there are only zeroes.
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    let word = bytes.get(at..).and_then(|b| b.first_chunk());
+    word.map_or(0, |word| u16::from_le_bytes(*word))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let word = bytes.get(at..).and_then(|b| b.first_chunk());
+    word.map_or(0, |word| u32::from_le_bytes(*word))
+}
+
+fn put(bytes: &mut [u8], at: usize, what: &[u8]) {
+    if let Some(place) = bytes.get_mut(at..at + what.len()) {
+        place.copy_from_slice(what);
+    }
+}
+
+#[cfg(test)]
+#[path = "codec_tests.rs"]
+mod tests;

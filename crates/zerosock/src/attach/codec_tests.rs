@@ -1,0 +1,195 @@
+//! What the codec makes of good bytes, of broken ones, and of every broken length.
+
+use super::*;
+use proptest::prelude::*;
+
+fn full() -> AttachRequest {
+    AttachRequest {
+        cid: Some(Cid::new(0x0102_0304)),
+        name: Some("db-1".parse().unwrap()),
+        ports: vec![Port::new(5), Port::new(0xaabb_ccdd)],
+    }
+}
+
+/// The document's layout, written by hand.
+fn full_bytes() -> Vec<u8> {
+    let mut bytes = Vec::new();
+    bytes.extend(b"zsat");
+    bytes.extend([1, 0, 0, 0]); // version 1.0
+    bytes.extend([1, 0, 0, 0]); // attach, no flags
+    bytes.extend([4, 3, 2, 1]); // CID
+    bytes.extend([4, 0, 2, 0]); // length of the name, number of ports
+    bytes.extend([0; 4]); // reserved
+    bytes.extend(b"db-1");
+    bytes.extend([0; 60]);
+    bytes.extend([5, 0, 0, 0]);
+    bytes.extend([0xdd, 0xcc, 0xbb, 0xaa]);
+    bytes
+}
+
+fn refused(bytes: &[u8]) -> Status {
+    decode_request(bytes).unwrap_err().status
+}
+
+#[test]
+fn a_request_lies_as_the_document_says() {
+    let request = Request::Attach(full());
+    assert_eq!(encode_request(&request).unwrap(), full_bytes());
+    assert_eq!(decode_request(&full_bytes()), Ok(request));
+    let resolve = Request::Resolve("x".parse().unwrap());
+    let bytes = encode_request(&resolve).unwrap();
+    assert_eq!(bytes.len(), REQUEST_LEN);
+    assert_eq!(bytes[8..10], [2, 0]);
+    assert_eq!(decode_request(&bytes), Ok(resolve));
+}
+
+#[test]
+fn an_answer_lies_as_the_document_says() {
+    let answer = Answer {
+        version: VERSION,
+        status: Status::NameTaken,
+        cid: Cid::new(0x4000_0000),
+        host: Cid::HOST,
+        asked: Version { major: 7, minor: 9 },
+    };
+    let bytes = [
+        b'z', b's', b'a', b't', 1, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0x40, 2, 0, 0, 0, 7, 0, 9, 0,
+    ];
+    assert_eq!(encode_answer(&answer), bytes);
+    assert_eq!(decode_answer(&bytes), Ok(answer));
+    for (number, status) in Status::ALL.into_iter().enumerate() {
+        assert_eq!(status as usize, number);
+        let answer = Answer::refusal(status, Version::default());
+        assert_eq!(decode_answer(&encode_answer(&answer)), Ok(answer));
+    }
+}
+
+#[test]
+fn every_truncation_is_refused() {
+    let bytes = full_bytes();
+    for len in 0..bytes.len() {
+        assert_eq!(refused(&bytes[..len]), Status::BadRequest, "{len} bytes");
+    }
+    let mut longer = bytes;
+    longer.push(0);
+    assert_eq!(refused(&longer), Status::BadRequest);
+    let answer = encode_answer(&Answer::refusal(Status::Full, VERSION));
+    for len in 0..answer.len() {
+        let error = decode_answer(&answer[..len]).unwrap_err();
+        assert_eq!(error, AnswerError::NotAnAnswer, "{len} bytes");
+    }
+}
+
+#[test]
+fn every_bit_of_the_lengths_and_of_what_must_be_zero_counts() {
+    // Flags, length of the name, number of ports, reserved, what follows the name.
+    for at in (10..12).chain(16..24).chain(28..88) {
+        for bit in 0..8 {
+            let mut bytes = full_bytes();
+            bytes[at] ^= 1 << bit;
+            // A shorter name leaves bytes where zeroes belong, a longer one has a zero in it.
+            assert_eq!(
+                refused(&bytes),
+                Status::BadRequest,
+                "bit {bit} of byte {at}"
+            );
+        }
+    }
+}
+
+#[test]
+fn every_bit_of_the_magic_and_the_version_counts() {
+    for at in 0..4 {
+        for bit in 0..8 {
+            let mut bytes = full_bytes();
+            bytes[at] ^= 1 << bit;
+            assert_eq!(refused(&bytes), Status::BadRequest);
+        }
+    }
+    for bit in 0..16 {
+        let major = 1u16 ^ (1 << bit);
+        let mut bytes = full_bytes();
+        bytes[4..6].copy_from_slice(&major.to_le_bytes());
+        bytes[6] = 3;
+        let answer = decode_request(&bytes).unwrap_err();
+        assert_eq!(answer.status, Status::VersionMismatch);
+        assert_eq!(answer.asked, Version { major, minor: 3 });
+        assert_eq!(answer.version, VERSION);
+        // Whatever the rest of another version looks like.
+        assert_eq!(refused(&bytes[..8]), Status::VersionMismatch);
+    }
+    // A higher minor version is understood.
+    let mut bytes = full_bytes();
+    bytes[6] = 200;
+    assert_eq!(decode_request(&bytes), Ok(Request::Attach(full())));
+}
+
+#[test]
+fn what_cannot_be_granted_is_refused() {
+    let with = |at: usize, what: &[u8]| {
+        let mut bytes = full_bytes();
+        bytes[at..at + what.len()].copy_from_slice(what);
+        bytes
+    };
+    for op in [0u16, 3, 0x0100, u16::MAX] {
+        assert_eq!(refused(&with(8, &op.to_le_bytes())), Status::BadRequest);
+    }
+    for cid in [1u32, 2, u32::MAX] {
+        assert_eq!(refused(&with(12, &cid.to_le_bytes())), Status::BadRequest);
+    }
+    // 2^32 - 1 is "any port".
+    assert_eq!(refused(&with(88, &[0xff; 4])), Status::BadRequest);
+    for name in [
+        b"db 1",
+        b"db/1",
+        b"d\xc3\xa9x",
+        b"d\0b1",
+        b"\xff\xff\xff\xff",
+    ] {
+        assert_eq!(refused(&with(24, name)), Status::BadRequest, "{name:?}");
+    }
+    // A name to be resolved, and nothing else.
+    assert_eq!(refused(&with(8, &[2, 0])), Status::BadRequest);
+    let many = AttachRequest {
+        ports: vec![Port::new(1); MAX_PORTS + 1],
+        ..full()
+    };
+    assert_eq!(encode_request(&Request::Attach(many)), None);
+    let most = AttachRequest {
+        ports: vec![Port::new(1); MAX_PORTS],
+        name: Some("x".repeat(MAX_NAME).parse().unwrap()),
+        ..full()
+    };
+    let bytes = encode_request(&Request::Attach(most.clone())).unwrap();
+    assert_eq!(bytes.len(), MAX_REQUEST);
+    assert_eq!(decode_request(&bytes), Ok(Request::Attach(most)));
+    assert!("x".repeat(MAX_NAME + 1).parse::<Name>().is_err());
+    assert!("".parse::<Name>().is_err());
+}
+
+#[test]
+fn an_answer_with_a_foreign_status_says_so() {
+    let mut bytes = encode_answer(&Answer::refusal(Status::Full, VERSION));
+    bytes[8] = 9;
+    assert_eq!(decode_answer(&bytes), Err(AnswerError::UnknownStatus(9)));
+    bytes[0] = b'Z';
+    assert_eq!(decode_answer(&bytes), Err(AnswerError::NotAnAnswer));
+}
+
+proptest! {
+    /// Rubbish with a good beginning: never a panic, and what is understood can be said again.
+    #[test]
+    fn rubbish_is_refused_or_means_something(
+        mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_REQUEST + 9),
+        start in 0usize..32,
+    ) {
+        for (to, from) in bytes.iter_mut().zip(full_bytes()).take(start) {
+            *to = from;
+        }
+        if let Ok(request) = decode_request(&bytes) {
+            let again = encode_request(&request).unwrap();
+            prop_assert_eq!(decode_request(&again), Ok(request));
+        }
+        let _ = decode_answer(&bytes);
+    }
+}

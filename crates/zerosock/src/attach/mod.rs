@@ -1,0 +1,90 @@
+//! Attaching: a process without a VM becomes an endpoint, while the daemon or the program that
+//! embeds the device runs.
+//!
+//! A process connects to the attach socket and asks for a CID, a name and ports
+//! ([`client::Client::connect`]); it gets one end of a vhost-user connection, over which it is a
+//! guest like any other ([`Driver::attach_over`](crate::driver::Driver::attach_over)). The socket
+//! on which it asked stays open as its lease: when it closes, for whatever reason, the CID and the
+//! name are free again. The bytes are described in docs/attach.md.
+//!
+//! - `codec`: the messages, pure functions;
+//! - `client`: the side of the process;
+//! - `server`: the other side, on the control thread;
+//! - `directory`: who is attached, for other threads.
+//!
+//! What must hold: a process that says half a message, or nothing, or rubbish, delays nobody; one
+//! whose user is not allowed to gets no further than a refusal; everything that a process had is
+//! free again when its sockets close, and nothing of the others is touched.
+
+pub mod client;
+pub mod codec;
+pub(crate) mod directory;
+pub(crate) mod server;
+
+use std::ops::RangeInclusive;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use zerosock_proto::Cid;
+
+pub use client::{AttachError, Attached, Client, Fault};
+pub use codec::{AttachRequest, Name, NameError, Status, Version};
+pub use directory::Process;
+
+/// The CIDs that processes get who want any: 0x40000000 to 0x7fffffff. VMMs are given small
+/// numbers by hand, or random ones; one that a VM of the same daemon has is passed over.
+pub const DEFAULT_CIDS: RangeInclusive<u32> = 0x4000_0000..=0x7fff_ffff;
+
+/// How an attached process meets the host.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub enum AttachHost {
+    /// Not at all: it reaches those who share a group with it.
+    #[default]
+    None,
+    /// Its connects to port P of the host go to the Unix socket `path_P`. Programs of the host
+    /// cannot call it.
+    Hybrid {
+        /// The first part of the sockets' paths.
+        path: PathBuf,
+    },
+}
+
+/// On what terms processes may attach.
+#[derive(Debug)]
+pub struct AttachConfig {
+    /// The bound and listening Unix socket of type SOCK_SEQPACKET.
+    pub listener: OwnedFd,
+    /// The users (SO_PEERCRED) who may attach: exactly these, root is no exception.
+    pub allowed_uids: Vec<u32>,
+    /// The CIDs for those who want any.
+    pub cids: RangeInclusive<u32>,
+    /// Processes reach, and are reached by, those with a common group.
+    pub groups: Vec<String>,
+    /// How they meet the host.
+    pub host: AttachHost,
+    /// Processes that may be attached at once.
+    pub max_processes: usize,
+    /// As [`VmConfig::buf_alloc`](crate::daemon::VmConfig::buf_alloc).
+    pub buf_alloc: u32,
+    /// As [`VmConfig::queue_size`](crate::daemon::VmConfig::queue_size).
+    pub queue_size: u16,
+}
+
+impl AttachConfig {
+    /// For processes of our own effective user, in the group "default".
+    pub fn new(listener: OwnedFd) -> AttachConfig {
+        AttachConfig {
+            listener,
+            allowed_uids: vec![rustix::process::geteuid().as_raw()],
+            cids: DEFAULT_CIDS,
+            groups: vec!["default".to_owned()],
+            host: AttachHost::None,
+            max_processes: 256,
+            buf_alloc: 1 << 20,
+            queue_size: 32768,
+        }
+    }
+}
+
+/// The CID at which attached processes reach the host.
+const HOST: Cid = Cid::HOST;

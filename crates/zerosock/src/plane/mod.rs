@@ -1,0 +1,218 @@
+//! The control plane of a set of devices: one thread for control sockets, the VMs, and the
+//! processes that attach.
+//!
+//! A [`Plane`] does not care who drives the workers. [`prepare`] makes workers with their devices
+//! and a [`Foundation`]; the daemon gives each worker a thread, a program that embeds the device
+//! steps its only one itself; then [`Foundation::start`] lets front-ends in. What must hold:
+//! nothing in here is on the way of a packet, and nothing waits for a worker.
+
+pub(crate) mod config;
+pub(crate) mod roster;
+
+use crate::attach::directory::{Directory, Process};
+use crate::attach::server::{AttachPlan, Server};
+use crate::attach::{AttachConfig, AttachHost, Name};
+use crate::device::control::{Control, Fault, FrontendSocket, VmSpec};
+use crate::device::{HostEnd, Limits};
+use crate::engine::mailbox::{Mailbox, Sender};
+use crate::engine::worker::{Worker, WorkerMessage};
+use crate::relay::forward;
+use crate::stats::{Counters, Stats};
+use crate::switch::Outbox;
+use config::{HostSide, StartError, VmConfig, system};
+use roster::{Member, Roster, Terms};
+use rustix::fd::OwnedFd;
+use std::sync::Arc;
+use zerosock_proto::Cid;
+
+/// What is to be made.
+#[derive(Debug)]
+pub(crate) struct Setup {
+    pub(crate) vms: Vec<VmConfig>,
+    pub(crate) workers: usize,
+    pub(crate) limits: Limits,
+    pub(crate) max_connections: usize,
+    pub(crate) attach: Option<AttachConfig>,
+}
+
+/// What [`prepare`] has made.
+pub(crate) struct Prepared {
+    /// To be run, each by its owner.
+    pub(crate) workers: Vec<Worker>,
+    /// A way to each worker.
+    pub(crate) senders: Vec<Sender<WorkerMessage>>,
+    /// What each worker counts.
+    pub(crate) counters: Vec<Arc<Counters>>,
+    pub(crate) foundation: Foundation,
+}
+
+/// The rest, which makes sense once the workers run, or will.
+pub(crate) struct Foundation {
+    specs: Vec<VmSpec>,
+    roster: Roster,
+    attach: Option<AttachPlan>,
+}
+
+/// Makes workers and their devices. Nothing runs yet.
+pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
+    let mut senders = Vec::new();
+    let mut mailboxes = Vec::new();
+    for _ in 0..setup.workers.max(1) {
+        let (sender, mailbox) = Mailbox::new().map_err(system("make a mailbox"))?;
+        senders.push(sender);
+        mailboxes.push(mailbox);
+    }
+    let terms = Terms {
+        max_connections: setup.max_connections,
+        connect_timeout: setup.limits.connect,
+    };
+    let mut roster = Roster::new(senders.clone(), terms);
+    let mut places = Vec::new();
+    for vm in &setup.vms {
+        if roster.contains(vm.cid) {
+            return Err(StartError::DuplicateCid(vm.cid));
+        }
+        let addr = roster.enrol(vm.cid, &vm.groups, &[]);
+        places.push(addr.ok_or(StartError::TooManyVms)?);
+    }
+    let mut workers = Vec::new();
+    let mut counters = Vec::new();
+    for (index, mailbox) in mailboxes.into_iter().enumerate() {
+        let outbox = Outbox::new(index as u32, senders.clone());
+        let count = Arc::new(Counters::default());
+        counters.push(count.clone());
+        let routes = roster.routes().clone();
+        let worker = Worker::new(mailbox, outbox, routes, count, setup.limits)
+            .map_err(system("make an event loop"))?;
+        workers.push(worker);
+    }
+    let mut specs = Vec::new();
+    for (n, (vm, addr)) in setup.vms.into_iter().zip(places).enumerate() {
+        let cid = vm.cid;
+        let (Some(worker), Some(port)) = (workers.get_mut(addr.worker as usize), roster.port(addr))
+        else {
+            continue;
+        };
+        let member = Member {
+            cid,
+            host: host_end(vm.host)?,
+            buf_alloc: vm.buf_alloc,
+        };
+        worker.add(roster.device(addr, member));
+        specs.push(VmSpec {
+            name: format!("vm{n}"),
+            cid,
+            socket: FrontendSocket::Listener(vm.listener),
+            max_queue_size: vm.queue_size,
+            sealed_memory: false,
+            port,
+        });
+    }
+    let attach = setup.attach.map(|config| {
+        let host: Box<dyn Fn() -> HostEnd + Send> = match config.host.clone() {
+            AttachHost::None => Box::new(|| HostEnd::None),
+            AttachHost::Hybrid { path } => Box::new(move || HostEnd::Hybrid {
+                path: path.clone(),
+                listener: None,
+            }),
+        };
+        AttachPlan { config, host }
+    });
+    Ok(Prepared {
+        workers,
+        senders,
+        counters,
+        foundation: Foundation {
+            specs,
+            roster,
+            attach,
+        },
+    })
+}
+
+impl Foundation {
+    /// Has processes that attach meet the host in another way than their configuration can say.
+    #[allow(
+        dead_code,
+        reason = "for a program that embeds the device and is the host itself"
+    )]
+    pub(crate) fn attached_host(&mut self, host: impl Fn() -> HostEnd + Send + 'static) {
+        if let Some(plan) = &mut self.attach {
+            plan.host = Box::new(host);
+        }
+    }
+
+    /// Starts the control thread: from now on front-ends are let in, and processes.
+    pub(crate) fn start(self) -> Result<Plane, StartError> {
+        let directory = Arc::new(Directory::default());
+        let server = match self.attach {
+            Some(plan) => {
+                let server = Server::new(plan, self.roster, Arc::clone(&directory))
+                    .map_err(system("prepare the attach socket"))?;
+                Some(Box::new(server) as _)
+            }
+            None => None,
+        };
+        let control =
+            Control::spawn_with(self.specs, server).map_err(system("start the control thread"))?;
+        Ok(Plane { control, directory })
+    }
+}
+
+/// See the module. Dropping it ends the control thread as [`Plane::shutdown`] does.
+#[derive(Debug)]
+pub(crate) struct Plane {
+    control: Control,
+    directory: Arc<Directory>,
+}
+
+impl Plane {
+    /// Adds what was counted on the control thread.
+    pub(crate) fn add_to(&self, sum: &mut Stats) {
+        let vms = (0..).map_while(|vm| self.control.stats(vm));
+        for control in vms.chain([self.control.visitor_stats()]) {
+            sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
+        }
+        self.directory.add_to(sum);
+    }
+
+    /// The processes that are attached now.
+    pub(crate) fn processes(&self) -> Vec<Process> {
+        self.directory.processes()
+    }
+
+    /// The CID of the attached process of this name.
+    pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
+        self.directory.resolve(name)
+    }
+
+    /// Sees all front-ends off and ends the thread. A worker that has ended before is not waited
+    /// for; one that is alive must be driven meanwhile, on another thread.
+    pub(crate) fn shutdown(self) {
+        self.control.shutdown();
+    }
+}
+
+fn host_end(host: HostSide) -> Result<HostEnd, StartError> {
+    Ok(match host {
+        HostSide::Hybrid { path, listener } => {
+            listener
+                .set_nonblocking(true)
+                .map_err(system("prepare a host socket"))?;
+            HostEnd::Hybrid {
+                path,
+                listener: Some(OwnedFd::from(listener)),
+            }
+        }
+        HostSide::Forward { cid, listen } => {
+            let mut listeners = Vec::new();
+            for port in listen {
+                let listener =
+                    forward::listen(port).map_err(|source| StartError::Forward { port, source })?;
+                listeners.push((port, listener));
+            }
+            HostEnd::Forward { cid, listeners }
+        }
+        HostSide::None => HostEnd::None,
+    })
+}

@@ -1,0 +1,195 @@
+//! Who is a device of which worker: places are given out here, and devices sent to their workers.
+//!
+//! All that a roster needs of the workers is a way to send them messages, so it is the same for
+//! workers with threads of their own and for one that a program steps itself. What must hold: the
+//! workers' tables of routes are snapshots of the one here, sent in the order of the changes; a
+//! place is given out again only after the device has left.
+
+use crate::device::control::{DeviceCommand, DevicePort, Notice, Reply};
+use crate::device::{Device, HostEnd};
+use crate::engine::mailbox::Sender;
+use crate::engine::numbers::Numbers;
+use crate::engine::worker::WorkerMessage;
+use crate::switch::{DeviceAddr, Routes};
+use std::sync::Arc;
+use std::time::Duration;
+use zerosock_proto::vsock::{LocalCids, PortTable, Shard, ShardConfig};
+use zerosock_proto::{Cid, Port};
+
+/// Resets that may wait for a buffer of the guest before its packets must wait.
+const MAX_PENDING_RESETS: usize = 1024;
+
+/// What holds for the connections of every device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Terms {
+    pub(crate) max_connections: usize,
+    pub(crate) connect_timeout: Duration,
+}
+
+/// What a device is to be.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) cid: Cid,
+    pub(crate) host: HostEnd,
+    pub(crate) buf_alloc: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Roster {
+    workers: Vec<Sender<WorkerMessage>>,
+    numbers: Vec<Numbers>,
+    routes: Arc<Routes>,
+    terms: Terms,
+}
+
+impl Roster {
+    pub(crate) fn new(workers: Vec<Sender<WorkerMessage>>, terms: Terms) -> Roster {
+        let mut numbers = Vec::new();
+        numbers.resize_with(workers.len(), Numbers::default);
+        Roster {
+            workers,
+            numbers,
+            routes: Arc::default(),
+            terms,
+        }
+    }
+
+    /// Whether a device has this CID.
+    pub(crate) fn contains(&self, cid: Cid) -> bool {
+        self.routes.contains(cid)
+    }
+
+    /// Devices that have a route.
+    pub(crate) fn len(&self) -> usize {
+        self.routes.len()
+    }
+
+    /// The table as it is now.
+    pub(crate) fn routes(&self) -> &Arc<Routes> {
+        &self.routes
+    }
+
+    /// Gives `cid` a place on the worker that has the fewest devices, and a route. The workers are
+    /// not told: for those who are there before a worker starts. `None`: all places are taken.
+    pub(crate) fn enrol(
+        &mut self,
+        cid: Cid,
+        groups: &[String],
+        ports: &[Port],
+    ) -> Option<DeviceAddr> {
+        let workers = self.numbers.iter_mut().enumerate();
+        let (worker, numbers) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
+        let vm = numbers.take()?;
+        let addr = DeviceAddr {
+            worker: worker as u32,
+            vm,
+        };
+        let routes = Arc::make_mut(&mut self.routes);
+        routes.add(cid, addr, groups);
+        if !ports.is_empty() {
+            routes.limit_ports(cid, ports.iter().copied());
+        }
+        Some(addr)
+    }
+
+    /// The device for a place.
+    pub(crate) fn device(&self, addr: DeviceAddr, member: Member) -> Device {
+        let Member {
+            cid,
+            host,
+            buf_alloc,
+        } = member;
+        let shard = Shard::new(
+            ShardConfig {
+                buf_alloc,
+                max_connections: self.terms.max_connections,
+                connect_timeout: self.terms.connect_timeout,
+                max_pending_resets: MAX_PENDING_RESETS,
+                accept_all: true,
+                local: LocalCids::host_and(self.routes.siblings(cid)),
+                // The guest's own buffer is the only bound on what goes to it.
+                send_limit: Some(u32::MAX),
+                ..ShardConfig::device(cid)
+            },
+            Arc::new(PortTable::new()),
+        );
+        Device::new(addr, cid, shard, host)
+    }
+
+    /// The way to the worker of a device.
+    pub(crate) fn port(&self, addr: DeviceAddr) -> Option<Box<dyn DevicePort>> {
+        let worker = self.workers.get(addr.worker as usize)?.clone();
+        Some(Box::new(WorkerPort {
+            vm: addr.vm,
+            worker,
+        }))
+    }
+
+    /// Adds a device while the workers run. When `taken` comes back, every worker knows it, and
+    /// everybody in its groups can reach it.
+    pub(crate) fn add(
+        &mut self,
+        member: Member,
+        groups: &[String],
+        ports: &[Port],
+        taken: &Arc<Notice>,
+    ) -> Option<DeviceAddr> {
+        let cid = member.cid;
+        let addr = self.enrol(cid, groups, ports)?;
+        let device = self.device(addr, member);
+        self.send(addr.worker, WorkerMessage::AddDevice(Box::new(device)));
+        self.tell_routes(cid, taken);
+        Some(addr)
+    }
+
+    /// Removes a device that was added. When `taken` comes back, no worker knows it any more, and
+    /// its place can be [released](Roster::release).
+    pub(crate) fn remove(&mut self, cid: Cid, addr: DeviceAddr, taken: &Arc<Notice>) {
+        Arc::make_mut(&mut self.routes).remove(cid);
+        let vm = addr.vm;
+        self.send(addr.worker, WorkerMessage::RemoveDevice { vm });
+        self.tell_routes(cid, taken);
+    }
+
+    /// The device that had this place is gone, by word of its worker.
+    pub(crate) fn release(&mut self, addr: DeviceAddr) {
+        if let Some(numbers) = self.numbers.get_mut(addr.worker as usize) {
+            numbers.give_back(addr.vm);
+        }
+    }
+
+    fn tell_routes(&self, changed: Cid, taken: &Arc<Notice>) {
+        for worker in 0..self.workers.len() as u32 {
+            let message = WorkerMessage::Routes {
+                routes: Arc::clone(&self.routes),
+                changed,
+                taken: Arc::clone(taken),
+            };
+            self.send(worker, message);
+        }
+    }
+
+    fn send(&self, worker: u32, message: WorkerMessage) {
+        if let Some(worker) = self.workers.get(worker as usize) {
+            // A worker that is gone has no device any more, and drops what it would answer with.
+            let _ = worker.send(message);
+        }
+    }
+}
+
+struct WorkerPort {
+    vm: u32,
+    worker: Sender<WorkerMessage>,
+}
+
+impl DevicePort for WorkerPort {
+    fn submit(&mut self, command: DeviceCommand, reply: Reply) {
+        // A worker that is gone drops the token, and that answers.
+        let _ = self.worker.send(WorkerMessage::Command {
+            vm: self.vm,
+            command,
+            reply,
+        });
+    }
+}

@@ -21,10 +21,12 @@ pub mod codec;
 pub(crate) mod directory;
 pub(crate) mod server;
 
+use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerosock_proto::Cid;
 
 pub use client::{AttachError, Attached, Client, Fault};
@@ -85,6 +87,23 @@ impl AttachConfig {
         }
     }
 }
+
+/// Binds an attach socket at `path`, where nothing may be, and listens. Who may connect is a matter
+/// of the file's mode, which is the umask's.
+///
+/// # Errors
+/// What socket(2), bind(2) and listen(2) say.
+pub fn listen(path: &Path) -> io::Result<OwnedFd> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    bind(&socket, &address)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
+/// Processes that may wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// The CID at which attached processes reach the host.
 const HOST: Cid = Cid::HOST;

@@ -152,6 +152,13 @@ impl Drop for TestDaemon {
 
 /// Our daemon for `vms`, at their paths.
 pub(crate) fn start_daemon(vms: &[Vm], tune: fn(&mut DaemonConfig)) -> Daemon {
+    let mut config = daemon_config(vms);
+    tune(&mut config);
+    Daemon::start(config).unwrap()
+}
+
+/// The configuration of a daemon for `vms`, their sockets bound.
+pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
     let mut config = DaemonConfig::default();
     for vm in vms {
         let _ = std::fs::remove_file(&vm.socket);
@@ -168,8 +175,7 @@ pub(crate) fn start_daemon(vms: &[Vm], tune: fn(&mut DaemonConfig)) -> Daemon {
             groups: vec!["default".to_owned()],
         });
     }
-    tune(&mut config);
-    Daemon::start(config).unwrap()
+    config
 }
 
 /// Port `port` of the host.

@@ -1,0 +1,113 @@
+//! What the client makes of a server that is none.
+
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use rustix::net::accept;
+
+use super::*;
+use zerosock::attach::codec::{Answer, VERSION, encode_answer};
+use zerosock::attach::{Fault, Status, Version};
+use zerosock_sys::fd_passing;
+
+/// Asks a server that answers with these bytes and descriptors, or hangs up if there are no bytes.
+fn ask(bytes: &[u8], fds: &[OwnedFd]) -> Result<Attached, AttachError> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let listener = attach::listen(&path).unwrap();
+    rustix::io::ioctl_fionbio(&listener, false).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let client = accept(&listener).unwrap();
+            if !bytes.is_empty() {
+                let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+                fd_passing::send(&client, &[IoSlice::new(bytes)], &fds).unwrap();
+            }
+            // Closed with the request unread.
+        });
+        Client::connect(&path, &numbered(9))
+    })
+}
+
+fn answer(change: impl FnOnce(&mut Answer)) -> Vec<u8> {
+    let mut answer = Answer {
+        version: VERSION,
+        status: Status::Ok,
+        cid: Cid::new(9),
+        host: Cid::HOST,
+        asked: VERSION,
+    };
+    change(&mut answer);
+    encode_answer(&answer).to_vec()
+}
+
+fn stream() -> OwnedFd {
+    UnixStream::pair().unwrap().0.into()
+}
+
+fn protocol_error(result: Result<Attached, AttachError>) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, AttachError::Protocol(_)), "{error}");
+    assert_eq!(error.fault(), Fault::Peer);
+}
+
+#[test]
+fn a_good_answer_is_taken() {
+    let attached = ask(&answer(|_| {}), &[stream()]).unwrap();
+    assert_eq!(attached.cid, Cid::new(9));
+    // Of a later minor version, with something behind that we do not know.
+    let mut longer = answer(|answer| answer.version.minor = 5);
+    longer.extend([1; 8]);
+    ask(&longer, &[stream()]).unwrap();
+}
+
+#[test]
+fn a_server_that_breaks_the_protocol_is_to_blame() {
+    let good = answer(|_| {});
+    let memory = zerosock_sys::memfd::create("no socket", 4096, false).unwrap();
+    protocol_error(ask(&good, &[]));
+    protocol_error(ask(&good, &[stream(), stream()]));
+    protocol_error(ask(&good, &[memory]));
+    protocol_error(ask(&answer(|a| a.cid = Cid::new(10)), &[stream()]));
+    protocol_error(ask(&answer(|a| a.cid = Cid::HOST), &[stream()]));
+    protocol_error(ask(&answer(|a| a.status = Status::UnknownName), &[]));
+    protocol_error(ask(b"HTTP/1.1 400 Bad Request", &[]));
+    for len in 1..good.len() {
+        protocol_error(ask(&good[..len], &[stream()]));
+    }
+    let error = ask(&[], &[]).unwrap_err();
+    assert!(matches!(error, AttachError::Closed), "{error}");
+    assert_eq!(error.fault(), Fault::Peer);
+}
+
+#[test]
+fn a_server_of_another_version_is_named() {
+    let version = Version { major: 3, minor: 1 };
+    let other = answer(|answer| {
+        answer.status = Status::VersionMismatch;
+        answer.version = version;
+    });
+    let error = ask(&other, &[]).unwrap_err();
+    let AttachError::VersionMismatch { ours, server } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!((*ours, *server), (VERSION, version));
+    assert_eq!(error.fault(), Fault::Peer);
+    assert!(error.to_string().contains("3.1"), "{error}");
+}
+
+#[test]
+fn a_server_that_says_nothing_times_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let _listener = attach::listen(&path).unwrap();
+    let short = Duration::from_millis(50);
+    let error = Client::connect_within(&path, &numbered(9), short).unwrap_err();
+    assert!(matches!(error, AttachError::TimedOut), "{error}");
+    let nowhere = dir.path().join("nowhere");
+    let error = Client::connect(&nowhere, &numbered(9)).unwrap_err();
+    assert!(matches!(error, AttachError::Connect { .. }), "{error}");
+    assert_eq!(error.fault(), Fault::System);
+}

@@ -1,0 +1,274 @@
+//! Who asks for what it cannot have, or says what it should not, or nothing: loses its own.
+
+use std::io::IoSlice;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv,
+    send, socket_with,
+};
+
+use super::*;
+use crate::common::{bytes, eventually};
+use zerosock::attach::codec::{
+    Answer, MAX_REQUEST, Request, VERSION, decode_answer, encode_request,
+};
+use zerosock::attach::{Fault, Status, Version};
+use zerosock::driver::{self, FrontendError};
+use zerosock_sys::fd_passing;
+
+/// A client that says what it likes.
+struct Raw(OwnedFd);
+
+impl Raw {
+    fn new(lab: &Lab) -> Raw {
+        let kind = SocketType::SEQPACKET;
+        let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+        connect(&socket, &SocketAddrUnix::new(&lab.path).unwrap()).unwrap();
+        Raw(socket)
+    }
+
+    fn say(&self, bytes: &[u8]) {
+        send(&self.0, bytes, SendFlags::NOSIGNAL).unwrap();
+    }
+
+    /// What comes next; `None`: the end.
+    #[track_caller]
+    fn hear(&self) -> Option<Answer> {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        let patience = Timespec {
+            tv_sec: common::PATIENCE.as_secs() as i64,
+            tv_nsec: 0,
+        };
+        assert_eq!(poll(&mut fds, Some(&patience)), Ok(1), "no answer");
+        let mut bytes = [0u8; 100];
+        match recv(&self.0, &mut bytes, RecvFlags::DONTWAIT) {
+            Ok((len, _)) if len > 0 => Some(decode_answer(&bytes[..len]).unwrap()),
+            Ok(_) | Err(rustix::io::Errno::CONNRESET) => None,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Refused with this, and seen off.
+    #[track_caller]
+    fn refused(&self, status: Status) -> Answer {
+        let answer = self.hear().unwrap();
+        assert_eq!(answer.status, status);
+        assert_eq!(self.hear(), None);
+        answer
+    }
+}
+
+fn request(name: &str) -> Vec<u8> {
+    encode_request(&Request::Attach(named(name))).unwrap()
+}
+
+fn refused(lab: &Lab, request: &AttachRequest) -> AttachError {
+    let before = lab.stats().attach_refused;
+    let error = lab.ask(request).unwrap_err();
+    assert_eq!(lab.stats().attach_refused, before + 1);
+    error
+}
+
+#[test]
+fn what_others_have_is_taken() {
+    let lab = Lab::new(1);
+    let owner = AttachRequest {
+        cid: Some(Cid::new(700)),
+        ..named("db")
+    };
+    let mut owner = lab.process_with(&owner);
+    // A VM's CID, whether it runs or not; a process's.
+    for cid in [3, 700] {
+        let error = refused(&lab, &numbered(cid));
+        assert!(
+            matches!(error, AttachError::CidTaken(Some(taken)) if taken.get() == cid),
+            "{error}"
+        );
+        assert_eq!(error.fault(), Fault::Caller);
+    }
+    let error = refused(&lab, &named("db"));
+    let AttachError::NameTaken(Some(name)) = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(name.as_str(), "db");
+    assert_eq!(error.fault(), Fault::Caller);
+    assert_eq!(error.to_string(), "the name db is taken");
+    // The owner has noticed nothing, and a good request is granted as before.
+    owner.driver.listen(PORT, 8).unwrap();
+    let mut other = lab.process("other");
+    connected(&mut other.driver, &mut owner.driver);
+    assert_eq!(lab.stats().attached, 2);
+}
+
+#[test]
+fn there_are_as_many_processes_as_there_may_be() {
+    let lab = Lab::with(0, |_| {}, |attach| attach.max_processes = 2);
+    let one = lab.process("one");
+    let _two = lab.process("two");
+    let error = refused(&lab, &named("three"));
+    assert!(matches!(error, AttachError::Full), "{error}");
+    assert_eq!(error.fault(), Fault::System);
+    drop(one);
+    eventually("room", || lab.stats().attached == 1);
+    lab.process("three");
+}
+
+#[test]
+fn a_stranger_is_turned_away_unheard() {
+    let lab = Lab::with(
+        0,
+        |_| {},
+        |attach| attach.allowed_uids = vec![4_000_000_001],
+    );
+    for _ in 0..20 {
+        let error = refused(&lab, &named("db"));
+        assert!(matches!(error, AttachError::NotPermitted), "{error}");
+        assert_eq!(error.fault(), Fault::Caller);
+        Raw::new(&lab).refused(Status::NotPermitted);
+    }
+    assert_eq!(lab.stats().attached, 0);
+}
+
+#[test]
+fn another_version_is_told_both() {
+    let lab = Lab::new(0);
+    for major in [0u16, 2, 0x100, u16::MAX] {
+        let raw = Raw::new(&lab);
+        let mut bytes = request("db");
+        bytes[4..6].copy_from_slice(&major.to_le_bytes());
+        raw.say(&bytes);
+        let answer = raw.refused(Status::VersionMismatch);
+        assert_eq!(answer.version, VERSION);
+        assert_eq!(answer.asked, Version { major, minor: 0 });
+    }
+    lab.process("db");
+}
+
+#[test]
+fn half_a_message_and_rubbish_are_refused() {
+    let lab = Lab::new(0);
+    let good = request("db");
+    let mut cases: Vec<Vec<u8>> = (1..good.len()).map(|len| good[..len].to_vec()).collect();
+    cases.push(bytes(1, 88));
+    cases.push(vec![0; MAX_REQUEST]);
+    // Longer than any request: cut off by the reader.
+    let mut long = good.clone();
+    long.resize(4 * MAX_REQUEST, 0);
+    cases.push(long);
+    // To resolve a name one has to be attached.
+    let resolve = Request::Resolve("db".parse().unwrap());
+    cases.push(encode_request(&resolve).unwrap());
+    for case in cases {
+        let raw = Raw::new(&lab);
+        raw.say(&case);
+        raw.refused(Status::BadRequest);
+    }
+    // A descriptor, which has no place in a request.
+    let raw = Raw::new(&lab);
+    fd_passing::send(&raw.0, &[IoSlice::new(&good)], &[raw.0.as_fd()]).unwrap();
+    raw.refused(Status::BadRequest);
+    // Two at once: the second is out of turn, whichever way the first went.
+    let raw = Raw::new(&lab);
+    raw.say(&good);
+    let _ = send(&raw.0, &good, SendFlags::NOSIGNAL);
+    drop(raw);
+    eventually("nobody attached", || lab.stats().attached == 0);
+    lab.process("db");
+}
+
+#[test]
+fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
+    let lab = Lab::new(0);
+    let raw = Raw::new(&lab);
+    raw.say(&request("db"));
+    assert_eq!(raw.hear().unwrap().status, Status::Ok);
+    // The descriptor was not taken out of the message, so the front-end's end is closed.
+    assert_eq!(raw.hear(), None);
+
+    let attached = lab.ask(&named("db")).unwrap();
+    let say = |bytes: &[u8]| send(&attached.control, bytes, SendFlags::NOSIGNAL).unwrap();
+    let mut control = attached
+        .control
+        .as_fd()
+        .try_clone_to_owned()
+        .map(Raw)
+        .unwrap();
+    for bad in [&b"rubbish"[..], &request("again")] {
+        say(bad);
+        assert_eq!(control.hear().unwrap().status, Status::BadRequest);
+    }
+    // Many questions, and no answer is read: nobody else waits for it.
+    let question = encode_request(&Request::Resolve("db".parse().unwrap())).unwrap();
+    let mut asked = 0;
+    while asked < 100_000 && send(&control.0, &question, SendFlags::DONTWAIT).is_ok() {
+        asked += 1;
+    }
+    lab.process("other");
+    for _ in 0..asked {
+        assert_eq!(control.hear().unwrap().cid, attached.cid);
+    }
+    control = Raw(attached.control.as_fd().try_clone_to_owned().unwrap());
+    assert!(!hung_up(&control.0));
+}
+
+#[test]
+fn silence_is_not_waited_for() {
+    let lab = Lab::new(0);
+    let silent = Raw::new(&lab);
+    let start = Instant::now();
+    lab.process("db");
+    assert_eq!(silent.hear(), None);
+    assert!(
+        start.elapsed() >= Duration::from_secs(4),
+        "dropped too soon"
+    );
+}
+
+#[test]
+fn a_flood_of_clients_is_bounded() {
+    let lab = Lab::new(1);
+    let mut attached = lab.process("before");
+    let mut guest = lab.guest(0);
+    attached.driver.listen(PORT, 8).unwrap();
+    let flood: Vec<Raw> = (0..100).map(|_| Raw::new(&lab)).collect();
+    let refused = |raw: &&Raw| {
+        let mut fds = [PollFd::new(&raw.0, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    };
+    eventually("the rest turned away", || {
+        flood.iter().filter(refused).count() >= 36
+    });
+    assert_eq!(lab.stats().attach_refused, 36);
+    flood.last().unwrap().refused(Status::Full);
+    let error = lab.ask(&named("late")).unwrap_err();
+    assert!(matches!(error, AttachError::Full), "{error}");
+    // Those who are in go on.
+    connected(&mut guest, &mut attached.driver);
+    drop(flood);
+    eventually("let in again", || lab.ask(&named("late")).is_ok());
+}
+
+#[test]
+fn memory_that_can_shrink_is_refused_to_processes() {
+    let lab = Lab::new(1);
+    let attached = lab.ask(&named("db")).unwrap();
+    let config = DriverConfig {
+        seal: false,
+        ..DriverConfig::default()
+    };
+    let error = Driver::attach_over(attached.socket, config).unwrap_err();
+    let driver::AttachError::Frontend(FrontendError::Refused { request, status }) = error else {
+        panic!("{error}");
+    };
+    assert_eq!((request, status), ("SET_MEM_TABLE", 1));
+    assert_eq!(lab.stats().control_faults, 1);
+    // A VM's memory is taken as it is.
+    let config = DriverConfig {
+        seal: false,
+        ..DriverConfig::new(&lab.vms[0].socket)
+    };
+    Driver::attach(config).unwrap();
+    assert_eq!(lab.stats().control_faults, 1);
+}

@@ -1,0 +1,143 @@
+//! Who leaves is gone: CID, name, route, connections; and nobody else notices.
+
+use super::*;
+use crate::common::{assert_bytes, bytes, eventually, eventually_with};
+use zerosock::attach::Fault;
+use zerosock::driver::{DriverEvent, WaitError};
+
+#[test]
+fn everything_is_free_again_when_a_process_is_gone() {
+    for workers in [1, 2] {
+        let lab = Lab::with(1, |config| config.workers = workers, |_| {});
+        let mut guest = lab.guest(0);
+        let mut cids = Vec::new();
+        for _ in 0..20 {
+            let request = AttachRequest {
+                cid: Some(Cid::new(600)),
+                ..named("db")
+            };
+            // At once after the one before: what it leaves behind is waited for.
+            let mut process = lab.process_with(&request);
+            process.driver.listen(PORT, 8).unwrap();
+            let (stream, _) = connected(&mut guest, &mut process.driver);
+            drop(process);
+            eventually_with(&mut guest, "reset", |guest| {
+                guest.state(stream) == Some(StreamState::Reset)
+            });
+            guest.close(stream).unwrap();
+            cids.push(lab.process("passing").cid);
+        }
+        cids.dedup();
+        assert_eq!(cids.len(), 20, "a CID rests before it is given again");
+        eventually("nobody attached", || lab.stats().attached == 0);
+        assert!(lab.daemon().processes().is_empty());
+        let refused = guest.wait_connect(at(Cid::new(600)), deadline());
+        assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
+        eventually("all connections gone", || {
+            let stats = lab.stats();
+            stats.conns_added == stats.conns_removed && stats.conns_added >= 40
+        });
+        assert_eq!(lab.stats().control_faults, 0);
+    }
+}
+
+#[test]
+fn a_lease_that_closes_ends_the_device() {
+    let lab = Lab::new(0);
+    let Process {
+        mut driver,
+        control,
+        ..
+    } = lab.process("db");
+    drop(control);
+    let give_up = deadline();
+    loop {
+        match driver.poll(Some(give_up)).unwrap() {
+            Some(DriverEvent::DeviceGone) => break,
+            Some(_) => {}
+            None => panic!("the device is still there"),
+        }
+    }
+    lab.process("db");
+}
+
+#[test]
+fn a_device_that_closes_ends_the_lease() {
+    let lab = Lab::new(0);
+    let Process {
+        driver,
+        mut control,
+        ..
+    } = lab.process("db");
+    drop(driver);
+    eventually("the lease hung up", || hung_up(&control));
+    let error = control.resolve(&"db".parse().unwrap()).unwrap_err();
+    assert!(matches!(error, AttachError::Closed), "{error}");
+    assert_eq!(error.fault(), Fault::Peer);
+    // So does one that was never used.
+    let attached = lab.ask(&named("db")).unwrap();
+    drop(attached.socket);
+    eventually("the lease hung up", || hung_up(&attached.control));
+    eventually("nobody attached", || lab.stats().attached == 0);
+}
+
+#[test]
+fn a_daemon_that_ends_tells_its_processes() {
+    let mut lab = Lab::new(0);
+    let mut process = lab.process("db");
+    lab.daemon.take().unwrap().shutdown();
+    eventually("the lease hung up", || hung_up(&process.control));
+    let give_up = deadline();
+    while process.driver.poll(Some(give_up)).unwrap() != Some(DriverEvent::DeviceGone) {
+        assert!(Instant::now() < give_up);
+    }
+}
+
+#[test]
+fn a_process_that_dies_in_the_middle_disturbs_nobody() {
+    for workers in [1, 2] {
+        let lab = Lab::with(1, |config| config.workers = workers, |_| {});
+        let mut guest = lab.guest(0);
+        let mut two = lab.process("two");
+        guest.listen(PORT, 8).unwrap();
+        two.driver.listen(PORT, 8).unwrap();
+        let (from, to) = connected(&mut guest, &mut two.driver);
+        let sent = bytes(3, 4 << 20);
+        let (mut done, mut got, mut ended) = (0, Vec::new(), false);
+        for round in 0..4 {
+            let mut dying = lab.process("dying");
+            dying.driver.listen(PORT, 8).unwrap();
+            let (a, _) = connected(&mut dying.driver, &mut guest);
+            let (b, _) = connected(&mut dying.driver, &mut two.driver);
+            let (c, _) = connected(&mut guest, &mut dying.driver);
+            // Both ways under way, and read by nobody.
+            for _ in 0..20 {
+                for stream in [a, b] {
+                    let _ = dying.driver.send(stream, &[1; 30_000]);
+                }
+                let _ = guest.send(c, &[2; 30_000]);
+                dying.driver.turn().unwrap();
+                guest.turn().unwrap();
+            }
+            drop(dying);
+            // The two others go on with what they were about.
+            let until = sent.len() * (round + 1) / 4;
+            all([&mut guest, &mut two.driver], "bytes", |[guest, two]| {
+                push(guest, from, &sent, &mut done);
+                pull(two, to, &mut got, &mut ended);
+                got.len() >= until
+            });
+            all([&mut guest, &mut two.driver], "reset", |[guest, _]| {
+                guest.state(c) == Some(StreamState::Reset)
+            });
+        }
+        all([&mut guest, &mut two.driver], "the end", |[guest, two]| {
+            push(guest, from, &sent, &mut done);
+            pull(two, to, &mut got, &mut ended);
+            ended
+        });
+        assert_bytes(&got, &sent);
+        let stats = lab.stats();
+        assert_eq!(stats.bad_packets + stats.bad_chains + stats.devices_lost, 0);
+    }
+}

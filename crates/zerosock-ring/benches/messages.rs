@@ -21,8 +21,8 @@ use std::time::Instant;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use zerosock_ring::{
-    Buffer, DeviceQueue, DriverLayout, DriverQueue, FixedChain, Memory, Piece, QueueConfig,
-    RegionConfig,
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, FixedChain, GuestSlice, Memory, Piece,
+    QueueConfig, RegionConfig,
 };
 
 const HEADER: usize = 44;
@@ -117,62 +117,69 @@ impl Driver {
 
 impl Slots {
     #[inline]
+    fn parts(&self, slot: u16) -> (GuestSlice<'_>, GuestSlice<'_>) {
+        let part = |pieces: &[Piece]| {
+            let piece = pieces[usize::from(slot)];
+            self.mem.slice(piece).expect("a piece of this memory")
+        };
+        (part(&self.headers), part(&self.payloads))
+    }
+
+    #[inline]
     fn write(&self, slot: u16, message: u64) {
-        let slot = usize::from(slot);
-        let (header, payload) = packet(message);
-        let part = |piece| self.mem.slice(piece).expect("a piece of this memory");
-        part(self.headers[slot]).write(0, &header);
-        part(self.payloads[slot]).write(0, &payload);
+        let (header, payload) = self.parts(slot);
+        write_packet(header, payload, message);
     }
 
     #[inline]
     fn check(&self, slot: u16, message: u64) {
-        let slot = usize::from(slot);
-        let part = |piece| self.mem.slice(piece).expect("a piece of this memory");
-        let header = part(self.headers[slot]).read_array::<HEADER>(0);
-        let payload = part(self.payloads[slot]).read_array::<PAYLOAD>(0);
-        assert!(is_packet(message, header, payload), "message {message}");
+        let (header, payload) = self.parts(slot);
+        check_packet(header, payload, message);
     }
 }
 
-/// The header names its payload's length, as that of vsock does; both hold the message's number.
-#[inline(always)]
-fn packet(message: u64) -> ([u8; HEADER], [u8; PAYLOAD]) {
-    let mut header = [0; HEADER];
-    header[..8].copy_from_slice(&message.to_le_bytes());
-    header[24..28].copy_from_slice(&(PAYLOAD as u32).to_le_bytes());
-    let mut payload = [0; PAYLOAD];
-    let (words, _) = payload.as_chunks_mut();
-    words.fill(message.to_le_bytes());
-    (header, payload)
+/// The words of a header and of its payload. The header has its payload's length where that of
+/// vsock has it, and both hold the message's number.
+#[inline]
+fn packet(message: u64) -> ([u64; 5], [u64; PAYLOAD / 8]) {
+    let header = [message, 2, 3, PAYLOAD as u64, message << 32];
+    (header, [message; PAYLOAD / 8])
 }
 
-/// Whether every byte of the packet arrived.
-#[inline(always)]
-fn is_packet(message: u64, header: Option<[u8; HEADER]>, payload: Option<[u8; PAYLOAD]>) -> bool {
-    let (expected_header, expected_payload) = packet(message);
-    let (Some(header), Some(payload)) = (header, payload) else {
-        return false;
+/// The last four bytes of a header, which are half a word: written and read with those before.
+const TAIL: usize = HEADER - 8;
+
+#[inline]
+fn tail(message: u64) -> u64 {
+    message | message << 32
+}
+
+#[inline]
+fn write_packet(header: GuestSlice<'_>, payload: GuestSlice<'_>, message: u64) {
+    let (words, payload_words) = packet(message);
+    let written = header.write_words(0, words)
+        && header.write_words(TAIL, [tail(message)])
+        && payload.write_words(0, payload_words);
+    assert!(written, "message {message}");
+}
+
+/// Reads every byte of a packet.
+#[inline]
+fn check_packet(header: GuestSlice<'_>, payload: GuestSlice<'_>, message: u64) {
+    let (expected, expected_payload) = packet(message);
+    let mut differ = match header.read_words(TAIL) {
+        Some([last]) => last ^ tail(message),
+        None => 1,
     };
-    // Word by word, which costs less than a call.
-    let mut differ = 0;
-    for (word, expected) in header
-        .as_chunks()
-        .0
-        .iter()
-        .zip(expected_header.as_chunks().0)
-    {
-        differ |= u32::from_le_bytes(*word) ^ u32::from_le_bytes(*expected);
+    let words = header.read_words(0).unwrap_or([0; 5]);
+    for (word, expected) in words.into_iter().zip(expected) {
+        differ |= word ^ expected;
     }
-    for (word, expected) in payload
-        .as_chunks()
-        .0
-        .iter()
-        .zip(expected_payload.as_chunks().0)
-    {
-        differ |= u32::from_le_bytes(*word) ^ u32::from_le_bytes(*expected);
+    let words = payload.read_words(0).unwrap_or([0; PAYLOAD / 8]);
+    for (word, expected) in words.into_iter().zip(expected_payload) {
+        differ |= word ^ expected;
     }
-    differ == 0
+    assert!(differ == 0, "message {message}");
 }
 
 fn device_queue(mem: &Arc<Memory>, index: usize) -> DeviceQueue {
@@ -187,6 +194,14 @@ fn device_queue(mem: &Arc<Memory>, index: usize) -> DeviceQueue {
         indirect: false,
     };
     DeviceQueue::new(Arc::clone(mem), &config).expect("a queue")
+}
+
+/// Where a chain's packet lies, whatever descriptors the driver put it into; this one put header
+/// and payload in a piece each.
+#[inline]
+fn parts<'m>(mem: &'m Memory, pieces: &[Piece]) -> (GuestSlice<'m>, GuestSlice<'m>) {
+    let part = |offset, len| mem.whole(pieces, offset, len).expect("one piece");
+    (part(0, HEADER), part(HEADER, PAYLOAD))
 }
 
 /// What one round does, and how many messages it passes.
@@ -331,10 +346,8 @@ impl DeviceSide {
             return false;
         };
         let mem = self.tx.memory();
-        let header = mem.read_array(chain.readable(), 0);
-        let payload = mem.read_array(chain.readable(), HEADER);
-        let whole = is_packet(u64::from(message), header, payload);
-        assert!(whole, "message {message}");
+        let (header, payload) = parts(mem, chain.readable());
+        check_packet(header, payload, u64::from(message));
         self.tx.complete(chain, 0);
         true
     }
@@ -355,10 +368,8 @@ impl DeviceSide {
                 break chain;
             }
         };
-        let (header, payload) = packet(u64::from(message));
-        let mem = self.rx.memory();
-        mem.write(chain.writable(), 0, &header);
-        mem.write(chain.writable(), HEADER, &payload);
+        let (header, payload) = parts(self.rx.memory(), chain.writable());
+        write_packet(header, payload, u64::from(message));
         self.rx.complete(chain, (HEADER + PAYLOAD) as u32);
     }
 

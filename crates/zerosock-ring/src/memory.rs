@@ -157,7 +157,7 @@ impl Memory {
 
     /// The buffer as one piece of that region, if it lies there and has any bytes.
     #[inline]
-    fn piece_in(&self, index: u32, guest_addr: u64, len: u32) -> Option<Piece> {
+    pub(crate) fn piece_in(&self, index: u32, guest_addr: u64, len: u32) -> Option<Piece> {
         let region = self.regions.get(index as usize)?;
         // An address below the region wraps to at least 2^64 - guest_addr, which is above
         // region.len because guest_addr + len does not wrap: refused like one past the end.
@@ -216,6 +216,20 @@ impl Memory {
         Ok(())
     }
 
+    /// Brings the cache line at a guest address near, to be written, if it lies in that region;
+    /// nothing but time depends on it.
+    #[inline]
+    pub(crate) fn prefetch_write(&self, index: u32, guest_addr: u64) {
+        let Some(region) = self.regions.get(index as usize) else {
+            return;
+        };
+        if let Some(host) = region.host(guest_addr.wrapping_sub(region.guest_addr), 1) {
+            // SAFETY: `host` checked the byte against the region, as in `slice`.
+            let slice: GuestSlice<'_> = unsafe { GuestSlice::new(host, 1) };
+            slice.prefetch_write();
+        }
+    }
+
     /// The addresses behind a piece; None if it does not lie in this memory.
     #[inline]
     pub fn slice(&self, piece: Piece) -> Option<GuestSlice<'_>> {
@@ -259,6 +273,17 @@ impl Memory {
     /// than asked where the pieces end.
     #[inline]
     pub fn read(&self, pieces: &[Piece], offset: usize, out: &mut [u8]) -> usize {
+        if let Some((piece, inside)) = holder(pieces, offset)
+            && let Some(slice) = self.slice(piece)
+            && slice.read_whole(inside, out)
+        {
+            return out.len();
+        }
+        self.read_parts(pieces, offset, out)
+    }
+
+    #[inline(never)]
+    fn read_parts(&self, pieces: &[Piece], offset: usize, out: &mut [u8]) -> usize {
         let mut done = 0;
         for part in self.parts(pieces, offset, out.len()) {
             let Some(rest) = out.get_mut(done..) else {
@@ -273,24 +298,82 @@ impl Memory {
     /// and the like: nearly always they lie in one piece, and then they are copied as a whole.
     #[inline]
     pub fn read_array<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u8; N]> {
-        let mut inside = offset;
-        for piece in pieces {
-            if inside < piece.len() {
-                if let Some(bytes) = self.slice(*piece)?.read_array(inside) {
-                    return Some(bytes);
-                }
-                break;
-            }
-            inside -= piece.len();
+        if let Some((piece, inside)) = holder(pieces, offset)
+            && let Some(bytes) = self.slice(piece)?.read_array(inside)
+        {
+            return Some(bytes);
         }
         let mut bytes = [0; N];
-        (self.read(pieces, offset, &mut bytes) == N).then_some(bytes)
+        (self.read_parts(pieces, offset, &mut bytes) == N).then_some(bytes)
+    }
+
+    /// The `len` bytes of the pieces from `offset` on as one slice; None if they do not lie in one
+    /// piece. For those who read or write one place several times.
+    #[inline]
+    pub fn whole(&self, pieces: &[Piece], offset: usize, len: usize) -> Option<GuestSlice<'_>> {
+        let (piece, inside) = holder(pieces, offset)?;
+        let part = self.slice(piece)?.part(inside, len);
+        (part.len() == len).then_some(part)
+    }
+
+    /// Reads `N` little-endian words of the pieces from `offset` on; None if they end before. As
+    /// [`GuestSlice::read_words`], wherever the pieces meet.
+    #[inline]
+    pub fn read_words<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u64; N]> {
+        if let Some((piece, inside)) = holder(pieces, offset)
+            && let Some(words) = self.slice(piece)?.read_words(inside)
+        {
+            return Some(words);
+        }
+        let mut words = [0; N];
+        for (index, word) in words.iter_mut().enumerate() {
+            let mut bytes = [0; 8];
+            if self.read_parts(pieces, offset.checked_add(8 * index)?, &mut bytes) < 8 {
+                return None;
+            }
+            *word = u64::from_le_bytes(bytes);
+        }
+        Some(words)
+    }
+
+    /// Writes the words, little-endian, to the pieces from `offset` on; false, and perhaps some
+    /// written, if they end before. As [`GuestSlice::write_words`], wherever the pieces meet.
+    #[inline]
+    pub fn write_words<const N: usize>(
+        &self,
+        pieces: &[Piece],
+        offset: usize,
+        words: [u64; N],
+    ) -> bool {
+        if let Some((piece, inside)) = holder(pieces, offset)
+            && let Some(slice) = self.slice(piece)
+            && slice.write_words(inside, words)
+        {
+            return true;
+        }
+        words.into_iter().enumerate().all(|(index, word)| {
+            let bytes = word.to_le_bytes();
+            offset
+                .checked_add(8 * index)
+                .is_some_and(|offset| self.write_parts(pieces, offset, &bytes) == bytes.len())
+        })
     }
 
     /// Copies into the pieces, from `offset` bytes into them; returns the bytes copied, fewer than
     /// given where the pieces end.
     #[inline]
     pub fn write(&self, pieces: &[Piece], offset: usize, data: &[u8]) -> usize {
+        if let Some((piece, inside)) = holder(pieces, offset)
+            && let Some(slice) = self.slice(piece)
+            && slice.write_whole(inside, data)
+        {
+            return data.len();
+        }
+        self.write_parts(pieces, offset, data)
+    }
+
+    #[inline(never)]
+    fn write_parts(&self, pieces: &[Piece], offset: usize, data: &[u8]) -> usize {
         let mut done = 0;
         for part in self.parts(pieces, offset, data.len()) {
             let Some(rest) = data.get(done..) else { break };
@@ -376,6 +459,24 @@ impl Memory {
             .iter()
             .find_map(|region| region.host(guest_addr.checked_sub(region.guest_addr)?, len))
     }
+}
+
+/// The piece that has byte `offset` of all of them, and where in it that is.
+#[inline]
+fn holder(pieces: &[Piece], offset: usize) -> Option<(Piece, usize)> {
+    // Unrolled, as nearly always it is the header's or the one behind it.
+    if let [first, rest @ ..] = pieces {
+        if offset < first.len() {
+            return Some((*first, offset));
+        }
+        let offset = offset - first.len();
+        if let [second, ..] = rest
+            && offset < second.len()
+        {
+            return Some((*second, offset));
+        }
+    }
+    None
 }
 
 impl Region {

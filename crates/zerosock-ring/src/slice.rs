@@ -63,7 +63,7 @@ impl Piece {
 }
 
 /// Most pieces that a [`PieceBuf`] holds.
-pub(crate) const MAX_PIECES: usize = 4;
+const MAX_PIECES: usize = 4;
 
 /// Up to four [`Piece`]s by value: what somebody who keeps a chain's payload in view carries out
 /// of the chain. A header and a payload, each across a border of regions, are four.
@@ -207,6 +207,31 @@ impl<'m> GuestSlice<'m> {
         self.len == 0
     }
 
+    /// Brings the first cache line near, to be read. A hint: no bytes are read, nothing can fault.
+    #[inline]
+    pub fn prefetch(self) {
+        // SAFETY: a prefetch has no effect but on the cache, whatever the address.
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        unsafe {
+            use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T0>(self.ptr.cast_const().cast());
+        }
+    }
+
+    /// As `prefetch`, to be written: takes the line away from other caches.
+    #[inline]
+    pub fn prefetch_write(self) {
+        // SAFETY: as in `prefetch`; a processor that does not know the instruction does nothing.
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        unsafe {
+            core::arch::asm!(
+                "prefetchw [{0}]",
+                in(reg) self.ptr,
+                options(nostack, preserves_flags, readonly)
+            );
+        }
+    }
+
     /// The part from `offset` on, at most `len` bytes of it; empty when `offset` lies past the end.
     #[inline]
     pub fn part(self, offset: usize, len: usize) -> GuestSlice<'m> {
@@ -226,6 +251,9 @@ impl<'m> GuestSlice<'m> {
     /// ends.
     #[inline]
     pub fn read(self, offset: usize, out: &mut [u8]) -> usize {
+        if self.read_whole(offset, out) {
+            return out.len();
+        }
         let part = self.part(offset, out.len());
         // SAFETY: source: `part` keeps within the range that `new` was promised, and the
         // destination is at least as long. They do not overlap: `out` is a Rust reference, and
@@ -254,10 +282,73 @@ impl<'m> GuestSlice<'m> {
         Some(copy)
     }
 
+    /// Reads `N` little-endian words from `offset` on, each by one load into a register; None if
+    /// the slice ends before. For headers, which are taken apart at once: a copy that was stored
+    /// in wide pieces and is loaded in others has to wait until every store before it has left the
+    /// processor, those to the peer's cache lines included.
+    #[inline]
+    pub fn read_words<const N: usize>(self, offset: usize) -> Option<[u64; N]> {
+        if offset > self.len || size_of::<[u64; N]>() > self.len - offset {
+            return None;
+        }
+        let mut words = [0; N];
+        for (index, word) in words.iter_mut().enumerate() {
+            // SAFETY: just checked: the words' bytes end at or before self.len.
+            *word = u64::from_le(unsafe { load(self.ptr.add(offset + 8 * index)) });
+        }
+        Some(words)
+    }
+
+    /// Writes the words, little-endian, from `offset` on; false, and nothing done, if the slice
+    /// ends before. For headers, for the same reason as [`read_words`](Self::read_words).
+    #[inline]
+    pub fn write_words<const N: usize>(self, offset: usize, words: [u64; N]) -> bool {
+        if offset > self.len || size_of::<[u64; N]>() > self.len - offset {
+            return false;
+        }
+        for (index, word) in words.into_iter().enumerate() {
+            let at = self.ptr.wrapping_add(offset + 8 * index).cast::<u64>();
+            // SAFETY: just checked: the words' bytes end at or before self.len; shared, and not
+            // under a reference whose maker allowed for this call.
+            unsafe { at.write_unaligned(word.to_le()) };
+        }
+        true
+    }
+
+    /// Copies out as many bytes as `out` has, from `offset` on; false, and nothing done, if the
+    /// slice ends before. Not so general as `read`, so that a length known when this is compiled
+    /// stays known.
+    #[inline]
+    pub(crate) fn read_whole(self, offset: usize, out: &mut [u8]) -> bool {
+        if offset > self.len || out.len() > self.len - offset {
+            return false;
+        }
+        // SAFETY: as in `read`: offset + out.len() <= self.len was just seen.
+        unsafe {
+            ptr::copy_nonoverlapping(self.ptr.add(offset), out.as_mut_ptr(), out.len());
+        }
+        settle(out.as_mut_ptr());
+        true
+    }
+
+    /// Copies all of `data` in from `offset` on; false, and nothing done, if the slice ends before.
+    #[inline]
+    pub(crate) fn write_whole(self, offset: usize, data: &[u8]) -> bool {
+        if offset > self.len || data.len() > self.len - offset {
+            return false;
+        }
+        // SAFETY: as in `write`: offset + data.len() <= self.len was just seen.
+        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.ptr.add(offset), data.len()) };
+        true
+    }
+
     /// Copies in from `offset` on; returns the bytes copied, fewer than given where the slice
     /// ends.
     #[inline]
     pub fn write(self, offset: usize, data: &[u8]) -> usize {
+        if self.write_whole(offset, data) {
+            return data.len();
+        }
         let part = self.part(offset, data.len());
         // SAFETY: as in `read`, the other way round: the destination is checked, shared and not
         // under a reference whose maker allowed for this call, so it does not overlap with the
@@ -301,6 +392,38 @@ impl<'m> GuestSlice<'m> {
     pub unsafe fn as_mut_slice(self) -> &'m mut [u8] {
         // SAFETY: as in `as_slice`, for writes as well; the only access, by the caller's promise.
         unsafe { slice::from_raw_parts_mut(self.ptr, self.len) }
+    }
+}
+
+/// One load of eight bytes, at whatever alignment, that the compiler can neither repeat nor put
+/// off.
+///
+/// # Safety
+/// `at` is valid for reads of 8 bytes.
+#[inline(always)]
+unsafe fn load(at: *const u8) -> u64 {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        let word;
+        // SAFETY: the caller vouches for the address; other threads and processes may write there,
+        // and what is read then is unspecified, as `read` has it.
+        unsafe {
+            core::arch::asm!(
+                "mov {0}, qword ptr [{1}]",
+                out(reg) word,
+                in(reg) at,
+                options(nostack, preserves_flags, readonly)
+            );
+        }
+        word
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    {
+        let mut copy = [0; 8];
+        // SAFETY: as above.
+        unsafe { ptr::copy_nonoverlapping(at, copy.as_mut_ptr(), 8) };
+        settle(copy.as_mut_ptr());
+        u64::from_ne_bytes(copy)
     }
 }
 

@@ -233,6 +233,82 @@ fn parts_of_slices_stay_inside() {
     assert_eq!(slice.part(0, 3).copy_to(slice.part(14, 9)), 2);
 }
 
+fn all(mem: &Memory, pieces: &[Piece]) -> Vec<u8> {
+    let mut bytes = vec![0; pieces.iter().map(|piece| piece.len()).sum()];
+    mem.read(pieces, 0, &mut bytes);
+    bytes
+}
+
+#[test]
+fn words_are_read_and_written_wherever_the_pieces_meet() {
+    let mem = heap();
+    let bytes: Vec<u8> = (1..=48).collect();
+    for border in [0, 1, 7, 8, 20, 47, 48] {
+        // The border of the two regions lies `border` bytes into the buffer.
+        let mut pieces = Vec::new();
+        mem.translate(0x3000 - border, 48, &mut pieces).unwrap();
+        assert_eq!(mem.write(&pieces, 0, &bytes), 48);
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+        for at in [0, 3, 8, 16, 24] {
+            let expected = [word(at), word(at + 8), word(at + 16)];
+            assert_eq!(
+                mem.read_words(&pieces, at),
+                Some(expected),
+                "{at}, {border}"
+            );
+            assert!(mem.write_words(&pieces, at, expected.map(u64::swap_bytes)));
+            let swapped = expected.map(u64::swap_bytes);
+            assert_eq!(mem.read_words(&pieces, at), Some(swapped), "{at}, {border}");
+            assert!(mem.write_words(&pieces, at, expected));
+            assert_eq!(
+                mem.read_array(&pieces, at),
+                Some(<[u8; 24]>::try_from(&bytes[at..at + 24]).unwrap())
+            );
+        }
+        assert_eq!(all(&mem, &pieces), bytes, "nothing else was written");
+        assert_eq!(mem.read_words::<3>(&pieces, 25), None);
+        assert_eq!(mem.read_words::<1>(&pieces, usize::MAX), None);
+        assert_eq!(mem.read_array::<24>(&pieces, 25), None);
+        assert_eq!(mem.read_words(&pieces, 40), Some([word(40)]));
+        assert!(!mem.write_words(&pieces, 41, [0]));
+        assert!(!mem.write_words(&pieces, usize::MAX - 3, [0]));
+    }
+}
+
+#[test]
+fn a_whole_range_lies_in_one_piece_or_is_none() {
+    let mem = heap();
+    let mut pieces = Vec::new();
+    mem.translate(0x2100, 44, &mut pieces).unwrap();
+    mem.translate(0x2f00, 0x200, &mut pieces).unwrap();
+    for (offset, len, there) in [
+        (0, 44, true),
+        (0, 45, false),
+        (44, 0x100, true),
+        (44, 0x101, false),
+        (43, 1, true),
+        (44 + 0xff, 1, true),
+        (44 + 0x200, 1, false),
+        (usize::MAX, 1, false),
+    ] {
+        let whole = mem.whole(&pieces, offset, len);
+        assert_eq!(
+            whole.map(|slice| slice.len()),
+            there.then_some(len),
+            "{len} from {offset}"
+        );
+    }
+    let slice = mem.whole(&pieces, 0, 44).unwrap();
+    assert_eq!(slice.as_ptr(), mem.slice(pieces[0]).unwrap().as_ptr());
+    assert!(!slice.write_words(37, [1]) && slice.read_words::<1>(37).is_none());
+    assert!(slice.read_words::<1>(usize::MAX).is_none() && slice.write_words(36, [1]));
+    // Hints to the cache change nothing, wherever they point.
+    slice.prefetch();
+    slice.prefetch_write();
+    mem.prefetch_write(7, u64::MAX);
+    mem.prefetch_write(0, 0x2fff);
+}
+
 #[test]
 fn ring_addresses_lie_in_one_region() {
     let mem = heap();

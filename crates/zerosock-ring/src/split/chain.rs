@@ -2,7 +2,7 @@
 
 use super::layout::Descriptor;
 use crate::memory::{Memory, TranslateError};
-use crate::slice::{MAX_PIECES, Piece};
+use crate::slice::Piece;
 
 /// A chain of buffers taken from a [`DeviceQueue`](crate::DeviceQueue): the readable pieces first,
 /// then the writable ones (virtio 1.2, 2.7.4.2). One descriptor gives one piece, or several where
@@ -20,25 +20,30 @@ pub struct Chain {
     pub(super) position: u16,
     /// Descriptors of the queue's own table in it.
     pub(super) descriptors: u16,
-    /// Pieces in `few`.
-    few_len: u16,
-    /// Number of readable pieces.
-    readable: u32,
+    /// Pieces in `few`, and how many of them are readable.
+    few_len: u8,
+    few_readable: u8,
     readable_len: u32,
     writable_len: u32,
-    /// The pieces, if they are as few as those of any packet, so that a chain costs no vector.
-    few: [Piece; MAX_PIECES],
-    /// All pieces otherwise.
+    /// The pieces of a short chain, as nearly all are.
+    few: [Piece; 2],
+    /// All pieces of any other.
     pub(super) many: Option<Box<Many>>,
 }
 
 // It is moved in and out of lists on the way of every packet.
-const _: () = assert!(size_of::<Chain>() <= 96);
+const _: () = assert!(size_of::<Chain>() <= 56);
 
-/// What a chain has that is not like those of packets: many pieces, or a fault.
+/// What is in a chain that is not short, or not sound: pieces and sums while it is walked, and the
+/// fault. It comes from a pool, so that none is allocated once warm.
 #[derive(Debug, Default)]
 pub(super) struct Many {
     pub(super) pieces: Vec<Piece>,
+    pub(super) descriptors: u16,
+    /// Number of readable pieces.
+    readable: usize,
+    readable_len: u32,
+    writable_len: u32,
     fault: Option<ChainFault>,
 }
 
@@ -52,14 +57,13 @@ const MAX_KEPT_PIECES: usize = 256;
 pub(super) struct Pool(Vec<Box<Many>>);
 
 impl Pool {
-    fn take(&mut self) -> Box<Many> {
+    pub(super) fn take(&mut self) -> Box<Many> {
         self.0.pop().unwrap_or_default()
     }
 
     pub(super) fn give(&mut self, mut many: Box<Many>) {
         if many.pieces.capacity() <= MAX_KEPT_PIECES {
-            many.pieces.clear();
-            many.fault = None;
+            many.clear();
             self.0.push(many);
         }
     }
@@ -110,53 +114,7 @@ pub enum ChainFault {
     Shared,
 }
 
-impl Chain {
-    #[inline]
-    pub(super) fn new(head: u16, position: u16) -> Chain {
-        Chain {
-            head,
-            position,
-            descriptors: 0,
-            few_len: 0,
-            readable: 0,
-            readable_len: 0,
-            writable_len: 0,
-            few: [Piece::NONE; MAX_PIECES],
-            many: None,
-        }
-    }
-
-    #[inline]
-    fn push(&mut self, piece: Piece, pool: &mut Pool) {
-        if self.many.is_none()
-            && let Some(place) = self.few.get_mut(usize::from(self.few_len))
-        {
-            *place = piece;
-            self.few_len += 1;
-        } else {
-            self.push_many(piece, pool);
-        }
-    }
-
-    #[cold]
-    fn push_many(&mut self, piece: Piece, pool: &mut Pool) {
-        let few = &self.few;
-        let many = self.many.get_or_insert_with(|| {
-            let mut many = pool.take();
-            many.pieces.extend_from_slice(few);
-            many
-        });
-        many.pieces.push(piece);
-    }
-
-    #[inline]
-    fn pieces(&self) -> &[Piece] {
-        match &self.many {
-            None => self.few.get(..usize::from(self.few_len)).unwrap_or(&[]),
-            Some(many) => &many.pieces,
-        }
-    }
-
+impl Many {
     /// Adds the buffer of a descriptor's private copy.
     #[inline]
     pub(super) fn append(
@@ -165,7 +123,6 @@ impl Chain {
         hint: &mut u32,
         descriptor_copy: Descriptor,
         writable: bool,
-        pool: &mut Pool,
     ) -> Result<(), ChainFault> {
         let Descriptor { addr, len, .. } = descriptor_copy;
         // Both sums fit: the lengths so far were checked to have a sum below 2^32.
@@ -178,7 +135,7 @@ impl Chain {
         if !writable && self.writable_len > 0 {
             return Err(ChainFault::Order);
         }
-        mem.translate_near(hint, addr, len, |piece| self.push(piece, pool))
+        mem.translate_near(hint, addr, len, |piece| self.pieces.push(piece))
             .map_err(|error| match error {
                 TranslateError::ZeroLength => ChainFault::ZeroLength,
                 other => ChainFault::Address(other),
@@ -187,20 +144,88 @@ impl Chain {
             self.writable_len += len;
         } else {
             self.readable_len += len;
-            // At most 1024 buffers, each with a piece per region at the most.
-            self.readable = self.pieces().len() as u32;
+            self.readable = self.pieces.len();
         }
         Ok(())
     }
 
-    /// Turns into a malformed chain: nothing in it but the head.
+    /// Forgets what is in it, but for its memory.
+    fn clear(&mut self) {
+        let mut pieces = core::mem::take(&mut self.pieces);
+        pieces.clear();
+        *self = Many {
+            pieces,
+            ..Many::default()
+        };
+    }
+
+    /// Turns into a malformed chain: nothing in it.
     #[cold]
-    pub(super) fn spoil(&mut self, fault: ChainFault, pool: &mut Pool) {
-        let many = self.many.get_or_insert_with(|| pool.take());
-        many.pieces.clear();
-        many.fault = Some(fault);
-        (self.descriptors, self.readable, self.few_len) = (0, 0, 0);
-        (self.readable_len, self.writable_len) = (0, 0);
+    pub(super) fn spoil(&mut self, fault: ChainFault) {
+        self.clear();
+        self.fault = Some(fault);
+    }
+}
+
+impl Chain {
+    /// A chain of whatever is in `many`.
+    #[inline(always)] // as those below: moved once less
+    pub(super) fn of_many(head: u16, position: u16, many: Box<Many>) -> Chain {
+        Chain {
+            head,
+            position,
+            descriptors: many.descriptors,
+            few_len: 0,
+            few_readable: 0,
+            readable_len: many.readable_len,
+            writable_len: many.writable_len,
+            few: [Piece::NONE; 2],
+            many: Some(many),
+        }
+    }
+
+    /// A chain of one descriptor, of one piece.
+    #[inline(always)]
+    pub(super) fn of_one(head: u16, position: u16, piece: Piece, writable: bool) -> Chain {
+        let len = piece.len;
+        Chain {
+            head,
+            position,
+            descriptors: 1,
+            few_len: 1,
+            few_readable: u8::from(!writable),
+            readable_len: if writable { 0 } else { len },
+            writable_len: if writable { len } else { 0 },
+            few: [piece, Piece::NONE],
+            many: None,
+        }
+    }
+
+    /// A chain of two descriptors, of one piece each; None if they make none.
+    #[inline(always)]
+    pub(super) fn of_two(
+        head: u16,
+        position: u16,
+        [(first, first_writable), (second, second_writable)]: [(Piece, bool); 2],
+    ) -> Option<Chain> {
+        let total = first.len.checked_add(second.len)?;
+        let (few_readable, readable_len) = match (first_writable, second_writable) {
+            (false, false) => (2, total),
+            (false, true) => (1, first.len),
+            (true, true) => (0, 0),
+            (true, false) => return None,
+        };
+        Some(Chain {
+            head,
+            position,
+            descriptors: 2,
+            few_len: 2,
+            few_readable,
+            readable_len,
+            writable_len: total - readable_len,
+            few: [first, second],
+            many: None,
+        })
     }
 
     /// Index of the first descriptor.
@@ -212,13 +237,23 @@ impl Chain {
     /// Pieces that the device may read.
     #[inline]
     pub fn readable(&self) -> &[Piece] {
-        self.pieces().get(..self.readable as usize).unwrap_or(&[])
+        match &self.many {
+            None => self.few.get(..usize::from(self.few_readable)),
+            Some(many) => many.pieces.get(..many.readable),
+        }
+        .unwrap_or(&[])
     }
 
     /// Pieces that the device may write.
     #[inline]
     pub fn writable(&self) -> &[Piece] {
-        self.pieces().get(self.readable as usize..).unwrap_or(&[])
+        match &self.many {
+            None => self
+                .few
+                .get(usize::from(self.few_readable)..usize::from(self.few_len)),
+            Some(many) => many.pieces.get(many.readable..),
+        }
+        .unwrap_or(&[])
     }
 
     /// Sum of the readable pieces, in bytes. With `writable_len` it is below 2^32.

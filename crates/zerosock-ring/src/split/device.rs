@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use super::chain::{Chain, ChainFault, Pool};
+use super::chain::{Chain, ChainFault, Many, Pool};
 use super::index::{Consumer, IndexJump, Producer};
 use super::layout::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
@@ -20,6 +20,9 @@ use crate::slice::Piece;
 /// The specification says the queue size; Linux drivers exceed it on small queues, and vhost in
 /// the kernel takes as many as a `writev` does, 1024.
 const MAX_INDIRECT: u16 = 1024;
+
+/// How many chains ahead of the one popped the first lines of writable buffers are fetched.
+const AHEAD: u16 = 3;
 
 /// Why nothing was popped although something was posted: always the peer's fault.
 #[derive(Debug, thiserror::Error)]
@@ -53,8 +56,8 @@ pub enum BrokenReason {
 /// says so. A new queue is in no known state of suppression: enable (or disable) once.
 ///
 /// Per batch it costs one load of the driver's index, one store of ours and one fence; per chain,
-/// one read of each ring entry and descriptor. Chains of up to four pieces take no vector; for
-/// longer ones nothing is allocated once the vectors, which are recycled, have been through their
+/// one read of each ring entry and descriptor. Chains of one or two plain descriptors take no
+/// vector; for others nothing is allocated once the vectors, which are recycled, have been through their
 /// longest chain (up to 256 pieces).
 #[derive(Debug)]
 pub struct DeviceQueue {
@@ -62,14 +65,17 @@ pub struct DeviceQueue {
     config: QueueConfig,
     avail: Consumer,
     used: Producer,
-    outstanding: u16,
+    /// Wider than it need be: of the same type as `held` the two would be loaded as one, right
+    /// behind stores of each.
+    outstanding: u32,
     /// Descriptors of our table in outstanding chains. At most the size: so a driver that puts one
     /// descriptor into many chains cannot make us hold more pieces than an honest one.
     held: u16,
     broken: Option<BrokenReason>,
     malformed: u64,
-    /// The region that held the last buffer.
+    /// The regions of a chain's first buffer and of the next, as they last were.
     hint: u32,
+    next_hint: u32,
     pool: Pool,
     /// Used elements as they were last written, id and length, so that what would not change is
     /// not written: a ring on which buffers go round in order stays shared by both caches.
@@ -110,6 +116,7 @@ impl DeviceQueue {
             broken: None,
             malformed: 0,
             hint: 0,
+            next_hint: 0,
             pool: Pool::default(),
             written: vec![None; usize::from(config.size)],
             table: Vec::new(),
@@ -137,7 +144,8 @@ impl DeviceQueue {
     /// Chains popped and not yet completed.
     #[inline]
     pub fn outstanding(&self) -> u16 {
-        self.outstanding
+        // At most the size: `available` sees to it.
+        self.outstanding as u16
     }
 
     /// Malformed chains seen so far.
@@ -161,7 +169,7 @@ impl DeviceQueue {
         }
         // A driver has at most `size` chains out, popped ones included: a chain has at least one
         // descriptor, and comes back to the driver after `complete`.
-        let limit = self.size().saturating_sub(self.outstanding);
+        let limit = self.size().saturating_sub(self.outstanding());
         match self.avail.available(self.rings.avail_words(), limit) {
             Ok(count) => count,
             Err(IndexJump) => {
@@ -177,7 +185,7 @@ impl DeviceQueue {
     /// [`PopError::Malformed`] holds a chain to be completed with 0, after which popping goes on;
     /// after [`PopError::Broken`] it is all there ever is, but chains popped before can still be
     /// completed and published.
-    #[inline]
+    #[inline(always)] // else the chain is copied once more
     pub fn pop(&mut self) -> Result<Option<Chain>, PopError> {
         if self.available() == 0 {
             return match self.broken {
@@ -194,25 +202,85 @@ impl DeviceQueue {
         }
         self.avail.advance();
         self.outstanding += 1;
-        let mut chain = Chain::new(head_copy, position);
-        match self.walk(&mut chain) {
-            Ok(()) => {
-                self.held += chain.descriptors;
-                Ok(Some(chain))
+        if self.avail.seen() >= AHEAD {
+            self.prefetch(position.wrapping_add(AHEAD));
+        }
+        let chain = match self.pop_short(head_copy, position) {
+            Some(chain) => chain,
+            None => {
+                let (many, sound) = self.pop_any(head_copy);
+                let chain = Chain::of_many(head_copy, position, many);
+                if !sound {
+                    return Err(PopError::Malformed(chain));
+                }
+                chain
             }
-            Err(fault) => {
-                self.malformed += 1;
-                chain.spoil(fault, &mut self.pool);
-                Err(PopError::Malformed(chain))
-            }
+        };
+        self.held += chain.descriptors;
+        Ok(Some(chain))
+    }
+
+    /// The chain, if it is what nearly all are: one or two plain descriptors without a fault, in
+    /// the regions of the last one. Of others nothing is kept.
+    #[inline(always)] // as `pop`
+    fn pop_short(&self, head: u16, position: u16) -> Option<Chain> {
+        let mem = self.rings.memory();
+        let first_copy = self.rings.descriptor(head)?;
+        let first = mem.piece_in(self.hint, first_copy.addr, first_copy.len)?;
+        let writable = first_copy.has(DESC_F_WRITE);
+        let room = self.size() - self.held;
+        if !first_copy.has(DESC_F_NEXT | DESC_F_INDIRECT) {
+            return (room >= 1).then(|| Chain::of_one(head, position, first, writable));
+        }
+        let second_copy = self.rings.descriptor(first_copy.next)?;
+        let second = mem.piece_in(self.next_hint, second_copy.addr, second_copy.len)?;
+        let both = [(first, writable), (second, second_copy.has(DESC_F_WRITE))];
+        let plain = !first_copy.has(DESC_F_INDIRECT)
+            && !second_copy.has(DESC_F_NEXT | DESC_F_INDIRECT)
+            && room >= 2;
+        if plain {
+            Chain::of_two(head, position, both)
+        } else {
+            None
         }
     }
 
-    /// Follows the chain from its head, copying each descriptor once.
+    /// Takes the lines that a later chain will have written away from the driver's core, which read
+    /// them last. What is read here is used for nothing else. Of readable chains none is fetched:
+    /// it did not measure.
     #[inline]
-    fn walk(&mut self, chain: &mut Chain) -> Result<(), ChainFault> {
+    fn prefetch(&self, position: u16) {
+        let mem = self.rings.memory();
+        let first_copy = self.rings.descriptor(self.rings.avail_head(position));
+        let Some(first_copy) = first_copy.filter(|copy| copy.has(DESC_F_WRITE)) else {
+            return;
+        };
+        mem.prefetch_write(self.hint, first_copy.addr);
+        if first_copy.has(DESC_F_NEXT)
+            && let Some(second_copy) = self.rings.descriptor(first_copy.next)
+        {
+            mem.prefetch_write(self.next_hint, second_copy.addr);
+        }
+    }
+
+    /// What is in the chain, whatever it is, and whether it is sound.
+    #[inline(never)]
+    fn pop_any(&mut self, head: u16) -> (Box<Many>, bool) {
+        let mut many = self.pool.take();
+        let result = self.walk(&mut many, head);
+        if let Err(fault) = result {
+            self.malformed += 1;
+            many.spoil(fault);
+        } else if let [first, second] = *many.pieces {
+            (self.hint, self.next_hint) = (first.region, second.region);
+        }
+        (many, result.is_ok())
+    }
+
+    /// Follows the chain from its head, copying each descriptor once.
+    fn walk(&mut self, chain: &mut Many, head: u16) -> Result<(), ChainFault> {
         let limit = self.size();
-        let mut index = chain.head;
+        let mut index = head;
         loop {
             if chain.descriptors == limit {
                 return Err(ChainFault::TooLong);
@@ -231,7 +299,6 @@ impl DeviceQueue {
                 &mut self.hint,
                 descriptor_copy,
                 writable,
-                &mut self.pool,
             )?;
             if !descriptor_copy.has(DESC_F_NEXT) {
                 break;
@@ -248,7 +315,7 @@ impl DeviceQueue {
     /// refers to it means nothing (2.7.5.3.2).
     fn walk_indirect(
         &mut self,
-        chain: &mut Chain,
+        chain: &mut Many,
         table_copy: Descriptor,
     ) -> Result<(), ChainFault> {
         if !self.config.indirect {
@@ -302,7 +369,6 @@ impl DeviceQueue {
                 &mut self.hint,
                 entry_copy,
                 entry_copy.has(DESC_F_WRITE),
-                &mut self.pool,
             )?;
             if !entry_copy.has(DESC_F_NEXT) {
                 return Ok(());
@@ -446,7 +512,7 @@ impl DeviceQueue {
     /// [`QueueError`]: the rings do not lie in the new memory; the queue is as it was.
     pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
         self.rings = resolve(mem, &self.config)?;
-        self.hint = 0;
+        (self.hint, self.next_hint) = (0, 0);
         self.written.fill(None);
         Ok(())
     }

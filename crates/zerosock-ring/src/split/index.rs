@@ -183,6 +183,13 @@ impl Consumer {
         self.seen != self.next || u16::from_le(words.index.load(Ordering::Relaxed)) != self.next
     }
 
+    /// Entries seen and not taken yet.
+    #[inline]
+    #[cfg_attr(loom, allow(dead_code))]
+    pub(crate) fn seen(&self) -> u16 {
+        self.seen.wrapping_sub(self.next)
+    }
+
     /// The entry at `next` is taken.
     #[inline]
     pub(crate) fn advance(&mut self) {

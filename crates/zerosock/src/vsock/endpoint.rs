@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use zerosock_proto::{Address, Cid, Port};
@@ -20,9 +20,32 @@ use super::listener::Listener;
 use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
+use crate::attach::{self, AttachRequest, Attached, Client, Name};
 use crate::driver::{self, Driver, DriverConfig};
 
-pub use driver::AttachError;
+/// Why there is no endpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The attach socket did not give us a place. Whose fault it is, says
+    /// [`fault`](attach::AttachError::fault).
+    #[error(transparent)]
+    Place(#[from] attach::AttachError),
+    /// The caller: a name that none can have.
+    #[error(transparent)]
+    Name(#[from] attach::NameError),
+    /// The device did not take us, or broke its protocol.
+    #[error(transparent)]
+    Device(#[from] driver::AttachError),
+    /// The system had no descriptor to give.
+    #[error("cannot share a descriptor: {0}")]
+    System(#[from] io::Error),
+}
+
+impl From<OpenError> for io::Error {
+    fn from(error: OpenError) -> io::Error {
+        io::Error::other(error)
+    }
+}
 
 /// A process that takes part as a guest without a virtual machine.
 ///
@@ -33,7 +56,7 @@ pub use driver::AttachError;
 /// use zerosock::vsock::{Endpoint, Wait};
 /// use zerosock::{Cid, Port};
 ///
-/// let endpoint = Endpoint::builder().wait(Wait::ADAPTIVE).attach_device("/run/vm4.sock")?;
+/// let endpoint = Endpoint::builder().wait(Wait::ADAPTIVE).attach("/run/zerosock/attach.sock")?;
 /// println!("we are CID {}", endpoint.cid());
 /// let listener = endpoint.listen(Port::new(5000), 128)?;
 /// let (stream, peer) = listener.accept()?;
@@ -44,6 +67,9 @@ pub struct Endpoint {
     cid: Cid,
     wait: Wait,
     connect_timeout: Duration,
+    /// Our place, if we have one by an attach socket: held as long as this is.
+    place: Mutex<Option<Client>>,
+    huge_pages: bool,
 }
 
 /// How an [`Endpoint`] is to be.
@@ -51,6 +77,8 @@ pub struct Endpoint {
 #[must_use]
 pub struct EndpointBuilder {
     config: DriverConfig,
+    request: AttachRequest,
+    name: Option<String>,
     wait: Wait,
     trust: Option<Trust>,
 }
@@ -59,10 +87,49 @@ impl Endpoint {
     /// An endpoint with the usual settings.
     pub fn builder() -> EndpointBuilder {
         EndpointBuilder {
-            config: DriverConfig::new(""),
+            config: DriverConfig::default(),
+            request: AttachRequest::default(),
+            name: None,
             wait: Wait::default(),
             trust: None,
         }
+    }
+
+    /// Attaches at an attach socket, with any CID and the usual settings.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn attach(path: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
+        Endpoint::builder().attach(path)
+    }
+
+    /// The CID of the attached process of this name.
+    ///
+    /// # Errors
+    /// `NotFound` when nobody has the name, or when we are not attached by an attach socket;
+    /// `InvalidInput` for a name that none can have.
+    pub fn resolve(&self, name: &str) -> io::Result<Cid> {
+        let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
+        let name: Name = name.parse().map_err(invalid)?;
+        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
+        let place = place.as_mut().ok_or(io::ErrorKind::NotFound)?;
+        place.resolve(&name).map_err(|error| match error {
+            attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
+            other => io::Error::other(other),
+        })
+    }
+
+    /// Connects to `port` of the attached process called `name`.
+    ///
+    /// # Errors
+    /// Those of [`resolve`](Self::resolve) and [`connect`](Self::connect).
+    pub fn connect_name(&self, name: &str, port: Port) -> io::Result<Stream> {
+        self.connect(Address::new(self.resolve(name)?, port))
+    }
+
+    /// Whether the memory that we share lies in huge pages.
+    pub fn has_huge_pages(&self) -> bool {
+        self.huge_pages
     }
 
     /// Our CID.
@@ -115,6 +182,13 @@ impl EndpointBuilder {
         self
     }
 
+    /// Whether to take memory from the system's pool of huge pages, if there is enough; at first,
+    /// yes.
+    pub fn huge_pages(mut self, huge_pages: bool) -> EndpointBuilder {
+        self.config.huge_pages = huge_pages;
+        self
+    }
+
     /// Entries of each of its queues: a power of two, 8 to 32768. A packet takes two.
     pub fn queue_size(mut self, entries: u16) -> EndpointBuilder {
         self.config.queue_size = entries;
@@ -154,22 +228,63 @@ impl EndpointBuilder {
         self
     }
 
-    /// Attaches to a device by its vhost-user socket, as a VMM does for a guest.
+    /// The CID to ask for at the attach socket; without, any that is free.
+    pub fn cid(mut self, cid: Cid) -> EndpointBuilder {
+        self.request.cid = Some(cid);
+        self
+    }
+
+    /// The name to ask for at the attach socket, by which others find us: at most 64 letters,
+    /// digits, `.`, `_` or `-`.
+    pub fn name(mut self, name: impl Into<String>) -> EndpointBuilder {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// The ports at which we can be reached; without, all that we listen on.
+    pub fn ports(mut self, ports: impl IntoIterator<Item = Port>) -> EndpointBuilder {
+        self.request.ports = ports.into_iter().collect();
+        self
+    }
+
+    /// Attaches at the attach socket of `zerosock serve`, or of a `Host`, which gives us a place:
+    /// a CID and a device. Both, and the name, are free again when the endpoint is dropped, or its
+    /// process dies.
     ///
     /// # Errors
-    /// See [`AttachError`].
-    pub fn attach_device(mut self, socket: impl AsRef<Path>) -> Result<Endpoint, AttachError> {
+    /// See [`OpenError`].
+    pub fn attach(mut self, path: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
+        if let Some(name) = &self.name {
+            self.request.name = Some(name.parse()?);
+        }
+        let Attached {
+            socket, control, ..
+        } = Client::connect(path.as_ref(), &self.request)?;
+        let driver = Driver::attach_over(socket, self.config.clone())?;
+        self.open(driver, Some(control))
+    }
+
+    /// Attaches to a device by its vhost-user socket, as a VMM does for a guest. The CID is the
+    /// one that the device has for its guest.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn attach_device(mut self, socket: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
         self.config.socket = socket.as_ref().to_path_buf();
-        let connect_timeout = self.config.connect_timeout;
-        let mut driver = Driver::attach(self.config)?;
+        let driver = Driver::attach(self.config.clone())?;
+        self.open(driver, None)
+    }
+
+    fn open(self, mut driver: Driver, place: Option<Client>) -> Result<Endpoint, OpenError> {
         driver.set_trusted(self.trust.is_some());
-        let cid = driver.cid();
-        let core = Core::new(Box::new(driver), self.trust).map_err(AttachError::Eventfd)?;
+        let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
         Ok(Endpoint {
-            core: Arc::new(core),
+            core: Arc::new(Core::new(Box::new(driver), self.trust)?),
             cid,
             wait: self.wait,
-            connect_timeout,
+            connect_timeout: self.config.connect_timeout,
+            place: Mutex::new(place),
+            huge_pages,
         })
     }
 }

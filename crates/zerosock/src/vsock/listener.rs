@@ -21,7 +21,7 @@ use super::waiting::Wait;
 /// use zerosock::Port;
 /// use zerosock::vsock::Endpoint;
 ///
-/// let endpoint = Endpoint::builder().attach_device("/run/vm4.sock")?;
+/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
 /// let listener = endpoint.listen(Port::new(1024), 16)?;
 /// for stream in listener.incoming() {
 ///     let mut stream = stream?;

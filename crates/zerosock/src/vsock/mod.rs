@@ -35,7 +35,7 @@ mod stream;
 pub mod tokio;
 mod waiting;
 
-pub use endpoint::{AttachError, Endpoint, EndpointBuilder};
+pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
 pub use engine::EndpointStats;
 pub use errors::StreamError;
 pub use lease::{Lease, OwnedLease, Reading};

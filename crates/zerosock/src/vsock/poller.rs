@@ -70,7 +70,7 @@ pub struct Ready {
 /// use zerosock::Port;
 /// use zerosock::vsock::{Endpoint, Poller, Readiness, Wait};
 ///
-/// let endpoint = Endpoint::builder().attach_device("/run/vm4.sock")?;
+/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
 /// let listener = endpoint.listen(Port::new(1), 8)?;
 /// let mut poller = Poller::new(Wait::ADAPTIVE);
 /// poller.add_listener(&listener, 1);

@@ -38,7 +38,7 @@ use super::waiting::Wait;
 /// use zerosock::vsock::Endpoint;
 /// use zerosock::{Address, Cid, Port};
 ///
-/// let endpoint = Endpoint::builder().attach_device("/run/vm4.sock")?;
+/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
 /// let mut stream = endpoint.connect(Address::new(Cid::HOST, Port::new(1024)))?;
 /// stream.write_all(b"hello")?;
 /// // The answer, where the peer has written it:

@@ -99,7 +99,7 @@ async fn work(core: Weak<Core>, fd: AsyncFd<OwnedFd>) {
 /// use zerosock::{Address, Cid, Port};
 ///
 /// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-/// let endpoint = Endpoint::builder().attach_device("/run/vm4.sock")?;
+/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
 /// let server = Address::new(Cid::HOST, Port::new(1024));
 /// let mut stream = AsyncStream::connect(&endpoint, server).await?;
 /// stream.write_all(b"hello").await?;

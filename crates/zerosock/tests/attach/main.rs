@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod endpoints;
 mod fake_server;
 mod hostile;
 mod joining;

@@ -120,6 +120,23 @@ impl Drop for SocketFile {
 ///
 /// Nobody can connect before the permissions stand: the socket listens only then.
 pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketFile), BindError> {
+    let (socket, file) = bind_type(path, access, SocketType::STREAM)?;
+    Ok((UnixListener::from(socket), file))
+}
+
+/// As [`bind`], a socket of type SOCK_SEQPACKET.
+pub(crate) fn bind_packets(
+    path: &Path,
+    access: Access,
+) -> Result<(OwnedFd, SocketFile), BindError> {
+    bind_type(path, access, SocketType::SEQPACKET)
+}
+
+fn bind_type(
+    path: &Path,
+    access: Access,
+    kind: SocketType,
+) -> Result<(OwnedFd, SocketFile), BindError> {
     let name = || path.display().to_string();
     check_path(path).map_err(|reason| BindError::Path(name(), reason))?;
     let failed = |source: io::Error| BindError::Bind {
@@ -132,13 +149,9 @@ pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketF
     let _turn = lock_directory_of(path);
     remove_stale(path)?;
 
-    let socket: OwnedFd = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )
-    .map_err(|errno| failed(errno.into()))?;
+    let socket: OwnedFd =
+        rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)
+            .map_err(|errno| failed(errno.into()))?;
     let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
     rustix::net::bind(&socket, &address).map_err(|errno| failed(errno.into()))?;
     let identity = Identity::of(path).map_err(failed)?;
@@ -160,7 +173,7 @@ pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketF
         })?;
     }
     rustix::net::listen(&socket, BACKLOG).map_err(|errno| failed(errno.into()))?;
-    Ok((UnixListener::from(socket), file))
+    Ok((socket, file))
 }
 
 fn remove_stale(path: &Path) -> Result<(), BindError> {
@@ -270,6 +283,22 @@ mod tests {
         assert_eq!(live.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
         drop(UnixStream::connect(&path).unwrap());
         live.accept().unwrap();
+    }
+
+    #[test]
+    fn packet_sockets_are_claimed_in_the_same_way() {
+        let dir = dir();
+        let path = dir.path().join("s");
+        let (socket, file) = bind_packets(&path, Access::default()).unwrap();
+        let kind = rustix::net::sockopt::socket_type(&socket).unwrap();
+        assert_eq!(kind, SocketType::SEQPACKET);
+        let error = bind_packets(&path, Access::default()).unwrap_err();
+        assert!(matches!(error, BindError::InUse(_)), "{error}");
+        drop(socket);
+        std::mem::forget(file);
+        let (_socket, file) = bind_packets(&path, Access::default()).unwrap();
+        drop(file);
+        assert!(!path.exists());
     }
 
     #[test]

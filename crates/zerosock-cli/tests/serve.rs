@@ -295,3 +295,40 @@ fn a_socket_passed_in_for_no_vm_is_an_error() {
         "nothing is left behind"
     );
 }
+
+#[test]
+fn processes_attach_to_the_attach_socket() {
+    use zerosock::attach::{AttachError, AttachRequest, Client};
+    let room = Room::new();
+    let socket = room.at("attach");
+    let mut serve = zerosock();
+    serve.arg("serve").arg("--attach-socket").arg(&socket);
+    serve.args(["--attach-mode", "0600", "--attach-max", "1"]);
+    let running = Running::start(&mut serve);
+    let request = AttachRequest::default();
+    let mut attached = None;
+    wait_until("a process to attach", || {
+        attached = Client::connect(&socket, &request).ok();
+        attached.is_some()
+    });
+    let mode = fs::metadata(&socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600);
+    let error = Client::connect(&socket, &request).unwrap_err();
+    assert!(matches!(error, AttachError::Full), "{error}");
+    running.signal("TERM");
+    let ended = running.finish();
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert!(!socket.exists());
+    drop(attached);
+
+    // Another user's number only: not ours.
+    let mut serve = zerosock();
+    serve.arg("serve").arg("--attach-socket").arg(&socket);
+    let running = Running::start(serve.args(["--attach-uid", "4000000001"]));
+    wait_until("a refusal", || {
+        let refused = Client::connect(&socket, &request);
+        matches!(refused, Err(AttachError::NotPermitted))
+    });
+    running.signal("TERM");
+    assert_eq!(running.finish().code, Some(0));
+}

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
+use super::attach::AttachFlags;
 use super::vm::RawVm;
 use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
@@ -38,9 +39,13 @@ pub(crate) struct ServeArgs {
     )]
     pub(crate) vm: Vec<RawVm>,
 
-    /// A YAML file with a list `vms`, one entry per VM, keys as for --vm
+    /// A YAML file with a list `vms`, one entry per VM, keys as for --vm, and perhaps `attach` with
+    /// the keys socket, mode, uid, groups, max
     #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
     pub(crate) config: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) attach: AttachFlags,
 
     #[command(flatten)]
     pub(crate) daemon: DaemonFlags,
@@ -119,7 +124,8 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]
     pub(crate) connect_timeout: Duration,
 
-    /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than VMs]
+    /// Threads that move data; a VM belongs to one of them [default: one per CPU, no more than
+    /// VMs unless processes may attach]
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     pub(crate) workers: Option<u64>,
 
@@ -161,6 +167,12 @@ Examples:
         socket: /tmp/3.vhost
         uds_path: /tmp/3.vsock
         groups: web
+
+Processes without a VM (docs/attach.md has the protocol, zerosock::attach the library's side):
+  zerosock serve --vm guest-cid=3,socket=/tmp/3.vhost,uds-path=/tmp/3.vsock \\
+                 --attach-socket /run/zerosock/attach --attach-mode 0660 --attach-uid 1000
+  They reach VMs and each other by CID, if they have a group in common. Without any VM the switch
+  is for processes alone.
 
 Attach QEMU (the guest's memory must be shared; sizes must agree):
   qemu-system-x86_64 -m 512M \\

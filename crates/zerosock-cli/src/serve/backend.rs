@@ -1,14 +1,22 @@
 //! The thin conversion from validated settings to the library's daemon.
 
+use std::os::fd::OwnedFd;
+
 use zerosock::Cid;
+use zerosock::attach::AttachConfig;
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, OkConvention, StartError, VmConfig};
 
 use super::Listeners;
 use super::args::OkPort;
+use super::attach::Attach;
 use super::settings::{Host, Settings, Vm};
 
 /// Starts one device per VM; `listeners` are in the order of the VMs.
-pub(super) fn start(settings: &Settings, listeners: Vec<Listeners>) -> Result<Daemon, StartError> {
+pub(super) fn start(
+    settings: &Settings,
+    listeners: Vec<Listeners>,
+    attach: Option<OwnedFd>,
+) -> Result<Daemon, StartError> {
     let vms = settings
         .vms
         .iter()
@@ -24,8 +32,19 @@ pub(super) fn start(settings: &Settings, listeners: Vec<Listeners>) -> Result<Da
             OkPort::Host => OkConvention::HostPort,
         },
         connect_timeout: settings.connect_timeout,
+        attach: settings.attach.as_ref().zip(attach).map(convert_attach),
         ..DaemonConfig::default()
     })
+}
+
+fn convert_attach((attach, listener): (&Attach, OwnedFd)) -> AttachConfig {
+    let mut config = AttachConfig::new(listener);
+    if !attach.uids.is_empty() {
+        config.allowed_uids = attach.uids.clone();
+    }
+    config.groups = attach.groups.clone();
+    config.max_processes = attach.max;
+    config
 }
 
 fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {

@@ -1,10 +1,11 @@
-//! `--config FILE`: a YAML file whose list `vms` has one entry per VM.
+//! `--config FILE`: a YAML file whose list `vms` has one entry per VM, and perhaps `attach`.
 
 use std::fs;
 use std::path::Path;
 
 use serde::Deserialize;
 
+use super::attach::RawAttach;
 use super::vm::RawVm;
 
 /// Why a file names no VMs.
@@ -20,21 +21,26 @@ pub(crate) enum FileError {
         path: String,
         reason: serde_yaml_ng::Error,
     },
-    #[error("--config {path}: the list `vms` is empty: add an entry with socket and uds_path")]
+    #[error(
+        "--config {path}: the list `vms` is empty: add an entry with socket and uds_path, or the \
+         key `attach` with socket"
+    )]
     Empty { path: String },
 }
 
-#[derive(Deserialize)]
+#[derive(Debug, Deserialize)]
 #[serde(
     deny_unknown_fields,
     expecting = "expected a list `vms` with one entry per VM"
 )]
-struct File {
-    vms: Vec<RawVm>,
+pub(crate) struct File {
+    #[serde(default)]
+    pub(crate) vms: Vec<RawVm>,
+    pub(crate) attach: Option<RawAttach>,
 }
 
-/// The VMs in the file, at least one.
-pub(crate) fn read(path: &Path) -> Result<Vec<RawVm>, FileError> {
+/// What is in the file: at least one VM, or the attach socket.
+pub(crate) fn read(path: &Path) -> Result<File, FileError> {
     let name = || path.display().to_string();
     let text = fs::read_to_string(path).map_err(|source| FileError::Unreadable {
         path: name(),
@@ -44,10 +50,10 @@ pub(crate) fn read(path: &Path) -> Result<Vec<RawVm>, FileError> {
         path: name(),
         reason,
     })?;
-    if file.vms.is_empty() {
+    if file.vms.is_empty() && file.attach.is_none() {
         return Err(FileError::Empty { path: name() });
     }
-    Ok(file.vms)
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -55,6 +61,10 @@ mod tests {
     use super::*;
 
     fn read_text(text: &str) -> Result<Vec<RawVm>, FileError> {
+        read_file(text).map(|file| file.vms)
+    }
+
+    fn read_file(text: &str) -> Result<File, FileError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vms.yaml");
         fs::write(&path, text).unwrap();
@@ -107,10 +117,28 @@ mod tests {
     }
 
     #[test]
+    fn the_attach_socket_has_keys_of_its_own() {
+        let file = read_file(
+            "attach: {socket: /run/a, mode: '0660', uid: [0, 1000], groups: [a, b], max: 5}",
+        );
+        let wanted = RawAttach {
+            socket: Some("/run/a".into()),
+            mode: Some("0660".into()),
+            uid: vec![0, 1000],
+            groups: Some("a+b".into()),
+            max: Some(5),
+        };
+        let file = file.unwrap();
+        assert!(file.vms.is_empty());
+        assert_eq!(file.attach, Some(wanted));
+    }
+
+    #[test]
     fn what_is_wrong_is_named_with_its_place() {
         for (text, wanted) in [
             ("vms: []", "the list `vms` is empty"),
             ("vm: []", "unknown field `vm`"),
+            ("attach: {sockets: a}", "attach: unknown field `sockets`"),
             ("vms:\n  - sockets: a", "unknown field `sockets`"),
             ("vms:\n  - guest_cid: three", "guest_cid: invalid type"),
             (

@@ -6,6 +6,7 @@
 
 mod activation;
 pub(crate) mod args;
+mod attach;
 mod backend;
 mod cpus;
 mod file;
@@ -14,6 +15,7 @@ mod settings;
 pub(crate) mod vm;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 
@@ -52,6 +54,14 @@ enum ServeError {
     Start(#[from] zerosock::daemon::StartError),
 }
 
+/// All sockets that were claimed.
+struct Claimed {
+    vms: Vec<Listeners>,
+    attach: Option<OwnedFd>,
+    /// Those made here, to be removed at the end.
+    files: Vec<SocketFile>,
+}
+
 /// The two sockets of one VM.
 struct Listeners {
     control: UnixListener,
@@ -62,10 +72,13 @@ struct Listeners {
 fn run(settings: Settings) -> Result<(), ServeError> {
     let signals = Signals::catch().map_err(ServeError::Signals)?;
     raise_descriptor_limit();
-    let (listeners, files) = claim_sockets(&settings)?;
-    let daemon = backend::start(&settings, listeners)?;
+    let claimed = claim_sockets(&settings)?;
+    let daemon = backend::start(&settings, claimed.vms, claimed.attach)?;
     for vm in &settings.vms {
         announce(vm);
+    }
+    if let Some(attach) = &settings.attach {
+        info!(socket = %attach.socket.display(), uids = ?attach.uids, "processes may attach");
     }
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
     let signal = wait_for_signal(&signals, &daemon)?;
@@ -84,13 +97,14 @@ fn run(settings: Settings) -> Result<(), ServeError> {
         overflow_resets = stats.overflow_resets,
         devices_lost = stats.devices_lost,
         control_faults = stats.control_faults,
+        attach_refused = stats.attach_refused,
         "stopped"
     );
-    drop(files);
+    drop(claimed.files);
     Ok(())
 }
 
-fn claim_sockets(settings: &Settings) -> Result<(Vec<Listeners>, Vec<SocketFile>), ServeError> {
+fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> {
     let mut inherited = Inherited::take()?;
     let mut files = Vec::new();
     let mut listeners = Vec::with_capacity(settings.vms.len());
@@ -116,7 +130,23 @@ fn claim_sockets(settings: &Settings) -> Result<(Vec<Listeners>, Vec<SocketFile>
         listeners.push(Listeners { control, hybrid });
     }
     inherited.finish()?;
-    Ok((listeners, files))
+    let attach = match &settings.attach {
+        Some(attach) => {
+            let access = sockets::Access {
+                mode: attach.mode.or(settings.access.mode),
+                ..settings.access
+            };
+            let (socket, file) = sockets::bind_packets(&attach.socket, access)?;
+            files.push(file);
+            Some(socket)
+        }
+        None => None,
+    };
+    Ok(Claimed {
+        vms: listeners,
+        attach,
+        files,
+    })
 }
 
 /// Every connection of a guest is a descriptor here; the usual soft limit of 1024 is for programs
@@ -165,6 +195,7 @@ fn warn_about_long_ports(path: &Path) {
 fn status(settings: &Settings) -> String {
     match settings.vms.as_slice() {
         [vm] => format!("serving CID {}", vm.cid),
+        [] => "serving processes that attach".into(),
         vms => format!("serving {} virtual machines", vms.len()),
     }
 }

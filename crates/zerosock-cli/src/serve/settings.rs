@@ -11,6 +11,7 @@ use std::time::Duration;
 use rustix::fs::{Gid, Mode};
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
+use super::attach::Attach;
 use super::vm::RawVm;
 use super::{cpus, group};
 use crate::sockets;
@@ -18,14 +19,17 @@ use crate::sockets;
 /// All that `serve` needs to start.
 #[derive(Debug)]
 pub(crate) struct Settings {
-    /// At least one; CIDs, paths and forwarded ports differ between them.
+    /// At least one, unless processes may attach; CIDs, paths and forwarded ports differ between
+    /// them.
     pub(crate) vms: Vec<Vm>,
+    /// Whether processes may attach, and on what terms.
+    pub(crate) attach: Option<Attach>,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     pub(crate) max_connections: usize,
     /// Not zero.
     pub(crate) connect_timeout: Duration,
-    /// 1 up to the number of VMs.
+    /// 1 up to the number of VMs, or more if processes may attach.
     pub(crate) workers: usize,
     /// Empty: not pinned. Otherwise worker `i` goes to entry `i` modulo the length.
     pub(crate) cpus: Vec<usize>,
@@ -58,8 +62,8 @@ pub(crate) enum Host {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SettingsError {
     #[error(
-        "no virtual machine is named: give --socket and --uds-path, or --vm, or --config \
-         (`zerosock serve --help` has examples)"
+        "no virtual machine is named: give --socket and --uds-path, or --vm, or --config, or \
+         --attach-socket (`zerosock serve --help` has examples)"
     )]
     NoVm,
     #[error(transparent)]
@@ -94,7 +98,7 @@ const MAX_QUEUE_SIZE: u64 = 32768;
 
 /// Where a VM was written: lets a complaint show an option as its writer knows it.
 #[derive(Clone, Copy)]
-enum Source<'a> {
+pub(super) enum Source<'a> {
     Flags,
     Vm,
     File { path: &'a Path, index: usize },
@@ -109,6 +113,27 @@ impl Source<'_> {
             Source::File { path, index } => {
                 format!("{}: vms[{index}].{}", path.display(), key.replace('-', "_"))
             }
+        }
+    }
+
+    /// An option about the attach socket.
+    pub(super) fn attach_option(self, key: &str) -> String {
+        match self {
+            Source::File { path, .. } => format!("{}: attach.{key}", path.display()),
+            Source::Flags | Source::Vm => format!("--attach-{key}"),
+        }
+    }
+
+    pub(super) fn wrong_attach(
+        self,
+        key: &str,
+        value: impl fmt::Display,
+        fix: impl Into<String>,
+    ) -> SettingsError {
+        SettingsError::Wrong {
+            option: self.attach_option(key),
+            value: value.to_string(),
+            fix: fix.into(),
         }
     }
 
@@ -127,15 +152,29 @@ impl Settings {
     pub(crate) fn new(args: ServeArgs) -> Result<Settings, SettingsError> {
         let config = args.config;
         let mut written = Vec::new();
+        let attach = args.attach.into_raw();
+        let mut attach = attach.map(|raw| (Source::Flags, raw));
         if let Some(path) = &config {
-            for (index, vm) in super::file::read(path)?.into_iter().enumerate() {
+            let file = super::file::read(path)?;
+            for (index, vm) in file.vms.into_iter().enumerate() {
                 written.push((Source::File { path, index }, vm));
             }
+            let source = Source::File { path, index: 0 };
+            attach = match (attach, file.attach) {
+                (Some(_), Some(_)) => {
+                    return Err(SettingsError::Both {
+                        option: "--attach-socket".into(),
+                        other: format!("{}: attach", path.display()),
+                    });
+                }
+                (flags, raw) => flags.or(raw.map(|raw| (source, raw))),
+            };
         } else if !args.vm.is_empty() {
             written.extend(args.vm.into_iter().map(|vm| (Source::Vm, vm)));
-        } else {
-            let vm = args.vm_flags.into_vm().ok_or(SettingsError::NoVm)?;
+        } else if let Some(vm) = args.vm_flags.into_vm() {
             written.push((Source::Flags, vm));
+        } else if attach.is_none() {
+            return Err(SettingsError::NoVm);
         }
         let mut vms = Vec::with_capacity(written.len());
         let mut taken = Taken::default();
@@ -144,11 +183,23 @@ impl Settings {
             taken.take(source, &vm)?;
             vms.push(vm);
         }
-        daemon(args.daemon, vms)
+        let attach = match attach {
+            None => None,
+            Some((source, raw)) => {
+                let attach = Attach::new(source, raw)?;
+                taken.take_attach(source, &attach)?;
+                Some(attach)
+            }
+        };
+        daemon(args.daemon, vms, attach)
     }
 }
 
-fn daemon(flags: DaemonFlags, vms: Vec<Vm>) -> Result<Settings, SettingsError> {
+fn daemon(
+    flags: DaemonFlags,
+    vms: Vec<Vm>,
+    attach: Option<Attach>,
+) -> Result<Settings, SettingsError> {
     let wrong = |option: &str, value: &dyn fmt::Display, fix: String| SettingsError::Wrong {
         option: option.to_string(),
         value: value.to_string(),
@@ -202,8 +253,13 @@ fn daemon(flags: DaemonFlags, vms: Vec<Vm>) -> Result<Settings, SettingsError> {
     };
     Ok(Settings {
         // A worker without a VM would only cost memory.
-        workers: workers.min(vms.len()),
+        workers: match &attach {
+            // A worker without a VM may get processes.
+            Some(attach) => workers.min(vms.len() + attach.max),
+            None => workers.min(vms.len()),
+        },
         vms,
+        attach,
         ok_port: flags.ok_port,
         access: sockets::Access {
             mode,
@@ -278,7 +334,8 @@ impl Vm {
             let fix = format!("give a power of two from 1 to {MAX_QUEUE_SIZE}, such as 1024");
             return Err(source.wrong("queue-size", queue_size, fix));
         }
-        let groups = parse_groups(source, raw.groups.as_deref().unwrap_or(DEFAULT_GROUP))?;
+        let groups = raw.groups.as_deref().unwrap_or(DEFAULT_GROUP);
+        let groups = parse_groups(groups).map_err(|fix| source.wrong("groups", groups, fix))?;
         // At most 32768, just checked.
         let queue_size = queue_size as u16;
         Ok(Vm {
@@ -334,12 +391,12 @@ fn parse_ports(source: Source<'_>, text: Option<&str>) -> Result<Vec<u32>, Setti
     Ok(ports)
 }
 
-fn parse_groups(source: Source<'_>, text: &str) -> Result<Vec<String>, SettingsError> {
+/// Names joined by `+`; otherwise what to do about it.
+pub(super) fn parse_groups(text: &str) -> Result<Vec<String>, &'static str> {
     let mut groups: Vec<String> = Vec::new();
     for name in text.trim().split('+') {
         if name.is_empty() {
-            let fix = "a name is empty; give names joined by `+`, such as web+db";
-            return Err(source.wrong("groups", text, fix));
+            return Err("a name is empty; give names joined by `+`, such as web+db");
         }
         if !groups.iter().any(|known| known == name) {
             groups.push(name.to_string());
@@ -348,7 +405,7 @@ fn parse_groups(source: Source<'_>, text: &str) -> Result<Vec<String>, SettingsE
     Ok(groups)
 }
 
-fn parse_mode(text: &str) -> Option<Mode> {
+pub(super) fn parse_mode(text: &str) -> Option<Mode> {
     let digits = text.strip_prefix("0o").unwrap_or(text);
     if digits.is_empty() || !digits.bytes().all(|digit| (b'0'..=b'7').contains(&digit)) {
         return None;
@@ -368,6 +425,19 @@ struct Taken {
 }
 
 impl Taken {
+    fn take_attach(&mut self, source: Source<'_>, attach: &Attach) -> Result<(), SettingsError> {
+        let path = &attach.socket;
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        match self.paths.remove(&absolute) {
+            None => Ok(()),
+            Some(other) => Err(SettingsError::Duplicate {
+                option: source.attach_option("socket"),
+                value: path.display().to_string(),
+                other,
+            }),
+        }
+    }
+
     fn take(&mut self, source: Source<'_>, vm: &Vm) -> Result<(), SettingsError> {
         let by = |key: &str| format!("{} of the VM with CID {}", source.option(key), vm.cid);
         let duplicate = |key: &str, value: String, other: String| SettingsError::Duplicate {

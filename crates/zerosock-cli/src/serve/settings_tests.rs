@@ -93,6 +93,50 @@ fn every_flag_of_the_daemon_is_heard() {
 }
 
 #[test]
+fn the_flags_about_attaching_are_heard() {
+    let attached = settings(&format!("{VM} --attach-socket /run/c"));
+    let wanted = Attach {
+        socket: "/run/c".into(),
+        mode: None,
+        uids: vec![],
+        groups: vec!["default".into()],
+        max: 256,
+    };
+    assert_eq!(attached.attach, Some(wanted));
+    assert_eq!(settings(VM).attach, None);
+    // Without a VM; workers are not bounded by their number.
+    let alone = settings(
+        "--attach-socket c --attach-mode 0660 --attach-uid 0 --attach-uid 1000 \
+         --attach-groups a+b --attach-max 5 --workers 4",
+    );
+    let wanted = Attach {
+        socket: "c".into(),
+        mode: Some(Mode::from_raw_mode(0o660)),
+        uids: vec![0, 1000],
+        groups: vec!["a".into(), "b".into()],
+        max: 5,
+    };
+    assert_eq!(alone.attach, Some(wanted));
+    assert!(alone.vms.is_empty());
+    assert_eq!(alone.workers, 4);
+}
+
+#[test]
+fn a_file_may_say_who_attaches_but_not_beside_the_flags() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vms.yaml");
+    std::fs::write(&path, "attach: {socket: /run/c, uid: [7]}").unwrap();
+    let config = format!("--config {}", path.display());
+    let attach = settings(&config).attach.unwrap();
+    assert_eq!((attach.socket, attach.uids), ("/run/c".into(), vec![7]));
+    let said = complaint(&format!("{config} --attach-socket /run/d"));
+    assert!(said.contains("attach exclude each other"), "{said}");
+    std::fs::write(&path, "attach: {socket: /run/c, max: 0}").unwrap();
+    let said = complaint(&config);
+    assert!(said.contains("attach.max 0: give a number"), "{said}");
+}
+
+#[test]
 fn many_vms_by_option_as_the_peer_writes_them() {
     let settings = settings(
         "--vm socket=/v3,uds_path=/u3 \
@@ -272,6 +316,30 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
             "error: invalid value 'soon' for '--connect-timeout <SECONDS>': give a number of seconds",
         ),
         (&format!("{VM} --workers 0"), "--workers 0: give at least 1"),
+        (
+            &format!("{VM} --attach-uid 5"),
+            "--attach-socket is missing: name the Unix socket",
+        ),
+        (
+            &format!("{VM} --attach-socket /run/a"),
+            "--attach-socket /run/a: already used by --socket of the VM with CID 3",
+        ),
+        (
+            "--attach-socket c --attach-mode 9",
+            "--attach-mode 9: give permission bits in octal",
+        ),
+        (
+            "--attach-socket c --attach-uid 4294967295",
+            "--attach-uid 4294967295: no user has this number",
+        ),
+        (
+            "--attach-socket c --attach-groups a++b",
+            "--attach-groups a++b: a name is empty",
+        ),
+        (
+            "--attach-socket c --attach-max 0",
+            "--attach-max 0: give a number from 1 to 16384",
+        ),
         (
             &format!("{VM} --cpus 0-"),
             "--cpus 0-: `0-` is no CPU or range; give numbers",

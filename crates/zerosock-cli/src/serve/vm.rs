@@ -120,7 +120,9 @@ fn set_number<T: std::str::FromStr>(
 }
 
 /// In a file a list may be one text joined by `+`, a single number, or a YAML list.
-fn joined_by_plus<'de, D: Deserializer<'de>>(input: D) -> Result<Option<String>, D::Error> {
+pub(super) fn joined_by_plus<'de, D: Deserializer<'de>>(
+    input: D,
+) -> Result<Option<String>, D::Error> {
     #[derive(Deserialize)]
     #[serde(untagged, expecting = "expected one text joined by `+`, or a list")]
     enum Written {

@@ -5,6 +5,7 @@
 
 pub(crate) mod bare;
 pub(crate) mod bytes;
+pub(crate) mod daemon;
 pub(crate) mod iceoryx2;
 pub(crate) mod install;
 pub(crate) mod ours;

@@ -1,14 +1,225 @@
-//! Ourselves.
+//! Ourselves: streams of `zerosock::vsock`, messages written and read in place.
 
-use crate::bench::worker::order::Order;
-use crate::bench::worker::touch::Fault;
+use std::io;
+use std::time::Duration;
+
+use zerosock::vsock::{self, Endpoint, Loan, Message as Packet, Stream, StreamError, Trust};
+use zerosock::{Address, Port};
+
+use crate::bench::peers::daemon::Daemon;
+use crate::bench::peers::destination;
+use crate::bench::worker::order::{Order, Wait};
+use crate::bench::worker::touch::{Check, Fault, Message, Seen};
+use crate::bench::worker::{self, Link};
+
+const PORT: Port = Port::new(1234);
+/// Bytes of a packet at most, and of a receive buffer.
+const PACKET: u32 = 64 << 10;
+/// What is written and read at once of memory that is no plain slice: stays in the nearest cache.
+const PART: usize = 8 << 10;
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Whether this build can take part.
 pub(crate) fn available() -> Result<(), String> {
-    Err("process endpoints are not in this build".to_owned())
+    Ok(())
+}
+
+/// The declaration that the other side, this very program, writes nothing that is on lease and
+/// reads nothing that is on loan. Without it every byte goes through a small buffer of ours on its
+/// way, which is measured, too.
+fn trust() -> Option<Trust> {
+    None
 }
 
 /// One side's work.
-pub(crate) fn work(_order: &Order) -> Result<(), Fault> {
-    available()
+pub(crate) fn work(order: &Order) -> Result<(), Fault> {
+    let (mut link, _daemon) = join(order)?;
+    worker::work(&mut link, order)
+}
+
+/// Makes the connection. The side that is there first brings the daemon that both attach to.
+fn join(order: &Order) -> Result<(Ours, Option<Daemon>), Fault> {
+    // Before we are pinned: the daemon finds a core of its own, where there is one.
+    let daemon = match order.job.is_open() {
+        true => Some(Daemon::start(order.place.as_ref())?),
+        false => None,
+    };
+    worker::pin(order.cpu)?;
+    let wait = match order.wait {
+        Wait::Spin => vsock::Wait::Spin,
+        Wait::Sleep => vsock::Wait::Sleep,
+    };
+    let socket = match &daemon {
+        Some(daemon) => daemon.server_socket(),
+        None => destination(order)?.into(),
+    };
+    let mut builder = Endpoint::builder()
+        .wait(wait)
+        .receive_buffers(PACKET)
+        .transmit_buffers(PACKET)
+        .window(4 << 20);
+    if let Some(trust) = trust() {
+        builder = builder.trust_host(trust);
+    }
+    let endpoint = builder.attach_device(socket).map_err(text)?;
+    let stream = match &daemon {
+        Some(daemon) => {
+            let listener = endpoint.listen(PORT, 1).map_err(text)?;
+            worker::say_open(&daemon.client_socket().to_string_lossy())?;
+            listener.accept_timeout(PATIENCE).map_err(text)?.0
+        }
+        None => endpoint
+            .connect(Address::new(Daemon::SERVER, PORT))
+            .map_err(text)?,
+    };
+    let link = Ours {
+        stream,
+        _endpoint: endpoint,
+        part: vec![0; PART],
+        begun: None,
+    };
+    Ok((link, daemon))
+}
+
+/// A stream, and what it needs to stay.
+struct Ours {
+    stream: Stream,
+    _endpoint: Endpoint,
+    part: Vec<u8>,
+    /// The check of a message whose packets have not all come.
+    begun: Option<Check>,
+}
+
+impl Link for Ours {
+    fn send(&mut self, message: Message) -> Result<(), Fault> {
+        let mut at = 0;
+        while at < message.len {
+            let mut loan = self.stream.loan(message.len - at).map_err(text)?;
+            let len = loan.capacity().min(message.len - at);
+            let filled = match loan.as_mut_slice() {
+                Ok(mut bytes) => {
+                    message.write_part(at, &mut bytes[..len]);
+                    true
+                }
+                Err(StreamError::Untrusted) => false,
+                Err(error) => return Err(text(error)),
+            };
+            if filled {
+                loan.set_filled(len);
+            } else {
+                fill(&mut loan, message, at, len, &mut self.part).map_err(text)?;
+            }
+            at += loan.send().map_err(text)?;
+        }
+        Ok(())
+    }
+
+    fn send_run(&mut self, first: u64, count: u64, len: usize) -> Result<(), Fault> {
+        if len > self.part.len() {
+            return worker::send_each(self, first, count, len);
+        }
+        let Ours { stream, part, .. } = self;
+        let bytes = &mut part[..len];
+        let mut batch = stream.batch();
+        for number in first..first + count {
+            let message = Message {
+                number,
+                len,
+                last: false,
+            };
+            message.write(bytes);
+            batch.write(bytes).map_err(text)?;
+        }
+        Ok(())
+    }
+
+    fn recv(&mut self, check: Check) -> Result<Seen, Fault> {
+        let (first, len) = (check.number(), check.missing());
+        self.recv_run(first, 1, len).map(|(_, seen)| seen)
+    }
+
+    fn recv_run(&mut self, first: u64, most: u64, len: usize) -> Result<(u64, Seen), Fault> {
+        let Ours {
+            stream,
+            part,
+            begun,
+            ..
+        } = self;
+        let mut run = Run {
+            check: begun.take().unwrap_or_else(|| Check::new(first, len)),
+            number: first,
+            len,
+            seen: Ok(Seen::Next),
+        };
+        while run.number < first + most && run.seen == Ok(Seen::Next) {
+            let left = usize::try_from(first + most - run.number).unwrap_or(usize::MAX);
+            let got = stream.recv_each(left, |packet| run.packet(packet, part));
+            if got.map_err(text)? == 0 {
+                return Err("the other side is gone".to_owned());
+            }
+        }
+        let seen = run.seen?;
+        if run.check.has_begun() {
+            *begun = Some(run.check);
+        }
+        Ok((run.number - first, seen))
+    }
+}
+
+/// Messages being received.
+struct Run {
+    check: Check,
+    number: u64,
+    len: usize,
+    seen: Result<Seen, Fault>,
+}
+
+impl Run {
+    #[inline]
+    fn packet(&mut self, packet: Packet<'_>, part: &mut [u8]) {
+        if let Some(bytes) = packet.as_slice() {
+            return self.bytes(bytes);
+        }
+        let mut at = 0;
+        while at < packet.len() {
+            let got = packet.copy_to(at, part);
+            self.bytes(&part[..got]);
+            at += got.max(1);
+        }
+    }
+
+    /// Messages do not share packets, but nothing here depends on it.
+    #[inline]
+    fn bytes(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() && self.seen == Ok(Seen::Next) {
+            let (now, rest) = bytes.split_at(bytes.len().min(self.check.missing()));
+            self.check.part(now);
+            bytes = rest;
+            if self.check.missing() == 0 {
+                let next = Check::new(self.number + 1, self.len);
+                self.seen = std::mem::replace(&mut self.check, next).finish();
+                self.number += 1;
+            }
+        }
+    }
+}
+
+fn fill(
+    loan: &mut Loan<'_>,
+    message: Message,
+    at: usize,
+    len: usize,
+    part: &mut [u8],
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let bytes = &mut part[..PART.min(len - done)];
+        message.write_part(at + done, bytes);
+        done += loan.write_at(done, bytes)?.max(1);
+    }
+    Ok(())
+}
+
+fn text(error: impl ToString) -> Fault {
+    error.to_string()
 }

@@ -11,7 +11,7 @@ use super::touch::{Check, Fault, Message, Seen};
 
 /// Between two looks at the clock.
 const BATCH_BYTES: usize = 64 << 10;
-const BATCH_MESSAGES: usize = 256;
+const BATCH_MESSAGES: u64 = 256;
 /// Round trips between two looks at the clock when both sides spin; a sleeping one is timed alone.
 const BATCH_ROUND_TRIPS: u64 = 64;
 
@@ -25,8 +25,8 @@ pub(crate) fn run(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault>
     }
 }
 
-fn batch(size: usize) -> usize {
-    (BATCH_BYTES / size).clamp(1, BATCH_MESSAGES)
+fn batch(size: usize) -> u64 {
+    (BATCH_BYTES as u64 / size as u64).clamp(1, BATCH_MESSAGES)
 }
 
 fn send(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
@@ -35,14 +35,8 @@ fn send(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
     let begin = Instant::now();
     let mut number = 0;
     while begin.elapsed() < order.warm + order.time {
-        for _ in 0..batch {
-            link.send(Message {
-                number,
-                len,
-                last: false,
-            })?;
-            number += 1;
-        }
+        link.send_run(number, batch, len)?;
+        number += batch;
     }
     link.send(Message {
         number,
@@ -60,19 +54,15 @@ fn send(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
 fn receive(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
     let len = order.size;
     let batch = batch(len);
-    let mut number = 0;
-    // The first message ends the wait for the other side.
-    let mut seen = link.recv(Check::new(number, len))?;
+    // The first message ends the wait for the other side. `number` is that of the next one.
+    let mut seen = link.recv(Check::new(0, len))?;
+    let mut number = 1;
     let first = Instant::now();
-    let mut warm = order.warm.is_zero().then_some((0, first));
+    let mut warm = order.warm.is_zero().then_some((1, first));
     while seen == Seen::Next {
-        for _ in 0..batch {
-            number += 1;
-            seen = link.recv(Check::new(number, len))?;
-            if seen == Seen::Last {
-                break;
-            }
-        }
+        let got;
+        (got, seen) = link.recv_run(number, batch, len)?;
+        number += got;
         if warm.is_none() && first.elapsed() >= order.warm {
             warm = Some((number, Instant::now()));
         }
@@ -80,7 +70,8 @@ fn receive(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
     // Where hardly anything could run, all there is came before the time was up.
     let (before, start) = warm
         .filter(|(before, _)| *before < number)
-        .unwrap_or((0, first));
+        .unwrap_or((1, first));
+    // The first one began the time and is not counted; the last one, which ends it, is.
     Ok(Outcome {
         messages: number - before,
         nanoseconds: nanoseconds(start.elapsed()),

@@ -23,10 +23,47 @@ pub(crate) trait Link {
     /// Waits for one message, has `check` read it, and gives its buffer back.
     fn recv(&mut self, check: Check) -> Result<Seen, Fault>;
 
+    /// Sends `count` messages from number `first` on, none of them the last. Only for contestants
+    /// that pass on many at once.
+    #[inline]
+    fn send_run(&mut self, first: u64, count: u64, len: usize) -> Result<(), Fault> {
+        send_each(self, first, count, len)
+    }
+
+    /// Receives messages from number `first` on, at least one and at most `most`, and none behind
+    /// the last; how many.
+    #[inline]
+    fn recv_run(&mut self, first: u64, most: u64, len: usize) -> Result<(u64, Seen), Fault> {
+        for number in first..first + most {
+            if self.recv(Check::new(number, len))? == Seen::Last {
+                return Ok((number + 1 - first, Seen::Last));
+            }
+        }
+        Ok((most, Seen::Next))
+    }
+
     /// Shows the other side what has been sent, where that waits for more.
     fn flush(&mut self) -> Result<(), Fault> {
         Ok(())
     }
+}
+
+/// One by one.
+#[inline]
+pub(crate) fn send_each<L: Link + ?Sized>(
+    link: &mut L,
+    first: u64,
+    count: u64,
+    len: usize,
+) -> Result<(), Fault> {
+    for number in first..first + count {
+        link.send(Message {
+            number,
+            len,
+            last: false,
+        })?;
+    }
+    Ok(())
 }
 
 /// Stays on processor `cpu`, if one is named.

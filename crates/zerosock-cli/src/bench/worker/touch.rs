@@ -93,6 +93,18 @@ impl Check {
         }
     }
 
+    /// The message's number.
+    #[inline]
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether a part of the message has come.
+    #[inline]
+    pub(crate) fn has_begun(&self) -> bool {
+        self.at > 0
+    }
+
     /// Bytes of the message still to come.
     #[inline]
     pub(crate) fn missing(&self) -> usize {

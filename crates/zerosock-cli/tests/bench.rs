@@ -123,3 +123,19 @@ fn device_measures_ourselves_and_the_ceiling_without_its_peer() {
         .filter(|row| row["peer_name"] == "bare Unix socket");
     assert!(ceilings.count() >= 2, "{rows:?}");
 }
+
+#[test]
+fn rx_has_a_row_for_every_size_and_way() {
+    let (table, _) = bench(&["rx"]);
+    check_rows(&table);
+    let rows = table["rows"].as_array().unwrap();
+    for size in ["4", "16", "64", "128", "256", "512"] {
+        for way in ["in place", "in place, polling", "in place, untouched"] {
+            let end = format!(", {size} KiB, {way}");
+            let found = rows.iter().any(|row| {
+                row["name"].as_str().unwrap().ends_with(&end) && row["ratio"].is_number()
+            });
+            assert!(found, "{end} in {rows:#?}");
+        }
+    }
+}

@@ -33,9 +33,7 @@ pub(crate) fn main(args: BenchArgs) -> Result<(), Failure> {
         let table = match name {
             TableName::Local => tables::local::run(&settings, cores, &machine),
             TableName::Device => tables::device::run(&settings, cores, &machine),
-            TableName::Rx => {
-                return Err(Failure::usage("rx: this build has no such table yet"));
-            }
+            TableName::Rx => tables::rx::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());

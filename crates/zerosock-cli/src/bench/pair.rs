@@ -36,6 +36,8 @@ pub(crate) struct Task {
     pub(crate) warm: Duration,
     pub(crate) time: Duration,
     pub(crate) cores: Cores,
+    /// How the contestant is to do it, where it has several ways.
+    pub(crate) how: Option<&'static str>,
 }
 
 /// Measures `task` once.
@@ -65,6 +67,7 @@ pub(crate) fn measure(
             other_cpu,
             place: dir.path().to_string_lossy().into_owned(),
             to,
+            how: task.how.map(str::to_owned),
         }
     };
     if contestant.processes() == 1 {

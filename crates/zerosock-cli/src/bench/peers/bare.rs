@@ -218,6 +218,7 @@ mod tests {
                     other_cpu: None,
                     place: String::new(),
                     to: None,
+                    how: None,
                 };
                 let outcome = run(&order).unwrap();
                 assert!(outcome.messages > 0, "{job:?} of {size} bytes");

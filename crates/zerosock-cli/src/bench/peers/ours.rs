@@ -1,23 +1,31 @@
 //! Ourselves: streams of `zerosock::vsock`, messages written and read in place.
 
 use std::io;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use zerosock::vsock::{self, Endpoint, Loan, Message as Packet, Stream, StreamError, Trust};
 use zerosock::{Address, Port};
 
 use crate::bench::peers::daemon::Daemon;
-use crate::bench::peers::destination;
-use crate::bench::worker::order::{Order, Wait};
+use crate::bench::peers::{dequeue, destination};
+use crate::bench::worker::order::{Job, Order, Wait};
 use crate::bench::worker::touch::{Check, Fault, Message, Seen};
 use crate::bench::worker::{self, Link};
 
 const PORT: Port = Port::new(1234);
 /// Bytes of a packet at most, and of a receive buffer.
 const PACKET: u32 = 64 << 10;
+/// Bytes under way to us at most.
+const WINDOW: u32 = 4 << 20;
 /// What is written and read at once of memory that is no plain slice: stays in the nearest cache.
 const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the tables say of it.
+pub(crate) const HOW: &str = "zerosock: two processes attached to `zerosock serve`, which runs \
+    beside them, without a declaration of trust.";
 
 /// Whether this build can take part.
 pub(crate) fn available() -> Result<(), String> {
@@ -34,7 +42,13 @@ fn trust() -> Option<Trust> {
 /// One side's work.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     let (mut link, _daemon) = join(order)?;
-    worker::work(&mut link, order)
+    match (&order.how, order.job) {
+        (Some(how), Job::Receive) => {
+            let how = how.parse()?;
+            worker::work_with(|| dequeue::run(&link.stream, how, order))
+        }
+        _ => worker::work(&mut link, order),
+    }
 }
 
 /// Makes the connection. The side that is there first brings the daemon that both attach to.
@@ -51,17 +65,9 @@ fn join(order: &Order) -> Result<(Ours, Option<Daemon>), Fault> {
     };
     let socket = match &daemon {
         Some(daemon) => daemon.server_socket(),
-        None => destination(order)?.into(),
+        None => PathBuf::from(destination(order)?),
     };
-    let mut builder = Endpoint::builder()
-        .wait(wait)
-        .receive_buffers(PACKET)
-        .transmit_buffers(PACKET)
-        .window(4 << 20);
-    if let Some(trust) = trust() {
-        builder = builder.trust_host(trust);
-    }
-    let endpoint = builder.attach_device(socket).map_err(text)?;
+    let endpoint = attach(&socket, wait)?;
     let stream = match &daemon {
         Some(daemon) => {
             let listener = endpoint.listen(PORT, 1).map_err(text)?;
@@ -79,6 +85,26 @@ fn join(order: &Order) -> Result<(Ours, Option<Daemon>), Fault> {
         begun: None,
     };
     Ok((link, daemon))
+}
+
+/// The socket's file appears before it listens.
+fn attach(socket: &Path, wait: vsock::Wait) -> Result<Endpoint, Fault> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let mut builder = Endpoint::builder()
+            .wait(wait)
+            .receive_buffers(PACKET)
+            .transmit_buffers(PACKET)
+            .window(WINDOW);
+        if let Some(trust) = trust() {
+            builder = builder.trust_host(trust);
+        }
+        match builder.attach_device(socket) {
+            Ok(endpoint) => return Ok(endpoint),
+            Err(error) if Instant::now() > deadline => return Err(text(error)),
+            Err(_) => thread::sleep(Duration::from_millis(2)),
+        }
+    }
 }
 
 /// A stream, and what it needs to stay.

@@ -5,7 +5,7 @@
 
 use crate::bench::args::Settings;
 use crate::bench::pair::{self, Cores, Task};
-use crate::bench::peers::{self, Contestant};
+use crate::bench::peers::{self, Contestant, ours};
 use crate::bench::report::{Metric, Row, Table};
 use crate::bench::rounds::{Spread, alternate};
 use crate::bench::worker::order::{Job, Outcome, Wait};
@@ -109,7 +109,7 @@ const METHOD: &str = "Process to process. Each message is a packet, sample or wr
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
     let mut table = Table {
         name: "local",
-        method: METHOD.to_owned(),
+        method: format!("{METHOD} {}", ours::HOW),
         machine: machine.to_owned(),
         rounds: settings.rounds,
         rows: Vec::new(),
@@ -162,6 +162,7 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, group: &Group) 
                 warm: settings.warm,
                 time: settings.time,
                 cores,
+                how: None,
             },
         )
     });

@@ -2,3 +2,4 @@
 
 pub(crate) mod device;
 pub(crate) mod local;
+pub(crate) mod rx;

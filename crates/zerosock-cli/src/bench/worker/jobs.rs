@@ -116,6 +116,7 @@ fn ping(link: &mut impl Link, order: &Order) -> Result<Outcome, Fault> {
         nanoseconds: nanoseconds(now - start),
         p50: percentile(&times, 50),
         p99: percentile(&times, 99),
+        ..Outcome::default()
     })
 }
 
@@ -234,6 +235,7 @@ mod tests {
             other_cpu: None,
             place: String::new(),
             to: None,
+            how: None,
         };
         let other = std::thread::spawn(move || run(&mut right, &order(job.other())));
         let here = run(&mut left, &order(job));

@@ -55,6 +55,8 @@ pub(crate) struct Order {
     pub(crate) place: String,
     /// What the other side's `open` line said.
     pub(crate) to: Option<String>,
+    /// How the contestant is to do it, where it has several ways.
+    pub(crate) how: Option<String>,
 }
 
 /// What a side that takes the time has measured.
@@ -63,6 +65,8 @@ pub(crate) struct Outcome {
     /// Messages received, or round trips made.
     pub(crate) messages: u64,
     pub(crate) nanoseconds: u64,
+    /// Of them, those in which it took what was there and did not wait, where that was measured.
+    pub(crate) busy: Option<u64>,
     /// Of single round trips, in nanoseconds, where each was timed.
     pub(crate) p50: Option<u64>,
     pub(crate) p99: Option<u64>,
@@ -119,6 +123,9 @@ impl fmt::Display for Order {
         if let Some(to) = &self.to {
             write!(f, " to={to}")?;
         }
+        if let Some(how) = &self.how {
+            write!(f, " how={how}")?;
+        }
         Ok(())
     }
 }
@@ -159,6 +166,7 @@ impl FromStr for Order {
             other_cpu: cpu("other_cpu")?,
             place: get("place")?,
             to: optional(line, "to"),
+            how: optional(line, "how"),
         })
     }
 }
@@ -170,7 +178,7 @@ impl fmt::Display for Outcome {
             "messages={} nanoseconds={}",
             self.messages, self.nanoseconds
         )?;
-        for (key, value) in [("p50", self.p50), ("p99", self.p99)] {
+        for (key, value) in [("busy", self.busy), ("p50", self.p50), ("p99", self.p99)] {
             if let Some(value) = value {
                 write!(f, " {key}={value}")?;
             }
@@ -192,6 +200,7 @@ impl FromStr for Outcome {
         Ok(Outcome {
             messages: need("messages")?,
             nanoseconds: need("nanoseconds")?,
+            busy: given("busy")?,
             p50: given("p50")?,
             p99: given("p99")?,
         })
@@ -227,6 +236,7 @@ mod tests {
             other_cpu: None,
             place: "/tmp/x".into(),
             to: Some("127.0.0.1:99".into()),
+            how: Some("quick".into()),
         };
         assert_eq!(order.to_string().parse(), Ok(order.clone()));
         let other = Order {
@@ -235,6 +245,7 @@ mod tests {
             cpu: None,
             other_cpu: Some(0),
             to: None,
+            how: None,
             ..order
         };
         assert_eq!(other.to_string().parse(), Ok(other));
@@ -249,6 +260,7 @@ mod tests {
             Outcome {
                 messages: 5,
                 nanoseconds: 7,
+                busy: Some(6),
                 p50: Some(1),
                 p99: Some(2),
             },

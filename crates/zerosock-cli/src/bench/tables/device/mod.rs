@@ -197,6 +197,7 @@ impl Bench<'_> {
                 warm: self.settings.warm,
                 time: self.settings.time,
                 cores: self.cores,
+                how: None,
             },
         )
     }

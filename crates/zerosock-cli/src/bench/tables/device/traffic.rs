@@ -125,6 +125,7 @@ pub(super) fn round_trips(
             nanoseconds: times.iter().sum(),
             p50: percentile(&times, 50),
             p99: percentile(&times, 99),
+            ..Outcome::default()
         })
     })
 }

@@ -1,0 +1,146 @@
+//! Receiving in place beside receiving by copying: what a dequeue costs, and the whole.
+//!
+//! After the two tables of the kernel's patch set on receiving in place: dequeues of 4 KiB to
+//! 512 KiB, by copying, in place, and in place with polling. The peer in each row is ourselves,
+//! copying.
+
+use crate::bench::args::Settings;
+use crate::bench::pair::{self, Cores, Task};
+use crate::bench::peers::dequeue::{COPY, COPY_UNTOUCHED, IN_PLACE, IN_PLACE_UNTOUCHED};
+use crate::bench::peers::{Contestant, ours};
+use crate::bench::report::{Metric, Row, Table};
+use crate::bench::rounds::{Spread, alternate};
+use crate::bench::worker::order::{Job, Outcome, Wait};
+
+const DEQUEUE: Metric = Metric {
+    name: "dequeue",
+    unit: "ns",
+    higher_is_better: false,
+};
+const THROUGHPUT: Metric = Metric {
+    name: "throughput",
+    unit: "GB/s",
+    higher_is_better: true,
+};
+
+const SIZES: [(usize, &str); 6] = [
+    (4 << 10, "4 KiB"),
+    (16 << 10, "16 KiB"),
+    (64 << 10, "64 KiB"),
+    (128 << 10, "128 KiB"),
+    (256 << 10, "256 KiB"),
+    (512 << 10, "512 KiB"),
+];
+
+/// Ways to receive, as the rounds count them.
+const WAYS: [(&str, Wait); 5] = [
+    (COPY, Wait::Sleep),
+    (IN_PLACE, Wait::Sleep),
+    (IN_PLACE, Wait::Spin),
+    (COPY_UNTOUCHED, Wait::Sleep),
+    (IN_PLACE_UNTOUCHED, Wait::Sleep),
+];
+
+/// The rows of each size: what ours does, our way, the way beside it, what is shown.
+const ROWS: [(&str, usize, usize, Metric); 5] = [
+    ("in place", 1, 0, DEQUEUE),
+    ("in place", 1, 0, THROUGHPUT),
+    ("in place, polling", 2, 0, DEQUEUE),
+    ("in place, polling", 2, 0, THROUGHPUT),
+    ("in place, untouched", 4, 3, DEQUEUE),
+];
+
+const METHOD: &str = "Receiving in pieces, all of a piece held at once. A dequeue is the time from \
+    when its bytes are there until they were taken, and read where the row does not say untouched; \
+    the time of waiting counts in the throughput alone.";
+
+/// Measures the table.
+pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
+    let mut table = Table {
+        name: "rx",
+        method: format!("{METHOD} {}", ours::HOW),
+        machine: machine.to_owned(),
+        rounds: settings.rounds,
+        rows: Vec::new(),
+        missing: Vec::new(),
+    };
+    if settings.vm {
+        table.note_missing("VM", "this build cannot receive from a VM's guest here");
+    }
+    for (size, name) in SIZES {
+        let name = format!("between processes, {name}");
+        if settings.wants(&name) {
+            measure(&mut table, settings, cores, size, &name);
+        }
+    }
+    table
+}
+
+fn measure(table: &mut Table, settings: &Settings, cores: Cores, size: usize, name: &str) {
+    let outcomes = alternate(settings.rounds, WAYS.len(), |round, who| {
+        let (how, wait) = WAYS[who];
+        if wait == Wait::Spin && cores.sender.is_none() {
+            return Err("two spinning sides need two cores".to_owned());
+        }
+        eprintln!("{name}: round {}, {how}, {wait:?}", round + 1);
+        let contestant = Contestant::Ours;
+        pair::measure(
+            contestant,
+            &contestant.program()?,
+            &Task {
+                timed: Job::Receive,
+                wait,
+                size,
+                warm: settings.warm,
+                time: settings.time,
+                cores,
+                how: Some(how),
+            },
+        )
+    });
+    for ((how, _), outcome) in WAYS.iter().zip(&outcomes) {
+        if let Err(reason) = outcome {
+            table.note_missing(&format!("zerosock, {how}"), reason);
+        }
+    }
+    let figure = |way: usize, metric| -> Result<Spread, String> {
+        let outcomes = outcomes[way].as_ref().map_err(Clone::clone)?.iter();
+        let values = outcomes.map(|outcome| value(outcome, metric, size));
+        Spread::of(values.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
+    };
+    for (what, way, beside, metric) in ROWS {
+        table.rows.push(Row {
+            name: format!("{name}, {what}"),
+            metric,
+            ours: figure(way, metric),
+            peer_name: "zerosock, copying".to_owned(),
+            peer: figure(beside, metric),
+        });
+    }
+}
+
+fn value(outcome: &Outcome, metric: Metric, size: usize) -> f64 {
+    let messages = outcome.messages as f64;
+    if metric == DEQUEUE {
+        outcome.busy.unwrap_or(outcome.nanoseconds) as f64 / messages
+    } else {
+        messages * size as f64 / outcome.nanoseconds as f64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_counts_in_the_throughput_alone() {
+        let outcome = Outcome {
+            messages: 10,
+            nanoseconds: 10_000,
+            busy: Some(1_000),
+            ..Outcome::default()
+        };
+        assert_eq!(value(&outcome, DEQUEUE, 4096), 100.0);
+        assert_eq!(value(&outcome, THROUGHPUT, 4096), 4.096);
+    }
+}

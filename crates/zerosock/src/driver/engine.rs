@@ -57,6 +57,14 @@ impl Engine for Driver {
         Driver::flush(self);
     }
 
+    #[inline]
+    fn settle(&mut self) {
+        let enough = (self.config.slots() / 8).max(1);
+        if self.store.rx.unshown() >= enough || self.store.shard.has_transmit() || self.blocked {
+            Driver::flush(self);
+        }
+    }
+
     fn arm(&mut self) -> bool {
         Driver::arm(self)
     }

@@ -31,6 +31,8 @@
 //! packet path nothing is allocated once buffers have grown to their size.
 
 mod arena;
+#[cfg(test)]
+mod bare;
 mod blocking;
 mod commands;
 mod config;
@@ -43,6 +45,8 @@ mod intake;
 mod link;
 mod loans;
 mod queues;
+#[cfg(test)]
+mod speed;
 mod store;
 mod transfer;
 mod watch;
@@ -149,10 +153,21 @@ impl Driver {
         connect: impl FnOnce(&DriverConfig) -> Result<Link, AttachError>,
     ) -> Result<Driver, AttachError> {
         config.check()?;
+        let link = connect(&config)?;
+        Driver::with_link(config, link, |link, arena, bells| {
+            link.start(arena, bells, [0; 3])
+        })
+    }
+
+    /// Makes the memory and the queues for a device that is there, and has `start` hand them over.
+    fn with_link(
+        config: DriverConfig,
+        mut link: Link,
+        start: impl FnOnce(&mut Link, &Arena, &Doorbells) -> Result<(), AttachError>,
+    ) -> Result<Driver, AttachError> {
         let arena = Arena::new(&config)?;
         let bells = Doorbells::new()?;
         let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
-        let mut link = connect(&config)?;
         watch
             .device(link.frontend.as_fd())
             .map_err(AttachError::Eventfd)?;
@@ -164,7 +179,7 @@ impl Driver {
         // for what it finds then, but it costs nothing to be sure.
         let _ = rx.publish();
         let _ = event_queue.publish();
-        link.start(&arena, &bells, [0; 3])?;
+        start(&mut link, &arena, &bells)?;
         bells.kick(RX);
         bells.kick(EVENT);
         let cid = link.cid;
@@ -483,7 +498,7 @@ impl Driver {
         header.emit(&mut bytes);
         let arena = &self.store.arena;
         arena.memory.write(arena.tx_headers.pieces(slot), 0, &bytes);
-        self.tx.push(arena, slot, header.len)?;
+        self.tx.push(slot)?;
         self.stats.tx_packets += 1;
         self.stats.tx_bytes += u64::from(header.len);
         Ok(())

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use zerosock_proto::wire::vsock::HEADER_LEN;
 use zerosock_ring::{AddError, Buffer, DriverError as RingError, DriverLayout, DriverQueue};
-use zerosock_ring::{Memory, QueueError, Used};
+use zerosock_ring::{FixedChain, Memory, QueueError, Used};
 
 use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, Slots};
 
@@ -28,11 +28,36 @@ pub enum QueueSetupError {
     Post(#[from] AddError),
 }
 
+/// Lays out a chain of a header and a payload for each slot, once and for all.
+fn chains(
+    queue: &mut DriverQueue,
+    (headers, data): (&Slots, &Slots),
+    slots: u16,
+    writable: bool,
+) -> Result<Vec<FixedChain>, AddError> {
+    let chain = |slot| {
+        let header = Buffer {
+            addr: headers.addr(slot),
+            len: HEADER,
+            writable,
+        };
+        let data = Buffer {
+            addr: data.addr(slot),
+            len: data.len(),
+            writable,
+        };
+        queue.set_chain(&[header, data], u64::from(slot))
+    };
+    (0..slots).map(chain).collect()
+}
+
 /// Receive queue: every slot is posted, or holds a packet nobody has read yet.
 #[derive(Debug)]
 pub(crate) struct RxQueue {
     queue: DriverQueue,
-    dirty: bool,
+    chains: Vec<FixedChain>,
+    /// Slots posted and not shown yet.
+    unshown: u16,
 }
 
 impl RxQueue {
@@ -42,37 +67,39 @@ impl RxQueue {
         layout: DriverLayout,
         event_idx: bool,
     ) -> Result<RxQueue, QueueSetupError> {
+        let mut queue = DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?;
+        let slots = layout.size / 2;
+        let parts = (&arena.rx_headers, &arena.rx_data);
+        let chains = chains(&mut queue, parts, slots, true)?;
         let mut rx = RxQueue {
-            queue: DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?,
-            dirty: false,
+            queue,
+            chains,
+            unshown: 0,
         };
-        for slot in 0..layout.size / 2 {
-            rx.post(arena, slot)?;
+        for slot in 0..slots {
+            rx.post(slot)?;
         }
         Ok(rx)
     }
 
     /// Gives slot `slot` to the device.
-    pub(crate) fn post(&mut self, arena: &Arena, slot: u16) -> Result<(), AddError> {
-        let buffers = [
-            Buffer {
-                addr: arena.rx_headers.addr(slot),
-                len: HEADER,
-                writable: true,
-            },
-            Buffer {
-                addr: arena.rx_data.addr(slot),
-                len: arena.rx_data.len(),
-                writable: true,
-            },
-        ];
-        self.queue.add(&buffers, u64::from(slot))?;
-        self.dirty = true;
+    #[inline]
+    pub(crate) fn post(&mut self, slot: u16) -> Result<(), AddError> {
+        let chain = self.chains.get(usize::from(slot));
+        self.queue.add_fixed(*chain.ok_or(AddError::NotFixed)?)?;
+        self.unshown += 1;
         Ok(())
+    }
+
+    /// Slots that were given to the device, which it does not see yet.
+    #[inline]
+    pub(crate) fn unshown(&self) -> u16 {
+        self.unshown
     }
 
     /// The next slot that the device filled, with the bytes it wrote (header
     /// and payload together).
+    #[inline]
     pub(crate) fn take(&mut self) -> Result<Option<(u16, u32)>, RingError> {
         Ok(self.queue.poll()?.map(|used| (slot_of(&used), used.len)))
     }
@@ -85,7 +112,7 @@ impl RxQueue {
 
     /// Shows the device what was posted. True: kick it.
     pub(crate) fn publish(&mut self) -> bool {
-        std::mem::take(&mut self.dirty) && self.queue.publish()
+        std::mem::take(&mut self.unshown) > 0 && self.queue.publish()
     }
 
     /// Asks to be called, or not. True when asked: something came meanwhile.
@@ -98,6 +125,8 @@ impl RxQueue {
 #[derive(Debug)]
 pub(crate) struct TxQueue {
     queue: DriverQueue,
+    chains: Vec<FixedChain>,
+    /// The last one returned is the first one used: what was just written and read is still near.
     free: Vec<u16>,
     /// Slots that data leaves for control packets.
     spare: u16,
@@ -112,8 +141,11 @@ impl TxQueue {
         event_idx: bool,
     ) -> Result<TxQueue, QueueSetupError> {
         let slots = layout.size / 2;
+        let mut queue = DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?;
+        let parts = (&arena.tx_headers, &arena.tx_data);
         Ok(TxQueue {
-            queue: DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?,
+            chains: chains(&mut queue, parts, slots, false)?,
+            queue,
             free: (0..slots).rev().collect(),
             spare: (slots / 8).clamp(1, 8),
             dirty: false,
@@ -174,22 +206,12 @@ impl TxQueue {
         self.free.push(slot);
     }
 
-    /// Queues the packet in `slot`: its header, and `len` bytes of payload if
-    /// there are any.
-    pub(crate) fn push(&mut self, arena: &Arena, slot: u16, len: u32) -> Result<(), AddError> {
-        let header = Buffer {
-            addr: arena.tx_headers.addr(slot),
-            len: HEADER,
-            writable: false,
-        };
-        let data = Buffer {
-            addr: arena.tx_data.addr(slot),
-            len,
-            writable: false,
-        };
-        let both = [header, data];
-        let buffers = if len == 0 { &both[..1] } else { &both[..] };
-        self.queue.add(buffers, u64::from(slot))?;
+    /// Queues the packet in `slot`. Its chain is always as long as the slot; how much of it is
+    /// meant is said by the header.
+    #[inline]
+    pub(crate) fn push(&mut self, slot: u16) -> Result<(), AddError> {
+        let chain = self.chains.get(usize::from(slot));
+        self.queue.add_fixed(*chain.ok_or(AddError::NotFixed)?)?;
         self.dirty = true;
         Ok(())
     }

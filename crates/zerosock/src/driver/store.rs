@@ -75,7 +75,7 @@ impl Store for Buffers {
     fn release(&mut self, token: u16) {
         if self.withhold {
             self.withheld.push(token);
-        } else if let Err(error) = self.rx.post(&self.arena, token) {
+        } else if let Err(error) = self.rx.post(token) {
             self.fault = Some(error);
         }
     }

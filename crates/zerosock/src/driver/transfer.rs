@@ -104,12 +104,7 @@ impl Driver {
             self.transmit_control(now)?;
             result = self.store.shard.reserve(flow, max);
         }
-        result.map_err(|error| match error {
-            ReserveError::NoCredit => SendError::WouldBlock,
-            ReserveError::NotConnected => SendError::NotConnected,
-            ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
-            ReserveError::Stale | ReserveError::Empty => SendError::Reset,
-        })
+        result.map_err(refused)
     }
 
     /// Writes `bytes` into a loan at `offset`; returns how many fitted.
@@ -170,18 +165,63 @@ impl Driver {
         }
         let flow = self.sendable(stream)?;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
-            let want = u32::try_from(rest.len()).unwrap_or(u32::MAX);
-            let loan = match self.borrow_slot(stream, flow, want) {
-                Ok(loan) => loan,
+            match self.send_packet(stream, flow, rest) {
+                Ok(more) => sent += more,
                 Err(SendError::WouldBlock) if sent > 0 => break,
                 Err(error) => return Err(error),
-            };
-            let filled = self.fill(&loan, 0, rest);
-            self.commit(loan, filled as u32)?;
-            sent += filled;
+            }
         }
         self.loans.copied_in += sent as u64;
         Ok(sent)
+    }
+
+    /// Sends one packet of as many of `bytes` as there is room for, and returns how many.
+    #[inline]
+    fn send_packet(
+        &mut self,
+        stream: StreamId,
+        flow: FlowId,
+        bytes: &[u8],
+    ) -> Result<usize, SendError> {
+        let Some(slot) = self.tx.data_slot().map_err(DriverError::from)? else {
+            self.wait_for_slot(stream);
+            return Err(SendError::WouldBlock);
+        };
+        let most = self.store.arena.tx_data.len();
+        let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
+        match self.store.shard.send_now(flow, want, 0) {
+            Ok(header) => {
+                let arena = &self.store.arena;
+                // As many as the header says: no more than there are.
+                let bytes = bytes.get(..header.len as usize).unwrap_or(bytes);
+                arena.memory.write(arena.tx_data.pieces(slot), 0, bytes);
+                self.transmit(slot, &header)?;
+                Ok(bytes.len())
+            }
+            Err(error) => {
+                self.tx.put_back(slot);
+                self.send_again(stream, flow, bytes, error)
+            }
+        }
+    }
+
+    /// There was no credit; perhaps there is when what waits to be sent has left.
+    #[cold]
+    fn send_again(
+        &mut self,
+        stream: StreamId,
+        flow: FlowId,
+        bytes: &[u8],
+        error: ReserveError,
+    ) -> Result<usize, SendError> {
+        if !matches!(error, ReserveError::NoCredit) || !self.store.shard.has_transmit() {
+            return Err(refused(error));
+        }
+        let want = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        let loan = self.borrow_slot(stream, flow, want)?;
+        let filled = self.fill(&loan, 0, bytes);
+        self.commit(loan, filled as u32)?;
+        Ok(filled)
     }
 
     /// Receives into `out`: at least one byte, or 0 at the end of the stream
@@ -204,5 +244,14 @@ impl Driver {
     /// Bytes that [`Driver::recv`] would give at once.
     pub fn unread(&self, stream: StreamId) -> usize {
         self.sockets.unread(stream)
+    }
+}
+
+fn refused(error: ReserveError) -> SendError {
+    match error {
+        ReserveError::NoCredit => SendError::WouldBlock,
+        ReserveError::NotConnected => SendError::NotConnected,
+        ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
+        ReserveError::Stale | ReserveError::Empty => SendError::Reset,
     }
 }

@@ -294,3 +294,6 @@ impl<T> Conn<T> {
 fn due(since: Instant, span: Duration) -> Instant {
     since + span
 }
+
+#[cfg(test)]
+mod tests;

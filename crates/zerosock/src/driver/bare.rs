@@ -1,0 +1,175 @@
+//! For tests: a driver whose device is the test itself, by the device half of the rings alone.
+//!
+//! Nobody negotiates and nobody is called: what the test does is all that happens.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
+
+use super::link::Link;
+use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
+use crate::vsock::engine::Engine;
+
+/// Our CID.
+pub(super) const CID: Cid = Cid::new(3);
+/// Whom connections are made to.
+pub(super) const SERVER: Address = Address::new(Cid::HOST, Port::new(1024));
+
+/// The device's end.
+pub(super) struct Peer {
+    pub(super) rx: DeviceQueue,
+    pub(super) tx: DeviceQueue,
+    /// Dropped, it is a hang-up.
+    pub(super) socket: Option<UnixStream>,
+    /// Our header of the connection that was made last.
+    pub(super) header: Repr,
+    /// Bytes sent and not consumed by the driver, as far as it said so.
+    pub(super) sent: u32,
+    pub(super) their_fwd_cnt: u32,
+}
+
+/// A driver and its device, `tune`d.
+pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
+    let mut config = DriverConfig::new("/nowhere");
+    config.control_timeout = Duration::from_millis(10);
+    tune(&mut config);
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let frontend = Frontend::from_stream(ours, config.control_timeout).unwrap();
+    let link = Link {
+        frontend,
+        event_idx: true,
+        cid: CID,
+    };
+    let size = config.queue_size;
+    let driver = Driver::with_link(config, link, |_, _, _| Ok(())).unwrap();
+    let arena = &driver.store.arena;
+    // A mapping of its own, as another process has it.
+    let fd = arena.fd.try_clone().unwrap();
+    let memory = Arc::new(Memory::map(vec![(fd, arena.region)]).unwrap());
+    let queue = |at: usize| {
+        let ring = arena.rings[at];
+        let config = QueueConfig {
+            size,
+            desc: arena.user_addr(ring.desc),
+            avail: arena.user_addr(ring.avail),
+            used: arena.user_addr(ring.used),
+            base: 0,
+            event_idx: true,
+            indirect: false,
+        };
+        DeviceQueue::new(memory.clone(), &config).unwrap()
+    };
+    let peer = Peer {
+        rx: queue(0),
+        tx: queue(1),
+        socket: Some(theirs),
+        header: Repr {
+            src: SERVER,
+            dst: Address::new(CID, Port::ANY),
+            len: 0,
+            socket_type: SocketType::Stream.into(),
+            op: Op::Rw.into(),
+            flags: 0,
+            buf_alloc: 1 << 20,
+            fwd_cnt: 0,
+        },
+        sent: 0,
+        their_fwd_cnt: 0,
+    };
+    (driver, peer)
+}
+
+/// A connection from the driver to its device.
+pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
+    let id = Engine::connect(driver, Port::ANY, SERVER).unwrap();
+    Engine::flush(driver);
+    let request = peer.take_op(Op::Request);
+    peer.header.dst = request.src;
+    peer.header.fwd_cnt = 0;
+    (peer.sent, peer.their_fwd_cnt) = (0, 0);
+    peer.say(Op::Response, &[]);
+    assert!(Engine::turn(driver).unwrap());
+    assert_eq!(driver.state(id), Some(StreamState::Connected));
+    id
+}
+
+fn header(queue: &DeviceQueue, chain: &Chain) -> Repr {
+    let bytes = queue
+        .memory()
+        .read_array::<HEADER_LEN>(chain.readable(), 0)
+        .unwrap();
+    Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap()
+}
+
+impl Peer {
+    /// The next packet and its payload.
+    pub(super) fn take(&mut self) -> Option<(Repr, Vec<u8>)> {
+        let chain = self.tx.pop().unwrap()?;
+        let header = header(&self.tx, &chain);
+        let mut bytes = vec![0; header.len as usize];
+        let read = self
+            .tx
+            .memory()
+            .read(chain.readable(), HEADER_LEN, &mut bytes);
+        assert_eq!(read, bytes.len());
+        self.tx.complete(chain, 0);
+        self.tx.publish_quietly();
+        self.their_fwd_cnt = header.fwd_cnt;
+        self.header.fwd_cnt = self.header.fwd_cnt.wrapping_add(header.len);
+        Some((header, bytes))
+    }
+
+    /// The next packet of that kind; others are dropped.
+    pub(super) fn take_op(&mut self, op: Op) -> Repr {
+        loop {
+            let (header, _) = self.take().expect("a packet");
+            if header.op.known() == Some(op) {
+                return header;
+            }
+        }
+    }
+
+    /// Sends a packet of the connection; false if the driver has posted no buffer.
+    pub(super) fn try_say(&mut self, op: Op, payload: &[u8]) -> bool {
+        let Some(chain) = self.rx.pop().unwrap() else {
+            return false;
+        };
+        let mut bytes = [0; HEADER_LEN];
+        Repr {
+            op: op.into(),
+            len: payload.len() as u32,
+            ..self.header
+        }
+        .emit(&mut bytes);
+        let memory = self.rx.memory();
+        memory.write(chain.writable(), 0, &bytes);
+        assert_eq!(
+            memory.write(chain.writable(), HEADER_LEN, payload),
+            payload.len()
+        );
+        self.rx.complete(chain, (HEADER_LEN + payload.len()) as u32);
+        self.sent = self.sent.wrapping_add(payload.len() as u32);
+        self.rx.publish_quietly();
+        true
+    }
+
+    /// Sends a packet of the connection.
+    #[track_caller]
+    pub(super) fn say(&mut self, op: Op, payload: &[u8]) {
+        assert!(self.try_say(op, payload), "no receive buffer is posted");
+    }
+
+    /// Tells what was consumed.
+    pub(super) fn update(&mut self) {
+        self.say(Op::CreditUpdate, &[]);
+    }
+
+    /// Bytes that the driver lets us send.
+    pub(super) fn room(&self, window: u32) -> u32 {
+        window - self.sent.wrapping_sub(self.their_fwd_cnt)
+    }
+}

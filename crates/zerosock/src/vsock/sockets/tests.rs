@@ -1,0 +1,556 @@
+//! The table against plain queues of bytes, and its bounds one by one.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+use zerosock_proto::vsock::{FlowId, PortTable, Shard, ShardConfig};
+use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_ring::{Memory, Piece, RegionConfig};
+use zerosock_sys::memfd;
+
+use super::*;
+use crate::vsock::engine::Payload;
+use crate::vsock::leases::Entered;
+
+const HOLD: Duration = Duration::from_millis(20);
+/// Bytes of a buffer.
+const LEN: u32 = 64;
+/// The pool.
+const SIZE: u32 = 32;
+
+/// Buffers of a memory, and who has each.
+struct Slots {
+    memory: Arc<Memory>,
+    pieces: Vec<Piece>,
+    /// With the sockets.
+    out: Vec<bool>,
+    consumed: BTreeMap<usize, u64>,
+}
+
+impl Slots {
+    fn new() -> Slots {
+        let len = u64::from(SIZE * LEN).next_multiple_of(4096);
+        let fd = memfd::create("sockets-test", len, true).unwrap();
+        let region = RegionConfig {
+            guest_addr: 0,
+            user_addr: 0,
+            len,
+            fd_offset: 0,
+        };
+        let memory = Memory::map(vec![(fd, region)]).unwrap();
+        let mut pieces = Vec::new();
+        for slot in 0..SIZE {
+            let addr = u64::from(slot * LEN);
+            memory.translate(addr, LEN, &mut pieces).unwrap();
+        }
+        Slots {
+            memory: Arc::new(memory),
+            pieces,
+            out: vec![false; SIZE as usize],
+            consumed: BTreeMap::new(),
+        }
+    }
+
+    fn out(&self) -> usize {
+        self.out.iter().filter(|out| **out).count()
+    }
+}
+
+impl Store for Slots {
+    type Token = u32;
+
+    fn memory(&self, _: &u32) -> Option<&Arc<Memory>> {
+        Some(&self.memory)
+    }
+
+    fn pieces<'a>(&'a self, token: &'a u32) -> &'a [Piece] {
+        std::slice::from_ref(&self.pieces[*token as usize])
+    }
+
+    fn release(&mut self, token: u32) {
+        let out = &mut self.out[token as usize];
+        assert!(std::mem::take(out), "{token} was released twice");
+        // The peer writes it at once.
+        let piece = self.pieces[token as usize];
+        self.memory.write(&[piece], 0, &[0xee; LEN as usize]);
+    }
+
+    fn consumed(&mut self, _: u32, flow: FlowId, bytes: u32) {
+        *self.consumed.entry(flow.index()).or_default() += u64::from(bytes);
+    }
+}
+
+struct Table {
+    sockets: Sockets<u32>,
+    slots: Slots,
+    shard: Shard,
+    now: Instant,
+}
+
+impl Table {
+    fn new() -> Table {
+        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD);
+        assert_eq!(sockets.add_pool(SIZE), 0);
+        let ports = PortTable::new().into();
+        Table {
+            sockets,
+            slots: Slots::new(),
+            shard: Shard::new(ShardConfig::driver(Cid::new(3)), ports),
+            now: Instant::ZERO + Duration::from_secs(1),
+        }
+    }
+
+    /// Flow ids come from a shard alone.
+    fn flow(&mut self) -> FlowId {
+        let local = Address::new(Cid::new(3), Port::ANY);
+        let peer = Address::new(Cid::HOST, Port::new(1));
+        self.shard
+            .connect(self.now, local, peer, SocketType::Stream)
+            .unwrap()
+    }
+
+    fn conn(&mut self) -> StreamId {
+        let flow = self.flow();
+        let address: Address = "3:1".parse().unwrap();
+        self.sockets
+            .insert(0, flow, StreamState::Connected, address, address)
+    }
+
+    /// Takes in `bytes` if the bounds allow.
+    fn deliver(&mut self, id: StreamId, offset: u32, bytes: &[u8]) -> bool {
+        let free = self.slots.out.iter().position(|out| !out);
+        let Some(slot) = free.filter(|_| self.sockets.has_room(0)) else {
+            return false;
+        };
+        self.slots.out[slot] = true;
+        let piece = self.slots.pieces[slot];
+        self.slots.memory.write(&[piece], offset as usize, bytes);
+        let held = Held {
+            token: slot as u32,
+            offset,
+            len: bytes.len() as u32,
+            since: self.now,
+        };
+        self.sockets.deliver(id, held, &mut self.slots);
+        true
+    }
+
+    fn read(&mut self, id: StreamId, len: usize, peek: bool) -> Vec<u8> {
+        let mut out = vec![0; len];
+        let read = self.sockets.read(id, &mut out, peek, &mut self.slots);
+        out.truncate(read);
+        out
+    }
+
+    fn lease(&mut self, id: StreamId) -> LeaseParts {
+        self.sockets.lease(id, &mut self.slots).unwrap()
+    }
+
+    fn pass(&mut self, span: Duration) {
+        self.now = self.now + span;
+        self.sockets.handle_timeout(self.now, &mut self.slots);
+    }
+
+    /// What the holder of a lease finds.
+    fn look(&self, index: u32, len: usize, place: &Place) -> Vec<u8> {
+        let words = self.sockets.words().clone();
+        let copied = |(bytes, from): Copy| bytes[from..from + len].to_vec();
+        match place {
+            Place::Copied(copy) => copied(copy.clone()),
+            Place::InPlace {
+                memory,
+                pieces,
+                offset,
+            } => match words.enter(index) {
+                Entered::InPlace => {
+                    let mut out = vec![0; len];
+                    assert_eq!(memory.read(pieces, *offset, &mut out), len);
+                    words.leave(index);
+                    out
+                }
+                Entered::Moved => copied(self.sockets.copy_of(index).unwrap()),
+            },
+        }
+    }
+
+    fn is_in_place(&self, parts: &LeaseParts) -> bool {
+        matches!(parts.place, Place::InPlace { .. }) && self.sockets.copy_of(parts.index).is_none()
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Deliver { conn: usize, offset: u32, len: u32 },
+    Read { conn: usize, len: usize },
+    Peek { conn: usize, len: usize },
+    Each { conn: usize, most: usize },
+    Lease { conn: usize },
+    Enter { lease: usize },
+    Leave { lease: usize },
+    GiveBack { lease: usize },
+    Pass { millis: u64 },
+    Recall,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let conn = 0..3usize;
+    prop_oneof![
+        8 => (conn.clone(), 0..8u32, 1..56u32)
+            .prop_map(|(conn, offset, len)| Step::Deliver { conn, offset, len }),
+        3 => (conn.clone(), 0..200usize).prop_map(|(conn, len)| Step::Read { conn, len }),
+        1 => (conn.clone(), 0..200usize).prop_map(|(conn, len)| Step::Peek { conn, len }),
+        1 => (conn.clone(), 0..4usize).prop_map(|(conn, most)| Step::Each { conn, most }),
+        4 => conn.prop_map(|conn| Step::Lease { conn }),
+        1 => (0..64usize).prop_map(|lease| Step::Enter { lease }),
+        1 => (0..64usize).prop_map(|lease| Step::Leave { lease }),
+        3 => (0..64usize).prop_map(|lease| Step::GiveBack { lease }),
+        2 => (0..25u64).prop_map(|millis| Step::Pass { millis }),
+        1 => Just(Step::Recall),
+    ]
+}
+
+/// A lease that is out: what it is, what it should show, how often it is entered.
+struct Out {
+    parts: LeaseParts,
+    conn: usize,
+    want: Vec<u8>,
+    entered: u32,
+    torn: bool,
+}
+
+proptest! {
+    /// Three connections against three queues of bytes: order, every token back once, every byte
+    /// consumed once, the bounds at every step.
+    #[test]
+    fn plain_queues_say_the_same(steps in prop::collection::vec(step(), 1..200)) {
+        let mut table = Table::new();
+        let ids: Vec<_> = (0..3).map(|_| table.conn()).collect();
+        let flows: Vec<_> = ids
+            .iter()
+            .map(|id| table.sockets.get(*id).unwrap().flow.unwrap().index())
+            .collect();
+        let mut queues: Vec<VecDeque<u8>> = vec![VecDeque::new(); 3];
+        let mut done = [0u64; 3];
+        let mut out: Vec<Out> = Vec::new();
+        let mut byte = 0u8;
+        for step in steps {
+            match step {
+                Step::Deliver { conn, offset, len } => {
+                    let bytes: Vec<u8> = (0..len).map(|n| byte.wrapping_add(n as u8)).collect();
+                    if table.deliver(ids[conn], offset, &bytes) {
+                        byte = byte.wrapping_add(len as u8);
+                        queues[conn].extend(&bytes);
+                    }
+                }
+                Step::Read { conn, len } => {
+                    let got = table.read(ids[conn], len, false);
+                    let len = len.min(queues[conn].len());
+                    let want: Vec<u8> = queues[conn].drain(..len).collect();
+                    prop_assert_eq!(&got, &want);
+                    done[conn] += got.len() as u64;
+                }
+                Step::Peek { conn, len } => {
+                    let got = table.read(ids[conn], len, true);
+                    let want: Vec<u8> = queues[conn].iter().copied().take(len).collect();
+                    prop_assert_eq!(got, want);
+                }
+                Step::Each { conn, most } => {
+                    let mut got = Vec::new();
+                    let look = &mut |payload: Payload<'_>| {
+                        match payload {
+                            Payload::Copied(bytes) => got.extend_from_slice(bytes),
+                            Payload::InPlace(slices) => for slice in slices {
+                                let mut part = vec![0; slice.len()];
+                                slice.read(0, &mut part);
+                                got.extend_from_slice(&part);
+                            },
+                        }
+                        true
+                    };
+                    let Table { sockets, slots, .. } = &mut table;
+                    prop_assert!(sockets.each(ids[conn], most, look, slots) <= most);
+                    let want: Vec<u8> = queues[conn].drain(..got.len()).collect();
+                    prop_assert_eq!(&got, &want);
+                    done[conn] += got.len() as u64;
+                }
+                Step::Lease { conn } => {
+                    let Table { sockets, slots, .. } = &mut table;
+                    match sockets.lease(ids[conn], slots) {
+                        Ok(parts) => {
+                            let want = queues[conn].drain(..parts.len).collect();
+                            out.push(Out { parts, conn, want, entered: 0, torn: false });
+                        }
+                        Err(NoLease::Empty) => prop_assert!(queues[conn].is_empty()),
+                        Err(NoLease::TooMany) => prop_assert_eq!(out.len(), 64),
+                    }
+                }
+                Step::Enter { lease } => {
+                    if let Some(lease) = out.get_mut(lease)
+                        && table.is_in_place(&lease.parts)
+                        && table.sockets.words().enter(lease.parts.index) == Entered::InPlace
+                    {
+                        lease.entered += 1;
+                    }
+                }
+                Step::Leave { lease } => {
+                    if let Some(lease) = out.get_mut(lease).filter(|lease| lease.entered > 0) {
+                        lease.entered -= 1;
+                        let torn = table.sockets.words().leave(lease.parts.index);
+                        prop_assert_eq!(torn, lease.torn);
+                    }
+                }
+                Step::GiveBack { lease } => {
+                    if lease < out.len() {
+                        let lease = out.swap_remove(lease);
+                        for _ in 0..lease.entered {
+                            table.sockets.words().leave(lease.parts.index);
+                        }
+                        let Table { sockets, slots, .. } = &mut table;
+                        prop_assert!(sockets.give_back(lease.parts.index, slots));
+                        prop_assert!(!sockets.give_back(lease.parts.index, slots));
+                        done[lease.conn] += lease.want.len() as u64;
+                    }
+                }
+                Step::Pass { millis } => table.pass(Duration::from_millis(millis)),
+                Step::Recall => {
+                    for lease in &mut out {
+                        lease.torn |= lease.entered > 0;
+                    }
+                    let Table { sockets, slots, .. } = &mut table;
+                    sockets.recall(0, slots);
+                    prop_assert_eq!(slots.out(), 0, "all are given back");
+                }
+            }
+            for (conn, queue) in queues.iter().enumerate() {
+                prop_assert_eq!(table.sockets.unread(ids[conn]), queue.len());
+                let consumed = table.slots.consumed.get(&flows[conn]).copied();
+                prop_assert_eq!(consumed.unwrap_or(0), done[conn]);
+            }
+            for lease in out.iter().filter(|lease| !lease.torn) {
+                let parts = &lease.parts;
+                let got = table.look(parts.index, parts.len, &parts.place);
+                prop_assert_eq!(&got, &lease.want);
+            }
+            prop_assert_eq!(table.slots.out(), table.sockets.held(0) as usize);
+            prop_assert!(table.sockets.held(0) <= SIZE / 4 * 3);
+            prop_assert_eq!(table.sockets.next_timeout().is_some(), table.sockets.held(0) > 0);
+        }
+        for lease in out {
+            for _ in 0..lease.entered {
+                table.sockets.words().leave(lease.parts.index);
+            }
+            let Table { sockets, slots, .. } = &mut table;
+            prop_assert!(sockets.give_back(lease.parts.index, slots));
+            done[lease.conn] += lease.want.len() as u64;
+        }
+        for (conn, id) in ids.into_iter().enumerate() {
+            let Table { sockets, slots, .. } = &mut table;
+            sockets.remove(id, slots);
+            done[conn] += queues[conn].len() as u64;
+            prop_assert_eq!(slots.consumed.get(&flows[conn]).copied().unwrap_or(0), done[conn]);
+        }
+        prop_assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
+        prop_assert_eq!((table.sockets.lent_out(), table.sockets.len()), (0, 0));
+    }
+}
+
+#[test]
+fn three_quarters_are_held_and_no_more() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..24 {
+        assert!(table.deliver(id, 0, b"x"));
+    }
+    assert!(!table.sockets.has_room(0));
+    assert_eq!(table.read(id, 1, false), b"x");
+    assert!(table.sockets.has_room(0));
+}
+
+#[test]
+fn a_connection_has_an_eighth_on_lease_and_copies_beyond() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..6 {
+        assert!(table.deliver(id, 4, b"lease"));
+    }
+    let leases: Vec<_> = (0..6).map(|_| table.lease(id)).collect();
+    let in_place = leases.iter().filter(|parts| table.is_in_place(parts));
+    assert_eq!(in_place.count(), 4, "an eighth of 32");
+    assert_eq!(table.slots.out(), 4, "those of the copies are back");
+    for parts in &leases {
+        assert_eq!(table.look(parts.index, parts.len, &parts.place), b"lease");
+    }
+    assert_eq!(table.sockets.counted().leased, 20);
+    assert_eq!(table.sockets.counted().copied_aside, 10);
+    assert!(table.slots.consumed.is_empty(), "nobody is done with any");
+    for parts in leases {
+        assert!(table.sockets.give_back(parts.index, &mut table.slots));
+    }
+    assert_eq!(table.slots.out(), 0);
+}
+
+#[test]
+fn all_connections_have_three_eighths_on_lease() {
+    let mut table = Table::new();
+    let mut in_place = 0;
+    for _ in 0..8 {
+        let id = table.conn();
+        for _ in 0..3 {
+            assert!(table.deliver(id, 0, b"x"));
+            let parts = table.lease(id);
+            in_place += u32::from(table.is_in_place(&parts));
+        }
+    }
+    assert!((12..=13).contains(&in_place), "{in_place} of 32");
+}
+
+#[test]
+fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..3 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    let (read, unread) = (table.lease(id), table.lease(id));
+    let words = table.sockets.words().clone();
+    assert_eq!(words.enter(read.index), Entered::InPlace);
+    table.pass(HOLD - Duration::from_millis(1));
+    assert_eq!(table.slots.out(), 3, "not yet");
+    table.pass(Duration::from_millis(1));
+    assert_eq!(table.slots.out(), 1, "but for the one under a reader");
+    assert!(table.is_in_place(&read));
+    assert!(!table.is_in_place(&unread));
+    assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
+    assert_eq!(table.read(id, 9, true), b"bytes");
+    // It goes on being looked after.
+    assert!(!words.leave(read.index), "not torn");
+    table.pass(HOLD);
+    assert_eq!(table.slots.out(), 0);
+    assert_eq!(table.look(read.index, 5, &read.place), b"bytes");
+    assert_eq!(table.sockets.next_timeout(), None);
+}
+
+#[test]
+fn a_connection_that_stalled_has_copies_until_it_has_caught_up() {
+    let mut table = Table::new();
+    let (id, other) = (table.conn(), table.conn());
+    assert!(table.deliver(id, 0, b"one"));
+    table.pass(HOLD);
+    assert!(table.sockets.get(id).unwrap().is_stalled());
+    assert!(table.deliver(id, 0, b"two"));
+    assert!(table.deliver(other, 0, b"other"));
+    assert_eq!(table.slots.out(), 1, "only the other's");
+    assert_eq!(table.read(id, 4, false), b"onet");
+    assert!(table.sockets.get(id).unwrap().is_stalled());
+    assert_eq!(table.read(id, 4, false), b"wo");
+    assert!(table.deliver(id, 0, b"three"));
+    assert_eq!(table.slots.out(), 2, "in place again");
+}
+
+#[test]
+fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..3 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    let (read, unread) = (table.lease(id), table.lease(id));
+    let words = table.sockets.words().clone();
+    assert_eq!(words.enter(read.index), Entered::InPlace);
+    table.sockets.recall(0, &mut table.slots);
+    assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
+    assert!(words.leave(read.index), "the reader is told");
+    assert!(words.is_torn(read.index));
+    assert!(!words.is_torn(unread.index));
+    assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
+    assert_eq!(table.read(id, 9, false), b"bytes");
+    assert!(table.sockets.give_back(read.index, &mut table.slots));
+    assert!(table.sockets.give_back(unread.index, &mut table.slots));
+    assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
+}
+
+#[test]
+fn leases_outlive_their_connection() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..3 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    let (read, unread) = (table.lease(id), table.lease(id));
+    let words = table.sockets.words().clone();
+    assert_eq!(words.enter(read.index), Entered::InPlace);
+    table.sockets.remove(id, &mut table.slots);
+    assert_eq!(table.slots.out(), 1, "the one under a reader");
+    assert_eq!(
+        table.slots.consumed.values().sum::<u64>(),
+        15,
+        "nobody says so later"
+    );
+    // The place is used again: the orphans are none of the newcomer's.
+    let next = table.conn();
+    assert_eq!(next.index(), id.index());
+    assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
+    // It is still looked after.
+    assert!(table.sockets.next_timeout().is_some());
+    table.pass(HOLD);
+    assert_eq!(table.slots.out(), 1);
+    assert!(!words.leave(read.index));
+    table.pass(HOLD);
+    assert_eq!(table.slots.out(), 0);
+    assert_eq!(table.look(read.index, 5, &read.place), b"bytes");
+    for index in [read.index, unread.index] {
+        assert!(table.sockets.give_back(index, &mut table.slots));
+    }
+    assert_eq!(table.sockets.lent_out(), 0);
+    assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
+}
+
+#[test]
+fn bytes_for_nobody_go_back_at_once() {
+    let mut table = Table::new();
+    let id = table.conn();
+    table.sockets.remove(id, &mut table.slots);
+    assert!(table.deliver(id, 0, b"late"));
+    assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
+}
+
+#[test]
+fn news_are_told_once_and_listed_once() {
+    let mut table = Table::new();
+    let id = table.conn();
+    let sockets = &mut table.sockets;
+    sockets.announce(id, News::Closed);
+    sockets.announce(id, News::Readable);
+    sockets.announce(id, News::PeerShutdown);
+    sockets.announce(id, News::Closed);
+    assert_eq!(sockets.with_news.len(), 1);
+    assert_eq!(
+        sockets.next_news(),
+        Some((id, News::PeerShutdown)),
+        "nothing to read any more"
+    );
+    assert_eq!(sockets.next_news(), Some((id, News::Closed)));
+    assert_eq!(sockets.next_news(), None);
+    sockets.announce(id, News::Closed);
+    sockets.announce(id, News::Writable);
+    assert_eq!(sockets.next_stirred(), Some(id), "all at once");
+    assert_eq!(sockets.next_stirred(), None);
+    sockets.announce(id, News::Writable);
+    sockets.remove(id, &mut table.slots);
+    assert_eq!(sockets.next_news(), None, "nothing about the dead");
+}
+
+#[test]
+fn a_closed_handle_is_dead_also_when_its_place_is_used_again() {
+    let mut table = Table::new();
+    let id = table.conn();
+    table.sockets.remove(id, &mut table.slots);
+    assert!(table.sockets.get(id).is_none());
+    let again = table.conn();
+    assert_eq!(again.index(), id.index());
+    assert!(table.sockets.get(id).is_none());
+    assert!(table.sockets.get(again).is_some());
+}

@@ -51,6 +51,7 @@ pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, F
         stream,
         how,
         buffer: vec![0; order.size],
+        rest: None,
     };
     let mut outcome = Outcome::default();
     let mut busy = Duration::ZERO;
@@ -60,9 +61,12 @@ pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, F
     loop {
         // Waits, and takes nothing but a look at the first byte. The mark is down again while
         // bytes are taken in parts, as it counts what is not taken.
-        stream.set_low_water(low_water);
-        stream.peek(&mut [0]).map_err(text)?;
-        stream.set_low_water(1);
+        let rest = receiver.rest.as_ref().map_or(0, Part::len) as u32;
+        if rest < low_water {
+            stream.set_low_water(low_water - rest);
+            stream.peek(&mut [0]).map_err(text)?;
+            stream.set_low_water(1);
+        }
         let there = Instant::now();
         let seen = receiver.dequeue(number, order.size)?;
         let done = Instant::now();
@@ -89,6 +93,21 @@ struct Receiver<'s> {
     stream: &'s Stream,
     how: How,
     buffer: Vec<u8>,
+    /// What lies behind the last piece in the same lease: one that came copied, because of the
+    /// bounds on what is held, may have bytes of several packets.
+    rest: Option<Part<'s>>,
+}
+
+/// The bytes of a lease from `at` on.
+struct Part<'s> {
+    lease: Lease<'s>,
+    at: usize,
+}
+
+impl Part<'_> {
+    fn len(&self) -> usize {
+        self.lease.len() - self.at
+    }
 }
 
 impl Receiver<'_> {
@@ -105,32 +124,48 @@ impl Receiver<'_> {
             };
         }
         // All of it is held at once, as a program holds what it dequeued.
-        let mut leases: Vec<Lease<'_>> = Vec::with_capacity(len.div_ceil(4096));
-        let mut check = Check::new(number, len);
+        let mut parts = Vec::with_capacity(len.div_ceil(4096));
         let mut held = 0;
         while held < len {
-            let lease = self.stream.recv().map_err(text)?.ok_or("end of file")?;
-            held += lease.len();
-            leases.push(lease);
+            let part = match self.rest.take() {
+                Some(rest) => rest,
+                None => Part {
+                    lease: self.stream.recv().map_err(text)?.ok_or("end of file")?,
+                    at: 0,
+                },
+            };
+            held += part.len();
+            parts.push(part);
         }
+        let verdict = self.look(&parts, number, len)?;
+        if let Some(mut last) = parts.pop().filter(|_| held > len) {
+            last.at = last.lease.len() - (held - len);
+            self.rest = Some(last);
+        }
+        Ok(verdict)
+    }
+
+    fn look(&mut self, parts: &[Part<'_>], number: u64, len: usize) -> Result<Seen, Fault> {
         if !self.how.touches {
-            let first = leases.first().ok_or("an empty message")?;
+            let first = parts.first().ok_or("an empty message")?;
             let mut bytes = [0; NAME];
-            first.copy_to(0, &mut bytes);
+            first.lease.copy_to(first.at, &mut bytes);
             return name(number, &bytes);
         }
-        for lease in &leases {
-            let reading = lease.read();
+        let mut check = Check::new(number, len);
+        for part in parts {
+            let reading = part.lease.read();
+            let end = part.lease.len().min(part.at + check.missing());
             if let Some(bytes) = reading.as_slice() {
-                check.part(bytes);
+                check.part(&bytes[part.at..end]);
                 continue;
             }
             // Memory that is no plain slice is read by way of the nearest cache.
-            let mut at = 0;
-            while at < lease.len() {
-                let part = &mut self.buffer[..PART.min(len)];
-                let got = reading.copy_to(at, part);
-                check.part(&part[..got]);
+            let mut at = part.at;
+            while at < end {
+                let bytes = &mut self.buffer[..PART.min(end - at)];
+                let got = reading.copy_to(at, bytes);
+                check.part(&bytes[..got]);
                 at += got.max(1);
             }
         }

@@ -48,6 +48,8 @@ mod queues;
 #[cfg(test)]
 mod speed;
 mod store;
+#[cfg(test)]
+mod tests;
 mod transfer;
 mod watch;
 

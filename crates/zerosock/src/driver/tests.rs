@@ -1,0 +1,197 @@
+//! The driver as an engine, against a device that is the test itself.
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use zerosock_proto::Port;
+use zerosock_proto::vsock::ConnectError;
+use zerosock_proto::wire::vsock::Op;
+
+use super::bare::{Peer, SERVER, connect, pair};
+use super::{Driver, IDLE_TURNS, StreamId, StreamState};
+use crate::vsock::engine::{Engine, RecvFault, SendFault, Stirred};
+use crate::vsock::sockets::Place;
+
+/// 32 slots each way.
+fn small() -> (Driver, Peer, StreamId) {
+    let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
+    let id = connect(&mut driver, &mut peer);
+    while driver.next_stirred().is_some() {}
+    (driver, peer, id)
+}
+
+fn is_told(driver: &Driver) -> bool {
+    let fd = driver.fd();
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let now = rustix::event::Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    poll(&mut fds, Some(&now)).unwrap() > 0
+}
+
+#[test]
+fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
+    let (mut driver, mut peer, id) = small();
+    for _ in 0..30 {
+        peer.say(Op::Rw, b"x");
+    }
+    assert!(driver.pending());
+    Engine::turn(&mut driver).unwrap();
+    assert_eq!(driver.unread(id), 24);
+    assert!(!driver.pending(), "nothing that may be taken in");
+    assert!(!Engine::arm(&mut driver), "nothing to stay awake for");
+    assert!(Engine::next_timeout(&driver).is_some(), "but for the time");
+    // On another thread's behalf: who sleeps is woken, since nobody calls for what waits.
+    driver.watch.forget().unwrap();
+    assert!(!is_told(&driver));
+    let mut out = [0; 4];
+    assert_eq!(driver.read(id, &mut out, false), Ok(4));
+    Engine::settle(&mut driver);
+    assert!(is_told(&driver));
+    driver.disarm();
+    assert!(!is_told(&driver));
+    assert!(driver.pending());
+    Engine::turn(&mut driver).unwrap();
+    assert_eq!(driver.unread(id), 24);
+}
+
+#[test]
+fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
+    let (mut driver, mut peer, id) = small();
+    Engine::listen(&mut driver, Port::new(7), 4).unwrap();
+    for _ in 0..30 {
+        peer.say(Op::Rw, b"x");
+    }
+    let stuck = peer.header;
+    peer.header.dst.port = Port::new(7);
+    peer.header.src.port = Port::new(9999);
+    peer.say(Op::Request, &[]);
+    peer.header = stuck;
+    peer.say(Op::Rst, &[]);
+    let give_up = Instant::now() + Duration::from_secs(60);
+    while driver.state(id) != Some(StreamState::Reset) {
+        assert!(Instant::now() < give_up);
+        Driver::poll(&mut driver, Some(give_up)).unwrap();
+    }
+    assert!(driver.is_acceptable(Port::new(7)));
+    assert!(Engine::accept(&mut driver, Port::new(7)).is_some());
+    let mut out = [0; 64];
+    assert_eq!(driver.read(id, &mut out, false), Ok(30), "what came before");
+    assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
+}
+
+#[test]
+fn loans_leave_slots_for_others_and_go_on_as_copies() {
+    let (mut driver, mut peer, id) = small();
+    let other = connect(&mut driver, &mut peer);
+    let loans: Vec<_> = (0..6)
+        .map(|_| Engine::loan(&mut driver, id, 8).unwrap())
+        .collect();
+    let in_place = loans.iter().filter(|loan| loan.place.is_some()).count();
+    assert_eq!(in_place, 4, "an eighth of 32");
+    assert_eq!(driver.write(other, b"passes"), Ok(6));
+    for (n, loan) in (0u8..).zip(&loans) {
+        assert_eq!(loan.len, 8);
+        let bytes = [n; 8];
+        match &loan.place {
+            Some(Place::InPlace { memory, pieces, .. }) => {
+                memory.write(pieces, 0, &bytes);
+                driver.send_loan(loan.index, 7, None).unwrap();
+            }
+            _ => driver.send_loan(loan.index, 7, Some(&bytes)).unwrap(),
+        }
+        assert_eq!(
+            driver.send_loan(loan.index, 7, None),
+            Err(SendFault::Unknown)
+        );
+    }
+    Engine::flush(&mut driver);
+    assert_eq!(peer.take().unwrap().1, b"passes");
+    for n in 0..6 {
+        assert_eq!(peer.take().unwrap().1, [n; 7]);
+    }
+    let stats = Engine::stats(&driver);
+    assert_eq!(
+        (stats.sent, stats.sent_in_place, stats.copied_in),
+        (48, 28, 20)
+    );
+    // One that is never sent returns its slot, its word and its credit.
+    for _ in 0..1000 {
+        let loan = Engine::loan(&mut driver, id, 8).unwrap();
+        assert!(loan.place.is_some());
+        driver.give_back(loan.index);
+    }
+}
+
+#[test]
+fn a_quarter_of_the_slots_is_never_out_on_loan() {
+    let (mut driver, mut peer, first) = small();
+    let mut ids = vec![first];
+    for _ in 0..7 {
+        ids.push(connect(&mut driver, &mut peer));
+    }
+    let mut in_place = 0;
+    for id in &ids {
+        for _ in 0..4 {
+            in_place += u32::from(Engine::loan(&mut driver, *id, 8).unwrap().place.is_some());
+        }
+    }
+    assert_eq!(in_place, 24);
+    assert_eq!(driver.write(first, b"still"), Ok(5));
+}
+
+#[test]
+fn a_device_that_hangs_up_resets_all_and_keeps_nobody_busy() {
+    let (mut driver, mut peer, id) = small();
+    peer.say(Op::Rw, b"last");
+    Engine::turn(&mut driver).unwrap();
+    let loan = Engine::loan(&mut driver, id, 8).unwrap();
+    assert_eq!(driver.next_stirred(), Some(Stirred::Conn(id)));
+    assert!(!Engine::arm(&mut driver));
+    driver.watch.forget().unwrap();
+    peer.socket = None;
+    assert!(is_told(&driver));
+    driver.disarm();
+    assert!(!driver.is_attached());
+    assert_eq!(driver.next_stirred(), Some(Stirred::Conn(id)));
+    assert_eq!(driver.state(id), Some(StreamState::Reset));
+    let mut out = [0; 8];
+    assert_eq!(driver.read(id, &mut out, false), Ok(4));
+    assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
+    assert_eq!(driver.write(id, b"x"), Err(SendFault::Reset));
+    let sent = driver.send_loan(loan.index, 8, None);
+    assert_eq!(sent, Err(SendFault::Reset));
+    let connect = Engine::connect(&mut driver, Port::ANY, SERVER);
+    assert_eq!(connect, Err(ConnectError::Unreachable));
+    assert!(!Engine::turn(&mut driver).unwrap());
+    assert!(!driver.pending());
+    assert!(!Engine::arm(&mut driver));
+    assert!(!is_told(&driver));
+}
+
+#[test]
+fn who_never_sleeps_hears_of_a_hang_up_too() {
+    let (mut driver, mut peer, id) = small();
+    peer.socket = None;
+    for _ in 0..=IDLE_TURNS {
+        Engine::turn(&mut driver).unwrap();
+    }
+    assert_eq!(driver.state(id), Some(StreamState::Reset));
+}
+
+#[test]
+fn the_waker_is_heard_and_forgotten() {
+    let (mut driver, _peer, _) = small();
+    let waker = driver.waker();
+    assert!(!Engine::arm(&mut driver));
+    driver.watch.forget().unwrap();
+    assert!(!is_told(&driver));
+    for _ in 0..2 {
+        rustix::io::write(&waker, &1u64.to_ne_bytes()).unwrap();
+        assert!(is_told(&driver));
+        driver.disarm();
+        assert!(!is_told(&driver));
+        assert!(!Engine::arm(&mut driver));
+    }
+}

@@ -29,8 +29,10 @@ impl Device {
         }
     }
 
-    /// The device leaves for good. Siblings are told; their chains go back. Chains of its own that
-    /// siblings still have stay mapped until they are read, and then come back to nobody.
+    /// The device leaves for good, most often after `Disconnected` has ended its connections to
+    /// siblings: what is left are those whose last bytes a host program has not taken, which end
+    /// now. Siblings are told; their chains go back. Chains of its own that siblings still have
+    /// stay mapped until they are read, and then come back to nobody.
     pub(crate) fn retire(&mut self, cx: &mut Context<'_>) {
         let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
         for key in keys {

@@ -138,6 +138,7 @@ fn a_process_that_dies_in_the_middle_disturbs_nobody() {
         });
         assert_bytes(&got, &sent);
         let stats = lab.stats();
-        assert_eq!(stats.bad_packets + stats.bad_chains + stats.devices_lost, 0);
+        // Not `bad_packets`: a packet of the guest may cross the reset.
+        assert_eq!((stats.bad_chains, stats.devices_lost), (0, 0));
     }
 }

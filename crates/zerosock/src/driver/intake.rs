@@ -10,7 +10,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Packet, Repr};
 use zerosock_proto::{Address, Cid, Instant};
 
 use super::errors::DriverError;
-use super::{Driver, POOL, queues};
+use super::{Driver, POOL};
 use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
@@ -36,12 +36,13 @@ impl Driver {
     fn take_packet(&mut self, now: Instant, slot: u16, written: u32) {
         let arena = &self.store.arena;
         // The private copy: the device may change the header under us.
-        let mut header = [0u8; HEADER_LEN];
-        queues::read(&arena.memory, &arena.rx_headers, slot, &mut header);
+        let header = arena
+            .memory
+            .read_array::<HEADER_LEN>(arena.rx_headers.pieces(slot), 0);
         let payload = written.checked_sub(HEADER_LEN as u32);
-        let repr = Packet::new_checked(&header[..])
-            .ok()
-            .and_then(|p| Repr::parse(&p).ok());
+        let repr = header
+            .and_then(|header| Packet::new_checked(header).ok())
+            .and_then(|packet| Repr::parse(&packet).ok());
         let (Some(payload), Some(repr)) = (payload, repr) else {
             return self.malformed(slot);
         };

@@ -115,6 +115,9 @@ impl<T> Sockets<T> {
             return;
         };
         pool.held = pool.held.saturating_sub(count);
+        if pool.held == 0 {
+            pool.check = None;
+        }
         conn.held = conn.held.saturating_sub(count);
         if conn.held == 0 && conn.holder != NONE {
             let place = std::mem::replace(&mut conn.holder, NONE);
@@ -125,16 +128,6 @@ impl<T> Sockets<T> {
                 conn.holder = place;
             }
         }
-        if let Some(pool) = self.pools_of(index)
-            && pool.held == 0
-        {
-            pool.check = None;
-        }
-    }
-
-    fn pools_of(&mut self, index: u32) -> Option<&mut Pool> {
-        let pool = self.conns.get(index as usize)?.pool;
-        self.pools.get_mut(pool as usize)
     }
 
     /// A held part became a lease in place.

@@ -371,3 +371,80 @@ impl AsFd for Worker {
         self.poller.as_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::mailbox::Sender;
+    use crate::plane::roster::{Member, Roster, Terms};
+    use crate::relay::hybrid::OkConvention;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    fn worker() -> (Sender<WorkerMessage>, Worker) {
+        let (sender, mailbox) = Mailbox::new().unwrap();
+        let second = Duration::from_secs(1);
+        let limits = Limits {
+            handshake: second,
+            connect: second,
+            hold: second,
+            overflow: 1 << 20,
+            handshakes: 1,
+            lingering: 1,
+            ok: OkConvention::GuestPort,
+        };
+        let outbox = Outbox::new(0, vec![sender.clone()]);
+        let worker = Worker::new(mailbox, outbox, Arc::default(), Arc::default(), limits);
+        (sender, worker.unwrap())
+    }
+
+    fn readable(worker: &Worker) -> bool {
+        let mut fds = [PollFd::new(worker, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    }
+
+    #[test]
+    fn a_worker_is_stepped_by_whoever_has_a_loop_of_his_own() {
+        let (sender, mut worker) = worker();
+        worker.start().unwrap();
+        assert!(worker.step(Some(Duration::ZERO)).unwrap());
+        assert!(worker.is_idle() && worker.next_timeout().is_none() && !readable(&worker));
+        sender.send(WorkerMessage::RemoveDevice { vm: 9 }).unwrap();
+        assert!(readable(&worker), "a message makes the descriptor readable");
+        assert!(worker.step(None).unwrap());
+        assert!(worker.is_idle() && !readable(&worker));
+        sender.send(WorkerMessage::Shutdown).unwrap();
+        assert!(!worker.step(None).unwrap());
+    }
+
+    #[test]
+    fn devices_come_and_go_by_message() {
+        let (sender, mut worker) = worker();
+        let terms = Terms {
+            max_connections: 8,
+            connect_timeout: Duration::from_secs(1),
+        };
+        let mut roster = Roster::new(vec![sender.clone()], terms);
+        worker.start().unwrap();
+        let cid = Cid::guest(3).unwrap();
+        let mut numbers = Vec::new();
+        for _ in 0..2 {
+            let addr = roster.enrol(cid, &[], &[]).unwrap();
+            let member = Member {
+                cid,
+                host: crate::device::HostEnd::None,
+                buf_alloc: 1 << 16,
+            };
+            let device = Box::new(roster.device(addr, member));
+            sender.send(WorkerMessage::AddDevice(device)).unwrap();
+            assert!(worker.step(None).unwrap());
+            assert_eq!(worker.devices.numbers(), [addr.vm]);
+            let vm = addr.vm;
+            sender.send(WorkerMessage::RemoveDevice { vm }).unwrap();
+            assert!(worker.step(None).unwrap());
+            assert!(worker.devices.numbers().is_empty() && worker.deadlines.is_empty());
+            roster.release(addr);
+            numbers.push(vm);
+        }
+        assert_ne!(numbers[0], numbers[1], "another generation");
+    }
+}

@@ -439,6 +439,12 @@ impl Memory {
             .is_some_and(|leader| leader.is_lost(self.id))
     }
 
+    /// Bytes of all regions together.
+    pub fn size(&self) -> u64 {
+        let sum = |sum: u64, region: &Region| sum.saturating_add(region.len);
+        self.regions.iter().fold(0, sum)
+    }
+
     /// A number no other memory of this process has or had.
     #[inline]
     pub fn id(&self) -> u64 {

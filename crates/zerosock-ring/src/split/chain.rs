@@ -234,6 +234,12 @@ impl Chain {
         self.head
     }
 
+    /// Descriptors of the queue's own table that it takes; those of an indirect table are not.
+    #[inline]
+    pub fn descriptors(&self) -> u16 {
+        self.descriptors
+    }
+
     /// Pieces that the device may read.
     #[inline]
     pub fn readable(&self) -> &[Piece] {

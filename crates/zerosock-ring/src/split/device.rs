@@ -179,6 +179,22 @@ impl DeviceQueue {
         }
     }
 
+    /// Chains posted and not yet popped, by the driver's index at this moment. 0 for a broken queue.
+    #[inline]
+    pub fn posted(&mut self) -> u16 {
+        if self.broken.is_some() {
+            return 0;
+        }
+        let limit = self.size().saturating_sub(self.outstanding());
+        match self.avail.refresh(self.rings.avail_words(), limit) {
+            Ok(count) => count,
+            Err(IndexJump) => {
+                self.broken = Some(BrokenReason::IndexJump);
+                0
+            }
+        }
+    }
+
     /// Takes the next chain; None if none is posted.
     ///
     /// # Errors

@@ -190,6 +190,26 @@ impl Consumer {
         self.seen.wrapping_sub(self.next)
     }
 
+    /// As [`available`](Self::available), but reads the shared index whatever is left. One that
+    /// went back says nothing about the entries that were seen.
+    ///
+    /// # Errors
+    /// [`IndexJump`] if there are more than `limit`.
+    #[inline]
+    pub(crate) fn refresh(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
+        let left = self.seen.wrapping_sub(self.next);
+        // Pairs with the Release store in `Producer::publish`.
+        let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
+        let count = index_copy.wrapping_sub(self.next);
+        if count > limit {
+            return Err(IndexJump);
+        }
+        if count > left {
+            self.seen = index_copy;
+        }
+        Ok(count.max(left))
+    }
+
     /// The entry at `next` is taken.
     #[inline]
     pub(crate) fn advance(&mut self) {

@@ -608,3 +608,25 @@ fn rings_must_be_aligned_for_the_peer_and_for_us() {
         );
     }
 }
+
+#[test]
+fn posted_counts_what_came_since_the_last_look() {
+    let (mem, mut queue) = device(8);
+    write_table(&mem, layout(8).desc, &[(DATA, 8, 0, 0), (DATA, 8, 0, 0)]);
+    assert_eq!(queue.posted(), 0);
+    post_head(&mem, 8, 0);
+    assert_eq!((queue.available(), queue.posted()), (1, 1));
+    post_head(&mem, 8, 1);
+    assert_eq!(queue.available(), 1, "not looked at while one is left");
+    assert_eq!((queue.posted(), queue.available()), (2, 2));
+    let chain = popped(&mut queue);
+    assert_eq!(queue.posted(), 1);
+    queue.unpop(chain);
+    assert_eq!(queue.posted(), 2);
+    // An index that goes back takes nothing away; one that jumps breaks the ring.
+    poke(&mem, layout(8).avail + 2, &1u16.to_le_bytes());
+    assert_eq!(queue.posted(), 2);
+    poke(&mem, layout(8).avail + 2, &9u16.to_le_bytes());
+    assert_eq!(queue.posted(), 0);
+    assert_eq!(queue.broken(), Some(BrokenReason::IndexJump));
+}

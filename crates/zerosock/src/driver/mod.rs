@@ -329,7 +329,8 @@ impl Driver {
             busy |= self.tx.reap()?;
         }
         let timer = self.next_due();
-        if !self.has_arrivals() && timer.is_none() {
+        // Reading, too, may have ended a connection.
+        if !self.has_arrivals() && timer.is_none() && !self.store.shard.has_events() {
             self.idle(busy)?;
             self.tell_of_slots();
             self.flush();

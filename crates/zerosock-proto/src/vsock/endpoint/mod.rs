@@ -257,6 +257,12 @@ impl<S: BuildHasher> Shard<S> {
         !self.resets.is_empty() || self.control.front().is_some() || self.data.front().is_some()
     }
 
+    /// Whether [`Shard::poll_event`] may have something.
+    #[inline]
+    pub fn has_events(&self) -> bool {
+        self.events.front().is_some()
+    }
+
     /// Whether packets must wait until [`Shard::poll_transmit`] has been given
     /// buffers.
     pub fn is_backlogged(&self) -> bool {

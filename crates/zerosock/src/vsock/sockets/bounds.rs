@@ -35,6 +35,8 @@ pub(crate) struct Pool {
     orphans: Vec<u32>,
     /// When to look next for what is due; `None` while nothing is held.
     check: Option<Instant>,
+    /// Every lease is a copy.
+    copied: bool,
 }
 
 impl Pool {
@@ -53,8 +55,16 @@ impl<T> Sockets<T> {
             holders: Vec::new(),
             orphans: Vec::new(),
             check: None,
+            copied: false,
         });
         self.pools.len() as u32 - 1
+    }
+
+    /// Whether leases of `pool` are copies, however few there are.
+    pub(crate) fn lease_copies(&mut self, pool: u32, copied: bool) {
+        if let Some(pool) = self.pools.get_mut(pool as usize) {
+            pool.copied = copied;
+        }
     }
 
     /// The pool has another number of buffers, because its queue was set up anew.
@@ -79,7 +89,7 @@ impl<T> Sockets<T> {
 
     pub(super) fn may_lease(&self, pool: u32, leased: u32) -> bool {
         self.pools.get(pool as usize).is_some_and(|pool| {
-            leased < (pool.size / 8).max(1) && pool.leased < pool.size / 8 * 3 + 1
+            !pool.copied && leased < (pool.size / 8).max(1) && pool.leased < pool.size / 8 * 3 + 1
         })
     }
 
@@ -295,6 +305,30 @@ impl<T> Sockets<T> {
         self.counted.copied_aside += copied;
         if released > 0 {
             self.unhold(id.index, released);
+        }
+    }
+
+    /// As [`recall`](Self::recall), but what the memory holds means nothing any more: unread parts
+    /// in it are thrown away, and all leases are torn.
+    pub(crate) fn lose(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
+        let holders = self.pools.get(pool as usize).map(|p| p.holders.clone());
+        for index in holders.into_iter().flatten() {
+            let Some(id) = self.at(index) else { continue };
+            self.drop_unread(id, store);
+            let mut lease = self.get(id).map_or(NONE, |conn| conn.leases);
+            while lease != NONE {
+                let next = self.next_lease(lease);
+                self.tear(lease, store);
+                lease = next;
+            }
+        }
+        let pool = self.pools.get_mut(pool as usize);
+        for orphan in pool
+            .into_iter()
+            .flat_map(|p| std::mem::take(&mut p.orphans))
+            .collect::<Vec<_>>()
+        {
+            self.tear(orphan, store);
         }
     }
 

@@ -284,6 +284,11 @@ impl StreamId {
 }
 
 impl<T> Conn<T> {
+    /// Bytes that a read would give at once.
+    pub(crate) fn unread(&self) -> usize {
+        self.unread
+    }
+
     /// Whether there is nothing more to come: end of file behind what is unread.
     pub(crate) fn is_at_end(&self) -> bool {
         self.peer_finished || self.deaf || self.state == StreamState::Finished

@@ -9,11 +9,13 @@
 use super::control::{DeviceCommand, Reply};
 use super::join::End;
 use super::ring::Ring;
+use super::timers::Timer;
 use super::{Context, Device, EVENT, RX, TX};
 use crate::engine::poller::Source;
 use crate::switch::Message;
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
 use zerosock_sys::bell::Bell;
 
@@ -21,8 +23,13 @@ use zerosock_sys::bell::Bell;
 #[derive(Debug)]
 pub(crate) enum Waiting {
     Stop(Reply),
+    StopReceive(Reply),
     Memory(Arc<Memory>, Reply),
+    Reset(Reply),
 }
+
+/// How long until the next look whether a writer has left the guest's buffers: it tells nobody.
+const LOOK: Duration = Duration::from_millis(1);
 
 impl Device {
     /// Carries out `command`; the answer goes through `reply`, perhaps later.
@@ -76,8 +83,8 @@ impl Device {
             }
             DeviceCommand::StopQueue { index } => self.stop_queue(index, reply, cx),
             DeviceCommand::ResetDevice => {
-                self.stop_all(cx);
-                reply.done();
+                self.waiting = Some(Waiting::Reset(reply));
+                self.finish_waiting(cx);
             }
             DeviceCommand::Disconnected => {
                 self.link = None;
@@ -128,7 +135,10 @@ impl Device {
         let ring = Ring::new(queue, kick, call, err, enabled, self.epoch);
         match index {
             RX => self.rx = Some(ring),
-            TX => self.tx = Some(ring),
+            TX => {
+                self.tx = Some(ring);
+                self.app_started(cx);
+            }
             EVENT => self.event = Some(ring),
             _ => return Err(format!("no queue {index}")),
         }
@@ -145,8 +155,11 @@ impl Device {
             self.waiting = Some(Waiting::Stop(reply));
             return self.finish_waiting(cx);
         }
+        if index == RX && self.rx.is_some() {
+            self.waiting = Some(Waiting::StopReceive(reply));
+            return self.finish_waiting(cx);
+        }
         let ring = match index {
-            RX => self.rx.take(),
             EVENT => self.event.take(),
             _ => None,
         };
@@ -166,6 +179,7 @@ impl Device {
 
     /// Copies out what is held of the guest's chains and calls back what siblings have.
     fn release_chains(&mut self, cx: &mut Context<'_>) {
+        self.app_recall(cx);
         let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.spill(key, 0, cx);
@@ -182,12 +196,21 @@ impl Device {
 
     /// Goes on with a command once the last chain is back.
     pub(super) fn finish_waiting(&mut self, cx: &mut Context<'_>) {
-        if self.waiting.is_none()
-            || self
-                .tx
-                .as_ref()
-                .is_some_and(|tx| tx.queue.outstanding() > 0)
-        {
+        let (chains, loans) = match self.waiting {
+            None => return,
+            Some(Waiting::Stop(_)) => (true, false),
+            Some(Waiting::StopReceive(_) | Waiting::Reset(_)) => (false, true),
+            Some(Waiting::Memory(..)) => (true, true),
+        };
+        if loans && !self.recall_loans(false, cx) {
+            self.timers.set(cx.now + LOOK, Timer::Recall);
+            return;
+        }
+        let out = self
+            .tx
+            .as_ref()
+            .is_some_and(|tx| tx.queue.outstanding() > 0);
+        if chains && out {
             return;
         }
         match self.waiting.take() {
@@ -195,10 +218,18 @@ impl Device {
                 Some(ring) => self.answer_base(TX, ring, reply, cx),
                 None => reply.failed("queue 1 does not run"),
             },
+            Some(Waiting::StopReceive(reply)) => match self.rx.take() {
+                Some(ring) => self.answer_base(RX, ring, reply, cx),
+                None => reply.failed("queue 0 does not run"),
+            },
             Some(Waiting::Memory(memory, reply)) => match self.remap(memory, cx) {
                 Ok(()) => reply.done(),
                 Err(reason) => reply.failed(reason),
             },
+            Some(Waiting::Reset(reply)) => {
+                self.stop_all(cx);
+                reply.done();
+            }
             None => {}
         }
     }
@@ -217,13 +248,16 @@ impl Device {
                 ));
             }
         }
-        self.memory = Some(memory);
+        let old = self.memory.replace(memory);
+        self.note_old(old, cx);
         result
     }
 
     /// Closes every connection without a word to the guest, which knows of none. What it had sent
     /// before it went is still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
+        self.app_recall(cx);
+        self.recall_loans(true, cx);
         // Those that linger have been parted from the guest before.
         let known = self.joins.iter().filter(|(_, join)| join.flow.is_some());
         let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
@@ -256,7 +290,8 @@ impl Device {
     /// The front-end is gone.
     pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
         self.stop_all(cx);
-        self.memory = None;
+        let old = self.memory.take();
+        self.note_old(old, cx);
     }
 
     /// Before the daemon ends: every connection is reset so that the guest knows at once.

@@ -34,10 +34,10 @@ impl Device {
             Event::Incoming {
                 flow, local, peer, ..
             } => {
-                if local.cid == Cid::HOST {
-                    self.guest_connects(flow, local.port, cx);
-                } else {
+                if local.cid != Cid::HOST {
                     self.ask_sibling(flow, local, peer, cx);
+                } else if !self.app_incoming(flow, local, peer, cx) {
+                    self.guest_connects(flow, local.port, cx);
                 }
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
@@ -58,6 +58,9 @@ impl Device {
                 if let Some(key) = self.key_of(flow) {
                     if let Some(join) = self.joins.get_mut(key as usize) {
                         join.no_credit = false;
+                        if let End::App(end) = &join.end {
+                            Self::app_writable(end.id, cx);
+                        }
                     }
                     self.enqueue(key);
                 }
@@ -98,6 +101,7 @@ impl Device {
                 // A sibling has room, until it is found to have stalled.
                 join.writable = true;
             }
+            End::App(end) => Self::app_connected(end.id, cx),
             _ => {}
         }
         self.enqueue(key);
@@ -108,6 +112,9 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
+        if let End::App(end) = &join.end {
+            return Self::app_shut(end.id, receive, send, cx);
+        }
         if receive && !join.read_closed {
             // Nothing more goes to the guest: the host learns it by EPIPE.
             join.read_closed = true;
@@ -155,6 +162,7 @@ impl Device {
                 relay::stop_reading(socket);
             }
             sibling::tell_end(&join, orderly, cx);
+            Self::app_ended(&join, orderly, cx);
         }
     }
 
@@ -198,6 +206,7 @@ impl Device {
     pub(super) fn end_join(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(join) = self.remove_join(key, cx) {
             sibling::tell_end(&join, false, cx);
+            Self::app_ended(&join, false, cx);
         }
     }
 
@@ -209,6 +218,8 @@ impl Device {
                 Timer::Connect(key) => self.retry_connect(key, cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
+                // The turn itself looks again.
+                Timer::Recall => {}
             }
         }
         if self.shard.poll_timeout().is_some_and(|t| t <= cx.now) {

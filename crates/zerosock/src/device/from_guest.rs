@@ -43,7 +43,11 @@ impl Device {
             tx.queue.disable_notifications();
         }
         let mut taken = 0;
-        while taken < BUDGET && self.moved < TURN_BYTES && !self.receive_blocked() {
+        while taken < BUDGET
+            && self.moved < TURN_BYTES
+            && !self.receive_blocked()
+            && !self.app_is_full(cx)
+        {
             let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
@@ -51,6 +55,10 @@ impl Device {
             taken += 1;
         }
         cx.counters.rx_packets.add(taken as u64);
+        cx.counters.rx_bytes.add(self.moved as u64);
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.packets_received += taken as u64;
+        }
         self.drain_events(cx);
         self.flush_dirty(cx);
         taken == BUDGET || self.moved >= TURN_BYTES
@@ -91,7 +99,6 @@ impl Device {
 
     #[inline]
     fn deliver(&mut self, chain: Chain, flow: FlowId, len: u32, cx: &mut Context<'_>) {
-        cx.counters.rx_bytes.add(u64::from(len));
         self.moved += len as usize;
         let key = self.key_of(flow);
         let Some(tx) = self.tx.as_mut() else { return };
@@ -101,6 +108,10 @@ impl Device {
             let _ = self.shard.reset(flow);
             return;
         };
+        if let End::App(end) = &join.end {
+            let id = end.id;
+            return self.app_deliver(id, chain, len, cx);
+        }
         if join.write_closed {
             tx.complete(chain, 0);
             let _ = self.shard.consume(flow, len);

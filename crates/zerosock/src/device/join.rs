@@ -7,6 +7,7 @@
 
 use super::outbound::{Held, Outbound};
 use crate::switch::Peer;
+use crate::vsock::sockets::StreamId;
 use rustix::fd::OwnedFd;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -27,6 +28,16 @@ pub(crate) enum End {
     Asked(Option<Peer>),
     /// A sibling.
     Sibling(SiblingEnd),
+    /// The program that embeds the device.
+    App(AppEnd),
+}
+
+/// The program's side of a join.
+#[derive(Debug)]
+pub(crate) struct AppEnd {
+    pub(crate) id: StreamId,
+    /// Buffers of the guest that it has on loan.
+    pub(crate) loans: u16,
 }
 
 /// The sibling's side of a join.

@@ -40,6 +40,7 @@ impl Device {
         }
         self.link = None;
         self.disconnect(cx);
+        self.app_retire(cx);
     }
 }
 

@@ -8,18 +8,21 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
+//! - `app`, `lending`: connections with the program that embeds the device;
 //! - `command`: what the VMM says, through [`control`];
 //! - `member`: the device as one of many that come and go.
 //!
 //! What must hold: a turn works to a budget and never blocks; each chain popped is completed
 //! once; no allocation, lock or search on the way of a packet.
 
+pub(crate) mod app;
 mod command;
 pub mod control;
 mod events;
 mod from_guest;
 mod host;
 mod join;
+pub(crate) mod lending;
 mod member;
 pub(crate) mod outbound;
 mod ring;
@@ -84,6 +87,8 @@ pub(crate) struct Context<'a> {
     pub(crate) counters: &'a Counters,
     pub(crate) ringer: &'a Ringer,
     pub(crate) limits: &'a Limits,
+    /// The program that embeds the device, if one does.
+    pub(crate) app: Option<&'a mut app::App>,
 }
 
 /// See the module.
@@ -130,7 +135,12 @@ pub(crate) struct Device {
     moved: usize,
     /// There was something for the guest and no buffer for it.
     starved: bool,
+    app: app::AppState,
 
+    /// Its guest is a process that has attached.
+    pub(crate) process: bool,
+    /// Has something for the guest to see that only [`app_flush`](Self::app_flush) shows.
+    pub(crate) touched: bool,
     /// On the worker's list of devices to be turned.
     pub(crate) active: bool,
     /// The deadline that the worker has noted for this device.
@@ -167,6 +177,9 @@ impl Device {
             stopped_at: [None; 2],
             moved: 0,
             starved: false,
+            app: app::AppState::default(),
+            process: false,
+            touched: false,
             active: false,
             armed: None,
         }
@@ -186,7 +199,10 @@ impl Device {
             .into_iter()
             .flatten()
         {
-            ring.publish(cx.ringer);
+            let told = ring.publish(cx.ringer);
+            if let Some(app) = cx.app.as_deref_mut() {
+                app.tally.notifications += u64::from(told);
+            }
             cx.counters
                 .bad_chains
                 .add(std::mem::take(&mut ring.malformed));
@@ -196,7 +212,8 @@ impl Device {
             self.lose("guest memory vanished under the device", cx);
             return false;
         }
-        more || self.rearm() || self.has_work_for_guest()
+        // A program that embeds the device asks for kicks itself, when it is about to sleep.
+        more || (cx.app.is_none() && self.rearm(false)) || self.has_work_for_guest()
     }
 
     /// The next time at which [`turn`](Self::turn) has something to do of itself.
@@ -207,10 +224,12 @@ impl Device {
         }
     }
 
-    /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile.
-    fn rearm(&mut self) -> bool {
+    /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile. With
+    /// `full` nothing may be taken from the guest until something has gone back.
+    fn rearm(&mut self, full: bool) -> bool {
         let mut more = false;
-        if !self.receive_blocked()
+        if !full
+            && !self.receive_blocked()
             && let Some(tx) = self.tx.as_mut().filter(|r| r.live())
         {
             more |= tx.queue.enable_notifications();
@@ -314,6 +333,7 @@ impl Device {
     fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
         tracing::error!(cid = %self.cid, reason, "the device is lost");
         cx.counters.devices_lost.add(1);
+        self.app_lose(cx);
         for ring in [&mut self.rx, &mut self.tx, &mut self.event]
             .into_iter()
             .flatten()

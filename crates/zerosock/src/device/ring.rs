@@ -24,12 +24,14 @@ pub(crate) struct Ring {
     broken: bool,
     /// The front-end has not been told yet that the ring broke.
     untold: bool,
-    /// Something was completed since the last publish.
-    dirty: bool,
+    /// Chains completed since the last publish.
+    pub(crate) unseen: u16,
     /// Which start of this queue this is; a chain that comes back late names the one it is from.
     pub(crate) epoch: u32,
     /// Chains that could not be used (see [`PopError::Malformed`]).
     pub(crate) malformed: u64,
+    /// Chains taken so far, those included that were un-popped; goes round.
+    pub(crate) taken: u32,
 }
 
 impl Ring {
@@ -49,9 +51,10 @@ impl Ring {
             enabled,
             broken: false,
             untold: false,
-            dirty: false,
+            unseen: 0,
             epoch,
             malformed: 0,
+            taken: 0,
         }
     }
 
@@ -76,7 +79,10 @@ impl Ring {
         }
         for _ in 0..MOST_USELESS {
             let useless = match self.queue.pop() {
-                Ok(Some(chain)) if chain.writable_len() as usize >= room => return Some(chain),
+                Ok(Some(chain)) if chain.writable_len() as usize >= room => {
+                    self.taken = self.taken.wrapping_add(1);
+                    return Some(chain);
+                }
                 Ok(Some(chain)) => chain,
                 Ok(None) => return None,
                 Err(PopError::Malformed(chain)) => chain,
@@ -101,23 +107,26 @@ impl Ring {
     #[inline]
     pub(crate) fn complete(&mut self, chain: Chain, written: u32) {
         self.queue.complete(chain, written);
-        self.dirty = true;
+        self.unseen = self.unseen.saturating_add(1);
     }
 
     /// Shows the driver what was completed, and tells it if it wants to be told; tells the
-    /// front-end if the ring has broken.
-    pub(crate) fn publish(&mut self, ringer: &Ringer) {
+    /// front-end if the ring has broken. True: the driver was told.
+    #[inline]
+    pub(crate) fn publish(&mut self, ringer: &Ringer) -> bool {
         if std::mem::take(&mut self.untold)
             && let Some(err) = &self.err
         {
             ringer.ring(err);
         }
-        if std::mem::take(&mut self.dirty)
+        if std::mem::take(&mut self.unseen) > 0
             && self.queue.publish()
             && let Some(call) = &self.call
         {
             ringer.ring(call);
+            return true;
         }
+        false
     }
 
     /// Stops the ring for good; the next publish says so to the front-end.

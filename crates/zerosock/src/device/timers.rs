@@ -15,6 +15,8 @@ pub(crate) enum Timer {
     Hold(u32),
     /// Try again to accept on a listener that failed for want of descriptors.
     Accept(u32),
+    /// Look again whether a writer has left the guest's buffers.
+    Recall,
 }
 
 /// See the module.

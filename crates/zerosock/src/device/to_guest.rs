@@ -87,11 +87,12 @@ impl Device {
             }
         }
         self.transmit_control(cx);
+        self.tell_of_room(cx);
         !self.starved && !self.ready.is_empty()
     }
 
     /// Hands the guest the packets that carry no payload.
-    fn transmit_control(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn transmit_control(&mut self, cx: &mut Context<'_>) {
         self.drain_events(cx);
         let Some(rx) = self.rx.as_mut() else { return };
         while self.shard.has_transmit() {

@@ -81,6 +81,12 @@ impl<T> Mailbox<T> {
         self.bell.fd.as_fd()
     }
 
+    /// Whether messages have come since the last [`drain`](Self::drain).
+    #[inline]
+    pub(crate) fn is_pending(&self) -> bool {
+        self.bell.pending.load(Ordering::Acquire)
+    }
+
     /// Allows the next wake-up, then takes the messages that are there. To be called before
     /// every sleep: a message sent after this call writes the eventfd.
     pub(crate) fn drain(&self) -> impl Iterator<Item = T> + '_ {

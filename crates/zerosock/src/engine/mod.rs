@@ -6,12 +6,13 @@
 //! tells them apart. What must hold: nothing in here blocks,
 //! and every device gets its turn ([`crate::device::Device::turn`] works to a budget).
 
+pub(crate) mod host;
 pub(crate) mod mailbox;
 pub(crate) mod numbers;
 pub(crate) mod poller;
 pub(crate) mod worker;
 
-use std::time::Instant as StdInstant;
+use std::time::{Duration, Instant as StdInstant};
 use zerosock_proto::Instant;
 
 /// The clock of a worker: nanoseconds since the worker was made, as the protocol core takes it.
@@ -30,5 +31,10 @@ impl Clock {
     pub(crate) fn now(&self) -> Instant {
         // 2^64 ns are 584 years.
         Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
+    }
+
+    /// The system's name for a time of this clock.
+    pub(crate) fn at(&self, at: Instant) -> StdInstant {
+        self.start + Duration::from_nanos(at.as_nanos())
     }
 }

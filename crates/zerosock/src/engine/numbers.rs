@@ -80,6 +80,22 @@ impl<T> Table<T> {
         }
     }
 
+    /// As [`get_mut`](Self::get_mut), to look only.
+    #[inline]
+    pub(crate) fn get(&self, number: u32) -> Option<&T> {
+        match self.places.get(place(number)) {
+            Some(Some((n, value))) if *n == number => Some(value),
+            _ => None,
+        }
+    }
+
+    /// Everything in the table, with its number.
+    #[inline]
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
+        let used = self.places.iter_mut().flatten();
+        used.map(|(number, value)| (*number, value))
+    }
+
     /// Puts `value` in; gives back what had the place, which is nothing if numbers come from
     /// [`Numbers`].
     pub(crate) fn insert(&mut self, number: u32, value: T) -> Option<T> {

@@ -13,6 +13,7 @@ use super::Clock;
 use super::mailbox::Mailbox;
 use super::numbers::Table;
 use super::poller::{Poller, Readiness, Source};
+use crate::device::app::App;
 use crate::device::control::{DeviceCommand, Notice, Reply};
 use crate::device::{Context, Device, Limits};
 use crate::stats::Counters;
@@ -56,7 +57,9 @@ pub(crate) enum WorkerMessage {
 
 /// See the module.
 pub(crate) struct Worker {
-    devices: Table<Device>,
+    pub(super) devices: Table<Device>,
+    /// The program that embeds the devices, if one does.
+    pub(super) app: Option<Box<App>>,
     pub(crate) poller: Poller,
     pub(crate) mailbox: Mailbox<WorkerMessage>,
     pub(crate) outbox: Outbox,
@@ -67,7 +70,7 @@ pub(crate) struct Worker {
     ringer: Ringer,
     /// The mailbox may have more than was taken.
     more_messages: bool,
-    active: VecDeque<u32>,
+    pub(super) active: VecDeque<u32>,
     deadlines: BTreeSet<(Instant, u32)>,
     /// Kept for its memory.
     events: Vec<(Source, Readiness)>,
@@ -92,6 +95,7 @@ impl Worker {
         poller.add(mailbox.fd(), Source::Mailbox)?;
         Ok(Worker {
             devices: Table::new(),
+            app: None,
             poller,
             mailbox,
             outbox,
@@ -147,14 +151,32 @@ impl Worker {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
+        let (now, _) = self.look(timeout)?;
+        self.fire(now);
+        self.turn_devices(now);
+        Ok(true)
+    }
+
+    /// Waits for edges, for at most `timeout`, and tells the devices of them. Returns when that was,
+    /// and whether there were any.
+    ///
+    /// # Errors
+    /// When the system cannot wait any more.
+    pub(super) fn look(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
         let mut events = std::mem::take(&mut self.events);
         let waited = self.poller.wait(timeout, &mut events);
         let now = self.clock.now();
+        let any = !events.is_empty();
         for (source, readiness) in events.drain(..) {
             self.dispatch(source, readiness, now);
         }
         self.events = events;
         waited?;
+        Ok((now, any))
+    }
+
+    /// Makes the devices active whose time has come.
+    pub(super) fn fire(&mut self, now: Instant) {
         while let Some(&(at, vm)) = self.deadlines.first() {
             if at > now {
                 break;
@@ -165,8 +187,11 @@ impl Worker {
             }
             self.activate(vm);
         }
-        self.turn_devices(now);
-        Ok(true)
+    }
+
+    /// When a device has something to do of itself.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.first().map(|&(at, _)| at)
     }
 
     /// How long a step may be put off if the worker's descriptor does not become readable: no time
@@ -182,6 +207,12 @@ impl Worker {
     /// Nothing is left to do until something happens or a time has come.
     pub(crate) fn is_idle(&self) -> bool {
         self.active.is_empty() && !self.more_messages && !self.outbox.has_local()
+    }
+
+    /// Whether other threads have said something that was not taken yet.
+    #[inline]
+    pub(super) fn has_messages(&self) -> bool {
+        self.more_messages || self.mailbox.is_pending()
     }
 
     /// Tells a device what an edge was about and gives it a turn.
@@ -207,7 +238,7 @@ impl Worker {
     }
 
     /// Gives every active device one turn.
-    fn turn_devices(&mut self, now: Instant) {
+    pub(super) fn turn_devices(&mut self, now: Instant) {
         for _ in 0..self.active.len() {
             let Some(vm) = self.active.pop_front() else {
                 break;
@@ -254,7 +285,9 @@ impl Worker {
 
     fn add_device(&mut self, device: Box<Device>, now: Instant) {
         let vm = device.addr().vm;
-        self.add(*device);
+        let mut device = *device;
+        device.process = true;
+        self.add(device);
         let (device, cx) = self.lend(vm, now);
         if let Some(device) = device
             && let Err(error) = device.listen(&cx)
@@ -284,7 +317,7 @@ impl Worker {
     }
 
     /// Takes the messages of other threads. False: the worker is to end.
-    fn take_messages(&mut self) -> bool {
+    pub(super) fn take_messages(&mut self) -> bool {
         let messages: Vec<WorkerMessage> = self.mailbox.drain().take(MESSAGES).collect();
         self.more_messages = messages.len() == MESSAGES;
         if messages.is_empty() {
@@ -341,7 +374,7 @@ impl Worker {
         }
     }
 
-    fn activate(&mut self, vm: u32) {
+    pub(super) fn activate(&mut self, vm: u32) {
         if let Some(device) = self.devices.get_mut(vm)
             && !device.active
         {
@@ -351,7 +384,8 @@ impl Worker {
     }
 
     /// A device and what it needs for its turn.
-    fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
+    #[inline]
+    pub(super) fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
         let cx = Context {
             now,
             poller: &self.poller,
@@ -360,6 +394,7 @@ impl Worker {
             counters: &self.counters,
             ringer: &self.ringer,
             limits: &self.limits,
+            app: self.app.as_deref_mut(),
         };
         (self.devices.get_mut(vm), cx)
     }

@@ -165,6 +165,11 @@ impl Routes {
         ports.is_none_or(|ports| ports.binary_search(&to.port).is_ok())
     }
 
+    /// The device of `cid`.
+    pub(crate) fn device(&self, cid: Cid) -> Option<DeviceAddr> {
+        self.by_cid.get(&cid).map(|route| route.device)
+    }
+
     /// The device of `to`, if `from` shares a group with it.
     pub(crate) fn sibling(&self, from: Cid, to: Cid) -> Option<DeviceAddr> {
         let (a, b) = (self.by_cid.get(&from)?, self.by_cid.get(&to)?);

@@ -20,6 +20,9 @@
 //! engines share, with the bounds on what is held. `leases`: the words that holders share with it.
 
 pub(crate) mod core;
+#[doc(hidden)]
+#[allow(missing_docs, reason = "for tests")]
+pub mod embedded;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
 mod errors;

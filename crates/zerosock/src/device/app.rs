@@ -1,0 +1,653 @@
+//! Connections of the guest with the program that embeds the device.
+//!
+//! The other end of such a connection is no socket but an entry of the program's table of
+//! [`Sockets`]: what the guest sends is held there where the guest wrote it, and goes back when
+//! the program has read it; what the program sends is written straight into the buffers that the
+//! guest has posted. Here is what a device does for them; [`super::lending`] has the loans, and
+//! [`crate::engine::host`] what the program calls.
+//!
+//! What must hold: a chain that is held is of the queue that runs now, because every way to stop
+//! it recalls them first; the table and the join of a connection end together, whoever ends it; an
+//! end is told after the bytes before it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use slab::Slab;
+use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
+use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_ring::{Chain, Memory, Piece};
+
+use super::events::emit;
+use super::join::{AppEnd, End, Join};
+use super::lending::Loan;
+use super::ring::Ring;
+use super::{Context, Device};
+use crate::vsock::engine::SendFault;
+use crate::vsock::leases::Leases;
+use crate::vsock::sockets::{Held, News, Sockets, Store, StreamId, StreamState};
+
+/// No pool yet.
+const NONE: u32 = u32::MAX;
+
+/// A chain that the program holds.
+#[derive(Debug)]
+pub(crate) struct HostToken {
+    pub(crate) chain: Chain,
+    /// The device.
+    pub(crate) vm: u32,
+    /// Which start of its transmit queue the chain is of.
+    epoch: u32,
+}
+
+/// What went through, counted without atomics: only the program's thread counts.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) packets_received: u64,
+    pub(crate) packets_sent: u64,
+    pub(crate) sent: u64,
+    pub(crate) sent_in_place: u64,
+    pub(crate) copied_in: u64,
+    pub(crate) notifications: u64,
+}
+
+/// A port that the program listens on.
+#[derive(Debug)]
+struct Listener {
+    port: Port,
+    backlog: usize,
+    waiting: VecDeque<StreamId>,
+    /// In the list of ports with news.
+    stirred: bool,
+}
+
+/// The program's side of all devices of a worker.
+#[derive(Debug)]
+pub(crate) struct App {
+    pub(crate) sockets: Sockets<HostToken>,
+    listeners: Vec<Listener>,
+    stirred: VecDeque<Port>,
+    /// The device of each pool.
+    pub(crate) pools: Vec<Option<u32>>,
+    pub(super) loans: Slab<Loan>,
+    /// The place in `loans` by the index of the loan's word.
+    pub(super) loan_of: Box<[u32]>,
+    pub(crate) tally: Tally,
+}
+
+impl App {
+    pub(crate) fn new(words: Arc<Leases>, hold: std::time::Duration) -> App {
+        let capacity = words.capacity();
+        App {
+            sockets: Sockets::new(words, hold),
+            listeners: Vec::new(),
+            stirred: VecDeque::new(),
+            pools: Vec::new(),
+            loans: Slab::new(),
+            loan_of: vec![NONE; capacity].into_boxed_slice(),
+            tally: Tally::default(),
+        }
+    }
+
+    /// The device whose buffers are in `pool`.
+    #[inline]
+    pub(crate) fn device_of(&self, pool: u32) -> Option<u32> {
+        *self.pools.get(pool as usize)?
+    }
+
+    fn take_pool(&mut self, vm: u32) -> u32 {
+        let free = self.pools.iter().position(Option::is_none);
+        let pool = match free {
+            Some(pool) => pool as u32,
+            None => {
+                self.pools.push(None);
+                self.sockets.add_pool(1)
+            }
+        };
+        if let Some(place) = self.pools.get_mut(pool as usize) {
+            *place = Some(vm);
+        }
+        pool
+    }
+
+    fn free_pool(&mut self, pool: u32) {
+        if let Some(place) = self.pools.get_mut(pool as usize) {
+            *place = None;
+            self.sockets.lease_copies(pool, false);
+        }
+    }
+
+    fn listener(&mut self, port: Port) -> Option<&mut Listener> {
+        self.listeners.iter_mut().find(|l| l.port == port)
+    }
+
+    pub(crate) fn listens(&self, port: Port) -> bool {
+        self.listeners.iter().any(|l| l.port == port)
+    }
+
+    /// False: somebody listens there.
+    pub(crate) fn listen(&mut self, port: Port, backlog: usize) -> bool {
+        if self.listener(port).is_some() {
+            return false;
+        }
+        self.listeners.push(Listener {
+            port,
+            backlog,
+            waiting: VecDeque::new(),
+            stirred: false,
+        });
+        true
+    }
+
+    /// Ends a listener; what waits there is the caller's to reset.
+    pub(crate) fn unlisten(&mut self, port: Port) -> VecDeque<StreamId> {
+        match self.listeners.iter().position(|l| l.port == port) {
+            Some(at) => self.listeners.swap_remove(at).waiting,
+            None => VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn has_waiting(&self, port: Port) -> bool {
+        let listener = self.listeners.iter().find(|l| l.port == port);
+        listener.is_some_and(|l| !l.waiting.is_empty())
+    }
+
+    pub(crate) fn accept(&mut self, port: Port) -> Option<StreamId> {
+        self.listener(port)?.waiting.pop_front()
+    }
+
+    /// The next port on which a connection has come to wait.
+    pub(crate) fn next_port(&mut self) -> Option<Port> {
+        loop {
+            let port = self.stirred.pop_front()?;
+            let Some(listener) = self.listener(port) else {
+                continue;
+            };
+            listener.stirred = false;
+            if !listener.waiting.is_empty() {
+                return Some(port);
+            }
+        }
+    }
+
+    fn wait_on(&mut self, port: Port, id: StreamId) {
+        let Some(listener) = self.listener(port) else {
+            return;
+        };
+        listener.waiting.push_back(id);
+        if !std::mem::replace(&mut listener.stirred, true) {
+            self.stirred.push_back(port);
+        }
+    }
+
+    /// Notes how a connection has ended; its bytes stay to be read.
+    fn ended(&mut self, id: StreamId, orderly: bool) {
+        let Some(conn) = self.sockets.get_mut(id) else {
+            return;
+        };
+        conn.flow = None;
+        let news = match conn.state {
+            StreamState::Connecting => News::Refused,
+            _ => News::Closed,
+        };
+        conn.state = if orderly {
+            StreamState::Finished
+        } else {
+            StreamState::Reset
+        };
+        self.sockets.announce(id, news);
+    }
+}
+
+/// A device's transmit queue and shard, as the home of what the program holds of it. Without
+/// either for a connection whose device is gone: of that only copies are left.
+#[derive(Default)]
+pub(crate) struct QueueStore<'a> {
+    tx: Option<&'a mut Ring>,
+    shard: Option<&'a mut Shard>,
+}
+
+impl Store for QueueStore<'_> {
+    type Token = HostToken;
+
+    #[inline]
+    fn memory(&self, token: &HostToken) -> Option<&Arc<Memory>> {
+        let tx = self.tx.as_ref().filter(|tx| tx.epoch == token.epoch)?;
+        Some(tx.queue.memory())
+    }
+
+    #[inline]
+    fn pieces<'a>(&'a self, token: &'a HostToken) -> &'a [Piece] {
+        token.chain.readable()
+    }
+
+    #[inline]
+    fn release(&mut self, token: HostToken) {
+        if let Some(tx) = &mut self.tx
+            && tx.epoch == token.epoch
+        {
+            tx.complete(token.chain, 0);
+        }
+    }
+
+    #[inline]
+    fn consumed(&mut self, _pool: u32, flow: FlowId, bytes: u32) {
+        if let Some(shard) = &mut self.shard {
+            // A flow that ended meanwhile wants no credit.
+            let _ = shard.consume(flow, bytes);
+        }
+    }
+}
+
+/// What the table needs of one device.
+#[derive(Debug)]
+pub(super) struct AppState {
+    /// Its transmit buffers in the table.
+    pub(super) pool: u32,
+    /// The most descriptors that a chain of the guest's has had: as many fewer chains there are.
+    descriptors: u16,
+    /// Connections that found no buffer to send in.
+    pub(super) waiters: Vec<StreamId>,
+    /// Loans of its receive buffers that are out.
+    pub(super) loans: u16,
+    /// Memory that it had before and that somebody still holds.
+    pub(super) old: super::lending::OldMemory,
+}
+
+impl Default for AppState {
+    fn default() -> AppState {
+        AppState {
+            pool: NONE,
+            descriptors: 1,
+            waiters: Vec::new(),
+            loans: 0,
+            old: Default::default(),
+        }
+    }
+}
+
+impl Device {
+    /// The home of what the program holds of this device.
+    #[inline]
+    pub(crate) fn store(&mut self) -> QueueStore<'_> {
+        QueueStore {
+            tx: self.tx.as_mut(),
+            shard: Some(&mut self.shard),
+        }
+    }
+
+    pub(super) fn app_pool(&mut self, app: &mut App) -> u32 {
+        if self.app.pool == NONE {
+            self.app.pool = app.take_pool(self.addr.vm);
+        }
+        self.app.pool
+    }
+
+    /// The transmit queue has started: as many buffers as it has may be held.
+    pub(super) fn app_started(&mut self, cx: &mut Context<'_>) {
+        let Some(app) = cx.app.as_deref_mut() else {
+            return;
+        };
+        let pool = self.app_pool(app);
+        let size = self.tx.as_ref().map_or(1, |tx| tx.queue.size());
+        self.app.descriptors = 1;
+        app.sockets.resize_pool(pool, u32::from(size));
+    }
+
+    /// Whether the program holds so much that nothing more may be taken from the guest now.
+    #[inline]
+    pub(super) fn app_is_full(&self, cx: &Context<'_>) -> bool {
+        match &cx.app {
+            Some(app) => self.app.pool != NONE && !app.sockets.has_room(self.app.pool),
+            None => false,
+        }
+    }
+
+    /// Whether there is something that a turn would take in. Reads what the guest writes only if
+    /// nothing is known to be left.
+    #[inline]
+    pub(crate) fn has_news(&mut self, app: &App) -> bool {
+        if let Some(tx) = &mut self.tx
+            && tx.live()
+            && tx.queue.available() > 0
+            && self.waiting.is_none()
+            && !self.shard.is_backlogged()
+            && (self.app.pool == NONE || app.sockets.has_room(self.app.pool))
+        {
+            return true;
+        }
+        self.starved
+            && self
+                .rx
+                .as_mut()
+                .is_some_and(|rx| rx.live() && rx.queue.available() > 0)
+    }
+
+    /// Whether packets without payload wait to be sent: to send them takes the time.
+    #[inline]
+    pub(crate) fn has_control(&self) -> bool {
+        self.shard.has_transmit()
+    }
+
+    /// Whether the guest may be waiting for what was given back: credit is to be told, or a good
+    /// number of buffers is there.
+    #[inline]
+    pub(crate) fn is_awaited(&self) -> bool {
+        let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
+        self.shard.has_transmit() || self.tx.as_ref().is_some_and(many)
+    }
+
+    /// Whether host sockets may have something for the device.
+    pub(crate) fn watches_host(&self) -> bool {
+        !matches!(self.host, super::HostEnd::None)
+    }
+
+    /// The memory in which a chain lies that the program holds.
+    pub(crate) fn memory_of(&self, token: &HostToken) -> Option<&Arc<Memory>> {
+        let tx = self.tx.as_ref().filter(|tx| tx.epoch == token.epoch)?;
+        Some(tx.queue.memory())
+    }
+
+    /// Asks the guest's driver for kicks. True: something came meanwhile.
+    pub(crate) fn arm(&mut self, app: &App) -> bool {
+        let blocked = self.app.pool != NONE && !app.sockets.has_room(self.app.pool);
+        self.rearm(blocked)
+    }
+
+    /// Bytes of the guest's for the program.
+    #[inline]
+    pub(super) fn app_deliver(
+        &mut self,
+        id: StreamId,
+        chain: Chain,
+        len: u32,
+        cx: &mut Context<'_>,
+    ) {
+        let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
+            return;
+        };
+        if chain.descriptors() > self.app.descriptors {
+            self.app.descriptors = chain.descriptors();
+            let chains = u32::from(tx.queue.size() / chain.descriptors()).max(1);
+            app.sockets.resize_pool(self.app.pool, chains);
+        }
+        let held = Held {
+            token: HostToken {
+                chain,
+                vm: self.addr.vm,
+                epoch: tx.epoch,
+            },
+            offset: HEADER_LEN as u32,
+            len,
+            since: cx.now,
+        };
+        let shard = Some(&mut self.shard);
+        let mut store = QueueStore {
+            tx: Some(tx),
+            shard,
+        };
+        app.sockets.deliver(id, held, &mut store);
+    }
+
+    /// The guest wants to reach a port of the host. False: the program does not listen there.
+    pub(super) fn app_incoming(
+        &mut self,
+        flow: FlowId,
+        local: Address,
+        peer: Address,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let Some(app) = cx.app.as_deref_mut() else {
+            return false;
+        };
+        let Some(listener) = app.listener(local.port) else {
+            return false;
+        };
+        if listener.waiting.len() >= listener.backlog || self.shard.accept(cx.now, flow).is_err() {
+            cx.counters.conns_refused.add(1);
+            let _ = self.shard.reject(flow);
+            return true;
+        }
+        let pool = self.app_pool(app);
+        let state = StreamState::Connected;
+        let id = app.sockets.insert(pool, flow, state, local, peer);
+        app.wait_on(local.port, id);
+        let key = self.add_join(flow, End::App(AppEnd { id, loans: 0 }), cx);
+        if let Some(join) = self.joins.get_mut(key as usize) {
+            join.open = true;
+        }
+        true
+    }
+
+    /// The program wants to reach the guest.
+    pub(crate) fn app_connect(
+        &mut self,
+        from: Port,
+        to: Address,
+        cx: &mut Context<'_>,
+    ) -> Result<StreamId, ConnectError> {
+        let running = self.rx.as_ref().is_some_and(Ring::live);
+        if !running || !cx.routes.is_open(to) || cx.app.is_none() {
+            return Err(ConnectError::Unreachable);
+        }
+        let local = Address::new(Cid::HOST, from);
+        let flow = self
+            .shard
+            .connect(cx.now, local, to, SocketType::Stream)
+            .inspect_err(|_| cx.counters.conns_refused.add(1))?;
+        let local = self.shard.flow(flow).map_or(local, |info| info.local);
+        let Some(app) = cx.app.as_deref_mut() else {
+            return Err(ConnectError::Unreachable);
+        };
+        let pool = self.app_pool(app);
+        let state = StreamState::Connecting;
+        let id = app.sockets.insert(pool, flow, state, local, to);
+        self.add_join(flow, End::App(AppEnd { id, loans: 0 }), cx);
+        Ok(id)
+    }
+
+    /// The guest has accepted what the program asked for.
+    pub(super) fn app_connected(id: StreamId, cx: &mut Context<'_>) {
+        if let Some(app) = cx.app.as_deref_mut()
+            && let Some(conn) = app.sockets.get_mut(id)
+        {
+            conn.state = StreamState::Connected;
+            app.sockets.announce(id, News::Connected);
+        }
+    }
+
+    /// The guest will not receive, or not send, any more.
+    pub(super) fn app_shut(id: StreamId, receive: bool, send: bool, cx: &mut Context<'_>) {
+        if let Some(app) = cx.app.as_deref_mut()
+            && let Some(conn) = app.sockets.get_mut(id)
+        {
+            conn.peer_finished |= send;
+            conn.peer_deaf |= receive;
+            app.sockets.announce(id, News::PeerShutdown);
+        }
+    }
+
+    /// There is credit again.
+    pub(super) fn app_writable(id: StreamId, cx: &mut Context<'_>) {
+        if let Some(app) = cx.app.as_deref_mut()
+            && let Some(conn) = app.sockets.get_mut(id)
+        {
+            conn.wants_room = false;
+            app.sockets.announce(id, News::Writable);
+        }
+    }
+
+    /// A join is gone: the program is told how.
+    pub(super) fn app_ended(join: &Join, orderly: bool, cx: &mut Context<'_>) {
+        if let End::App(end) = &join.end
+            && let Some(app) = cx.app.as_deref_mut()
+        {
+            app.ended(end.id, orderly);
+        }
+    }
+
+    /// Tells those who found no buffer, once there are some; else asks to be told of them.
+    pub(super) fn tell_of_room(&mut self, cx: &mut Context<'_>) {
+        if self.app.waiters.is_empty() {
+            return;
+        }
+        let room = self.waiting.is_none()
+            && self
+                .rx
+                .as_mut()
+                .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
+        if !room {
+            self.starved = true;
+            return;
+        }
+        for id in std::mem::take(&mut self.app.waiters) {
+            Self::app_writable(id, cx);
+        }
+    }
+
+    /// A send found no buffer.
+    pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
+        self.starved = true;
+        if let Some(app) = cx.app.as_deref_mut()
+            && let Some(conn) = app.sockets.get_mut(id)
+            && !std::mem::replace(&mut conn.wants_room, true)
+        {
+            self.app.waiters.push(id);
+        }
+    }
+
+    /// Copies as much of `bytes` as there is room for into buffers of the guest.
+    pub(crate) fn app_write(
+        &mut self,
+        id: StreamId,
+        flow: FlowId,
+        bytes: &[u8],
+        cx: &mut Context<'_>,
+    ) -> Result<usize, SendFault> {
+        if self.shard.has_transmit() {
+            // What was said before goes first: a RESPONSE above all.
+            self.transmit_control(cx);
+        }
+        let (mut sent, mut packets) = (0, 0);
+        let mut fault = None;
+        while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
+            let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+            let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
+            let Some((chain, rx)) = popped else {
+                self.wait_for_room(id, cx);
+                fault = Some(SendFault::WouldBlock);
+                break;
+            };
+            let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+            let max = rest.len().min(room) as u32;
+            let reservation = match self.shard.reserve(flow, max) {
+                Ok(reservation) => reservation,
+                Err(error) => {
+                    rx.queue.unpop(chain);
+                    fault = Some(send_fault(error));
+                    break;
+                }
+            };
+            let len = reservation.len();
+            let payload = rest.get(..len as usize).unwrap_or(rest);
+            rx.queue
+                .memory()
+                .write(chain.writable(), HEADER_LEN, payload);
+            match self.shard.commit(reservation, len, 0) {
+                Ok(header) => emit(rx, chain, &header, payload.len()),
+                // It cannot: nothing ran in between.
+                Err(_) => {
+                    rx.complete(chain, 0);
+                    fault = Some(SendFault::Reset);
+                    break;
+                }
+            }
+            sent += payload.len();
+            packets += 1;
+        }
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.sent += sent as u64;
+            app.tally.copied_in += sent as u64;
+            app.tally.packets_sent += packets;
+        }
+        match fault {
+            Some(fault) if sent == 0 => Err(fault),
+            _ => Ok(sent),
+        }
+    }
+
+    /// Shuts one way down, or both.
+    pub(crate) fn app_shutdown(&mut self, flow: FlowId, how: How, now: Instant) {
+        // A flow that ended meanwhile needs no shutdown.
+        let _ = self.shard.shutdown(now, flow, how);
+    }
+
+    /// The program gives a connection up: in good order, as a kernel closes a socket (what was
+    /// sent still arrives, SHUTDOWN of both ways follows, bytes that were not read are dropped), or
+    /// with a RST. One that the guest has not answered can only be reset.
+    pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
+        if let Some(key) = self.key_of(flow) {
+            self.remove_join(key, cx);
+        }
+        if reset {
+            let _ = self.shard.reset(flow);
+        } else if self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
+            let _ = self.shard.reset(flow);
+        }
+    }
+
+    /// Shows the guest what the program has queued or given back. True: there may be a timer to
+    /// note, or something left to do.
+    #[inline]
+    pub(crate) fn app_flush(&mut self, cx: &mut Context<'_>) -> bool {
+        let control = self.shard.has_transmit();
+        if control {
+            self.transmit_control(cx);
+        }
+        if self.shard.has_events() {
+            self.drain_events(cx);
+        }
+        for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
+            let told = ring.publish(cx.ringer);
+            if let Some(app) = cx.app.as_deref_mut() {
+                app.tally.notifications += u64::from(told);
+            }
+        }
+        control
+    }
+
+    /// Gets back every chain that the program holds, before the queue or its memory goes.
+    pub(super) fn app_recall(&mut self, cx: &mut Context<'_>) {
+        let pool = self.app.pool;
+        if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
+            app.sockets.recall(pool, &mut self.store());
+        }
+    }
+
+    /// The guest's memory is gone: nothing in it means anything.
+    pub(super) fn app_lose(&mut self, cx: &mut Context<'_>) {
+        let pool = self.app.pool;
+        if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
+            app.sockets.lose(pool, &mut self.store());
+        }
+    }
+
+    /// The device leaves for good.
+    pub(super) fn app_retire(&mut self, cx: &mut Context<'_>) {
+        let pool = std::mem::replace(&mut self.app.pool, NONE);
+        if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
+            app.free_pool(pool);
+        }
+    }
+}
+
+/// What a refused reservation means for the sender.
+pub(super) fn send_fault(error: ReserveError) -> SendFault {
+    match error {
+        ReserveError::NoCredit => SendFault::WouldBlock,
+        ReserveError::NotConnected => SendFault::NotConnected,
+        ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
+        ReserveError::Stale | ReserveError::Empty => SendFault::Reset,
+    }
+}

@@ -1,0 +1,416 @@
+//! Buffers of the guest on loan to the program, which writes what it sends straight into them; and
+//! memory of the guest's that is kept alive for those who still read it.
+//!
+//! A loan is a chain of the receive queue with credit for it. Sent, it gets its header and is
+//! completed; dropped, it goes back as if it had never been taken, or, when others were taken since,
+//! as an empty buffer, which a guest's driver posts again.
+//!
+//! What must hold: a quarter of what the guest has posted is never lent, since control packets need
+//! it, and a connection has an eighth of the queue at most; before the queue stops or its memory
+//! goes, every loan is taken back, and one that somebody is writing into is waited for, because the
+//! guest must not be written to after it has been told that we do so no more.
+
+use std::sync::{Arc, Weak};
+
+use arrayvec::ArrayVec;
+use zerosock_proto::vsock::{FlowId, Reservation};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
+use zerosock_ring::{Chain, Memory};
+
+use super::app::{App, send_fault};
+use super::events::emit;
+use super::join::End;
+use super::{Context, Device};
+use crate::vsock::engine::{LoanParts, SendFault};
+use crate::vsock::sockets::{Copy, PIECES, Place, StreamId};
+
+/// No loan.
+const NONE: u32 = u32::MAX;
+
+/// A loan that is out.
+#[derive(Debug)]
+pub(crate) struct Loan {
+    /// Its word.
+    index: u32,
+    pub(crate) id: StreamId,
+    pub(crate) vm: u32,
+    len: u32,
+    /// The buffer, while the loan is in place.
+    chain: Option<Lent>,
+    /// Credit, until it is used.
+    reservation: Option<Reservation>,
+    /// What was in the buffer when it was taken back.
+    copy: Option<Copy>,
+    /// Bytes of it that have left in packets of their own.
+    sent: usize,
+}
+
+#[derive(Debug)]
+struct Lent {
+    chain: Chain,
+    /// Which start of the queue it is of.
+    epoch: u32,
+    /// The queue's base and the number of chains taken, just after this one was.
+    base: u16,
+    taken: u32,
+}
+
+/// Memory tables that were replaced.
+#[derive(Debug, Default)]
+pub(super) struct OldMemory(Vec<(Weak<Memory>, u64)>);
+
+/// Old memory that may be kept alive by leases before further ones are copies, whatever the size
+/// of the guest: as much as costs a host nothing.
+const OLD_FREE: u64 = 1 << 30;
+
+impl OldMemory {
+    /// Bytes of those that are still alive.
+    fn alive(&mut self) -> u64 {
+        self.0.retain(|(memory, _)| memory.strong_count() > 0);
+        self.0.iter().map(|(_, size)| *size).sum()
+    }
+}
+
+impl App {
+    pub(super) fn loan_mut(&mut self, index: u32) -> Option<&mut Loan> {
+        let key = *self.loan_of.get(index as usize)?;
+        self.loans.get_mut(key as usize)
+    }
+
+    /// The connection and the device of a loan.
+    pub(crate) fn loan_at(&self, index: u32) -> Option<(StreamId, u32)> {
+        let key = *self.loan_of.get(index as usize)?;
+        let loan = self.loans.get(key as usize)?;
+        Some((loan.id, loan.vm))
+    }
+
+    /// What was in the buffer of a loan when it was taken back.
+    pub(crate) fn loan_copy(&self, index: u32) -> Option<Copy> {
+        let key = *self.loan_of.get(index as usize)?;
+        self.loans.get(key as usize)?.copy.clone()
+    }
+
+    fn add_loan(&mut self, loan: Loan) {
+        let index = loan.index as usize;
+        let key = self.loans.insert(loan);
+        if let Some(place) = self.loan_of.get_mut(index) {
+            *place = key as u32;
+        }
+    }
+
+    /// Takes a loan out; its word is free.
+    fn remove_loan(&mut self, index: u32) -> Option<Loan> {
+        let place = self.loan_of.get_mut(index as usize)?;
+        let key = std::mem::replace(place, NONE);
+        let loan = self.loans.try_remove(key as usize)?;
+        self.sockets.end_loan(index);
+        Some(loan)
+    }
+
+    /// Ends a loan whose device is gone.
+    pub(crate) fn forget_loan(&mut self, index: u32) {
+        self.remove_loan(index);
+    }
+}
+
+impl Device {
+    /// Lends a buffer of the guest's for at most `max` bytes of a connection.
+    pub(crate) fn app_loan(
+        &mut self,
+        id: StreamId,
+        flow: FlowId,
+        max: usize,
+        cx: &mut Context<'_>,
+    ) -> Result<LoanParts, SendFault> {
+        if self.shard.has_transmit() {
+            self.transmit_control(cx);
+        }
+        let in_place = self.may_lend(flow, cx);
+        let vm = self.addr.vm;
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
+        let Some((chain, rx)) = popped else {
+            self.wait_for_room(id, cx);
+            return Err(SendFault::WouldBlock);
+        };
+        let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+        let max = u32::try_from(max.min(room)).unwrap_or(MAX_PAYLOAD);
+        let reservation = match self.shard.reserve(flow, max) {
+            Ok(reservation) => reservation,
+            Err(error) => {
+                rx.queue.unpop(chain);
+                return Err(send_fault(error));
+            }
+        };
+        let word = cx.app.as_deref_mut().and_then(|app| {
+            let index = app.sockets.begin_loan()?;
+            Some((index, app))
+        });
+        let Some((index, app)) = word else {
+            rx.queue.unpop(chain);
+            self.shard.cancel(reservation);
+            return Err(SendFault::TooManyLoans);
+        };
+        let len = reservation.len();
+        let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
+        let (chain, place) = match pieces.filter(|_| in_place) {
+            Some(pieces) => {
+                let place = Place::InPlace {
+                    memory: rx.queue.memory().clone(),
+                    pieces,
+                    offset: HEADER_LEN,
+                };
+                let lent = Lent {
+                    chain,
+                    epoch: rx.epoch,
+                    base: rx.queue.base(),
+                    taken: rx.taken,
+                };
+                (Some(lent), Some(place))
+            }
+            None => {
+                rx.queue.unpop(chain);
+                (None, None)
+            }
+        };
+        if chain.is_some() {
+            self.count_loan(flow, true);
+        }
+        app.add_loan(Loan {
+            index,
+            id,
+            vm,
+            len,
+            chain,
+            reservation: Some(reservation),
+            copy: None,
+            sent: 0,
+        });
+        let len = len as usize;
+        Ok(LoanParts { index, len, place })
+    }
+
+    fn count_loan(&mut self, flow: FlowId, out: bool) {
+        let step = |count: u16| {
+            if out {
+                count.saturating_add(1)
+            } else {
+                count.saturating_sub(1)
+            }
+        };
+        self.app.loans = step(self.app.loans);
+        let join = self.key_of(flow);
+        if let Some(join) = join.and_then(|key| self.joins.get_mut(key as usize))
+            && let End::App(end) = &mut join.end
+        {
+            end.loans = step(end.loans);
+        }
+    }
+
+    /// Whether one more buffer may be lent in place, to this connection.
+    fn may_lend(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+        if !self.weigh_old(cx) {
+            return false;
+        }
+        let join = self.key_of(flow);
+        let Some(join) = join.and_then(|key| self.joins.get(key as usize)) else {
+            return false;
+        };
+        let (End::App(end), Some(rx)) = (&join.end, self.rx.as_mut()) else {
+            return false;
+        };
+        if end.loans >= (rx.queue.size() / 8).max(1) {
+            return false;
+        }
+        let loans = self.app.loans;
+        let fits = |posted: u16| {
+            let all = posted.saturating_add(loans);
+            loans < all - all.div_ceil(4)
+        };
+        // What is known is a lower bound: only when that does not do is it worth a look.
+        fits(rx.queue.available()) || fits(rx.queue.posted())
+    }
+
+    /// Sends the first `len` bytes of a loan: where they lie, or as a copy of `private`, or of what
+    /// was in the buffer when it was taken back. After `WouldBlock` the loan stands.
+    pub(crate) fn app_send_loan(
+        &mut self,
+        index: u32,
+        flow: FlowId,
+        len: usize,
+        private: Option<&[u8]>,
+        cx: &mut Context<'_>,
+    ) -> Result<(), SendFault> {
+        let Some(app) = cx.app.as_deref_mut() else {
+            return Err(SendFault::Unknown);
+        };
+        let loan = app.loan_mut(index).ok_or(SendFault::Unknown)?;
+        let len = len.min(loan.len as usize);
+        if len == 0 {
+            self.app_drop_loan(index, cx);
+            return Ok(());
+        }
+        if loan.chain.is_none() {
+            return self.send_copy(index, flow, len, private, cx);
+        }
+        let Some(Loan {
+            chain: Some(lent),
+            reservation,
+            ..
+        }) = app.remove_loan(index)
+        else {
+            return Err(SendFault::Unknown);
+        };
+        self.count_loan(flow, false);
+        let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
+        let (Some(rx), Some(reservation)) = (rx, reservation) else {
+            return Err(SendFault::Reset);
+        };
+        match self.shard.commit(reservation, len as u32, 0) {
+            Ok(header) => emit(rx, lent.chain, &header, len),
+            Err(_) => {
+                rx.complete(lent.chain, 0);
+                let ended = self.shard.flow(flow).is_none();
+                return Err(if ended {
+                    SendFault::Reset
+                } else {
+                    SendFault::ShutDown
+                });
+            }
+        }
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.sent += len as u64;
+            app.tally.sent_in_place += len as u64;
+            app.tally.packets_sent += 1;
+        }
+        Ok(())
+    }
+
+    fn send_copy(
+        &mut self,
+        index: u32,
+        flow: FlowId,
+        len: usize,
+        private: Option<&[u8]>,
+        cx: &mut Context<'_>,
+    ) -> Result<(), SendFault> {
+        let loan = cx.app.as_deref_mut().and_then(|app| app.loan_mut(index));
+        let loan = loan.ok_or(SendFault::Unknown)?;
+        let (id, start) = (loan.id, loan.sent);
+        let kept = loan.copy.clone();
+        if let Some(reservation) = loan.reservation.take() {
+            self.shard.cancel(reservation);
+        }
+        let kept = kept.as_ref().and_then(|(bytes, from)| bytes.get(*from..));
+        let bytes = private.or(kept).unwrap_or_default();
+        let rest = bytes.get(start..len.min(bytes.len())).unwrap_or_default();
+        let result = if rest.is_empty() {
+            Ok(0)
+        } else {
+            self.app_write(id, flow, rest, cx)
+        };
+        let app = cx.app.as_deref_mut().ok_or(SendFault::Unknown)?;
+        match result {
+            Ok(sent) if sent < rest.len() => {
+                if let Some(loan) = app.loan_mut(index) {
+                    loan.sent = start + sent;
+                }
+                Err(SendFault::WouldBlock)
+            }
+            Err(SendFault::WouldBlock) => Err(SendFault::WouldBlock),
+            done => {
+                app.remove_loan(index);
+                done.map(drop)
+            }
+        }
+    }
+
+    /// A loan was dropped unsent.
+    pub(crate) fn app_drop_loan(&mut self, index: u32, cx: &mut Context<'_>) {
+        let loan = cx.app.as_deref_mut().and_then(|app| app.remove_loan(index));
+        let Some(loan) = loan else { return };
+        let flow = loan.reservation.as_ref().map(Reservation::flow);
+        if let Some(reservation) = loan.reservation {
+            self.shard.cancel(reservation);
+        }
+        let Some(lent) = loan.chain else { return };
+        if let Some(flow) = flow {
+            self.count_loan(flow, false);
+        }
+        if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
+            // Both: indices come again after 65536 chains, and numbers after an un-pop.
+            if rx.queue.base() == lent.base && rx.taken == lent.taken {
+                rx.queue.unpop(lent.chain);
+            } else {
+                rx.complete(lent.chain, 0);
+            }
+        }
+    }
+
+    /// Takes every loan of this device back. What was written so far is kept for its holder, who
+    /// sends it by copying. False: somebody is writing into one at this moment, and has it still;
+    /// not so with `force`, which is for a guest that is gone.
+    pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
+        let (vm, mut all) = (self.addr.vm, true);
+        if self.app.loans == 0 {
+            return all;
+        }
+        let Some(app) = cx.app.as_deref_mut() else {
+            return all;
+        };
+        let words = app.sockets.words().clone();
+        let mut back = Vec::new();
+        for (_, loan) in app.loans.iter_mut().filter(|(_, loan)| loan.vm == vm) {
+            let Some(lent) = &loan.chain else { continue };
+            let moved = words.try_move(loan.index);
+            if !moved && !force {
+                all = false;
+                continue;
+            }
+            let flow = loan.reservation.as_ref().map(Reservation::flow);
+            if let Some(rx) = self.rx.as_ref().filter(|rx| rx.epoch == lent.epoch)
+                && moved
+                && !force
+            {
+                let mut bytes = vec![0; loan.len as usize];
+                let pieces = lent.chain.writable();
+                rx.queue.memory().read(pieces, HEADER_LEN, &mut bytes);
+                loan.copy = Some((Arc::new(bytes), 0));
+            }
+            if !moved {
+                words.tear(loan.index);
+            }
+            back.extend(loan.chain.take().zip(flow));
+        }
+        for (lent, flow) in back {
+            self.count_loan(flow, false);
+            if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
+                rx.complete(lent.chain, 0);
+            }
+        }
+        all
+    }
+
+    /// Memory that the device does not use any more; leases may keep it alive.
+    pub(super) fn note_old(&mut self, memory: Option<Arc<Memory>>, cx: &Context<'_>) {
+        if let Some(memory) = memory.filter(|_| cx.app.is_some()) {
+            let size = memory.size();
+            self.app.old.0.push((Arc::downgrade(&memory), size));
+        }
+    }
+
+    /// Whether leases and loans may be in place: so much old memory is not kept alive that more
+    /// would be too much. Twice the guest's own size is allowed, since a guest that reboots while
+    /// somebody reads keeps one old table alive, and an unlucky one two; and 1 GiB for small ones.
+    pub(crate) fn weigh_old(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.app.old.0.is_empty() {
+            return true;
+        }
+        let size = self.memory.as_ref().map_or(0, |memory| memory.size());
+        let few = self.app.old.alive() <= OLD_FREE.max(size.saturating_mul(2));
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.sockets.lease_copies(self.app.pool, !few);
+        }
+        few
+    }
+}

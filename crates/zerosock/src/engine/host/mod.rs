@@ -1,0 +1,635 @@
+//! The device half as the engine of an endpoint: a worker with its devices, driven by the threads
+//! of the program that embeds them, which takes part in the guests' connections itself.
+//!
+//! Most calls touch one device: they find it by the pool of the connection's buffers and act on its
+//! queues at once; [`HostEngine::flush`] and the next turn show the guest what came of it. `start`
+//! makes the devices, `stores` finds the home of what is held when it may be any of them.
+//!
+//! What must hold: a turn that finds nothing costs a look at each queue's index and no system call;
+//! descriptors are looked at when something may be there (every so many turns, and often while
+//! host sockets are joined); a clock is read once in a turn, and for no look.
+
+mod start;
+mod stores;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant as StdInstant};
+
+use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError};
+use zerosock_proto::{Address, Cid, Instant, Port};
+
+use super::worker::Worker;
+use crate::device::app::{App, HostToken, QueueStore};
+use crate::plane::Plane;
+use crate::vsock::engine::{
+    ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault, Stirred,
+};
+use crate::vsock::leases::Leases;
+use crate::vsock::sockets::{Copy, LeaseParts, NoLease, Sockets, StreamId, StreamState};
+pub(crate) use start::HostConfig;
+use stores::AllStores;
+
+/// Looks for something to do until descriptors are looked at although nothing was found: a host
+/// socket, or a kick that nobody asked for, waits for microseconds at most.
+const IDLE_LOOKS: u32 = 1024;
+/// How often descriptors are looked at while there is always something to do and host sockets are
+/// watched.
+const LOOK_EVERY: Duration = Duration::from_micros(100);
+
+/// See the module.
+pub(crate) struct HostEngine {
+    /// Dropped before `plane`, whose thread waits for answers to what it has asked.
+    worker: Worker,
+    waker: Arc<OwnedFd>,
+    words: Arc<Leases>,
+    /// Devices that have something to show.
+    touched: Vec<u32>,
+    /// As of the last turn that read the clock.
+    now: Instant,
+    /// Looks since descriptors were last looked at.
+    looks: u32,
+    look_at: Instant,
+    /// Host sockets may become readable.
+    watches: bool,
+    trust_processes: bool,
+    plane: Plane,
+}
+
+impl HostEngine {
+    #[inline]
+    fn app(&self) -> Option<&App> {
+        self.worker.app.as_deref()
+    }
+
+    #[inline]
+    fn sockets(&self) -> Option<&Sockets<HostToken>> {
+        self.app().map(|app| &app.sockets)
+    }
+
+    /// Whether a pool's buffers are those of a process that has attached.
+    fn is_process(&self, pool: u32) -> bool {
+        let vm = self.app().and_then(|app| app.device_of(pool));
+        let device = vm.and_then(|vm| self.worker.devices.get(vm));
+        device.is_some_and(|device| device.process)
+    }
+
+    /// Notes that a device has something to show.
+    #[inline]
+    fn touch(&mut self, vm: u32) {
+        if let Some(device) = self.worker.devices.get_mut(vm)
+            && !std::mem::replace(&mut device.touched, true)
+        {
+            self.touched.push(vm);
+        }
+    }
+
+    /// As `touch`, and the device gets a turn.
+    fn stir(&mut self, vm: u32) {
+        self.touch(vm);
+        self.worker.activate(vm);
+    }
+
+    /// The device of a connection.
+    #[inline]
+    fn device_of(&self, id: StreamId) -> Option<u32> {
+        let app = self.app()?;
+        app.device_of(app.sockets.get(id)?.pool)
+    }
+
+    /// The device and the flow of a connection that has one.
+    #[inline]
+    fn flow_of(&self, id: StreamId) -> Option<(u32, FlowId)> {
+        let app = self.app()?;
+        let conn = app.sockets.get(id)?;
+        Some((app.device_of(conn.pool)?, conn.flow?))
+    }
+
+    /// Acts on what a connection has received. True from `act`: something was taken.
+    #[inline]
+    fn received(
+        &mut self,
+        id: StreamId,
+        act: impl FnOnce(&mut Sockets<HostToken>, &mut QueueStore<'_>) -> bool,
+    ) {
+        let Some(app) = self.worker.app.as_deref_mut() else {
+            return;
+        };
+        let Some(pool) = app.sockets.get(id).map(|conn| conn.pool) else {
+            return;
+        };
+        let vm = app.device_of(pool);
+        let Some((vm, device)) = vm.and_then(|vm| Some((vm, self.worker.devices.get_mut(vm)?)))
+        else {
+            // Its device is gone: what is left are copies.
+            act(&mut app.sockets, &mut QueueStore::default());
+            return;
+        };
+        if act(&mut app.sockets, &mut device.store())
+            && !std::mem::replace(&mut device.touched, true)
+        {
+            self.touched.push(vm);
+        }
+    }
+
+    /// Why nothing was received: `Ok` is the end.
+    fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
+        let conn = self.sockets().and_then(|sockets| sockets.get(id));
+        let conn = conn.ok_or(RecvFault::Unknown)?;
+        if conn.is_at_end() {
+            return Ok(());
+        }
+        Err(match conn.state {
+            StreamState::Connecting => RecvFault::NotConnected,
+            StreamState::Connected => RecvFault::WouldBlock,
+            StreamState::Finished | StreamState::Reset => RecvFault::Reset,
+        })
+    }
+
+    /// The device and the flow of a connection that may send.
+    #[inline]
+    fn sender(&self, id: StreamId) -> Result<(u32, FlowId), SendFault> {
+        let app = self.app().ok_or(SendFault::Unknown)?;
+        let conn = app.sockets.get(id).ok_or(SendFault::Unknown)?;
+        if conn.finished || conn.peer_deaf {
+            return Err(SendFault::ShutDown);
+        }
+        match (conn.state, conn.flow) {
+            (StreamState::Connecting, _) => Err(SendFault::NotConnected),
+            (StreamState::Finished, _) => Err(SendFault::ShutDown),
+            (StreamState::Connected, Some(flow)) => {
+                let vm = app.device_of(conn.pool).ok_or(SendFault::Reset)?;
+                Ok((vm, flow))
+            }
+            _ => Err(SendFault::Reset),
+        }
+    }
+
+    /// The time for an act on a device: read from the clock only if the act may set timers.
+    #[inline]
+    fn time_for(&mut self, vm: u32) -> Instant {
+        let device = self.worker.devices.get_mut(vm);
+        if device.is_some_and(|device| device.has_control()) {
+            self.now = self.worker.clock.now();
+            self.worker.activate(vm);
+        }
+        self.now
+    }
+
+    /// Makes the devices active of which a look says that they have something.
+    #[inline]
+    fn find_news(&mut self) -> bool {
+        let Worker {
+            devices,
+            app,
+            active,
+            ..
+        } = &mut self.worker;
+        let Some(app) = app.as_deref() else {
+            return false;
+        };
+        let mut any = false;
+        for (vm, device) in devices.iter_mut() {
+            if device.has_news(app) {
+                any = true;
+                if !std::mem::replace(&mut device.active, true) {
+                    active.push_back(vm);
+                }
+            }
+        }
+        any
+    }
+
+    /// Shows what is queued.
+    #[inline]
+    fn show(&mut self) {
+        while let Some(vm) = self.touched.pop() {
+            self.show_one(vm);
+        }
+    }
+
+    #[inline]
+    fn show_one(&mut self, vm: u32) {
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        if let Some(device) = device {
+            device.touched = false;
+            if device.app_flush(&mut cx) {
+                // There may be a timer to note.
+                self.worker.activate(vm);
+            }
+        }
+    }
+
+    fn work(&mut self, news: bool) -> Result<bool, Fault> {
+        let mut busy = news;
+        if self.worker.has_messages() {
+            busy = true;
+            if !self.worker.take_messages() {
+                return Err(Fault("the devices were told to end".into()));
+            }
+        }
+        self.now = self.worker.clock.now();
+        if self.looks >= IDLE_LOOKS || (self.watches && self.now >= self.look_at) {
+            busy |= self.look().map_err(|error| Fault(error.to_string()))?;
+        }
+        let now = self.now;
+        self.worker.fire(now);
+        self.relieve(now);
+        self.worker.turn_devices(now);
+        self.show();
+        Ok(busy)
+    }
+
+    /// Looks at descriptors without waiting.
+    fn look(&mut self) -> io::Result<bool> {
+        self.looks = 0;
+        let (now, any) = self.worker.look(Some(Duration::ZERO))?;
+        self.now = now;
+        self.look_at = now + LOOK_EVERY;
+        let mut devices = self.worker.devices.iter_mut();
+        self.watches = devices.any(|(_, device)| device.watches_host());
+        Ok(any)
+    }
+
+    /// Copies out what was held for too long.
+    fn relieve(&mut self, now: Instant) {
+        let Worker { devices, app, .. } = &mut self.worker;
+        let Some(App { sockets, pools, .. }) = app.as_deref_mut() else {
+            return;
+        };
+        if sockets.next_timeout().is_some_and(|at| at <= now) {
+            let mut store = AllStores {
+                devices,
+                pools,
+                touched: &mut self.touched,
+            };
+            sockets.handle_timeout(now, &mut store);
+        }
+    }
+
+    /// Ends a connection from our side and forgets it.
+    fn end(&mut self, id: StreamId, reset: bool) {
+        if let Some((vm, flow)) = self.flow_of(id) {
+            let now = self.worker.clock.now();
+            let (device, mut cx) = self.worker.lend(vm, now);
+            if let Some(device) = device {
+                device.app_close(flow, reset, &mut cx);
+            }
+            self.stir(vm);
+        }
+        self.received(id, |sockets, store| {
+            sockets.remove(id, store);
+            true
+        });
+    }
+}
+
+impl Engine for HostEngine {
+    fn cid(&self) -> Cid {
+        Cid::HOST
+    }
+
+    fn words(&self) -> Arc<Leases> {
+        self.words.clone()
+    }
+
+    #[inline]
+    fn pending(&mut self) -> bool {
+        self.looks = self.looks.saturating_add(1);
+        self.looks >= IDLE_LOOKS
+            || !self.touched.is_empty()
+            || self.worker.has_messages()
+            || !self.worker.is_idle()
+            || self.find_news()
+    }
+
+    #[inline]
+    fn turn(&mut self) -> Result<bool, Fault> {
+        self.looks = self.looks.saturating_add(1);
+        let news = self.find_news();
+        self.work(news)
+    }
+
+    fn flush(&mut self) {
+        self.show();
+    }
+
+    #[inline]
+    fn settle(&mut self) {
+        let mut at = 0;
+        while let Some(&vm) = self.touched.get(at) {
+            let device = self.worker.devices.get_mut(vm);
+            if device.is_some_and(|device| !device.is_awaited()) {
+                at += 1;
+                continue;
+            }
+            self.touched.swap_remove(at);
+            self.show_one(vm);
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.show();
+        // A message that comes after this look rings: the mailbox was emptied before.
+        if self.worker.has_messages() || !self.worker.is_idle() {
+            return true;
+        }
+        let Worker { devices, app, .. } = &mut self.worker;
+        let Some(app) = app.as_deref() else {
+            return false;
+        };
+        let mut more = false;
+        for (_, device) in devices.iter_mut() {
+            more |= device.arm(app);
+        }
+        more
+    }
+
+    fn disarm(&mut self) {
+        // Kicks are asked for no more because the next turn of each device says so. An epoll
+        // instance that fails now fails the next turn as well.
+        let _ = self.look();
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.worker.as_fd()
+    }
+
+    fn waker(&self) -> Arc<OwnedFd> {
+        self.waker.clone()
+    }
+
+    fn next_stirred(&mut self) -> Option<Stirred> {
+        let app = self.worker.app.as_deref_mut()?;
+        if let Some(port) = app.next_port() {
+            return Some(Stirred::Port(port));
+        }
+        app.sockets.next_stirred().map(Stirred::Conn)
+    }
+
+    fn next_timeout(&self) -> Option<StdInstant> {
+        if !self.worker.is_idle() || !self.touched.is_empty() {
+            return Some(StdInstant::now());
+        }
+        let held = self.sockets().and_then(Sockets::next_timeout);
+        let at = match (self.worker.next_deadline(), held) {
+            (Some(a), Some(b)) => a.min(b),
+            (a, b) => a.or(b)?,
+        };
+        Some(self.worker.clock.at(at))
+    }
+
+    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError> {
+        let device = self.worker.routes.device(to.cid);
+        let vm = device.ok_or(ConnectError::Unreachable)?.vm;
+        if self.app().is_some_and(|app| app.listens(from)) {
+            return Err(ConnectError::InUse);
+        }
+        let now = self.worker.clock.now();
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(ConnectError::Unreachable)?;
+        let id = device.app_connect(from, to, &mut cx)?;
+        self.stir(vm);
+        Ok(id)
+    }
+
+    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
+        if port == Port::ANY {
+            return Err(ListenError::AnyPort);
+        }
+        let app = self.worker.app.as_deref_mut();
+        if app.is_some_and(|app| app.listen(port, backlog)) {
+            Ok(())
+        } else {
+            Err(ListenError::InUse)
+        }
+    }
+
+    fn unlisten(&mut self, port: Port) {
+        let app = self.worker.app.as_deref_mut();
+        for id in app
+            .into_iter()
+            .flat_map(|app| app.unlisten(port))
+            .collect::<Vec<_>>()
+        {
+            self.end(id, true);
+        }
+    }
+
+    fn accept(&mut self, port: Port) -> Option<StreamId> {
+        self.worker.app.as_deref_mut()?.accept(port)
+    }
+
+    fn is_acceptable(&self, port: Port) -> bool {
+        self.app().is_some_and(|app| app.has_waiting(port))
+    }
+
+    fn info(&self, id: StreamId) -> Option<ConnInfo> {
+        let conn = self.sockets()?.get(id)?;
+        Some(ConnInfo {
+            state: conn.state,
+            local: conn.local,
+            peer: conn.peer,
+            unread: conn.unread(),
+            peer_finished: conn.peer_finished,
+            peer_deaf: conn.peer_deaf,
+            trusted: self.trust_processes && self.is_process(conn.pool),
+        })
+    }
+
+    fn shutdown(&mut self, id: StreamId, how: How) {
+        let flow = self.flow_of(id);
+        let app = self.worker.app.as_deref_mut();
+        let Some(conn) = app.and_then(|app| app.sockets.get_mut(id)) else {
+            return;
+        };
+        conn.finished |= how.send;
+        conn.deaf |= how.receive;
+        if let Some((vm, flow)) = flow {
+            let now = self.worker.clock.now();
+            if let Some(device) = self.worker.devices.get_mut(vm) {
+                device.app_shutdown(flow, how, now);
+            }
+            self.stir(vm);
+        }
+    }
+
+    fn close(&mut self, id: StreamId) {
+        self.end(id, false);
+    }
+
+    fn abort(&mut self, id: StreamId) {
+        self.end(id, true);
+    }
+
+    #[inline]
+    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
+        let empty = out.is_empty();
+        let mut got = 0;
+        self.received(id, |sockets, store| {
+            got = sockets.read(id, out, peek, store);
+            got > 0 && !peek
+        });
+        if got == 0 && !empty {
+            self.why_empty(id)?;
+        }
+        Ok(got)
+    }
+
+    #[inline]
+    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
+        if let Some(vm) = self.device_of(id) {
+            let now = self.now;
+            let (device, mut cx) = self.worker.lend(vm, now);
+            if let Some(device) = device {
+                device.weigh_old(&mut cx);
+            }
+        }
+        let mut result = Err(NoLease::Empty);
+        self.received(id, |sockets, store| {
+            result = sockets.lease(id, store);
+            result.is_ok()
+        });
+        match result {
+            Ok(parts) => Ok(Some(parts)),
+            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
+        }
+    }
+
+    #[inline]
+    fn each(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, RecvFault> {
+        let mut seen = 0;
+        self.received(id, |sockets, store| {
+            seen = sockets.each(id, most, look, store);
+            seen > 0
+        });
+        if seen == 0 && most > 0 {
+            self.why_empty(id)?;
+        }
+        Ok(seen)
+    }
+
+    fn copy_of(&self, index: u32) -> Option<Copy> {
+        let app = self.app()?;
+        app.sockets.copy_of(index).or_else(|| app.loan_copy(index))
+    }
+
+    #[inline]
+    fn give_back(&mut self, index: u32) {
+        let Worker { devices, app, .. } = &mut self.worker;
+        let Some(app) = app.as_deref_mut() else {
+            return;
+        };
+        let mut store = AllStores {
+            devices,
+            pools: &app.pools,
+            touched: &mut self.touched,
+        };
+        if app.sockets.give_back(index, &mut store) {
+            return;
+        }
+        let Some((_, vm)) = app.loan_at(index) else {
+            return;
+        };
+        self.drop_loan(index, vm);
+    }
+
+    #[inline]
+    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
+        let (vm, flow) = self.sender(id)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let written = device.app_write(id, flow, bytes, &mut cx);
+        self.touch(vm);
+        written
+    }
+
+    #[inline]
+    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
+        let (vm, flow) = self.sender(id)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let parts = device.app_loan(id, flow, max, &mut cx);
+        self.touch(vm);
+        parts
+    }
+
+    #[inline]
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), SendFault> {
+        let loan = self.app().and_then(|app| app.loan_at(index));
+        let (id, vm) = loan.ok_or(SendFault::Unknown)?;
+        let (_, flow) = match self.sender(id) {
+            Ok(sender) => sender,
+            Err(fault) => {
+                self.drop_loan(index, vm);
+                return Err(fault);
+            }
+        };
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let sent = device.app_send_loan(index, flow, len, private, &mut cx);
+        self.touch(vm);
+        sent
+    }
+
+    fn stats(&self) -> EndpointStats {
+        let Some(App { sockets, tally, .. }) = self.app() else {
+            return EndpointStats::default();
+        };
+        let counted = sockets.counted();
+        EndpointStats {
+            received: counted.received,
+            received_in_place: counted.leased,
+            copied_aside: counted.copied_aside,
+            copied_out: counted.copied_out,
+            sent: tally.sent,
+            sent_in_place: tally.sent_in_place,
+            copied_in: tally.copied_in,
+            packets_received: tally.packets_received,
+            packets_sent: tally.packets_sent,
+            notifications: tally.notifications,
+        }
+    }
+}
+
+impl HostEngine {
+    fn drop_loan(&mut self, index: u32, vm: u32) {
+        let now = self.now;
+        let (device, mut cx) = self.worker.lend(vm, now);
+        match (device, cx.app.as_deref_mut()) {
+            (Some(device), Some(_)) => device.app_drop_loan(index, &mut cx),
+            (None, Some(app)) => app.forget_loan(index),
+            (_, None) => {}
+        }
+        self.touch(vm);
+    }
+}
+
+impl Drop for HostEngine {
+    /// Every connection is reset, so that guests and host programs know at once.
+    fn drop(&mut self) {
+        let now = self.worker.clock.now();
+        for vm in self.worker.devices.numbers() {
+            let (device, mut cx) = self.worker.lend(vm, now);
+            if let Some(device) = device {
+                device.say_goodbye(&mut cx);
+            }
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! How a host's devices are made.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::{Cid, Instant};
+
+use super::HostEngine;
+use crate::attach::{AttachConfig, Name, Process};
+use crate::device::Limits;
+use crate::device::app::App;
+use crate::engine::poller::Source;
+use crate::plane::config::{StartError, VmConfig, system};
+use crate::plane::{self, Setup};
+use crate::relay::hybrid::OkConvention;
+use crate::vsock::leases::Leases;
+
+/// Host programs of one VM that may be connected without having said CONNECT, and ended
+/// connections of which a host program is still taking bytes.
+const MAX_PROGRAMS: usize = 1024;
+
+/// What a host is made of.
+#[derive(Debug)]
+pub(crate) struct HostConfig {
+    /// The VMs. What a guest asks of the host goes to the program if it listens there, else to the
+    /// VM's [`HostSide`](crate::daemon::HostSide).
+    pub(crate) vms: Vec<VmConfig>,
+    /// Whether processes may attach, and on what terms.
+    pub(crate) attach: Option<AttachConfig>,
+    /// Connections that one VM may have.
+    pub(crate) max_connections: usize,
+    /// Bytes that the connections of a VM to stalled host programs together may have copied.
+    pub(crate) max_overflow: usize,
+    /// How long unread and leased buffers stay in place.
+    pub(crate) hold: Duration,
+    pub(crate) ok: OkConvention,
+    /// How long a connect may take.
+    pub(crate) connect_timeout: Duration,
+    /// Leases and loans that may be out at once.
+    pub(crate) leases: usize,
+    /// Processes that attach are trusted to write nothing that is on lease.
+    pub(crate) trust_processes: bool,
+}
+
+impl Default for HostConfig {
+    fn default() -> HostConfig {
+        HostConfig {
+            vms: Vec::new(),
+            attach: None,
+            max_connections: 65_536,
+            max_overflow: 64 << 20,
+            hold: Duration::from_millis(20),
+            ok: OkConvention::default(),
+            connect_timeout: Duration::from_secs(2),
+            leases: 4096,
+            trust_processes: false,
+        }
+    }
+}
+
+impl HostEngine {
+    /// Makes the devices and starts the control thread. When this returns, VMMs and processes may
+    /// connect; they are answered when the engine is driven.
+    ///
+    /// # Errors
+    /// [`StartError`].
+    pub(crate) fn start(config: HostConfig) -> Result<HostEngine, StartError> {
+        zerosock_sys::sigbus::install().map_err(system("guard against vanishing memory"))?;
+        let limits = Limits {
+            handshake: config.connect_timeout,
+            connect: config.connect_timeout,
+            // A hold of no time would be over before it began, again and again.
+            hold: config.hold.max(Duration::from_millis(1)),
+            overflow: config.max_overflow,
+            handshakes: MAX_PROGRAMS,
+            lingering: MAX_PROGRAMS,
+            ok: config.ok,
+        };
+        let prepared = plane::prepare(Setup {
+            vms: config.vms,
+            workers: 1,
+            limits,
+            max_connections: config.max_connections,
+            attach: config.attach,
+        })?;
+        let Some(mut worker) = prepared.workers.into_iter().next() else {
+            let none = std::io::ErrorKind::NotFound.into();
+            return Err(system("make a worker")(none));
+        };
+        let words = Arc::new(Leases::new(config.leases));
+        worker.app = Some(Box::new(App::new(words.clone(), limits.hold)));
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let waker = eventfd(0, flags).map_err(|e| system("make an eventfd")(e.into()))?;
+        // Like the mailbox it says nothing but that somebody is to look.
+        worker
+            .poller
+            .add(&waker, Source::Mailbox)
+            .map_err(system("watch an eventfd"))?;
+        worker.start().map_err(system("watch host sockets"))?;
+        let mut engine = HostEngine {
+            worker,
+            waker: Arc::new(waker),
+            words,
+            touched: Vec::new(),
+            now: Instant::ZERO,
+            looks: 0,
+            look_at: Instant::ZERO,
+            watches: false,
+            trust_processes: config.trust_processes,
+            plane: prepared.foundation.start()?,
+        };
+        engine.look().map_err(system("wait for events"))?;
+        Ok(engine)
+    }
+
+    /// The processes that are attached now.
+    pub(crate) fn processes(&self) -> Vec<Process> {
+        self.plane.processes()
+    }
+
+    /// The CID of the attached process of this name.
+    pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
+        self.plane.resolve(name)
+    }
+}

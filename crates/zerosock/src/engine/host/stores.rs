@@ -1,0 +1,60 @@
+//! The home of what is held when it may be of any device: leases come back by their number, and
+//! time runs out for all of them.
+
+use std::sync::Arc;
+
+use zerosock_proto::vsock::FlowId;
+use zerosock_ring::{Memory, Piece};
+
+use crate::device::Device;
+use crate::device::app::HostToken;
+use crate::engine::numbers::Table;
+use crate::vsock::sockets::Store;
+
+/// See the module.
+pub(super) struct AllStores<'a> {
+    pub(super) devices: &'a mut Table<Device>,
+    /// The device of each pool.
+    pub(super) pools: &'a [Option<u32>],
+    /// Devices that have something to show.
+    pub(super) touched: &'a mut Vec<u32>,
+}
+
+impl AllStores<'_> {
+    #[inline]
+    fn device(&mut self, vm: u32) -> Option<&mut Device> {
+        let device = self.devices.get_mut(vm)?;
+        if !std::mem::replace(&mut device.touched, true) {
+            self.touched.push(vm);
+        }
+        Some(device)
+    }
+}
+
+impl Store for AllStores<'_> {
+    type Token = HostToken;
+
+    fn memory(&self, token: &HostToken) -> Option<&Arc<Memory>> {
+        self.devices.get(token.vm)?.memory_of(token)
+    }
+
+    #[inline]
+    fn pieces<'a>(&'a self, token: &'a HostToken) -> &'a [Piece] {
+        token.chain.readable()
+    }
+
+    #[inline]
+    fn release(&mut self, token: HostToken) {
+        if let Some(device) = self.device(token.vm) {
+            device.store().release(token);
+        }
+    }
+
+    #[inline]
+    fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
+        let vm = self.pools.get(pool as usize).copied().flatten();
+        if let Some(device) = vm.and_then(|vm| self.device(vm)) {
+            device.store().consumed(pool, flow, bytes);
+        }
+    }
+}

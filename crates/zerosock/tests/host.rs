@@ -1,0 +1,274 @@
+//! A program with the device in itself: guests' bytes where the guests wrote them, and its own
+//! written where the guests will read them.
+
+mod common;
+mod hosting;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::thread;
+use std::time::Duration;
+
+use common::raw::RawGuest;
+use common::{assert_bytes, bytes, deadline, eventually, host};
+use hosting::Hosted;
+use zerosock::driver::{How, StreamState};
+use zerosock::vsock::{Stream, Wait};
+use zerosock::{Address, Cid, Port};
+use zerosock_proto::wire::vsock::Op;
+
+const PORT: Port = Port::new(700);
+
+fn guest_port() -> Address {
+    Address::new(Cid::new(3), PORT)
+}
+
+#[test]
+fn bytes_arrive_both_ways_and_so_do_ends() {
+    const LEN: usize = 3 << 20;
+    for wait in [Wait::Sleep, Wait::Spin, Wait::ADAPTIVE] {
+        let hosted = Hosted::with(1, wait);
+        let listener = hosted.listen(PORT, 4).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut guest = hosted.guest();
+                let stream = guest.wait_connect(host(700), deadline()).unwrap();
+                guest.wait_send(stream, &bytes(1, LEN), deadline()).unwrap();
+                guest.shutdown(stream, How::SEND);
+                let mut back = Vec::new();
+                guest
+                    .wait_recv_to_end(stream, &mut back, deadline())
+                    .unwrap();
+                assert_bytes(&back, &bytes(2, LEN));
+                guest.close(stream).unwrap();
+                guest.turn().unwrap();
+            });
+            let (mut stream, peer) = listener.accept_timeout(common::PATIENCE).unwrap();
+            assert_eq!(peer.cid, Cid::new(3));
+            let mut got = Vec::new();
+            stream.read_to_end(&mut got).unwrap();
+            assert_bytes(&got, &bytes(1, LEN));
+            stream.write_all(&bytes(2, LEN)).unwrap();
+            stream.shutdown(Shutdown::Write).unwrap();
+            let stats = hosted.stats();
+            assert_eq!(stats.received, LEN as u64);
+            assert_eq!(stats.copied_in, LEN as u64);
+        });
+    }
+}
+
+#[test]
+fn leases_and_loans_copy_nothing() {
+    const LEN: usize = 1 << 20;
+    let hosted = Hosted::with_hold(1, Duration::from_secs(600));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut guest = hosted.guest();
+            guest.listen(PORT, 4).unwrap();
+            let stream = guest.wait_accept(PORT, deadline()).unwrap();
+            let mut got = vec![0; LEN];
+            guest.wait_recv_exact(stream, &mut got, deadline()).unwrap();
+            assert_bytes(&got, &bytes(3, LEN));
+            guest.wait_send(stream, &bytes(4, LEN), deadline()).unwrap();
+            // Until it is closed.
+            let mut end = Vec::new();
+            guest
+                .wait_recv_to_end(stream, &mut end, deadline())
+                .unwrap();
+        });
+        let stream = hosted.connect_to(guest_port());
+        let all = bytes(3, LEN);
+        let mut rest = &all[..];
+        while !rest.is_empty() {
+            let mut loan = stream.loan(rest.len()).unwrap();
+            assert!(loan.is_in_place());
+            let took = loan.write(rest).unwrap();
+            assert_eq!(loan.send().unwrap(), took);
+            rest = &rest[took..];
+        }
+        drop(stream.loan(100).unwrap());
+        let mut got = Vec::new();
+        while got.len() < LEN {
+            let lease = stream.recv().unwrap().unwrap();
+            got.extend_from_slice(&lease.to_vec());
+        }
+        assert_bytes(&got, &bytes(4, LEN));
+        let stats = hosted.stats();
+        assert_eq!((stats.sent, stats.sent_in_place), (LEN as u64, LEN as u64));
+        assert_eq!((stats.copied_in, stats.copied_out), (0, 0));
+        assert_eq!(stats.received_in_place, LEN as u64);
+        assert_eq!(stats.copied_aside, 0);
+    });
+}
+
+/// The mapping of this process that has `at` in it.
+fn mapping(at: *const u8) -> String {
+    let at = at.addr();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let found = maps.lines().find(|line| {
+        let (range, _) = line.split_once(' ').unwrap();
+        let (from, to) = range.split_once('-').unwrap();
+        let parse = |word| usize::from_str_radix(word, 16).unwrap();
+        (parse(from)..parse(to)).contains(&at)
+    });
+    found.unwrap_or_default().to_owned()
+}
+
+/// A guest of raw rings with a connection to the program: what it sends lies where it says.
+fn raw_pair(hosted: &Hosted) -> (RawGuest, Stream) {
+    let listener = hosted.listen(PORT, 4).unwrap();
+    let mut guest = hosted.raw_guest();
+    guest.connect(5000, PORT.get());
+    let (stream, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    (guest, stream)
+}
+
+#[test]
+fn a_lease_lies_in_the_guests_memory_and_shows_what_the_guest_does_to_it() {
+    let hosted = Hosted::with_hold(1, Duration::from_secs(600));
+    let (mut guest, stream) = raw_pair(&hosted);
+    let at = hosting::raw_send(&mut guest, 5000, PORT.get(), b"hello");
+    let lease = stream.recv().unwrap().unwrap();
+    assert!(lease.is_in_place());
+    let reading = lease.read();
+    let name = mapping(reading.as_ptr());
+    assert!(name.contains("raw-guest"), "{name}");
+    assert_eq!(reading.to_vec(), b"hello");
+    guest.write(at, b"j");
+    assert_eq!(reading.to_vec(), b"jello", "not a copy");
+    drop(reading);
+    // And beyond the bounds it is one.
+    let more: Vec<_> = (0..20)
+        .map(|_| hosting::raw_send(&mut guest, 5000, PORT.get(), b"hello"))
+        .collect();
+    let leases: Vec<_> = more
+        .iter()
+        .map(|_| stream.recv().unwrap().unwrap())
+        .collect();
+    assert!(leases[0].is_in_place());
+    let copied = leases.iter().position(|lease| !lease.is_in_place());
+    let copied = copied.expect("an eighth of the queue is leased");
+    guest.write(more[copied], b"j");
+    assert_eq!(leases[copied].to_vec(), b"hello", "a copy");
+}
+
+#[test]
+fn a_loan_lies_in_a_buffer_that_the_guest_has_posted() {
+    let hosted = Hosted::new();
+    let (mut guest, stream) = raw_pair(&hosted);
+    let mut loan = stream.loan(5).unwrap();
+    assert!(loan.is_in_place());
+    loan.write_all(b"hello").unwrap();
+    let count = hosting::raw_count(&guest, b"hello");
+    assert_eq!(count, 1, "there before it is sent");
+    loan.send().unwrap();
+    let (_, payload) = guest.recv_op(5000, Op::Rw);
+    assert_eq!(payload, b"hello");
+    // One that is dropped comes to nothing, in whichever order.
+    let (one, two) = (stream.loan(5).unwrap(), stream.loan(5).unwrap());
+    drop(one);
+    let mut two = two;
+    two.write_all(b"again").unwrap();
+    two.send().unwrap();
+    let (_, payload) = guest.recv_op(5000, Op::Rw);
+    assert_eq!(payload, b"again");
+}
+
+#[test]
+fn who_listens_is_reached_and_nobody_else() {
+    let hosted = Hosted::new();
+    let listener = hosted.listen(PORT, 2).unwrap();
+    let mut guest = hosted.guest();
+    assert!(guest.wait_connect(host(701), deadline()).is_err(), "nobody");
+    let _one = guest.wait_connect(host(700), deadline()).unwrap();
+    let _two = guest.wait_connect(host(700), deadline()).unwrap();
+    assert!(
+        guest.wait_connect(host(700), deadline()).is_err(),
+        "backlog"
+    );
+    let _accepted = listener.accept_timeout(common::PATIENCE).unwrap();
+    let three = guest.wait_connect(host(700), deadline()).unwrap();
+    drop(listener);
+    common::eventually_with(&mut guest, "reset with its listener", |guest| {
+        guest.state(three) == Some(StreamState::Reset)
+    });
+    assert!(guest.wait_connect(host(700), deadline()).is_err(), "gone");
+    let error = hosted.connect(Address::new(Cid::new(9), PORT)).unwrap_err();
+    assert_ne!(error.kind(), ErrorKind::TimedOut);
+    let error = hosted.connect(guest_port()).unwrap_err();
+    // Nobody drives the guest, or it refuses.
+    let _ = error;
+}
+
+#[test]
+fn closing_lets_what_was_sent_arrive_and_resetting_does_not_wait() {
+    const LEN: usize = 100_000;
+    let hosted = Hosted::new();
+    let listener = hosted.listen(PORT, 2).unwrap();
+    let mut guest = hosted.guest();
+    let stream = guest.wait_connect(host(700), deadline()).unwrap();
+    guest.wait_send(stream, &bytes(6, 100), deadline()).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+            stream.write_all(&bytes(5, LEN)).unwrap();
+            // Dropped with bytes of the guest's unread.
+        });
+        let mut got = Vec::new();
+        guest
+            .wait_recv_to_end(stream, &mut got, deadline())
+            .unwrap();
+        assert_bytes(&got, &bytes(5, LEN));
+    });
+    common::eventually_with(&mut guest, "an end", |guest| {
+        guest.state(stream) != Some(StreamState::Connected)
+    });
+    assert_eq!(guest.state(stream), Some(StreamState::Finished));
+    let stream = guest.wait_connect(host(700), deadline()).unwrap();
+    let (accepted, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    accepted.reset();
+    common::eventually_with(&mut guest, "a reset", |guest| {
+        guest.state(stream) == Some(StreamState::Reset)
+    });
+    // And the other way.
+    let stream = guest.wait_connect(host(700), deadline()).unwrap();
+    let (accepted, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    accepted.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    guest.wait_send(stream, b"last words", deadline()).unwrap();
+    guest.abort(stream);
+    guest.turn().unwrap();
+    let mut got = [0; 10];
+    (&accepted).read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"last words");
+    let error = (&accepted).read(&mut got).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn a_front_end_that_dies_resets_its_connections_and_no_others() {
+    let hosted = Hosted::with(2, Wait::Sleep);
+    let listener = hosted.listen(PORT, 4).unwrap();
+    let mut other = hosted.guest_of(1);
+    let kept = other.wait_connect(host(700), deadline()).unwrap();
+    let (alive, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    let mut guest = hosted.guest_of(0);
+    let stream = guest.wait_connect(host(700), deadline()).unwrap();
+    let (dying, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    dying.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    guest.wait_send(stream, b"half a mess", deadline()).unwrap();
+    let lease = dying.recv().unwrap().unwrap();
+    let reading = lease.read();
+    drop(guest);
+    let error = dying.recv().map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert!(reading.is_torn(), "still mapped, but not promised");
+    assert_eq!(reading.to_vec(), b"half a mess");
+    other.wait_send(kept, b"here", deadline()).unwrap();
+    let mut got = [0; 4];
+    (&alive).read_exact(&mut got).unwrap();
+    // The place is free for another one.
+    let mut guest = hosted.guest_of(0);
+    guest.wait_connect(host(700), deadline()).unwrap();
+    eventually("accepted", || listener.accept().is_ok());
+}

@@ -1,0 +1,313 @@
+//! A program that embeds the device and does not read, or does not let go: what that costs
+//! others, and how it ends when the guest wants its memory back.
+
+mod common;
+mod hosting;
+
+use std::io::{ErrorKind, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{PATIENCE, assert_bytes, bytes, deadline, eventually, eventually_with, host};
+use hosting::Hosted;
+use zerosock::Port;
+use zerosock::driver::{Driver, StreamState};
+use zerosock::vsock::Stream;
+use zerosock_proto::wire::vsock::Op;
+
+const PORT: Port = Port::new(700);
+
+/// A connection of the guest's, and the program's side of it.
+fn pair(hosted: &Hosted, guest: &mut Driver) -> (zerosock::driver::StreamId, Stream) {
+    let listener = hosted.listen(PORT, 4).unwrap();
+    let id = guest.wait_connect(host(700), deadline()).unwrap();
+    let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    (id, stream)
+}
+
+/// Sends until there is no credit, or no buffer, and has been none for longer than the hold.
+fn flood(guest: &mut Driver, id: zerosock::driver::StreamId, part: &[u8]) -> usize {
+    let mut sent = 0;
+    let mut since = Instant::now();
+    while since.elapsed() < Duration::from_millis(500) {
+        if let Ok(more) = guest.send(id, part) {
+            sent += more;
+            since = Instant::now();
+        }
+        let soon = Instant::now() + Duration::from_millis(1);
+        guest.poll(Some(soon)).unwrap();
+    }
+    sent
+}
+
+#[test]
+fn a_reader_that_never_reads_stops_nobody_else() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let (stalled, _unread) = pair(&hosted, &mut guest);
+    let sent = flood(&mut guest, stalled, &bytes(1, 1000));
+    assert!(sent >= 150_000, "up to its credit: {sent}");
+    let (id, mut stream) = pair(&hosted, &mut guest);
+    for round in 0..50 {
+        guest
+            .wait_send(id, &bytes(round, 5000), deadline())
+            .unwrap();
+        let mut got = vec![0; 5000];
+        stream.read_exact(&mut got).unwrap();
+        assert_bytes(&got, &bytes(round, 5000));
+        stream.write_all(&got).unwrap();
+        guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    }
+    guest.abort(stalled);
+    guest.turn().unwrap();
+    let mut end = vec![0; 300_000];
+    let mut got = 0;
+    let error = loop {
+        match (&_unread).read(&mut end) {
+            Ok(more) => got += more,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((got, error.kind()), (sent, ErrorKind::ConnectionReset));
+}
+
+#[test]
+fn leases_that_are_never_dropped_stop_nobody_else() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let (hoarded, hoarder) = pair(&hosted, &mut guest);
+    let mut leases = Vec::new();
+    for round in 0..100 {
+        guest
+            .wait_send(hoarded, &bytes(round, 2000), deadline())
+            .unwrap();
+        leases.push(hoarder.recv().unwrap().unwrap());
+    }
+    // Half of them under a reader.
+    let readings: Vec<_> = leases.iter().step_by(2).map(|lease| lease.read()).collect();
+    let (id, mut stream) = pair(&hosted, &mut guest);
+    for round in 0..50 {
+        guest
+            .wait_send(id, &bytes(round, 5000), deadline())
+            .unwrap();
+        let mut got = vec![0; 5000];
+        stream.read_exact(&mut got).unwrap();
+        assert_bytes(&got, &bytes(round, 5000));
+    }
+    for (n, reading) in readings.iter().enumerate() {
+        assert!(!reading.is_torn());
+        assert_bytes(&reading.to_vec(), &bytes(2 * n as u64, 2000));
+    }
+    drop(readings);
+    for (n, lease) in leases.iter().enumerate() {
+        assert_bytes(&lease.to_vec(), &bytes(n as u64, 2000));
+    }
+    // A guest that goes meanwhile takes nothing with it.
+    drop(guest);
+    let error = hoarder.recv().map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    for (n, lease) in leases.iter().enumerate() {
+        assert_bytes(&lease.to_vec(), &bytes(n as u64, 2000));
+    }
+}
+
+#[test]
+fn a_pause_takes_leases_back_and_tears_those_that_are_read() {
+    let hosted = Hosted::with_hold(1, Duration::from_secs(600));
+    let mut guest = hosted.guest();
+    let (id, mut stream) = pair(&hosted, &mut guest);
+    let mut leases = Vec::new();
+    for round in 0..4 {
+        guest
+            .wait_send(id, &bytes(round, 2000), deadline())
+            .unwrap();
+        leases.push(stream.recv().unwrap().unwrap().into_owned());
+    }
+    guest.wait_send(id, &bytes(9, 2000), deadline()).unwrap();
+    eventually("there, unread", || stream.unread() == 2000);
+    let read = leases[1].read();
+    assert!(!read.is_torn());
+    let bases = guest.suspend().unwrap();
+    assert_eq!(guest.used_indices()[1], bases[1], "every chain is back");
+    assert!(read.is_torn());
+    assert_bytes(&read.to_vec(), &bytes(1, 2000));
+    drop(read);
+    for (n, lease) in leases.iter().enumerate() {
+        let reading = lease.read();
+        assert_eq!(reading.is_torn(), n == 1);
+        assert_bytes(&reading.to_vec(), &bytes(n as u64, 2000));
+    }
+    guest.resume(bases).unwrap();
+    let mut got = vec![0; 2000];
+    stream.read_exact(&mut got).unwrap();
+    assert_bytes(&got, &bytes(9, 2000));
+    drop(leases);
+    stream.write_all(&bytes(8, 5000)).unwrap();
+    let mut got = vec![0; 5000];
+    guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    assert_bytes(&got, &bytes(8, 5000));
+}
+
+#[test]
+fn a_new_memory_table_takes_leases_and_loans_back() {
+    let hosted = Hosted::with_hold(1, Duration::from_secs(600));
+    let mut guest = hosted.guest();
+    let (id, stream) = pair(&hosted, &mut guest);
+    guest.wait_send(id, &bytes(1, 2000), deadline()).unwrap();
+    let lease = stream.recv().unwrap().unwrap();
+    assert!(lease.is_in_place());
+    let mut loan = stream.loan(1000).unwrap();
+    assert!(loan.is_in_place());
+    loan.write_all(&bytes(2, 500)).unwrap();
+    guest.send_memory_table().unwrap();
+    guest.frontend().unwrap().sync().unwrap();
+    assert_bytes(&lease.to_vec(), &bytes(1, 2000));
+    // What was written before is not lost, and the rest goes behind it.
+    loan.write_all(&bytes(3, 500)).unwrap();
+    assert!(!loan.is_in_place());
+    assert_eq!(loan.send().unwrap(), 1000);
+    let mut got = vec![0; 1000];
+    guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    assert_bytes(&got[..500], &bytes(2, 500));
+    assert_bytes(&got[500..], &bytes(3, 500));
+    let stats = hosted.stats();
+    assert_eq!((stats.sent, stats.sent_in_place), (1000, 0));
+}
+
+#[test]
+fn a_pause_waits_for_who_is_writing_into_a_loan() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let (_id, stream) = pair(&hosted, &mut guest);
+    let mut loan = stream.loan(1000).unwrap();
+    assert!(loan.is_in_place());
+    // A read from an empty pipe keeps the loan entered.
+    let (from, into) = rustix::pipe::pipe().unwrap();
+    let answered = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let writer = scope.spawn(|| loan.read_from(&from).map(|_| loan));
+        let (guest, answered) = (&mut guest, &answered);
+        let pause = scope.spawn(move || {
+            let bases = guest.suspend().unwrap();
+            answered.store(true, Ordering::SeqCst);
+            bases
+        });
+        // Not proof, but a pause that did not wait would be done by then.
+        thread::sleep(Duration::from_millis(100));
+        assert!(!answered.load(Ordering::SeqCst), "somebody is writing");
+        rustix::io::write(&into, b"written").unwrap();
+        let loan = writer.join().unwrap().unwrap();
+        let bases = pause.join().unwrap();
+        assert_eq!(loan.filled(), 7);
+        drop(loan);
+        assert!(bases[0] > 0);
+    });
+}
+
+#[test]
+fn a_quarter_of_the_buffers_is_never_lent() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let listener = hosted.listen(PORT, 16).unwrap();
+    let mut streams = Vec::new();
+    for _ in 0..8 {
+        let id = guest.wait_connect(host(700), deadline()).unwrap();
+        streams.push((id, listener.accept_timeout(PATIENCE).unwrap().0));
+    }
+    let mut loans = Vec::new();
+    let mut in_place = 0;
+    for (_, stream) in &streams {
+        let mut ours = 0;
+        for _ in 0..40 {
+            let loan = stream.loan(10).unwrap();
+            ours += usize::from(loan.is_in_place());
+            loans.push(loan);
+        }
+        in_place += ours;
+    }
+    assert!(in_place > 0 && in_place < loans.len(), "{in_place}");
+    // Control packets and others' bytes pass.
+    let id = guest.wait_connect(host(700), deadline()).unwrap();
+    let (mut last, _) = listener.accept_timeout(PATIENCE).unwrap();
+    last.set_write_timeout(Some(PATIENCE)).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| last.write_all(&bytes(5, 100_000)).unwrap());
+        let mut got = vec![0; 100_000];
+        guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+        assert_bytes(&got, &bytes(5, 100_000));
+    });
+    // Those in place can be sent although no buffer is free, in any order; others are dropped.
+    let mut want = vec![0; streams.len()];
+    for (n, mut loan) in loans.into_iter().enumerate().rev() {
+        if n % 3 > 0 && loan.is_in_place() {
+            loan.write_all(&[n as u8; 10]).unwrap();
+            assert_eq!(loan.send().unwrap(), 10);
+            want[n / 40] += 10;
+        }
+    }
+    assert!(want.iter().sum::<usize>() > 0);
+    for ((id, _), want) in streams.iter().zip(want) {
+        let mut got = vec![0; want];
+        guest.wait_recv_exact(*id, &mut got, deadline()).unwrap();
+    }
+}
+
+#[test]
+fn hostile_lengths_reach_nobody() {
+    let hosted = Hosted::new();
+    let listener = hosted.listen(PORT, 4).unwrap();
+    let mut guest = hosted.raw_guest();
+    guest.connect(5000, PORT.get());
+    let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    // More than there is; more than anybody may; a header that ends early.
+    for len in [6, 4096, 65537, u32::MAX] {
+        let mut raw = common::raw::emit(&guest.header(5000, PORT.get(), Op::Rw));
+        raw[24..28].copy_from_slice(&len.to_le_bytes());
+        guest.send_bytes(&raw, b"short");
+    }
+    guest.send_bytes(&[0; 20], &[]);
+    hosting::raw_send(&mut guest, 5000, PORT.get(), b"honest");
+    let lease = stream.recv().unwrap().unwrap();
+    assert_eq!(lease.to_vec(), b"honest");
+    drop(lease);
+    guest.wait_tx_done();
+    // Beyond its credit: it is reset, and nobody else is.
+    guest.connect(5001, PORT.get());
+    let (other, _) = listener.accept_timeout(PATIENCE).unwrap();
+    other.set_read_timeout(Some(PATIENCE)).unwrap();
+    for _ in 0..70 {
+        hosting::raw_send(&mut guest, 5000, PORT.get(), &[7; 4096]);
+    }
+    guest.recv_op(5000, Op::Rst);
+    let mut got = 0;
+    let mut part = [0; 65536];
+    let error = loop {
+        match (&stream).read(&mut part) {
+            Ok(more) => got += more,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(got, 262_144, "what it had credit for");
+    hosting::raw_send(&mut guest, 5001, PORT.get(), b"fine");
+    assert_eq!(other.recv().unwrap().unwrap().to_vec(), b"fine");
+}
+
+#[test]
+fn a_host_that_ends_resets_everybody() {
+    let mut hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let (id, stream) = pair(&hosted, &mut guest);
+    guest.wait_send(id, b"unread", deadline()).unwrap();
+    drop(stream.loan(10));
+    hosted.stop();
+    drop(stream);
+    drop(hosted);
+    eventually_with(&mut guest, "over", |guest| {
+        !guest.is_attached() || guest.state(id) != Some(StreamState::Connected)
+    });
+}

@@ -1,0 +1,174 @@
+//! A host under test, its VMs' sockets, and a thread that keeps it going while the test looks at
+//! a guest.
+#![allow(dead_code, reason = "each test program uses its own part")]
+
+use std::ops::Deref;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use zerosock::daemon::{HostSide, VmConfig};
+use zerosock::driver::{Driver, DriverConfig};
+use zerosock::vsock::embedded::Embedded;
+use zerosock::vsock::{Stream, Wait};
+use zerosock::{Address, Cid};
+use zerosock_proto::wire::vsock::Op;
+
+use super::common::raw::{NEXT, RawGuest, TX, emit};
+use super::common::{PATIENCE, deadline};
+
+/// See the module.
+pub(crate) struct Hosted {
+    host: Arc<Embedded>,
+    sockets: Vec<PathBuf>,
+    stop: Arc<AtomicBool>,
+    pump: Option<JoinHandle<()>>,
+    _dir: tempfile::TempDir,
+}
+
+impl Hosted {
+    /// One VM with CID 3.
+    pub(crate) fn new() -> Hosted {
+        Hosted::with(1, Wait::Sleep)
+    }
+
+    /// `vms` VMs with CIDs from 3 on.
+    pub(crate) fn with(vms: u32, wait: Wait) -> Hosted {
+        Hosted::start(vms, wait, Duration::from_millis(20))
+    }
+
+    pub(crate) fn with_hold(vms: u32, hold: Duration) -> Hosted {
+        Hosted::start(vms, Wait::Sleep, hold)
+    }
+
+    fn start(vms: u32, wait: Wait, hold: Duration) -> Hosted {
+        let dir = tempfile::tempdir().unwrap();
+        let mut configs = Vec::new();
+        let mut sockets = Vec::new();
+        for cid in 3..3 + vms {
+            let socket = dir.path().join(format!("vm{cid}.sock"));
+            configs.push(VmConfig {
+                cid: Cid::guest(cid.into()).unwrap(),
+                listener: UnixListener::bind(&socket).unwrap(),
+                host: HostSide::None,
+                buf_alloc: 262_144,
+                queue_size: 1024,
+                groups: Vec::new(),
+            });
+            sockets.push(socket);
+        }
+        let host = Arc::new(Embedded::start(configs, hold, wait).unwrap());
+        let stop = Arc::new(AtomicBool::new(false));
+        let pump = std::thread::spawn({
+            let (host, stop) = (host.clone(), stop.clone());
+            move || {
+                let wait = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 1_000_000,
+                };
+                while !stop.load(Ordering::Relaxed) {
+                    let fd = host.as_fd();
+                    let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait));
+                    host.turn().unwrap();
+                }
+            }
+        });
+        Hosted {
+            host,
+            sockets,
+            stop,
+            pump: Some(pump),
+            _dir: dir,
+        }
+    }
+
+    /// A guest for the first VM.
+    pub(crate) fn guest(&self) -> Driver {
+        self.guest_of(0)
+    }
+
+    pub(crate) fn guest_of(&self, index: usize) -> Driver {
+        let give_up = deadline();
+        loop {
+            match Driver::attach(DriverConfig::new(&self.sockets[index])) {
+                Ok(driver) => return driver,
+                // The device may not yet have seen its last guest off.
+                Err(error) if Instant::now() > give_up => panic!("{error}"),
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// A guest for the first VM that writes its rings by hand.
+    pub(crate) fn raw_guest(&self) -> RawGuest {
+        RawGuest::attach(&self.sockets[0])
+    }
+
+    /// Connects, with the patience that a guest needs which is only just starting.
+    pub(crate) fn connect_to(&self, to: Address) -> Stream {
+        let give_up = deadline();
+        let stream = loop {
+            match self.connect(to) {
+                Ok(stream) => break stream,
+                Err(error) => assert!(Instant::now() < give_up, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// Ends the host as its user does.
+    pub(crate) fn stop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(pump) = self.pump.take() {
+            pump.join().unwrap();
+        }
+    }
+}
+
+impl Deref for Hosted {
+    type Target = Embedded;
+
+    fn deref(&self) -> &Embedded {
+        &self.host
+    }
+}
+
+impl Drop for Hosted {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(pump) = self.pump.take() {
+            let _ = pump.join();
+        }
+    }
+}
+
+/// Sends a packet from our `port` to the host's `to`; where its payload lies.
+pub(crate) fn raw_send(guest: &mut RawGuest, port: u32, to: u32, payload: &[u8]) -> u64 {
+    let index = guest.tx_pair();
+    let (at, data) = (guest.buffer(TX, index), guest.buffer(TX, index + 1));
+    let mut header = guest.header(port, to, Op::Rw);
+    header.len = payload.len() as u32;
+    let header = emit(&header);
+    guest.write(at, &header);
+    guest.write(data, payload);
+    guest.desc(TX, index, at, header.len() as u32, NEXT, index + 1);
+    guest.desc(TX, index + 1, data, payload.len() as u32, 0, 0);
+    guest.make_available(TX, index);
+    guest.kick(TX);
+    data
+}
+
+/// How often `needle` is in the guest's memory.
+pub(crate) fn raw_count(guest: &RawGuest, needle: &[u8]) -> usize {
+    let mut all = vec![0; 4 << 20];
+    guest.read(super::common::raw::GUEST, &mut all);
+    all.windows(needle.len()).filter(|at| *at == needle).count()
+}

@@ -590,9 +590,8 @@ impl Device {
         if let Some(key) = self.key_of(flow) {
             self.remove_join(key, cx);
         }
-        if reset {
-            let _ = self.shard.reset(flow);
-        } else if self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
+        if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
+            // A flow that ended meanwhile needs no reset.
             let _ = self.shard.reset(flow);
         }
     }

@@ -54,6 +54,7 @@ pub(crate) struct HostEngine {
     /// Host sockets may become readable.
     watches: bool,
     trust_processes: bool,
+    #[allow(dead_code, reason = "its thread ends with it")]
     plane: Plane,
 }
 

@@ -115,11 +115,13 @@ impl HostEngine {
     }
 
     /// The processes that are attached now.
+    #[allow(dead_code, reason = "for the part that the user sees")]
     pub(crate) fn processes(&self) -> Vec<Process> {
         self.plane.processes()
     }
 
     /// The CID of the attached process of this name.
+    #[allow(dead_code, reason = "for the part that the user sees")]
     pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
         self.plane.resolve(name)
     }

@@ -62,6 +62,14 @@ pub enum StartError {
         /// Why.
         source: io::Error,
     },
+    /// A socket cannot be bound.
+    #[error("cannot bind {}: {source}", path.display())]
+    Bind {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// The system refused something that every daemon needs.
     #[error("cannot {what}: {source}")]
     System {

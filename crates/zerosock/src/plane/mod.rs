@@ -176,6 +176,11 @@ impl Plane {
         self.directory.add_to(sum);
     }
 
+    /// Who is attached, as far as anybody may ask.
+    pub(crate) fn directory(&self) -> Arc<Directory> {
+        Arc::clone(&self.directory)
+    }
+
     /// The processes that are attached now.
     pub(crate) fn processes(&self) -> Vec<Process> {
         self.directory.processes()

@@ -4,7 +4,7 @@
 //!
 //! - an [`Endpoint`]: the program attaches to a host in another process, or to `zerosock serve`,
 //!   and is a guest without a virtual machine there;
-//! - a `Host`: the program has the device in itself, and is CID 2 to VMs and processes.
+//! - a [`Host`]: the program has the device in itself, and is CID 2 to VMs and processes.
 //!
 //! Both give the same [`Stream`]s and [`Listener`]s. Bytes move in two ways that may be mixed: by
 //! copying ([`std::io::Read`], [`std::io::Write`]), or in place ([`Lease`], [`Loan`]).
@@ -20,18 +20,17 @@
 //! engines share, with the bounds on what is held. `leases`: the words that holders share with it.
 
 pub(crate) mod core;
-#[doc(hidden)]
-#[allow(missing_docs, reason = "for tests")]
-pub mod embedded;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
 mod errors;
+mod host;
 mod lease;
 pub(crate) mod leases;
 mod listener;
 mod loan;
 mod message;
 mod poller;
+pub(crate) mod socket_file;
 pub(crate) mod sockets;
 mod stream;
 #[cfg(feature = "tokio")]
@@ -41,6 +40,7 @@ mod waiting;
 pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
 pub use engine::EndpointStats;
 pub use errors::StreamError;
+pub use host::{Host, HostBuilder};
 pub use lease::{Lease, OwnedLease, Reading};
 pub use listener::Listener;
 pub use loan::{Filling, Loan};

@@ -14,8 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::daemon::{HostSide, VmConfig};
 use zerosock::driver::{Driver, DriverConfig};
-use zerosock::vsock::embedded::Embedded;
-use zerosock::vsock::{Stream, Wait};
+use zerosock::vsock::{Host, Stream, Wait};
 use zerosock::{Address, Cid};
 use zerosock_proto::wire::vsock::Op;
 
@@ -24,7 +23,7 @@ use super::common::{PATIENCE, deadline};
 
 /// See the module.
 pub(crate) struct Hosted {
-    host: Arc<Embedded>,
+    host: Arc<Host>,
     sockets: Vec<PathBuf>,
     stop: Arc<AtomicBool>,
     pump: Option<JoinHandle<()>>,
@@ -62,7 +61,9 @@ impl Hosted {
             });
             sockets.push(socket);
         }
-        let host = Arc::new(Embedded::start(configs, hold, wait).unwrap());
+        let builder = Host::builder().hold(hold).wait(wait);
+        let builder = configs.into_iter().fold(builder, |b, vm| b.vm_with(vm));
+        let host = Arc::new(builder.start().unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let pump = std::thread::spawn({
             let (host, stop) = (host.clone(), stop.clone());
@@ -134,9 +135,9 @@ impl Hosted {
 }
 
 impl Deref for Hosted {
-    type Target = Embedded;
+    type Target = Host;
 
-    fn deref(&self) -> &Embedded {
+    fn deref(&self) -> &Host {
         &self.host
     }
 }

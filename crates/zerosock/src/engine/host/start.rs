@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
-use zerosock_proto::{Cid, Instant};
+use zerosock_proto::Instant;
 
 use super::HostEngine;
-use crate::attach::{AttachConfig, Name, Process};
+use crate::attach::AttachConfig;
+use crate::attach::directory::Directory;
 use crate::device::Limits;
 use crate::device::app::App;
 use crate::engine::poller::Source;
@@ -114,15 +115,8 @@ impl HostEngine {
         Ok(engine)
     }
 
-    /// The processes that are attached now.
-    #[allow(dead_code, reason = "for the part that the user sees")]
-    pub(crate) fn processes(&self) -> Vec<Process> {
-        self.plane.processes()
-    }
-
-    /// The CID of the attached process of this name.
-    #[allow(dead_code, reason = "for the part that the user sees")]
-    pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
-        self.plane.resolve(name)
+    /// The processes that are attached.
+    pub(crate) fn places(&self) -> Arc<Directory> {
+        self.plane.directory()
     }
 }

@@ -44,7 +44,12 @@ impl Reactor {
             return Ok(running);
         }
         let fd: OwnedFd = (**core).as_fd().try_clone_to_owned()?;
-        let fd = AsyncFd::register_with_interest(fd, IoInterest::READABLE)?;
+        #[allow(
+            deprecated,
+            reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
+                      that it stays open and the same"
+        )]
+        let fd = AsyncFd::with_interest(fd, IoInterest::READABLE)?;
         let task = ::tokio::spawn(work(Arc::downgrade(core), fd));
         let reactor = Arc::new(Reactor { task });
         *place = Arc::downgrade(&reactor);

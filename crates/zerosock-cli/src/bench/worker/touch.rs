@@ -11,6 +11,10 @@ const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 /// a message looks like no shifted neighbour.
 const STRIDE: u64 = 0xd1b5_4a32_d192_ed03;
 const LANE: usize = 8;
+/// Bytes that are written or compared at once: several vectors, so that none waits for another.
+const BLOCK: usize = LANES * LANE;
+const LANES: usize = 8;
+const BLOCK_STEP: u64 = STEP.wrapping_mul(LANES as u64);
 
 /// What went wrong, for people. Only built when something did.
 pub(crate) type Fault = String;
@@ -203,13 +207,29 @@ fn write(base: u64, offset: u64, out: &mut [u8]) {
     write_bytes(base, offset, head);
     let offset = offset + head.len() as u64;
     let mut value = lane(base, offset / LANE as u64);
-    let (lanes, tail) = body.as_chunks_mut::<LANE>();
-    let end = offset + (lanes.len() * LANE) as u64;
+    let (blocks, rest) = body.as_chunks_mut::<BLOCK>();
+    let end = offset + (blocks.len() * BLOCK) as u64;
+    let mut values = block(value);
+    for bytes in blocks {
+        for (lane, value) in bytes.as_chunks_mut::<LANE>().0.iter_mut().zip(&mut values) {
+            *lane = value.to_le_bytes();
+            *value = value.wrapping_add(BLOCK_STEP);
+        }
+    }
+    value = values[0];
+    let (lanes, tail) = rest.as_chunks_mut::<LANE>();
+    let end = end + (lanes.len() * LANE) as u64;
     for lane in lanes {
         *lane = value.to_le_bytes();
         value = value.wrapping_add(STEP);
     }
     write_bytes(base, end, tail);
+}
+
+/// The lanes of a block that begins with `value`.
+#[inline]
+fn block(value: u64) -> [u64; LANES] {
+    std::array::from_fn(|index| lane(value, index as u64))
 }
 
 /// Fewer bytes than a lane, none of them in two lanes.
@@ -230,12 +250,25 @@ fn difference(base: u64, offset: u64, bytes: &[u8]) -> u64 {
     let mut wrong = difference_bytes(base, offset, head);
     let offset = offset + head.len() as u64;
     let mut value = lane(base, offset / LANE as u64);
-    let (lanes, tail) = body.as_chunks::<LANE>();
+    let (blocks, rest) = body.as_chunks::<BLOCK>();
+    let end = offset + (blocks.len() * BLOCK) as u64;
+    let mut values = block(value);
+    let mut wrongs = [0; LANES];
+    for bytes in blocks {
+        let lanes = bytes.as_chunks::<LANE>().0.iter();
+        for ((lane, value), wrong) in lanes.zip(&mut values).zip(&mut wrongs) {
+            *wrong |= u64::from_le_bytes(*lane) ^ *value;
+            *value = value.wrapping_add(BLOCK_STEP);
+        }
+    }
+    value = values[0];
+    wrong |= wrongs.iter().fold(0, |all, wrong| all | wrong);
+    let (lanes, tail) = rest.as_chunks::<LANE>();
+    let end = end + (lanes.len() * LANE) as u64;
     for lane in lanes {
         wrong |= u64::from_le_bytes(*lane) ^ value;
         value = value.wrapping_add(STEP);
     }
-    let end = offset + (lanes.len() * LANE) as u64;
     wrong | difference_bytes(base, end, tail)
 }
 

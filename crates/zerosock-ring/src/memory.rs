@@ -451,6 +451,18 @@ impl Memory {
         self.id
     }
 
+    /// Where the piece begins, counted in bytes from the beginning of the memory: its regions one
+    /// behind the other in order of guest addresses, without the gaps between them. None if it
+    /// does not lie in this memory.
+    pub fn flat_offset(&self, piece: Piece) -> Option<u64> {
+        let region = piece.region as usize;
+        self.regions
+            .get(region)?
+            .host(piece.offset, u64::from(piece.len))?;
+        let before: u64 = self.regions.iter().take(region).map(|r| r.len).sum();
+        Some(before + piece.offset)
+    }
+
     /// The address of `len` bytes at the front-end's own address `user_addr`, if they lie in one
     /// region.
     pub(crate) fn at_user_addr(&self, user_addr: u64, len: u64) -> Option<*mut u8> {

@@ -10,7 +10,8 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::{Driver, StreamId, StreamState, loans};
 use crate::vsock::engine::{
-    ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault, Stirred,
+    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
+    Stirred,
 };
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Copy, LeaseParts, News, NoLease};
@@ -125,6 +126,10 @@ impl Engine for Driver {
             peer_deaf: conn.peer_deaf,
             trusted: self.trusted,
         })
+    }
+
+    fn ahead(&mut self, id: StreamId) -> Option<Ahead> {
+        self.sockets.ahead(id, &self.store)
     }
 
     fn shutdown(&mut self, id: StreamId, how: How) {

@@ -16,7 +16,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, Thread};
 use std::time::Instant;
@@ -129,6 +129,8 @@ pub(crate) struct Core {
     /// The task that works for async sockets, while there are any.
     #[cfg(feature = "tokio")]
     reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
+    /// Connections from now on may have receive maps.
+    rx_map: AtomicBool,
 }
 
 /// How a wait has gone so far.
@@ -170,6 +172,7 @@ impl Core {
             trust,
             #[cfg(feature = "tokio")]
             reactor: Mutex::default(),
+            rx_map: AtomicBool::new(false),
             state: Mutex::new(State {
                 engine,
                 sleeper: None,
@@ -188,6 +191,16 @@ impl Core {
 
     pub(crate) fn trust(&self) -> Option<Trust> {
         self.trust
+    }
+
+    /// Whether connections from now on may have receive maps.
+    pub(crate) fn set_rx_map(&self, enabled: bool) {
+        self.rx_map.store(enabled, Ordering::Relaxed);
+    }
+
+    /// See [`set_rx_map`](Self::set_rx_map).
+    pub(crate) fn rx_map(&self) -> bool {
+        self.rx_map.load(Ordering::Relaxed)
     }
 
     /// Takes the lock.

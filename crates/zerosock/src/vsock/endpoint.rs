@@ -63,7 +63,7 @@ impl From<OpenError> for io::Error {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Endpoint {
-    core: Arc<Core>,
+    pub(super) core: Arc<Core>,
     cid: Cid,
     wait: Wait,
     connect_timeout: Duration,

@@ -72,6 +72,35 @@ pub(crate) struct ConnInfo {
     pub(crate) trusted: bool,
 }
 
+/// What lies ahead of the reader of a connection.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Ahead {
+    /// Bytes to be read.
+    pub(crate) unread: usize,
+    /// Nothing will be added to them.
+    pub(crate) closed: bool,
+    /// What a lease would give now.
+    pub(crate) next: Option<Next>,
+}
+
+/// The first of what was received.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Next {
+    pub(crate) len: usize,
+    pub(crate) kind: NextKind,
+}
+
+/// How a lease on it would be.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum NextKind {
+    /// In place.
+    InPlace,
+    /// A copy that is made for it: the bounds on leases allow no more in place.
+    Bounded,
+    /// On a copy that is there already, or that has to be made anyway.
+    Copied,
+}
+
 /// What a new loan is made of.
 #[derive(Debug)]
 pub(crate) struct LoanParts {
@@ -197,6 +226,9 @@ pub(crate) trait Engine: Send {
 
     /// About a connection; `None` for one that was closed.
     fn info(&self, id: StreamId) -> Option<ConnInfo>;
+
+    /// What a reader of the connection would find; `None` for one that was closed.
+    fn ahead(&mut self, id: StreamId) -> Option<Ahead>;
 
     /// Ends one way, or both.
     fn shutdown(&mut self, id: StreamId, how: How);

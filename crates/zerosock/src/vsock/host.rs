@@ -48,7 +48,7 @@ use crate::engine::host::{HostConfig, HostEngine};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Host {
-    core: Arc<Core>,
+    pub(super) core: Arc<Core>,
     wait: Wait,
     connect_timeout: Duration,
     places: Arc<Directory>,

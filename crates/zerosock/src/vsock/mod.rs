@@ -17,7 +17,8 @@
 //! # What each file is for
 //! `stream`, `listener`, `lease`, `loan`, `message`: what the user has in hand. `core`: the lock,
 //! the waiting. `engine`: what the core drives. `sockets`: the table of connections that both
-//! engines share, with the bounds on what is held. `leases`: the words that holders share with it.
+//! engines share, with the bounds on what is held. `rxmap`: the interface of memory-mapped receive.
+//! `leases`: the words that holders share with it.
 
 pub(crate) mod core;
 pub(crate) mod endpoint;
@@ -30,6 +31,7 @@ mod listener;
 mod loan;
 mod message;
 mod poller;
+pub mod rxmap;
 pub(crate) mod socket_file;
 pub(crate) mod sockets;
 mod stream;
@@ -46,6 +48,7 @@ pub use listener::Listener;
 pub use loan::{Filling, Loan};
 pub use message::Message;
 pub use poller::{Poller, Readiness, Ready};
+pub use rxmap::{PagedRxMap, RxMap, RxMapError};
 pub use sockets::StreamState;
 pub use stream::{Batch, Stream};
 pub use waiting::Wait;

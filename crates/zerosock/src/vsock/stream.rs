@@ -53,6 +53,8 @@ pub struct Stream {
     local: Address,
     peer: Address,
     pub(super) trust: Option<Trust>,
+    /// It may have receive maps.
+    pub(super) rx_map: bool,
     nonblocking: AtomicBool,
     /// Nanoseconds; 0: none.
     read_timeout: AtomicU64,
@@ -69,6 +71,7 @@ impl Stream {
     pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
         let trust = core.trust().filter(|_| info.trusted);
         Stream {
+            rx_map: core.rx_map(),
             core,
             id,
             local: info.local,
@@ -136,6 +139,28 @@ impl Stream {
     /// of the stream. 0 is 1. More than the connection's receive buffer is never there at once.
     pub fn set_low_water(&self, bytes: u32) {
         self.low_water.store(bytes.max(1), Ordering::Relaxed);
+    }
+
+    /// See [`set_low_water`](Self::set_low_water).
+    pub(super) fn low_water(&self) -> u32 {
+        self.low_water.load(Ordering::Relaxed)
+    }
+
+    /// Waits, as a read would, until there is something to read (as much as the low-water mark
+    /// asks for) or nothing will come any more, and takes nothing: what `poll(2)` is for.
+    ///
+    /// # Errors
+    /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint is over.
+    pub fn wait_readable(&self) -> io::Result<()> {
+        let low_water = self.low_water();
+        let patience = self.patience(&self.read_timeout);
+        let attempt = |engine: &mut dyn Engine| {
+            let there = engine
+                .ahead(self.id)
+                .is_none_or(|ahead| ahead.closed || ahead.unread >= low_water as usize);
+            there.then_some(())
+        };
+        Ok(self.core.wait(Interest::Conn(self.id), patience, attempt)?)
     }
 
     /// Bytes that a read would give at once.

@@ -24,7 +24,8 @@ use super::worker::Worker;
 use crate::device::app::{App, HostToken, QueueStore};
 use crate::plane::Plane;
 use crate::vsock::engine::{
-    ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault, Stirred,
+    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
+    Stirred,
 };
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Copy, LeaseParts, NoLease, Sockets, StreamId, StreamState};
@@ -438,6 +439,16 @@ impl Engine for HostEngine {
             peer_deaf: conn.peer_deaf,
             trusted: self.trust_processes && self.is_process(conn.pool),
         })
+    }
+
+    #[inline]
+    fn ahead(&mut self, id: StreamId) -> Option<Ahead> {
+        let mut ahead = None;
+        self.received(id, |sockets, store| {
+            ahead = sockets.ahead(id, store);
+            false
+        });
+        ahead
     }
 
     fn shutdown(&mut self, id: StreamId, how: How) {

@@ -10,7 +10,8 @@ use arrayvec::ArrayVec;
 use zerosock_ring::{Memory, Piece};
 
 use super::parts::{Held, Part, copy_out};
-use super::{NONE, Sockets, Store, StreamId};
+use super::{NONE, Sockets, Store, StreamId, StreamState};
+use crate::vsock::engine::{Ahead, Next, NextKind};
 
 /// Pieces of one buffer that a lease in place can name; in more pieces it is copied.
 pub(crate) const PIECES: usize = 4;
@@ -91,6 +92,29 @@ impl<T> Default for Lent<T> {
 }
 
 impl<T> Sockets<T> {
+    /// What a reader would find, and how a [`lease`](Self::lease) would be.
+    pub(crate) fn ahead(&self, id: StreamId, store: &impl Store<Token = T>) -> Option<Ahead> {
+        let conn = self.get(id)?;
+        let next = conn.parts.front().map(|part| Next {
+            len: part.len(),
+            kind: match part {
+                Part::Held(held) if can_place(store, held) => {
+                    if self.may_lease(conn.pool, conn.leased) {
+                        NextKind::InPlace
+                    } else {
+                        NextKind::Bounded
+                    }
+                }
+                _ => NextKind::Copied,
+            },
+        });
+        Some(Ahead {
+            unread: conn.unread,
+            closed: conn.is_at_end() || conn.state == StreamState::Reset,
+            next,
+        })
+    }
+
     /// Lends out the first part of what was received. In place, if the bounds allow; a copy
     /// otherwise.
     pub(crate) fn lease(
@@ -312,6 +336,11 @@ impl<T> Sockets<T> {
     pub(crate) fn lent_out(&self) -> usize {
         self.lent.len() - self.free_lent.len()
     }
+}
+
+/// Whether [`place`] can name it.
+fn can_place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> bool {
+    store.memory(&held.token).is_some() && store.pieces(&held.token).len() <= PIECES
 }
 
 /// Names where a held buffer lies; `None` if that takes too many pieces.

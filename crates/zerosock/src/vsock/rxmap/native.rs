@@ -1,0 +1,601 @@
+//! The native receive map: headers that say where in shared memory the packets lie.
+//!
+//! What must hold: a packet of which a header is out stays where it is. Its lease counts as being
+//! read the whole time, so the endpoint does not move it; the bounds on leases still hold, because
+//! a fill ends where they do.
+
+use std::borrow::Borrow;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use zerosock_ring::{Memory, Piece, SliceBuf};
+
+use super::ear::{self, Ear};
+use super::errors::of_nothing;
+use super::paged::reason;
+use super::pages::{Pages, capacity, pages_for};
+use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
+use crate::vsock::engine::NextKind;
+use crate::vsock::leases::Entered;
+use crate::vsock::sockets::{Copy, LeaseParts, PIECES, Place};
+use crate::vsock::stream::Stream;
+
+/// Bytes of a header.
+const HEADER: usize = 16;
+/// Headers that a last packet in several pieces adds.
+const MORE: usize = PIECES - 1;
+
+/// `{u32 length, u32 flags, u64 offset}`: the document's header and a place.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct RxHeader {
+    /// Bytes of payload. 0: the end of the headers.
+    pub length: u32,
+    /// [`EOM`](super::EOM), [`EOR`](super::EOR), [`SPILLED`].
+    pub flags: u32,
+    /// Of the first byte, in bytes from the beginning of the memory that the endpoint shares with
+    /// its peer's side (its regions one behind the other, in order of guest addresses), or of the
+    /// spill pages. `u64::MAX`: in neither; [`RxMap::packet`] has the bytes all the same.
+    pub offset: u64,
+}
+
+/// How an [`RxMap`] is to be.
+#[derive(Copy, Clone, Debug)]
+#[must_use]
+pub struct RxMapConfig {
+    headers: usize,
+    bytes: usize,
+    spill_pages: usize,
+}
+
+impl Default for RxMapConfig {
+    /// One page of headers, which is 251 of them; a fill as large as they make it; 16 spill pages,
+    /// so that the largest packet of vsock fits.
+    fn default() -> RxMapConfig {
+        RxMapConfig {
+            headers: capacity(1, HEADER) - MORE,
+            bytes: usize::MAX,
+            spill_pages: 16,
+        }
+    }
+}
+
+impl RxMapConfig {
+    /// Headers of one fill at most; any number, over as many pages as that takes. A last packet
+    /// that needs several may add three.
+    pub fn headers(mut self, headers: usize) -> RxMapConfig {
+        self.headers = headers;
+        self
+    }
+
+    /// Bytes of one fill: it ends before a packet that would exceed them. A first packet that is
+    /// longer comes alone: packets in place are not split.
+    pub fn bytes(mut self, bytes: usize) -> RxMapConfig {
+        self.bytes = bytes;
+        self
+    }
+
+    /// Pages for bytes that cannot be given in place; at least one.
+    pub fn spill_pages(mut self, pages: usize) -> RxMapConfig {
+        self.spill_pages = pages;
+        self
+    }
+}
+
+/// A receive map whose headers point into the memory that the peer's side writes: nothing is
+/// copied, and nothing is mapped or unmapped for it.
+///
+/// Each header holds its packet where it lies until it is [released](Self::release): the lease
+/// behind it counts as being read. As many packets as a connection may have on lease in place (an
+/// eighth of the endpoint's receive buffers) come in one fill; it ends there, and what follows
+/// comes with the next. Only bytes that cannot be had in place at all (they were copied aside while
+/// they waited, or other leases use the connection's share up) are copied, into pages of the map's
+/// own: a header with [`SPILLED`] names them.
+///
+/// A packet whose buffer is in several pieces of guest memory has a header for each.
+///
+/// `S` is the stream, or what refers to it: `&Stream`, `Arc<Stream>`. A stream can have any number
+/// of maps; each fill takes what comes next.
+pub struct RxMap<S: Borrow<Stream>> {
+    stream: S,
+    config: RxMapConfig,
+    pages: Pages,
+    spill: Pages,
+    /// Of the last fill, in the order of headers.
+    packets: Vec<Mapped>,
+    leases: Vec<Held>,
+    unreleased: usize,
+    ear: Ear,
+}
+
+/// What is behind a header.
+#[derive(Debug)]
+struct Mapped {
+    released: bool,
+    home: Home,
+}
+
+#[derive(Debug)]
+enum Home {
+    /// In the memory of a lease, by its place among `leases`.
+    InPlace(usize, Piece),
+    /// In the spill pages, from there on.
+    Spilled(usize),
+    /// In a lease that turned out to be a copy.
+    Copied(usize, Copy),
+}
+
+/// A lease, entered for as long as any of its headers is out.
+#[derive(Debug)]
+struct Held {
+    index: u32,
+    memory: Option<Arc<Memory>>,
+    /// Headers that are not released.
+    left: usize,
+}
+
+/// The bytes behind one header, as long as it is not released.
+pub struct RxPacket<'m> {
+    stream: &'m Stream,
+    header: RxHeader,
+    mapped: &'m Mapped,
+    leases: &'m [Held],
+    spill: &'m [u8],
+}
+
+impl<S: Borrow<Stream>> RxMap<S> {
+    /// A map for `stream`.
+    ///
+    /// # Errors
+    /// [`RxMapError::NotEnabled`]; [`RxMapError::Length`] for no headers, no bytes or no spill
+    /// pages.
+    pub fn new(stream: S, config: RxMapConfig) -> Result<RxMap<S>, RxMapError> {
+        if !stream.borrow().rx_map() {
+            return Err(RxMapError::NotEnabled);
+        }
+        let most = u32::MAX as usize / PAGE;
+        let sizes = [config.headers, config.bytes, config.spill_pages];
+        if sizes.contains(&0) || config.headers > most || config.spill_pages > most {
+            return Err(RxMapError::Length(0));
+        }
+        Ok(RxMap {
+            stream,
+            config,
+            pages: Pages::new(pages_for(config.headers + MORE, HEADER)),
+            spill: Pages::new(config.spill_pages),
+            packets: Vec::new(),
+            leases: Vec::new(),
+            unreleased: 0,
+            ear: Ear::default(),
+        })
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> &Stream {
+        self.stream.borrow()
+    }
+
+    /// What there is to read: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
+    /// [`CLOSED`](super::CLOSED). To be called in a loop instead of waiting: no system call is
+    /// made while nothing comes.
+    ///
+    /// # Errors
+    /// When the endpoint is over.
+    pub fn poll_value(&mut self) -> Result<u32, RxMapError> {
+        let value = self.ear.poll(self.stream.borrow())?;
+        self.pages.set_poll_value(value);
+        Ok(value)
+    }
+
+    /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
+    /// [`Stream::set_read_timeout`]) until there is something to read or nothing will come; the
+    /// poll value then. What `poll(2)` is for a program that does not spin.
+    ///
+    /// # Errors
+    /// `WouldBlock`, `TimedOut`, or when the endpoint is over.
+    pub fn wait(&mut self) -> Result<u32, RxMapError> {
+        self.stream.borrow().wait_readable()?;
+        self.poll_value()
+    }
+
+    /// Puts headers for what has come into the map, without waiting; how many (`hdr_num`). 0:
+    /// nothing was there; with a poll value of [`CLOSED`](super::CLOSED), nothing will come.
+    ///
+    /// # Errors
+    /// [`RxMapError::NotReleased`], for as long as headers of the last fill are not released. A
+    /// connection that was reset, once what had come before is taken.
+    pub fn fill(&mut self) -> Result<usize, RxMapError> {
+        if self.unreleased > 0 {
+            return Err(RxMapError::NotReleased);
+        }
+        self.packets.clear();
+        self.leases.clear();
+        let stream = self.stream.borrow();
+        let mut locked = stream.core.lock();
+        if locked.engine().pending() {
+            locked.turn()?;
+        }
+        let engine = locked.engine();
+        let mut bytes = 0;
+        let mut spilled = 0;
+        let mut fault = None;
+        while let Some(next) = engine.ahead(stream.id).and_then(|ahead| ahead.next) {
+            let first = self.packets.is_empty();
+            if self.packets.len() >= self.config.headers
+                || (!first && bytes + next.len > self.config.bytes)
+            {
+                break;
+            }
+            match next.kind {
+                NextKind::InPlace => {
+                    let parts = match engine.lease(stream.id) {
+                        Ok(Some(parts)) => parts,
+                        Ok(None) => break,
+                        Err(error) => {
+                            fault = Some(error);
+                            break;
+                        }
+                    };
+                    bytes += parts.len;
+                    add_leased(
+                        &mut self.pages,
+                        &mut self.packets,
+                        &mut self.leases,
+                        stream,
+                        parts,
+                    );
+                }
+                NextKind::Bounded if !first => break,
+                NextKind::Bounded | NextKind::Copied => {
+                    let room = self.spill.as_slice().len() - spilled;
+                    let room = room.min(self.config.bytes.saturating_sub(bytes));
+                    let len = next.len.min(room);
+                    let out = self.spill.as_mut_slice().get_mut(spilled..spilled + len);
+                    let Some(out) = out.filter(|out| !out.is_empty()) else {
+                        break;
+                    };
+                    if let Err(error) = engine.read(stream.id, out, false) {
+                        fault = Some(error);
+                        break;
+                    }
+                    let header = RxHeader {
+                        length: len as u32,
+                        flags: SPILLED | if len == next.len { STREAM_FLAGS } else { 0 },
+                        offset: spilled as u64,
+                    };
+                    let home = Home::Spilled(spilled);
+                    add(&mut self.pages, &mut self.packets, header, home);
+                    bytes += len;
+                    // On a border of 64 bytes, as bytes in place are.
+                    spilled = (spilled + len).next_multiple_of(64);
+                    spilled = spilled.min(self.spill.as_slice().len());
+                }
+            }
+        }
+        let headers = self.packets.len();
+        if headers == 0 && fault.is_none() {
+            fault = reason(engine, stream);
+        }
+        let value = ear::value(engine, stream);
+        engine.settle();
+        drop(locked);
+        self.pages.set_header(headers, RxHeader::default().encode());
+        self.pages.set_hdr_num(headers as u32);
+        self.pages.set_poll_value(value);
+        self.unreleased = headers;
+        match fault {
+            Some(fault) if headers == 0 => of_nothing(fault).map(|()| 0),
+            _ => Ok(headers),
+        }
+    }
+
+    /// `poll_value` as it lies in the map: what the last call found.
+    pub fn last_poll_value(&self) -> u32 {
+        self.pages.poll_value()
+    }
+
+    /// `hdr_num` as it lies in the map: headers of the last fill.
+    pub fn hdr_num(&self) -> u32 {
+        self.pages.hdr_num()
+    }
+
+    /// Header `index`; `None` behind the end.
+    pub fn header(&self, index: usize) -> Option<RxHeader> {
+        self.packets.get(index)?;
+        self.pages.header(index).map(RxHeader::decode)
+    }
+
+    /// The pages of headers as they lie in memory: `{u32 poll_value, u32 hdr_num}`, then
+    /// `{u32 length, u32 flags, u64 offset}` for each header, in the machine's byte order; one of
+    /// length 0 is the end.
+    pub fn header_pages(&self) -> &[u8] {
+        self.pages.as_slice()
+    }
+
+    /// The spill pages.
+    pub fn spill_pages(&self) -> &[u8] {
+        self.spill.as_slice()
+    }
+
+    /// The bytes behind header `index`; `None` if it is released, or there is none.
+    pub fn packet(&self, index: usize) -> Option<RxPacket<'_>> {
+        let mapped = self.packets.get(index).filter(|mapped| !mapped.released)?;
+        Some(RxPacket {
+            stream: self.stream.borrow(),
+            header: self.header(index)?,
+            mapped,
+            leases: &self.leases,
+            spill: self.spill.as_slice(),
+        })
+    }
+
+    /// What the last fill gave and is not released.
+    pub fn packets(&self) -> impl Iterator<Item = RxPacket<'_>> {
+        (0..self.packets.len()).filter_map(|index| self.packet(index))
+    }
+
+    /// Gives the packets of a range of headers back: their buffers to the peer's side, credit to
+    /// their sender. In any order and in any parts; those that are released already are skipped.
+    ///
+    /// # Errors
+    /// [`RxMapError::Range`] for headers that the last fill did not give.
+    pub fn release(&mut self, headers: Range<usize>) -> Result<(), RxMapError> {
+        let Some(packets) = self.packets.get_mut(headers) else {
+            return Err(RxMapError::Range);
+        };
+        if self.unreleased == 0 || packets.is_empty() {
+            return Ok(());
+        }
+        let core = &self.stream.borrow().core;
+        let mut locked = core.lock();
+        for mapped in packets.iter_mut().filter(|mapped| !mapped.released) {
+            mapped.released = true;
+            self.unreleased -= 1;
+            let (Home::InPlace(lease, _) | Home::Copied(lease, _)) = mapped.home else {
+                continue;
+            };
+            let Some(held) = self.leases.get_mut(lease) else {
+                continue;
+            };
+            held.left -= 1;
+            if held.left == 0 {
+                if held.memory.take().is_some() {
+                    core.leases().leave(held.index);
+                }
+                locked.engine().give_back(held.index);
+            }
+        }
+        locked.engine().settle();
+        Ok(())
+    }
+
+    /// Gives everything back.
+    pub fn release_all(&mut self) {
+        // The range is the whole.
+        let _ = self.release(0..self.packets.len());
+    }
+}
+
+/// A header for each piece of a lease, which is entered.
+fn add_leased(
+    pages: &mut Pages,
+    packets: &mut Vec<Mapped>,
+    leases: &mut Vec<Held>,
+    stream: &Stream,
+    parts: LeaseParts,
+) {
+    let LeaseParts { index, len, place } = parts;
+    let lease = leases.len();
+    let (memory, pieces, offset) = match place {
+        Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        } if stream.core.leases().enter(index) == Entered::InPlace => (memory, pieces, offset),
+        // The endpoint said that it would be in place, and then found that it holds too much of
+        // a peer's memory of before.
+        Place::InPlace { .. } | Place::Copied(_) => {
+            let copy = match place {
+                Place::Copied(copy) => copy,
+                Place::InPlace { .. } => (Arc::new(vec![0; len]), 0),
+            };
+            let header = RxHeader {
+                length: len as u32,
+                flags: SPILLED | STREAM_FLAGS,
+                offset: u64::MAX,
+            };
+            add(pages, packets, header, Home::Copied(lease, copy));
+            leases.push(Held {
+                index,
+                memory: None,
+                left: 1,
+            });
+            return;
+        }
+    };
+    let (mut skip, mut rest, mut left) = (offset, len, 0);
+    for piece in pieces {
+        let part = piece.part(skip, rest);
+        skip = skip.saturating_sub(piece.len());
+        if part.is_empty() {
+            continue;
+        }
+        rest -= part.len();
+        left += 1;
+        let header = RxHeader {
+            length: part.len() as u32,
+            flags: if rest == 0 { STREAM_FLAGS } else { 0 },
+            offset: memory.flat_offset(part).unwrap_or(u64::MAX),
+        };
+        add(pages, packets, header, Home::InPlace(lease, part));
+    }
+    leases.push(Held {
+        index,
+        memory: Some(memory),
+        left,
+    });
+}
+
+fn add(pages: &mut Pages, packets: &mut Vec<Mapped>, header: RxHeader, home: Home) {
+    pages.set_header(packets.len(), header.encode());
+    let released = false;
+    packets.push(Mapped { released, home });
+}
+
+impl RxHeader {
+    fn encode(self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[..4].copy_from_slice(&self.length.to_ne_bytes());
+        bytes[4..8].copy_from_slice(&self.flags.to_ne_bytes());
+        bytes[8..].copy_from_slice(&self.offset.to_ne_bytes());
+        bytes
+    }
+
+    fn decode(bytes: [u8; HEADER]) -> RxHeader {
+        let [a, b, c, d, e, f, g, h, offset @ ..] = bytes;
+        RxHeader {
+            length: u32::from_ne_bytes([a, b, c, d]),
+            flags: u32::from_ne_bytes([e, f, g, h]),
+            offset: u64::from_ne_bytes(offset),
+        }
+    }
+}
+
+impl RxPacket<'_> {
+    /// Its header.
+    pub fn header(&self) -> RxHeader {
+        self.header
+    }
+
+    /// Length in bytes; never 0.
+    #[expect(clippy::len_without_is_empty, reason = "a packet is never empty")]
+    pub fn len(&self) -> usize {
+        self.header.length as usize
+    }
+
+    /// Whether the bytes are where the peer's side wrote them.
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.mapped.home, Home::InPlace(..))
+    }
+
+    /// Whether the peer got its memory back meanwhile (it disconnected, rebooted, or changed its
+    /// memory): the memory is still there, but what it holds means nothing.
+    pub fn is_torn(&self) -> bool {
+        self.in_place()
+            .is_some_and(|(held, _, _)| self.stream.core.leases().is_torn(held.index))
+    }
+
+    fn in_place(&self) -> Option<(&Held, &Memory, Piece)> {
+        let Home::InPlace(lease, piece) = self.mapped.home else {
+            return None;
+        };
+        let held = self.leases.get(lease)?;
+        Some((held, held.memory.as_deref()?, piece))
+    }
+
+    /// Where the bytes are, if in private memory.
+    fn private(&self) -> Option<&[u8]> {
+        match &self.mapped.home {
+            Home::InPlace(..) => None,
+            Home::Spilled(start) => self.spill.get(*start..*start + self.len()),
+            Home::Copied(_, (bytes, start)) => bytes.get(*start..*start + self.len()),
+        }
+    }
+
+    /// The bytes themselves. `None` if the peer may write them meanwhile: then copy them out, or,
+    /// for process peers, declare [`Trust`](crate::vsock::Trust) when opening the endpoint.
+    pub fn as_slice(&self) -> Option<&[u8]> {
+        match self.in_place() {
+            Some((_, memory, piece)) => memory.trusted_slice(piece, self.stream.trust?),
+            None => self.private(),
+        }
+    }
+
+    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
+        match self.in_place() {
+            Some((_, memory, piece)) => memory.read(&[piece], offset, out),
+            None => {
+                let bytes = self.private().and_then(|bytes| bytes.get(offset..));
+                let bytes = bytes.unwrap_or(&[]);
+                let len = bytes.len().min(out.len());
+                out[..len].copy_from_slice(&bytes[..len]);
+                len
+            }
+        }
+    }
+
+    /// A copy of all bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len()];
+        self.copy_to(0, &mut bytes);
+        bytes
+    }
+
+    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    ///
+    /// # Errors
+    /// Those of `writev(2)`.
+    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
+        let Some((_, memory, piece)) = self.in_place() else {
+            return Ok(rustix::io::write(fd, self.private().unwrap_or(&[]))?);
+        };
+        let mut slices = SliceBuf::<1>::new();
+        memory.slices(&[piece], 0, piece.len(), &mut slices);
+        zerosock_sys::write_slices(fd.as_fd(), &slices)
+    }
+
+    /// The address of the first byte.
+    pub fn as_ptr(&self) -> *const u8 {
+        match self.in_place() {
+            Some((_, memory, piece)) => memory
+                .slice(piece)
+                .map_or(std::ptr::null(), |slice| slice.as_ptr().cast_const()),
+            None => self.private().map_or(std::ptr::null(), <[u8]>::as_ptr),
+        }
+    }
+}
+
+impl<S: Borrow<Stream>> Drop for RxMap<S> {
+    fn drop(&mut self) {
+        self.release_all();
+    }
+}
+
+impl<S: Borrow<Stream>> fmt::Debug for RxMap<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RxMap")
+            .field("hdr_num", &self.hdr_num())
+            .field("unreleased", &self.unreleased)
+            .field("has_data", &(self.last_poll_value() != EMPTY))
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for RxPacket<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RxPacket")
+            .field("header", &self.header)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_laid_out_as_said() {
+        let header = RxHeader {
+            length: 0x0403_0201,
+            flags: 0x0807_0605,
+            offset: 0x100f_0e0d_0c0b_0a09,
+        };
+        if cfg!(target_endian = "little") {
+            assert_eq!(header.encode(), std::array::from_fn(|at| at as u8 + 1));
+        }
+        assert_eq!(RxHeader::decode(header.encode()), header);
+    }
+}

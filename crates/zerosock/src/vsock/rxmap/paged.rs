@@ -1,0 +1,444 @@
+//! The compatibility view: the document's own layout, which copies.
+//!
+//! ```text
+//!             Page 0        Page 1      Page N
+//!     [ pref hdr0 .. hdrN ][ data ] .. [ data ]
+//! ```
+//!
+//! "[hdr_num] shows number of mapped pages with data which starts from second page"; "single
+//! header could represent array of pages (when packet's buffer is bigger than one page)"; the
+//! header behind the last has 0 in its length field.
+
+use std::borrow::Borrow;
+use std::fmt;
+use std::ops::{BitOr, Range};
+
+use super::ear::{self, Ear};
+use super::errors::of_nothing;
+use super::pages::{Pages, capacity};
+use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
+use crate::vsock::engine::{Engine, RecvFault};
+use crate::vsock::stream::Stream;
+
+/// Bytes of a header.
+const HEADER: usize = 8;
+
+/// What may be done with a mapping, as for `mmap(2)`.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Protection(u32);
+
+impl Protection {
+    /// PROT_NONE.
+    pub const NONE: Protection = Protection(0);
+    /// PROT_READ: the only one that a receive map has.
+    pub const READ: Protection = Protection(1);
+    /// PROT_WRITE.
+    pub const WRITE: Protection = Protection(2);
+    /// PROT_EXEC.
+    pub const EXEC: Protection = Protection(4);
+}
+
+impl BitOr for Protection {
+    type Output = Protection;
+
+    fn bitor(self, other: Protection) -> Protection {
+        Protection(self.0 | other.0)
+    }
+}
+
+/// `struct virtio_vsock_usr_hdr`.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct PagedHeader {
+    /// Bytes of payload, from the beginning of a page on. 0: the end of the headers.
+    pub length: u32,
+    /// [`EOM`](super::EOM), [`EOR`](super::EOR).
+    pub flags: u32,
+}
+
+/// A receive map in the document's layout. Packets are copied into it: for programs that want
+/// whole pages one behind the other, or that were written for that interface. The one that does
+/// not copy is [`RxMap`](super::RxMap).
+///
+/// `S` is the stream, or what refers to it: `&Stream`, `Arc<Stream>`. A stream can have any number
+/// of maps; each fill takes what comes next.
+pub struct PagedRxMap<S: Borrow<Stream>> {
+    stream: S,
+    pages: Pages,
+    header_pages: usize,
+    /// Data pages that the last fill used, and those of them that are not released.
+    mapped: Vec<bool>,
+    unreleased: usize,
+    ear: Ear,
+}
+
+impl<S: Borrow<Stream>> PagedRxMap<S> {
+    /// Maps `length` bytes: a page of headers and pages of data. As
+    /// `mmap(NULL, length, protection, MAP_SHARED, socket, 0)` does.
+    ///
+    /// # Errors
+    /// [`RxMapError::NotEnabled`], [`RxMapError::Protection`], [`RxMapError::Length`].
+    pub fn new(
+        stream: S,
+        length: usize,
+        protection: Protection,
+    ) -> Result<PagedRxMap<S>, RxMapError> {
+        PagedRxMap::with_header_pages(stream, length, protection, 1)
+    }
+
+    /// As [`new`](Self::new), with more than one page of headers: a page has 510. Data begins
+    /// behind them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_header_pages(
+        stream: S,
+        length: usize,
+        protection: Protection,
+        header_pages: usize,
+    ) -> Result<PagedRxMap<S>, RxMapError> {
+        if !stream.borrow().rx_map() {
+            return Err(RxMapError::NotEnabled);
+        }
+        if protection != Protection::READ {
+            return Err(RxMapError::Protection);
+        }
+        let pages = length / PAGE;
+        if !length.is_multiple_of(PAGE)
+            || header_pages == 0
+            || pages <= header_pages
+            || u32::try_from(length).is_err()
+        {
+            return Err(RxMapError::Length(length));
+        }
+        Ok(PagedRxMap {
+            stream,
+            pages: Pages::new(pages),
+            header_pages,
+            mapped: Vec::new(),
+            unreleased: 0,
+            ear: Ear::default(),
+        })
+    }
+
+    /// Where the map begins.
+    pub fn addr(&self) -> usize {
+        self.pages.addr()
+    }
+
+    /// Length in bytes.
+    #[expect(clippy::len_without_is_empty, reason = "a map has at least two pages")]
+    pub fn len(&self) -> usize {
+        self.pages.as_slice().len()
+    }
+
+    /// The stream.
+    pub fn stream(&self) -> &Stream {
+        self.stream.borrow()
+    }
+
+    /// What there is to read: [`EMPTY`](super::EMPTY), [`DATA`](super::DATA) or
+    /// [`CLOSED`](super::CLOSED). To be called in a loop instead of waiting: no system call is
+    /// made while nothing comes.
+    ///
+    /// # Errors
+    /// When the endpoint is over.
+    pub fn poll_value(&mut self) -> Result<u32, RxMapError> {
+        let value = self.ear.poll(self.stream.borrow())?;
+        self.pages.set_poll_value(value);
+        Ok(value)
+    }
+
+    /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
+    /// [`Stream::set_read_timeout`]) until there is something to read or nothing will come; the
+    /// poll value then. What `poll(2)` is for a program that does not spin.
+    ///
+    /// # Errors
+    /// `WouldBlock`, `TimedOut`, or when the endpoint is over.
+    pub fn wait(&mut self) -> Result<u32, RxMapError> {
+        self.stream.borrow().wait_readable()?;
+        self.poll_value()
+    }
+
+    /// Puts what has come into the map, without waiting; how many pages of data it has now
+    /// (`hdr_num`). 0: nothing was there; with a poll value of [`CLOSED`](super::CLOSED), nothing
+    /// will come.
+    ///
+    /// Packets come whole. One that does not fit behind the others is left for the next fill, and
+    /// only one that is longer than all data pages together is split.
+    ///
+    /// # Errors
+    /// [`RxMapError::NotReleased`], for as long as pages of the last fill are not released. A
+    /// connection that was reset, once what had come before is taken.
+    pub fn fill(&mut self) -> Result<usize, RxMapError> {
+        if self.unreleased > 0 {
+            return Err(RxMapError::NotReleased);
+        }
+        let stream = self.stream.borrow();
+        let first_data = self.header_pages * PAGE;
+        let data_pages = self.pages.as_slice().len() / PAGE - self.header_pages;
+        let mut layout = Layout::new(data_pages, capacity(self.header_pages, HEADER));
+        let mut locked = stream.core.lock();
+        if locked.engine().pending() {
+            locked.turn()?;
+        }
+        let engine = locked.engine();
+        let mut fault = None;
+        while let Some(next) = engine.ahead(stream.id).and_then(|ahead| ahead.next) {
+            let Some(place) = layout.place(next.len, STREAM_FLAGS) else {
+                break;
+            };
+            let start = first_data + place.page * PAGE;
+            let out = self.pages.as_mut_slice();
+            let out = out
+                .get_mut(start..start + place.header.length as usize)
+                .unwrap_or(&mut []);
+            // As long as asked: it lies there, and nobody else has the lock.
+            if let Err(error) = engine.read(stream.id, out, false) {
+                fault = Some(error);
+                break;
+            }
+            let bytes = [place.header.length, place.header.flags];
+            self.pages.set_header(place.index, encode(bytes));
+            layout.take(place);
+        }
+        if layout.headers == 0 && fault.is_none() {
+            fault = reason(engine, stream);
+        }
+        let value = ear::value(engine, stream);
+        engine.settle();
+        drop(locked);
+        self.pages.set_header(layout.headers, encode([0, 0]));
+        self.pages.set_hdr_num(layout.pages as u32);
+        self.pages.set_poll_value(value);
+        self.mapped.clear();
+        self.mapped.resize(layout.pages, true);
+        self.unreleased = layout.pages;
+        match fault {
+            Some(fault) if layout.headers == 0 => of_nothing(fault).map(|()| 0),
+            _ => Ok(layout.pages),
+        }
+    }
+
+    /// As [`fill`](Self::fill), of the map at `addr`, as `getsockopt(SO_VM_SOCKETS_MAP_RX)` has
+    /// it.
+    ///
+    /// # Errors
+    /// [`RxMapError::Address`] if that is not where this map begins.
+    pub fn fill_at(&mut self, addr: usize) -> Result<usize, RxMapError> {
+        if addr != self.addr() {
+            return Err(RxMapError::Address(addr));
+        }
+        self.fill()
+    }
+
+    /// `poll_value` as it lies in the map: what the last call found.
+    pub fn last_poll_value(&self) -> u32 {
+        self.pages.poll_value()
+    }
+
+    /// `hdr_num` as it lies in the map: pages of data.
+    pub fn hdr_num(&self) -> u32 {
+        self.pages.hdr_num()
+    }
+
+    /// Header `index`; `None` if there is no place for it. The first of length 0 is the end.
+    pub fn header(&self, index: usize) -> Option<PagedHeader> {
+        if index > capacity(self.header_pages, HEADER) {
+            return None;
+        }
+        let bytes: [u8; HEADER] = self.pages.header(index)?;
+        let [a, b, c, d, e, f, g, h] = bytes;
+        Some(PagedHeader {
+            length: u32::from_ne_bytes([a, b, c, d]),
+            flags: u32::from_ne_bytes([e, f, g, h]),
+        })
+    }
+
+    /// The headers of the last fill, without the end, and the payload of each, as long as none of
+    /// its pages is released.
+    pub fn packets(&self) -> impl Iterator<Item = (PagedHeader, Option<&[u8]>)> + '_ {
+        let mut page = self.header_pages;
+        (0..).map_while(move |index| {
+            let header = self.header(index).filter(|header| header.length > 0)?;
+            let len = header.length as usize;
+            let pages = page..page + len.div_ceil(PAGE);
+            page = pages.end;
+            let whole = pages.clone().all(|page| self.is_mapped(page));
+            let start = pages.start * PAGE;
+            let data = self.pages.as_slice().get(start..start + len);
+            Some((header, data.filter(|_| whole)))
+        })
+    }
+
+    /// Page `index` of the map; `None` for a page of data that the last fill did not use or that is
+    /// released. The document's map has nothing there either.
+    pub fn page(&self, index: usize) -> Option<&[u8]> {
+        if index >= self.header_pages && !self.is_mapped(index) {
+            return None;
+        }
+        self.pages.as_slice().get(index * PAGE..(index + 1) * PAGE)
+    }
+
+    fn is_mapped(&self, page: usize) -> bool {
+        page.checked_sub(self.header_pages)
+            .and_then(|page| self.mapped.get(page))
+            .is_some_and(|mapped| *mapped)
+    }
+
+    /// Gives pages back, by their numbers in the map; those without data are skipped, the page of
+    /// headers among them.
+    ///
+    /// # Errors
+    /// [`RxMapError::Range`] for pages behind the end of the map.
+    pub fn release(&mut self, pages: Range<usize>) -> Result<(), RxMapError> {
+        if pages.start > pages.end || pages.end > self.len() / PAGE {
+            return Err(RxMapError::Range);
+        }
+        let from = pages.start.saturating_sub(self.header_pages);
+        let to = pages.end.saturating_sub(self.header_pages);
+        let to = to.min(self.mapped.len());
+        for mapped in self.mapped.get_mut(from..to).unwrap_or(&mut []) {
+            self.unreleased -= usize::from(std::mem::take(mapped));
+        }
+        Ok(())
+    }
+
+    /// As [`release`](Self::release), as `madvise(addr, length, MADV_DONTNEED)` has it: the
+    /// address is a page's, the length is rounded up to pages.
+    ///
+    /// # Errors
+    /// [`RxMapError::Range`].
+    pub fn release_at(&mut self, addr: usize, length: usize) -> Result<(), RxMapError> {
+        let from = addr.checked_sub(self.addr()).ok_or(RxMapError::Range)?;
+        if !from.is_multiple_of(PAGE) {
+            return Err(RxMapError::Range);
+        }
+        let to = from.checked_add(length).ok_or(RxMapError::Range)?;
+        self.release(from / PAGE..to.div_ceil(PAGE))
+    }
+}
+
+/// Why there is nothing, if that is an error.
+pub(super) fn reason(engine: &mut dyn Engine, stream: &Stream) -> Option<RecvFault> {
+    // With nothing unread a peek takes nothing and says how things stand.
+    engine.read(stream.id, &mut [0], true).err()
+}
+
+fn encode([length, flags]: [u32; 2]) -> [u8; HEADER] {
+    let mut bytes = [0; HEADER];
+    bytes[..4].copy_from_slice(&length.to_ne_bytes());
+    bytes[4..].copy_from_slice(&flags.to_ne_bytes());
+    bytes
+}
+
+/// Where packets go: apart from the connection, so that the rules can be tested with flags that
+/// streams do not have.
+#[derive(Debug)]
+struct Layout {
+    data_pages: usize,
+    most_headers: usize,
+    pages: usize,
+    headers: usize,
+}
+
+/// A place for the next packet.
+#[derive(Debug, Eq, PartialEq)]
+struct Placed {
+    index: usize,
+    /// Among the data pages.
+    page: usize,
+    header: PagedHeader,
+}
+
+impl Layout {
+    fn new(data_pages: usize, most_headers: usize) -> Layout {
+        Layout {
+            data_pages,
+            most_headers,
+            pages: 0,
+            headers: 0,
+        }
+    }
+
+    /// Where a packet of `len` bytes goes, or its first part; `None`: into the next fill.
+    fn place(&self, len: usize, flags: u32) -> Option<Placed> {
+        let room = (self.data_pages - self.pages) * PAGE;
+        if self.headers == self.most_headers || room == 0 || len == 0 {
+            return None;
+        }
+        if len > room && self.pages > 0 {
+            return None;
+        }
+        let taken = len.min(room);
+        Some(Placed {
+            index: self.headers,
+            page: self.pages,
+            header: PagedHeader {
+                length: taken as u32,
+                // The end of a message is where the message ends.
+                flags: if taken == len { flags } else { 0 },
+            },
+        })
+    }
+
+    fn take(&mut self, placed: Placed) {
+        self.pages += (placed.header.length as usize).div_ceil(PAGE);
+        self.headers += 1;
+    }
+}
+
+impl<S: Borrow<Stream>> fmt::Debug for PagedRxMap<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PagedRxMap")
+            .field("len", &self.len())
+            .field("hdr_num", &self.hdr_num())
+            .field("has_data", &(self.last_poll_value() != EMPTY))
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{EOM, EOR};
+    use super::*;
+
+    fn lay(layout: &mut Layout, packets: &[(usize, u32)]) -> Vec<(usize, u32, u32)> {
+        let mut laid = Vec::new();
+        for &(len, flags) in packets {
+            let Some(placed) = layout.place(len, flags) else {
+                break;
+            };
+            laid.push((placed.page, placed.header.length, placed.header.flags));
+            layout.take(placed);
+        }
+        laid
+    }
+
+    #[test]
+    fn the_documents_example_has_three_headers_and_five_pages() {
+        let mut layout = Layout::new(5, 510);
+        let laid = lay(&mut layout, &[(56, 0), (4096, 0), (8200, EOM), (1, 0)]);
+        assert_eq!(laid, [(0, 56, 0), (1, 4096, 0), (2, 8200, EOM)]);
+        assert_eq!((layout.headers, layout.pages), (3, 5));
+    }
+
+    #[test]
+    fn a_first_part_does_not_end_a_message() {
+        let both = EOM | EOR;
+        let mut layout = Layout::new(2, 510);
+        assert_eq!(lay(&mut layout, &[(10_000, both)]), [(0, 8192, 0)]);
+        let mut layout = Layout::new(2, 510);
+        assert_eq!(
+            lay(&mut layout, &[(1808, both), (9, EOM)]),
+            [(0, 1808, both), (1, 9, EOM)]
+        );
+    }
+
+    #[test]
+    fn what_does_not_fit_behind_the_others_is_left_whole() {
+        let mut layout = Layout::new(3, 510);
+        assert_eq!(lay(&mut layout, &[(1, EOM), (8193, EOM)]), [(0, 1, EOM)]);
+        let mut layout = Layout::new(1000, 2);
+        assert_eq!(lay(&mut layout, &[(1, 0); 3]).len(), 2, "headers end too");
+    }
+}

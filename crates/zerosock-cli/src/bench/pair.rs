@@ -84,15 +84,23 @@ pub(crate) fn measure(
     let mut open = Worker::start(program, &order(open, None), deadline)?;
     let to = open.hear("open")?;
     let mut other = Worker::start(program, &order(other, Some(to)), deadline)?;
+    let outcome = together(&mut open, &mut other, task.timed);
+    // Both at once: one may need the other to take its leave.
+    drop((open.input.take(), other.input.take()));
+    outcome
+}
+
+/// Lets two workers go, and hears what came of it.
+fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome, String> {
     // What the second worker says first may be the reason why the first one never gets ready.
     other.hear("ready")?;
     open.hear("ready")?;
     open.say()?;
     other.say()?;
-    let (timed, untimed) = if task.timed.is_open() {
-        (&mut open, &mut other)
+    let (timed, untimed) = if timed.is_open() {
+        (open, other)
     } else {
-        (&mut other, &mut open)
+        (other, open)
     };
     // Either may fail first, and the other would wait for it.
     let (mut outcome, mut end) = (None, None);

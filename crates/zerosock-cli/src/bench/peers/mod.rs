@@ -5,7 +5,6 @@
 
 pub(crate) mod bare;
 pub(crate) mod bytes;
-pub(crate) mod daemon;
 pub(crate) mod dequeue;
 pub(crate) mod iceoryx2;
 pub(crate) mod install;

@@ -1,14 +1,13 @@
 //! Ourselves: streams of `zerosock::vsock`, messages written and read in place.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock::vsock::{self, Endpoint, Loan, Message as Packet, Stream, StreamError, Trust};
-use zerosock::{Address, Port};
+use zerosock::vsock::{self, Endpoint, Host, Loan, Message as Packet, Stream, StreamError, Trust};
+use zerosock::{Address, Cid, Port};
 
-use crate::bench::peers::daemon::Daemon;
 use crate::bench::peers::{dequeue, destination};
 use crate::bench::worker::order::{Job, Order, Wait};
 use crate::bench::worker::touch::{Check, Fault, Message, Seen};
@@ -24,8 +23,8 @@ const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What the tables say of it.
-pub(crate) const HOW: &str = "zerosock: two processes attached to `zerosock serve`, which runs \
-    beside them, without a declaration of trust.";
+pub(crate) const HOW: &str = "zerosock: one process has the device in itself, the other is attached \
+    to it; without a declaration of trust.";
 
 /// Whether this build can take part.
 pub(crate) fn available() -> Result<(), String> {
@@ -41,76 +40,106 @@ fn trust() -> Option<Trust> {
 
 /// One side's work.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
-    let (mut link, _daemon) = join(order)?;
+    let mut link = join(order)?;
     match (&order.how, order.job) {
         (Some(how), Job::Receive) => {
-            let how = how.parse()?;
+            let how = how.trim_start_matches(TO_GUEST).parse()?;
             worker::work_with(|| dequeue::run(&link.stream, how, order))
         }
         _ => worker::work(&mut link, order),
     }
 }
 
-/// Makes the connection. The side that is there first brings the daemon that both attach to.
-fn join(order: &Order) -> Result<(Ours, Option<Daemon>), Fault> {
-    // Before we are pinned: the daemon finds a core of its own, where there is one.
-    let daemon = match order.job.is_open() {
-        true => Some(Daemon::start(order.place.as_ref())?),
-        false => None,
-    };
+/// Begins the ways to dequeue in which the receiver is the process that attaches.
+pub(crate) const TO_GUEST: &str = "guest:";
+
+/// Makes the connection: one side has the device in itself, the other attaches to it. The side
+/// that is there first is the host, unless the receiver is to be the one that attaches.
+fn join(order: &Order) -> Result<Ours, Fault> {
     worker::pin(order.cpu)?;
     let wait = match order.wait {
         Wait::Spin => vsock::Wait::Spin,
         Wait::Sleep => vsock::Wait::Sleep,
     };
-    let socket = match &daemon {
-        Some(daemon) => daemon.server_socket(),
-        None => PathBuf::from(destination(order)?),
+    let is_open = order.job.is_open();
+    let to_guest = order
+        .how
+        .as_ref()
+        .is_some_and(|how| how.starts_with(TO_GUEST));
+    let place = if is_open {
+        &order.place
+    } else {
+        destination(order)?
     };
-    let endpoint = attach(&socket, wait)?;
-    let stream = match &daemon {
-        Some(daemon) => {
-            let listener = endpoint.listen(PORT, 1).map_err(text)?;
-            worker::say_open(&daemon.client_socket().to_string_lossy())?;
-            listener.accept_timeout(PATIENCE).map_err(text)?.0
+    let socket = Path::new(place).join("attach");
+    let end;
+    let stream;
+    if is_open != to_guest {
+        let mut builder = Host::builder().wait(wait).window(WINDOW).attach(&socket);
+        if let Some(trust) = trust() {
+            builder = builder.trust_processes(trust);
         }
-        None => endpoint
-            .connect(Address::new(Daemon::SERVER, PORT))
-            .map_err(text)?,
-    };
-    let link = Ours {
+        let host = builder.start().map_err(text)?;
+        let listener = host.listen(PORT, 1).map_err(text)?;
+        if is_open {
+            worker::say_open(place)?;
+        }
+        stream = listener.accept_timeout(PATIENCE).map_err(text)?.0;
+        end = End::Host { _host: host };
+    } else {
+        if is_open {
+            worker::say_open(place)?;
+        }
+        let endpoint = patiently(|| attach(&socket, wait))?;
+        stream = patiently(|| {
+            endpoint
+                .connect(Address::new(Cid::HOST, PORT))
+                .map_err(text)
+        })?;
+        end = End::Process {
+            _endpoint: endpoint,
+        };
+    }
+    Ok(Ours {
         stream,
-        _endpoint: endpoint,
+        _end: end,
         part: vec![0; PART],
         begun: None,
-    };
-    Ok((link, daemon))
+    })
 }
 
-/// The socket's file appears before it listens.
 fn attach(socket: &Path, wait: vsock::Wait) -> Result<Endpoint, Fault> {
+    let mut builder = Endpoint::builder()
+        .wait(wait)
+        .receive_buffers(PACKET)
+        .transmit_buffers(PACKET)
+        .window(WINDOW);
+    if let Some(trust) = trust() {
+        builder = builder.trust_host(trust);
+    }
+    builder.attach(socket).map_err(text)
+}
+
+/// The host may not be there yet, and not listen yet.
+fn patiently<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let mut builder = Endpoint::builder()
-            .wait(wait)
-            .receive_buffers(PACKET)
-            .transmit_buffers(PACKET)
-            .window(WINDOW);
-        if let Some(trust) = trust() {
-            builder = builder.trust_host(trust);
-        }
-        match builder.attach_device(socket) {
-            Ok(endpoint) => return Ok(endpoint),
-            Err(error) if Instant::now() > deadline => return Err(text(error)),
-            Err(_) => thread::sleep(Duration::from_millis(2)),
+        match attempt() {
+            Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
+            outcome => return outcome,
         }
     }
+}
+
+enum End {
+    Host { _host: Host },
+    Process { _endpoint: Endpoint },
 }
 
 /// A stream, and what it needs to stay.
 struct Ours {
     stream: Stream,
-    _endpoint: Endpoint,
+    _end: End,
     part: Vec<u8>,
     /// The check of a message whose packets have not all come.
     begun: Option<Check>,

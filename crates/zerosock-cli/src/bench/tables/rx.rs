@@ -32,13 +32,22 @@ const SIZES: [(usize, &str); 6] = [
     (512 << 10, "512 KiB"),
 ];
 
-/// Ways to receive, as the rounds count them.
-const WAYS: [(&str, Wait); 5] = [
+/// Ways to receive, as the rounds count them: the process with the device in itself receives.
+const TO_HOST: [(&str, Wait); 5] = [
     (COPY, Wait::Sleep),
     (IN_PLACE, Wait::Sleep),
     (IN_PLACE, Wait::Spin),
     (COPY_UNTOUCHED, Wait::Sleep),
     (IN_PLACE_UNTOUCHED, Wait::Sleep),
+];
+
+/// The same, and the process that attaches receives.
+const TO_GUEST: [(&str, Wait); 5] = [
+    ("guest:copy", Wait::Sleep),
+    ("guest:in-place", Wait::Sleep),
+    ("guest:in-place", Wait::Spin),
+    ("guest:copy-untouched", Wait::Sleep),
+    ("guest:in-place-untouched", Wait::Sleep),
 ];
 
 /// The rows of each size: what ours does, our way, the way beside it, what is shown.
@@ -68,17 +77,26 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
         table.note_missing("VM", "this build cannot receive from a VM's guest here");
     }
     for (size, name) in SIZES {
-        let name = format!("between processes, {name}");
-        if settings.wants(&name) {
-            measure(&mut table, settings, cores, size, &name);
+        for (direction, hows) in [("to host", &TO_HOST), ("to guest", &TO_GUEST)] {
+            let name = format!("{direction}, {name}");
+            if settings.wants(&name) {
+                measure(&mut table, settings, cores, size, &name, hows);
+            }
         }
     }
     table
 }
 
-fn measure(table: &mut Table, settings: &Settings, cores: Cores, size: usize, name: &str) {
-    let outcomes = alternate(settings.rounds, WAYS.len(), |round, who| {
-        let (how, wait) = WAYS[who];
+fn measure(
+    table: &mut Table,
+    settings: &Settings,
+    cores: Cores,
+    size: usize,
+    name: &str,
+    ways: &[(&'static str, Wait)],
+) {
+    let outcomes = alternate(settings.rounds, ways.len(), |round, who| {
+        let (how, wait) = ways[who];
         if wait == Wait::Spin && cores.sender.is_none() {
             return Err("two spinning sides need two cores".to_owned());
         }
@@ -98,7 +116,7 @@ fn measure(table: &mut Table, settings: &Settings, cores: Cores, size: usize, na
             },
         )
     });
-    for ((how, _), outcome) in WAYS.iter().zip(&outcomes) {
+    for ((how, _), outcome) in ways.iter().zip(&outcomes) {
         if let Err(reason) = outcome {
             table.note_missing(&format!("zerosock, {how}"), reason);
         }

@@ -10,12 +10,12 @@ STATIC := $(BUILD_DIR)/$(TARGET)/release/zerosock
 help:
 	@echo "make demo     boot a stock Linux guest, stream a file both ways, print a short table"
 	@echo "              (ARGS='--json', ARGS='--file PATH', ...)"
-	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests"
+	@echo "make test     everything: lint, unit, property, loom, Miri, integration and VM tests, examples"
 	@echo "              (ARGS='lint test' runs these stages only)"
 	@echo "make bench    zerosock beside its peers: sockets, iceoryx2, vhost-device-vsock"
 	@echo "              (ARGS='local', ARGS='device --rounds 9', ...)"
 	@echo "make bench-vm a stock guest under QEMU, side by side with vhost-device-vsock"
-	@echo "make lint     rustfmt, clippy, the walls between the crates, licences"
+	@echo "make lint     rustfmt, clippy, rustdoc, the walls between the crates, licences"
 	@echo "make static   the static binary: $(STATIC)"
 
 demo:

@@ -1,6 +1,6 @@
 //! The device half: a vhost-user back-end that gives a guest a vsock device.
 //!
-//! A [`Device`] belongs to one worker. It has the rings on one side and the protocol core on the
+//! A `Device` belongs to one worker. It has the rings on one side and the protocol core on the
 //! other, and joins each of the guest's connections to a host socket or to a sibling:
 //!
 //! - `from_guest`: packets from the guest's transmit queue; payload goes by `sendmsg` from guest

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
-use zerosock_proto::{Address, Cid, Port};
+use zerosock_proto::{Address, Port};
 
 use super::{Driver, StreamId, StreamState, loans};
 use crate::vsock::engine::{
@@ -37,10 +37,6 @@ impl Driver {
 }
 
 impl Engine for Driver {
-    fn cid(&self) -> Cid {
-        self.cid
-    }
-
     fn words(&self) -> Arc<Leases> {
         self.sockets.words().clone()
     }

@@ -131,17 +131,6 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
 }
 
 impl Foundation {
-    /// Has processes that attach meet the host in another way than their configuration can say.
-    #[allow(
-        dead_code,
-        reason = "for a program that embeds the device and is the host itself"
-    )]
-    pub(crate) fn attached_host(&mut self, host: impl Fn() -> HostEnd + Send + 'static) {
-        if let Some(plan) = &mut self.attach {
-            plan.host = Box::new(host);
-        }
-    }
-
     /// Starts the control thread: from now on front-ends are let in, and processes.
     pub(crate) fn start(self) -> Result<Plane, StartError> {
         let directory = Arc::new(Directory::default());

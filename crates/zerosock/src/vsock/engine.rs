@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
-use zerosock_proto::{Address, Cid, Port};
+use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
 use super::leases::Leases;
@@ -167,9 +167,6 @@ pub struct EndpointStats {
 
 /// See the module.
 pub(crate) trait Engine: Send {
-    /// Our own CID.
-    fn cid(&self) -> Cid;
-
     /// The words that leases and loans share with this engine.
     fn words(&self) -> Arc<Leases>;
 

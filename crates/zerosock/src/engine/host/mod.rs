@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
 use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError};
-use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_proto::{Address, Instant, Port};
 
 use super::worker::Worker;
 use crate::device::app::{App, HostToken, QueueStore};
@@ -289,10 +289,6 @@ impl HostEngine {
 }
 
 impl Engine for HostEngine {
-    fn cid(&self) -> Cid {
-        Cid::HOST
-    }
-
     fn words(&self) -> Arc<Leases> {
         self.words.clone()
     }

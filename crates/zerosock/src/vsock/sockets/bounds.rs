@@ -17,7 +17,7 @@
 //! there are never more of them than buffers.
 
 use super::parts::{Part, copy_out};
-use super::{Conn, NONE, Sockets, Store, StreamId, due};
+use super::{NONE, Sockets, Store, StreamId, due};
 use zerosock_proto::Instant;
 
 /// Buffers that come from one queue.
@@ -83,6 +83,7 @@ impl<T> Sockets<T> {
     }
 
     /// Buffers of `pool` that are held.
+    #[cfg(test)]
     pub(crate) fn held(&self, pool: u32) -> u32 {
         self.pools.get(pool as usize).map_or(0, |pool| pool.held)
     }
@@ -369,7 +370,8 @@ impl<T> Sockets<T> {
     }
 }
 
-impl<T> Conn<T> {
+#[cfg(test)]
+impl<T> super::Conn<T> {
     /// Whether what comes is copied because it stalled.
     pub(crate) fn is_stalled(&self) -> bool {
         self.stalled

@@ -333,6 +333,7 @@ impl<T> Sockets<T> {
     }
 
     /// Leases and loans that are out.
+    #[cfg(test)]
     pub(crate) fn lent_out(&self) -> usize {
         self.lent.len() - self.free_lent.len()
     }

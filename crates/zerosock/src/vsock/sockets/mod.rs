@@ -260,11 +260,6 @@ impl<T> Sockets<T> {
         })
     }
 
-    /// All connections.
-    pub(crate) fn ids(&self) -> impl Iterator<Item = StreamId> + '_ {
-        (0..self.conns.len() as u32).filter_map(|index| self.at(index))
-    }
-
     /// Connections that exist.
     pub(crate) fn len(&self) -> usize {
         self.conns.len() - self.free.len()

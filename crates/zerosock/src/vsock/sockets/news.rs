@@ -73,9 +73,4 @@ impl<T> Sockets<T> {
             }
         }
     }
-
-    /// Whether there is anything to tell, perhaps no longer of interest.
-    pub(crate) fn has_news(&self) -> bool {
-        !self.with_news.is_empty()
-    }
 }

@@ -3,7 +3,7 @@
 use super::{Conn, Counted, Sockets, Store, StreamId};
 use crate::vsock::engine::Payload;
 use zerosock_proto::Instant;
-use zerosock_ring::{GuestSlice, SliceBuf};
+use zerosock_ring::SliceBuf;
 
 /// Bytes of a buffer of the pool.
 #[derive(Debug)]
@@ -260,6 +260,3 @@ impl Counted {
         self.leased
     }
 }
-
-/// The slices of a part in place, for those who want them as such.
-pub(crate) type Slices<'m> = [GuestSlice<'m>];

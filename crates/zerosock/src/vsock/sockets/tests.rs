@@ -150,7 +150,7 @@ impl Table {
     }
 
     fn pass(&mut self, span: Duration) {
-        self.now = self.now + span;
+        self.now += span;
         self.sockets.handle_timeout(self.now, &mut self.slots);
     }
 

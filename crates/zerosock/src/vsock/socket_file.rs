@@ -99,8 +99,10 @@ mod tests {
         assert!(path.exists());
         let path = dir.path().join("socket");
         let (_listener, file) = SocketFile::listen(&path).unwrap();
-        std::fs::remove_file(&path).unwrap();
-        std::fs::write(&path, "somebody else's").unwrap();
+        // There before the other goes, lest it be given the same inode.
+        let other = dir.path().join("other");
+        std::fs::write(&other, "somebody else's").unwrap();
+        std::fs::rename(&other, &path).unwrap();
         drop(file);
         assert!(path.exists());
     }

@@ -1,7 +1,7 @@
 //! A Unix socket's file: bound although a dead owner left one behind, gone when its owner goes.
 
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -46,6 +46,10 @@ impl SocketFile {
 /// Whether a socket is there that nobody listens on. The probe is of another type than any socket
 /// of ours, so that an owner who lives does not notice it: he is there if the type is wrong.
 pub(crate) fn is_abandoned(path: &Path) -> bool {
+    // A connect to a file of any other kind is refused too.
+    if !std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) {
+        return false;
+    }
     let probe = || {
         let address = SocketAddrUnix::new(path)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, demo, guest, nc, serve};
+use crate::{bench, demo, guest, nc, perf, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -23,6 +23,7 @@ pub(crate) enum Command {
     Serve(Box<serve::args::ServeArgs>),
     Nc(nc::args::NcArgs),
     Demo(demo::args::DemoArgs),
+    Perf(perf::args::PerfArgs),
     Bench(bench::args::BenchArgs),
     #[command(hide = true)]
     BenchWorker(bench::args::WorkerArgs),

@@ -14,6 +14,7 @@ mod guest;
 mod logging;
 mod nc;
 mod number;
+mod perf;
 mod serve;
 mod signals;
 mod sockets;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
         Command::Serve(flags) => serve::main(*flags),
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
+        Command::Perf(flags) => perf::main(flags),
         Command::Bench(flags) => bench::main(flags),
         Command::BenchWorker(flags) => bench::worker(&flags),
         Command::Guest(flags) => guest::main(flags),

@@ -33,6 +33,8 @@ pub(crate) struct Skipped(pub(crate) String);
 pub(crate) struct Lab {
     pub(crate) a: Vm,
     pub(crate) b: Vm,
+    /// A place at the device for a process of this machine.
+    pub(crate) process: Endpoint,
     pub(crate) device: Mutex<Device>,
     pub(crate) release: String,
     kernel: Kernel,
@@ -126,10 +128,10 @@ impl Lab {
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
 
-        let endpoints = [Endpoint::new(dir.path(), 3), Endpoint::new(dir.path(), 4)];
+        let endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
         let device =
             Device::start(&device_program(), &endpoints, echo("device")).expect("a device");
-        let [a, b] = &endpoints;
+        let [a, b, _] = &endpoints;
         let dirs = [dir.path().join("a"), dir.path().join("b")];
         for dir in &dirs {
             std::fs::create_dir(dir).expect("a directory");
@@ -151,7 +153,7 @@ impl Lab {
         );
         let release = first.release.clone();
         let [dir_a, dir_b] = dirs;
-        let [a, b] = endpoints;
+        let [a, b, process] = endpoints;
         Ok(Lab {
             a: Vm {
                 endpoint: a,
@@ -163,6 +165,7 @@ impl Lab {
                 dir: dir_b,
                 guest: Mutex::new(second),
             },
+            process,
             device: Mutex::new(device),
             release,
             kernel,
@@ -183,6 +186,17 @@ impl Lab {
         );
         let guest = Guest::boot(config).expect("guest b again");
         *self.b.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
+    }
+
+    /// Boots a third guest at the device of another process.
+    pub(crate) fn boot_at(&self, vhost: &Path) -> (Guest, TempDir) {
+        let dir = short_dir();
+        let endpoint = Endpoint {
+            vhost: vhost.to_owned(),
+            ..Endpoint::new(dir.path(), 6)
+        };
+        let config = config(&self.kernel, &self.initramfs, &endpoint, dir.path(), false);
+        (Guest::boot(config).expect("a third guest"), dir)
     }
 
     /// What device and guests said last.

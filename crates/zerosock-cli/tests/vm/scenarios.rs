@@ -4,6 +4,7 @@ mod bulk;
 mod closing;
 mod credit;
 mod life;
+mod perf;
 mod refusal;
 
 use crate::Scenario;
@@ -29,6 +30,9 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("qemu_guest_agent", life::qemu_guest_agent),
     ("forward_to_kernel_vsock", life::forward),
     ("siblings", life::siblings),
+    ("perf_guest_is_server", perf::guest_is_server),
+    ("perf_guest_is_client", perf::guest_is_client),
+    ("perf_to_a_guest_of_its_own", perf::to_own_guest),
     ("reboot", life::reboot),
     ("front_end_killed", life::front_end_killed),
 ];

@@ -1,0 +1,151 @@
+//! What is sent, and what the receiver does with it.
+//!
+//! The byte at each place of the stream follows from the place alone, with a period that no size
+//! of a buffer or packet divides (a prime): bytes that are lost, repeated or moved are noticed.
+
+use std::hint::black_box;
+use std::io;
+
+use super::settings::Look;
+
+const PERIOD: usize = 65_521;
+/// Bytes that are looked at together.
+const CHUNK: usize = 4096;
+
+fn pattern(len: usize) -> Vec<u8> {
+    let byte = |at: usize| (((at % PERIOD) as u32).wrapping_mul(0x9e37_79b1) >> 23) as u8;
+    (0..len).map(byte).collect()
+}
+
+/// What is sent: slices of one buffer, whatever the place in the stream.
+pub(super) struct Source {
+    bytes: Vec<u8>,
+    at: u64,
+    len: u64,
+}
+
+impl Source {
+    /// `len` bytes, at most `most` at once.
+    pub(super) fn new(len: u64, most: usize) -> Source {
+        let bytes = pattern(PERIOD + most);
+        Source { bytes, at: 0, len }
+    }
+
+    /// The next bytes; none at the end.
+    pub(super) fn next(&self) -> &[u8] {
+        let start = (self.at % PERIOD as u64) as usize;
+        let most = self.bytes.len() - PERIOD;
+        let left = usize::try_from(self.len - self.at).unwrap_or(usize::MAX);
+        &self.bytes[start..start + most.min(left)]
+    }
+
+    /// So many of them are sent.
+    pub(super) fn sent(&mut self, bytes: usize) {
+        self.at += bytes as u64;
+    }
+}
+
+/// What looks at the bytes received.
+pub(super) struct Eye {
+    look: Look,
+    expected: Vec<u8>,
+    at: u64,
+}
+
+impl Eye {
+    pub(super) fn new(look: Look) -> Eye {
+        let expected = match look {
+            Look::Verify => pattern(PERIOD + CHUNK),
+            _ => Vec::new(),
+        };
+        Eye {
+            look,
+            expected,
+            at: 0,
+        }
+    }
+
+    /// Looks at the next `len` bytes, which `copy` gives piece by piece, from an offset on.
+    pub(super) fn see(
+        &mut self,
+        len: usize,
+        mut copy: impl FnMut(usize, &mut [u8]) -> usize,
+    ) -> io::Result<()> {
+        if self.look == Look::None {
+            return Ok(());
+        }
+        let mut chunk = [0; CHUNK];
+        let mut done = 0;
+        while done < len {
+            let piece = &mut chunk[..CHUNK.min(len - done)];
+            if copy(done, piece) != piece.len() {
+                return Err(io::Error::other("bytes received cannot be read"));
+            }
+            done += piece.len();
+            self.judge(piece)?;
+        }
+        Ok(())
+    }
+
+    /// The same for bytes in a buffer, in place.
+    pub(super) fn see_slice(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match self.look {
+            Look::None => Ok(()),
+            Look::Touch | Look::Verify => {
+                bytes.chunks(CHUNK).try_for_each(|piece| self.judge(piece))
+            }
+        }
+    }
+
+    fn judge(&mut self, piece: &[u8]) -> io::Result<()> {
+        if self.look == Look::Verify {
+            let start = (self.at % PERIOD as u64) as usize;
+            if piece != &self.expected[start..start + piece.len()] {
+                let at = self.at;
+                return Err(io::Error::other(format!(
+                    "other bytes than were sent, at or behind byte {at}"
+                )));
+            }
+        } else {
+            black_box(piece.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte)));
+        }
+        self.at += piece.len() as u64;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_sent_verifies_however_it_is_cut() {
+        let mut source = Source::new(1_000_000, 70_000);
+        let mut all = Vec::new();
+        while !source.next().is_empty() {
+            let some = source.next().len().min(12_345);
+            all.extend_from_slice(&source.next()[..some]);
+            source.sent(some);
+        }
+        assert_eq!(all.len(), 1_000_000);
+        let mut eye = Eye::new(Look::Verify);
+        eye.see_slice(&all[..100]).unwrap();
+        let rest = &all[100..];
+        eye.see(rest.len(), |at, out| {
+            out.copy_from_slice(&rest[at..at + out.len()]);
+            out.len()
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_byte_too_few_or_a_packet_twice_is_noticed() {
+        let all = pattern(300_000);
+        let mut eye = Eye::new(Look::Verify);
+        eye.see_slice(&all[..65_536]).unwrap();
+        assert!(eye.see_slice(&all[65_537..100_000]).is_err());
+        let mut eye = Eye::new(Look::Verify);
+        eye.see_slice(&all[..65_536]).unwrap();
+        assert!(eye.see_slice(&all[..65_536]).is_err());
+    }
+}

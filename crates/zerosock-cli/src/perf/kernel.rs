@@ -1,0 +1,65 @@
+//! Over the kernel's AF_VSOCK: in a guest.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{SendFlags, Shutdown};
+use zerosock_sys::vsock;
+
+use super::bytes::Eye;
+use super::settings::{Client, Mode, Server};
+use super::{receive, report, send};
+
+/// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Bytes that the server is ready to have under way, if the client is.
+const SENDER: u64 = 2 << 30;
+
+pub(super) fn serve(server: &Server, buffer: usize) -> io::Result<()> {
+    let listener = vsock::listen(vsock::CID_ANY, server.port.get(), 1)?;
+    let (cid, _) = vsock::local_address(&listener)?;
+    println!("{}", report::server_begins(server, buffer, cid));
+    let (socket, _, _) = vsock::accept_blocking(&listener)?;
+    // Newer kernels have no more under way than their own buffer either.
+    vsock::set_buffer_size(&socket, SENDER)?;
+    let took = send::run(server.bytes, buffer, |bytes| {
+        Ok(rustix::net::send(&socket, bytes, SendFlags::NOSIGNAL)?)
+    })?;
+    println!("{}", report::server(server.bytes, took));
+    rustix::net::shutdown(&socket, Shutdown::Write)?;
+    // A close throws away what the peer has not read: it closes first, in whatever way.
+    while read(&socket, &mut [0; 16]).is_ok_and(|got| got > 0) {}
+    Ok(())
+}
+
+pub(super) fn dequeue(client: &Client, buffer: usize) -> io::Result<()> {
+    println!("{}", report::client_begins(client, buffer));
+    let socket = vsock::connect_blocking(client.peer.cid.get(), client.peer.port.get(), CONNECT)?;
+    vsock::set_buffer_size(&socket, client.credit.into())?;
+    vsock::set_receive_low_water(&socket, client.low_water)?;
+    let mut eye = Eye::new(client.look);
+    let wait = || {
+        loop {
+            match poll(&mut [PollFd::new(&socket, PollFlags::IN)], None) {
+                Ok(_) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    };
+    let counted = receive::copy(buffer, &mut eye, wait, |out| read(&socket, out))?;
+    println!("{}", report::client(Mode::Copy, &counted, None));
+    Ok(())
+}
+
+fn read(socket: &OwnedFd, out: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match rustix::io::read(socket, &mut *out) {
+            Err(rustix::io::Errno::INTR) => {}
+            result => return Ok(result?),
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! As an endpoint: a process attached to a device, or the host with the device in itself.
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use zerosock::vsock::rxmap::PAGE;
+use zerosock::vsock::{Endpoint, EndpointBuilder, EndpointStats, Host, Listener, Stream};
+use zerosock::{Address, Cid, Port};
+
+use super::bytes::Eye;
+use super::settings::{Client, Mode, Place, Server};
+use super::{receive, report, send};
+
+/// The largest packet of vsock.
+const PACKET: usize = 64 << 10;
+/// Buffers that a connection may have on lease in place: one of so many.
+const SHARE: usize = 8;
+/// What `zerosock serve` allows unless it is told otherwise.
+const QUEUES: usize = 1024;
+/// Bytes that the server is ready to have under way, if the client is.
+const SENDER: u32 = 2 << 30;
+/// How long the host waits for the one to whom it connects: a guest has to boot.
+const GUEST: Duration = Duration::from_secs(120);
+
+/// Where the sockets come from, opened.
+enum Open {
+    Endpoint(Endpoint),
+    Host(Host),
+}
+
+impl Open {
+    /// `builder` is how an attached process is to be, `window` the same for a host.
+    fn new(place: &Place, builder: EndpointBuilder, window: u32) -> io::Result<Open> {
+        match place {
+            Place::Attach(path) => {
+                let endpoint = builder.attach(path).map_err(io::Error::other)?;
+                Ok(Open::Endpoint(endpoint))
+            }
+            Place::Device(path) => {
+                let endpoint = builder.attach_device(path).map_err(io::Error::other)?;
+                Ok(Open::Endpoint(endpoint))
+            }
+            Place::Host { vm, attach } => {
+                let mut builder = Host::builder().window(window);
+                if let Some((cid, path)) = vm {
+                    builder = builder.vm(*cid, path);
+                }
+                if let Some(path) = attach {
+                    builder = builder.attach(path);
+                }
+                Ok(Open::Host(builder.start().map_err(io::Error::other)?))
+            }
+            Place::Kernel => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
+    fn cid(&self) -> Cid {
+        match self {
+            Open::Endpoint(endpoint) => endpoint.cid(),
+            Open::Host(_) => Cid::HOST,
+        }
+    }
+
+    fn listen(&self, port: Port) -> io::Result<Listener> {
+        match self {
+            Open::Endpoint(endpoint) => endpoint.listen(port, 1),
+            Open::Host(host) => host.listen(port, 1),
+        }
+    }
+
+    /// The host waits for a peer that is not there yet, because it has just made the socket at
+    /// which that one comes in.
+    fn connect(&self, peer: Address) -> io::Result<Stream> {
+        let host = match self {
+            Open::Endpoint(endpoint) => return endpoint.connect(peer),
+            Open::Host(host) => host,
+        };
+        let give_up = Instant::now() + GUEST;
+        let mut said = String::new();
+        loop {
+            match host.connect(peer) {
+                Err(error) if Instant::now() < give_up => {
+                    let why = error.to_string();
+                    if why != said {
+                        eprintln!("zerosock: {peer}: {why}; trying again");
+                        said = why;
+                    }
+                    host.turn()?;
+                    thread::sleep(Duration::from_millis(5));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn set_rx_map(&self, enabled: bool) {
+        match self {
+            Open::Endpoint(endpoint) => endpoint.set_rx_map(enabled),
+            Open::Host(host) => host.set_rx_map(enabled),
+        }
+    }
+
+    fn stats(&self) -> EndpointStats {
+        match self {
+            Open::Endpoint(endpoint) => endpoint.stats(),
+            Open::Host(host) => host.stats(),
+        }
+    }
+
+    /// Goes on until a process at the host had time to take its leave, which a device answers.
+    fn linger(&self) -> io::Result<()> {
+        let Open::Host(host) = self else {
+            return Ok(());
+        };
+        let until = Instant::now() + Duration::from_millis(200);
+        while Instant::now() < until {
+            host.turn()?;
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn serve(place: &Place, server: &Server, buffer: usize) -> io::Result<()> {
+    // A sender has no more under way than its own window either.
+    let open = Open::new(place, Endpoint::builder().window(SENDER), SENDER)?;
+    let listener = open.listen(server.port)?;
+    let cid = open.cid().get();
+    println!("{}", report::server_begins(server, buffer, cid));
+    let (mut stream, _) = listener.accept()?;
+    let took = send::run(server.bytes, buffer, |bytes| stream.write(bytes))?;
+    println!("{}", report::server(server.bytes, took));
+    stream.shutdown(Shutdown::Write)?;
+    // What was sent is lost if we go before the peer has it: it closes first, in whatever way.
+    while stream.read(&mut [0; 16]).is_ok_and(|got| got > 0) {}
+    open.linger()
+}
+
+pub(super) fn dequeue(place: &Place, client: &Client, buffer: usize) -> io::Result<()> {
+    let (packet, entries) = queues(buffer);
+    let builder = Endpoint::builder()
+        .window(client.credit)
+        .receive_buffers(packet as u32)
+        .queue_size(entries as u16);
+    let open = Open::new(place, builder, client.credit)?;
+    open.set_rx_map(client.mode != Mode::Copy);
+    println!("{}", report::client_begins(client, buffer));
+    let stream = open.connect(client.peer)?;
+    let mut eye = Eye::new(client.look);
+    let counted = receive::on_stream(&stream, client, buffer, &mut eye)?;
+    println!(
+        "{}",
+        report::client(client.mode, &counted, Some(open.stats()))
+    );
+    drop(stream);
+    open.linger()
+}
+
+/// Bytes of a receive buffer and entries of the queue, two for each buffer: a dequeue gives whole
+/// packets, and those of one have to be a connection's share of the buffers.
+fn queues(buffer: usize) -> (usize, usize) {
+    let packet = buffer.clamp(PAGE, PACKET);
+    let entries = 2 * SHARE * buffer.div_ceil(packet);
+    let entries = entries.next_power_of_two().clamp(256, QUEUES);
+    (packet, entries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dequeue_is_within_the_connections_share() {
+        for pages in [1, 4, 16, 32, 64, 128, 1024] {
+            let buffer = pages * PAGE;
+            let (packet, entries) = queues(buffer);
+            assert!(packet * (entries / 2 / SHARE) >= buffer, "{pages}");
+        }
+        assert_eq!(queues(4096), (4096, 256));
+        assert_eq!(queues(512 << 10), (65536, 256));
+        assert_eq!(queues(1 << 30), (65536, 1024));
+    }
+}

@@ -1,0 +1,115 @@
+//! The client's loops: wait, dequeue, until the end, with a clock around the dequeue calls.
+
+use std::io::{self, Read};
+use std::time::{Duration, Instant};
+
+use zerosock::vsock::rxmap::{CLOSED, DATA, EMPTY, RxMapConfig};
+use zerosock::vsock::{RxMap, Stream};
+
+use super::bytes::Eye;
+use super::settings::{Client, Mode};
+
+/// What was counted.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Counted {
+    pub(super) bytes: u64,
+    /// The whole loop, waiting included.
+    pub(super) total: Duration,
+    /// In the calls that dequeue.
+    pub(super) dequeue: Duration,
+    /// Dequeues: one for each wake-up.
+    pub(super) dequeues: u64,
+}
+
+/// "In copy mode client uses 'read()' system call": waits by `wait`, reads by `read`.
+pub(super) fn copy(
+    buffer: usize,
+    eye: &mut Eye,
+    mut wait: impl FnMut() -> io::Result<()>,
+    mut read: impl FnMut(&mut [u8]) -> io::Result<usize>,
+) -> io::Result<Counted> {
+    // Written once, so that no page fault falls into the measured time.
+    let mut buffer = vec![0xa5; buffer];
+    let mut counted = Counted::default();
+    let began = Instant::now();
+    loop {
+        wait()?;
+        let call = Instant::now();
+        let got = read(&mut buffer)?;
+        counted.dequeue += call.elapsed();
+        counted.dequeues += 1;
+        if got == 0 {
+            counted.total = began.elapsed();
+            return Ok(counted);
+        }
+        counted.bytes += got as u64;
+        eye.see_slice(&buffer[..got])?;
+    }
+}
+
+/// All three modes on a stream of an endpoint.
+pub(super) fn on_stream(
+    stream: &Stream,
+    client: &Client,
+    buffer: usize,
+    eye: &mut Eye,
+) -> io::Result<Counted> {
+    stream.set_low_water(client.low_water);
+    match client.mode {
+        Mode::Copy => copy(
+            buffer,
+            eye,
+            || stream.wait_readable(),
+            |out| {
+                let mut stream = stream;
+                // The mark was waited for; a read that waits again would be timed.
+                stream.set_low_water(1);
+                let got = stream.read(out);
+                stream.set_low_water(client.low_water);
+                got
+            },
+        ),
+        Mode::InPlace => map(stream, buffer, eye, |map| Ok(map.wait()?)),
+        Mode::InPlacePolling => map(stream, buffer, eye, |map| {
+            loop {
+                let value = map.poll_value()?;
+                if value != EMPTY {
+                    return Ok(value);
+                }
+                std::hint::spin_loop();
+            }
+        }),
+    }
+}
+
+/// "In zerocopy mode client uses 'mmap()'/'getsockopt()' to dequeue data": here fill and release.
+fn map<'s>(
+    stream: &'s Stream,
+    buffer: usize,
+    eye: &mut Eye,
+    mut wait: impl FnMut(&mut RxMap<&'s Stream>) -> io::Result<u32>,
+) -> io::Result<Counted> {
+    let mut map = RxMap::new(stream, RxMapConfig::default().bytes(buffer))?;
+    let mut counted = Counted::default();
+    let began = Instant::now();
+    loop {
+        let value = wait(&mut map)?;
+        debug_assert!(value == DATA || value == CLOSED);
+        let call = Instant::now();
+        let headers = map.fill()?;
+        counted.dequeue += call.elapsed();
+        counted.dequeues += 1;
+        for packet in map.packets() {
+            let len = packet.len();
+            counted.bytes += len as u64;
+            eye.see(len, |at, out| packet.copy_to(at, out))?;
+        }
+        let call = Instant::now();
+        map.release(0..headers)?;
+        counted.dequeue += call.elapsed();
+        if headers == 0 && value == CLOSED {
+            counted.total = began.elapsed();
+            return Ok(counted);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! The lines that the two sides print.
+//!
+//! "1) In server mode it prints number of sec spent for whole tx loop. 2) In client mode it prints
+//! several values": whole rx loop, time in dequeue calls, wake-ups (not when polling), average
+//! time of a dequeue. Ours add the rate, and where the bytes were.
+
+use std::time::Duration;
+
+use zerosock::vsock::EndpointStats;
+
+use super::receive::Counted;
+use super::settings::{Client, Mode, Server};
+
+/// Says that the server is ready.
+pub(super) fn server_begins(server: &Server, buffer: usize, cid: u32) -> String {
+    let Server { port, bytes } = server;
+    format!(
+        "Run as server\nListen at CID {cid}, port {port}\nSend {bytes} bytes\nTX buffer {buffer} bytes"
+    )
+}
+
+pub(super) fn server(bytes: u64, took: Duration) -> String {
+    format!(
+        "tx loop: {:.6} sec\ntx rate: {:.3} Gbit/s",
+        took.as_secs_f64(),
+        rate(bytes, took)
+    )
+}
+
+pub(super) fn client_begins(client: &Client, buffer: usize) -> String {
+    let Client {
+        peer,
+        mode,
+        low_water,
+        credit,
+        ..
+    } = client;
+    let mode = match mode {
+        Mode::Copy => "copy",
+        Mode::InPlace => "zerocopy",
+        Mode::InPlacePolling => "zerocopy, user polling",
+    };
+    format!(
+        "Run as client: {mode}\nConnect to CID {}, port {}\nRX buffer {buffer} bytes\n\
+         SO_RCVLOWAT {low_water} bytes\nPeer credit {credit} bytes",
+        peer.cid, peer.port
+    )
+}
+
+/// `stats`: of an endpoint, which counts where the bytes were.
+pub(super) fn client(mode: Mode, counted: &Counted, stats: Option<EndpointStats>) -> String {
+    let Counted {
+        bytes,
+        total,
+        dequeue,
+        dequeues,
+    } = *counted;
+    let calls = match mode {
+        Mode::Copy => "'read()'",
+        Mode::InPlace | Mode::InPlacePolling => "'fill()' + 'release()'",
+    };
+    let mut lines = vec![
+        format!("received: {bytes} bytes"),
+        format!("rx loop: {:.6} sec", total.as_secs_f64()),
+        format!("rx rate: {:.3} Gbit/s", rate(bytes, total)),
+        format!("total in {calls}: {:.6} sec", dequeue.as_secs_f64()),
+    ];
+    if mode != Mode::InPlacePolling {
+        lines.push(format!("POLLIN wake-ups: {dequeues}"));
+    }
+    let average = dequeue.as_nanos() / u128::from(dequeues.max(1));
+    lines.push(format!("average in {calls}: {average} ns"));
+    if let Some(stats) = stats {
+        lines.push(format!(
+            "in place: {} bytes; copied out: {}; copied aside: {}",
+            stats.received_in_place, stats.copied_out, stats.copied_aside
+        ));
+    }
+    lines.join("\n")
+}
+
+fn rate(bytes: u64, time: Duration) -> f64 {
+    let seconds = time.as_secs_f64();
+    if seconds > 0.0 {
+        bytes as f64 * 8.0 / seconds / 1e9
+    } else {
+        0.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documents_figures_are_labelled() {
+        let took = Duration::from_millis(2500);
+        assert_eq!(
+            server(2 << 30, took),
+            "tx loop: 2.500000 sec\ntx rate: 6.872 Gbit/s"
+        );
+        let counted = Counted {
+            bytes: 2 << 30,
+            total: took,
+            dequeue: Duration::from_millis(500),
+            dequeues: 1000,
+        };
+        assert_eq!(
+            client(Mode::Copy, &counted, None),
+            "received: 2147483648 bytes\nrx loop: 2.500000 sec\nrx rate: 6.872 Gbit/s\n\
+             total in 'read()': 0.500000 sec\nPOLLIN wake-ups: 1000\naverage in 'read()': 500000 ns"
+        );
+        let polling = client(
+            Mode::InPlacePolling,
+            &counted,
+            Some(EndpointStats::default()),
+        );
+        assert!(!polling.contains("POLLIN"), "{polling}");
+        assert!(
+            polling.contains("average in 'fill()' + 'release()': 500000 ns\nin place: 0 bytes")
+        );
+        assert!(client(Mode::InPlace, &counted, None).contains("POLLIN wake-ups: 1000"));
+    }
+}

@@ -1,0 +1,29 @@
+//! The server's loop: writes, one after the other, timed as a whole.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::bytes::Source;
+
+/// Sends `bytes` in writes of `buffer` bytes by `write`; how long the loop took.
+pub(super) fn run(
+    bytes: u64,
+    buffer: usize,
+    mut write: impl FnMut(&[u8]) -> io::Result<usize>,
+) -> io::Result<Duration> {
+    let mut source = Source::new(bytes, buffer);
+    let began = Instant::now();
+    loop {
+        let next = source.next();
+        if next.is_empty() {
+            return Ok(began.elapsed());
+        }
+        let sent = match write(next) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(sent) => sent,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+            Err(error) => return Err(error),
+        };
+        source.sent(sent);
+    }
+}

@@ -1,0 +1,266 @@
+//! What the flags mean, judged: nothing illegal can be said here.
+
+use std::path::PathBuf;
+
+use zerosock::vsock::rxmap::PAGE;
+use zerosock::{Address, Cid, Port};
+
+use super::args::{ModeArg, PerfArgs};
+use crate::failure::Failure;
+
+/// Bytes of a megabyte, as the original counts.
+const MEGABYTE: u64 = 1 << 20;
+/// "For sender, tx buffer (which is passed to 'write()') size is 16Mb."
+const SERVER_PAGES: u32 = 4096;
+const CLIENT_PAGES: u32 = 32;
+
+/// A whole run of one side.
+#[derive(Debug)]
+pub(super) struct Settings {
+    pub(super) place: Place,
+    pub(super) role: Role,
+    /// Bytes of a write, or of a dequeue at most.
+    pub(super) buffer: usize,
+}
+
+/// Where the sockets come from.
+#[derive(Clone, Debug)]
+pub(super) enum Place {
+    /// The kernel: in a guest.
+    Kernel,
+    Attach(PathBuf),
+    Device(PathBuf),
+    Host {
+        vm: Option<(Cid, PathBuf)>,
+        attach: Option<PathBuf>,
+    },
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Role {
+    Server(Server),
+    Client(Client),
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Server {
+    pub(super) port: Port,
+    pub(super) bytes: u64,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Client {
+    pub(super) peer: Address,
+    pub(super) mode: Mode,
+    /// SO_RCVLOWAT in bytes.
+    pub(super) low_water: u32,
+    /// What the peer may have under way, in bytes.
+    pub(super) credit: u32,
+    pub(super) look: Look,
+}
+
+/// How a client dequeues.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Mode {
+    Copy,
+    InPlace,
+    InPlacePolling,
+}
+
+/// What a client does with the bytes, outside of the dequeue calls.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Look {
+    None,
+    Touch,
+    Verify,
+}
+
+impl Settings {
+    fn host(vm: Option<PathBuf>, cid: u32, attach: Option<PathBuf>) -> Result<Place, Failure> {
+        if vm.is_none() && attach.is_none() {
+            return Err(Failure::usage(
+                "--host: nobody can come; give --vm-socket or --attach-socket",
+            ));
+        }
+        let cid = Cid::guest(cid.into())
+            .map_err(|error| Failure::usage(format_args!("--vm-cid {cid}: {error}")))?;
+        let vm = vm.map(|path| (cid, path));
+        Ok(Place::Host { vm, attach })
+    }
+
+    pub(super) fn new(args: PerfArgs) -> Result<Settings, Failure> {
+        let place = match (args.attach, args.device) {
+            _ if args.host => Settings::host(args.vm_socket, args.vm_cid, args.attach_socket)?,
+            (Some(path), _) => Place::Attach(path),
+            (None, Some(path)) => Place::Device(path),
+            (None, None) => Place::Kernel,
+        };
+        let pages = args.buffer.unwrap_or(if args.server {
+            SERVER_PAGES
+        } else {
+            CLIENT_PAGES
+        });
+        let most = i32::MAX as u32 / PAGE as u32;
+        if pages == 0 || pages > most {
+            return Err(Failure::usage(format_args!(
+                "-b {pages}: give a number of pages from 1 to {most}"
+            )));
+        }
+        let buffer = pages as usize * PAGE;
+        let port = Port::new(args.port);
+        let Some(cid) = args.cid else {
+            let bytes = u64::from(args.megabytes) * MEGABYTE;
+            let role = Role::Server(Server { port, bytes });
+            return Ok(Settings {
+                place,
+                role,
+                buffer,
+            });
+        };
+        let mode = match args.mode {
+            ModeArg::N => Mode::Copy,
+            ModeArg::Y => Mode::InPlace,
+            ModeArg::U => Mode::InPlacePolling,
+        };
+        if matches!(place, Place::Kernel) && mode != Mode::Copy {
+            return Err(Failure::usage(
+                "-z y and -z u: the kernel's AF_VSOCK has no receive maps; give --attach, \
+                 --device or --host, or -z n",
+            ));
+        }
+        if args.credit == 0 {
+            return Err(Failure::usage("-v 0: without credit nothing is sent"));
+        }
+        let low_water = args.low_water.unwrap_or(buffer as u32);
+        if low_water > args.credit {
+            return Err(Failure::usage(format_args!(
+                "-r {low_water}: more than the {} bytes of credit (-v) are never there at once",
+                args.credit
+            )));
+        }
+        let look = match (args.verify, args.touch) {
+            (true, _) => Look::Verify,
+            (false, true) => Look::Touch,
+            (false, false) => Look::None,
+        };
+        let role = Role::Client(Client {
+            peer: Address::new(Cid::new(cid), port),
+            mode,
+            low_water,
+            credit: args.credit,
+            look,
+        });
+        Ok(Settings {
+            place,
+            role,
+            buffer,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: PerfArgs,
+    }
+
+    fn settings(line: &str) -> Result<Settings, String> {
+        let words = std::iter::once("perf").chain(line.split_whitespace());
+        let line = Line::try_parse_from(words).map_err(|error| error.to_string())?;
+        Settings::new(line.args).map_err(|failure| failure.to_string())
+    }
+
+    #[test]
+    fn the_originals_defaults() {
+        let server = settings("-s").unwrap();
+        assert_eq!(server.buffer, 16 << 20);
+        let Role::Server(Server { port, bytes }) = server.role else {
+            panic!("{server:?}");
+        };
+        assert_eq!((port, bytes), (Port::new(1234), 2 << 30));
+        let client = settings("-c 2").unwrap();
+        assert_eq!(client.buffer, 128 << 10);
+        let Role::Client(client) = client.role else {
+            panic!("{client:?}");
+        };
+        assert_eq!(client.peer, Address::new(Cid::HOST, Port::new(1234)));
+        assert_eq!((client.mode, client.look), (Mode::Copy, Look::None));
+        assert_eq!((client.credit, client.low_water), (2 << 30, 128 << 10));
+    }
+
+    #[test]
+    fn every_option_of_the_original() {
+        let server = settings("-s -m 7 -b 2 -p 5").unwrap();
+        assert_eq!(server.buffer, 8192);
+        assert!(matches!(
+            server.role,
+            Role::Server(Server { bytes: 0x70_0000, port }) if port == Port::new(5)
+        ));
+        let modes = [
+            ("n", Mode::Copy),
+            ("y", Mode::InPlace),
+            ("u", Mode::InPlacePolling),
+        ];
+        for (letter, mode) in modes {
+            let line = format!("-c 9 -b 3 -r 100 -v 70000 -z {letter} --device x --touch");
+            let client = settings(&line).unwrap();
+            assert_eq!(client.buffer, 3 * 4096);
+            let Role::Client(client) = client.role else {
+                panic!("{client:?}");
+            };
+            assert_eq!((client.mode, client.look), (mode, Look::Touch));
+            assert_eq!((client.credit, client.low_water), (70_000, 100));
+        }
+    }
+
+    #[test]
+    fn places() {
+        for (line, place) in [
+            ("-s", "Kernel"),
+            ("-s --attach a", "Attach(\"a\")"),
+            ("-c 2 -z u --device d", "Device(\"d\")"),
+            (
+                "-s --host --vm-socket v --vm-cid 5",
+                "Host { vm: Some((Cid(5), \"v\")), attach: None }",
+            ),
+            (
+                "-c 4 -z y --host --attach-socket a",
+                "Host { vm: None, attach: Some(\"a\") }",
+            ),
+        ] {
+            assert_eq!(format!("{:?}", settings(line).unwrap().place), place);
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_with_its_reason() {
+        for (line, reason) in [
+            ("", "--server"),
+            ("-s -c 3", "cannot be used with"),
+            ("-s -z y", "cannot be used with"),
+            ("-s -r 5", "cannot be used with"),
+            ("-c 3 -z x", "possible values"),
+            ("-c 3 -z y", "no receive maps"),
+            ("-c 3 -z u", "no receive maps"),
+            ("-c 3 -b 0", "from 1 to 524287"),
+            ("-c 3 -v 0", "credit"),
+            ("-c 3 -v 1000 -r 1001", "never there at once"),
+            ("-s -m -1", "unexpected argument"),
+            ("-s -m x", "whole number"),
+            ("-s --attach a --device b", "cannot be used with"),
+            ("-s --host --device b", "cannot be used with"),
+            ("-s --vm-socket b", "--host"),
+            ("-s --host", "--vm-socket"),
+            ("-s --host --vm-socket x --vm-cid 2", "--vm-cid 2"),
+        ] {
+            let said = settings(line).unwrap_err();
+            assert!(said.contains(reason), "{line}: {said}");
+        }
+    }
+}

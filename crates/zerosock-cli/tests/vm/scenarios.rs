@@ -32,6 +32,7 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("siblings", life::siblings),
     ("perf_guest_is_server", perf::guest_is_server),
     ("perf_guest_is_client", perf::guest_is_client),
+    ("perf_from_a_guest_of_its_own", perf::from_own_guest),
     ("perf_to_a_guest_of_its_own", perf::to_own_guest),
     ("reboot", life::reboot),
     ("front_end_killed", life::front_end_killed),

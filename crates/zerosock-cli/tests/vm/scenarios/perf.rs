@@ -104,7 +104,27 @@ pub(crate) fn guest_is_client(lab: &Lab) {
     assert!(well && said.contains("tx rate: "), "{said}");
 }
 
-/// The sender is the host, with the device in itself.
+/// The receiver is the host and reads where the guest's kernel wrote.
+pub(crate) fn from_own_guest(lab: &Lab) {
+    let dir = short_dir();
+    let socket = dir.path().join("vhost");
+    let client = "-c 6 --host --vm-cid 6 -z y -b 16 --verify";
+    let mut here = Here::start(client, ["--vm-socket"], &socket);
+    here.wait_for("Peer credit");
+    let (guest, _dir) = lab.boot_at(&socket);
+    let server = there(&format!("-s -m {MEGABYTES}"));
+    let serving = guest.remote.start(server);
+    let (well, said) = here.finish();
+    assert!(well && said.contains(RECEIVED), "{said}");
+    assert!(
+        said.contains("in place: 4194304 bytes; copied out: 0;"),
+        "{said}"
+    );
+    let served = serving.wait(STEP).expect("served");
+    let said = served.text.unwrap_or_default();
+    assert!(said.contains("tx loop: "), "{said}");
+}
+
 pub(crate) fn to_own_guest(lab: &Lab) {
     let dir = short_dir();
     let socket = dir.path().join("vhost");

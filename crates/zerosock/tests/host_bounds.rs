@@ -187,8 +187,18 @@ fn a_pause_waits_for_who_is_writing_into_a_loan() {
     // A read from an empty pipe keeps the loan entered.
     let (from, into) = rustix::pipe::pipe().unwrap();
     let answered = AtomicBool::new(false);
+    let (tell, told) = std::sync::mpsc::channel();
     thread::scope(|scope| {
-        let writer = scope.spawn(|| loan.read_from(&from).map(|_| loan));
+        let writer = scope.spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
+            loan.read_from(&from).map(|_| loan)
+        });
+        // It has nothing else to sleep on.
+        let writing = told.recv().unwrap().as_raw_nonzero();
+        eventually("in its read", || {
+            let stat = std::fs::read_to_string(format!("/proc/self/task/{writing}/stat")).unwrap();
+            stat.rsplit_once(") ").unwrap().1.starts_with('S')
+        });
         let (guest, answered) = (&mut guest, &answered);
         let pause = scope.spawn(move || {
             let bases = guest.suspend().unwrap();
@@ -197,8 +207,9 @@ fn a_pause_waits_for_who_is_writing_into_a_loan() {
         });
         // Not proof, but a pause that did not wait would be done by then.
         thread::sleep(Duration::from_millis(100));
-        assert!(!answered.load(Ordering::SeqCst), "somebody is writing");
+        let early = answered.load(Ordering::SeqCst);
         rustix::io::write(&into, b"written").unwrap();
+        assert!(!early, "somebody is writing");
         let loan = writer.join().unwrap().unwrap();
         let bases = pause.join().unwrap();
         assert_eq!(loan.filled(), 7);

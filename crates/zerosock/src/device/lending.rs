@@ -154,11 +154,18 @@ impl Device {
         let len = reservation.len();
         let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
         let (chain, place) = match pieces.filter(|_| in_place) {
-            Some(pieces) => {
+            Some(mut pieces) => {
+                // What has the header to itself is not lent: the rest is one piece then, and
+                // those we trust have it as a slice.
+                let mut offset = HEADER_LEN;
+                while let Some(header) = pieces.first().filter(|piece| piece.len() <= offset) {
+                    offset -= header.len();
+                    pieces.remove(0);
+                }
                 let place = Place::InPlace {
                     memory: rx.queue.memory().clone(),
                     pieces,
-                    offset: HEADER_LEN,
+                    offset,
                 };
                 let lent = Lent {
                     chain,

@@ -347,10 +347,19 @@ fn can_place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> bool {
 /// Names where a held buffer lies; `None` if that takes too many pieces.
 fn place<T>(store: &impl Store<Token = T>, held: &Held<T>) -> Option<Place> {
     let memory = store.memory(&held.token)?.clone();
-    let pieces = ArrayVec::try_from(store.pieces(&held.token)).ok()?;
+    let (mut pieces, mut offset) = (store.pieces(&held.token), held.offset as usize);
+    // Without the piece that the header has to itself, the rest is one: a slice, for those who
+    // trust.
+    while let [first, rest @ ..] = pieces
+        && first.len() <= offset
+        && !rest.is_empty()
+    {
+        offset -= first.len();
+        pieces = rest;
+    }
     Some(Place::InPlace {
         memory,
-        pieces,
-        offset: held.offset as usize,
+        pieces: ArrayVec::try_from(pieces).ok()?,
+        offset,
     })
 }

@@ -1,0 +1,28 @@
+//! Processes that attach to a program that is the host: by name, without a copy either way, and
+//! gone without a trace. Where a byte lies is told by file and offset of the mapping that a pointer
+//! is in: two processes' pointers to one byte differ, these do not.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod copies;
+mod dying;
+mod hub;
+mod sharing;
+mod trust;
+
+use std::time::Duration;
+
+use zerosock::Port;
+use zerosock::vsock::Stream;
+
+const PORT: Port = Port::new(5000);
+
+/// Longer than any test lasts: what is leased stays where it is.
+const FOR_EVER: Duration = Duration::from_secs(600);
+
+/// Gives up in the end.
+fn patient(stream: Stream) -> Stream {
+    stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(common::PATIENCE)).unwrap();
+    stream
+}

@@ -348,6 +348,7 @@ impl Engine for HostEngine {
     fn disarm(&mut self) {
         // Kicks are asked for no more because the next turn of each device says so. An epoll
         // instance that fails now fails the next turn as well.
+        let _ = rustix::io::read(&self.waker, &mut [0; 8]);
         let _ = self.look();
     }
 

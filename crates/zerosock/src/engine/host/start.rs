@@ -93,10 +93,9 @@ impl HostEngine {
         worker.app = Some(Box::new(App::new(words.clone(), limits.hold)));
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let waker = eventfd(0, flags).map_err(|e| system("make an eventfd")(e.into()))?;
-        // Like the mailbox it says nothing but that somebody is to look.
         worker
             .poller
-            .add(&waker, Source::Mailbox)
+            .add(&waker, Source::Waker)
             .map_err(system("watch an eventfd"))?;
         worker.start().map_err(system("watch host sockets"))?;
         let mut engine = HostEngine {

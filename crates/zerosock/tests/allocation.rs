@@ -11,6 +11,8 @@ use std::io::{Read, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{TestDaemon, deadline};
+use zerosock::vsock::{Endpoint, Host, Stream};
+use zerosock::{Cid, Port};
 
 struct Counting;
 
@@ -80,4 +82,86 @@ fn bytes_pass_both_ways_without_an_allocation() {
     guest.close(stream).unwrap();
     guest.turn().unwrap();
     echo.join().unwrap();
+
+    // Counted for the whole process, so one after the other and not tests side by side.
+    streams();
+}
+
+/// Between a host in this program and a process (here: a thread) that has attached to it, warm.
+fn streams() {
+    const MESSAGES: usize = 200;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vm.sock");
+    let host = Host::builder()
+        .vm(Cid::guest(3).unwrap(), &path)
+        .start()
+        .unwrap();
+    let listener = host.listen(Port::new(7), 1).unwrap();
+    let connecting = std::thread::spawn(move || {
+        let endpoint = Endpoint::builder().attach_device(path).unwrap();
+        let stream = endpoint.connect(common::host(7)).unwrap();
+        (endpoint, stream)
+    });
+    let (ours, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    while !connecting.is_finished() {
+        host.turn().unwrap();
+    }
+    let (endpoint, theirs) = connecting.join().unwrap();
+    for stream in [&ours, &theirs] {
+        stream.set_nonblocking(true).unwrap();
+    }
+    // Both sides take turns in one thread: nothing but their own work is counted.
+    let message = [7u8; 100];
+    let exchange = |from: &Stream, to: &Stream, way: usize| {
+        let send = |from: &Stream| match way {
+            0 => (&*from).write(&message).map(drop),
+            1 => from.batch().write(&message),
+            _ => {
+                let mut loan = from.loan(message.len())?;
+                loan.write_all(&message)?;
+                loan.send().map(drop)
+            }
+        };
+        let receive = |to: &Stream, buffer: &mut [u8]| match way {
+            0 => (&*to).read(buffer),
+            1 => {
+                let mut bytes = 0;
+                to.recv_each(16, |message| bytes += message.copy_to(0, &mut *buffer))?;
+                Ok(bytes)
+            }
+            _ => Ok(to
+                .recv()?
+                .map_or(0, |lease| lease.read().copy_to(0, buffer))),
+        };
+        let (mut sent, mut got) = (0, 0);
+        let mut buffer = [0u8; 100];
+        while got < MESSAGES * message.len() {
+            if sent < MESSAGES && send(from).is_ok() {
+                sent += 1;
+            }
+            match receive(to, &mut buffer) {
+                Ok(bytes) => got += bytes,
+                // Does not happen, as what was sent is there at once; an error is allocated.
+                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock),
+            }
+        }
+    };
+    for (name, from, to) in [
+        ("to the process", &ours, &theirs),
+        ("to the host", &theirs, &ours),
+    ] {
+        for way in 0..3 {
+            exchange(from, to, way);
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            exchange(from, to, way);
+            let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
+            assert_eq!(allocated, 0, "allocations {name}, way {way}");
+        }
+    }
+    // The host answers when the process says farewell, if it is driven.
+    let leaving = std::thread::spawn(move || drop((theirs, endpoint)));
+    while !leaving.is_finished() {
+        host.turn().unwrap();
+    }
+    leaving.join().unwrap();
 }

@@ -58,6 +58,27 @@ struct Body {
 }
 
 /// Leased bytes that stay where they are as long as this lives.
+///
+/// It cannot outlive its lease, nor a slice of it the reading:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Lease;
+/// fn reading_outlives_lease(lease: Lease<'_>) {
+///     let reading = lease.read();
+///     drop(lease);
+///     println!("{}", reading.len());
+/// }
+/// ```
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Lease;
+/// fn slice_outlives_reading(lease: Lease<'_>) {
+///     let reading = lease.read();
+///     let bytes = reading.as_slice();
+///     drop(reading);
+///     println!("{bytes:?}");
+/// }
+/// ```
 pub struct Reading<'l> {
     core: &'l Core,
     body: &'l Body,

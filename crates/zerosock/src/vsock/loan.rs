@@ -39,6 +39,17 @@ use super::sockets::{PIECES, Place};
 ///     loan.write_all(b"too late")
 /// }
 /// ```
+///
+/// Nor can it outlive its stream:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Stream;
+/// fn loan_outlives_stream(stream: Stream) {
+///     let loan = stream.loan(100).unwrap();
+///     drop(stream);
+///     loan.send().unwrap();
+/// }
+/// ```
 pub struct Loan<'a> {
     core: &'a Arc<Core>,
     index: u32,
@@ -53,6 +64,17 @@ pub struct Loan<'a> {
 }
 
 /// A loan's bytes as plain slices, as long as this lives.
+///
+/// While it lives, the loan is not sent, nor written to in another way:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Loan;
+/// fn filled_after_send(mut loan: Loan<'_>) {
+///     let mut filling = loan.as_mut_slice().unwrap();
+///     loan.send().unwrap();
+///     filling[0] = 1;
+/// }
+/// ```
 pub struct Filling<'l> {
     core: &'l Core,
     index: u32,

@@ -25,6 +25,19 @@ use super::sockets::{Copy, LeaseParts, PIECES, Place};
 /// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
 /// back to its sender, and credit for more.
 ///
+/// ```
+/// use std::io::Write;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// (&process).write_all(b"\x07\0\0\0seven bytes")?;
+/// let lease = host.recv()?.expect("a packet");
+/// assert_eq!(lease.read_as::<[u8; 4]>(0), Some([7, 0, 0, 0]));
+/// let mut text = [0; 5];
+/// assert_eq!(lease.copy_to(4, &mut text), 5);
+/// assert_eq!(&text, b"seven");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+///
 /// A lease cannot outlive its stream, and with it its endpoint:
 ///
 /// ```compile_fail,E0505
@@ -42,6 +55,17 @@ pub struct Lease<'a> {
 
 /// A lease that is not bound to its stream: it keeps what it needs of the endpoint alive by
 /// itself. For handing received bytes to another thread, or to a [`Bytes`].
+///
+/// ```
+/// use std::io::Write;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// (&process).write_all(b"for a thread of its own")?;
+/// let lease = host.recv()?.expect("a packet").into_owned();
+/// let length = std::thread::spawn(move || lease.to_vec().len());
+/// assert_eq!(length.join().unwrap(), 23);
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub struct OwnedLease {
     core: Arc<Core>,
     body: Body,
@@ -58,6 +82,20 @@ struct Body {
 }
 
 /// Leased bytes that stay where they are as long as this lives.
+///
+/// ```
+/// use std::io::Write;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// (&process).write_all(&[1, 0, 0, 0, 2, 0, 0, 0])?;
+/// let lease = host.recv()?.expect("a packet");
+/// let reading = lease.read();
+/// // Trust was declared, so there is a plain slice, and a value where it lies.
+/// assert_eq!(reading.as_slice().expect("trusted").len(), 8);
+/// assert_eq!(reading.view::<[u32; 2]>().map(|words| words[1].to_le()), Some(2));
+/// assert!(!reading.is_torn());
+/// # Ok::<(), std::io::Error>(())
+/// ```
 ///
 /// It cannot outlive its lease, nor a slice of it the reading:
 ///

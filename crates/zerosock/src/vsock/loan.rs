@@ -27,6 +27,18 @@ use super::sockets::{PIECES, Place};
 /// Bytes go in by [`Write`] (each call appends), by [`write_at`](Loan::write_at), or straight from
 /// a file or socket by [`read_from`](Loan::read_from).
 ///
+/// ```
+/// use std::io::Write;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// let mut loan = process.loan(100)?;
+/// loan.write_all(b"written where ")?;
+/// loan.write_all(b"it will be read")?;
+/// assert_eq!(loan.send()?, 29);
+/// assert_eq!(host.recv()?.expect("a packet").len(), 29);
+/// # Ok::<(), std::io::Error>(())
+/// ```
+///
 /// A loan that was sent is gone:
 ///
 /// ```compile_fail,E0382
@@ -64,6 +76,20 @@ pub struct Loan<'a> {
 }
 
 /// A loan's bytes as plain slices, as long as this lives.
+///
+/// ```
+/// use std::io::Read;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// let mut loan = process.loan(100)?;
+/// let mut filling = loan.as_mut_slice()?;
+/// let len = (&b"from a reader"[..]).read_vectored(&mut filling.as_io_slices())?;
+/// drop(filling);
+/// loan.set_filled(len);
+/// loan.send()?;
+/// assert_eq!(host.recv()?.expect("a packet").to_vec(), b"from a reader");
+/// # Ok::<(), std::io::Error>(())
+/// ```
 ///
 /// While it lives, the loan is not sent, nor written to in another way:
 ///

@@ -7,6 +7,20 @@ use zerosock_ring::Trust;
 use super::engine::Payload;
 
 /// The bytes of one packet, where they lie, for the time of a call.
+///
+/// ```
+/// use std::io::Write;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// (&process).write_all(b"shown")?;
+/// let mut sum = 0u32;
+/// host.recv_each(1, |message| {
+///     let bytes = message.as_slice().expect("trusted");
+///     sum = bytes.iter().map(|&byte| u32::from(byte)).sum();
+/// })?;
+/// assert_eq!(sum, 559);
+/// # Ok::<(), std::io::Error>(())
+/// ```
 #[derive(Copy, Clone)]
 pub struct Message<'m> {
     payload: Payload<'m>,

@@ -458,6 +458,21 @@ impl fmt::Debug for Stream {
 
 /// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
 /// calls wait for it, and this thread's must not be made.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// let mut batch = process.batch();
+/// for line in ["one", "two", "three"] {
+///     batch.write(line.as_bytes())?;
+/// }
+/// drop(batch);
+/// let mut lines = Vec::new();
+/// while lines.len() < 3 {
+///     host.recv_each(16, |message| lines.push(message.to_vec()))?;
+/// }
+/// assert_eq!(lines[2], b"three");
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub struct Batch<'a> {
     stream: &'a Stream,
     locked: Option<super::core::Locked<'a>>,

@@ -7,6 +7,19 @@
 use std::time::Duration;
 
 /// How a call that has to wait does so.
+///
+/// ```
+/// use std::io::Write;
+/// use std::time::Duration;
+/// use zerosock::vsock::Wait;
+///
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// process.set_wait(Wait::Spin);
+/// host.set_wait(Wait::Adaptive { limit: Duration::from_micros(50) });
+/// (&process).write_all(b"ping")?;
+/// host.recv()?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Wait {
     /// Sleeps until the peer notifies.

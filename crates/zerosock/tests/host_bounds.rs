@@ -309,6 +309,48 @@ fn hostile_lengths_reach_nobody() {
 }
 
 #[test]
+fn a_guest_that_rewrites_payload_header_and_ring_under_a_lease_harms_nobody() {
+    let hosted = Hosted::with(2, zerosock::vsock::Wait::Sleep);
+    let listener = hosted.listen(PORT, 4).unwrap();
+    let mut neighbour = hosted.guest_of(1);
+    let kept = neighbour.wait_connect(host(700), deadline()).unwrap();
+    let (alive, _) = listener.accept_timeout(PATIENCE).unwrap();
+    let mut guest = hosted.raw_guest();
+    guest.connect(5000, PORT.get());
+    let (stream, _) = listener.accept_timeout(PATIENCE).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let at = hosting::raw_send(&mut guest, 5000, PORT.get(), b"hello");
+    let lease = stream.recv().unwrap().unwrap();
+    let reading = lease.read();
+    // The header says more, the descriptors lie elsewhere, the index is far ahead.
+    for index in 0..common::raw::SIZE {
+        let buffer = guest.buffer(common::raw::TX, index);
+        if buffer != at {
+            guest.write(buffer, &[0xff; 44]);
+        }
+        guest.desc(common::raw::TX, index, u64::MAX - 7, u32::MAX, 3, index);
+    }
+    guest.write(at, b"j");
+    let index = guest.avail_index(common::raw::TX);
+    guest.set_avail(common::raw::TX, index.wrapping_add(1000));
+    guest.kick(common::raw::TX);
+    assert_eq!(reading.len(), 5);
+    assert_eq!(
+        reading.to_vec()[1..],
+        b"ello"[..],
+        "its own bytes, and no others"
+    );
+    neighbour.wait_send(kept, b"here", deadline()).unwrap();
+    let mut got = [0; 4];
+    (&alive).read_exact(&mut got).unwrap();
+    assert_eq!(&got, b"here");
+    drop(guest);
+    let error = stream.recv().map(drop).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(reading.to_vec().len(), 5, "still mapped");
+}
+
+#[test]
 fn a_host_that_ends_resets_everybody() {
     let mut hosted = Hosted::new();
     let mut guest = hosted.guest();

@@ -6,6 +6,7 @@
 mod common;
 mod copies;
 mod dying;
+mod holding;
 mod hub;
 mod sharing;
 mod trust;

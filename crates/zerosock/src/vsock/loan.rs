@@ -13,13 +13,14 @@ use std::io::{self, IoSliceMut, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use zerosock_ring::{Claim, SliceBuf, Trust};
+use zerosock_ring::{Claim, SliceBuf};
 
-use super::core::Core;
-use super::engine::LoanParts;
+use super::core::{Core, Interest};
+use super::engine::{Engine, LoanParts, SendFault};
 use super::errors::{StreamError, of_send};
 use super::leases::Entered;
 use super::sockets::{PIECES, Place};
+use super::stream::Stream;
 
 /// The right to write the bytes of one packet where the peer will read them. It is sent with
 /// [`send`](Loan::send); dropped, it goes back unsent.
@@ -63,7 +64,7 @@ use super::sockets::{PIECES, Place};
 /// }
 /// ```
 pub struct Loan<'a> {
-    core: &'a Arc<Core>,
+    stream: &'a Stream,
     index: u32,
     len: usize,
     place: Option<Place>,
@@ -71,7 +72,6 @@ pub struct Loan<'a> {
     private: Vec<u8>,
     /// Bytes written, from the beginning.
     filled: usize,
-    trust: Option<Trust>,
     sent: bool,
 }
 
@@ -113,20 +113,19 @@ enum FillingPlace<'l> {
 }
 
 impl<'a> Loan<'a> {
-    pub(super) fn new(core: &'a Arc<Core>, parts: LoanParts, trust: Option<Trust>) -> Loan<'a> {
+    pub(super) fn new(stream: &'a Stream, parts: LoanParts) -> Loan<'a> {
         let LoanParts { index, len, place } = parts;
         let private = match place {
             Some(_) => Vec::new(),
             None => vec![0; len],
         };
         Loan {
-            core,
+            stream,
             index,
             len,
             place,
             private,
             filled: 0,
-            trust,
             sent: false,
         }
     }
@@ -168,7 +167,7 @@ impl<'a> Loan<'a> {
                 offset: start,
             }) => {
                 let written = memory.write(pieces, start + offset, bytes);
-                self.core.leases().leave(self.index);
+                self.stream.core.leases().leave(self.index);
                 written
             }
             _ => {
@@ -196,7 +195,7 @@ impl<'a> Loan<'a> {
                 let mut slices = SliceBuf::<PIECES>::new();
                 memory.slices(pieces, offset + filled, room, &mut slices);
                 let got = zerosock_sys::read_slices(fd.as_fd(), &slices);
-                self.core.leases().leave(self.index);
+                self.stream.core.leases().leave(self.index);
                 got?
             }
             _ => rustix::io::read(fd, &mut self.private[filled..])?,
@@ -213,7 +212,8 @@ impl<'a> Loan<'a> {
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
     /// [`StreamError::Torn`].
     pub fn as_mut_slice(&mut self) -> Result<Filling<'_>, StreamError> {
-        let (core, index, len, trust) = (self.core, self.index, self.len, self.trust);
+        let (core, index, len) = (&*self.stream.core, self.index, self.len);
+        let trust = self.stream.trust;
         if self.enter()?.is_none() {
             let place = FillingPlace::Private(&mut self.private);
             return Ok(Filling { core, index, place });
@@ -242,59 +242,74 @@ impl<'a> Loan<'a> {
     }
 
     /// Sends the bytes written so far, as one packet; how many. A loan with nothing in it goes
-    /// back.
+    /// back. One in place is sent at once; one that is not may have to wait for a buffer, as a
+    /// write does.
     ///
     /// # Errors
-    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`].
+    /// The connection has ended, or this direction was shut down; [`StreamError::Torn`]; and
+    /// `WouldBlock` or `TimedOut`, if there was no buffer. Who wants to keep the bytes then, uses
+    /// [`try_send`](Self::try_send).
     pub fn send(self) -> io::Result<usize> {
-        let core = self.core;
-        let sent = self.queue(core.lock().engine())?;
-        Ok(sent)
+        self.try_send().map_err(|(error, _)| error)
     }
 
-    /// As [`send`](Self::send), with the engine in hand.
-    pub(super) fn queue(
-        mut self,
-        engine: &mut dyn super::engine::Engine,
-    ) -> Result<usize, StreamError> {
+    /// As [`send`](Self::send), but a loan that could not be sent now is given back.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn try_send(mut self) -> Result<usize, (io::Error, Self)> {
         if self.filled == 0 {
             return Ok(0);
         }
-        let in_place = self.enter_with(engine)?;
+        let stream = self.stream;
+        let interest = Interest::Conn(stream.id);
+        let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
+            Ok(sent) => {
+                engine.flush();
+                Some(Ok(sent))
+            }
+            Err(SendFault::WouldBlock) => None,
+            Err(SendFault::Unknown) => Some(Err(StreamError::Torn)),
+            Err(fault) => Some(Err(of_send(fault).unwrap_or(StreamError::Reset))),
+        };
+        let done = stream
+            .core
+            .wait(interest, stream.write_patience(), attempt)
+            .map_err(io::Error::from)
+            .and_then(|result| Ok(result?));
+        done.map_err(|error| (error, self))
+    }
+
+    fn queue(&mut self, engine: &mut dyn Engine) -> Result<usize, SendFault> {
+        let in_place = self.enter_with(engine).map_err(|_| SendFault::Unknown)?;
         if in_place {
-            self.core.leases().leave(self.index);
+            self.stream.core.leases().leave(self.index);
         }
         let private = (!in_place).then(|| &self.private[..self.filled]);
-        let result = engine.send_loan(self.index, self.filled, private);
-        // Sent or not, the engine has it back.
+        engine.send_loan(self.index, self.filled, private)?;
+        // The engine has it back.
         self.sent = true;
-        match result {
-            Ok(()) => {
-                engine.flush();
-                Ok(self.filled)
-            }
-            Err(fault) => Err(of_send(fault).unwrap_or(StreamError::Reset)),
-        }
+        Ok(self.filled)
     }
 
     /// Begins to write where it is in place; `None`: into the private buffer.
     fn enter(&mut self) -> Result<Option<&Place>, StreamError> {
-        if self.place.is_some() && self.core.leases().enter(self.index) == Entered::Moved {
-            let core = self.core;
+        if self.place.is_some() && self.stream.core.leases().enter(self.index) == Entered::Moved {
+            let core = &self.stream.core;
             self.moved(core.lock().engine())?;
         }
         Ok(self.place.as_ref())
     }
 
-    fn enter_with(&mut self, engine: &mut dyn super::engine::Engine) -> Result<bool, StreamError> {
-        if self.place.is_some() && self.core.leases().enter(self.index) == Entered::Moved {
+    fn enter_with(&mut self, engine: &mut dyn Engine) -> Result<bool, StreamError> {
+        if self.place.is_some() && self.stream.core.leases().enter(self.index) == Entered::Moved {
             self.moved(engine)?;
         }
         Ok(self.place.is_some())
     }
 
     /// The endpoint has taken the place away: what was written is in a copy, if there is one.
-    fn moved(&mut self, engine: &mut dyn super::engine::Engine) -> Result<(), StreamError> {
+    fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), StreamError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => self.private.extend_from_slice(&bytes[start..]),
             None if self.filled > 0 => return Err(StreamError::Torn),
@@ -321,7 +336,7 @@ impl Write for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.sent {
-            self.core.give_back(self.index);
+            self.stream.core.give_back(self.index);
         }
     }
 }

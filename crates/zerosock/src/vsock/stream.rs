@@ -217,7 +217,7 @@ impl Stream {
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
     pub fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
         let parts = self.transmit(|engine| engine.loan(self.id, max))?;
-        Ok(Loan::new(&self.core, parts, self.trust))
+        Ok(Loan::new(self, parts))
     }
 
     /// Sends a loan: the same as [`Loan::send`].
@@ -273,6 +273,10 @@ impl Stream {
             .engine()
             .info(self.id)
             .map_or(StreamState::Reset, |info| info.state)
+    }
+
+    pub(super) fn write_patience(&self) -> Patience {
+        self.patience(&self.write_timeout)
     }
 
     fn patience(&self, timeout: &AtomicU64) -> Patience {

@@ -46,6 +46,7 @@ pub mod daemon;
 pub mod device;
 pub mod driver;
 mod engine;
+mod header;
 mod plane;
 mod relay;
 mod stats;

@@ -5,6 +5,7 @@ use super::ring::Ring;
 use super::sibling;
 use super::timers::Timer;
 use super::{Context, Device};
+use crate::header;
 use crate::relay::{self, hybrid};
 use crate::switch::Message;
 use zerosock_proto::Cid;
@@ -12,11 +13,9 @@ use zerosock_proto::vsock::{Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
 
-/// Writes `header` in front of the `len` bytes of payload that lie in `chain` and completes it.
-pub(super) fn emit(rx: &mut Ring, chain: Chain, header: &Repr, len: usize) {
-    let mut bytes = [0u8; HEADER_LEN];
-    header.emit(&mut bytes);
-    rx.queue.memory().write(chain.writable(), 0, &bytes);
+/// Writes `repr` in front of the `len` bytes of payload that lie in `chain` and completes it.
+pub(super) fn emit(rx: &mut Ring, chain: Chain, repr: &Repr, len: usize) {
+    header::write(rx.queue.memory(), chain.writable(), repr);
     rx.complete(chain, (HEADER_LEN + len) as u32);
 }
 

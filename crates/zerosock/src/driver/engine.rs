@@ -167,9 +167,19 @@ impl Engine for Driver {
         most: usize,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> Result<usize, RecvFault> {
-        match self.sockets.each(id, most, look, &mut self.store) {
-            0 if most == 0 => Ok(0),
-            0 => self.nothing(id).map(|()| 0),
+        let stopped = std::cell::Cell::new(false);
+        let mut look = |payload: Payload<'_>| {
+            stopped.set(!look(payload));
+            !stopped.get()
+        };
+        let mut seen = self.sockets.each(id, most, &mut look, &mut self.store);
+        if seen < most && !stopped.get() {
+            // What goes wrong here goes wrong again in the next turn, which says so.
+            let more = self.show_arrivals(id, most - seen, &mut look);
+            seen += more.unwrap_or(0);
+        }
+        match seen {
+            0 if most > 0 => self.nothing(id).map(|()| 0),
             seen => Ok(seen),
         }
     }

@@ -6,11 +6,13 @@
 //! device or on its way there.
 
 use zerosock_proto::vsock::{Disposition, Event, FlowId};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Packet, Repr};
+use zerosock_proto::wire::vsock::HEADER_LEN;
 use zerosock_proto::{Address, Cid, Instant};
 
 use super::errors::DriverError;
 use super::{Driver, POOL};
+use crate::header;
+use crate::vsock::engine::Payload;
 use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
@@ -25,50 +27,103 @@ impl Driver {
                 break;
             };
             taken += 1;
-            self.take_packet(now, slot, written);
+            if let Some((flow, len)) = self.take_packet(now, slot, written) {
+                self.hold(now, slot, flow, len);
+            }
         }
         self.stats.rx_packets += u64::from(taken);
         Ok(taken > 0)
     }
 
-    /// One packet. Its slot goes back, or stays with a connection.
+    /// Shows up to `most` packets of a connection to `look` as they are taken in, and gives their
+    /// slots back at once; packets of others are held. Nothing if packets of the connection are
+    /// held already: those come first. The short way for many small packets.
     #[inline]
-    fn take_packet(&mut self, now: Instant, slot: u16, written: u32) {
+    pub(super) fn show_arrivals(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, DriverError> {
+        let Some(flow) = self.sockets.drained_flow(id) else {
+            return Ok(0);
+        };
+        if most == 0 || !self.store.rx.has_used() {
+            return Ok(0);
+        }
+        let now = self.now();
+        let (mut seen, mut bytes, mut taken) = (0, 0, 0u64);
+        let mut go_on = true;
+        while go_on && seen < most && !self.is_blocked() {
+            let Some((slot, written)) = self.store.rx.take()? else {
+                break;
+            };
+            taken += 1;
+            let Some((of, len)) = self.take_packet(now, slot, written) else {
+                continue;
+            };
+            let arena = &self.store.arena;
+            let piece = arena.rx_data.pieces(slot).first();
+            match piece.and_then(|piece| arena.memory.slice(*piece)) {
+                Some(slice) if of == flow && len > 0 => {
+                    go_on = look(Payload::in_place(&[slice.part(0, len as usize)]));
+                    self.store.release(slot);
+                    seen += 1;
+                    bytes += len as usize;
+                }
+                _ => self.hold(now, slot, of, len),
+            }
+        }
+        self.stats.rx_packets += taken;
+        self.sockets.count_shown(bytes);
+        if bytes > 0 {
+            self.store.consumed(POOL, flow, bytes as u32);
+        }
+        if self.store.shard.has_events() {
+            self.take_core_events(now);
+        }
+        Ok(seen)
+    }
+
+    /// Payload for a connection, if it still is one of ours.
+    #[inline]
+    fn hold(&mut self, now: Instant, slot: u16, flow: FlowId, len: u32) {
+        let held = Held {
+            token: slot,
+            offset: 0,
+            len,
+            since: now,
+        };
+        match self.flow(flow) {
+            Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
+            // Closed by us, and the peer does not know yet.
+            None => self.store.release(slot),
+        }
+    }
+
+    /// One packet. Its slot goes back, unless it has payload for a connection: then it is the
+    /// caller's.
+    #[inline]
+    fn take_packet(&mut self, now: Instant, slot: u16, written: u32) -> Option<(FlowId, u32)> {
         let arena = &self.store.arena;
         // The private copy: the device may change the header under us.
-        let header = arena
-            .memory
-            .read_array::<HEADER_LEN>(arena.rx_headers.pieces(slot), 0);
+        let repr = header::read(&arena.memory, arena.rx_headers.pieces(slot));
         let payload = written.checked_sub(HEADER_LEN as u32);
-        let repr = header
-            .and_then(|header| Packet::new_checked(header).ok())
-            .and_then(|packet| Repr::parse(&packet).ok());
-        let (Some(payload), Some(repr)) = (payload, repr) else {
-            return self.malformed(slot);
+        let (Some(payload), Ok(repr)) = (payload, repr) else {
+            self.malformed(slot);
+            return None;
         };
         if repr.len > payload || repr.len > arena.rx_data.len() {
-            return self.malformed(slot);
+            self.malformed(slot);
+            return None;
         }
         match self.store.shard.handle_packet(now, &repr) {
-            Disposition::Deliver { flow, len, .. } => {
-                let held = Held {
-                    token: slot,
-                    offset: 0,
-                    len,
-                    since: now,
-                };
-                match self.flow(flow) {
-                    Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
-                    // Closed by us, and the peer does not know yet.
-                    None => self.store.release(slot),
-                }
-            }
-            Disposition::Handled => self.store.release(slot),
-            Disposition::Dropped(_) => {
-                self.stats.rx_dropped += 1;
-                self.store.release(slot);
-            }
+            Disposition::Deliver { flow, len, .. } => return Some((flow, len)),
+            Disposition::Handled => {}
+            Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }
+        self.store.release(slot);
+        None
     }
 
     #[cold]

@@ -61,7 +61,7 @@ use std::time;
 
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
+use zerosock_proto::wire::vsock::Repr;
 
 pub use crate::vsock::sockets::{StreamId, StreamState};
 pub use arena::ArenaError;
@@ -76,6 +76,7 @@ pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
+use crate::header;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{News, Sockets};
 use arena::Arena;
@@ -496,14 +497,12 @@ impl Driver {
     /// Writes the header into slot `slot` and queues the packet; its payload,
     /// if it has any, lies in the slot already.
     #[inline]
-    fn transmit(&mut self, slot: u16, header: &Repr) -> Result<(), DriverError> {
-        let mut bytes = [0u8; HEADER_LEN];
-        header.emit(&mut bytes);
+    fn transmit(&mut self, slot: u16, repr: &Repr) -> Result<(), DriverError> {
         let arena = &self.store.arena;
-        arena.memory.write(arena.tx_headers.pieces(slot), 0, &bytes);
+        header::write(&arena.memory, arena.tx_headers.pieces(slot), repr);
         self.tx.push(slot)?;
         self.stats.tx_packets += 1;
-        self.stats.tx_bytes += u64::from(header.len);
+        self.stats.tx_bytes += u64::from(repr.len);
         Ok(())
     }
 

@@ -32,6 +32,8 @@ use super::waiting::{Learned, Wait};
 
 /// Looks between two looks at the clock, while spinning.
 const LOOKS: u32 = 64;
+/// Calls in a row that find what they want without a turn of the engine.
+const MOST_SKIPPED: u32 = 64;
 
 /// What a waiter waits for.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -110,6 +112,8 @@ pub(crate) struct State {
     waiters: Vec<Waiter>,
     tickets: u64,
     learned: Learned,
+    /// Calls since the last turn that needed none.
+    skipped: u32,
     /// The rings have been armed, and nothing was taken in since.
     armed: bool,
     /// The endpoint is over, and why.
@@ -179,6 +183,7 @@ impl Core {
                 waiters: Vec::new(),
                 tickets: 0,
                 learned: Learned::default(),
+                skipped: 0,
                 armed: false,
                 fault: None,
             }),
@@ -277,17 +282,28 @@ impl Core {
         mut attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let locked = held.get_or_insert_with(|| self.lock());
-        if let Some(found) = attempt(locked.engine()) {
+        let mut watch = Watch::default();
+        if locked.is_turn_due() {
+            watch.look = true;
+        } else if let Some(found) = attempt(locked.engine()) {
             return Ok(found);
         }
-        let mut watch = Watch::default();
+        let spins = patience.wait.filter(|wait| *wait != Wait::Sleep);
         loop {
             let locked = held.get_or_insert_with(|| self.lock());
-            // Who spins does so before anything dearer than a look.
-            let looks_first = matches!(patience.wait, Some(Wait::Spin | Wait::Adaptive { .. }));
-            let busy =
-                (!looks_first || locked.engine().pending() || watch.look) && locked.turn()?;
+            if let Some(wait) = spins.filter(|_| !watch.look) {
+                // Who spins does so before anything dearer than a look, and first sees whether
+                // the attempt finds what has come by itself.
+                if !locked.spin(wait, patience.deadline, &mut watch) {
+                    self.sleep(held, interest, patience.deadline, &mut watch);
+                    continue;
+                }
+                if let Some(found) = attempt(locked.engine()) {
+                    return Ok(found);
+                }
+            }
             watch.look = false;
+            let busy = locked.turn()?;
             if let Some(found) = attempt(locked.engine()) {
                 watch.learn(patience.wait, locked.state());
                 return Ok(found);
@@ -298,16 +314,13 @@ impl Core {
             if watch.timed_out {
                 return Err(WaitFault::TimedOut);
             }
-            let Some(wait) = patience.wait else {
-                if locked.watch() {
-                    continue;
+            match patience.wait {
+                None if locked.watch() => {}
+                None => return Err(WaitFault::WouldBlock),
+                Some(Wait::Sleep) => {
+                    self.sleep(held, interest, patience.deadline, &mut watch);
                 }
-                return Err(WaitFault::WouldBlock);
-            };
-            if !locked.spin(wait, patience.deadline, &mut watch)
-                && let Some(awake) = held.take()
-            {
-                *held = Some(self.sleep(awake, interest, patience.deadline, &mut watch));
+                Some(_) => {}
             }
         }
     }
@@ -315,11 +328,12 @@ impl Core {
     /// Sleeps until something happens that may concern `interest`.
     fn sleep<'a>(
         &'a self,
-        mut locked: Locked<'a>,
+        held: &mut Option<Locked<'a>>,
         interest: Interest,
         deadline: Option<Instant>,
         watch: &mut Watch,
-    ) -> Locked<'a> {
+    ) {
+        let mut locked = held.take().unwrap_or_else(|| self.lock());
         watch.look = true;
         watch.slept = true;
         watch.began.get_or_insert_with(Instant::now);
@@ -350,7 +364,7 @@ impl Core {
         }
         locked.delist(ticket);
         watch.timed_out = deadline.is_some_and(|at| at <= Instant::now());
-        locked
+        *held = Some(locked);
     }
 
     /// Where the task of async sockets is known.
@@ -408,11 +422,21 @@ impl Locked<'_> {
         }
     }
 
+    /// Whether the engine is to work before the next attempt, although that may not need it: for
+    /// what is due, and for everybody else.
+    #[inline]
+    fn is_turn_due(&mut self) -> bool {
+        let state = self.state();
+        state.skipped += 1;
+        state.skipped > MOST_SKIPPED
+    }
+
     /// Lets the engine work. True: something was taken in.
     pub(crate) fn turn(&mut self) -> Result<bool, WaitFault> {
         if let Some(fault) = &self.state().fault {
             return Err(WaitFault::Fault(fault.clone()));
         }
+        self.state().skipped = 0;
         match self.engine().turn() {
             Ok(busy) => {
                 // What was taken in was the news that the rings were armed for.

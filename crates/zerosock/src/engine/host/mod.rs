@@ -135,6 +135,32 @@ impl HostEngine {
         }
     }
 
+    /// Shows packets of a connection of which nothing is held as they are taken in.
+    #[inline]
+    fn show_arrivals(
+        &mut self,
+        id: StreamId,
+        most: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> usize {
+        let app = self.worker.app.as_deref();
+        let Some((vm, flow)) = app.and_then(|app| {
+            let flow = app.sockets.drained_flow(id)?;
+            Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
+        }) else {
+            return 0;
+        };
+        let device = self.worker.devices.get_mut(vm);
+        if device.is_none_or(|device| !device.has_arrivals()) {
+            return 0;
+        }
+        self.now = self.worker.clock.now();
+        let (device, mut cx) = self.worker.lend(vm, self.now);
+        let seen = device.map_or(0, |device| device.app_show(flow, most, look, &mut cx));
+        self.touch(vm);
+        seen
+    }
+
     /// Why nothing was received: `Ok` is the end.
     fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets().and_then(|sockets| sockets.get(id));
@@ -515,11 +541,19 @@ impl Engine for HostEngine {
         most: usize,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> Result<usize, RecvFault> {
+        let stopped = std::cell::Cell::new(false);
+        let mut look = |payload: Payload<'_>| {
+            stopped.set(!look(payload));
+            !stopped.get()
+        };
         let mut seen = 0;
         self.received(id, |sockets, store| {
-            seen = sockets.each(id, most, look, store);
+            seen = sockets.each(id, most, &mut look, store);
             seen > 0
         });
+        if seen < most && !stopped.get() {
+            seen += self.show_arrivals(id, most - seen, &mut look);
+        }
         if seen == 0 && most > 0 {
             self.why_empty(id)?;
         }

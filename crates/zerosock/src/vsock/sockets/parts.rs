@@ -3,6 +3,7 @@
 use super::{Conn, Counted, Sockets, Store, StreamId};
 use crate::vsock::engine::Payload;
 use zerosock_proto::Instant;
+use zerosock_proto::vsock::FlowId;
 use zerosock_ring::SliceBuf;
 
 /// Bytes of a buffer of the pool.
@@ -208,6 +209,21 @@ impl<T> Sockets<T> {
         self.counted.leased += bytes_seen as u64;
         self.consumed(id, bytes_seen, store);
         seen
+    }
+
+    /// The flow of a connection for which nothing is held, so that what arrives may be shown at
+    /// once; `None` if it has none, or wants nothing.
+    #[inline]
+    pub(crate) fn drained_flow(&self, id: StreamId) -> Option<FlowId> {
+        let conn = self.get(id)?;
+        conn.flow.filter(|_| conn.parts.is_empty() && !conn.deaf)
+    }
+
+    /// Bytes were shown where they lie, without having been held.
+    #[inline]
+    pub(crate) fn count_shown(&mut self, bytes: usize) {
+        self.counted.received += bytes as u64;
+        self.counted.leased += bytes as u64;
     }
 
     /// The first part has been used up.

@@ -1,0 +1,98 @@
+//! Headers in shared memory.
+//!
+//! A header is read as words, each by one load, and written likewise: a copy through private
+//! memory, stored in narrow pieces and loaded in wide ones, would have to wait for every store
+//! before it, those to the peer's cache lines included.
+//!
+//! What must hold: what is read is read once, and only that is looked at.
+
+use zerosock_proto::wire::vsock::{HEADER_LEN, ParseError, Repr};
+use zerosock_ring::{Memory, Piece};
+
+/// Where the last half-word is read and written from: with the half before it, it is one more
+/// word.
+const TAIL: usize = HEADER_LEN - 8;
+
+/// Why there is no header.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum HeaderFault {
+    /// The pieces are too short.
+    Short,
+    /// It says what none may say.
+    Bad(ParseError),
+}
+
+/// Reads the header at the beginning of `pieces`.
+#[inline]
+pub(crate) fn read(memory: &Memory, pieces: &[Piece]) -> Result<Repr, HeaderFault> {
+    let words = memory
+        .read_words::<5>(pieces, 0)
+        .ok_or(HeaderFault::Short)?;
+    let [tail] = memory
+        .read_words::<1>(pieces, TAIL)
+        .ok_or(HeaderFault::Short)?;
+    Repr::from_words(words, (tail >> 32) as u32).map_err(HeaderFault::Bad)
+}
+
+/// Writes a header to the beginning of `pieces`. False: they are too short.
+#[inline]
+pub(crate) fn write(memory: &Memory, pieces: &[Piece], header: &Repr) -> bool {
+    let (words, last) = header.to_words();
+    let tail = words[4] >> 32 | u64::from(last) << 32;
+    memory.write_words(pieces, 0, words) && memory.write_words(pieces, TAIL, [tail])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerosock_proto::wire::vsock::Packet;
+    use zerosock_ring::RegionConfig;
+
+    /// Two regions that meet in the middle of the header, and one that has it all.
+    fn memory(first: u64) -> (Memory, Vec<Piece>) {
+        let region = |guest_addr, len, fd_offset| {
+            let config = RegionConfig {
+                guest_addr,
+                user_addr: guest_addr,
+                len,
+                fd_offset,
+            };
+            (fd_offset, config)
+        };
+        let fd = zerosock_sys::memfd::create("header", 8192, true).unwrap();
+        let regions = [
+            region(4096 - first, first, 4096 - first),
+            region(4096, 4096, 4096),
+        ];
+        let table = regions
+            .into_iter()
+            .filter(|(_, config)| config.len > 0)
+            .map(|(_, config)| (fd.try_clone().unwrap(), config))
+            .collect();
+        let memory = Memory::map(table).unwrap();
+        let mut pieces = Vec::new();
+        memory
+            .translate(4096 - first, HEADER_LEN as u32, &mut pieces)
+            .unwrap();
+        (memory, pieces)
+    }
+
+    #[test]
+    fn headers_are_the_same_wherever_the_pieces_meet() {
+        let bytes: [u8; HEADER_LEN] = std::array::from_fn(|i| match i {
+            4..8 | 12..16 | 26..28 => 0,
+            i => i as u8 + 1,
+        });
+        let header = Repr::parse(&Packet::new_checked(&bytes).unwrap()).unwrap();
+        for first in 0..HEADER_LEN as u64 {
+            let (memory, pieces) = memory(first);
+            assert!(write(&memory, &pieces, &header));
+            let mut out = [0; HEADER_LEN];
+            memory.read(&pieces, 0, &mut out);
+            assert_eq!(out, bytes, "{first}");
+            assert_eq!(read(&memory, &pieces), Ok(header));
+            let short = [pieces[0].part(0, 20)];
+            assert_eq!(read(&memory, &short), Err(HeaderFault::Short));
+        }
+    }
+}

@@ -341,9 +341,12 @@ impl RxCredit {
 
     /// Counts bytes consumed. `None`: more than were unread. `Some(true)`:
     /// the peer should be told, because half of the buffer has been freed
-    /// without its knowledge, or because it asked and is waiting.
+    /// without its knowledge, or because it asked and is waiting. Half of the
+    /// *smaller* buffer: a peer may have no more under way than its own
+    /// (`peer_buffer`) holds, as Linux does, and would wait for an update that
+    /// never comes if ours were more than twice as large.
     #[inline]
-    pub fn consume(&mut self, bytes: u32) -> Option<bool> {
+    pub fn consume(&mut self, bytes: u32, peer_buffer: u32) -> Option<bool> {
         if bytes > self.unread() {
             return None;
         }
@@ -351,7 +354,8 @@ impl RxCredit {
         Some(if self.eager {
             self.consumed_eagerly()
         } else {
-            self.fwd_cnt.wrapping_sub(self.announced) >= self.half
+            let half = self.half.min((peer_buffer / 2).max(1));
+            self.fwd_cnt.wrapping_sub(self.announced) >= half
         })
     }
 

@@ -72,8 +72,8 @@ fn counters_wrap() {
     assert!(rx.allows(100) && !rx.allows(101));
     rx.receive(100);
     assert_eq!((rx.unread(), rx.allows(1)), (100, false));
-    assert_eq!(rx.consume(49), Some(false));
-    assert_eq!(rx.consume(1), Some(true));
+    assert_eq!(rx.consume(49, u32::MAX), Some(false));
+    assert_eq!(rx.consume(1, u32::MAX), Some(true));
     assert_eq!(rx.announce(), (100, 44));
 }
 
@@ -128,7 +128,7 @@ fn what_was_promised_may_arrive_after_shrinking() {
     rx.announce();
     assert!(rx.allows(1000) && !rx.allows(1001));
     rx.receive(1000);
-    assert_eq!(rx.consume(1000), Some(true));
+    assert_eq!(rx.consume(1000, u32::MAX), Some(true));
     rx.announce();
     assert!(rx.allows(10) && !rx.allows(11));
 }
@@ -140,11 +140,11 @@ fn a_peer_that_asked_is_told_early() {
     rx.receive(3);
     rx.requested();
     rx.announce();
-    assert_eq!(rx.consume(1), Some(true));
-    assert_eq!(rx.consume(2), Some(true));
+    assert_eq!(rx.consume(1, u32::MAX), Some(true));
+    assert_eq!(rx.consume(2, u32::MAX), Some(true));
     rx.receive(1);
-    assert_eq!(rx.consume(1), Some(false));
-    assert_eq!(rx.consume(1), None);
+    assert_eq!(rx.consume(1, u32::MAX), Some(false));
+    assert_eq!(rx.consume(1, u32::MAX), None);
 }
 
 proptest! {
@@ -177,7 +177,7 @@ proptest! {
                 }
                 1 => {
                     if let Some(len) = queued.pop_front() {
-                        prop_assert!(rx.consume(len).is_some());
+                        prop_assert!(rx.consume(len, u32::MAX).is_some());
                     }
                     told.push_back(rx.announce());
                 }

@@ -329,3 +329,27 @@ fn what_is_sent_now_saves_an_update() {
     let _ = guest.handle_packet(NOW, &header);
     assert_eq!(guest.flow(ours).unwrap().send_credit, 262_144);
 }
+
+/// A peer may have no more under way than its own buffer holds, however large ours is (Linux since
+/// CVE-2026-23086 was mended; our own drivers): it hears of credit in time all the same.
+#[test]
+fn a_large_window_is_told_of_to_a_peer_with_a_small_one() {
+    let config = ShardConfig {
+        buf_alloc: 1 << 30,
+        ..ShardConfig::device(GUEST)
+    };
+    let mut host = Shard::new(config, Arc::new(PortTable::new()));
+    host.listen(SERVER.port, 8).unwrap();
+    let mut guest = guest();
+    let (ours, theirs) = open(&mut guest, &mut host, SocketType::Stream);
+    let mut sent = 0u64;
+    while sent < 1 << 20 {
+        let reservation = guest.reserve(ours, 4096).expect("credit comes back");
+        let header = guest.commit(reservation, 4096, 0).unwrap();
+        let got = host.handle_packet(NOW, &header);
+        assert!(matches!(got, Disposition::Deliver { len: 4096, .. }));
+        host.consume(theirs, 4096).unwrap();
+        pump(&mut host, &mut guest);
+        sent += 4096;
+    }
+}

@@ -132,6 +132,12 @@ impl Device {
     #[inline]
     fn open(&mut self, chain: Chain, cx: &mut Context<'_>) -> Option<(Chain, FlowId, u32)> {
         let tx = self.tx.as_mut()?;
+        if cx.app.is_some()
+            && let Some(payload) = tx.queue.memory().whole(chain.readable(), HEADER_LEN, 1)
+        {
+            // The payload comes near while the header does.
+            payload.prefetch();
+        }
         let header = match header::read(tx.queue.memory(), chain.readable()) {
             // The payload that is said to be there must be there.
             Ok(h) if h.len as usize <= chain.readable_len() as usize - HEADER_LEN => h,

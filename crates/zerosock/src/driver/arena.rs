@@ -2,9 +2,10 @@
 //! rings, header slots, event slots and payload buffers.
 //!
 //! What must hold here: nothing overlaps; every slot's place is computed once,
-//! at the start, so that the packet path translates no address. Payload
-//! buffers begin on page borders (typed leases and page mapping come to rely
-//! on it); headers live apart from them.
+//! at the start, so that the packet path translates no address. A payload
+//! begins on a cache line's border (typed leases rely on it), and its header
+//! has the line in front: the two make a pair, which a processor fetches
+//! together.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,7 +16,7 @@ use zerosock_sys::memfd;
 
 use super::config::DriverConfig;
 
-/// Bytes between two headers: one cache line, so that no two packets share one.
+/// Bytes of a header's place: one cache line, so that no two packets share one.
 pub(crate) const HEADER_SLOT: u32 = 64;
 /// Bytes of an event (`struct virtio_vsock_event`: `le32 id`).
 pub(crate) const EVENT_LEN: u32 = 4;
@@ -121,9 +122,8 @@ impl Arena {
     /// Makes and maps the memory that `config` asks for.
     pub(crate) fn new(config: &DriverConfig) -> Result<Arena, ArenaError> {
         let slots = u64::from(config.slots());
-        let rx_stride = pages(u64::from(config.rx_buffer_size));
-        let tx_stride = pages(u64::from(config.tx_buffer_size));
-        let headers = pages(slots * u64::from(HEADER_SLOT));
+        let rx_stride = stride(config.rx_buffer_size);
+        let tx_stride = stride(config.tx_buffer_size);
 
         let mut end = GUEST_BASE;
         let mut take = |len: u64| {
@@ -134,10 +134,8 @@ impl Arena {
         let ring_len = DriverLayout::bytes_needed(config.queue_size);
         let rings = [(); 3].map(|()| DriverLayout::at(take(ring_len), config.queue_size));
         let events = take(u64::from(EVENT_SLOTS) * u64::from(HEADER_SLOT));
-        let rx_headers = take(headers);
-        let tx_headers = take(headers);
-        let rx_data = take(slots * rx_stride);
-        let tx_data = take(slots * tx_stride);
+        let rx = take(slots * rx_stride);
+        let tx = take(slots * tx_stride);
         let len = end - GUEST_BASE;
 
         let huge = match config.huge_pages && config.seal {
@@ -153,10 +151,10 @@ impl Arena {
         let line = u64::from(HEADER_SLOT);
         let header = zerosock_proto::wire::vsock::HEADER_LEN as u32;
         Ok(Arena {
-            rx_headers: Slots::new(&memory, rx_headers, line, header, count)?,
-            rx_data: Slots::new(&memory, rx_data, rx_stride, config.rx_buffer_size, count)?,
-            tx_headers: Slots::new(&memory, tx_headers, line, header, count)?,
-            tx_data: Slots::new(&memory, tx_data, tx_stride, config.tx_buffer_size, count)?,
+            rx_headers: Slots::new(&memory, rx, rx_stride, header, count)?,
+            rx_data: Slots::new(&memory, rx + line, rx_stride, config.rx_buffer_size, count)?,
+            tx_headers: Slots::new(&memory, tx, tx_stride, header, count)?,
+            tx_data: Slots::new(&memory, tx + line, tx_stride, config.tx_buffer_size, count)?,
             events: Slots::new(&memory, events, line, EVENT_LEN, EVENT_SLOTS)?,
             memory: Arc::new(memory),
             fd,
@@ -191,6 +189,15 @@ fn map(fd: OwnedFd, len: u64) -> Result<Mapped, ArenaError> {
     };
     let memory = Memory::map(vec![(fd.try_clone()?, region)])?;
     Ok((fd, region, memory))
+}
+
+/// From one slot to the next: a header's line and the payload, in whole pairs of lines. An odd
+/// number of pairs, so that the beginnings of all slots do not fall into a few sets of the caches,
+/// as they would at distances of a power of two.
+fn stride(len: u32) -> u64 {
+    let pair = 2 * u64::from(HEADER_SLOT);
+    let pairs = (u64::from(HEADER_SLOT) + u64::from(len)).div_ceil(pair);
+    pair * (pairs | 1)
 }
 
 fn pages(len: u64) -> u64 {

@@ -106,6 +106,11 @@ impl Driver {
     #[inline]
     fn take_packet(&mut self, now: Instant, slot: u16, written: u32) -> Option<(FlowId, u32)> {
         let arena = &self.store.arena;
+        // The payload comes near while the header does.
+        let payload = arena.rx_data.pieces(slot).first();
+        if let Some(payload) = payload.and_then(|piece| arena.memory.slice(*piece)) {
+            payload.prefetch();
+        }
         // The private copy: the device may change the header under us.
         let repr = header::read(&arena.memory, arena.rx_headers.pieces(slot));
         let payload = written.checked_sub(HEADER_LEN as u32);

@@ -422,9 +422,11 @@ impl Driver {
             // What goes wrong here goes wrong again in the next turn, which says so.
             let _ = self.transmit_control(now);
         }
+        // What is sent first: each publishing waits until its stores have reached the device, and
+        // nobody waits for buffers as he does for bytes.
         for (index, ring) in [
-            (RX, self.store.rx.publish()),
             (TX, self.tx.publish()),
+            (RX, self.store.rx.publish()),
             (EVENT, self.event_queue.publish()),
         ] {
             if ring {
@@ -544,12 +546,27 @@ impl Driver {
     }
 }
 
+/// How long a driver that goes waits for a device to take what was sent. A device in `serve` needs
+/// microseconds, or, with a stalled reader, the time after which it copies; an embedding program
+/// may not be driving its device at all.
+const LINGER: time::Duration = time::Duration::from_millis(200);
+
 impl Drop for Driver {
-    /// Stops the queues before the memory goes, so that the device works off
-    /// what it took; a device that does not answer is left alone.
+    /// Lets the device take what was sent: it reads our memory, but only what it took before it
+    /// sees us gone. One that does not get to it in time is left alone.
     fn drop(&mut self) {
-        if let Some(link) = &mut self.link {
-            let _ = link.stop();
+        let give_up = time::Instant::now() + LINGER;
+        while self.link.is_some() && self.tx.is_busy() && time::Instant::now() < give_up {
+            self.flush();
+            let returned = self.tx.reap().unwrap_or(true);
+            if returned || self.tx.want_calls(true) {
+                continue;
+            }
+            match self.watch.sleep(Some(give_up)) {
+                Ok(false) => {}
+                // It has gone itself, or cannot be waited for.
+                Ok(true) | Err(_) => return,
+            }
         }
     }
 }

@@ -163,6 +163,11 @@ impl TxQueue {
         Ok(any)
     }
 
+    /// Whether the device has slots of ours.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.free.len() < self.chains.len()
+    }
+
     /// A free slot for a control packet.
     pub(crate) fn control_slot(&mut self) -> Result<Option<u16>, RingError> {
         if self.free.is_empty() {

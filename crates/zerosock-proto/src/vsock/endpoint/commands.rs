@@ -214,7 +214,7 @@ impl<S: BuildHasher> Shard<S> {
         if self.goes_straight()
             && let Some(connection) = self.table.get_mut(flow)
             && matches!(connection.state, State::Established { peer, .. } if peer.is_none())
-            && let Some(tell) = connection.rx.consume(bytes)
+            && let Some(tell) = connection.rx.consume(bytes, connection.tx.peer_buf_alloc())
         {
             if tell && !connection.control.credit_update {
                 connection.control.credit_update = true;
@@ -230,7 +230,9 @@ impl<S: BuildHasher> Shard<S> {
     #[inline(never)]
     fn consume_other(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
         let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
-        let tell = connection.rx.consume(bytes).ok_or(ConsumeError::TooMany)?;
+        let peer_buffer = connection.tx.peer_buf_alloc();
+        let tell = connection.rx.consume(bytes, peer_buffer);
+        let tell = tell.ok_or(ConsumeError::TooMany)?;
         let drained = connection.rx.unread() == 0;
         let established = matches!(connection.state, State::Established { peer, .. } if !peer.send);
         // A peer that sends no more needs no credit.

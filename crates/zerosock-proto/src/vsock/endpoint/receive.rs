@@ -262,7 +262,7 @@ impl<S: BuildHasher> Shard<S> {
             }
             Action::Discard => {
                 connection.rx.receive(header.len);
-                if connection.rx.consume(header.len) == Some(true) {
+                if connection.rx.consume(header.len, header.buf_alloc) == Some(true) {
                     connection.control.credit_update = true;
                 }
                 self.update_lists(index);

@@ -216,17 +216,21 @@ impl Memory {
         Ok(())
     }
 
-    /// Brings the cache line at a guest address near, to be written, if it lies in that region;
-    /// nothing but time depends on it.
+    /// Brings the cache line at a guest address near, to be read or written, if it lies in that
+    /// region; nothing but time depends on it.
     #[inline]
-    pub(crate) fn prefetch_write(&self, index: u32, guest_addr: u64) {
+    pub(crate) fn prefetch(&self, index: u32, guest_addr: u64, write: bool) {
         let Some(region) = self.regions.get(index as usize) else {
             return;
         };
         if let Some(host) = region.host(guest_addr.wrapping_sub(region.guest_addr), 1) {
             // SAFETY: `host` checked the byte against the region, as in `slice`.
             let slice: GuestSlice<'_> = unsafe { GuestSlice::new(host, 1) };
-            slice.prefetch_write();
+            if write {
+                slice.prefetch_write();
+            } else {
+                slice.prefetch();
+            }
         }
     }
 

@@ -80,6 +80,24 @@ impl Slots {
         self.base + u64::from(index) * self.stride
     }
 
+    /// Brings the first line of slot `index` near, to be read.
+    #[inline]
+    pub(crate) fn prefetch(&self, memory: &Memory, index: u16) {
+        let piece = self.pieces.get(usize::from(index));
+        if let Some(slice) = piece.and_then(|piece| memory.slice(*piece)) {
+            slice.prefetch();
+        }
+    }
+
+    /// Brings the first line of slot `index` near, to be written.
+    #[inline]
+    pub(crate) fn prefetch_write(&self, memory: &Memory, index: u16) {
+        let piece = self.pieces.get(usize::from(index));
+        if let Some(slice) = piece.and_then(|piece| memory.slice(*piece)) {
+            slice.prefetch_write();
+        }
+    }
+
     /// Bytes of each slot.
     pub(crate) fn len(&self) -> u32 {
         self.len

@@ -106,10 +106,11 @@ impl Driver {
     #[inline]
     fn take_packet(&mut self, now: Instant, slot: u16, written: u32) -> Option<(FlowId, u32)> {
         let arena = &self.store.arena;
-        // The payload comes near while the header does.
-        let payload = arena.rx_data.pieces(slot).first();
-        if let Some(payload) = payload.and_then(|piece| arena.memory.slice(*piece)) {
-            payload.prefetch();
+        // The payload comes near while the header does, and so do those of a later packet.
+        arena.rx_data.prefetch(&arena.memory, slot);
+        if let Some(later) = self.store.rx.guess() {
+            arena.rx_headers.prefetch(&arena.memory, later);
+            arena.rx_data.prefetch(&arena.memory, later);
         }
         // The private copy: the device may change the header under us.
         let repr = header::read(&arena.memory, arena.rx_headers.pieces(slot));

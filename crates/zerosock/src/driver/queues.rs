@@ -14,6 +14,10 @@ use zerosock_ring::{FixedChain, Memory, QueueError, Used};
 
 use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, Slots};
 
+/// Packets ahead whose memory is brought near: a cache line is on its way from the device's core for
+/// longer than a small packet takes.
+const AHEAD: u16 = 8;
+
 /// Bytes of a header, as a descriptor's length.
 const HEADER: u32 = HEADER_LEN as u32;
 
@@ -104,6 +108,12 @@ impl RxQueue {
         Ok(self.queue.poll()?.map(|used| (slot_of(&used), used.len)))
     }
 
+    /// The slot that is probably taken a few packets later.
+    #[inline]
+    pub(crate) fn guess(&self) -> Option<u16> {
+        self.queue.guess(AHEAD).map(|token| token as u16)
+    }
+
     /// Whether a packet is there: one load.
     #[inline]
     pub(crate) fn has_used(&self) -> bool {
@@ -187,6 +197,13 @@ impl TxQueue {
         } else {
             None
         })
+    }
+
+    /// The slot that is given out a few packets later.
+    #[inline]
+    pub(crate) fn later(&self) -> Option<u16> {
+        let at = self.free.len().checked_sub(usize::from(AHEAD))?;
+        self.free.get(at).copied()
     }
 
     /// Whether fewer than half of the slots are free.

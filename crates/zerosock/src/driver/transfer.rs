@@ -187,6 +187,11 @@ impl Driver {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
+        if let Some(later) = self.tx.later() {
+            let arena = &self.store.arena;
+            arena.tx_headers.prefetch_write(&arena.memory, later);
+            arena.tx_data.prefetch_write(&arena.memory, later);
+        }
         let most = self.store.arena.tx_data.len();
         let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
         match self.store.shard.send_now(flow, want, 0) {

@@ -305,8 +305,8 @@ fn a_whole_range_lies_in_one_piece_or_is_none() {
     // Hints to the cache change nothing, wherever they point.
     slice.prefetch();
     slice.prefetch_write();
-    mem.prefetch_write(7, u64::MAX);
-    mem.prefetch_write(0, 0x2fff);
+    mem.prefetch(7, u64::MAX, true);
+    mem.prefetch(0, 0x2fff, false);
 }
 
 #[test]

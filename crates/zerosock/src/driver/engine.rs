@@ -1,7 +1,7 @@
 //! The driver as the engine of an endpoint: each call on the connections and the slots as they
 //! are, without a clock, a sleep or an event.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -76,10 +76,6 @@ impl Engine for Driver {
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.watch.as_fd()
-    }
-
-    fn waker(&self) -> Arc<OwnedFd> {
-        self.watch.waker().clone()
     }
 
     fn next_stirred(&mut self) -> Option<Stirred> {

@@ -183,7 +183,7 @@ fn who_never_sleeps_hears_of_a_hang_up_too() {
 #[test]
 fn the_waker_is_heard_and_forgotten() {
     let (mut driver, _peer, _) = small();
-    let waker = driver.waker();
+    let waker = driver.watch.waker().clone();
     assert!(!Engine::arm(&mut driver));
     driver.watch.forget().unwrap();
     assert!(!is_told(&driver));

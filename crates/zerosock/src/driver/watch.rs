@@ -53,6 +53,7 @@ impl Watch {
         Ok(())
     }
 
+    #[cfg(test)]
     pub(crate) fn waker(&self) -> &Arc<OwnedFd> {
         &self.waker
     }

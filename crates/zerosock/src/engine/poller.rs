@@ -33,9 +33,6 @@ pub(crate) enum Source {
     Handshake { vm: u32, key: u32 },
     /// The socket of a joined connection.
     Join { vm: u32, key: u32 },
-    /// Who waits is woken by this; watched by its level, so that whoever looks at all descriptors
-    /// meanwhile does not take the news away from him.
-    Waker,
 }
 
 /// A token is four bits of kind, the device's number, and 32 bits of key.
@@ -50,7 +47,6 @@ impl Source {
             Source::Listener { vm, key } => (2, vm, key),
             Source::Handshake { vm, key } => (3, vm, key),
             Source::Join { vm, key } => (4, vm, key),
-            Source::Waker => (5, 0, 0),
         };
         kind << KIND_SHIFT | u64::from(vm) << 32 | u64::from(key)
     }
@@ -64,7 +60,6 @@ impl Source {
             2 => Source::Listener { vm, key },
             3 => Source::Handshake { vm, key },
             4 => Source::Join { vm, key },
-            5 => Source::Waker,
             _ => return None,
         })
     }
@@ -117,11 +112,10 @@ impl Poller {
         })
     }
 
-    /// Registers `fd` for edges in both directions (a waker: for its level). It leaves by being closed.
+    /// Registers `fd` for edges in both directions. It leaves by being closed.
     pub(crate) fn add(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
         let flags = match source {
             Source::Join { .. } => JOIN,
-            Source::Waker => EventFlags::IN,
             Source::Handshake { .. } => EventFlags::IN | EventFlags::RDHUP | EventFlags::ET,
             _ => EventFlags::IN | EventFlags::ET,
         };
@@ -202,7 +196,6 @@ mod tests {
             Source::Listener { vm, key },
             Source::Handshake { vm: 0, key },
             Source::Join { vm, key: 0 },
-            Source::Waker,
         ] {
             assert_eq!(Source::from_token(source.token()), Some(source));
         }

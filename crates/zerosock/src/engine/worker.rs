@@ -218,7 +218,7 @@ impl Worker {
     /// Tells a device what an edge was about and gives it a turn.
     fn dispatch(&mut self, source: Source, readiness: Readiness, now: Instant) {
         let vm = match source {
-            Source::Mailbox | Source::Waker => return,
+            Source::Mailbox => return,
             Source::Kick { vm }
             | Source::Listener { vm, .. }
             | Source::Handshake { vm, .. }
@@ -228,7 +228,7 @@ impl Worker {
             return;
         };
         match source {
-            Source::Mailbox | Source::Waker => {}
+            Source::Mailbox => {}
             Source::Kick { .. } => cx.counters.kicks.add(1),
             Source::Listener { key, .. } => device.accept(key, &mut cx),
             Source::Handshake { key, .. } => device.handshake_ready(key, &mut cx),

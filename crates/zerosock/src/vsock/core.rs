@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use zerosock_proto::Port;
 use zerosock_ring::Trust;
 
@@ -126,7 +126,13 @@ pub(crate) struct Core {
     /// Threads that want the lock while somebody may be spinning with it.
     knocking: AtomicU32,
     leases: Arc<Leases>,
-    waker: Arc<OwnedFd>,
+    /// Wakes the sleeper. Read by him alone: the engine's descriptor may be emptied by whoever
+    /// turns the engine meanwhile.
+    waker: OwnedFd,
+    /// Tells those who poll from outside.
+    bell: OwnedFd,
+    /// What they poll: the engine's descriptor, and the bell.
+    outside: OwnedFd,
     /// The engine's descriptor, once more: to be slept on without the lock.
     fd: OwnedFd,
     trust: Option<Trust>,
@@ -168,10 +174,18 @@ pub(crate) struct Locked<'a> {
 impl Core {
     /// `trust`: the opener has declared it.
     pub(crate) fn new(engine: Box<dyn Engine>, trust: Option<Trust>) -> io::Result<Core> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let bell = eventfd(0, flags)?;
+        let outside = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let nothing = epoll::EventData::new_u64(0);
+        epoll::add(&outside, &bell, nothing, epoll::EventFlags::IN)?;
+        epoll::add(&outside, engine.fd(), nothing, epoll::EventFlags::IN)?;
         Ok(Core {
+            waker: eventfd(0, flags)?,
+            bell,
+            outside,
             fd: engine.fd().try_clone_to_owned()?,
             leases: engine.words(),
-            waker: engine.waker(),
             knocking: AtomicU32::new(0),
             trust,
             #[cfg(feature = "tokio")]
@@ -346,7 +360,8 @@ impl Core {
                 };
                 locked.state().sleeper = Some(ticket);
                 drop(locked);
-                let slept = sleep_on(self.fd.as_fd(), until);
+                let slept = sleep_on([self.fd.as_fd(), self.waker.as_fd()], until);
+                silence(&self.waker);
                 locked = self.lock();
                 locked.state().sleeper = None;
                 if let Err(error) = slept {
@@ -449,7 +464,7 @@ impl Locked<'_> {
                 state.fault = Some(fault.clone());
                 // Nobody else can hope for anything either.
                 for waiter in state.waiters.drain(..) {
-                    waiter.who.tell(&core.waker, true);
+                    waiter.who.tell(core, true);
                 }
                 Err(WaitFault::Fault(fault))
             }
@@ -517,6 +532,7 @@ impl Locked<'_> {
             self.enlist(Interest::Anything, Who::Descriptor);
         }
         // What was told before is forgotten, lest the descriptor stay readable.
+        silence(&self.core.bell);
         if self.state().sleeper.is_none() {
             self.engine().disarm();
         }
@@ -567,7 +583,7 @@ impl Locked<'_> {
                 state.waiters.retain(|waiter| {
                     let told = waiter.interest.covers(stirred);
                     if told {
-                        waiter.who.tell(&core.waker, sleeper == Some(waiter.ticket));
+                        waiter.who.tell(core, sleeper == Some(waiter.ticket));
                     }
                     !told || matches!(waiter.who, Who::Thread(_))
                 });
@@ -587,6 +603,7 @@ impl Locked<'_> {
         }
         // There is no end to it: the sleeper may as well work too.
         ring(&core.waker);
+        ring(&core.bell);
     }
 
     /// Whoever leaves without sleeping makes another one the sleeper.
@@ -624,13 +641,13 @@ impl Drop for Locked<'_> {
 }
 
 impl Who {
-    fn tell(&self, waker: &OwnedFd, asleep_on_descriptor: bool) {
+    fn tell(&self, core: &Core, asleep_on_descriptor: bool) {
         match self {
-            Who::Thread(_) if asleep_on_descriptor => ring(waker),
+            Who::Thread(_) if asleep_on_descriptor => ring(&core.waker),
             Who::Thread(thread) => thread.unpark(),
             #[cfg(feature = "tokio")]
             Who::Task(task) => task.wake_by_ref(),
-            Who::Descriptor => ring(waker),
+            Who::Descriptor => ring(&core.bell),
         }
     }
 }
@@ -640,7 +657,12 @@ fn ring(waker: &OwnedFd) {
     let _ = rustix::io::write(waker, &1u64.to_ne_bytes());
 }
 
-fn sleep_on(fd: BorrowedFd<'_>, until: Option<Instant>) -> io::Result<()> {
+fn silence(bell: &OwnedFd) {
+    // Non-blocking; one that did not ring has nothing to give.
+    let _ = rustix::io::read(bell, &mut [0; 8]);
+}
+
+fn sleep_on(fds: [BorrowedFd<'_>; 2], until: Option<Instant>) -> io::Result<()> {
     let timeout = until.map(|at| {
         let left = at.saturating_duration_since(Instant::now());
         Timespec {
@@ -648,10 +670,8 @@ fn sleep_on(fd: BorrowedFd<'_>, until: Option<Instant>) -> io::Result<()> {
             tv_nsec: left.subsec_nanos().into(),
         }
     });
-    match poll(
-        &mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)],
-        timeout.as_ref(),
-    ) {
+    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    match poll(&mut fds, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -666,6 +686,6 @@ impl std::fmt::Debug for Core {
 impl AsFd for Core {
     /// Readable when something has happened after a call said that it would block.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.outside.as_fd()
     }
 }

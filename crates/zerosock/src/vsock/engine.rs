@@ -8,7 +8,7 @@
 //! notification. After [`Engine::arm`] has answered false, whatever the peer does makes
 //! [`Engine::fd`] readable.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -196,10 +196,6 @@ pub(crate) trait Engine: Send {
 
     /// Readable when something was told: an epoll instance.
     fn fd(&self) -> BorrowedFd<'_>;
-
-    /// An eventfd that [`fd`](Engine::fd) watches too: other threads write it to wake who sleeps
-    /// there. [`disarm`](Engine::disarm) empties it.
-    fn waker(&self) -> Arc<OwnedFd>;
 
     /// The next connection or port of which something is to be told: bytes or an end have come,
     /// there is room again, it was connected, refused or closed; a connection waits. Each is named

@@ -13,7 +13,7 @@ mod start;
 mod stores;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
@@ -43,7 +43,6 @@ const LOOK_EVERY: Duration = Duration::from_micros(100);
 pub(crate) struct HostEngine {
     /// Dropped before `plane`, whose thread waits for answers to what it has asked.
     worker: Worker,
-    waker: Arc<OwnedFd>,
     words: Arc<Leases>,
     /// Devices that have something to show.
     touched: Vec<u32>,
@@ -374,16 +373,11 @@ impl Engine for HostEngine {
     fn disarm(&mut self) {
         // Kicks are asked for no more because the next turn of each device says so. An epoll
         // instance that fails now fails the next turn as well.
-        let _ = rustix::io::read(&self.waker, &mut [0; 8]);
         let _ = self.look();
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.worker.as_fd()
-    }
-
-    fn waker(&self) -> Arc<OwnedFd> {
-        self.waker.clone()
     }
 
     fn next_stirred(&mut self) -> Option<Stirred> {

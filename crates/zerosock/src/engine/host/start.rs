@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, eventfd};
 use zerosock_proto::Instant;
 
 use super::HostEngine;
@@ -11,7 +10,6 @@ use crate::attach::AttachConfig;
 use crate::attach::directory::Directory;
 use crate::device::Limits;
 use crate::device::app::App;
-use crate::engine::poller::Source;
 use crate::plane::config::{StartError, VmConfig, system};
 use crate::plane::{self, Setup};
 use crate::relay::hybrid::OkConvention;
@@ -91,16 +89,9 @@ impl HostEngine {
         };
         let words = Arc::new(Leases::new(config.leases));
         worker.app = Some(Box::new(App::new(words.clone(), limits.hold)));
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let waker = eventfd(0, flags).map_err(|e| system("make an eventfd")(e.into()))?;
-        worker
-            .poller
-            .add(&waker, Source::Waker)
-            .map_err(system("watch an eventfd"))?;
         worker.start().map_err(system("watch host sockets"))?;
         let mut engine = HostEngine {
             worker,
-            waker: Arc::new(waker),
             words,
             touched: Vec::new(),
             now: Instant::ZERO,

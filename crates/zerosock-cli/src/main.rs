@@ -3,7 +3,7 @@
 //! Every subcommand goes the same way: raw flags (clap, one `args.rs` each) → validated settings
 //! (plain types in which nothing illegal can be said) → run. A room never ends the process: it
 //! returns a [`Failure`], and this file alone turns that into an exit code.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod args;
 mod bench;

@@ -257,6 +257,10 @@ impl<'a> Loan<'a> {
     ///
     /// # Errors
     /// As [`send`](Self::send).
+    #[allow(
+        clippy::result_large_err,
+        reason = "a loan that comes back costs no allocation"
+    )]
     pub fn try_send(mut self) -> Result<usize, (io::Error, Self)> {
         if self.filled == 0 {
             return Ok(0);

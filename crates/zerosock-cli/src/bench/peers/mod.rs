@@ -11,6 +11,7 @@ pub(crate) mod install;
 pub(crate) mod ours;
 pub(crate) mod pipe;
 pub(crate) mod tcp;
+mod trust;
 pub(crate) mod unix;
 
 use std::ffi::OsString;

@@ -5,9 +5,10 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock::vsock::{self, Endpoint, Host, Loan, Message as Packet, Stream, StreamError, Trust};
+use zerosock::vsock::{self, Endpoint, Host, Loan, Message as Packet, Stream, StreamError};
 use zerosock::{Address, Cid, Port};
 
+use crate::bench::peers::trust::trust;
 use crate::bench::peers::{dequeue, destination};
 use crate::bench::worker::order::{Job, Order, Wait};
 use crate::bench::worker::touch::{Check, Fault, Message, Seen};
@@ -24,18 +25,11 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What the tables say of it.
 pub(crate) const HOW: &str = "zerosock: one process has the device in itself, the other is attached \
-    to it; without a declaration of trust.";
+    to it; both have declared trust in each other, as the peers have by their nature.";
 
 /// Whether this build can take part.
 pub(crate) fn available() -> Result<(), String> {
     Ok(())
-}
-
-/// The declaration that the other side, this very program, writes nothing that is on lease and
-/// reads nothing that is on loan. Without it every byte goes through a small buffer of ours on its
-/// way, which is measured, too.
-fn trust() -> Option<Trust> {
-    None
 }
 
 /// One side's work.

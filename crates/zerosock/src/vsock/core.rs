@@ -265,7 +265,8 @@ impl Core {
                 guard: Some(guard),
             };
             locked.collect();
-            locked.engine().flush();
+            // A few buffers may wait until there are more; what the peer waits for may not.
+            locked.engine().settle();
             locked.settle_waiters();
             // Without what `drop` does: this loop does it.
             locked.guard = None;
@@ -485,7 +486,7 @@ impl Locked<'_> {
                 }
                 if self.core.leases.any_dropped() {
                     self.collect();
-                    self.engine().flush();
+                    self.engine().settle();
                 }
                 if self.core.knocking.load(Ordering::Relaxed) > 0 {
                     self.give_way();

@@ -611,7 +611,7 @@ impl Device {
                 app.tally.notifications += u64::from(told);
             }
         }
-        control
+        control || self.has_broken()
     }
 
     /// Gets back every chain that the program holds, before the queue or its memory goes.

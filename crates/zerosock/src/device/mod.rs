@@ -207,6 +207,7 @@ impl Device {
                 .bad_chains
                 .add(std::mem::take(&mut ring.malformed));
         }
+        self.heed_broken_rings(cx);
         self.finish_waiting(cx);
         if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
             self.lose("guest memory vanished under the device", cx);
@@ -214,6 +215,29 @@ impl Device {
         }
         // A program that embeds the device asks for kicks itself, when it is about to sleep.
         more || (cx.app.is_none() && self.rearm(false)) || self.has_work_for_guest()
+    }
+
+    /// Whether a queue has broken and its connections have not been ended.
+    fn has_broken(&self) -> bool {
+        let rings = [&self.rx, &self.tx];
+        rings.into_iter().flatten().any(|ring| ring.unheeded)
+    }
+
+    /// Ends all connections when a queue that carries them has broken: nothing will ever come of
+    /// them, and whoever is at the other end has done no wrong and shall know.
+    fn heed_broken_rings(&mut self, cx: &mut Context<'_>) {
+        if !self.has_broken() {
+            return;
+        }
+        for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
+            ring.unheeded = false;
+        }
+        // Those that linger have been parted from the guest before.
+        let known = self.joins.iter().filter(|(_, join)| join.flow.is_some());
+        let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
+        for key in keys {
+            self.reset_join(key, cx);
+        }
     }
 
     /// The next time at which [`turn`](Self::turn) has something to do of itself.

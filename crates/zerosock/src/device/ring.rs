@@ -24,6 +24,8 @@ pub(crate) struct Ring {
     broken: bool,
     /// The front-end has not been told yet that the ring broke.
     untold: bool,
+    /// The device has not yet ended its connections since the ring broke.
+    pub(crate) unheeded: bool,
     /// Chains completed since the last publish.
     pub(crate) unseen: u16,
     /// Which start of this queue this is; a chain that comes back late names the one it is from.
@@ -51,6 +53,7 @@ impl Ring {
             enabled,
             broken: false,
             untold: false,
+            unheeded: false,
             unseen: 0,
             epoch,
             malformed: 0,
@@ -132,6 +135,7 @@ impl Ring {
     /// Stops the ring for good; the next publish says so to the front-end.
     pub(crate) fn fail(&mut self) {
         self.untold |= !self.broken;
+        self.unheeded |= !self.broken;
         self.broken = true;
     }
 

@@ -29,6 +29,7 @@ use super::engine::{Engine, Fault, Stirred};
 use super::leases::{Leases, NONE};
 use super::sockets::StreamId;
 use super::waiting::{Learned, Wait};
+use crate::attach::Client;
 
 /// Looks between two looks at the clock, while spinning.
 const LOOKS: u32 = 64;
@@ -136,6 +137,8 @@ pub(crate) struct Core {
     /// The engine's descriptor, once more: to be slept on without the lock.
     fd: OwnedFd,
     trust: Option<Trust>,
+    /// Our place at an attach socket, if we have one: held as long as any of our sockets is.
+    place: Option<Mutex<Client>>,
     /// The task that works for async sockets, while there are any.
     #[cfg(feature = "tokio")]
     reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
@@ -173,7 +176,11 @@ pub(crate) struct Locked<'a> {
 
 impl Core {
     /// `trust`: the opener has declared it.
-    pub(crate) fn new(engine: Box<dyn Engine>, trust: Option<Trust>) -> io::Result<Core> {
+    pub(crate) fn new(
+        engine: Box<dyn Engine>,
+        trust: Option<Trust>,
+        place: Option<Client>,
+    ) -> io::Result<Core> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let bell = eventfd(0, flags)?;
         let outside = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -188,6 +195,7 @@ impl Core {
             leases: engine.words(),
             knocking: AtomicU32::new(0),
             trust,
+            place: place.map(Mutex::new),
             #[cfg(feature = "tokio")]
             reactor: Mutex::default(),
             rx_map: AtomicBool::new(false),
@@ -202,6 +210,12 @@ impl Core {
                 fault: None,
             }),
         })
+    }
+
+    /// Our place at an attach socket, if we have one.
+    pub(crate) fn place(&self) -> Option<MutexGuard<'_, Client>> {
+        let place = self.place.as_ref()?;
+        Some(place.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn leases(&self) -> &Leases {

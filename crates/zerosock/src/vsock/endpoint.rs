@@ -1,13 +1,13 @@
 //! A process as an endpoint: attached to a host in another process, or to `zerosock serve`.
 //!
-//! What must hold: what is claimed (CID, name, ports) is held as long as the endpoint lives, and
-//! free again when it is dropped or its process dies.
+//! What must hold: what is claimed (CID, name, ports) is held as long as the endpoint or one of its
+//! sockets lives, and free again when the last is dropped or the process dies.
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::{Address, Cid, Port};
@@ -67,8 +67,6 @@ pub struct Endpoint {
     cid: Cid,
     wait: Wait,
     connect_timeout: Duration,
-    /// Our place, if we have one by an attach socket: held as long as this is.
-    place: Mutex<Option<Client>>,
     huge_pages: bool,
 }
 
@@ -111,8 +109,7 @@ impl Endpoint {
     pub fn resolve(&self, name: &str) -> io::Result<Cid> {
         let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
         let name: Name = name.parse().map_err(invalid)?;
-        let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = place.as_mut().ok_or(io::ErrorKind::NotFound)?;
+        let mut place = self.core.place().ok_or(io::ErrorKind::NotFound)?;
         place.resolve(&name).map_err(|error| match error {
             attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
             other => io::Error::other(other),
@@ -279,11 +276,10 @@ impl EndpointBuilder {
         driver.set_trusted(self.trust.is_some());
         let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
         Ok(Endpoint {
-            core: Arc::new(Core::new(Box::new(driver), self.trust)?),
+            core: Arc::new(Core::new(Box::new(driver), self.trust, place)?),
             cid,
             wait: self.wait,
             connect_timeout: self.config.connect_timeout,
-            place: Mutex::new(place),
             huge_pages,
         })
     }

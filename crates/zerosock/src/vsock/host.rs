@@ -143,7 +143,8 @@ impl Host {
 }
 
 impl HostBuilder {
-    /// Adds a VM with this CID, whose VMM connects to the vhost-user socket at `path`.
+    /// Adds a VM with this CID, whose VMM connects to the vhost-user socket at `path`. The socket's
+    /// file is our own user's alone (mode 600).
     pub fn vm(mut self, cid: Cid, path: impl Into<PathBuf>) -> HostBuilder {
         self.paths.push((cid, path.into()));
         self
@@ -157,7 +158,8 @@ impl HostBuilder {
     }
 
     /// Lets processes attach at the Unix socket `path`: those of our own user, and of users that
-    /// [`allow_uid`](Self::allow_uid) names. The socket's mode lets no other user in.
+    /// [`allow_uid`](Self::allow_uid) names. The socket's file is our own user's alone (mode 600):
+    /// to let others in, change that once the host has started.
     pub fn attach(mut self, path: impl Into<PathBuf>) -> HostBuilder {
         self.attach = Some(path.into());
         self
@@ -238,7 +240,6 @@ impl HostBuilder {
             let mut attach = AttachConfig::new(listener);
             attach.allowed_uids.extend(self.uids);
             attach.buf_alloc = self.window;
-            attach.queue_size = self.queue_size;
             config.attach = Some(attach);
         }
         config.trust_processes = self.trust.is_some();
@@ -246,7 +247,7 @@ impl HostBuilder {
         let engine = HostEngine::start(config)?;
         let places = engine.places();
         let core =
-            Core::new(Box::new(engine), self.trust).map_err(|source| StartError::System {
+            Core::new(Box::new(engine), self.trust, None).map_err(|source| StartError::System {
                 what: "duplicate a descriptor",
                 source,
             })?;
@@ -269,7 +270,7 @@ fn listen_for_processes(path: &Path) -> io::Result<(OwnedFd, SocketFile)> {
         }
         other => other?,
     };
-    Ok((listener, SocketFile::of(path)?))
+    Ok((listener, SocketFile::of(path)?.private()?))
 }
 
 impl AsFd for Host {

@@ -1,7 +1,8 @@
 //! A Unix socket's file: bound although a dead owner left one behind, gone when its owner goes.
 
+use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -29,8 +30,14 @@ impl SocketFile {
             }
             other => other?,
         };
-        let file = SocketFile::of(path)?;
+        let file = SocketFile::of(path)?.private()?;
         Ok((listener, file))
+    }
+
+    /// Lets no other user in.
+    pub(crate) fn private(self) -> io::Result<SocketFile> {
+        std::fs::set_permissions(&self.path, Permissions::from_mode(0o600))?;
+        Ok(self)
     }
 
     /// The file that was bound at `path` just now.
@@ -83,6 +90,8 @@ mod tests {
         let (listener, file) = SocketFile::listen(&path).unwrap();
         let error = SocketFile::listen(&path).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "nobody else's");
         listener.set_nonblocking(true).unwrap();
         let error = listener.accept().unwrap_err();
         assert_eq!(

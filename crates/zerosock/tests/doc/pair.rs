@@ -18,7 +18,5 @@
     let process = process.attach(&path).unwrap();
     let to = zerosock::Address::new(zerosock::Cid::HOST, zerosock::Port::new(1));
     let theirs = process.connect(to).unwrap();
-    // Its place is held as long as the example runs.
-    std::mem::forget(process);
     (listener.accept().unwrap().0, theirs)
 }

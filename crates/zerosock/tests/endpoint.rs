@@ -369,3 +369,29 @@ fn a_poller_waits_for_sockets_and_descriptors() {
         );
     }
 }
+
+#[test]
+fn a_loan_that_could_not_be_sent_goes_back_once() {
+    pair(
+        Wait::Sleep,
+        false,
+        |stream, _endpoint| {
+            let mut loan = stream.loan(100).unwrap();
+            loan.write_all(b"never").unwrap();
+            let mut byte = [0];
+            (&stream).write_all(b"?").unwrap();
+            let error = (&stream).read(&mut byte).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            let (error, mut loan) = loan.try_send().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+            // Its place may be somebody else's by now.
+            assert!(!loan.is_in_place());
+            loan.write_at(0, b"harmless").unwrap();
+            assert!(loan.try_send().is_err());
+        },
+        |stream, _endpoint| {
+            (&stream).read_exact(&mut [0]).unwrap();
+            stream.reset();
+        },
+    );
+}

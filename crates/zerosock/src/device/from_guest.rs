@@ -79,7 +79,12 @@ impl Device {
     ) -> usize {
         let (mut seen, mut bytes, mut taken) = (0, 0, 0);
         let mut go_on = true;
-        while go_on && seen < most && !self.receive_blocked() && !self.app_is_full(cx) {
+        while go_on
+            && seen < most
+            && taken < BUDGET as u64
+            && !self.receive_blocked()
+            && !self.app_is_full(cx)
+        {
             let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };

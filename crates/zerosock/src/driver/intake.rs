@@ -9,6 +9,7 @@ use zerosock_proto::vsock::{Disposition, Event, FlowId};
 use zerosock_proto::wire::vsock::HEADER_LEN;
 use zerosock_proto::{Address, Cid, Instant};
 
+use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
 use super::{Driver, POOL};
 use crate::header;
@@ -54,7 +55,7 @@ impl Driver {
         let now = self.now();
         let (mut seen, mut bytes, mut taken) = (0, 0, 0u64);
         let mut go_on = true;
-        while go_on && seen < most && !self.is_blocked() {
+        while go_on && seen < most && taken < u64::from(TURN_BUDGET) && !self.is_blocked() {
             let Some((slot, written)) = self.store.rx.take()? else {
                 break;
             };
@@ -149,7 +150,11 @@ impl Driver {
     /// Takes events from the event queue.
     pub(super) fn take_events(&mut self, now: Instant) -> Result<bool, DriverError> {
         let mut any = false;
-        while let Some(id) = self.event_queue.take(&self.store.arena)? {
+        // A device can fill them as fast as they are posted again.
+        for _ in 0..EVENT_SLOTS {
+            let Some(id) = self.event_queue.take(&self.store.arena)? else {
+                break;
+            };
             any = true;
             if id == Some(0) {
                 self.stats.transport_resets += 1;

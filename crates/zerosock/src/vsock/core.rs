@@ -154,6 +154,8 @@ struct Watch {
     began: Option<Instant>,
     slept: bool,
     timed_out: bool,
+    /// Turns that took something in, but nothing for this call.
+    busy: u32,
 }
 
 impl Watch {
@@ -338,7 +340,23 @@ impl Core {
                 return Ok(found);
             }
             if busy {
-                continue;
+                // A peer can keep us busy with what is nothing to this call.
+                watch.busy += 1;
+                if !watch.busy.is_multiple_of(MOST_SKIPPED) {
+                    continue;
+                }
+                if self.knocking.load(Ordering::Relaxed) > 0 {
+                    locked.give_way();
+                }
+                if patience.wait.is_none() {
+                    // Whoever polls is to come back.
+                    ring(&self.bell);
+                    return Err(WaitFault::WouldBlock);
+                }
+                if patience.deadline.is_none_or(|at| at > Instant::now()) {
+                    continue;
+                }
+                watch.timed_out = true;
             }
             if watch.timed_out {
                 return Err(WaitFault::TimedOut);
@@ -383,6 +401,7 @@ impl Core {
                     locked.state().fault = Some(format!("cannot wait: {error}"));
                 }
             }
+            locked.state().armed = false;
             locked.engine().disarm();
         } else {
             drop(locked);
@@ -478,8 +497,9 @@ impl Locked<'_> {
                 let state = self.state();
                 state.fault = Some(fault.clone());
                 // Nobody else can hope for anything either.
+                let sleeper = state.sleeper;
                 for waiter in state.waiters.drain(..) {
-                    waiter.who.tell(core, true);
+                    waiter.who.tell(core, sleeper == Some(waiter.ticket));
                 }
                 Err(WaitFault::Fault(fault))
             }
@@ -563,6 +583,8 @@ impl Locked<'_> {
 
     fn enlist(&mut self, interest: Interest, who: Who) -> u64 {
         let state = self.state();
+        // What the rings were armed for may not be what this one waits for.
+        state.armed = false;
         state.tickets += 1;
         let ticket = state.tickets;
         state.waiters.push(Waiter {

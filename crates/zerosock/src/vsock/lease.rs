@@ -19,7 +19,7 @@ use zerosock_ring::{SliceBuf, Trust};
 
 use super::core::Core;
 use super::errors::StreamError;
-use super::leases::Entered;
+use super::leases::{Entered, NONE};
 use super::sockets::{Copy, LeaseParts, PIECES, Place};
 
 /// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
@@ -177,16 +177,18 @@ impl<'a> Lease<'a> {
     }
 
     /// The same lease, no longer bound to its stream.
-    pub fn into_owned(self) -> OwnedLease {
-        let core = self.core.clone();
-        let lease = std::mem::ManuallyDrop::new(self);
-        let body = Body {
-            index: lease.body.index,
-            len: lease.body.len,
-            place: lease.body.place.clone(),
-            trust: lease.body.trust,
+    pub fn into_owned(mut self) -> OwnedLease {
+        // What is left to be dropped here names no lease.
+        let nothing = Body {
+            index: NONE,
+            len: 0,
+            place: Place::Copied((Arc::default(), 0)),
+            trust: None,
         };
-        OwnedLease { core, body }
+        OwnedLease {
+            core: self.core.clone(),
+            body: std::mem::replace(&mut self.body, nothing),
+        }
     }
 
     /// The bytes as one shared buffer that any number of readers can have without a copy. The

@@ -265,6 +265,10 @@ impl<'a> Loan<'a> {
         if self.filled == 0 {
             return Ok(0);
         }
+        if self.sent {
+            // It was tried before, and the connection has ended.
+            return Err((StreamError::Reset.into(), self));
+        }
         let stream = self.stream;
         let interest = Interest::Conn(stream.id);
         let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
@@ -290,10 +294,15 @@ impl<'a> Loan<'a> {
             self.stream.core.leases().leave(self.index);
         }
         let private = (!in_place).then(|| &self.private[..self.filled]);
-        engine.send_loan(self.index, self.filled, private)?;
-        // The engine has it back.
-        self.sent = true;
-        Ok(self.filled)
+        let result = engine.send_loan(self.index, self.filled, private);
+        // Sent or not, the engine has it back, and its word is somebody else's from now on.
+        self.sent = result != Err(SendFault::WouldBlock);
+        if self.sent && result.is_err() {
+            // So is its place.
+            self.place = None;
+            self.private.resize(self.len, 0);
+        }
+        result.map(|()| self.filled)
     }
 
     /// Begins to write where it is in place; `None`: into the private buffer.

@@ -236,9 +236,8 @@ impl Poller {
             if budget.is_some_and(|budget| now.saturating_duration_since(began) >= budget) {
                 return Ok(false);
             }
-            let mut ready = Vec::new();
-            self.poll_fds(&[], Some(now), &mut ready)?;
-            if !ready.is_empty() {
+            // Also what another thread has taken in.
+            if !self.ready()?.is_empty() {
                 return Ok(true);
             }
         }
@@ -255,6 +254,10 @@ impl Poller {
                 (Some(one), Some(other)) => Some(one.min(other)),
                 (one, other) => one.or(other),
             };
+        }
+        // What another thread took in meanwhile, nobody tells us of.
+        if !self.ready()?.is_empty() {
+            return Ok(());
         }
         self.poll_fds(cores, until, &mut Vec::new())
     }

@@ -618,6 +618,10 @@ impl Engine for HostEngine {
             }
         };
         let now = self.time_for(vm);
+        if self.worker.devices.get_mut(vm).is_none() {
+            self.drop_loan(index, vm);
+            return Err(SendFault::Reset);
+        }
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let sent = device.app_send_loan(index, flow, len, private, &mut cx);

@@ -395,3 +395,42 @@ fn a_loan_that_could_not_be_sent_goes_back_once() {
         },
     );
 }
+
+/// Processor time of this thread.
+fn processor_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+#[test]
+fn an_idle_endpoint_uses_no_processor() {
+    for wait in [Wait::Sleep, Wait::ADAPTIVE] {
+        pair(
+            wait,
+            false,
+            |stream, _endpoint| {
+                let mut word = [0; 8];
+                // Some rounds, so that the adaptive one has something to learn from.
+                for _ in 0..100 {
+                    (&stream).write_all(&word).unwrap();
+                    (&stream).read_exact(&mut word).unwrap();
+                }
+                assert_eq!((&stream).read(&mut word).unwrap(), 0);
+            },
+            move |stream, _endpoint| {
+                let mut word = [0; 8];
+                for _ in 0..100 {
+                    (&stream).read_exact(&mut word).unwrap();
+                    (&stream).write_all(&word).unwrap();
+                }
+                let idle = Duration::from_millis(500);
+                stream.set_read_timeout(Some(idle)).unwrap();
+                let before = processor_time();
+                let error = (&stream).read(&mut word).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::TimedOut);
+                let used = processor_time() - before;
+                assert!(used < idle / 20, "{wait:?}: {used:?} of {idle:?}");
+            },
+        );
+    }
+}

@@ -272,3 +272,36 @@ fn a_front_end_that_dies_resets_its_connections_and_no_others() {
     guest.wait_connect(host(700), deadline()).unwrap();
     eventually("accepted", || listener.accept().is_ok());
 }
+
+#[test]
+fn a_reader_is_woken_by_a_shutdown_of_another_thread() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    guest.listen(PORT, 4).unwrap();
+    let stream = thread::scope(|scope| {
+        scope.spawn(|| guest.wait_accept(PORT, deadline()).unwrap());
+        hosted.connect_to(guest_port())
+    });
+    stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    thread::scope(|scope| {
+        let (tell, told) = std::sync::mpsc::channel();
+        let stream = &stream;
+        let reading = scope.spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
+            (&*stream).read(&mut [0])
+        });
+        // Asleep for good, and not for a moment, on the lock.
+        let path = format!(
+            "/proc/self/task/{}/stat",
+            told.recv().unwrap().as_raw_nonzero()
+        );
+        let (give_up, mut asleep) = (deadline(), 0);
+        while asleep < 1000 {
+            assert!(std::time::Instant::now() < give_up, "it never sleeps");
+            let stat = std::fs::read_to_string(&path).unwrap();
+            asleep = if stat.contains(") S ") { asleep + 1 } else { 0 };
+        }
+        stream.shutdown(Shutdown::Read).unwrap();
+        assert_eq!(reading.join().unwrap().unwrap(), 0, "end of file");
+    });
+}

@@ -162,14 +162,4 @@ impl Peer {
     pub(super) fn say(&mut self, op: Op, payload: &[u8]) {
         assert!(self.try_say(op, payload), "no receive buffer is posted");
     }
-
-    /// Tells what was consumed.
-    pub(super) fn update(&mut self) {
-        self.say(Op::CreditUpdate, &[]);
-    }
-
-    /// Bytes that the driver lets us send.
-    pub(super) fn room(&self, window: u32) -> u32 {
-        window - self.sent.wrapping_sub(self.their_fwd_cnt)
-    }
 }

@@ -45,8 +45,6 @@ mod intake;
 mod link;
 mod loans;
 mod queues;
-#[cfg(test)]
-mod speed;
 mod store;
 #[cfg(test)]
 mod tests;

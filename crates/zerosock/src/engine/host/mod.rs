@@ -28,7 +28,7 @@ use crate::vsock::engine::{
     Stirred,
 };
 use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copy, LeaseParts, NoLease, Sockets, StreamId, StreamState};
+use crate::vsock::sockets::{Copy, LeaseParts, News, NoLease, Sockets, StreamId, StreamState};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 
@@ -54,7 +54,6 @@ pub(crate) struct HostEngine {
     /// Host sockets may become readable.
     watches: bool,
     trust_processes: bool,
-    #[allow(dead_code, reason = "its thread ends with it")]
     plane: Plane,
 }
 
@@ -476,6 +475,10 @@ impl Engine for HostEngine {
         };
         conn.finished |= how.send;
         conn.deaf |= how.receive;
+        // Who waits for it on another thread finds that there is nothing to wait for.
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.sockets.announce(id, News::Writable);
+        }
         if let Some((vm, flow)) = flow {
             let now = self.worker.clock.now();
             if let Some(device) = self.worker.devices.get_mut(vm) {

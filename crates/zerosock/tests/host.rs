@@ -12,8 +12,8 @@ use std::time::Duration;
 use common::raw::RawGuest;
 use common::{assert_bytes, bytes, deadline, eventually, host};
 use hosting::Hosted;
-use zerosock::driver::{How, StreamState};
-use zerosock::vsock::{Stream, Wait};
+use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
+use zerosock::vsock::{FrontendFault, Host, Stream, Wait};
 use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::Op;
 
@@ -304,4 +304,39 @@ fn a_reader_is_woken_by_a_shutdown_of_another_thread() {
         stream.shutdown(Shutdown::Read).unwrap();
         assert_eq!(reading.join().unwrap().unwrap(), 0, "end of file");
     });
+}
+
+#[test]
+fn a_host_refuses_memory_that_can_shrink_unless_told() {
+    let refused = |guest: Result<Driver, AttachError>| match guest {
+        Err(AttachError::Frontend(FrontendError::Refused { request, .. })) => request,
+        Err(error) => panic!("{error}"),
+        Ok(_) => panic!("taken"),
+    };
+    let unsealed = |socket: &std::path::Path| {
+        Driver::attach(DriverConfig {
+            seal: false,
+            ..DriverConfig::new(socket)
+        })
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("vm3.sock");
+    let builder = || Host::builder().vm(Cid::new(3), &socket);
+    {
+        let hosted = Hosted::of(builder());
+        assert_eq!(refused(unsealed(&socket)), "SET_MEM_TABLE");
+        assert_eq!(hosted.faults(FrontendFault::Unsealed), 1, "by its name");
+        // Who seals it is welcome afterwards.
+        let listener = hosted.listen(PORT, 4).unwrap();
+        let mut guest = hosting::guest_at(&socket);
+        guest.wait_connect(host(700), deadline()).unwrap();
+        listener.accept_timeout(common::PATIENCE).unwrap();
+        assert_eq!(hosted.faults(FrontendFault::Unsealed), 1);
+    }
+    let hosted = Hosted::of(builder().allow_unsealed_memory());
+    let mut guest = unsealed(&socket).unwrap();
+    let listener = hosted.listen(PORT, 4).unwrap();
+    guest.wait_connect(host(700), deadline()).unwrap();
+    listener.accept_timeout(common::PATIENCE).unwrap();
+    assert_eq!(hosted.faults(FrontendFault::Unsealed), 0);
 }

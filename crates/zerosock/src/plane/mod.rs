@@ -12,7 +12,7 @@ pub(crate) mod roster;
 use crate::attach::directory::{Directory, Process};
 use crate::attach::server::{AttachPlan, Server};
 use crate::attach::{AttachConfig, AttachHost, Name};
-use crate::device::control::{Control, Fault, FrontendSocket, VmSpec};
+use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 use crate::device::{HostEnd, Limits};
 use crate::engine::mailbox::{Mailbox, Sender};
 use crate::engine::worker::{Worker, WorkerMessage};
@@ -33,6 +33,8 @@ pub(crate) struct Setup {
     pub(crate) limits: Limits,
     pub(crate) max_connections: usize,
     pub(crate) attach: Option<AttachConfig>,
+    /// Refuse a VM's memory that can shrink. A process's is refused in any case.
+    pub(crate) sealed_memory: bool,
 }
 
 /// What [`prepare`] has made.
@@ -104,7 +106,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             cid,
             socket: FrontendSocket::Listener(vm.listener),
             max_queue_size: vm.queue_size,
-            sealed_memory: false,
+            sealed_memory: setup.sealed_memory,
             port,
         });
     }
@@ -163,6 +165,11 @@ impl Plane {
             sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
         }
         self.directory.add_to(sum);
+    }
+
+    /// What front-ends have done wrong, all of them together.
+    pub(crate) fn faults(&self) -> FaultCounts {
+        self.control.fault_counts()
     }
 
     /// Who is attached, as far as anybody may ask.

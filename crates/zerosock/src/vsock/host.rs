@@ -5,8 +5,9 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,12 +18,13 @@ use super::core::Core;
 use super::endpoint::{connect, listen, turn};
 use super::engine::EndpointStats;
 use super::listener::Listener;
-use super::socket_file::{SocketFile, is_abandoned};
+use super::socket_file::{SocketFile, SocketKind};
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::attach::directory::Directory;
-use crate::attach::{self, AttachConfig, Name, Process};
+use crate::attach::{AttachConfig, Name, Process};
 use crate::daemon::{HostSide, StartError, VmConfig};
+use crate::device::control::{Fault, FaultCounts};
 use crate::engine::host::{HostConfig, HostEngine};
 
 /// A program that is CID 2 to VMs and to processes: what it receives it reads in their memory, and
@@ -31,6 +33,22 @@ use crate::engine::host::{HostConfig, HostEngine};
 /// It has no thread but one for the control sockets, on which nothing that moves bytes waits:
 /// whatever thread calls one of its sockets does the work for all of them, guests' connections to
 /// each other included. A program that computes for long without calling lets its guests wait.
+///
+/// # Memory that can vanish
+/// The bytes lie in files that a VMM or a process has made. Who can make such a file shorter takes
+/// the pages away under us, and the next access would end the program with SIGBUS. So memory is
+/// taken only if it is sealed against shrinking (F_SEAL_SHRINK, fcntl(2)): QEMU's
+/// `memory-backend-memfd` is, and crosvm's memory and that of zerosock's own endpoints; files, such
+/// as those of QEMU's `memory-backend-file` and of user-mode Linux, and a plain memfd are not. Who
+/// brings them is refused at SET_MEM_TABLE, which is counted
+/// ([`FrontendFault::Unsealed`](super::FrontendFault::Unsealed), see [`faults`](Host::faults)) and
+/// logged; [`HostBuilder::allow_unsealed_memory`] lets VMs in all the same.
+///
+/// For those, and for pages that vanish for another reason, [`start`](HostBuilder::start) installs
+/// a handler for SIGBUS, **for the whole process**, once: a fault in memory that was mapped from a
+/// peer loses that peer's device and nothing else, and any other is passed on to whatever handler
+/// was there before. A program that installs one of its own later has to pass on what it does not
+/// know, or does without the guard.
 ///
 /// ```no_run
 /// use std::io::{Read, Write};
@@ -52,6 +70,7 @@ pub struct Host {
     wait: Wait,
     connect_timeout: Duration,
     places: Arc<Directory>,
+    faults: FaultCounts,
     _files: Vec<SocketFile>,
 }
 
@@ -60,25 +79,40 @@ pub struct Host {
 #[must_use]
 pub struct HostBuilder {
     paths: Vec<(Cid, PathBuf)>,
-    /// Where processes attach, and which users beside ours may.
-    attach: Option<PathBuf>,
+    socket_mode: u32,
+    /// Where processes attach, and which users may beside those who may anyway.
+    attach: Option<Door>,
+    attach_mode: u32,
     uids: Vec<u32>,
     config: HostConfig,
-    window: u32,
+    window: Option<u32>,
     queue_size: u16,
     wait: Wait,
     trust: Option<Trust>,
 }
+
+/// Where processes come in.
+#[derive(Debug)]
+enum Door {
+    At(PathBuf),
+    With(Box<AttachConfig>),
+}
+
+/// Our own user's alone.
+const PRIVATE: u32 = 0o600;
+const WINDOW: u32 = 256 << 10;
 
 impl Host {
     /// A host with the usual settings, and nobody to talk to yet.
     pub fn builder() -> HostBuilder {
         HostBuilder {
             paths: Vec::new(),
+            socket_mode: PRIVATE,
             attach: None,
+            attach_mode: PRIVATE,
             uids: Vec::new(),
             config: HostConfig::default(),
-            window: 256 << 10,
+            window: None,
             queue_size: 1024,
             wait: Wait::default(),
             trust: None,
@@ -127,6 +161,12 @@ impl Host {
         self.places.processes()
     }
 
+    /// How often VMMs and processes have done something wrong on their control sockets since the
+    /// beginning. Each time has cost nobody else anything, and is logged with its reason.
+    pub fn faults(&self, fault: Fault) -> u64 {
+        self.faults.of(fault)
+    }
+
     /// Takes in what has come and acts on what is due, without waiting. Only for programs that do
     /// not call their sockets for long.
     ///
@@ -143,8 +183,10 @@ impl Host {
 }
 
 impl HostBuilder {
-    /// Adds a VM with this CID, whose VMM connects to the vhost-user socket at `path`. The socket's
-    /// file is our own user's alone (mode 600).
+    /// Adds a VM with this CID, whose VMM connects to the vhost-user socket at `path`. Its queues
+    /// may have 1024 entries ([`vm_with`](Self::vm_with) can say otherwise). A socket's file that a
+    /// dead owner left at `path` is replaced. Who may connect is the VM, so the file is our own
+    /// user's alone unless [`socket_mode`](Self::socket_mode) says otherwise.
     pub fn vm(mut self, cid: Cid, path: impl Into<PathBuf>) -> HostBuilder {
         self.paths.push((cid, path.into()));
         self
@@ -157,47 +199,74 @@ impl HostBuilder {
         self
     }
 
-    /// Lets processes attach at the Unix socket `path`: those of our own user, and of users that
-    /// [`allow_uid`](Self::allow_uid) names. The socket's file is our own user's alone (mode 600):
-    /// to let others in, change that once the host has started.
-    pub fn attach(mut self, path: impl Into<PathBuf>) -> HostBuilder {
-        self.attach = Some(path.into());
+    /// The mode of the VMs' sockets; at first 600, our own user's alone. It is in force before
+    /// anybody can connect. For a VMM of another user that is in a group of ours: 660, in a
+    /// directory of that group.
+    pub fn socket_mode(mut self, mode: u32) -> HostBuilder {
+        self.socket_mode = mode & 0o777;
         self
     }
 
-    /// Lets processes of this user attach too; they need access to the socket's file as well.
+    /// Takes memory of VMs although it can shrink: that of VMMs which do not seal it. See
+    /// [`Host`], "Memory that can vanish". That of processes is refused in any case.
+    pub fn allow_unsealed_memory(mut self) -> HostBuilder {
+        self.config.unsealed_memory = true;
+        self
+    }
+
+    /// Lets processes attach at the Unix socket `path`: those of our own user, and of users that
+    /// [`allow_uid`](Self::allow_uid) names. They may have queues of up to 32768 entries; 256 of
+    /// them may be attached at once. A host has one attach socket: the last that it was told of,
+    /// here or with [`attach_with`](Self::attach_with).
+    pub fn attach(mut self, path: impl Into<PathBuf>) -> HostBuilder {
+        self.attach = Some(Door::At(path.into()));
+        self
+    }
+
+    /// The mode of the socket of [`attach`](Self::attach); at first 600, our own user's alone. It
+    /// is in force before anybody can connect.
+    pub fn attach_mode(mut self, mode: u32) -> HostBuilder {
+        self.attach_mode = mode & 0o777;
+        self
+    }
+
+    /// Lets processes of this user attach too; they need access to the socket's file as well: see
+    /// [`attach_mode`](Self::attach_mode). Others are told
+    /// [`NotPermitted`](crate::attach::AttachError::NotPermitted).
     pub fn allow_uid(mut self, uid: u32) -> HostBuilder {
         self.uids.push(uid);
         self
     }
 
-    /// Lets processes attach on terms of the caller's, at a socket of the caller's.
+    /// Lets processes attach on terms of the caller's, at a socket of the caller's, instead of the
+    /// one of [`attach`](Self::attach). [`allow_uid`](Self::allow_uid) adds to its users, and a
+    /// [`window`](Self::window) that is set replaces its own.
     pub fn attach_with(mut self, attach: AttachConfig) -> HostBuilder {
-        self.config.attach = Some(attach);
+        self.attach = Some(Door::With(Box::new(attach)));
         self
     }
 
     /// Bytes that a peer may have under way to us in one connection: for VMs added with
-    /// [`vm`](Self::vm), and for processes.
+    /// [`vm`](Self::vm), and for processes. At first 262144.
     pub fn window(mut self, bytes: u32) -> HostBuilder {
-        self.window = bytes;
+        self.window = Some(bytes);
         self
     }
 
-    /// How its sockets wait, until they are told otherwise.
+    /// How its sockets wait, until they are told otherwise. At first [`Wait::Sleep`].
     pub fn wait(mut self, wait: Wait) -> HostBuilder {
         self.wait = wait;
         self
     }
 
     /// How long unread and leased bytes stay where the guest wrote them before they are copied
-    /// out and the guest gets its buffers back.
+    /// out and the guest gets its buffers back. At first 20 ms; at least 1 ms.
     pub fn hold(mut self, hold: Duration) -> HostBuilder {
         self.config.hold = hold;
         self
     }
 
-    /// How long a connect waits for an answer.
+    /// How long a connect waits for an answer. At first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> HostBuilder {
         self.config.connect_timeout = timeout;
         self
@@ -220,32 +289,43 @@ impl HostBuilder {
     pub fn start(self) -> Result<Host, StartError> {
         let mut config = self.config;
         let mut files = Vec::new();
+        let mut bind = |path: PathBuf, kind, mode| match SocketFile::bind(&path, kind, mode) {
+            Ok((listener, file)) => {
+                files.push(file);
+                Ok(listener)
+            }
+            Err(source) => Err(StartError::Bind { path, source }),
+        };
         for (cid, path) in self.paths {
-            let (listener, file) =
-                SocketFile::listen(&path).map_err(|source| StartError::Bind { path, source })?;
-            files.push(file);
+            let listener = bind(path, SocketKind::Stream, self.socket_mode)?;
             config.vms.push(VmConfig {
                 cid,
-                listener,
+                listener: UnixListener::from(listener),
                 host: HostSide::None,
-                buf_alloc: self.window,
+                buf_alloc: self.window.unwrap_or(WINDOW),
                 queue_size: self.queue_size,
                 groups: vec!["default".into()],
             });
         }
-        if let Some(path) = self.attach {
-            let (listener, file) =
-                listen_for_processes(&path).map_err(|source| StartError::Bind { path, source })?;
-            files.push(file);
-            let mut attach = AttachConfig::new(listener);
+        let attach = match self.attach {
+            None => None,
+            Some(Door::At(path)) => {
+                let listener = bind(path, SocketKind::Packets, self.attach_mode)?;
+                let mut attach = AttachConfig::new(listener);
+                attach.buf_alloc = WINDOW;
+                Some(attach)
+            }
+            Some(Door::With(attach)) => Some(*attach),
+        };
+        config.attach = attach.map(|mut attach| {
             attach.allowed_uids.extend(self.uids);
-            attach.buf_alloc = self.window;
-            config.attach = Some(attach);
-        }
+            attach.buf_alloc = self.window.unwrap_or(attach.buf_alloc);
+            attach
+        });
         config.trust_processes = self.trust.is_some();
         let connect_timeout = config.connect_timeout;
         let engine = HostEngine::start(config)?;
-        let places = engine.places();
+        let (places, faults) = (engine.places(), engine.faults());
         let core =
             Core::new(Box::new(engine), self.trust, None).map_err(|source| StartError::System {
                 what: "duplicate a descriptor",
@@ -256,21 +336,10 @@ impl HostBuilder {
             wait: self.wait,
             connect_timeout,
             places,
+            faults,
             _files: files,
         })
     }
-}
-
-/// Binds an attach socket, in place of one that a dead owner left behind.
-fn listen_for_processes(path: &Path) -> io::Result<(OwnedFd, SocketFile)> {
-    let listener = match attach::listen(path) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_abandoned(path) => {
-            std::fs::remove_file(path)?;
-            attach::listen(path)?
-        }
-        other => other?,
-    };
-    Ok((listener, SocketFile::of(path)?.private()?))
 }
 
 impl AsFd for Host {

@@ -39,6 +39,7 @@ mod stream;
 pub mod tokio;
 mod waiting;
 
+pub use crate::device::control::Fault as FrontendFault;
 pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
 pub use engine::EndpointStats;
 pub use errors::StreamError;

@@ -2,12 +2,14 @@
 
 use std::fs::Permissions;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
+};
 
 /// The file of a socket that we have bound. Removed at the end, if it is still the same file.
 #[derive(Debug)]
@@ -18,30 +20,31 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Binds a listener at `path`. A socket there that nobody listens on any more is replaced.
+    /// Binds a listener at `path`, with this mode. A socket there that nobody listens on any more
+    /// is replaced. Nobody connects before the mode is set: until then it does not listen.
     ///
     /// # Errors
     /// `AddrInUse` when somebody listens there, or when something else than a socket is there.
-    pub(crate) fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-        let listener = match UnixListener::bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_abandoned(path) => {
+    pub(crate) fn bind(
+        path: &Path,
+        kind: SocketKind,
+        mode: u32,
+    ) -> io::Result<(OwnedFd, SocketFile)> {
+        let socket = match bind_to(path, kind) {
+            Err(Errno::ADDRINUSE) if is_abandoned(path) => {
                 std::fs::remove_file(path)?;
-                UnixListener::bind(path)?
+                bind_to(path, kind)?
             }
             other => other?,
         };
-        let file = SocketFile::of(path)?.private()?;
-        Ok((listener, file))
-    }
-
-    /// Lets no other user in.
-    pub(crate) fn private(self) -> io::Result<SocketFile> {
-        std::fs::set_permissions(&self.path, Permissions::from_mode(0o600))?;
-        Ok(self)
+        let file = SocketFile::of(path)?;
+        std::fs::set_permissions(path, Permissions::from_mode(mode))?;
+        listen(&socket, BACKLOG)?;
+        Ok((socket, file))
     }
 
     /// The file that was bound at `path` just now.
-    pub(crate) fn of(path: &Path) -> io::Result<SocketFile> {
+    fn of(path: &Path) -> io::Result<SocketFile> {
         let meta = std::fs::symlink_metadata(path)?;
         Ok(SocketFile {
             path: path.to_path_buf(),
@@ -50,9 +53,32 @@ impl SocketFile {
     }
 }
 
+/// What is said on a socket.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum SocketKind {
+    /// vhost-user messages.
+    Stream,
+    /// Requests to attach (SOCK_SEQPACKET).
+    Packets,
+}
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+fn bind_to(path: &Path, kind: SocketKind) -> Result<OwnedFd, Errno> {
+    let address = SocketAddrUnix::new(path)?;
+    let kind = match kind {
+        SocketKind::Stream => SocketType::STREAM,
+        SocketKind::Packets => SocketType::SEQPACKET,
+    };
+    let socket = socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
+    bind(&socket, &address)?;
+    Ok(socket)
+}
+
 /// Whether a socket is there that nobody listens on. The probe is of another type than any socket
 /// of ours, so that an owner who lives does not notice it: he is there if the type is wrong.
-pub(crate) fn is_abandoned(path: &Path) -> bool {
+fn is_abandoned(path: &Path) -> bool {
     // A connect to a file of any other kind is refused too.
     if !std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) {
         return false;
@@ -79,7 +105,14 @@ impl Drop for SocketFile {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
+
+    fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
+        let (socket, file) = SocketFile::bind(path, SocketKind::Stream, 0o600)?;
+        Ok((UnixListener::from(socket), file))
+    }
 
     #[test]
     fn a_dead_owner_is_replaced_and_a_living_one_is_not() {
@@ -87,8 +120,8 @@ mod tests {
         let path = dir.path().join("socket");
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "left behind");
-        let (listener, file) = SocketFile::listen(&path).unwrap();
-        let error = SocketFile::listen(&path).unwrap_err();
+        let (listener, file) = bind(&path).unwrap();
+        let error = bind(&path).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600, "nobody else's");
@@ -108,10 +141,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, "mine").unwrap();
-        assert!(SocketFile::listen(&path).is_err());
+        assert!(bind(&path).is_err());
         assert!(path.exists());
         let path = dir.path().join("socket");
-        let (_listener, file) = SocketFile::listen(&path).unwrap();
+        let (_listener, file) = bind(&path).unwrap();
         // There before the other goes, lest it be given the same inode.
         let other = dir.path().join("other");
         std::fs::write(&other, "somebody else's").unwrap();

@@ -5,7 +5,7 @@
 use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::daemon::{HostSide, VmConfig};
 use zerosock::driver::{Driver, DriverConfig};
-use zerosock::vsock::{Host, Stream, Wait};
+use zerosock::vsock::{Host, HostBuilder, Stream, Wait};
 use zerosock::{Address, Cid};
 use zerosock_proto::wire::vsock::Op;
 
@@ -27,7 +27,7 @@ pub(crate) struct Hosted {
     sockets: Vec<PathBuf>,
     stop: Arc<AtomicBool>,
     pump: Option<JoinHandle<()>>,
-    _dir: tempfile::TempDir,
+    dir: Option<tempfile::TempDir>,
 }
 
 impl Hosted {
@@ -63,6 +63,14 @@ impl Hosted {
         }
         let builder = Host::builder().hold(hold).wait(wait);
         let builder = configs.into_iter().fold(builder, |b, vm| b.vm_with(vm));
+        let mut hosted = Hosted::of(builder);
+        hosted.sockets = sockets;
+        hosted.dir = Some(dir);
+        hosted
+    }
+
+    /// A host of the caller's making, with sockets of the caller's.
+    pub(crate) fn of(builder: HostBuilder) -> Hosted {
         let host = Arc::new(builder.start().unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let pump = std::thread::spawn({
@@ -81,10 +89,10 @@ impl Hosted {
         });
         Hosted {
             host,
-            sockets,
+            sockets: Vec::new(),
             stop,
             pump: Some(pump),
-            _dir: dir,
+            dir: None,
         }
     }
 
@@ -94,15 +102,7 @@ impl Hosted {
     }
 
     pub(crate) fn guest_of(&self, index: usize) -> Driver {
-        let give_up = deadline();
-        loop {
-            match Driver::attach(DriverConfig::new(&self.sockets[index])) {
-                Ok(driver) => return driver,
-                // The device may not yet have seen its last guest off.
-                Err(error) if Instant::now() > give_up => panic!("{error}"),
-                Err(_) => std::thread::sleep(Duration::from_millis(5)),
-            }
-        }
+        guest_at(&self.sockets[index])
     }
 
     /// A guest for the first VM that writes its rings by hand.
@@ -147,6 +147,19 @@ impl Drop for Hosted {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(pump) = self.pump.take() {
             let _ = pump.join();
+        }
+    }
+}
+
+/// A guest at a VM's socket.
+pub(crate) fn guest_at(socket: &Path) -> Driver {
+    let give_up = deadline();
+    loop {
+        match Driver::attach(DriverConfig::new(socket)) {
+            Ok(driver) => return driver,
+            // The device may not yet have seen its last guest off.
+            Err(error) if Instant::now() > give_up => panic!("{error}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
     }
 }

@@ -43,6 +43,7 @@ use zerosock_ring::{Memory, QueueConfig};
 pub(crate) use self::house::{House, Lodger};
 pub(crate) use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
+pub(crate) use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
 pub(crate) use self::vm::LogLimit;
@@ -163,8 +164,8 @@ pub struct VmSpec {
     pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
-    /// Refuse memory that can shrink (no F_SEAL_SHRINK). A VMM's memory is taken as it is: what
-    /// vanishes costs that VM alone.
+    /// Refuse memory that can shrink (no F_SEAL_SHRINK). Where it is taken as it is, what vanishes
+    /// costs that VM alone, as long as the guard against SIGBUS is the process's handler.
     pub sealed_memory: bool,
     /// Where this VM's commands go.
     pub port: Box<dyn DevicePort>,

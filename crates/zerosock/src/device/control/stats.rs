@@ -1,5 +1,6 @@
 //! Counters of the control plane, by VM.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A kind of fault of a front-end. Each is counted, and none costs more than its own connection.
@@ -84,6 +85,21 @@ impl ControlStats {
     /// How often a kind of fault occurred.
     pub fn faults(&self, fault: Fault) -> u64 {
         self.faults[fault as usize]
+    }
+}
+
+/// The faults of several front-ends, as they stand whenever one looks.
+#[derive(Clone, Debug)]
+pub(crate) struct FaultCounts(Vec<Arc<Counters>>);
+
+impl FaultCounts {
+    pub(super) fn new(counters: Vec<Arc<Counters>>) -> FaultCounts {
+        FaultCounts(counters)
+    }
+
+    /// How often a kind of fault has occurred.
+    pub(crate) fn of(&self, fault: Fault) -> u64 {
+        self.0.iter().map(|one| one.snapshot().faults(fault)).sum()
     }
 }
 

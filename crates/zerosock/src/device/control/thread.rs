@@ -17,7 +17,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventFlags};
 use super::VmSpec;
 use super::house::{House, Lodger, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
-use super::stats::{ControlStats, Counters};
+use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
 
 /// How long `shutdown` waits for workers that do not answer.
@@ -74,6 +74,12 @@ impl Control {
     /// The counters of all VMs together that came at run time.
     pub(crate) fn visitor_stats(&self) -> ControlStats {
         self.visitors.snapshot()
+    }
+
+    /// What all front-ends together do wrong, for other threads to look at.
+    pub(crate) fn fault_counts(&self) -> FaultCounts {
+        let all = self.counters.iter().chain([&self.visitors]);
+        FaultCounts::new(all.cloned().collect())
     }
 
     /// The counters of a VM, by its place in what was given to `spawn`.

@@ -10,6 +10,7 @@ use crate::attach::AttachConfig;
 use crate::attach::directory::Directory;
 use crate::device::Limits;
 use crate::device::app::App;
+use crate::device::control::FaultCounts;
 use crate::plane::config::{StartError, VmConfig, system};
 use crate::plane::{self, Setup};
 use crate::relay::hybrid::OkConvention;
@@ -38,6 +39,8 @@ pub(crate) struct HostConfig {
     pub(crate) connect_timeout: Duration,
     /// Leases and loans that may be out at once.
     pub(crate) leases: usize,
+    /// Take memory of VMs that can shrink as well.
+    pub(crate) unsealed_memory: bool,
     /// Processes that attach are trusted to write nothing that is on lease.
     pub(crate) trust_processes: bool,
 }
@@ -53,6 +56,7 @@ impl Default for HostConfig {
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
             leases: 4096,
+            unsealed_memory: false,
             trust_processes: false,
         }
     }
@@ -82,6 +86,7 @@ impl HostEngine {
             limits,
             max_connections: config.max_connections,
             attach: config.attach,
+            sealed_memory: !config.unsealed_memory,
         })?;
         let Some(mut worker) = prepared.workers.into_iter().next() else {
             let none = std::io::ErrorKind::NotFound.into();
@@ -103,6 +108,11 @@ impl HostEngine {
         };
         engine.look().map_err(system("wait for events"))?;
         Ok(engine)
+    }
+
+    /// What front-ends have done wrong.
+    pub(crate) fn faults(&self) -> FaultCounts {
+        self.plane.faults()
     }
 
     /// The processes that are attached.

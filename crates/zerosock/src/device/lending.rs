@@ -22,7 +22,7 @@ use super::events::emit;
 use super::join::End;
 use super::{Context, Device};
 use crate::vsock::engine::{LoanParts, SendFault};
-use crate::vsock::sockets::{Copy, PIECES, Place, StreamId};
+use crate::vsock::sockets::{Copied, PIECES, Place, StreamId};
 
 /// No loan.
 const NONE: u32 = u32::MAX;
@@ -40,7 +40,7 @@ pub(crate) struct Loan {
     /// Credit, until it is used.
     reservation: Option<Reservation>,
     /// What was in the buffer when it was taken back.
-    copy: Option<Copy>,
+    copy: Option<Copied>,
     /// Bytes of it that have left in packets of their own.
     sent: usize,
 }
@@ -85,7 +85,7 @@ impl App {
     }
 
     /// What was in the buffer of a loan when it was taken back.
-    pub(crate) fn loan_copy(&self, index: u32) -> Option<Copy> {
+    pub(crate) fn loan_copy(&self, index: u32) -> Option<Copied> {
         let key = *self.loan_of.get(index as usize)?;
         self.loans.get(key as usize)?.copy.clone()
     }

@@ -14,7 +14,7 @@ use crate::vsock::engine::{
     Stirred,
 };
 use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copy, LeaseParts, News, NoLease};
+use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease};
 
 impl Driver {
     /// Who opened the endpoint has declared whether the peer writes what is on lease.
@@ -180,7 +180,7 @@ impl Engine for Driver {
         }
     }
 
-    fn copy_of(&self, index: u32) -> Option<Copy> {
+    fn copy_of(&self, index: u32) -> Option<Copied> {
         self.sockets.copy_of(index)
     }
 

@@ -17,7 +17,7 @@ use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
 use super::leases::Leases;
-use super::sockets::{Copy, LeaseParts, Place, StreamId, StreamState};
+use super::sockets::{Copied, LeaseParts, Place, StreamId, StreamState};
 
 /// The peer, or the system, has broken something that cannot be mended here: the endpoint is over.
 #[derive(Debug, thiserror::Error)]
@@ -247,7 +247,7 @@ pub(crate) trait Engine: Send {
     ) -> Result<usize, RecvFault>;
 
     /// The bytes of a lease that were moved.
-    fn copy_of(&self, index: u32) -> Option<Copy>;
+    fn copy_of(&self, index: u32) -> Option<Copied>;
 
     /// A lease or a loan was dropped.
     fn give_back(&mut self, index: u32);

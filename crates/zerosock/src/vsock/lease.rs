@@ -20,7 +20,7 @@ use zerosock_ring::{SliceBuf, Trust};
 use super::core::Core;
 use super::errors::StreamError;
 use super::leases::{Entered, NONE};
-use super::sockets::{Copy, LeaseParts, PIECES, Place};
+use super::sockets::{Copied, LeaseParts, PIECES, Place};
 
 /// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
 /// back to its sender, and credit for more.
@@ -121,7 +121,7 @@ pub struct Reading<'l> {
     core: &'l Core,
     body: &'l Body,
     /// The bytes, if the endpoint has moved them.
-    copy: Option<Copy>,
+    copy: Option<Copied>,
 }
 
 impl<'a> Lease<'a> {
@@ -399,7 +399,7 @@ impl Drop for Reading<'_> {
 struct Shared {
     lease: OwnedLease,
     /// The bytes, if the endpoint had moved them before.
-    copy: Option<Copy>,
+    copy: Option<Copied>,
 }
 
 impl Shared {

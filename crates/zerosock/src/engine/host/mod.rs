@@ -28,7 +28,7 @@ use crate::vsock::engine::{
     Stirred,
 };
 use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copy, LeaseParts, News, NoLease, Sockets, StreamId, StreamState};
+use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease, Sockets, StreamId, StreamState};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 
@@ -557,7 +557,7 @@ impl Engine for HostEngine {
         Ok(seen)
     }
 
-    fn copy_of(&self, index: u32) -> Option<Copy> {
+    fn copy_of(&self, index: u32) -> Option<Copied> {
         let app = self.app()?;
         app.sockets.copy_of(index).or_else(|| app.loan_copy(index))
     }

@@ -20,7 +20,7 @@ use super::pages::{Pages, capacity, pages_for};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
 use crate::vsock::engine::NextKind;
 use crate::vsock::leases::Entered;
-use crate::vsock::sockets::{Copy, LeaseParts, PIECES, Place};
+use crate::vsock::sockets::{Copied, LeaseParts, PIECES, Place};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.
@@ -124,7 +124,7 @@ enum Home {
     /// In the spill pages, from there on.
     Spilled(usize),
     /// In a lease that turned out to be a copy.
-    Copied(usize, Copy),
+    Copied(usize, Copied),
 }
 
 /// A lease, entered for as long as any of its headers is out.

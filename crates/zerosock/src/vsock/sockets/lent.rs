@@ -17,7 +17,7 @@ use crate::vsock::engine::{Ahead, Next, NextKind};
 pub(crate) const PIECES: usize = 4;
 
 /// A copy, and where in it the lease's bytes begin.
-pub(crate) type Copy = (Arc<Vec<u8>>, usize);
+pub(crate) type Copied = (Arc<Vec<u8>>, usize);
 
 /// Where leased bytes lie.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ pub(crate) enum Place {
         offset: usize,
     },
     /// In a copy.
-    Copied(Copy),
+    Copied(Copied),
 }
 
 /// What a new lease is made of.
@@ -62,7 +62,7 @@ pub(crate) struct Lent<T> {
     /// The buffer, while it is in place.
     held: Option<Held<T>>,
     /// The bytes, once they were moved.
-    copy: Option<Copy>,
+    copy: Option<Copied>,
     /// Its neighbours among the leases of its connection.
     previous: u32,
     next: u32,
@@ -228,7 +228,7 @@ impl<T> Sockets<T> {
     }
 
     /// The bytes of a lease that were moved.
-    pub(crate) fn copy_of(&self, index: u32) -> Option<Copy> {
+    pub(crate) fn copy_of(&self, index: u32) -> Option<Copied> {
         self.lent.get(index as usize)?.copy.clone()
     }
 

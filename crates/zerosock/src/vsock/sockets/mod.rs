@@ -29,7 +29,7 @@ use zerosock_ring::{Memory, Piece};
 use super::leases::Leases;
 use bounds::Pool;
 use lent::Lent;
-pub(crate) use lent::{Copy, LeaseParts, NoLease, PIECES, Place};
+pub(crate) use lent::{Copied, LeaseParts, NoLease, PIECES, Place};
 pub(crate) use news::News;
 pub(crate) use parts::{Held, Part};
 

@@ -157,7 +157,7 @@ impl Table {
     /// What the holder of a lease finds.
     fn look(&self, index: u32, len: usize, place: &Place) -> Vec<u8> {
         let words = self.sockets.words().clone();
-        let copied = |(bytes, from): Copy| bytes[from..from + len].to_vec();
+        let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
         match place {
             Place::Copied(copy) => copied(copy.clone()),
             Place::InPlace {

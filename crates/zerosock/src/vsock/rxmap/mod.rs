@@ -46,11 +46,13 @@
 mod ear;
 mod errors;
 mod native;
+mod packet;
 mod paged;
 mod pages;
 
 pub use errors::RxMapError;
-pub use native::{RxHeader, RxMap, RxMapConfig, RxPacket};
+pub use native::{RxHeader, RxMap, RxMapConfig};
+pub use packet::RxPacket;
 pub use paged::{PagedHeader, PagedRxMap, Protection};
 
 use super::endpoint::Endpoint;

@@ -10,10 +10,8 @@
 //! it recalls them first; the table and the join of a connection end together, whoever ends it; an
 //! end is told after the bytes before it.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
-use slab::Slab;
 use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
@@ -21,184 +19,14 @@ use zerosock_ring::{Chain, Memory, Piece};
 
 use super::events::emit;
 use super::join::{AppEnd, End, Join};
-use super::lending::Loan;
+use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
 use crate::vsock::engine::SendFault;
-use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Held, News, Sockets, Store, StreamId, StreamState};
+use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 
 /// No pool yet.
 const NONE: u32 = u32::MAX;
-
-/// A chain that the program holds.
-#[derive(Debug)]
-pub(crate) struct HostToken {
-    pub(crate) chain: Chain,
-    /// The device.
-    pub(crate) vm: u32,
-    /// Which start of its transmit queue the chain is of.
-    epoch: u32,
-}
-
-/// What went through, counted without atomics: only the program's thread counts.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    pub(crate) packets_received: u64,
-    pub(crate) packets_sent: u64,
-    pub(crate) sent: u64,
-    pub(crate) sent_in_place: u64,
-    pub(crate) copied_in: u64,
-    pub(crate) notifications: u64,
-}
-
-/// A port that the program listens on.
-#[derive(Debug)]
-struct Listener {
-    port: Port,
-    backlog: usize,
-    waiting: VecDeque<StreamId>,
-    /// In the list of ports with news.
-    stirred: bool,
-}
-
-/// The program's side of all devices of a worker.
-#[derive(Debug)]
-pub(crate) struct App {
-    pub(crate) sockets: Sockets<HostToken>,
-    listeners: Vec<Listener>,
-    stirred: VecDeque<Port>,
-    /// The device of each pool.
-    pub(crate) pools: Vec<Option<u32>>,
-    pub(super) loans: Slab<Loan>,
-    /// The place in `loans` by the index of the loan's word.
-    pub(super) loan_of: Box<[u32]>,
-    pub(crate) tally: Tally,
-}
-
-impl App {
-    pub(crate) fn new(words: Arc<Leases>, hold: std::time::Duration) -> App {
-        let capacity = words.capacity();
-        App {
-            sockets: Sockets::new(words, hold),
-            listeners: Vec::new(),
-            stirred: VecDeque::new(),
-            pools: Vec::new(),
-            loans: Slab::new(),
-            loan_of: vec![NONE; capacity].into_boxed_slice(),
-            tally: Tally::default(),
-        }
-    }
-
-    /// The device whose buffers are in `pool`.
-    #[inline]
-    pub(crate) fn device_of(&self, pool: u32) -> Option<u32> {
-        *self.pools.get(pool as usize)?
-    }
-
-    fn take_pool(&mut self, vm: u32) -> u32 {
-        let free = self.pools.iter().position(Option::is_none);
-        let pool = match free {
-            Some(pool) => pool as u32,
-            None => {
-                self.pools.push(None);
-                self.sockets.add_pool(1)
-            }
-        };
-        if let Some(place) = self.pools.get_mut(pool as usize) {
-            *place = Some(vm);
-        }
-        pool
-    }
-
-    fn free_pool(&mut self, pool: u32) {
-        if let Some(place) = self.pools.get_mut(pool as usize) {
-            *place = None;
-            self.sockets.lease_copies(pool, false);
-        }
-    }
-
-    fn listener(&mut self, port: Port) -> Option<&mut Listener> {
-        self.listeners.iter_mut().find(|l| l.port == port)
-    }
-
-    pub(crate) fn listens(&self, port: Port) -> bool {
-        self.listeners.iter().any(|l| l.port == port)
-    }
-
-    /// False: somebody listens there.
-    pub(crate) fn listen(&mut self, port: Port, backlog: usize) -> bool {
-        if self.listener(port).is_some() {
-            return false;
-        }
-        self.listeners.push(Listener {
-            port,
-            backlog,
-            waiting: VecDeque::new(),
-            stirred: false,
-        });
-        true
-    }
-
-    /// Ends a listener; what waits there is the caller's to reset.
-    pub(crate) fn unlisten(&mut self, port: Port) -> VecDeque<StreamId> {
-        match self.listeners.iter().position(|l| l.port == port) {
-            Some(at) => self.listeners.swap_remove(at).waiting,
-            None => VecDeque::new(),
-        }
-    }
-
-    pub(crate) fn has_waiting(&self, port: Port) -> bool {
-        let listener = self.listeners.iter().find(|l| l.port == port);
-        listener.is_some_and(|l| !l.waiting.is_empty())
-    }
-
-    pub(crate) fn accept(&mut self, port: Port) -> Option<StreamId> {
-        self.listener(port)?.waiting.pop_front()
-    }
-
-    /// The next port on which a connection has come to wait.
-    pub(crate) fn next_port(&mut self) -> Option<Port> {
-        loop {
-            let port = self.stirred.pop_front()?;
-            let Some(listener) = self.listener(port) else {
-                continue;
-            };
-            listener.stirred = false;
-            if !listener.waiting.is_empty() {
-                return Some(port);
-            }
-        }
-    }
-
-    fn wait_on(&mut self, port: Port, id: StreamId) {
-        let Some(listener) = self.listener(port) else {
-            return;
-        };
-        listener.waiting.push_back(id);
-        if !std::mem::replace(&mut listener.stirred, true) {
-            self.stirred.push_back(port);
-        }
-    }
-
-    /// Notes how a connection has ended; its bytes stay to be read.
-    fn ended(&mut self, id: StreamId, orderly: bool) {
-        let Some(conn) = self.sockets.get_mut(id) else {
-            return;
-        };
-        conn.flow = None;
-        let news = match conn.state {
-            StreamState::Connecting => News::Refused,
-            _ => News::Closed,
-        };
-        conn.state = if orderly {
-            StreamState::Finished
-        } else {
-            StreamState::Reset
-        };
-        self.sockets.announce(id, news);
-    }
-}
 
 /// A device's transmit queue and shard, as the home of what the program holds of it. Without
 /// either for a connection whose device is gone: of that only copies are left.

@@ -17,9 +17,10 @@ use zerosock_proto::vsock::{FlowId, Reservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
-use super::app::{App, send_fault};
+use super::app::send_fault;
 use super::events::emit;
 use super::join::End;
+use super::program::App;
 use super::{Context, Device};
 use crate::vsock::engine::{LoanParts, SendFault};
 use crate::vsock::sockets::{Copied, PIECES, Place, StreamId};

@@ -8,7 +8,7 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
-//! - `app`, `lending`: connections with the program that embeds the device;
+//! - `program`, `app`, `lending`: the program that embeds the device, and connections with it;
 //! - `command`: what the VMM says, through [`control`];
 //! - `member`: the device as one of many that come and go.
 //!
@@ -25,6 +25,7 @@ mod join;
 pub(crate) mod lending;
 mod member;
 pub(crate) mod outbound;
+pub(crate) mod program;
 mod ring;
 mod sibling;
 mod timers;
@@ -88,7 +89,7 @@ pub(crate) struct Context<'a> {
     pub(crate) ringer: &'a Ringer,
     pub(crate) limits: &'a Limits,
     /// The program that embeds the device, if one does.
-    pub(crate) app: Option<&'a mut app::App>,
+    pub(crate) app: Option<&'a mut program::App>,
 }
 
 /// See the module.

@@ -2,33 +2,32 @@
 //! of the program that embeds them, which takes part in the guests' connections itself.
 //!
 //! Most calls touch one device: they find it by the pool of the connection's buffers and act on its
-//! queues at once; [`HostEngine::flush`] and the next turn show the guest what came of it. `start`
-//! makes the devices, `stores` finds the home of what is held when it may be any of them.
+//! queues at once; [`HostEngine::flush`] and the next turn show the guest what came of it. `calls`
+//! has those calls, `start` makes the devices, `stores` finds the home of what is held when it may
+//! be any of them; here is what a turn does.
 //!
 //! What must hold: a turn that finds nothing costs a look at each queue's index and no system call;
 //! descriptors are looked at when something may be there (every so many turns, and often while
 //! host sockets are joined); a clock is read once in a turn, and for no look.
 
+mod calls;
 mod start;
 mod stores;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant as StdInstant};
+use std::time::Duration;
 
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError};
-use zerosock_proto::{Address, Instant, Port};
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::FlowId;
 
 use super::worker::Worker;
-use crate::device::app::{App, HostToken, QueueStore};
+use crate::device::app::QueueStore;
+use crate::device::program::{App, HostToken};
 use crate::plane::Plane;
-use crate::vsock::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
-    Stirred,
-};
+use crate::vsock::engine::{Fault, Payload, RecvFault, SendFault};
 use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease, Sockets, StreamId, StreamState};
+use crate::vsock::sockets::{Sockets, StreamId, StreamState};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 
@@ -309,346 +308,6 @@ impl HostEngine {
             sockets.remove(id, store);
             true
         });
-    }
-}
-
-impl Engine for HostEngine {
-    fn words(&self) -> Arc<Leases> {
-        self.words.clone()
-    }
-
-    #[inline]
-    fn pending(&mut self) -> bool {
-        self.looks = self.looks.saturating_add(1);
-        self.looks >= IDLE_LOOKS
-            || !self.touched.is_empty()
-            || self.worker.has_messages()
-            || !self.worker.is_idle()
-            || self.find_news()
-    }
-
-    #[inline]
-    fn turn(&mut self) -> Result<bool, Fault> {
-        self.looks = self.looks.saturating_add(1);
-        let news = self.find_news();
-        self.work(news)
-    }
-
-    fn flush(&mut self) {
-        self.show();
-    }
-
-    #[inline]
-    fn settle(&mut self) {
-        let mut at = 0;
-        while let Some(&vm) = self.touched.get(at) {
-            let device = self.worker.devices.get_mut(vm);
-            if device.is_some_and(|device| !device.is_awaited()) {
-                at += 1;
-                continue;
-            }
-            self.touched.swap_remove(at);
-            self.show_one(vm);
-        }
-    }
-
-    fn arm(&mut self) -> bool {
-        self.show();
-        // A message that comes after this look rings: the mailbox was emptied before.
-        if self.worker.has_messages() || !self.worker.is_idle() {
-            return true;
-        }
-        let Worker { devices, app, .. } = &mut self.worker;
-        let Some(app) = app.as_deref() else {
-            return false;
-        };
-        let mut more = false;
-        for (_, device) in devices.iter_mut() {
-            more |= device.arm(app);
-        }
-        more
-    }
-
-    fn disarm(&mut self) {
-        // Kicks are asked for no more because the next turn of each device says so. An epoll
-        // instance that fails now fails the next turn as well.
-        let _ = self.look();
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.worker.as_fd()
-    }
-
-    fn next_stirred(&mut self) -> Option<Stirred> {
-        let app = self.worker.app.as_deref_mut()?;
-        if let Some(port) = app.next_port() {
-            return Some(Stirred::Port(port));
-        }
-        app.sockets.next_stirred().map(Stirred::Conn)
-    }
-
-    fn next_timeout(&self) -> Option<StdInstant> {
-        if !self.worker.is_idle() || !self.touched.is_empty() {
-            return Some(StdInstant::now());
-        }
-        let held = self.sockets().and_then(Sockets::next_timeout);
-        let at = match (self.worker.next_deadline(), held) {
-            (Some(a), Some(b)) => a.min(b),
-            (a, b) => a.or(b)?,
-        };
-        Some(self.worker.clock.at(at))
-    }
-
-    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError> {
-        let device = self.worker.routes.device(to.cid);
-        let vm = device.ok_or(ConnectError::Unreachable)?.vm;
-        if self.app().is_some_and(|app| app.listens(from)) {
-            return Err(ConnectError::InUse);
-        }
-        let now = self.worker.clock.now();
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(ConnectError::Unreachable)?;
-        let id = device.app_connect(from, to, &mut cx)?;
-        self.stir(vm);
-        Ok(id)
-    }
-
-    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
-        if port == Port::ANY {
-            return Err(ListenError::AnyPort);
-        }
-        let app = self.worker.app.as_deref_mut();
-        if app.is_some_and(|app| app.listen(port, backlog)) {
-            Ok(())
-        } else {
-            Err(ListenError::InUse)
-        }
-    }
-
-    fn unlisten(&mut self, port: Port) {
-        let app = self.worker.app.as_deref_mut();
-        for id in app
-            .into_iter()
-            .flat_map(|app| app.unlisten(port))
-            .collect::<Vec<_>>()
-        {
-            self.end(id, true);
-        }
-    }
-
-    fn accept(&mut self, port: Port) -> Option<StreamId> {
-        self.worker.app.as_deref_mut()?.accept(port)
-    }
-
-    fn is_acceptable(&self, port: Port) -> bool {
-        self.app().is_some_and(|app| app.has_waiting(port))
-    }
-
-    fn info(&self, id: StreamId) -> Option<ConnInfo> {
-        let conn = self.sockets()?.get(id)?;
-        Some(ConnInfo {
-            state: conn.state,
-            local: conn.local,
-            peer: conn.peer,
-            unread: conn.unread(),
-            peer_finished: conn.peer_finished,
-            peer_deaf: conn.peer_deaf,
-            trusted: self.trust_processes && self.is_process(conn.pool),
-        })
-    }
-
-    #[inline]
-    fn ahead(&mut self, id: StreamId) -> Option<Ahead> {
-        let mut ahead = None;
-        self.received(id, |sockets, store| {
-            ahead = sockets.ahead(id, store);
-            false
-        });
-        ahead
-    }
-
-    fn shutdown(&mut self, id: StreamId, how: How) {
-        let flow = self.flow_of(id);
-        let app = self.worker.app.as_deref_mut();
-        let Some(conn) = app.and_then(|app| app.sockets.get_mut(id)) else {
-            return;
-        };
-        conn.finished |= how.send;
-        conn.deaf |= how.receive;
-        // Who waits for it on another thread finds that there is nothing to wait for.
-        if let Some(app) = self.worker.app.as_deref_mut() {
-            app.sockets.announce(id, News::Writable);
-        }
-        if let Some((vm, flow)) = flow {
-            let now = self.worker.clock.now();
-            if let Some(device) = self.worker.devices.get_mut(vm) {
-                device.app_shutdown(flow, how, now);
-            }
-            self.stir(vm);
-        }
-    }
-
-    fn close(&mut self, id: StreamId) {
-        self.end(id, false);
-    }
-
-    fn abort(&mut self, id: StreamId) {
-        self.end(id, true);
-    }
-
-    #[inline]
-    fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        let empty = out.is_empty();
-        let mut got = 0;
-        self.received(id, |sockets, store| {
-            got = sockets.read(id, out, peek, store);
-            got > 0 && !peek
-        });
-        if got == 0 && !empty {
-            self.why_empty(id)?;
-        }
-        Ok(got)
-    }
-
-    #[inline]
-    fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        if let Some(vm) = self.device_of(id) {
-            let now = self.now;
-            let (device, mut cx) = self.worker.lend(vm, now);
-            if let Some(device) = device {
-                device.weigh_old(&mut cx);
-            }
-        }
-        let mut result = Err(NoLease::Empty);
-        self.received(id, |sockets, store| {
-            result = sockets.lease(id, store);
-            result.is_ok()
-        });
-        match result {
-            Ok(parts) => Ok(Some(parts)),
-            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
-            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
-        }
-    }
-
-    #[inline]
-    fn each(
-        &mut self,
-        id: StreamId,
-        most: usize,
-        look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Result<usize, RecvFault> {
-        let stopped = std::cell::Cell::new(false);
-        let mut look = |payload: Payload<'_>| {
-            stopped.set(!look(payload));
-            !stopped.get()
-        };
-        let mut seen = 0;
-        self.received(id, |sockets, store| {
-            seen = sockets.each(id, most, &mut look, store);
-            seen > 0
-        });
-        if seen < most && !stopped.get() {
-            seen += self.show_arrivals(id, most - seen, &mut look);
-        }
-        if seen == 0 && most > 0 {
-            self.why_empty(id)?;
-        }
-        Ok(seen)
-    }
-
-    fn copy_of(&self, index: u32) -> Option<Copied> {
-        let app = self.app()?;
-        app.sockets.copy_of(index).or_else(|| app.loan_copy(index))
-    }
-
-    #[inline]
-    fn give_back(&mut self, index: u32) {
-        let Worker { devices, app, .. } = &mut self.worker;
-        let Some(app) = app.as_deref_mut() else {
-            return;
-        };
-        let mut store = AllStores {
-            devices,
-            pools: &app.pools,
-            touched: &mut self.touched,
-        };
-        if app.sockets.give_back(index, &mut store) {
-            return;
-        }
-        let Some((_, vm)) = app.loan_at(index) else {
-            return;
-        };
-        self.drop_loan(index, vm);
-    }
-
-    #[inline]
-    fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
-        let (vm, flow) = self.sender(id)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let written = device.app_write(id, flow, bytes, &mut cx);
-        self.touch(vm);
-        written
-    }
-
-    #[inline]
-    fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let (vm, flow) = self.sender(id)?;
-        let now = self.time_for(vm);
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let parts = device.app_loan(id, flow, max, &mut cx);
-        self.touch(vm);
-        parts
-    }
-
-    #[inline]
-    fn send_loan(
-        &mut self,
-        index: u32,
-        len: usize,
-        private: Option<&[u8]>,
-    ) -> Result<(), SendFault> {
-        let loan = self.app().and_then(|app| app.loan_at(index));
-        let (id, vm) = loan.ok_or(SendFault::Unknown)?;
-        let (_, flow) = match self.sender(id) {
-            Ok(sender) => sender,
-            Err(fault) => {
-                self.drop_loan(index, vm);
-                return Err(fault);
-            }
-        };
-        let now = self.time_for(vm);
-        if self.worker.devices.get_mut(vm).is_none() {
-            self.drop_loan(index, vm);
-            return Err(SendFault::Reset);
-        }
-        let (device, mut cx) = self.worker.lend(vm, now);
-        let device = device.ok_or(SendFault::Reset)?;
-        let sent = device.app_send_loan(index, flow, len, private, &mut cx);
-        self.touch(vm);
-        sent
-    }
-
-    fn stats(&self) -> EndpointStats {
-        let Some(App { sockets, tally, .. }) = self.app() else {
-            return EndpointStats::default();
-        };
-        let counted = sockets.counted();
-        EndpointStats {
-            received: counted.received,
-            received_in_place: counted.leased,
-            copied_aside: counted.copied_aside,
-            copied_out: counted.copied_out,
-            sent: tally.sent,
-            sent_in_place: tally.sent_in_place,
-            copied_in: tally.copied_in,
-            packets_received: tally.packets_received,
-            packets_sent: tally.packets_sent,
-            notifications: tally.notifications,
-        }
     }
 }
 

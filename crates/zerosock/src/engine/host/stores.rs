@@ -7,7 +7,7 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_ring::{Memory, Piece};
 
 use crate::device::Device;
-use crate::device::app::HostToken;
+use crate::device::program::HostToken;
 use crate::engine::numbers::Table;
 use crate::vsock::sockets::Store;
 

@@ -6,14 +6,15 @@ mod hosting;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::raw::RawGuest;
 use common::{assert_bytes, bytes, deadline, eventually, host};
 use hosting::Hosted;
 use zerosock::driver::{AttachError, Driver, DriverConfig, FrontendError, How, StreamState};
-use zerosock::vsock::{FrontendFault, Host, Stream, Wait};
+use zerosock::vsock::{ConnectError, Fault, FrontendFault, Host, Stream, Wait};
 use zerosock::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::Op;
 
@@ -194,11 +195,76 @@ fn who_listens_is_reached_and_nobody_else() {
         guest.state(three) == Some(StreamState::Reset)
     });
     assert!(guest.wait_connect(host(700), deadline()).is_err(), "gone");
-    let error = hosted.connect(Address::new(Cid::new(9), PORT)).unwrap_err();
-    assert_ne!(error.kind(), ErrorKind::TimedOut);
-    let error = hosted.connect(guest_port()).unwrap_err();
-    // Nobody drives the guest, or it refuses.
-    let _ = error;
+}
+
+fn reason(error: &std::io::Error) -> ConnectError {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    *inner.unwrap_or_else(|| panic!("untyped: {error}"))
+}
+
+#[test]
+fn a_silent_guest_times_out_a_refusing_one_refuses_and_an_absent_one_is_unreachable() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, empty) = (dir.path().join("vm3.sock"), dir.path().join("vm4.sock"));
+    let builder = Host::builder().vm(Cid::new(3), &socket);
+    let builder = builder.vm(Cid::new(4), &empty);
+    let hosted = Hosted::of(builder.connect_timeout(Duration::from_millis(100)));
+    for cid in [4, 9, Cid::HOST.get(), Cid::ANY.get()] {
+        let error = hosted
+            .connect(Address::new(Cid::new(cid), PORT))
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::HostUnreachable, "{cid}: {error}");
+        assert_eq!(reason(&error), ConnectError::Unreachable);
+        assert_eq!(reason(&error).fault(), Fault::Caller);
+    }
+    // One that nobody drives.
+    let mut guest = hosting::guest_at(&socket);
+    let error = loop {
+        let error = hosted.connect(guest_port()).unwrap_err();
+        // Its queues may not run yet.
+        if error.kind() != ErrorKind::HostUnreachable {
+            break error;
+        }
+        thread::yield_now();
+    };
+    assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+    assert_eq!(reason(&error), ConnectError::TimedOut);
+    assert_eq!(reason(&error).fault(), Fault::Peer);
+    // One on which nobody listens.
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let soon = Instant::now() + Duration::from_millis(5);
+                guest.poll(Some(soon)).unwrap();
+            }
+        });
+        let error = loop {
+            let error = hosted.connect(guest_port()).unwrap_err();
+            // On a machine that is busy.
+            if error.kind() != ErrorKind::TimedOut {
+                break error;
+            }
+        };
+        done.store(true, Ordering::Relaxed);
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
+        assert_eq!(reason(&error), ConnectError::Refused);
+        assert_eq!(reason(&error).fault(), Fault::Peer);
+    });
+}
+
+#[test]
+fn a_guest_that_goes_before_it_answers_is_gone() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.raw_guest();
+    thread::scope(|scope| {
+        let connecting = scope.spawn(|| hosted.connect(guest_port()).unwrap_err());
+        guest.recv_op(PORT.get(), Op::Request);
+        drop(guest);
+        let error = connecting.join().unwrap();
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
+        assert_eq!(reason(&error), ConnectError::Gone);
+    });
 }
 
 #[test]

@@ -111,6 +111,26 @@ impl AttachError {
     }
 }
 
+impl AttachError {
+    /// What the system would have said.
+    pub(crate) fn kind(&self) -> io::ErrorKind {
+        use io::ErrorKind;
+        match self {
+            AttachError::Connect { source, .. } | AttachError::Io(source) => source.kind(),
+            AttachError::Ports | AttachError::BadRequest => ErrorKind::InvalidInput,
+            AttachError::Closed => ErrorKind::ConnectionAborted,
+            AttachError::TimedOut => ErrorKind::TimedOut,
+            AttachError::Protocol(_) => ErrorKind::InvalidData,
+            AttachError::VersionMismatch { .. } => ErrorKind::Unsupported,
+            AttachError::NotPermitted => ErrorKind::PermissionDenied,
+            AttachError::CidTaken(_) | AttachError::NameTaken(_) => ErrorKind::AddrInUse,
+            AttachError::Full => ErrorKind::ResourceBusy,
+            AttachError::UnknownName(_) => ErrorKind::NotFound,
+            AttachError::ServerFailed => ErrorKind::Other,
+        }
+    }
+}
+
 /// A place that was granted.
 #[derive(Debug)]
 pub struct Attached {

@@ -40,9 +40,16 @@ impl Device {
                 }
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
-            Event::Refused { flow, .. } => {
+            Event::Refused { flow, reason } => {
                 cx.counters.conns_refused.add(1);
                 if let Some(key) = self.key_of(flow) {
+                    if let Some(join) = self.joins.get(key as usize)
+                        && let End::App(end) = &join.end
+                        && let Some(app) = cx.app.as_deref_mut()
+                        && let Some(conn) = app.sockets.get_mut(end.id)
+                    {
+                        conn.refused = Some(reason);
+                    }
                     self.end_join(key, cx);
                 }
             }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use slab::Slab;
 use zerosock_proto::Port;
+use zerosock_proto::vsock::RefuseReason;
 use zerosock_ring::Chain;
 
 use super::lending::Loan;
@@ -175,7 +176,11 @@ impl App {
         };
         conn.flow = None;
         let news = match conn.state {
-            StreamState::Connecting => News::Refused,
+            StreamState::Connecting => {
+                // Without a word of the protocol: the device has lost its guest.
+                conn.refused.get_or_insert(RefuseReason::TransportReset);
+                News::Refused
+            }
             _ => News::Closed,
         };
         conn.state = if orderly {

@@ -111,6 +111,7 @@ impl Engine for Driver {
         let conn = self.sockets.get(id)?;
         Some(ConnInfo {
             state: conn.state,
+            refused: conn.refused,
             local: conn.local,
             peer: conn.peer,
             unread: self.sockets.unread(id),

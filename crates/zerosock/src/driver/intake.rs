@@ -196,11 +196,12 @@ impl Driver {
                         self.sockets.announce(stream, News::Connected);
                     }
                 }
-                Event::Refused { flow, .. } => {
+                Event::Refused { flow, reason } => {
                     if let Some(stream) = self.flow(flow) {
                         self.set_state(stream, StreamState::Reset);
                         if let Some(entry) = self.sockets.get_mut(stream) {
                             entry.flow = None;
+                            entry.refused = Some(reason);
                         }
                         self.sockets.announce(stream, News::Refused);
                     }

@@ -14,9 +14,10 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::CidError;
 
-use super::arena::Arena;
+use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
 use super::frontend::{Frontend, FrontendError, VringAddr};
+use crate::attach::Fault;
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
@@ -38,7 +39,7 @@ pub enum AttachError {
     Config(#[from] super::ConfigError),
     /// The shared memory could not be made.
     #[error(transparent)]
-    Arena(#[from] super::ArenaError),
+    Arena(#[from] ArenaError),
     /// The queues could not be laid out in it.
     #[error("cannot set up a virtqueue: {0}")]
     Queue(#[from] super::queues::QueueSetupError),
@@ -54,6 +55,53 @@ pub enum AttachError {
     /// The device gave us a CID that no guest may have.
     #[error("the vhost-user device configures no valid CID: {0}")]
     Cid(#[from] CidError),
+}
+
+impl AttachError {
+    /// Who is to blame.
+    pub fn fault(&self) -> Fault {
+        match self {
+            AttachError::Config(_) | AttachError::Frontend(FrontendError::TooManyRegions(_)) => {
+                Fault::Caller
+            }
+            AttachError::Missing(_)
+            | AttachError::Cid(_)
+            | AttachError::Frontend(
+                FrontendError::Closed
+                | FrontendError::TimedOut { .. }
+                | FrontendError::Refused { .. }
+                | FrontendError::Protocol(_),
+            ) => Fault::Peer,
+            AttachError::Arena(_)
+            | AttachError::Queue(_)
+            | AttachError::Eventfd(_)
+            | AttachError::Frontend(FrontendError::Connect { .. } | FrontendError::Io(_)) => {
+                Fault::System
+            }
+        }
+    }
+
+    /// What the system would have said.
+    pub(crate) fn kind(&self) -> io::ErrorKind {
+        use io::ErrorKind;
+        match self {
+            AttachError::Config(_) => ErrorKind::InvalidInput,
+            AttachError::Missing(_) => ErrorKind::Unsupported,
+            AttachError::Cid(_) => ErrorKind::InvalidData,
+            AttachError::Arena(ArenaError::Memfd(error)) | AttachError::Eventfd(error) => {
+                error.kind()
+            }
+            AttachError::Arena(_) | AttachError::Queue(_) => ErrorKind::Other,
+            AttachError::Frontend(error) => match error {
+                FrontendError::Connect { source, .. } | FrontendError::Io(source) => source.kind(),
+                FrontendError::Closed => ErrorKind::ConnectionAborted,
+                FrontendError::TimedOut { .. } => ErrorKind::TimedOut,
+                FrontendError::Refused { .. } => ErrorKind::ConnectionRefused,
+                FrontendError::Protocol(_) => ErrorKind::InvalidData,
+                FrontendError::TooManyRegions(_) => ErrorKind::InvalidInput,
+            },
+        }
+    }
 }
 
 /// One eventfd pair for each queue.

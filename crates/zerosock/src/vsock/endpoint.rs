@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
-use super::core::{Core, Interest, Patience};
-use super::engine::EndpointStats;
-use super::errors::{of_connect, of_listen};
+use super::core::{Core, Interest, Patience, WaitFault};
+use super::engine::{ConnInfo, EndpointStats};
+use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
 use super::listener::Listener;
 use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::attach::{self, AttachRequest, Attached, Client, Name};
+use crate::attach::{self, AttachRequest, Attached, Client, Fault, Name};
 use crate::driver::{self, Driver, DriverConfig};
 
 /// Why there is no endpoint.
@@ -41,9 +41,32 @@ pub enum OpenError {
     System(#[from] io::Error),
 }
 
+impl OpenError {
+    /// Who is to blame: the device or the one who keeps the attach socket, the caller, or the
+    /// system.
+    pub fn fault(&self) -> Fault {
+        match self {
+            OpenError::Place(error) => error.fault(),
+            OpenError::Name(_) => Fault::Caller,
+            OpenError::Device(error) => error.fault(),
+            OpenError::System(_) => Fault::System,
+        }
+    }
+}
+
 impl From<OpenError> for io::Error {
+    /// With the kind that says most: `AddrInUse` for a CID or name that is taken,
+    /// `PermissionDenied` for a user who may not attach, `NotFound` or `ConnectionRefused` where
+    /// nobody is at the socket, `TimedOut`, `InvalidInput` for what the caller should not have
+    /// asked, `InvalidData` for who broke a protocol, `Unsupported` for another version.
     fn from(error: OpenError) -> io::Error {
-        io::Error::other(error)
+        let kind = match &error {
+            OpenError::Place(error) => error.kind(),
+            OpenError::Name(_) => io::ErrorKind::InvalidInput,
+            OpenError::Device(error) => error.kind(),
+            OpenError::System(error) => error.kind(),
+        };
+        io::Error::new(kind, error)
     }
 }
 
@@ -65,10 +88,16 @@ impl From<OpenError> for io::Error {
 pub struct Endpoint {
     pub(super) core: Arc<Core>,
     cid: Cid,
+    /// Those at which we can be reached; empty: all.
+    ports: Vec<Port>,
     wait: Wait,
     connect_timeout: Duration,
     huge_pages: bool,
 }
+
+/// Bytes of a receive buffer: as many as the longest packet has. Only the pages that packets reach
+/// are ever touched.
+const RECEIVE_BUFFER: u32 = 64 << 10;
 
 /// How an [`Endpoint`] is to be.
 #[derive(Debug)]
@@ -85,7 +114,10 @@ impl Endpoint {
     /// An endpoint with the usual settings.
     pub fn builder() -> EndpointBuilder {
         EndpointBuilder {
-            config: DriverConfig::default(),
+            config: DriverConfig {
+                rx_buffer_size: RECEIVE_BUFFER,
+                ..DriverConfig::default()
+            },
             request: AttachRequest::default(),
             name: None,
             wait: Wait::default(),
@@ -112,7 +144,7 @@ impl Endpoint {
         let mut place = self.core.place().ok_or(io::ErrorKind::NotFound)?;
         place.resolve(&name).map_err(|error| match error {
             attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
-            other => io::Error::other(other),
+            other => io::Error::new(other.kind(), other),
         })
     }
 
@@ -137,7 +169,11 @@ impl Endpoint {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// `ConnectionRefused` when nobody listens there, `TimedOut` when nobody answers.
+    /// With a [`ConnectError`] inside: `ConnectionRefused` when nobody listens there (or there is
+    /// nobody with that CID: only a [`Host`](super::Host) can tell), `TimedOut` when nobody answers
+    /// in [`connect_timeout`](EndpointBuilder::connect_timeout), `HostUnreachable` for an address
+    /// that is nobody's or when the device has gone, `AddrInUse` when no local port is left,
+    /// `OutOfMemory` beyond 4096 connections. `ConnectionAborted` when the endpoint is over.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
@@ -152,8 +188,13 @@ impl Endpoint {
     /// ones are refused.
     ///
     /// # Errors
-    /// `AddrInUse` when somebody listens there already.
+    /// With a [`ListenError`] inside: `AddrInUse` when somebody listens there already,
+    /// `InvalidInput` for a port that is not among the [`ports`](EndpointBuilder::ports) that the
+    /// endpoint was opened with, as nobody would reach it.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
+        if !self.ports.is_empty() && !self.ports.contains(&port) {
+            return Err(ListenError::NotNamed(port).into());
+        }
         listen(&self.core, Address::new(self.cid, port), backlog, self.wait)
     }
 
@@ -173,7 +214,7 @@ impl Endpoint {
 }
 
 impl EndpointBuilder {
-    /// How its sockets wait, until they are told otherwise.
+    /// How its sockets wait, until they are told otherwise. At first [`Wait::Sleep`].
     pub fn wait(mut self, wait: Wait) -> EndpointBuilder {
         self.wait = wait;
         self
@@ -186,31 +227,40 @@ impl EndpointBuilder {
         self
     }
 
-    /// Entries of each of its queues: a power of two, 8 to 32768. A packet takes two.
+    /// Entries of each of its queues: a power of two, 8 to 32768; at first 256. A packet takes two.
     pub fn queue_size(mut self, entries: u16) -> EndpointBuilder {
         self.config.queue_size = entries;
         self
     }
 
-    /// Bytes of a receive buffer, at most 1 MiB: a packet that is received is no longer.
+    /// Bytes of a receive buffer, at most 1 MiB; at first 65536.
+    ///
+    /// A packet that is received is no longer, and a packet is no message: a stream has no messages
+    /// of its own. A peer's `loan(65536)` gives it as many bytes as the buffer has that lies ready
+    /// here, and it takes so many [`recv`](Stream::recv) here to get all of what it wrote. With
+    /// the default, whatever a peer sends as one packet arrives as one: no packet of zerosock's
+    /// is longer. There are half as many buffers as [`queue_size`](Self::queue_size) has entries,
+    /// so with the defaults they are 8 MiB of address space, of which only the pages that bytes came
+    /// into take memory; Linux guests have 4096, and memory can be saved so.
     pub fn receive_buffers(mut self, bytes: u32) -> EndpointBuilder {
         self.config.rx_buffer_size = bytes;
         self
     }
 
-    /// Bytes of a transmit buffer, at most 64 KiB: a packet that is sent is no longer.
+    /// Bytes of a transmit buffer, at most 65536, which is also the default: a packet that is sent
+    /// is no longer.
     pub fn transmit_buffers(mut self, bytes: u32) -> EndpointBuilder {
         self.config.tx_buffer_size = bytes;
         self
     }
 
-    /// Bytes that a peer may have under way to us in one connection.
+    /// Bytes that a peer may have under way to us in one connection; at first 262144.
     pub fn window(mut self, bytes: u32) -> EndpointBuilder {
         self.config.buf_alloc = bytes;
         self
     }
 
-    /// How long a connect waits for an answer.
+    /// How long a connect waits for an answer; at first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> EndpointBuilder {
         self.config.connect_timeout = timeout;
         self
@@ -238,7 +288,8 @@ impl EndpointBuilder {
         self
     }
 
-    /// The ports at which we can be reached; without, all that we listen on.
+    /// The ports at which we can be reached, at most 256; without, all that we listen on. Only of
+    /// effect with [`attach`](Self::attach), as are CID and name.
     pub fn ports(mut self, ports: impl IntoIterator<Item = Port>) -> EndpointBuilder {
         self.request.ports = ports.into_iter().collect();
         self
@@ -267,6 +318,7 @@ impl EndpointBuilder {
     /// # Errors
     /// See [`OpenError`].
     pub fn attach_device(mut self, socket: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
+        self.request.ports.clear();
         self.config.socket = socket.as_ref().to_path_buf();
         let driver = Driver::attach(self.config.clone())?;
         self.open(driver, None)
@@ -278,6 +330,7 @@ impl EndpointBuilder {
         Ok(Endpoint {
             core: Arc::new(Core::new(Box::new(driver), self.trust, place)?),
             cid,
+            ports: self.request.ports,
             wait: self.wait,
             connect_timeout: self.config.connect_timeout,
             huge_pages,
@@ -308,18 +361,41 @@ pub(super) fn connect(
         wait: Some(wait),
         deadline: Some(Instant::now() + timeout + Duration::from_secs(1)),
     };
-    let state = core.wait(Interest::Conn(stream.id), patience, |engine| {
-        let state = engine.info(stream.id)?.state;
-        (state != StreamState::Connecting).then_some(state)
+    let outcome = core.wait(Interest::Conn(stream.id), patience, |engine| {
+        outcome(&engine.info(stream.id)?)
     });
-    match state {
-        // Also one that the peer has ended since: its bytes may wait.
-        Ok(StreamState::Reset) => Err(io::ErrorKind::ConnectionRefused.into()),
-        Ok(_) => Ok(stream),
+    match outcome {
+        Ok(outcome) => Ok(outcome.map(|()| stream)?),
         Err(fault) => {
             stream.reset();
-            Err(fault.into())
+            Err(match fault {
+                WaitFault::TimedOut => ConnectError::TimedOut.into(),
+                fault => fault.into(),
+            })
         }
+    }
+}
+
+#[cfg(feature = "tokio")]
+impl Stream {
+    /// What has become of the request; `WouldBlock`: nothing yet.
+    pub(super) fn outcome(&self) -> io::Result<()> {
+        let info = self.core.lock().engine().info(self.id);
+        let info = info.ok_or(io::ErrorKind::NotConnected)?;
+        Ok(outcome(&info).ok_or(io::ErrorKind::WouldBlock)??)
+    }
+}
+
+/// What has become of a request; `None`: nothing yet.
+pub(super) fn outcome(info: &ConnInfo) -> Option<Result<(), ConnectError>> {
+    match info.state {
+        StreamState::Connecting => None,
+        // Also one that the peer has ended since: its bytes may wait.
+        StreamState::Connected | StreamState::Finished => Some(Ok(())),
+        StreamState::Reset => Some(match info.refused {
+            Some(reason) => Err(of_refusal(reason)),
+            None => Ok(()),
+        }),
     }
 }
 

@@ -12,7 +12,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, How, ListenError, RefuseReason};
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
@@ -60,6 +60,8 @@ pub(crate) enum SendFault {
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct ConnInfo {
     pub(crate) state: StreamState,
+    /// Why it did not come about, if it did not.
+    pub(crate) refused: Option<RefuseReason>,
     pub(crate) local: Address,
     pub(crate) peer: Address,
     /// Bytes to be read.

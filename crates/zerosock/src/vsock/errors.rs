@@ -5,9 +5,95 @@
 
 use std::io::{Error, ErrorKind};
 
-use zerosock_proto::vsock::{ConnectError as Refusal, ListenError as Occupied};
+use zerosock_proto::Port;
+use zerosock_proto::vsock::{ConnectError as Denied, ListenError as Occupied, RefuseReason};
 
 use super::engine::{RecvFault, SendFault};
+use crate::attach::Fault;
+
+/// Why a connection did not come about.
+///
+/// The calls that connect return an [`std::io::Error`] with the kind that a TCP socket would give;
+/// this is inside.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use std::io::ErrorKind;
+/// use zerosock::vsock::{ConnectError, Endpoint};
+/// use zerosock::{Address, Cid, Port};
+///
+/// let process = Endpoint::attach(&path)?;
+/// let nobody = Address::new(Cid::HOST, Port::new(4711));
+/// let error = process.connect(nobody).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ConnectError>());
+/// assert_eq!(reason, Some(&ConnectError::Refused));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The peer: nobody listens there, as many wait there as may, or, seen from a process, there
+    /// is nobody with that CID. `ConnectionRefused`.
+    #[error("the peer refuses the connection")]
+    Refused,
+    /// The peer: nobody has answered in time. `TimedOut`.
+    #[error("the peer has not answered in time")]
+    TimedOut,
+    /// The peer: it answered with what makes no sense, and was reset. `InvalidData`.
+    #[error("the peer has broken the protocol")]
+    Protocol,
+    /// The peer, or the device between: it went away, or was started anew, before the answer.
+    /// `ConnectionReset`.
+    #[error("the peer has gone")]
+    Gone,
+    /// The caller: nobody has that CID, it is no guest's, or its guest has no driver that runs.
+    /// `HostUnreachable`.
+    #[error("nobody can be reached at that CID")]
+    Unreachable,
+    /// The system: all local ports have a connection with that address. `AddrInUse`.
+    #[error("no local port is left for that address")]
+    NoPort,
+    /// The caller: it has as many connections as it may. `OutOfMemory`.
+    #[error("too many connections")]
+    TooManyConnections,
+    /// The caller: it gave the stream up before the answer. `ConnectionAborted`.
+    #[error("the connection was given up")]
+    GivenUp,
+}
+
+impl ConnectError {
+    /// Who is to blame.
+    pub fn fault(&self) -> Fault {
+        match self {
+            ConnectError::Refused
+            | ConnectError::TimedOut
+            | ConnectError::Protocol
+            | ConnectError::Gone => Fault::Peer,
+            ConnectError::Unreachable
+            | ConnectError::TooManyConnections
+            | ConnectError::GivenUp => Fault::Caller,
+            ConnectError::NoPort => Fault::System,
+        }
+    }
+}
+
+impl From<ConnectError> for Error {
+    fn from(error: ConnectError) -> Error {
+        let kind = match error {
+            ConnectError::Refused => ErrorKind::ConnectionRefused,
+            ConnectError::TimedOut => ErrorKind::TimedOut,
+            ConnectError::Protocol => ErrorKind::InvalidData,
+            ConnectError::Gone => ErrorKind::ConnectionReset,
+            ConnectError::Unreachable => ErrorKind::HostUnreachable,
+            ConnectError::NoPort => ErrorKind::AddrInUse,
+            ConnectError::TooManyConnections => ErrorKind::OutOfMemory,
+            ConnectError::GivenUp => ErrorKind::ConnectionAborted,
+        };
+        Error::new(kind, error)
+    }
+}
 
 /// Why a connection does not do what was asked.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
@@ -65,21 +151,76 @@ pub(super) fn of_send(fault: SendFault) -> Option<StreamError> {
     }
 }
 
-pub(super) fn of_connect(error: Refusal) -> Error {
-    let kind = match error {
-        Refusal::InUse => ErrorKind::AddrInUse,
-        Refusal::LocalCid => ErrorKind::AddrNotAvailable,
-        Refusal::Unreachable => ErrorKind::HostUnreachable,
-        Refusal::SocketType => ErrorKind::Unsupported,
-        Refusal::TooManyConnections => ErrorKind::OutOfMemory,
-    };
-    Error::new(kind, error)
+/// The request was not even sent.
+pub(super) fn of_connect(error: Denied) -> ConnectError {
+    match error {
+        Denied::InUse => ConnectError::NoPort,
+        Denied::TooManyConnections => ConnectError::TooManyConnections,
+        // The other two are never asked for: our own CID, and streams.
+        Denied::Unreachable | Denied::LocalCid | Denied::SocketType => ConnectError::Unreachable,
+    }
 }
 
-pub(super) fn of_listen(error: Occupied) -> Error {
-    let kind = match error {
-        Occupied::InUse => ErrorKind::AddrInUse,
-        _ => ErrorKind::InvalidInput,
-    };
-    Error::new(kind, error)
+/// The request was sent.
+pub(super) fn of_refusal(reason: RefuseReason) -> ConnectError {
+    match reason {
+        RefuseReason::Reset => ConnectError::Refused,
+        RefuseReason::TimedOut => ConnectError::TimedOut,
+        RefuseReason::ProtocolError => ConnectError::Protocol,
+        RefuseReason::TransportReset => ConnectError::Gone,
+        RefuseReason::LocalReset => ConnectError::GivenUp,
+    }
+}
+
+/// Why a port cannot be listened on; always the caller's fault.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use std::io::ErrorKind;
+/// use zerosock::Port;
+/// use zerosock::vsock::{Endpoint, ListenError};
+///
+/// let process = Endpoint::builder().ports([Port::new(80)]).attach(&path)?;
+/// let listener = process.listen(Port::new(80), 16)?;
+/// let error = process.listen(Port::new(80), 16).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::AddrInUse);
+/// // Nobody could reach it there.
+/// let error = process.listen(Port::new(81), 16).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::InvalidInput);
+/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ListenError>());
+/// assert_eq!(reason, Some(&ListenError::NotNamed(Port::new(81))));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ListenError {
+    /// Somebody listens there. `AddrInUse`.
+    #[error("the port is in use")]
+    InUse,
+    /// The wildcard is no port to listen on. `InvalidInput`.
+    #[error("a port is needed to listen on")]
+    AnyPort,
+    /// The endpoint was opened with [`ports`](super::EndpointBuilder::ports), and this one was not
+    /// among them: nobody would reach it. `InvalidInput`.
+    #[error("port {0} is not among those that the endpoint was opened with")]
+    NotNamed(Port),
+}
+
+impl From<ListenError> for Error {
+    fn from(error: ListenError) -> Error {
+        let kind = match error {
+            ListenError::InUse => ErrorKind::AddrInUse,
+            ListenError::AnyPort | ListenError::NotNamed(_) => ErrorKind::InvalidInput,
+        };
+        Error::new(kind, error)
+    }
+}
+
+pub(super) fn of_listen(error: Occupied) -> ListenError {
+    match error {
+        // The last one is about ending it.
+        Occupied::InUse | Occupied::NotListening => ListenError::InUse,
+        Occupied::AnyPort => ListenError::AnyPort,
+    }
 }

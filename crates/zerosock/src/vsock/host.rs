@@ -122,8 +122,11 @@ impl Host {
     /// Connects to a guest or process.
     ///
     /// # Errors
-    /// `ConnectionRefused` when nobody listens there, `TimedOut` when nobody answers,
-    /// `HostUnreachable` when there is no such CID.
+    /// With a [`ConnectError`](super::ConnectError) inside: `ConnectionRefused` when nobody listens
+    /// there, `TimedOut` when nobody answers in
+    /// [`connect_timeout`](HostBuilder::connect_timeout), `HostUnreachable` when there is no such
+    /// CID or its guest has no driver yet, `AddrInUse` when no local port is left, `OutOfMemory`
+    /// when the guest has as many connections as it may.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
@@ -132,7 +135,8 @@ impl Host {
     /// ones are refused.
     ///
     /// # Errors
-    /// `AddrInUse` when somebody listens there already.
+    /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when somebody listens there
+    /// already.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
         let local = Address::new(Cid::HOST, port);
         listen(&self.core, local, backlog, self.wait)

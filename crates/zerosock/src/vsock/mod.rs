@@ -39,10 +39,11 @@ mod stream;
 pub mod tokio;
 mod waiting;
 
+pub use crate::attach::Fault;
 pub use crate::device::control::Fault as FrontendFault;
 pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
 pub use engine::EndpointStats;
-pub use errors::StreamError;
+pub use errors::{ConnectError, ListenError, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, OwnedLease, Reading};
 pub use listener::Listener;

@@ -24,7 +24,6 @@ use super::endpoint::Endpoint;
 use super::lease::Lease;
 use super::listener::Listener;
 use super::loan::Loan;
-use super::sockets::StreamState;
 use super::stream::Stream;
 
 /// The task of an endpoint.
@@ -179,18 +178,11 @@ impl AsyncStream {
     /// Connects to `peer`.
     ///
     /// # Errors
-    /// `ConnectionRefused` when nobody listens there or nobody answers in time.
+    /// As [`Endpoint::connect`].
     pub async fn connect(endpoint: &Endpoint, peer: Address) -> io::Result<AsyncStream> {
         let stream = endpoint.begin_connect(peer)?;
         let stream = AsyncStream::new(stream)?;
-        std::future::poll_fn(|cx| {
-            stream.watch.poll(cx, || match stream.stream.state() {
-                StreamState::Connecting => Err(io::ErrorKind::WouldBlock.into()),
-                StreamState::Reset => Err(io::ErrorKind::ConnectionRefused.into()),
-                StreamState::Connected | StreamState::Finished => Ok(()),
-            })
-        })
-        .await?;
+        std::future::poll_fn(|cx| stream.watch.poll(cx, || stream.stream.outcome())).await?;
         Ok(stream)
     }
 

@@ -7,10 +7,10 @@ use std::path::Path;
 use rustix::process::Uid;
 use zerosock::attach::{self, AttachConfig, AttachError, AttachRequest, Attached, Client, Fault};
 use zerosock::driver::{self, Driver, DriverConfig, FrontendError};
-use zerosock::vsock::{Endpoint, Host, OpenError};
+use zerosock::vsock::{ConnectError, Endpoint, EndpointBuilder, Host, ListenError, OpenError};
 
-use super::common;
 use super::hub::Hub;
+use super::{PORT, common};
 
 #[test]
 fn memory_that_can_shrink_is_refused_by_a_host() {
@@ -54,7 +54,116 @@ fn a_taken_cid_or_name_is_the_callers_fault() {
             AttachError::CidTaken(_) | AttachError::NameTaken(_)
         ));
         assert_eq!(error.fault(), Fault::Caller);
+        assert_eq!(kind(OpenError::Place(error)), ErrorKind::AddrInUse);
     }
+}
+
+/// Of the error that whoever uses `?` in a function of `std::io` gets.
+fn kind(error: OpenError) -> ErrorKind {
+    std::io::Error::from(error).kind()
+}
+
+#[test]
+fn every_error_of_opening_says_by_whose_fault() {
+    let hub = Hub::new();
+    let open = |builder: EndpointBuilder, path: &Path| {
+        let error = builder.attach(path).unwrap_err();
+        (error.fault(), kind(error))
+    };
+    let plain = Endpoint::builder;
+    let nowhere = hub.dir.path().join("nowhere");
+    let (caller, system) = (Fault::Caller, Fault::System);
+    let invalid = ErrorKind::InvalidInput;
+    assert_eq!(
+        open(plain(), &nowhere),
+        (system, ErrorKind::NotFound),
+        "nobody there"
+    );
+    assert_eq!(open(plain().name("a b"), &hub.path()), (caller, invalid));
+    let ports = (0..300).map(zerosock::Port::new);
+    assert_eq!(open(plain().ports(ports), &hub.path()), (caller, invalid));
+    assert_eq!(
+        open(plain().queue_size(100), &hub.path()),
+        (caller, invalid)
+    );
+    // Somebody who is no attach server, and hangs up.
+    let rude = hub.dir.path().join("rude.sock");
+    let listener = attach::listen(&rude).unwrap();
+    rustix::io::ioctl_fionbio(&listener, false).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop(rustix::net::accept(&listener).unwrap()));
+        let gone = (Fault::Peer, ErrorKind::ConnectionAborted);
+        assert_eq!(open(plain(), &rude), gone);
+    });
+    // And a device that is there twice.
+    let first = Endpoint::builder().attach_device(hub.vm()).unwrap();
+    let error = Endpoint::builder().attach_device(hub.vm()).unwrap_err();
+    assert_eq!(error.fault(), Fault::Peer, "{error}");
+    assert_eq!(kind(error), ErrorKind::ConnectionAborted);
+    drop(first);
+}
+
+/// What is inside of an error.
+#[track_caller]
+fn reason<T: std::error::Error + Copy + 'static>(error: &std::io::Error) -> T {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    *inner.unwrap_or_else(|| panic!("untyped: {error}"))
+}
+
+#[test]
+fn a_process_is_told_why_it_is_not_connected() {
+    let hub = Hub::new();
+    let soon = std::time::Duration::from_millis(100);
+    let process = hub.process_with("asks", |builder| builder.connect_timeout(soon));
+    let silent = hub.process("silent");
+    let to = |cid| zerosock::Address::new(cid, PORT);
+    // Nobody drives it.
+    let error = process.connect(to(silent.cid())).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::TimedOut, "{error}");
+    assert_eq!(reason::<ConnectError>(&error), ConnectError::TimedOut);
+    // Nobody listens at the host; on a machine that is busy it may be late with saying so.
+    let error = loop {
+        let error = process.connect(to(zerosock::Cid::HOST)).unwrap_err();
+        if error.kind() != ErrorKind::TimedOut {
+            break error;
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
+    assert_eq!(reason::<ConnectError>(&error), ConnectError::Refused);
+    let error = process.connect(to(zerosock::Cid::ANY)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::HostUnreachable, "{error}");
+    assert_eq!(reason::<ConnectError>(&error), ConnectError::Unreachable);
+}
+
+#[test]
+fn a_port_that_was_not_named_is_not_listened_on() {
+    let hub = Hub::new();
+    let process = hub.process_with("db", |builder| builder.ports([PORT]));
+    let _listener = process.listen(PORT, 1).unwrap();
+    let other = zerosock::Port::new(PORT.get() + 1);
+    let error = process.listen(other, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidInput);
+    assert_eq!(reason::<ListenError>(&error), ListenError::NotNamed(other));
+    let error = process.listen(PORT, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AddrInUse);
+    assert_eq!(reason::<ListenError>(&error), ListenError::InUse);
+    // Whoever names none may listen on any, and at a device there is nobody to name them to.
+    hub.process("web").listen(other, 1).unwrap();
+    let builder = Endpoint::builder().ports([PORT]);
+    let guest = builder.attach_device(hub.vm()).unwrap();
+    guest.listen(other, 1).unwrap();
+}
+
+#[test]
+fn a_message_of_64_kib_is_one_packet_to_a_process() {
+    let hub = Hub::new();
+    let process = hub.process("reads");
+    let (ours, theirs) = hub.joined(&process);
+    let mut loan = ours.loan(64 << 10).unwrap();
+    assert_eq!(loan.capacity(), 64 << 10);
+    loan.write_all(&[7; 64 << 10]).unwrap();
+    loan.send().unwrap();
+    assert_eq!(theirs.recv().unwrap().unwrap().len(), 64 << 10);
 }
 
 #[test]

@@ -155,6 +155,7 @@ impl Engine for HostEngine {
         let conn = self.sockets()?.get(id)?;
         Some(ConnInfo {
             state: conn.state,
+            refused: conn.refused,
             local: conn.local,
             peer: conn.peer,
             unread: conn.unread(),

@@ -22,7 +22,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zerosock_proto::vsock::FlowId;
+use zerosock_proto::vsock::{FlowId, RefuseReason};
 use zerosock_proto::{Address, Instant};
 use zerosock_ring::{Memory, Piece};
 
@@ -90,6 +90,8 @@ pub(crate) struct Conn<T> {
     /// The protocol core's connection; `None` when that has ended.
     pub(crate) flow: Option<FlowId>,
     pub(crate) state: StreamState,
+    /// Why it did not come about, if it did not.
+    pub(crate) refused: Option<RefuseReason>,
     pub(crate) local: Address,
     pub(crate) peer: Address,
     /// The peer will send no more.
@@ -189,6 +191,7 @@ impl<T> Sockets<T> {
             pool,
             flow: Some(flow),
             state,
+            refused: None,
             local,
             peer,
             peer_finished: false,

@@ -1,0 +1,14 @@
+// What examples in the documentation begin with that need somewhere to attach: a host at
+// `attach.sock` in a directory of its own, and a thread that keeps the host going. Nobody listens
+// there. Whoever includes this keeps the directory.
+{
+    let dir = tempfile::tempdir().unwrap();
+    let builder = zerosock::vsock::Host::builder().attach(dir.path().join("attach.sock"));
+    let host = builder.start().unwrap();
+    std::thread::spawn(move || {
+        while host.turn().is_ok() {
+            std::thread::sleep(std::time::Duration::from_micros(200));
+        }
+    });
+    dir
+}

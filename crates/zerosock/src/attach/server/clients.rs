@@ -1,0 +1,232 @@
+//! Connections to the attach socket: who may have one, and what is said on it in the end.
+//!
+//! What must hold: a client is watched for what it is waited for, and for nothing else; whoever is
+//! turned away is told why first.
+
+use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+
+use rustix::event::epoll::EventFlags;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{SocketFlags, accept_with};
+use zerosock_sys::fd_passing;
+
+use super::super::codec::{ANSWER_LEN, Answer, AttachRequest, Status, Version, encode_answer};
+use super::{ACCEPT_REST, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
+use crate::device::control::House;
+
+pub(super) struct Client {
+    pub(super) socket: OwnedFd,
+    pub(super) uid: u32,
+    pub(super) pid: i32,
+    pub(super) state: State,
+    /// An answer that the socket did not take. While there is one, nothing is read.
+    pub(super) answer: Option<[u8; ANSWER_LEN]>,
+    pub(super) watched: EventFlags,
+}
+
+pub(super) enum State {
+    Silent {
+        until: Instant,
+    },
+    Waiting {
+        until: Instant,
+        request: AttachRequest,
+    },
+    Joining {
+        vm: usize,
+        theirs: UnixStream,
+    },
+    Attached {
+        vm: usize,
+    },
+}
+
+/// Whether a user may attach.
+fn is_allowed(allowed: &[u32], uid: u32) -> bool {
+    allowed.contains(&uid)
+}
+
+impl Server {
+    pub(super) fn accept(&mut self, house: &mut House) {
+        for _ in 0..BUDGET {
+            let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+            match accept_with(&self.plan.config.listener, flags) {
+                Ok(socket) => self.admit(socket, house),
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => {
+                    self.warn(&format!("cannot accept a process: {error}"));
+                    self.rest = Some(Instant::now() + ACCEPT_REST);
+                    self.watch_listener(house, EventFlags::empty());
+                    return;
+                }
+            }
+        }
+    }
+
+    pub(super) fn watch_listener(&self, house: &House, flags: EventFlags) {
+        if let Err(error) = house.watch_for(&self.plan.config.listener, LISTENER, flags) {
+            tracing::error!(%error, "cannot change what is watched");
+        }
+    }
+
+    /// Lets a process say what it wants, or turns it away.
+    pub(super) fn admit(&mut self, socket: OwnedFd, house: &mut House) {
+        let (uid, pid) = match socket_peercred(&socket) {
+            Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
+            Err(error) => return self.warn(&format!("a process without a user: {error}")),
+        };
+        let status = if !is_allowed(&self.plan.config.allowed_uids, uid) {
+            Status::NotPermitted
+        } else if self.newcomers() >= MAX_CLIENTS {
+            Status::Full
+        } else {
+            let until = Instant::now() + PATIENCE;
+            let key = self.free_key();
+            let watched = EventFlags::IN;
+            if let Err(error) = house.watch(&socket, key, watched) {
+                return self.warn(&format!("cannot watch a process: {error}"));
+            }
+            let client = Client {
+                socket,
+                uid,
+                pid,
+                state: State::Silent { until },
+                answer: None,
+                watched,
+            };
+            self.clients.insert(key, client);
+            return;
+        };
+        self.directory.refuse();
+        self.warn(&format!(
+            "process {pid} of user {uid} is turned away: {status:?}"
+        ));
+        dismiss(&socket, &Answer::refusal(status, Version::default()));
+    }
+
+    pub(super) fn newcomers(&self) -> usize {
+        let clients = self.clients.values();
+        let attached = clients.filter(|c| matches!(c.state, State::Attached { .. }));
+        self.clients.len() - attached.count()
+    }
+
+    pub(super) fn free_key(&mut self) -> u32 {
+        loop {
+            self.last_key = self.last_key.wrapping_add(1);
+            if self.last_key != LISTENER && !self.clients.contains_key(&self.last_key) {
+                return self.last_key;
+            }
+        }
+    }
+
+    /// Tells a client that has no place why not, and is done with it.
+    pub(super) fn refuse(&mut self, key: u32, answer: &Answer) {
+        let Some(client) = self.clients.remove(&key) else {
+            return;
+        };
+        self.directory.refuse();
+        let (pid, uid, status) = (client.pid, client.uid, answer.status);
+        self.warn(&format!(
+            "process {pid} of user {uid} is refused: {status:?}"
+        ));
+        dismiss(&client.socket, answer);
+    }
+
+    /// A client is gone, or given up.
+    pub(super) fn lose(&mut self, key: u32, reason: &str, house: &mut House) {
+        let Some(client) = self.clients.remove(&key) else {
+            return;
+        };
+        if let State::Joining { vm, .. } | State::Attached { vm } = client.state {
+            self.send_off(vm, reason, house);
+        }
+    }
+
+    /// Watches a client for what it is waited for now.
+    pub(super) fn settle(&mut self, key: u32, house: &mut House) {
+        let Some(client) = self.clients.get_mut(&key) else {
+            return;
+        };
+        let wanted = match client.answer {
+            Some(_) => EventFlags::OUT,
+            None => EventFlags::IN,
+        };
+        if wanted == client.watched {
+            return;
+        }
+        client.watched = wanted;
+        if let Err(error) = house.watch_for(&client.socket, key, wanted) {
+            self.lose(key, &format!("cannot watch it: {error}"), house);
+        }
+    }
+}
+
+impl State {
+    /// When patience is at its end.
+    pub(super) fn until(&self) -> Option<Instant> {
+        match self {
+            State::Silent { until } | State::Waiting { until, .. } => Some(*until),
+            State::Joining { .. } | State::Attached { .. } => None,
+        }
+    }
+}
+
+impl Client {
+    /// Sends the answer that is left over. False: not now.
+    pub(super) fn flush(&mut self) -> io::Result<bool> {
+        if let Some(answer) = &self.answer {
+            match fd_passing::send(&self.socket, &[IoSlice::new(answer)], &[]) {
+                Ok(_) => self.answer = None,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// The last word to someone whose socket is about to be closed.
+pub(super) fn dismiss(socket: &OwnedFd, answer: &Answer) {
+    let bytes = encode_answer(answer);
+    // It may have gone, or may not want to hear.
+    let _ = fd_passing::send(socket, &[IoSlice::new(&bytes)], &[]);
+    // What it has said and nobody read would make the kernel speak of a reset before the answer.
+    let mut bytes = [0; 1];
+    for _ in 0..BUDGET {
+        let mut fds: Vec<OwnedFd> = Vec::new();
+        match fd_passing::recv(socket, &mut bytes, &mut fds) {
+            Ok(received) if received.bytes > 0 => {}
+            _ => return,
+        }
+    }
+}
+
+/// Whether nobody is at the other end any more.
+pub(super) fn has_hung_up(socket: &OwnedFd) -> bool {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    let mut fds = [PollFd::new(socket, PollFlags::empty())];
+    poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(PollFlags::HUP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_users_named_may_attach() {
+        assert!(is_allowed(&[1000, 7], 7));
+        assert!(!is_allowed(&[1000, 7], 8));
+        // Root is a user like any other.
+        assert!(!is_allowed(&[1000], 0));
+        assert!(!is_allowed(&[], 0));
+    }
+}

@@ -10,7 +10,7 @@ use super::timers::Timer;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
 use crate::switch::{Message, Peer};
-use crate::vsock::engine::Payload;
+use crate::vsock::engine::{Payload, ShowBounds};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
@@ -66,21 +66,22 @@ impl Device {
         taken == BUDGET || self.moved >= TURN_BYTES
     }
 
-    /// Shows up to `most` packets of one connection of the program's to `look` as they are taken
-    /// in, and gives their chains back at once; packets of others go their way. How many were
-    /// shown. For a connection of which nothing is held. The short way for many small packets.
+    /// Shows packets of one connection of the program's to `look` as they are taken in, as far as
+    /// `bounds` go, and gives their chains back at once; packets of others go their way, and one of
+    /// the connection that is out of bounds is held, the last to be taken in. Packets and bytes
+    /// shown. For a connection of which nothing is held. The short way for small packets.
     #[inline]
     pub(crate) fn app_show(
         &mut self,
         flow: FlowId,
-        most: usize,
+        bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
-    ) -> usize {
+    ) -> (usize, usize) {
         let (mut seen, mut bytes, mut taken) = (0, 0, 0);
         let mut go_on = true;
         while go_on
-            && seen < most
+            && seen < bounds.packets
             && taken < BUDGET as u64
             && !self.receive_blocked()
             && !self.app_is_full(cx)
@@ -96,35 +97,39 @@ impl Device {
             let mut slices = SliceBuf::<4>::new();
             let readable = chain.readable();
             let memory = tx.queue.memory();
-            let want = if of == flow { len as usize } else { 0 };
+            let mut want = if of == flow { len as usize } else { 0 };
+            if want > bounds.bytes - bytes {
+                want = 0;
+            }
             if want > 0 && memory.slices(readable, HEADER_LEN, want, &mut slices) == want {
                 go_on = look(Payload::in_place(&slices));
                 tx.complete(chain, 0);
                 seen += 1;
-                bytes += len;
+                bytes += want;
             } else {
+                cx.time();
                 self.deliver(chain, of, len, cx);
                 if of == flow {
-                    // In more pieces than are worth naming: it is held, and those behind it too.
+                    // Those behind a packet that is held are held too.
                     break;
                 }
             }
         }
         if bytes > 0 {
             // A flow that ended meanwhile wants no credit.
-            let _ = self.shard.consume(flow, bytes);
+            let _ = self.shard.consume(flow, bytes as u32);
         }
         cx.counters.rx_packets.add(taken);
-        cx.counters.rx_bytes.add(u64::from(bytes));
+        cx.counters.rx_bytes.add(bytes as u64);
         if let Some(app) = cx.app.as_deref_mut() {
             app.tally.packets_received += taken;
-            app.sockets.count_shown(bytes as usize);
         }
-        if self.shard.has_events() {
+        if self.shard.has_events() || !self.dirty.is_empty() {
+            cx.time();
             self.drain_events(cx);
+            self.flush_dirty(cx);
         }
-        self.flush_dirty(cx);
-        seen
+        (seen, bytes)
     }
 
     fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
@@ -152,7 +157,11 @@ impl Device {
                 return None;
             }
         };
-        match self.shard.handle_packet(cx.now, &header) {
+        let disposition = match self.shard.handle_payload(&header) {
+            Some(disposition) => disposition,
+            None => self.shard.handle_packet(cx.time(), &header),
+        };
+        match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
             Disposition::Handled => {}
             Disposition::Dropped(reason) => {

@@ -31,6 +31,7 @@ mod sibling;
 mod timers;
 mod to_guest;
 
+use crate::engine::Clock;
 use crate::engine::poller::Poller;
 use crate::relay::hybrid::OkConvention;
 use crate::stats::Counters;
@@ -82,6 +83,8 @@ pub(crate) struct Limits {
 /// What a device is lent for a turn.
 pub(crate) struct Context<'a> {
     pub(crate) now: Instant,
+    /// `now` is old, and this tells the time: see [`Context::time`].
+    pub(crate) clock: Option<&'a Clock>,
     pub(crate) poller: &'a Poller,
     pub(crate) routes: &'a Routes,
     pub(crate) outbox: &'a mut Outbox,
@@ -90,6 +93,18 @@ pub(crate) struct Context<'a> {
     pub(crate) limits: &'a Limits,
     /// The program that embeds the device, if one does.
     pub(crate) app: Option<&'a mut program::App>,
+}
+
+impl Context<'_> {
+    /// The time, for what few packets need and most do not: the clock is looked at when it is
+    /// asked for first.
+    #[inline]
+    pub(crate) fn time(&mut self) -> Instant {
+        if let Some(clock) = self.clock.take() {
+            self.now = clock.now();
+        }
+        self.now
+    }
 }
 
 /// See the module.

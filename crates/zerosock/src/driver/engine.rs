@@ -11,7 +11,7 @@ use zerosock_proto::{Address, Port};
 use super::{Driver, StreamId, StreamState, loans};
 use crate::vsock::engine::{
     Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
-    Stirred,
+    ShowBounds, Stirred,
 };
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease};
@@ -32,6 +32,32 @@ impl Driver {
             StreamState::Reset => Err(RecvFault::Reset),
             StreamState::Connecting => Err(RecvFault::NotConnected),
             StreamState::Connected => Err(RecvFault::WouldBlock),
+        }
+    }
+}
+
+impl Driver {
+    /// Copies to `out` what has arrived for a connection of which nothing is held.
+    #[inline]
+    fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
+        let bounds = ShowBounds {
+            packets: usize::MAX,
+            bytes: out.len(),
+        };
+        let mut at = 0;
+        let mut copy = |payload: Payload<'_>| {
+            at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
+            at < out.len()
+        };
+        // What goes wrong here goes wrong again in the next turn, which says so.
+        let (_, bytes) = self
+            .show_arrivals(id, bounds, &mut copy)
+            .unwrap_or_default();
+        self.sockets.count_read(bytes);
+        match bytes {
+            // The first one is longer than `out`, and held.
+            0 => self.sockets.read(id, out, false, &mut self.store),
+            bytes => bytes,
         }
     }
 }
@@ -142,7 +168,11 @@ impl Engine for Driver {
 
     #[inline]
     fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        match self.sockets.read(id, out, peek, &mut self.store) {
+        let mut done = self.sockets.read(id, out, peek, &mut self.store);
+        if done == 0 && !out.is_empty() && !peek {
+            done = self.read_arrivals(id, out);
+        }
+        match done {
             0 if out.is_empty() && self.sockets.get(id).is_some() => Ok(0),
             0 => self.nothing(id).map(|()| 0),
             done => Ok(done),
@@ -150,7 +180,14 @@ impl Engine for Driver {
     }
 
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        match self.sockets.lease(id, &mut self.store) {
+        let mut parts = self.sockets.lease(id, &mut self.store);
+        if matches!(parts, Err(NoLease::Empty)) {
+            let taken = self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
+            if taken.is_ok() {
+                parts = self.sockets.lease(id, &mut self.store);
+            }
+        }
+        match parts {
             Ok(parts) => Ok(Some(parts)),
             Err(NoLease::Empty) => self.nothing(id).map(|()| None),
             Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
@@ -172,8 +209,15 @@ impl Engine for Driver {
         let mut seen = self.sockets.each(id, most, &mut look, &mut self.store);
         if seen < most && !stopped.get() {
             // What goes wrong here goes wrong again in the next turn, which says so.
-            let more = self.show_arrivals(id, most - seen, &mut look);
-            seen += more.unwrap_or(0);
+            let bounds = ShowBounds {
+                packets: most - seen,
+                bytes: usize::MAX,
+            };
+            let (more, bytes) = self
+                .show_arrivals(id, bounds, &mut look)
+                .unwrap_or_default();
+            self.sockets.count_shown(bytes);
+            seen += more;
         }
         match seen {
             0 if most > 0 => self.nothing(id).map(|()| 0),

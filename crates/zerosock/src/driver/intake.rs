@@ -13,7 +13,7 @@ use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
 use super::{Driver, POOL};
 use crate::header;
-use crate::vsock::engine::Payload;
+use crate::vsock::engine::{Payload, ShowBounds};
 use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
@@ -28,7 +28,7 @@ impl Driver {
                 break;
             };
             taken += 1;
-            if let Some((flow, len)) = self.take_packet(now, slot, written) {
+            if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
                 self.hold(now, slot, flow, len);
             }
         }
@@ -36,54 +36,59 @@ impl Driver {
         Ok(taken > 0)
     }
 
-    /// Shows up to `most` packets of a connection to `look` as they are taken in, and gives their
-    /// slots back at once; packets of others are held. Nothing if packets of the connection are
-    /// held already: those come first. The short way for many small packets.
+    /// Shows packets of a connection to `look` as they are taken in, as far as `bounds` go, and
+    /// gives their slots back at once; packets of others are held, and so is one of the connection
+    /// that is out of bounds, the last to be taken in. Nothing if packets of the connection are held
+    /// already: those come first. Packets and bytes shown. The short way for small packets.
     #[inline]
     pub(super) fn show_arrivals(
         &mut self,
         id: StreamId,
-        most: usize,
+        bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> Result<usize, DriverError> {
+    ) -> Result<(usize, usize), DriverError> {
         let Some(flow) = self.sockets.drained_flow(id) else {
-            return Ok(0);
+            return Ok((0, 0));
         };
-        if most == 0 || !self.store.rx.has_used() {
-            return Ok(0);
+        if !self.store.rx.has_used() {
+            return Ok((0, 0));
         }
-        let now = self.now();
         let (mut seen, mut bytes, mut taken) = (0, 0, 0u64);
         let mut go_on = true;
-        while go_on && seen < most && taken < u64::from(TURN_BUDGET) && !self.is_blocked() {
+        while go_on && seen < bounds.packets && taken < u64::from(TURN_BUDGET) && !self.is_blocked()
+        {
             let Some((slot, written)) = self.store.rx.take()? else {
                 break;
             };
             taken += 1;
-            let Some((of, len)) = self.take_packet(now, slot, written) else {
+            let Some((of, len)) = self.take_packet(None, slot, written) else {
                 continue;
             };
             let arena = &self.store.arena;
             let piece = arena.rx_data.pieces(slot).first();
+            let len_shown = len as usize;
             match piece.and_then(|piece| arena.memory.slice(*piece)) {
-                Some(slice) if of == flow && len > 0 => {
-                    go_on = look(Payload::in_place(&[slice.part(0, len as usize)]));
+                Some(slice) if of == flow && (1..=bounds.bytes - bytes).contains(&len_shown) => {
+                    go_on = look(Payload::in_place(&[slice.part(0, len_shown)]));
                     self.store.release(slot);
                     seen += 1;
-                    bytes += len as usize;
+                    bytes += len_shown;
                 }
-                _ => self.hold(now, slot, of, len),
+                _ => {
+                    self.hold(self.now(), slot, of, len);
+                    // Those behind a packet that is held are held too.
+                    go_on = of != flow;
+                }
             }
         }
         self.stats.rx_packets += taken;
-        self.sockets.count_shown(bytes);
         if bytes > 0 {
             self.store.consumed(POOL, flow, bytes as u32);
         }
         if self.store.shard.has_events() {
-            self.take_core_events(now);
+            self.take_core_events(self.now());
         }
-        Ok(seen)
+        Ok((seen, bytes))
     }
 
     /// Payload for a connection, if it still is one of ours.
@@ -103,9 +108,14 @@ impl Driver {
     }
 
     /// One packet. Its slot goes back, unless it has payload for a connection: then it is the
-    /// caller's.
+    /// caller's. Without `now` the clock is looked at if the packet needs it, as few do.
     #[inline]
-    fn take_packet(&mut self, now: Instant, slot: u16, written: u32) -> Option<(FlowId, u32)> {
+    fn take_packet(
+        &mut self,
+        now: Option<Instant>,
+        slot: u16,
+        written: u32,
+    ) -> Option<(FlowId, u32)> {
         let arena = &self.store.arena;
         // The payload comes near while the header does, and so do those of a later packet.
         arena.rx_data.prefetch(&arena.memory, slot);
@@ -124,7 +134,14 @@ impl Driver {
             self.malformed(slot);
             return None;
         }
-        match self.store.shard.handle_packet(now, &repr) {
+        let disposition = match self.store.shard.handle_payload(&repr) {
+            Some(disposition) => disposition,
+            None => {
+                let now = now.unwrap_or_else(|| self.now());
+                self.store.shard.handle_packet(now, &repr)
+            }
+        };
+        match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((flow, len)),
             Disposition::Handled => {}
             Disposition::Dropped(_) => self.stats.rx_dropped += 1,

@@ -386,8 +386,20 @@ impl Worker {
     /// A device and what it needs for its turn.
     #[inline]
     pub(super) fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
+        let (device, cx) = self.lend_late(vm, now);
+        (device, Context { clock: None, ..cx })
+    }
+
+    /// As `lend`, for an act that needs the time only in few cases: `then` is an old time.
+    #[inline]
+    pub(super) fn lend_late(
+        &mut self,
+        vm: u32,
+        then: Instant,
+    ) -> (Option<&mut Device>, Context<'_>) {
         let cx = Context {
-            now,
+            now: then,
+            clock: Some(&self.clock),
             poller: &self.poller,
             routes: &self.routes,
             outbox: &mut self.outbox,

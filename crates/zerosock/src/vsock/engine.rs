@@ -122,6 +122,21 @@ pub(crate) enum Payload<'m> {
     Copied(&'m [u8]),
 }
 
+/// How much of what arrives is shown at once.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct ShowBounds {
+    pub(crate) packets: usize,
+    pub(crate) bytes: usize,
+}
+
+impl ShowBounds {
+    /// No bytes: the next packet is taken in and held.
+    pub(crate) const HOLD: ShowBounds = ShowBounds {
+        packets: 1,
+        bytes: 0,
+    };
+}
+
 impl<'m> Payload<'m> {
     pub(crate) fn in_place(slices: &'m [GuestSlice<'m>]) -> Payload<'m> {
         Payload::InPlace(slices)
@@ -129,6 +144,30 @@ impl<'m> Payload<'m> {
 
     pub(crate) fn copied(bytes: &'m [u8]) -> Payload<'m> {
         Payload::Copied(bytes)
+    }
+
+    /// Copies bytes from `offset` on to `out`; how many.
+    #[inline]
+    pub(crate) fn copy_to(self, offset: usize, out: &mut [u8]) -> usize {
+        match self {
+            Payload::Copied(bytes) => {
+                let rest = bytes.get(offset..).unwrap_or(&[]);
+                let len = rest.len().min(out.len());
+                out[..len].copy_from_slice(&rest[..len]);
+                len
+            }
+            Payload::InPlace(slices) => {
+                let (mut skip, mut done) = (offset, 0);
+                for slice in slices {
+                    let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) else {
+                        break;
+                    };
+                    done += slice.read(skip, rest);
+                    skip = skip.saturating_sub(slice.len());
+                }
+                done
+            }
+        }
     }
 }
 

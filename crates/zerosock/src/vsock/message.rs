@@ -63,25 +63,7 @@ impl<'m> Message<'m> {
     /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
     #[inline]
     pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
-        match self.payload {
-            Payload::Copied(bytes) => {
-                let rest = bytes.get(offset..).unwrap_or(&[]);
-                let len = rest.len().min(out.len());
-                out[..len].copy_from_slice(&rest[..len]);
-                len
-            }
-            Payload::InPlace(slices) => {
-                let (mut skip, mut done) = (offset, 0);
-                for slice in slices {
-                    let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) else {
-                        break;
-                    };
-                    done += slice.read(skip, rest);
-                    skip = skip.saturating_sub(slice.len());
-                }
-                done
-            }
-        }
+        self.payload.copy_to(offset, out)
     }
 
     /// A copy of all bytes.

@@ -23,19 +23,19 @@ impl<S: BuildHasher> Shard<S> {
     /// in particular when packets of one connection follow each other.
     #[inline(always)]
     pub fn handle_packet(&mut self, now: Instant, header: &Repr) -> Disposition {
-        self.stats.packets += 1;
-        match self.deliver(header) {
+        match self.handle_payload(header) {
             Some(disposition) => disposition,
             // A copy, so that a header lies in memory for those packets only that come here.
             None => self.handle_other(now, &{ *header }),
         }
     }
 
-    /// The straight path: payload within the credit, for the connection that was found last, which
-    /// is open in this direction and has nobody waiting for the credit that comes along. `None`:
-    /// it is not so, and nothing was changed.
+    /// The straight path, which needs no clock: payload within the credit, for the connection that
+    /// was found last, which is open in this direction and has nobody waiting for the credit that
+    /// comes along. `None`: it is not so, nothing was changed, and the packet is one for
+    /// [`handle_packet`](Self::handle_packet).
     #[inline(always)]
-    fn deliver(&mut self, header: &Repr) -> Option<Disposition> {
+    pub fn handle_payload(&mut self, header: &Repr) -> Option<Disposition> {
         if !self.goes_straight() {
             return None;
         }
@@ -60,6 +60,7 @@ impl<S: BuildHasher> Shard<S> {
             self.stats.bad_fwd_cnt += 1;
         }
         connection.rx.receive(header.len);
+        self.stats.packets += 1;
         self.stats.delivered_bytes += u64::from(header.len);
         Some(Disposition::Deliver {
             flow,
@@ -72,6 +73,7 @@ impl<S: BuildHasher> Shard<S> {
     #[cold]
     #[inline(never)]
     fn handle_other(&mut self, now: Instant, header: &Repr) -> Disposition {
+        self.stats.packets += 1;
         let disposition = self.receive(now, header);
         if let Disposition::Dropped(reason) = disposition {
             self.count_drop(reason);

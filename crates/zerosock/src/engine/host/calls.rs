@@ -14,7 +14,7 @@ use crate::device::program::App;
 use crate::engine::worker::Worker;
 use crate::vsock::engine::{
     Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
-    Stirred,
+    ShowBounds, Stirred,
 };
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease, Sockets, StreamId};
@@ -206,14 +206,18 @@ impl Engine for HostEngine {
 
     #[inline]
     fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault> {
-        let empty = out.is_empty();
-        let mut got = 0;
-        self.received(id, |sockets, store| {
-            got = sockets.read(id, out, peek, store);
-            got > 0 && !peek
-        });
-        if got == 0 && !empty {
-            self.why_empty(id)?;
+        let mut got = self.read_held(id, out, peek);
+        if got == 0 && !out.is_empty() {
+            if !peek {
+                got = self.read_arrivals(id, out);
+            }
+            if got == 0 {
+                // The first one may be longer than `out`, and held.
+                got = self.read_held(id, out, peek);
+            }
+            if got == 0 {
+                self.why_empty(id)?;
+            }
         }
         Ok(got)
     }
@@ -232,6 +236,13 @@ impl Engine for HostEngine {
             result = sockets.lease(id, store);
             result.is_ok()
         });
+        if matches!(result, Err(NoLease::Empty)) {
+            self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
+            self.received(id, |sockets, store| {
+                result = sockets.lease(id, store);
+                result.is_ok()
+            });
+        }
         match result {
             Ok(parts) => Ok(Some(parts)),
             Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
@@ -257,7 +268,15 @@ impl Engine for HostEngine {
             seen > 0
         });
         if seen < most && !stopped.get() {
-            seen += self.show_arrivals(id, most - seen, &mut look);
+            let bounds = ShowBounds {
+                packets: most - seen,
+                bytes: usize::MAX,
+            };
+            let (more, bytes) = self.show_arrivals(id, bounds, &mut look);
+            if let Some(app) = self.worker.app.as_deref_mut() {
+                app.sockets.count_shown(bytes);
+            }
+            seen += more;
         }
         if seen == 0 && most > 0 {
             self.why_empty(id)?;

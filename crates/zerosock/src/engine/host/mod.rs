@@ -25,7 +25,7 @@ use super::worker::Worker;
 use crate::device::app::QueueStore;
 use crate::device::program::{App, HostToken};
 use crate::plane::Plane;
-use crate::vsock::engine::{Fault, Payload, RecvFault, SendFault};
+use crate::vsock::engine::{Fault, Payload, RecvFault, SendFault, ShowBounds};
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Sockets, StreamId, StreamState};
 pub(crate) use start::HostConfig;
@@ -137,25 +137,56 @@ impl HostEngine {
     fn show_arrivals(
         &mut self,
         id: StreamId,
-        most: usize,
+        bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
-    ) -> usize {
+    ) -> (usize, usize) {
         let app = self.worker.app.as_deref();
         let Some((vm, flow)) = app.and_then(|app| {
             let flow = app.sockets.drained_flow(id)?;
             Some((app.device_of(app.sockets.get(id)?.pool)?, flow))
         }) else {
-            return 0;
+            return (0, 0);
         };
         let device = self.worker.devices.get_mut(vm);
         if device.is_none_or(|device| !device.has_arrivals()) {
-            return 0;
+            return (0, 0);
         }
-        self.now = self.worker.clock.now();
-        let (device, mut cx) = self.worker.lend(vm, self.now);
-        let seen = device.map_or(0, |device| device.app_show(flow, most, look, &mut cx));
+        let (device, mut cx) = self.worker.lend_late(vm, self.now);
+        let shown = device.map_or((0, 0), |device| {
+            device.app_show(flow, bounds, look, &mut cx)
+        });
         self.touch(vm);
-        seen
+        shown
+    }
+
+    /// As [`show_arrivals`](Self::show_arrivals), copying to `out`.
+    #[inline]
+    fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
+        let bounds = ShowBounds {
+            packets: usize::MAX,
+            bytes: out.len(),
+        };
+        let mut at = 0;
+        let mut copy = |payload: Payload<'_>| {
+            at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
+            at < out.len()
+        };
+        let (_, bytes) = self.show_arrivals(id, bounds, &mut copy);
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.sockets.count_read(bytes);
+        }
+        bytes
+    }
+
+    /// Copies to `out` what is held of a connection.
+    #[inline]
+    fn read_held(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> usize {
+        let mut got = 0;
+        self.received(id, |sockets, store| {
+            got = sockets.read(id, out, peek, store);
+            got > 0 && !peek
+        });
+        got
     }
 
     /// Why nothing was received: `Ok` is the end.
@@ -310,7 +341,6 @@ impl HostEngine {
         });
     }
 }
-
 impl HostEngine {
     fn drop_loan(&mut self, index: u32, vm: u32) {
         let now = self.now;

@@ -226,6 +226,13 @@ impl<T> Sockets<T> {
         self.counted.leased += bytes as u64;
     }
 
+    /// Bytes were copied to a reader, without having been held.
+    #[inline]
+    pub(crate) fn count_read(&mut self, bytes: usize) {
+        self.counted.received += bytes as u64;
+        self.counted.copied_out += bytes as u64;
+    }
+
     /// The first part has been used up.
     #[inline]
     pub(super) fn drop_front(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {

@@ -127,7 +127,7 @@ impl Device {
     #[inline]
     pub(super) fn app_is_full(&self, cx: &Context<'_>) -> bool {
         match &cx.app {
-            Some(app) => self.app.pool != NONE && !app.sockets.has_room(self.app.pool),
+            Some(app) => self.is_full(app),
             None => false,
         }
     }
@@ -186,8 +186,12 @@ impl Device {
 
     /// Asks the guest's driver for kicks. True: something came meanwhile.
     pub(crate) fn arm(&mut self, app: &App) -> bool {
-        let blocked = self.app.pool != NONE && !app.sockets.has_room(self.app.pool);
-        self.rearm(blocked)
+        self.rearm(self.is_full(app))
+    }
+
+    /// Whether nothing more may be taken in before the program gives something back.
+    pub(crate) fn is_full(&self, app: &App) -> bool {
+        self.app.pool != NONE && !app.sockets.has_room(self.app.pool)
     }
 
     /// Bytes of the guest's for the program.

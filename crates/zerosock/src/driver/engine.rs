@@ -73,7 +73,13 @@ impl Engine for Driver {
     }
 
     fn turn(&mut self) -> Result<bool, Fault> {
-        Driver::turn(self).map_err(|error| Fault(error.to_string()))
+        let busy = Driver::turn(self).map_err(|error| Fault(error.to_string()))?;
+        if self.is_attached() {
+            Ok(busy)
+        } else {
+            // What had come is there to be read; nothing else will come.
+            Err(Fault("the device has hung up".into()))
+        }
     }
 
     fn flush(&mut self) {
@@ -89,7 +95,8 @@ impl Engine for Driver {
     }
 
     fn arm(&mut self) -> bool {
-        Driver::arm(self)
+        // A device that has hung up is for the next turn to tell of.
+        Driver::arm(self) || !self.is_attached()
     }
 
     fn disarm(&mut self) {
@@ -140,7 +147,9 @@ impl Engine for Driver {
             refused: conn.refused,
             local: conn.local,
             peer: conn.peer,
-            unread: self.sockets.unread(id),
+            unread: conn.unread(),
+            taken: conn.taken(),
+            low_water: conn.low_water(),
             peer_finished: conn.peer_finished,
             peer_deaf: conn.peer_deaf,
             trusted: self.trusted,
@@ -177,6 +186,14 @@ impl Engine for Driver {
             0 => self.nothing(id).map(|()| 0),
             done => Ok(done),
         }
+    }
+
+    fn skip(&mut self, id: StreamId, len: usize) -> usize {
+        self.sockets.skip(id, len, &mut self.store)
+    }
+
+    fn set_low_water(&mut self, id: StreamId, bytes: u32) {
+        self.sockets.set_low_water(id, bytes);
     }
 
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {

@@ -91,6 +91,11 @@ impl<T> Table<T> {
 
     /// Everything in the table, with its number.
     #[inline]
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        let used = self.places.iter().flatten();
+        used.map(|(number, value)| (*number, value))
+    }
+
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
         let used = self.places.iter_mut().flatten();
         used.map(|(number, value)| (*number, value))

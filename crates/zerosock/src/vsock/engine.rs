@@ -66,6 +66,10 @@ pub(crate) struct ConnInfo {
     pub(crate) peer: Address,
     /// Bytes to be read.
     pub(crate) unread: usize,
+    /// Bytes that were read since the beginning.
+    pub(crate) taken: u64,
+    /// From how many unread bytes on there is something to read.
+    pub(crate) low_water: u32,
     /// The peer will send no more.
     pub(crate) peer_finished: bool,
     /// The peer will read no more.
@@ -232,6 +236,12 @@ pub(crate) trait Engine: Send {
     /// Asks to be told. True: something came meanwhile, and perhaps nobody will tell.
     fn arm(&mut self) -> bool;
 
+    /// Whether what was asked for is less than what is wanted now: something was taken in or given
+    /// back since. Then it is to be asked again.
+    fn is_stale(&self) -> bool {
+        false
+    }
+
     /// Asks no more, and forgets what was told.
     fn disarm(&mut self);
 
@@ -275,6 +285,12 @@ pub(crate) trait Engine: Send {
 
     /// Copies received bytes out. `Ok(0)`: end of file, or `out` is empty.
     fn read(&mut self, id: StreamId, out: &mut [u8], peek: bool) -> Result<usize, RecvFault>;
+
+    /// Takes up to `len` bytes that a peek has shown; how many.
+    fn skip(&mut self, id: StreamId, len: usize) -> usize;
+
+    /// From how many unread bytes on a connection has something to read: fewer are no news.
+    fn set_low_water(&mut self, id: StreamId, bytes: u32);
 
     /// Lends the next packet's bytes out. `Ok(None)`: end of file.
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;

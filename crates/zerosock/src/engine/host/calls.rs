@@ -70,10 +70,24 @@ impl Engine for HostEngine {
             return false;
         };
         let mut more = false;
+        self.full = 0;
         for (_, device) in devices.iter_mut() {
+            self.full += usize::from(device.is_full(app));
             more |= device.arm(app);
         }
+        self.armed = !more;
         more
+    }
+
+    fn is_stale(&self) -> bool {
+        let devices = &self.worker.devices;
+        let full = |app: &App| {
+            devices
+                .iter()
+                .filter(|(_, device)| device.is_full(app))
+                .count()
+        };
+        !self.armed || (self.full > 0 && self.app().map_or(0, full) < self.full)
     }
 
     fn disarm(&mut self) {
@@ -95,7 +109,7 @@ impl Engine for HostEngine {
     }
 
     fn next_timeout(&self) -> Option<StdInstant> {
-        if !self.worker.is_idle() || !self.touched.is_empty() {
+        if !self.worker.is_idle() {
             return Some(StdInstant::now());
         }
         let held = self.sockets().and_then(Sockets::next_timeout);
@@ -159,6 +173,8 @@ impl Engine for HostEngine {
             local: conn.local,
             peer: conn.peer,
             unread: conn.unread(),
+            taken: conn.taken(),
+            low_water: conn.low_water(),
             peer_finished: conn.peer_finished,
             peer_deaf: conn.peer_deaf,
             trusted: self.trust_processes && self.is_process(conn.pool),
@@ -220,6 +236,21 @@ impl Engine for HostEngine {
             }
         }
         Ok(got)
+    }
+
+    fn skip(&mut self, id: StreamId, len: usize) -> usize {
+        let mut done = 0;
+        self.received(id, |sockets, store| {
+            done = sockets.skip(id, len, store);
+            done > 0
+        });
+        done
+    }
+
+    fn set_low_water(&mut self, id: StreamId, bytes: u32) {
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.sockets.set_low_water(id, bytes);
+        }
     }
 
     #[inline]

@@ -52,6 +52,10 @@ pub(crate) struct HostEngine {
     look_at: Instant,
     /// Host sockets may become readable.
     watches: bool,
+    /// No device had a turn since the guests were asked for kicks.
+    armed: bool,
+    /// Devices of which nothing more could be taken in when the guests were asked for kicks.
+    full: usize,
     trust_processes: bool,
     plane: Plane,
 }
@@ -293,6 +297,8 @@ impl HostEngine {
         let now = self.now;
         self.worker.fire(now);
         self.relieve(now);
+        // A device that takes packets in asks for no kicks while it does so.
+        self.armed &= self.worker.is_idle();
         self.worker.turn_devices(now);
         self.show();
         Ok(busy)

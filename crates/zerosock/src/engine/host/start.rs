@@ -103,6 +103,8 @@ impl HostEngine {
             looks: 0,
             look_at: Instant::ZERO,
             watches: false,
+            armed: false,
+            full: 0,
             trust_processes: config.trust_processes,
             plane: prepared.foundation.start()?,
         };

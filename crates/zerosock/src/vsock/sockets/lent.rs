@@ -136,6 +136,7 @@ impl<T> Sockets<T> {
         let len = part.len();
         if let Some(conn) = self.get_mut(id) {
             conn.unread = conn.unread.saturating_sub(len);
+            conn.taken += len as u64;
         }
         let (held, place) = match part {
             Part::Copied { bytes, taken } => (None, Place::Copied((Arc::new(bytes), taken))),

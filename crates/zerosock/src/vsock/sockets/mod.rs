@@ -107,6 +107,10 @@ pub(crate) struct Conn<T> {
     parts: VecDeque<Part<T>>,
     /// Bytes received and not read, wherever they lie; leased ones are counted as read.
     unread: usize,
+    /// Bytes read since the beginning; leased ones are counted as read.
+    taken: u64,
+    /// Fewer unread bytes than this are no news of themselves; at least 1.
+    low_water: u32,
     /// Buffers held: parts in place and leases in place.
     held: u32,
     /// Leases in place.
@@ -201,6 +205,8 @@ impl<T> Sockets<T> {
             wants_room: false,
             parts: VecDeque::new(),
             unread: 0,
+            taken: 0,
+            low_water: 1,
             held: 0,
             leased: 0,
             leases: NONE,
@@ -272,9 +278,23 @@ impl<T> Sockets<T> {
     pub(crate) fn unread(&self, id: StreamId) -> usize {
         self.get(id).map_or(0, |conn| conn.unread)
     }
+
+    /// From how many unread bytes on there is something to read.
+    pub(crate) fn set_low_water(&mut self, id: StreamId, bytes: u32) {
+        if let Some(conn) = self.get_mut(id) {
+            conn.low_water = bytes.max(1);
+        }
+    }
 }
 
 impl StreamId {
+    /// What the first connection of an endpoint is known by.
+    #[cfg(test)]
+    pub(crate) const FIRST: StreamId = StreamId {
+        index: 0,
+        generation: 0,
+    };
+
     /// A small number that no other connection of the endpoint has at the same time.
     pub(crate) fn index(self) -> u32 {
         self.index
@@ -285,6 +305,16 @@ impl<T> Conn<T> {
     /// Bytes that a read would give at once.
     pub(crate) fn unread(&self) -> usize {
         self.unread
+    }
+
+    /// Bytes that were read since the beginning.
+    pub(crate) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// From how many unread bytes on there is something to read.
+    pub(crate) fn low_water(&self) -> u32 {
+        self.low_water
     }
 
     /// Whether there is nothing more to come: end of file behind what is unread.

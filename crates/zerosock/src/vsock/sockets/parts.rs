@@ -82,7 +82,7 @@ impl<T> Sockets<T> {
         else {
             return store.release(held.token);
         };
-        if conn.unread == 0 {
+        if conn.unread < conn.low_water as usize {
             self.announce(id, super::News::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
@@ -132,6 +132,36 @@ impl<T> Sockets<T> {
                 }
             }
             done += len;
+            if part.len() == 0 {
+                self.drop_front(id, store);
+            }
+        }
+        self.counted.copied_out += done as u64;
+        self.consumed(id, done, store);
+        done
+    }
+
+    /// Takes up to `len` received bytes that the reader has had by a peek; how many.
+    pub(crate) fn skip(
+        &mut self,
+        id: StreamId,
+        len: usize,
+        store: &mut impl Store<Token = T>,
+    ) -> usize {
+        let mut done = 0;
+        while done < len {
+            let Some(part) = self.get_mut(id).and_then(|conn| conn.parts.front_mut()) else {
+                break;
+            };
+            let step = part.len().min(len - done);
+            match part {
+                Part::Held(held) => {
+                    held.offset += step as u32;
+                    held.len -= step as u32;
+                }
+                Part::Copied { taken, .. } => *taken += step,
+            }
+            done += step;
             if part.len() == 0 {
                 self.drop_front(id, store);
             }
@@ -259,6 +289,7 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = self.get_mut(id) {
             conn.unread = conn.unread.saturating_sub(bytes);
+            conn.taken += bytes as u64;
             if let Some(flow) = conn.flow {
                 store.consumed(conn.pool, flow, bytes as u32);
             }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use common::{PATIENCE, TestDaemon, bytes};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
-use zerosock::vsock::Endpoint;
 use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+use zerosock::vsock::{Endpoint, Host};
 use zerosock::{Address, Cid, Port};
 
 const PORT: Port = Port::new(9);
@@ -98,7 +98,7 @@ async fn leases_and_loans_are_awaited() {
 }
 
 #[tokio::test]
-async fn a_refused_connect_says_so_and_a_cancelled_one_leaves_nothing() {
+async fn a_refused_connect_says_so_and_a_receive_may_be_given_up() {
     let daemon = TestDaemon::with(2, |_| {});
     let (client, server) = endpoints(&daemon);
     let _listener = AsyncListener::new(server.listen(Port::new(1), 1).unwrap()).unwrap();
@@ -112,4 +112,133 @@ async fn a_refused_connect_says_so_and_a_cancelled_one_leaves_nothing() {
         .unwrap();
     let gave_up = timeout(Duration::from_millis(20), open.recv()).await;
     assert!(gave_up.is_err());
+}
+
+#[tokio::test]
+async fn a_connect_that_nobody_answers_ends_in_time() {
+    let daemon = TestDaemon::with(2, |config| {
+        config.connect_timeout = Duration::from_secs(600);
+    });
+    let client = Endpoint::builder()
+        .connect_timeout(Duration::from_millis(100))
+        .attach_device(&daemon.vms[0].socket)
+        .unwrap();
+    // It is there, but nobody drives it.
+    let silent = Endpoint::builder()
+        .attach_device(&daemon.vms[1].socket)
+        .unwrap();
+    let _silent = silent.listen(PORT, 4).unwrap();
+    // The endpoint's task sleeps, and knows of no timer.
+    let _listener = AsyncListener::new(client.listen(PORT, 4).unwrap()).unwrap();
+    for _ in 0..10 {
+        tokio::task::yield_now().await;
+    }
+    let error = timeout(PATIENCE, AsyncStream::connect(&client, there()))
+        .await
+        .expect("it ends")
+        .unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
+}
+
+/// A host with an attach socket, and a thread in which processes attach: the host has to be driven
+/// meanwhile.
+fn host(dir: &tempfile::TempDir) -> (Host, std::path::PathBuf) {
+    let path = dir.path().join("attach.sock");
+    (Host::builder().attach(&path).start().unwrap(), path)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_host_serves_tasks() {
+    const TASKS: u64 = 8;
+    const LEN: usize = 100_000;
+    let dir = tempfile::tempdir().unwrap();
+    let (host, path) = host(&dir);
+    let listener = AsyncListener::new(host.listen(PORT, 64).unwrap()).unwrap();
+    assert_eq!(listener.local_addr(), Address::new(Cid::HOST, PORT));
+    let serving = tokio::spawn(async move {
+        for _ in 0..TASKS {
+            let (stream, peer) = listener.accept().await.unwrap();
+            assert_eq!(stream.peer_addr(), peer);
+            tokio::spawn(async move {
+                let (mut reader, mut writer) = stream.into_split();
+                tokio::io::copy(&mut reader, &mut writer).await.unwrap();
+            });
+        }
+        listener
+    });
+    let attach = move || Endpoint::builder().name("worker").attach(path).unwrap();
+    let process = tokio::task::spawn_blocking(attach).await.unwrap();
+    let mut tasks = Vec::new();
+    for task in 0..TASKS {
+        let to = Address::new(Cid::HOST, PORT);
+        let mut stream = AsyncStream::connect(&process, to).await.unwrap();
+        assert_eq!(stream.peer_addr(), to);
+        assert_eq!(stream.local_addr().cid, process.cid());
+        tasks.push(tokio::spawn(async move {
+            let (mut reader, mut writer) = stream.split();
+            let (sent, mut back) = (bytes(task, LEN), Vec::new());
+            let sending = async {
+                writer.write_all(&sent).await.unwrap();
+                writer.shutdown().await.unwrap();
+            };
+            let (read, ()) = tokio::join!(reader.read_to_end(&mut back), sending);
+            read.unwrap();
+            assert!(back == sent, "task {task}");
+        }));
+    }
+    for task in tasks {
+        timeout(PATIENCE, task).await.unwrap().unwrap();
+    }
+    drop(timeout(PATIENCE, serving).await.unwrap().unwrap());
+    // The other way round, by name.
+    let mine = AsyncListener::new(process.listen(PORT, 4).unwrap()).unwrap();
+    let connecting = AsyncStream::connect_name(&host, "worker", PORT);
+    let (stream, accepted) = tokio::join!(connecting, mine.accept());
+    let (mut stream, (accepted, _)) = (stream.unwrap(), accepted.unwrap());
+    let error = AsyncStream::connect_name(&process, "nobody", PORT).await;
+    assert_eq!(error.unwrap_err().kind(), std::io::ErrorKind::NotFound);
+    // Halves come together again, and nothing was said to the peer.
+    let (reader, writer) = accepted.into_split();
+    let (other, _writer) = stream.into_split();
+    let error = other.reunite(writer).unwrap_err();
+    stream = error.0.reunite(_writer).unwrap();
+    let mut accepted = reader.reunite(error.1).unwrap();
+    stream.write_all(b"whole").await.unwrap();
+    accepted.write_all(b"again").await.unwrap();
+    for (stream, word) in [(&mut stream, b"again"), (&mut accepted, b"whole")] {
+        let mut got = [0; 5];
+        let reading = timeout(PATIENCE, stream.read_exact(&mut got));
+        reading.await.unwrap().unwrap();
+        assert_eq!(&got, word);
+    }
+}
+
+#[test]
+fn sockets_outlive_their_runtime() {
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        builder.enable_all().build().unwrap()
+    };
+    let daemon = TestDaemon::with(2, |_| {});
+    let (client, server) = endpoints(&daemon);
+    let listener = server.listen(PORT, 4).unwrap();
+    let first = runtime();
+    let (mut near, mut far) = first.block_on(async {
+        let listener = AsyncListener::new(listener).unwrap();
+        let connecting = AsyncStream::connect(&client, there());
+        let (near, far) = tokio::join!(connecting, listener.accept());
+        (near.unwrap(), far.unwrap().0)
+    });
+    drop(first);
+    runtime().block_on(async {
+        let mut word = [0; 4];
+        let reading = timeout(PATIENCE, far.read_exact(&mut word));
+        let writing = async {
+            tokio::task::yield_now().await;
+            near.write_all(b"word").await.unwrap();
+        };
+        let (read, ()) = tokio::join!(reading, writing);
+        read.expect("told in the new runtime").unwrap();
+        assert_eq!(&word, b"word");
+    });
 }

@@ -12,16 +12,21 @@
 //!
 //! What must hold: nobody sleeps over news. A sleeper is enlisted, then the rings are armed, then
 //! it sleeps; and whoever takes anything in meanwhile tells those that it concerns, and arms the
-//! rings again for the one who sleeps on them.
+//! rings again for those who sleep on them. Nor does anybody sleep over a timer: it is known when
+//! each of them wakes of himself, and whoever leaves a timer that is due earlier wakes one. A
+//! thread that has the lock does not wait for it: such a call panics, and what it drops ends later.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, Thread};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
 use zerosock_proto::Port;
 use zerosock_ring::Trust;
 
@@ -30,9 +35,12 @@ use super::leases::{Leases, NONE};
 use super::sockets::StreamId;
 use super::waiting::{Learned, Wait};
 use crate::attach::Client;
+use crate::driver::timespec;
 
 /// Looks between two looks at the clock, while spinning.
 const LOOKS: u32 = 64;
+/// The shortest time that a timer can be set to.
+const TICK: Duration = Duration::from_nanos(1);
 /// Calls in a row that find what they want without a turn of the engine.
 const MOST_SKIPPED: u32 = 64;
 
@@ -55,13 +63,33 @@ impl Interest {
     }
 }
 
+/// What a call does that finds nothing.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Manner {
+    /// It waits.
+    Waits(Wait),
+    /// It says so; the descriptor tells when it is worth another try.
+    Polls,
+    /// It says so; its task is enlisted, or will be before it tries again.
+    #[cfg(feature = "tokio")]
+    Told,
+}
+
 /// How a wait goes on that finds nothing.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Patience {
-    /// `None`: it does not wait at all.
-    pub(crate) wait: Option<Wait>,
+    pub(crate) manner: Manner,
     /// `None`: for ever.
     pub(crate) deadline: Option<Instant>,
+}
+
+impl Patience {
+    fn wait(self) -> Option<Wait> {
+        match self.manner {
+            Manner::Waits(wait) => Some(wait),
+            _ => None,
+        }
+    }
 }
 
 /// Why a wait ended without what it waited for.
@@ -92,7 +120,13 @@ struct Waiter {
     ticket: u64,
     interest: Interest,
     who: Who,
+    /// When he comes of himself and lets the engine work.
+    until: Option<Instant>,
 }
+
+/// What one who polls many things at once is told by, beside the engine's own descriptor.
+#[derive(Debug)]
+pub(crate) struct Bell(OwnedFd);
 
 #[derive(Debug)]
 enum Who {
@@ -101,6 +135,8 @@ enum Who {
     /// A task of an executor; told once.
     #[cfg(feature = "tokio")]
     Task(std::task::Waker),
+    /// Polls the engine's descriptor, and a bell that nobody else silences; told once.
+    Bell(Arc<Bell>),
     /// Polls the descriptor, by [`AsFd`]; told once.
     Descriptor,
 }
@@ -117,6 +153,8 @@ pub(crate) struct State {
     skipped: u32,
     /// The rings have been armed, and nothing was taken in since.
     armed: bool,
+    /// When the alarm goes off.
+    alarm: Option<Instant>,
     /// The endpoint is over, and why.
     fault: Option<String>,
 }
@@ -124,15 +162,24 @@ pub(crate) struct State {
 /// See the module.
 pub(crate) struct Core {
     state: Mutex<State>,
+    /// The thread that has the lock, by [`me`]; 0: none. A thread finds itself here only if it
+    /// has the lock: it alone writes its own number, and takes it away before it gives the lock
+    /// back.
+    owner: AtomicUsize,
     /// Threads that want the lock while somebody may be spinning with it.
     knocking: AtomicU32,
+    /// What the thread that has the lock has dropped meanwhile, and whether there is any.
+    endings: Mutex<Vec<Ending>>,
+    has_endings: AtomicBool,
     leases: Arc<Leases>,
     /// Wakes the sleeper. Read by him alone: the engine's descriptor may be emptied by whoever
     /// turns the engine meanwhile.
-    waker: OwnedFd,
-    /// Tells those who poll from outside.
-    bell: OwnedFd,
-    /// What they poll: the engine's descriptor, and the bell.
+    waker: Bell,
+    /// Tells who polls from outside.
+    bell: Bell,
+    /// Goes off when the engine has something to do of itself and nobody else comes for it.
+    alarm: OwnedFd,
+    /// What is polled from outside: the engine's descriptor, the bell, the alarm.
     outside: OwnedFd,
     /// The engine's descriptor, once more: to be slept on without the lock.
     fd: OwnedFd,
@@ -146,6 +193,10 @@ pub(crate) struct Core {
     rx_map: AtomicBool,
 }
 
+/// Something has come: there is no sleeping over it.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Come;
+
 /// How a wait has gone so far.
 #[derive(Debug, Default)]
 struct Watch {
@@ -154,6 +205,8 @@ struct Watch {
     began: Option<Instant>,
     slept: bool,
     timed_out: bool,
+    /// Looks at the clock.
+    clocks: u32,
     /// Turns that took something in, but nothing for this call.
     busy: u32,
 }
@@ -174,6 +227,29 @@ impl Watch {
 pub(crate) struct Locked<'a> {
     core: &'a Core,
     guard: Option<MutexGuard<'a, State>>,
+    /// Something was given back, and may not have been shown.
+    collected: bool,
+}
+
+/// What is to end, because its owner was dropped.
+#[derive(Debug)]
+pub(crate) enum Ending {
+    Stream(StreamId),
+    Listener(Port),
+    /// Whoever was enlisted by this ticket is told no more.
+    #[cfg(feature = "tokio")]
+    Task(u64),
+    #[cfg(feature = "tokio")]
+    Bell(Arc<Bell>),
+}
+
+/// A number that no other living thread has; never 0.
+#[inline]
+fn me() -> usize {
+    thread_local! {
+        static HERE: u8 = const { 0 };
+    }
+    HERE.with(|here| std::ptr::from_ref(here).addr())
 }
 
 impl Core {
@@ -183,19 +259,21 @@ impl Core {
         trust: Option<Trust>,
         place: Option<Client>,
     ) -> io::Result<Core> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let bell = eventfd(0, flags)?;
-        let outside = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let nothing = epoll::EventData::new_u64(0);
-        epoll::add(&outside, &bell, nothing, epoll::EventFlags::IN)?;
-        epoll::add(&outside, engine.fd(), nothing, epoll::EventFlags::IN)?;
+        let bell = Bell::new()?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let alarm = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let outside = any_of([bell.0.as_fd(), alarm.as_fd(), engine.fd()])?;
         Ok(Core {
-            waker: eventfd(0, flags)?,
+            waker: Bell::new()?,
             bell,
+            alarm,
             outside,
             fd: engine.fd().try_clone_to_owned()?,
             leases: engine.words(),
+            owner: AtomicUsize::new(0),
             knocking: AtomicU32::new(0),
+            endings: Mutex::default(),
+            has_endings: AtomicBool::new(false),
             trust,
             place: place.map(Mutex::new),
             #[cfg(feature = "tokio")]
@@ -209,6 +287,7 @@ impl Core {
                 learned: Learned::default(),
                 skipped: 0,
                 armed: false,
+                alarm: None,
                 fault: None,
             }),
         })
@@ -246,20 +325,39 @@ impl Core {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => self.knock(),
         };
-        let mut locked = Locked {
-            core: self,
-            guard: Some(guard),
-        };
+        let mut locked = Locked::new(self, guard);
         locked.collect();
         locked
     }
 
     #[cold]
     fn knock(&self) -> MutexGuard<'_, State> {
+        assert!(
+            !self.is_mine(),
+            "a call of an endpoint by a thread that is in one already: its recv_each is still \
+             showing packets, or its Batch is still alive"
+        );
         self.knocking.fetch_add(1, Ordering::Relaxed);
         let guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.knocking.fetch_sub(1, Ordering::Relaxed);
         guard
+    }
+
+    /// Whether this thread has the lock.
+    fn is_mine(&self) -> bool {
+        self.owner.load(Ordering::Relaxed) == me()
+    }
+
+    /// The owner of a socket was dropped. If this thread has the lock, the socket ends when that
+    /// is given back.
+    pub(crate) fn end(&self, ending: Ending) {
+        if self.is_mine() {
+            let endings = self.endings.lock();
+            endings.unwrap_or_else(PoisonError::into_inner).push(ending);
+            self.has_endings.store(true, Ordering::Relaxed);
+        } else {
+            self.lock().end(&ending);
+        }
     }
 
     /// A lease or a loan was dropped. Waits for nobody: if somebody has the lock, he sees to it.
@@ -276,16 +374,12 @@ impl Core {
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => return,
             };
-            let mut locked = Locked {
-                core: self,
-                guard: Some(guard),
-            };
+            let mut locked = Locked::new(self, guard);
             locked.collect();
-            // A few buffers may wait until there are more; what the peer waits for may not.
-            locked.engine().settle();
+            locked.settle();
             locked.settle_waiters();
             // Without what `drop` does: this loop does it.
-            locked.guard = None;
+            locked.release();
         }
     }
 
@@ -319,7 +413,7 @@ impl Core {
         } else if let Some(found) = attempt(locked.engine()) {
             return Ok(found);
         }
-        let spins = patience.wait.filter(|wait| *wait != Wait::Sleep);
+        let spins = patience.wait().filter(|wait| *wait != Wait::Sleep);
         loop {
             let locked = held.get_or_insert_with(|| self.lock());
             if let Some(wait) = spins.filter(|_| !watch.look) {
@@ -334,12 +428,13 @@ impl Core {
                 }
             }
             watch.look = false;
-            let busy = locked.turn()?;
+            let turned = locked.turn();
             if let Some(found) = attempt(locked.engine()) {
-                watch.learn(patience.wait, locked.state());
+                watch.learn(patience.wait(), locked.state());
                 return Ok(found);
             }
-            if busy {
+            // What had come before the end was there to be found.
+            if turned? {
                 // A peer can keep us busy with what is nothing to this call.
                 watch.busy += 1;
                 if !watch.busy.is_multiple_of(MOST_SKIPPED) {
@@ -348,9 +443,11 @@ impl Core {
                 if self.knocking.load(Ordering::Relaxed) > 0 {
                     locked.give_way();
                 }
-                if patience.wait.is_none() {
+                if patience.manner == Manner::Polls {
                     // Whoever polls is to come back.
-                    ring(&self.bell);
+                    self.bell.ring();
+                }
+                if patience.wait().is_none() {
                     return Err(WaitFault::WouldBlock);
                 }
                 if patience.deadline.is_none_or(|at| at > Instant::now()) {
@@ -361,13 +458,15 @@ impl Core {
             if watch.timed_out {
                 return Err(WaitFault::TimedOut);
             }
-            match patience.wait {
-                None if locked.watch() => {}
-                None => return Err(WaitFault::WouldBlock),
-                Some(Wait::Sleep) => {
+            match patience.manner {
+                Manner::Polls if locked.watch() => {}
+                Manner::Polls => return Err(WaitFault::WouldBlock),
+                #[cfg(feature = "tokio")]
+                Manner::Told => return Err(WaitFault::WouldBlock),
+                Manner::Waits(Wait::Sleep) => {
                     self.sleep(held, interest, patience.deadline, &mut watch);
                 }
-                Some(_) => {}
+                Manner::Waits(_) => {}
             }
         }
     }
@@ -387,22 +486,19 @@ impl Core {
         let ticket = locked.enlist(interest, Who::Thread(thread::current()));
         if locked.state().sleeper.is_none() {
             if !locked.arm() {
-                let until = match (deadline, locked.engine().next_timeout()) {
-                    (Some(one), Some(other)) => Some(one.min(other)),
-                    (one, other) => one.or(other),
-                };
+                let until = earlier(deadline, locked.engine().next_timeout());
                 locked.state().sleeper = Some(ticket);
+                locked.comes(ticket, until);
                 drop(locked);
-                let slept = sleep_on([self.fd.as_fd(), self.waker.as_fd()], until);
-                silence(&self.waker);
+                let slept = sleep_on([self.fd.as_fd(), self.waker.0.as_fd()], until);
+                self.waker.silence();
                 locked = self.lock();
                 locked.state().sleeper = None;
                 if let Err(error) = slept {
-                    locked.state().fault = Some(format!("cannot wait: {error}"));
+                    locked.fail(format!("cannot wait: {error}"));
                 }
             }
-            locked.state().armed = false;
-            locked.engine().disarm();
+            locked.disarm();
         } else {
             drop(locked);
             match deadline {
@@ -422,31 +518,61 @@ impl Core {
         &self.reactor
     }
 
-    /// Tells nobody of `interest` any more: its socket goes.
-    #[cfg(feature = "tokio")]
-    pub(crate) fn forget_tasks(&self, interest: Interest) {
-        self.lock()
-            .state()
-            .waiters
-            .retain(|waiter| waiter.interest != interest || !matches!(waiter.who, Who::Task(_)));
+    /// Readable when the engine has something: what those poll who have a [`Bell`].
+    pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 
-    /// Tells `task` when something happens to `interest`. To be called before the last look.
+    /// Tells `task` when something happens to `interest`, once. To be called before the last look.
+    /// `ticket` is what the same place was enlisted by before, 0 for never, and is replaced.
     #[cfg(feature = "tokio")]
-    pub(crate) fn enlist_task(&self, interest: Interest, task: &std::task::Waker) {
+    pub(crate) fn enlist_task(
+        &self,
+        ticket: &mut u64,
+        interest: Interest,
+        task: &std::task::Waker,
+    ) {
         let mut locked = self.lock();
-        let state = locked.state();
-        let known = state.waiters.iter().any(|waiter| {
-            waiter.interest == interest
-                && matches!(&waiter.who, Who::Task(known) if known.will_wake(task))
-        });
-        if !known {
-            locked.enlist(interest, Who::Task(task.clone()));
+        let waiters = &mut locked.state().waiters;
+        let known = waiters.iter_mut().find(|waiter| waiter.ticket == *ticket);
+        if let Some(Waiter {
+            who: Who::Task(known),
+            ..
+        }) = known
+        {
+            known.clone_from(task);
+            return;
         }
+        *ticket = locked.enlist(interest, Who::Task(task.clone()));
+    }
+
+    /// Those who are to be told of something.
+    #[cfg(test)]
+    pub(crate) fn waiters(&self) -> usize {
+        self.lock().state().waiters.len()
     }
 }
 
-impl Locked<'_> {
+impl<'a> Locked<'a> {
+    #[inline]
+    fn new(core: &'a Core, guard: MutexGuard<'a, State>) -> Locked<'a> {
+        core.owner.store(me(), Ordering::Relaxed);
+        Locked {
+            core,
+            guard: Some(guard),
+            collected: false,
+        }
+    }
+
+    /// Gives the lock back as it is.
+    #[inline]
+    fn release(&mut self) {
+        if let Some(guard) = self.guard.take() {
+            self.core.owner.store(0, Ordering::Relaxed);
+            drop(guard);
+        }
+    }
+
     fn state(&mut self) -> &mut State {
         // The guard is there until the drop.
         self.guard.as_mut().expect("the lock is held")
@@ -463,12 +589,43 @@ impl Locked<'_> {
         if !self.core.leases.any_dropped() {
             return;
         }
+        self.collected = true;
         let mut index = self.core.leases.take_dropped();
         while index != NONE {
             let next = self.core.leases.after(index);
             self.engine().give_back(index);
             index = next;
         }
+    }
+
+    /// Shows what was given back: a few buffers may wait until there are more, what the peer waits
+    /// for may not.
+    fn settle(&mut self) {
+        self.collected = false;
+        self.engine().settle();
+    }
+
+    /// Ends what was dropped while this thread had the lock.
+    #[cold]
+    fn end_all(&mut self) {
+        self.core.has_endings.store(false, Ordering::Relaxed);
+        let endings = self.core.endings.lock();
+        let endings = std::mem::take(&mut *endings.unwrap_or_else(PoisonError::into_inner));
+        for ending in &endings {
+            self.end(ending);
+        }
+    }
+
+    fn end(&mut self, ending: &Ending) {
+        match ending {
+            Ending::Stream(id) => self.engine().close(*id),
+            Ending::Listener(port) => self.engine().unlisten(*port),
+            #[cfg(feature = "tokio")]
+            Ending::Task(ticket) => return self.delist(*ticket),
+            #[cfg(feature = "tokio")]
+            Ending::Bell(bell) => return self.unwatch(bell),
+        }
+        self.engine().flush();
     }
 
     /// Whether the engine is to work before the next attempt, although that may not need it: for
@@ -493,17 +650,26 @@ impl Locked<'_> {
                 Ok(busy)
             }
             Err(Fault(fault)) => {
-                let core = self.core;
-                let state = self.state();
-                state.fault = Some(fault.clone());
-                // Nobody else can hope for anything either.
-                let sleeper = state.sleeper;
-                for waiter in state.waiters.drain(..) {
-                    waiter.who.tell(core, sleeper == Some(waiter.ticket));
-                }
+                self.fail(fault.clone());
                 Err(WaitFault::Fault(fault))
             }
         }
+    }
+
+    /// The endpoint is over. Nobody can hope for anything any more.
+    fn fail(&mut self, fault: String) {
+        let core = self.core;
+        let state = self.state();
+        state.fault = Some(fault);
+        let sleeper = state.sleeper;
+        for waiter in state.waiters.drain(..) {
+            waiter.who.tell(core, sleeper == Some(waiter.ticket));
+        }
+    }
+
+    /// Whether the endpoint is over: what is there can be read, and nothing will come.
+    pub(crate) fn is_over(&mut self) -> bool {
+        self.state().fault.is_some()
     }
 
     /// Looks for something to take in, until the time to spin is over. False: it is.
@@ -520,7 +686,7 @@ impl Locked<'_> {
                 }
                 if self.core.leases.any_dropped() {
                     self.collect();
-                    self.engine().settle();
+                    self.settle();
                 }
                 if self.core.knocking.load(Ordering::Relaxed) > 0 {
                     self.give_way();
@@ -532,8 +698,11 @@ impl Locked<'_> {
             let now = Instant::now();
             let began = *watch.began.get_or_insert(now);
             watch.timed_out = deadline.is_some_and(|at| at <= now);
-            watch.look =
-                watch.timed_out || self.engine().next_timeout().is_some_and(|at| at <= now);
+            // What no look shows, such as a device that has hung up, turns find now and then.
+            watch.clocks += 1;
+            watch.look = watch.timed_out
+                || watch.clocks.is_multiple_of(LOOKS)
+                || self.engine().next_timeout().is_some_and(|at| at <= now);
             if watch.look {
                 return true;
             }
@@ -547,11 +716,12 @@ impl Locked<'_> {
     #[cold]
     fn give_way(&mut self) {
         self.settle_waiters();
-        self.guard = None;
+        self.release();
         while self.core.knocking.load(Ordering::Relaxed) > 0 {
             thread::yield_now();
         }
         self.guard = Some(self.core.knock());
+        self.core.owner.store(me(), Ordering::Relaxed);
         self.collect();
     }
 
@@ -559,17 +729,57 @@ impl Locked<'_> {
     /// meanwhile.
     pub(crate) fn watch(&mut self) -> bool {
         let state = self.state();
-        let watched = state
+        let known = state
             .waiters
             .iter()
-            .any(|waiter| matches!(waiter.who, Who::Descriptor));
-        if !watched {
-            self.enlist(Interest::Anything, Who::Descriptor);
-        }
+            .find(|waiter| matches!(waiter.who, Who::Descriptor));
+        let ticket = match known {
+            Some(waiter) => waiter.ticket,
+            None => self.enlist(Interest::Anything, Who::Descriptor),
+        };
         // What was told before is forgotten, lest the descriptor stay readable.
-        silence(&self.core.bell);
+        self.core.bell.silence();
+        if self.is_come() {
+            return true;
+        }
+        let until = self.engine().next_timeout();
+        self.set_alarm(until);
+        self.comes(ticket, until);
+        false
+    }
+
+    /// For one who is about to sleep on [`Core::engine_fd`] and `bell`, which he has silenced
+    /// before. Answers when he has to
+    /// come of himself.
+    ///
+    /// # Errors
+    /// When something has come meanwhile.
+    pub(crate) fn watch_by(&mut self, bell: &Arc<Bell>) -> Result<Option<Instant>, Come> {
+        self.unwatch(bell);
+        if self.is_over() {
+            return Ok(None);
+        }
+        let ticket = self.enlist(Interest::Anything, Who::Bell(bell.clone()));
+        if self.is_come() {
+            return Err(Come);
+        }
+        let until = self.engine().next_timeout();
+        self.comes(ticket, until);
+        Ok(until)
+    }
+
+    /// Rings `bell` no more.
+    pub(crate) fn unwatch(&mut self, bell: &Arc<Bell>) {
+        let other =
+            |waiter: &Waiter| !matches!(&waiter.who, Who::Bell(it) if Arc::ptr_eq(it, bell));
+        self.state().waiters.retain(other);
+    }
+
+    /// Arms the rings anew for one who is about to sleep. True: something has come meanwhile.
+    fn is_come(&mut self) -> bool {
+        // What was told before is forgotten, too. Not what the sleeper was told: he forgets it.
         if self.state().sleeper.is_none() {
-            self.engine().disarm();
+            self.disarm();
         }
         self.arm()
     }
@@ -579,6 +789,42 @@ impl Locked<'_> {
         let state = self.state();
         state.armed = !state.engine.arm();
         !state.armed
+    }
+
+    fn disarm(&mut self) {
+        let state = self.state();
+        state.armed = false;
+        state.engine.disarm();
+    }
+
+    /// Notes when one who waits comes of himself.
+    fn comes(&mut self, ticket: u64, until: Option<Instant>) {
+        let waiters = &mut self.state().waiters;
+        if let Some(waiter) = waiters.iter_mut().find(|waiter| waiter.ticket == ticket) {
+            waiter.until = until;
+        }
+    }
+
+    /// Makes the descriptor readable at `until`, or earlier.
+    fn set_alarm(&mut self, until: Option<Instant>) {
+        let alarm = self.state().alarm;
+        if alarm.is_none() && until.is_none() {
+            return;
+        }
+        let now = Instant::now();
+        if alarm.is_some_and(|at| at > now && until.is_none_or(|until| at <= until)) {
+            return;
+        }
+        // 0 is no time at all for the system; to set it anew also forgets that it went off.
+        let left = until.map(|at| at.saturating_duration_since(now).max(TICK));
+        let value = left.map_or_else(Timespec::default, timespec);
+        let once = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: value,
+        };
+        // A timer of our own, and a time that is one: it does not fail.
+        let _ = timerfd_settime(&self.core.alarm, TimerfdTimerFlags::empty(), &once);
+        self.state().alarm = until;
     }
 
     fn enlist(&mut self, interest: Interest, who: Who) -> u64 {
@@ -591,6 +837,7 @@ impl Locked<'_> {
             ticket,
             interest,
             who,
+            until: None,
         });
         ticket
     }
@@ -614,23 +861,13 @@ impl Locked<'_> {
             return;
         }
         for _ in 0..4 {
+            self.tell();
             let state = self.state();
-            while let Some(stirred) = state.engine.next_stirred() {
-                let sleeper = state.sleeper;
-                state.waiters.retain(|waiter| {
-                    let told = waiter.interest.covers(stirred);
-                    if told {
-                        waiter.who.tell(core, sleeper == Some(waiter.ticket));
-                    }
-                    !told || matches!(waiter.who, Who::Thread(_))
-                });
+            if !state.is_watched() {
+                return;
             }
-            let watched = state.sleeper.is_some()
-                || state
-                    .waiters
-                    .iter()
-                    .any(|waiter| matches!(waiter.who, Who::Descriptor));
-            if !watched || state.armed || !self.arm() {
+            let armed = state.armed && !state.engine.is_stale();
+            if (armed || !self.arm()) && !self.is_due() {
                 return;
             }
             // Something has come: whoever it is for has to hear of it.
@@ -638,9 +875,71 @@ impl Locked<'_> {
                 return;
             }
         }
-        // There is no end to it: the sleeper may as well work too.
-        ring(&core.waker);
-        ring(&core.bell);
+        // There is no end to it: those who sleep may as well work too.
+        let state = self.state();
+        let sleeper = state.sleeper;
+        for waiter in &state.waiters {
+            if waiter.watches(sleeper) {
+                waiter.who.tell(core, sleeper == Some(waiter.ticket));
+            }
+        }
+    }
+
+    /// Tells those who wait what has happened to their sockets.
+    fn tell(&mut self) {
+        let core = self.core;
+        let state = self.state();
+        while let Some(stirred) = state.engine.next_stirred() {
+            let sleeper = state.sleeper;
+            state.waiters.retain(|waiter| {
+                let told = waiter.interest.covers(stirred);
+                if told {
+                    waiter.who.tell(core, sleeper == Some(waiter.ticket));
+                }
+                !told || matches!(waiter.who, Who::Thread(_))
+            });
+        }
+    }
+
+    /// Whether the engine has something to do of itself now. If it has later, one of those who
+    /// sleep on the rings is made to come in time: nobody told them of a timer that was set since.
+    fn is_due(&mut self) -> bool {
+        let core = self.core;
+        let state = self.state();
+        let Some(due) = state.engine.next_timeout() else {
+            return false;
+        };
+        let sleeper = state.sleeper;
+        let mut one: Option<&mut Waiter> = None;
+        for waiter in &mut state.waiters {
+            // Who polls from outside may not come back for long: his word counts for himself.
+            let certain = !matches!(waiter.who, Who::Descriptor);
+            if !waiter.watches(sleeper) {
+                continue;
+            }
+            if certain && waiter.until.is_some_and(|at| at <= due) {
+                return false;
+            }
+            if one.is_none() || certain {
+                one = Some(waiter);
+            }
+        }
+        if due <= Instant::now() {
+            return true;
+        }
+        match one {
+            Some(waiter) if matches!(waiter.who, Who::Descriptor) => {
+                waiter.until = Some(due);
+                self.set_alarm(Some(due));
+            }
+            Some(waiter) => {
+                // He sees for himself until when he may sleep.
+                waiter.until = Some(due);
+                waiter.who.tell(core, sleeper == Some(waiter.ticket));
+            }
+            None => {}
+        }
+        false
     }
 
     /// Whoever leaves without sleeping makes another one the sleeper.
@@ -663,16 +962,42 @@ impl Locked<'_> {
 impl Drop for Locked<'_> {
     #[inline]
     fn drop(&mut self) {
-        let Some(state) = self.guard.as_mut() else {
+        if self.guard.is_none() {
             return;
-        };
-        if !state.waiters.is_empty() {
+        }
+        if self.core.has_endings.load(Ordering::Relaxed) {
+            self.end_all();
+        }
+        if self.collected {
+            self.settle();
+        }
+        if !self.state().waiters.is_empty() {
             self.settle_waiters();
             self.hand_over();
         }
-        self.guard = None;
+        self.release();
         if self.core.leases.any_dropped() {
             self.core.collect();
+        }
+    }
+}
+
+impl State {
+    /// Whether anybody sleeps on the rings.
+    fn is_watched(&self) -> bool {
+        let sleeper = self.sleeper;
+        self.waiters.iter().any(|waiter| waiter.watches(sleeper))
+    }
+}
+
+impl Waiter {
+    /// Whether he sleeps on the rings, not only until he is told.
+    fn watches(&self, sleeper: Option<u64>) -> bool {
+        match self.who {
+            Who::Thread(_) => sleeper == Some(self.ticket),
+            Who::Bell(_) | Who::Descriptor => true,
+            #[cfg(feature = "tokio")]
+            Who::Task(_) => false,
         }
     }
 }
@@ -680,33 +1005,63 @@ impl Drop for Locked<'_> {
 impl Who {
     fn tell(&self, core: &Core, asleep_on_descriptor: bool) {
         match self {
-            Who::Thread(_) if asleep_on_descriptor => ring(&core.waker),
+            Who::Thread(_) if asleep_on_descriptor => core.waker.ring(),
             Who::Thread(thread) => thread.unpark(),
             #[cfg(feature = "tokio")]
             Who::Task(task) => task.wake_by_ref(),
-            Who::Descriptor => ring(&core.bell),
+            Who::Bell(bell) => bell.ring(),
+            Who::Descriptor => core.bell.ring(),
         }
     }
 }
 
-fn ring(waker: &OwnedFd) {
-    // Non-blocking; a full counter is as readable as any.
-    let _ = rustix::io::write(waker, &1u64.to_ne_bytes());
+impl Bell {
+    pub(crate) fn new() -> io::Result<Bell> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Bell(eventfd(0, flags)?))
+    }
+
+    fn ring(&self) {
+        // Non-blocking; a full counter is as readable as any.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    pub(crate) fn silence(&self) {
+        // Non-blocking; one that did not ring has nothing to give.
+        let _ = rustix::io::read(&self.0, &mut [0; 8]);
+    }
 }
 
-fn silence(bell: &OwnedFd) {
-    // Non-blocking; one that did not ring has nothing to give.
-    let _ = rustix::io::read(bell, &mut [0; 8]);
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A descriptor that is readable when any of `fds` is.
+pub(crate) fn any_of<'a>(fds: impl IntoIterator<Item = BorrowedFd<'a>>) -> io::Result<OwnedFd> {
+    let any = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    for fd in fds {
+        epoll::add(
+            &any,
+            fd,
+            epoll::EventData::new_u64(0),
+            epoll::EventFlags::IN,
+        )?;
+    }
+    Ok(any)
+}
+
+/// The earlier of two times, of which there may be none.
+pub(crate) fn earlier(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
+    }
 }
 
 fn sleep_on(fds: [BorrowedFd<'_>; 2], until: Option<Instant>) -> io::Result<()> {
-    let timeout = until.map(|at| {
-        let left = at.saturating_duration_since(Instant::now());
-        Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: left.subsec_nanos().into(),
-        }
-    });
+    let timeout = until.map(|at| timespec(at.saturating_duration_since(Instant::now())));
     let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     match poll(&mut fds, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -726,3 +1081,7 @@ impl AsFd for Core {
         self.outside.as_fd()
     }
 }
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;

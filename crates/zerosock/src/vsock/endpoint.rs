@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
-use super::core::{Core, Interest, Patience, WaitFault};
+use super::core::{Core, Interest, Manner, Patience, WaitFault};
 use super::engine::{ConnInfo, EndpointStats};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
 use super::listener::Listener;
@@ -139,13 +139,7 @@ impl Endpoint {
     /// `NotFound` when nobody has the name, or when we are not attached by an attach socket;
     /// `InvalidInput` for a name that none can have.
     pub fn resolve(&self, name: &str) -> io::Result<Cid> {
-        let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
-        let name: Name = name.parse().map_err(invalid)?;
-        let mut place = self.core.place().ok_or(io::ErrorKind::NotFound)?;
-        place.resolve(&name).map_err(|error| match error {
-            attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
-            other => io::Error::new(other.kind(), other),
-        })
+        resolve(&self.core, name)
     }
 
     /// Connects to `port` of the attached process called `name`.
@@ -178,9 +172,13 @@ impl Endpoint {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
 
-    /// Sends the request; who asks waits himself.
-    #[cfg(feature = "tokio")]
-    pub(super) fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
+    /// Sends the request and waits for nothing. The stream is connecting: calls that read or write
+    /// wait until there is an answer, [`Stream::wait_connected`] says how it went, and a
+    /// [`Poller`](super::Poller) reports it as writable then.
+    ///
+    /// # Errors
+    /// When the request cannot be sent, such as `AddrNotAvailable` for our own CID.
+    pub fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
         begin_connect(&self.core, peer, self.wait)
     }
 
@@ -338,6 +336,17 @@ impl EndpointBuilder {
     }
 }
 
+/// Asks the attach socket for the CID of `name`.
+pub(super) fn resolve(core: &Core, name: &str) -> io::Result<Cid> {
+    let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
+    let name: Name = name.parse().map_err(invalid)?;
+    let mut place = core.place().ok_or(io::ErrorKind::NotFound)?;
+    place.resolve(&name).map_err(|error| match error {
+        attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
+        other => io::Error::new(other.kind(), other),
+    })
+}
+
 /// Sends the request. The stream that it gives is connecting.
 pub(super) fn begin_connect(core: &Arc<Core>, peer: Address, wait: Wait) -> io::Result<Stream> {
     let mut locked = core.lock();
@@ -358,7 +367,7 @@ pub(super) fn connect(
     let stream = begin_connect(core, peer, wait)?;
     // The protocol core gives up first; this is for a peer whose side does not move at all.
     let patience = Patience {
-        wait: Some(wait),
+        manner: Manner::Waits(wait),
         deadline: Some(Instant::now() + timeout + Duration::from_secs(1)),
     };
     let outcome = core.wait(Interest::Conn(stream.id), patience, |engine| {
@@ -373,16 +382,6 @@ pub(super) fn connect(
                 fault => fault.into(),
             })
         }
-    }
-}
-
-#[cfg(feature = "tokio")]
-impl Stream {
-    /// What has become of the request; `WouldBlock`: nothing yet.
-    pub(super) fn outcome(&self) -> io::Result<()> {
-        let info = self.core.lock().engine().info(self.id);
-        let info = info.ok_or(io::ErrorKind::NotConnected)?;
-        Ok(outcome(&info).ok_or(io::ErrorKind::WouldBlock)??)
     }
 }
 

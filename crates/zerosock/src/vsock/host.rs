@@ -15,7 +15,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
 use super::core::Core;
-use super::endpoint::{connect, listen, turn};
+use super::endpoint::{begin_connect, connect, listen, turn};
 use super::engine::EndpointStats;
 use super::listener::Listener;
 use super::socket_file::{SocketFile, SocketKind};
@@ -129,6 +129,15 @@ impl Host {
     /// when the guest has as many connections as it may.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
+    }
+
+    /// Sends the request and waits for nothing; see
+    /// [`Endpoint::begin_connect`](super::Endpoint::begin_connect).
+    ///
+    /// # Errors
+    /// When the request cannot be sent, such as `HostUnreachable` when there is no such CID.
+    pub fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
+        begin_connect(&self.core, peer, self.wait)
     }
 
     /// Listens on `port` of CID 2. At most `backlog` connections wait to be accepted; further

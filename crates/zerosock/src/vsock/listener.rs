@@ -4,13 +4,13 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::core::{Core, Interest, Patience};
-use super::stream::{Stream, decode, encode};
+use super::core::{Core, Ending, Interest, Patience};
+use super::stream::{Blocking, Stream, decode, encode};
 use super::waiting::Wait;
 
 /// A port that is listened on. Dropping it ends that, and resets connections that wait to be
@@ -34,7 +34,7 @@ use super::waiting::Wait;
 pub struct Listener {
     pub(super) core: Arc<Core>,
     local: Address,
-    nonblocking: AtomicBool,
+    pub(super) blocking: Blocking,
     wait: AtomicU64,
 }
 
@@ -43,7 +43,7 @@ impl Listener {
         Listener {
             core,
             local,
-            nonblocking: AtomicBool::new(false),
+            blocking: Blocking::new(),
             wait: AtomicU64::new(encode(wait)),
         }
     }
@@ -59,7 +59,7 @@ impl Listener {
     /// # Errors
     /// None; as in `std::net`, the result is there for the future.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.nonblocking.store(nonblocking, Ordering::Relaxed);
+        self.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
@@ -88,7 +88,7 @@ impl Listener {
     fn accept_until(&self, deadline: Option<Instant>) -> io::Result<(Stream, Address)> {
         let wait = decode(self.wait.load(Ordering::Relaxed));
         let patience = Patience {
-            wait: (!self.nonblocking.load(Ordering::Relaxed)).then_some(wait),
+            manner: self.blocking.manner(wait),
             deadline,
         };
         let port = self.local.port;
@@ -110,9 +110,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let mut locked = self.core.lock();
-        locked.engine().unlisten(self.local.port);
-        locked.engine().flush();
+        self.core.end(Ending::Listener(self.local.port));
     }
 }
 

@@ -24,6 +24,8 @@ pub(crate) mod core;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
 mod errors;
+#[cfg(test)]
+mod fake;
 mod host;
 mod lease;
 pub(crate) mod leases;

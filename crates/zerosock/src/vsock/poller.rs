@@ -1,7 +1,8 @@
 //! One wait over many endpoints, their sockets, and descriptors of other kinds.
 //!
 //! What must hold: readiness is level-triggered, as with `poll(2)`: what is there and was not used
-//! is reported again. Nothing is consumed here.
+//! is reported again. Nothing is consumed here. Each poller has a bell of its own, on the list of
+//! every endpoint while it sleeps, so that several do not take each other's news away.
 
 use std::fmt;
 use std::io;
@@ -9,23 +10,26 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 
-use super::core::Core;
-use super::engine::Engine;
+use super::core::{Bell, Come, Core, Locked, earlier};
 use super::listener::Listener;
 use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
 use super::waiting::{Learned, Wait};
+use crate::driver::timespec;
 
 /// Looks at all endpoints between two looks at the clock and at descriptors, while spinning.
 const LOOKS: u32 = 32;
+/// Looks at the clock between two turns without a reason, which find what no look shows.
+const CLOCKS: u32 = 64;
 
 /// What is to be reported of a source.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Readiness {
-    /// Bytes, an end, a connection to accept.
+    /// Bytes (as many as the stream's [low-water mark](Stream::set_low_water) asks for), an end, a
+    /// connection to accept.
     pub readable: bool,
     /// Room to send, or a reason not to.
     pub writable: bool,
@@ -64,6 +68,7 @@ pub struct Ready {
 
 /// Waits for many sockets at once: of any number of endpoints, and other descriptors. A wait looks
 /// at all of them, as `poll(2)` does; for thousands of sockets an executor is the better place.
+/// Several pollers, and threads that block, may use one endpoint at the same time.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -85,6 +90,8 @@ pub struct Poller {
     sources: Vec<Source>,
     wait: Wait,
     learned: Learned,
+    /// Made with the first sleep.
+    bell: Option<Arc<Bell>>,
 }
 
 struct Source {
@@ -106,11 +113,13 @@ impl Poller {
             sources: Vec::new(),
             wait,
             learned: Learned::default(),
+            bell: None,
         }
     }
 
     /// Adds a stream. It should be [non-blocking](Stream::set_nonblocking). A stream that is
-    /// dropped is reported as ready until it is removed.
+    /// dropped, or whose endpoint is over, is reported as ready until it is removed. One that is
+    /// [connecting](super::Endpoint::begin_connect) is writable when that has come to an end.
     pub fn add_stream(&mut self, stream: &Stream, key: u64, wanted: Readiness) {
         let what = What::Stream(stream.core.clone(), stream.id);
         self.sources.push(Source { key, wanted, what });
@@ -149,7 +158,7 @@ impl Poller {
     /// up.
     ///
     /// # Errors
-    /// `ConnectionAborted` when an endpoint is over; what `poll(2)` answers.
+    /// What `poll(2)` answers; when the system has no descriptor left.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<Vec<Ready>> {
         let began = Instant::now();
         let deadline = timeout.map(|timeout| began + timeout);
@@ -157,7 +166,8 @@ impl Poller {
         let mut slept = false;
         loop {
             for core in &cores {
-                core.lock().turn()?;
+                // That an endpoint is over, its sockets tell.
+                let _ = core.lock().turn();
             }
             let ready = self.ready()?;
             if !ready.is_empty() || deadline_is_past(deadline) {
@@ -191,11 +201,15 @@ impl Poller {
         let mut ready = Vec::new();
         for source in &self.sources {
             let readiness = match &source.what {
-                What::Stream(core, id) => of_stream(core.lock().engine(), *id, source.wanted),
-                What::Listener(core, port) => Readiness {
-                    readable: source.wanted.readable && core.lock().engine().is_acceptable(*port),
-                    writable: false,
-                },
+                What::Stream(core, id) => of_stream(&mut core.lock(), *id, source.wanted),
+                What::Listener(core, port) => {
+                    let mut locked = core.lock();
+                    let there = locked.is_over() || locked.engine().is_acceptable(*port);
+                    Readiness {
+                        readable: source.wanted.readable && there,
+                        writable: false,
+                    }
+                }
                 What::Fd(_) => continue,
             };
             if readiness.any() {
@@ -218,7 +232,7 @@ impl Poller {
         if budget.is_some_and(|budget| budget.is_zero()) {
             return Ok(false);
         }
-        loop {
+        for clock in 1u32.. {
             for _ in 0..LOOKS {
                 if cores.iter().any(|core| core.lock().engine().pending()) {
                     return Ok(true);
@@ -230,7 +244,10 @@ impl Poller {
                 let at = core.lock().engine().next_timeout();
                 at.is_some_and(|at| at <= now)
             };
-            if deadline.is_some_and(|at| at <= now) || cores.iter().any(due) {
+            if deadline.is_some_and(|at| at <= now)
+                || clock.is_multiple_of(CLOCKS)
+                || cores.iter().any(due)
+            {
                 return Ok(true);
             }
             if budget.is_some_and(|budget| now.saturating_duration_since(began) >= budget) {
@@ -241,32 +258,53 @@ impl Poller {
                 return Ok(true);
             }
         }
+        Ok(true)
     }
 
-    fn sleep(&self, cores: &[Arc<Core>], deadline: Option<Instant>) -> io::Result<()> {
-        let mut until = deadline;
+    fn sleep(&mut self, cores: &[Arc<Core>], deadline: Option<Instant>) -> io::Result<()> {
+        let bell = match &self.bell {
+            Some(bell) => bell.clone(),
+            None => self.bell.insert(Arc::new(Bell::new()?)).clone(),
+        };
+        let slept = self.sleep_on(cores, &bell, deadline);
+        for core in cores {
+            core.lock().unwatch(&bell);
+        }
+        slept
+    }
+
+    fn sleep_on(
+        &self,
+        cores: &[Arc<Core>],
+        bell: &Arc<Bell>,
+        mut until: Option<Instant>,
+    ) -> io::Result<()> {
+        // Before it is on any list: what it tells from now on is news.
+        bell.silence();
+        let mut fds = vec![bell.as_fd()];
         for core in cores {
             let mut locked = core.lock();
-            if locked.watch() {
-                return Ok(());
+            match locked.watch_by(bell) {
+                Ok(at) => until = earlier(until, at),
+                Err(Come) => return Ok(()),
             }
-            until = match (until, locked.engine().next_timeout()) {
-                (Some(one), Some(other)) => Some(one.min(other)),
-                (one, other) => one.or(other),
-            };
+            // Nothing comes of one that is over, and its descriptor may stay readable.
+            if !locked.is_over() {
+                fds.push(core.engine_fd());
+            }
         }
-        // What another thread took in meanwhile, nobody tells us of.
+        // What another thread took in before, nobody tells us of.
         if !self.ready()?.is_empty() {
             return Ok(());
         }
-        self.poll_fds(cores, until, &mut Vec::new())
+        self.poll_fds(&fds, until, &mut Vec::new())
     }
 
-    /// Polls all descriptors, and `cores`, until one is ready or until `until`. Reports those of
+    /// Polls all descriptors, and `others`, until one is ready or until `until`. Reports those of
     /// sources.
     fn poll_fds(
         &self,
-        cores: &[Arc<Core>],
+        others: &[BorrowedFd<'_>],
         until: Option<Instant>,
         ready: &mut Vec<Ready>,
     ) -> io::Result<()> {
@@ -275,7 +313,7 @@ impl Poller {
             _ => None,
         });
         let fds: Vec<(BorrowedFd<'_>, &Source)> = fds.collect();
-        if fds.is_empty() && cores.is_empty() && until.is_some_and(|at| at <= Instant::now()) {
+        if fds.is_empty() && others.is_empty() && until.is_some_and(|at| at <= Instant::now()) {
             return Ok(());
         }
         let mut polled: Vec<PollFd<'_>> = fds
@@ -287,18 +325,12 @@ impl Poller {
                 PollFd::from_borrowed_fd(*fd, flags)
             })
             .chain(
-                cores
+                others
                     .iter()
-                    .map(|core| PollFd::from_borrowed_fd((**core).as_fd(), PollFlags::IN)),
+                    .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)),
             )
             .collect();
-        let timeout = until.map(|at| {
-            let left = at.saturating_duration_since(Instant::now());
-            Timespec {
-                tv_sec: left.as_secs() as i64,
-                tv_nsec: left.subsec_nanos().into(),
-            }
-        });
+        let timeout = until.map(|at| timespec(at.saturating_duration_since(Instant::now())));
         match poll(&mut polled, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
@@ -323,13 +355,16 @@ fn deadline_is_past(deadline: Option<Instant>) -> bool {
     deadline.is_some_and(|at| at <= Instant::now())
 }
 
-fn of_stream(engine: &mut dyn Engine, id: StreamId, wanted: Readiness) -> Readiness {
-    let Some(info) = engine.info(id) else {
+fn of_stream(locked: &mut Locked<'_>, id: StreamId, wanted: Readiness) -> Readiness {
+    let is_over = locked.is_over();
+    let engine = locked.engine();
+    let Some(info) = engine.info(id).filter(|_| !is_over) else {
         return wanted;
     };
     let ended = matches!(info.state, StreamState::Finished | StreamState::Reset);
+    let enough = info.unread >= info.low_water as usize;
     Readiness {
-        readable: wanted.readable && (info.unread > 0 || info.peer_finished || ended),
+        readable: wanted.readable && (enough || info.peer_finished || ended),
         writable: wanted.writable && (ended || engine.is_writable(id)),
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Two ways lead in and out. The copying way is that of `std::net`: [`Read`], [`Write`] and
 //! [`BufRead`], safe with any peer. The in-place way is [`Stream::recv`] (a [`Lease`] on what came)
-//! and [`Stream::loan`] (a [`Loan`] of what will be read). They may be mixed freely.
+//! and [`Stream::loan`] (a [`Loan`] of what will be read). They may be mixed freely: what
+//! [`BufRead`] has shown and its user has not consumed is still there for everybody.
 //!
 //! What must hold: a call that says that it would block has armed the endpoint's descriptor; bytes
 //! sent before a shutdown or a close still arrive.
@@ -10,16 +11,18 @@
 use std::fmt;
 use std::io::{self, BufRead, Read, Write};
 use std::net::Shutdown;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::How;
 use zerosock_ring::Trust;
 
-use super::core::{Core, Interest, Patience};
+use super::core::{Core, Ending, Interest, Manner, Patience};
+use super::endpoint::outcome;
 use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
 use super::errors::{StreamError, of_recv, of_send};
 use super::lease::Lease;
@@ -55,16 +58,54 @@ pub struct Stream {
     pub(super) trust: Option<Trust>,
     /// It may have receive maps.
     pub(super) rx_map: bool,
-    nonblocking: AtomicBool,
+    pub(super) blocking: Blocking,
     /// Nanoseconds; 0: none.
     read_timeout: AtomicU64,
     write_timeout: AtomicU64,
     low_water: AtomicU32,
     /// As [`encode`] has it.
     wait: AtomicU64,
-    /// What [`BufRead`] has taken and its user has not.
-    buffer: Vec<u8>,
-    buffered: usize,
+    shown: Shown,
+}
+
+/// A copy of what is unread, for [`BufRead`].
+#[derive(Debug, Default)]
+struct Shown {
+    bytes: Vec<u8>,
+    /// What of it has not been consumed.
+    left: Range<usize>,
+    /// Where in the stream that begins. It is worth something only as long as nobody else has
+    /// taken bytes.
+    at: u64,
+}
+
+/// Whether calls wait.
+#[derive(Debug)]
+pub(super) struct Blocking(AtomicU8);
+
+impl Blocking {
+    pub(super) fn new() -> Blocking {
+        Blocking(AtomicU8::new(0))
+    }
+
+    pub(super) fn set_nonblocking(&self, nonblocking: bool) {
+        self.0.store(nonblocking.into(), Ordering::Relaxed);
+    }
+
+    /// Calls are made by tasks that are enlisted.
+    #[cfg(feature = "tokio")]
+    pub(super) fn set_told(&self) {
+        self.0.store(2, Ordering::Relaxed);
+    }
+
+    pub(super) fn manner(&self, wait: Wait) -> Manner {
+        match self.0.load(Ordering::Relaxed) {
+            0 => Manner::Waits(wait),
+            #[cfg(feature = "tokio")]
+            2 => Manner::Told,
+            _ => Manner::Polls,
+        }
+    }
 }
 
 impl Stream {
@@ -77,13 +118,12 @@ impl Stream {
             local: info.local,
             peer: info.peer,
             trust,
-            nonblocking: AtomicBool::new(false),
+            blocking: Blocking::new(),
             read_timeout: AtomicU64::new(0),
             write_timeout: AtomicU64::new(0),
             low_water: AtomicU32::new(1),
             wait: AtomicU64::new(encode(wait)),
-            buffer: Vec::new(),
-            buffered: 0,
+            shown: Shown::default(),
         }
     }
 
@@ -104,13 +144,16 @@ impl Stream {
     }
 
     /// Calls answer [`io::ErrorKind::WouldBlock`] instead of waiting. The descriptor
-    /// ([`AsFd`]) becomes readable when it is worth trying again; it is the same for all sockets of
-    /// an endpoint.
+    /// ([`AsFd`]) becomes readable when it is worth trying again: when something has happened to
+    /// any socket of the endpoint since the last call that said so, or when a call is due for a
+    /// timer. It is the same for all sockets of an endpoint, and is to be polled by one only: what
+    /// it told is forgotten with the next call that would block. Each [`Poller`](super::Poller)
+    /// beside it has its own way to be told.
     ///
     /// # Errors
     /// None; as in `std::net`, the result is there for the future.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.nonblocking.store(nonblocking, Ordering::Relaxed);
+        self.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
@@ -137,13 +180,29 @@ impl Stream {
 
     /// How many bytes a read waits for, as SO_RCVLOWAT does: it returns with fewer only at the end
     /// of the stream. 0 is 1. More than the connection's receive buffer is never there at once.
+    /// Pollers and maps go by it as well.
     pub fn set_low_water(&self, bytes: u32) {
         self.low_water.store(bytes.max(1), Ordering::Relaxed);
+        let mut locked = self.core.lock();
+        locked.engine().set_low_water(self.id, bytes);
     }
 
     /// See [`set_low_water`](Self::set_low_water).
     pub(super) fn low_water(&self) -> u32 {
         self.low_water.load(Ordering::Relaxed)
+    }
+
+    /// Waits, as a read would, until the answer to
+    /// [`begin_connect`](super::Endpoint::begin_connect) is there.
+    ///
+    /// # Errors
+    /// `WouldBlock` before that, `TimedOut` by the stream's own time-out. Else a
+    /// [`ConnectError`](super::ConnectError) is the source.
+    pub fn wait_connected(&self) -> io::Result<()> {
+        let patience = self.patience(&self.read_timeout);
+        let attempt = |engine: &mut dyn Engine| outcome(&engine.info(self.id)?);
+        let interest = Interest::Conn(self.id);
+        Ok(self.core.wait(interest, patience, attempt)??)
     }
 
     /// Waits, as a read would, until there is something to read (as much as the low-water mark
@@ -165,9 +224,8 @@ impl Stream {
 
     /// Bytes that a read would give at once.
     pub fn unread(&self) -> usize {
-        let buffered = self.buffer.len() - self.buffered;
         let mut locked = self.core.lock();
-        buffered + locked.engine().info(self.id).map_or(0, |info| info.unread)
+        locked.engine().info(self.id).map_or(0, |info| info.unread)
     }
 
     /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.
@@ -181,10 +239,13 @@ impl Stream {
 
     /// Shows up to `most` packets' bytes to `look`, each where it lies, and takes them; how many.
     /// 0 is the end of the stream. The way for many small packets: the endpoint is locked once for
-    /// all of them, and no lease is kept. `look` must not use this endpoint.
+    /// all of them, and no lease is kept. `look` may drop what it likes, but not use this endpoint.
     ///
     /// # Errors
     /// As [`recv`](Self::recv).
+    ///
+    /// # Panics
+    /// When `look` makes a call of this endpoint.
     pub fn recv_each(&self, most: usize, mut look: impl FnMut(Message<'_>)) -> io::Result<usize> {
         let trust = self.trust;
         self.receive(|engine| {
@@ -200,12 +261,6 @@ impl Stream {
     /// # Errors
     /// As [`recv`](Self::recv).
     pub fn peek(&self, out: &mut [u8]) -> io::Result<usize> {
-        let waiting = &self.buffer[self.buffered..];
-        if !waiting.is_empty() {
-            let len = waiting.len().min(out.len());
-            out[..len].copy_from_slice(&waiting[..len]);
-            return Ok(len);
-        }
         self.receive(|engine| engine.read(self.id, out, true))
     }
 
@@ -229,7 +284,8 @@ impl Stream {
     }
 
     /// Sends many packets with one lock and one notification: what is written to the batch
-    /// becomes visible to the peer when the batch is dropped, or has to wait for room.
+    /// becomes visible to the peer when the batch is dropped, or has to wait for room. Until then
+    /// this thread must make no other call of the endpoint: it would panic.
     pub fn batch(&self) -> Batch<'_> {
         Batch {
             stream: self,
@@ -281,9 +337,9 @@ impl Stream {
 
     fn patience(&self, timeout: &AtomicU64) -> Patience {
         let nanos = timeout.load(Ordering::Relaxed);
-        let nonblocking = self.nonblocking.load(Ordering::Relaxed);
+        let wait = decode(self.wait.load(Ordering::Relaxed));
         Patience {
-            wait: (!nonblocking).then(|| decode(self.wait.load(Ordering::Relaxed))),
+            manner: self.blocking.manner(wait),
             deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
         }
     }
@@ -366,14 +422,7 @@ impl Read for &Stream {
 
 impl Read for Stream {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        let waiting = &self.buffer[self.buffered..];
-        if waiting.is_empty() {
-            return (&*self).read(out);
-        }
-        let len = waiting.len().min(out.len());
-        out[..len].copy_from_slice(&waiting[..len]);
-        self.consume(len);
-        Ok(len)
+        (&*self).read(out)
     }
 }
 
@@ -407,34 +456,57 @@ impl Write for Stream {
 const BUFFER: usize = 64 << 10;
 
 impl BufRead for Stream {
-    /// Copies what has come into a buffer of its own: peer memory is no plain slice. `recv` and
-    /// reads by `&Stream` do not see what lies there.
+    /// Copies what has come aside, as peer memory is no plain slice, and takes none of it: reads,
+    /// leases and polls see it as long as it was not consumed.
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        if self.buffered == self.buffer.len() {
-            let mut buffer = std::mem::take(&mut self.buffer);
-            buffer.resize(BUFFER, 0);
-            let got = (&*self).read(&mut buffer);
-            buffer.truncate(*got.as_ref().unwrap_or(&0));
-            (self.buffer, self.buffered) = (buffer, 0);
+        if !self.is_shown() {
+            let mut bytes = std::mem::take(&mut self.shown.bytes);
+            bytes.resize(BUFFER, 0);
+            let got = self.receive(|engine| {
+                let got = engine.read(self.id, &mut bytes, true)?;
+                Ok((got, engine.info(self.id).map_or(0, |info| info.taken)))
+            });
+            let (len, at) = *got.as_ref().unwrap_or(&(0, 0));
+            self.shown = Shown {
+                bytes,
+                left: 0..len,
+                at,
+            };
             got?;
         }
-        Ok(&self.buffer[self.buffered..])
+        Ok(&self.shown.bytes[self.shown.left.clone()])
     }
 
+    /// Takes what was shown. What somebody has taken since by another call is not taken again.
     fn consume(&mut self, len: usize) {
-        self.buffered = (self.buffered + len).min(self.buffer.len());
-        if self.buffered == self.buffer.len() {
-            self.buffer.clear();
-            self.buffered = 0;
+        let Shown { left, at, .. } = &mut self.shown;
+        let len = len.min(left.len());
+        let mut locked = self.core.lock();
+        let engine = locked.engine();
+        if let Some(info) = engine.info(self.id) {
+            let gone = info.taken.saturating_sub(*at);
+            let rest = len.saturating_sub(usize::try_from(gone).unwrap_or(usize::MAX));
+            engine.skip(self.id, rest);
+            engine.settle();
         }
+        left.start += len;
+        *at += len as u64;
+    }
+}
+
+impl Stream {
+    /// Whether there is something of what was copied aside that nobody has taken since.
+    fn is_shown(&self) -> bool {
+        let Shown { left, at, .. } = &self.shown;
+        let mut locked = self.core.lock();
+        let info = locked.engine().info(self.id);
+        !left.is_empty() && info.is_some_and(|info| info.taken == *at)
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        let mut locked = self.core.lock();
-        locked.engine().close(self.id);
-        locked.engine().flush();
+        self.core.end(Ending::Stream(self.id));
     }
 }
 
@@ -461,7 +533,7 @@ impl fmt::Debug for Stream {
 }
 
 /// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
-/// calls wait for it, and this thread's must not be made.
+/// calls wait for it, and this thread's panic. Leases, loans and sockets may be dropped.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));

@@ -1,0 +1,225 @@
+//! An engine without queues, for tests of those who wait: a script says what it finds.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+use rustix::event::epoll;
+use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::{Address, Cid, Port};
+
+use super::core::Core;
+use super::engine::{
+    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
+    Stirred,
+};
+use super::leases::Leases;
+use super::sockets::{Copied, LeaseParts, StreamId, StreamState};
+
+/// What has happened to an engine, and what it is to find.
+#[derive(Debug, Default)]
+pub(crate) struct Script {
+    /// When there is something to do of itself: the next turn after that does it.
+    pub(crate) due: Option<Instant>,
+    pub(crate) stale: bool,
+    pub(crate) stirred: VecDeque<Stirred>,
+    pub(crate) over: bool,
+    pub(crate) answered: bool,
+    /// What was called, and how often.
+    pub(crate) fired: u32,
+    pub(crate) arms: u32,
+    pub(crate) settled: u32,
+    pub(crate) given_back: Vec<u32>,
+    pub(crate) connected: u32,
+    pub(crate) closed: u32,
+    pub(crate) unlistened: Vec<Port>,
+}
+
+pub(crate) type Scripted = Arc<Mutex<Script>>;
+
+#[derive(Debug)]
+struct Fake {
+    script: Scripted,
+    words: Arc<Leases>,
+    fd: OwnedFd,
+}
+
+/// An endpoint with such an engine.
+pub(crate) fn core() -> (Arc<Core>, Scripted) {
+    let script = Scripted::default();
+    let engine = Fake {
+        script: script.clone(),
+        words: Arc::new(Leases::new(8)),
+        fd: epoll::create(epoll::CreateFlags::CLOEXEC).unwrap(),
+    };
+    let core = Core::new(Box::new(engine), None, None).unwrap();
+    (Arc::new(core), script)
+}
+
+/// What every connection is.
+pub(crate) fn info(state: StreamState) -> ConnInfo {
+    ConnInfo {
+        state,
+        refused: None,
+        local: Address::new(Cid::new(3), Port::new(1)),
+        peer: Address::new(Cid::new(4), Port::new(1)),
+        unread: 0,
+        taken: 0,
+        low_water: 1,
+        peer_finished: false,
+        peer_deaf: false,
+        trusted: false,
+    }
+}
+
+impl Fake {
+    fn script(&self) -> MutexGuard<'_, Script> {
+        self.script.lock().unwrap()
+    }
+}
+
+impl Engine for Fake {
+    fn words(&self) -> Arc<Leases> {
+        self.words.clone()
+    }
+
+    fn pending(&mut self) -> bool {
+        false
+    }
+
+    fn turn(&mut self) -> Result<bool, Fault> {
+        let mut script = self.script();
+        if script.over {
+            return Err(Fault("over".into()));
+        }
+        if script.due.is_some_and(|at| at <= Instant::now()) {
+            script.due = None;
+            script.fired += 1;
+        }
+        Ok(false)
+    }
+
+    fn flush(&mut self) {}
+
+    fn settle(&mut self) {
+        self.script().settled += 1;
+    }
+
+    fn arm(&mut self) -> bool {
+        let mut script = self.script();
+        script.arms += 1;
+        script.stale = false;
+        script.over
+    }
+
+    fn is_stale(&self) -> bool {
+        self.script().stale
+    }
+
+    fn disarm(&mut self) {}
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    fn next_stirred(&mut self) -> Option<Stirred> {
+        self.script().stirred.pop_front()
+    }
+
+    fn next_timeout(&self) -> Option<Instant> {
+        self.script().due
+    }
+
+    fn connect(&mut self, _: Port, _: Address) -> Result<StreamId, ConnectError> {
+        self.script().connected += 1;
+        Ok(StreamId::FIRST)
+    }
+
+    fn listen(&mut self, _: Port, _: usize) -> Result<(), ListenError> {
+        Ok(())
+    }
+
+    fn unlisten(&mut self, port: Port) {
+        self.script().unlistened.push(port);
+    }
+
+    fn accept(&mut self, _: Port) -> Option<StreamId> {
+        None
+    }
+
+    fn info(&self, _: StreamId) -> Option<ConnInfo> {
+        Some(info(if self.script().answered {
+            StreamState::Connected
+        } else {
+            StreamState::Connecting
+        }))
+    }
+
+    fn ahead(&mut self, _: StreamId) -> Option<Ahead> {
+        None
+    }
+
+    fn shutdown(&mut self, _: StreamId, _: How) {}
+
+    fn close(&mut self, _: StreamId) {
+        self.script().closed += 1;
+    }
+
+    fn abort(&mut self, id: StreamId) {
+        self.close(id);
+    }
+
+    fn read(&mut self, _: StreamId, _: &mut [u8], _: bool) -> Result<usize, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    fn skip(&mut self, _: StreamId, _: usize) -> usize {
+        0
+    }
+
+    fn set_low_water(&mut self, _: StreamId, _: u32) {}
+
+    fn lease(&mut self, _: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    /// One packet.
+    fn each(
+        &mut self,
+        _: StreamId,
+        _: usize,
+        look: &mut dyn FnMut(Payload<'_>) -> bool,
+    ) -> Result<usize, RecvFault> {
+        look(Payload::copied(b"packet"));
+        Ok(1)
+    }
+
+    fn copy_of(&self, _: u32) -> Option<Copied> {
+        None
+    }
+
+    fn give_back(&mut self, index: u32) {
+        self.script().given_back.push(index);
+    }
+
+    fn write(&mut self, _: StreamId, _: &[u8]) -> Result<usize, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn loan(&mut self, _: StreamId, _: usize) -> Result<LoanParts, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<(), SendFault> {
+        Err(SendFault::Unknown)
+    }
+
+    fn is_acceptable(&self, _: Port) -> bool {
+        false
+    }
+
+    fn stats(&self) -> EndpointStats {
+        EndpointStats::default()
+    }
+}

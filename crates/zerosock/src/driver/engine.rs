@@ -8,11 +8,13 @@ use std::time::Instant;
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::{Address, Port};
 
-use super::{Driver, StreamId, StreamState, loans};
+use super::{Driver, DriverError, StreamId, StreamState, loans};
+use crate::attach::Fault;
 use crate::vsock::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
-    ShowBounds, Stirred,
+    Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, ShowBounds,
+    Stirred,
 };
+use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease};
 
@@ -72,13 +74,14 @@ impl Engine for Driver {
         self.has_arrivals()
     }
 
-    fn turn(&mut self) -> Result<bool, Fault> {
-        let busy = Driver::turn(self).map_err(|error| Fault(error.to_string()))?;
+    fn turn(&mut self) -> Result<bool, EndpointOver> {
+        let over = |error: DriverError| EndpointOver::new(error.fault(), error);
+        let busy = Driver::turn(self).map_err(over)?;
         if self.is_attached() {
             Ok(busy)
         } else {
             // What had come is there to be read; nothing else will come.
-            Err(Fault("the device has hung up".into()))
+            Err(EndpointOver::new(Fault::Peer, "the device has hung up"))
         }
     }
 

@@ -4,6 +4,8 @@ use std::io;
 
 use zerosock_ring::{AddError, DriverError as RingError};
 
+use crate::attach::Fault;
+
 /// The driver cannot go on: the device broke a ring, or the system failed us.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
@@ -16,6 +18,16 @@ pub enum DriverError {
     /// Waiting for the eventfds failed.
     #[error("waiting for the device failed: {0}")]
     Wait(#[from] io::Error),
+}
+
+impl DriverError {
+    /// Who is to blame.
+    pub fn fault(&self) -> Fault {
+        match self {
+            DriverError::Ring(_) => Fault::Peer,
+            DriverError::Add(_) | DriverError::Wait(_) => Fault::System,
+        }
+    }
 }
 
 /// Why nothing was sent.

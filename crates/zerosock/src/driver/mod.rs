@@ -41,6 +41,8 @@ mod errors;
 mod events;
 mod flows;
 mod frontend;
+#[cfg(test)]
+mod hostile_tests;
 mod intake;
 mod link;
 mod loans;

@@ -30,11 +30,12 @@ use rustix::time::{
 use zerosock_proto::Port;
 use zerosock_ring::Trust;
 
-use super::engine::{Engine, Fault, Stirred};
+use super::engine::{Engine, Stirred};
+use super::errors::EndpointOver;
 use super::leases::{Leases, NONE};
 use super::sockets::StreamId;
 use super::waiting::{Learned, Wait};
-use crate::attach::Client;
+use crate::attach::{Client, Fault as Blame};
 use crate::driver::timespec;
 
 /// Looks between two looks at the clock, while spinning.
@@ -99,8 +100,8 @@ pub(crate) enum WaitFault {
     WouldBlock,
     #[error("nothing came in time")]
     TimedOut,
-    #[error("the endpoint has failed: {0}")]
-    Fault(String),
+    #[error(transparent)]
+    Fault(EndpointOver),
 }
 
 impl From<WaitFault> for io::Error {
@@ -108,7 +109,7 @@ impl From<WaitFault> for io::Error {
         let kind = match fault {
             WaitFault::WouldBlock => io::ErrorKind::WouldBlock,
             WaitFault::TimedOut => io::ErrorKind::TimedOut,
-            WaitFault::Fault(_) => io::ErrorKind::ConnectionAborted,
+            WaitFault::Fault(over) => return over.into(),
         };
         io::Error::new(kind, fault)
     }
@@ -156,7 +157,7 @@ pub(crate) struct State {
     /// When the alarm goes off.
     alarm: Option<Instant>,
     /// The endpoint is over, and why.
-    fault: Option<String>,
+    fault: Option<EndpointOver>,
 }
 
 /// See the module.
@@ -495,7 +496,8 @@ impl Core {
                 locked = self.lock();
                 locked.state().sleeper = None;
                 if let Err(error) = slept {
-                    locked.fail(format!("cannot wait: {error}"));
+                    let why = format!("cannot wait: {error}");
+                    locked.fail(EndpointOver::new(Blame::System, why));
                 }
             }
             locked.disarm();
@@ -649,7 +651,7 @@ impl<'a> Locked<'a> {
                 self.state().armed &= !busy;
                 Ok(busy)
             }
-            Err(Fault(fault)) => {
+            Err(fault) => {
                 self.fail(fault.clone());
                 Err(WaitFault::Fault(fault))
             }
@@ -657,7 +659,7 @@ impl<'a> Locked<'a> {
     }
 
     /// The endpoint is over. Nobody can hope for anything any more.
-    fn fail(&mut self, fault: String) {
+    fn fail(&mut self, fault: EndpointOver) {
         let core = self.core;
         let state = self.state();
         state.fault = Some(fault);

@@ -347,6 +347,20 @@ pub(super) fn resolve(core: &Core, name: &str) -> io::Result<Cid> {
     })
 }
 
+#[cfg(test)]
+impl Endpoint {
+    /// One of a driver whose device is a test.
+    pub(crate) fn of(driver: Driver) -> Endpoint {
+        Endpoint::builder().open(driver, None).unwrap()
+    }
+
+    /// A connection that the driver has already.
+    pub(crate) fn stream(&self, id: driver::StreamId) -> Stream {
+        let info = self.core.lock().engine().info(id).unwrap();
+        Stream::new(self.core.clone(), id, &info, self.wait)
+    }
+}
+
 /// Sends the request. The stream that it gives is connecting.
 pub(super) fn begin_connect(core: &Arc<Core>, peer: Address, wait: Wait) -> io::Result<Stream> {
     let mut locked = core.lock();

@@ -16,13 +16,9 @@ use zerosock_proto::vsock::{ConnectError, How, ListenError, RefuseReason};
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
+use super::errors::EndpointOver;
 use super::leases::Leases;
 use super::sockets::{Copied, LeaseParts, Place, StreamId, StreamState};
-
-/// The peer, or the system, has broken something that cannot be mended here: the endpoint is over.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub(crate) struct Fault(pub(crate) String);
 
 /// Why there is nothing to read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -221,7 +217,7 @@ pub(crate) trait Engine: Send {
 
     /// Takes in what the peer's side has sent and returned, acts on what is due, and shows what is
     /// queued. Bounded. True: something was taken in.
-    fn turn(&mut self) -> Result<bool, Fault>;
+    fn turn(&mut self) -> Result<bool, EndpointOver>;
 
     /// Shows what is queued: packets, buffers that go back, credit.
     fn flush(&mut self);

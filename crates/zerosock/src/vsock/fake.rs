@@ -9,11 +9,12 @@ use rustix::event::epoll;
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::{Address, Cid, Port};
 
+use super::Fault;
 use super::core::Core;
 use super::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
-    Stirred,
+    Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, Stirred,
 };
+use super::errors::EndpointOver;
 use super::leases::Leases;
 use super::sockets::{Copied, LeaseParts, StreamId, StreamState};
 
@@ -88,10 +89,10 @@ impl Engine for Fake {
         false
     }
 
-    fn turn(&mut self) -> Result<bool, Fault> {
+    fn turn(&mut self) -> Result<bool, EndpointOver> {
         let mut script = self.script();
         if script.over {
-            return Err(Fault("over".into()));
+            return Err(EndpointOver::new(Fault::Peer, "over"));
         }
         if script.due.is_some_and(|at| at <= Instant::now()) {
             script.due = None;

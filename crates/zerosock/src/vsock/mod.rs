@@ -23,7 +23,7 @@
 pub(crate) mod core;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
-mod errors;
+pub(crate) mod errors;
 #[cfg(test)]
 mod fake;
 mod host;
@@ -45,7 +45,7 @@ pub use crate::attach::Fault;
 pub use crate::device::control::Fault as FrontendFault;
 pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
 pub use engine::EndpointStats;
-pub use errors::{ConnectError, ListenError, StreamError};
+pub use errors::{ConnectError, EndpointOver, ListenError, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, OwnedLease, Reading};
 pub use listener::Listener;

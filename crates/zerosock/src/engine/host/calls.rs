@@ -13,9 +13,10 @@ use super::{HostEngine, IDLE_LOOKS};
 use crate::device::program::App;
 use crate::engine::worker::Worker;
 use crate::vsock::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, Fault, LoanParts, Payload, RecvFault, SendFault,
-    ShowBounds, Stirred,
+    Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, ShowBounds,
+    Stirred,
 };
+use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease, Sockets, StreamId};
 
@@ -35,7 +36,7 @@ impl Engine for HostEngine {
     }
 
     #[inline]
-    fn turn(&mut self) -> Result<bool, Fault> {
+    fn turn(&mut self) -> Result<bool, EndpointOver> {
         self.looks = self.looks.saturating_add(1);
         let news = self.find_news();
         self.work(news)

@@ -22,10 +22,12 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 
 use super::worker::Worker;
+use crate::attach::Fault;
 use crate::device::app::QueueStore;
 use crate::device::program::{App, HostToken};
 use crate::plane::Plane;
-use crate::vsock::engine::{Fault, Payload, RecvFault, SendFault, ShowBounds};
+use crate::vsock::engine::{Payload, RecvFault, SendFault, ShowBounds};
+use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Sockets, StreamId, StreamState};
 pub(crate) use start::HostConfig;
@@ -282,17 +284,22 @@ impl HostEngine {
         }
     }
 
-    fn work(&mut self, news: bool) -> Result<bool, Fault> {
+    fn work(&mut self, news: bool) -> Result<bool, EndpointOver> {
         let mut busy = news;
         if self.worker.has_messages() {
             busy = true;
             if !self.worker.take_messages() {
-                return Err(Fault("the devices were told to end".into()));
+                return Err(EndpointOver::new(
+                    Fault::System,
+                    "the devices were told to end",
+                ));
             }
         }
         self.now = self.worker.clock.now();
         if self.looks >= IDLE_LOOKS || (self.watches && self.now >= self.look_at) {
-            busy |= self.look().map_err(|error| Fault(error.to_string()))?;
+            busy |= self
+                .look()
+                .map_err(|error| EndpointOver::new(Fault::System, error))?;
         }
         let now = self.now;
         self.worker.fire(now);

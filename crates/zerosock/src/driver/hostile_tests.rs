@@ -1,0 +1,208 @@
+//! What a device that breaks the rules costs: its own endpoint, and nobody else. The device is the
+//! test itself, and writes the rings by hand where the rules would stop it.
+
+use std::io::{Error, ErrorKind, Read, Write};
+
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::DeviceQueue;
+
+use super::bare::{Peer, SERVER, connect, pair};
+use super::link::{RX, TX};
+use crate::attach::Fault;
+use crate::vsock::engine::Engine;
+use crate::vsock::{Endpoint, EndpointOver, Stream};
+
+/// Longer than what is behind a header may be.
+const BUFFER: u32 = 4096;
+
+/// An endpoint with a connection, its device, and where the used rings of that lie.
+struct Victim {
+    endpoint: Endpoint,
+    stream: Stream,
+    peer: Peer,
+    used: [u64; 2],
+}
+
+/// Writes into the memory of a queue's, where nobody should.
+fn poke(queue: &DeviceQueue, at: u64, bytes: &[u8]) {
+    let mut pieces = Vec::new();
+    let len = bytes.len() as u32;
+    queue.memory().translate(at, len, &mut pieces).unwrap();
+    assert_eq!(queue.memory().write(&pieces, 0, bytes), bytes.len());
+}
+
+impl Victim {
+    fn new() -> Victim {
+        let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
+        let id = connect(&mut driver, &mut peer);
+        let rings = &driver.store.arena.rings;
+        let used = [rings[RX].used, rings[TX].used];
+        let endpoint = Endpoint::of(driver);
+        let stream = endpoint.stream(id);
+        stream.set_nonblocking(true).unwrap();
+        Victim {
+            endpoint,
+            stream,
+            peer,
+            used,
+        }
+    }
+
+    fn queue(&self, at: usize) -> &DeviceQueue {
+        [&self.peer.rx, &self.peer.tx][at]
+    }
+
+    fn poke(&self, queue: usize, offset: u64, bytes: &[u8]) {
+        poke(self.queue(queue), self.used[queue] + offset, bytes);
+    }
+
+    fn used_index(&self, queue: usize) -> u16 {
+        let memory = self.queue(queue).memory();
+        let mut pieces = Vec::new();
+        memory
+            .translate(self.used[queue] + 2, 2, &mut pieces)
+            .unwrap();
+        u16::from_le_bytes(memory.read_array(&pieces, 0).unwrap())
+    }
+
+    /// Says that it is done with these chains.
+    fn return_chains(&self, queue: usize, ids: &[u32]) {
+        let mut index = self.used_index(queue);
+        for id in ids {
+            let at = 4 + 8 * u64::from(index % 64);
+            self.poke(queue, at, &id.to_le_bytes());
+            self.poke(queue, at + 4, &100u32.to_le_bytes());
+            index = index.wrapping_add(1);
+        }
+        self.poke(queue, 2, &index.to_le_bytes());
+    }
+
+    /// A byte comes through.
+    fn works(&mut self) {
+        self.peer.say(Op::Rw, b"x");
+        let mut got = [0];
+        assert_eq!((&self.stream).read(&mut got).unwrap(), 1);
+        assert_eq!(&got, b"x");
+    }
+
+    fn is_over(&self) {
+        let says = |error: Error| {
+            assert_eq!(error.kind(), ErrorKind::ConnectionAborted, "{error}");
+            let inside = error.get_ref().and_then(|inner| inner.downcast_ref());
+            let over: &EndpointOver = inside.expect("typed");
+            assert_eq!(over.fault(), Fault::Peer, "{over}");
+        };
+        let there = Address::new(SERVER.cid, Port::new(9));
+        says(self.endpoint.turn().unwrap_err());
+        says((&self.stream).read(&mut [0]).unwrap_err());
+        says(self.stream.recv().map(drop).unwrap_err());
+        says(self.endpoint.connect(there).map(drop).unwrap_err());
+    }
+}
+
+#[test]
+fn a_device_that_returns_what_it_was_not_given_ends_that_endpoint_alone() {
+    let mut other = Victim::new();
+    let wild: [(usize, &[u32]); 5] = [
+        // Beyond the table; in it, but no chain's first; twice the same; far more than there are.
+        (RX, &[0x1234_5678]),
+        (RX, &[1]),
+        (RX, &[0, 0]),
+        (RX, &[0; 60]),
+        // Of the other queue nothing is out.
+        (TX, &[0]),
+    ];
+    for (queue, ids) in wild {
+        let mut victim = Victim::new();
+        victim.works();
+        let lease = {
+            victim.peer.say(Op::Rw, b"kept");
+            victim.stream.recv().unwrap().unwrap().into_owned()
+        };
+        victim.return_chains(queue, ids);
+        if queue == TX {
+            // Sent buffers are asked for when few are left.
+            while (&victim.stream).write(b"x").is_ok() {}
+        }
+        victim.is_over();
+        // What is on lease was received before, and lies in memory of our own.
+        assert_eq!(lease.to_vec(), b"kept");
+        other.works();
+    }
+}
+
+#[test]
+fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
+    let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
+    let id = connect(&mut driver, &mut peer);
+    let used = driver.store.arena.rings[RX].used;
+    let good = Repr {
+        op: Op::Rw.into(),
+        len: 5,
+        ..peer.header
+    };
+    let with = |change: fn(&mut Repr)| {
+        let mut header = good;
+        change(&mut header);
+        header
+    };
+    let whole = HEADER_LEN as u32 + 5;
+    // The header, and how much the device says that it has written.
+    let nonsense = [
+        (good, 0),
+        (good, HEADER_LEN as u32 - 1),
+        // More than it says that there is, or than can be.
+        (good, whole - 1),
+        (with(|header| header.len = BUFFER + 1), u32::MAX),
+        (with(|header| header.len = u32::MAX), u32::MAX),
+    ];
+    let before = driver.stats();
+    // More of them than there are buffers.
+    for round in 0..40 {
+        for (header, written) in &nonsense {
+            let chain = peer.rx.pop().unwrap().expect("a buffer, over and over");
+            let mut bytes = [0; HEADER_LEN];
+            header.emit(&mut bytes);
+            let memory = peer.rx.memory();
+            memory.write(chain.writable(), 0, &bytes);
+            memory.write(chain.writable(), HEADER_LEN, b"wrong");
+            peer.rx.complete(chain, 0);
+            peer.rx.publish_quietly();
+            // Our own device half would not say that it has written more than there is.
+            let element = used + 4 + 8 * u64::from(peer.rx.base().wrapping_sub(1) % 64);
+            poke(&peer.rx, element + 4, &written.to_le_bytes());
+            Engine::turn(&mut driver).unwrap();
+        }
+        let malformed = driver.stats().rx_malformed - before.rx_malformed;
+        assert_eq!(malformed, (round + 1) * nonsense.len() as u64);
+        // The connection goes on, and has nothing of theirs.
+        peer.say(Op::Rw, b"right");
+        Engine::turn(&mut driver).unwrap();
+        let mut got = [0; 16];
+        assert_eq!(driver.read(id, &mut got, false), Ok(5));
+        assert_eq!(&got[..5], b"right");
+    }
+}
+
+#[test]
+fn packets_for_others_reach_nobody() {
+    let mut victim = Victim::new();
+    let ours = victim.peer.header;
+    let changes: [fn(&mut Repr); 4] = [
+        |header| header.dst.cid = Cid::new(77),
+        |header| header.dst.port = Port::new(4711),
+        |header| header.src.cid = Cid::new(78),
+        |header| header.src.port = Port::new(4712),
+    ];
+    for change in changes {
+        victim.peer.header = ours;
+        change(&mut victim.peer.header);
+        victim.peer.say(Op::Rw, b"not for you");
+        victim.endpoint.turn().unwrap();
+        victim.peer.header = ours;
+        let error = (&victim.stream).read(&mut [0; 16]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldBlock);
+        victim.works();
+    }
+}

@@ -10,6 +10,7 @@ mod peers;
 mod report;
 mod rounds;
 mod tables;
+mod vm;
 mod worker;
 
 use std::fs;

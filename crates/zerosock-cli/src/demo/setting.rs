@@ -1,7 +1,7 @@
 //! The device and the guest of one demo.
 
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use tempfile::TempDir;
@@ -58,7 +58,7 @@ impl Setting {
             return Err(Failure::runtime(qemu::BootError::NoQemu));
         }
         let own = std::env::current_exe().map_err(Failure::runtime)?;
-        let inside = guest_program(&own, note);
+        let inside = program::for_guest(&own, note);
         let initramfs = Builder::new(&cache, &kernel, &inside, qemu::TTY, &[])
             .map_err(Failure::runtime)?
             .finish();
@@ -155,30 +155,4 @@ fn own_device(endpoint: &Endpoint) -> Result<Running, Failure> {
     Daemon::start(config)
         .map(Running::Own)
         .map_err(Failure::runtime)
-}
-
-/// The program for inside: this one if it is static, else a static build beside it, else this
-/// one with its libraries.
-fn guest_program(own: &Path, note: &dyn Fn(String)) -> PathBuf {
-    let is_static = |path: &Path| matches!(program::interpreter(path), Ok(None));
-    if is_static(own) {
-        return own.to_owned();
-    }
-    let sibling = own.ancestors().find_map(|dir| {
-        let path = dir.join("x86_64-unknown-linux-gnu/release/zerosock");
-        is_static(&path).then_some(path)
-    });
-    match sibling {
-        Some(path) => {
-            note(format!(
-                "this program is not static; in the guest runs {}",
-                path.display()
-            ));
-            path
-        }
-        None => {
-            note("this program is not static: its libraries go into the guest too".to_owned());
-            own.to_owned()
-        }
-    }
 }

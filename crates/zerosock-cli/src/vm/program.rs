@@ -96,6 +96,35 @@ pub fn libraries(path: &Path, extra: &[PathBuf]) -> Result<Vec<(String, PathBuf)
     Ok(libraries)
 }
 
+/// The program to take along: the one that ZEROSOCK_GUEST names; else `own` if it is static; else
+/// a static build beside it; else `own` with its libraries. What is not as usual is said to `note`.
+pub fn for_guest(own: &Path, note: &dyn Fn(String)) -> PathBuf {
+    if let Some(named) = std::env::var_os("ZEROSOCK_GUEST") {
+        return named.into();
+    }
+    let is_static = |path: &Path| matches!(interpreter(path), Ok(None));
+    if is_static(own) {
+        return own.to_owned();
+    }
+    let sibling = own.ancestors().find_map(|dir| {
+        let path = dir.join("x86_64-unknown-linux-gnu/release/zerosock");
+        is_static(&path).then_some(path)
+    });
+    match sibling {
+        Some(path) => {
+            note(format!(
+                "this program is not static; in the guest runs {}",
+                path.display()
+            ));
+            path
+        }
+        None => {
+            note("this program is not static: its libraries go into the guest too".to_owned());
+            own.to_owned()
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -44,49 +44,56 @@ pub(crate) const IN_PLACE_UNTOUCHED: &str = "in-place-untouched";
 /// Bytes that tell a message from its neighbours.
 const NAME: usize = 8;
 
-/// Dequeues message after message until the last; each is as long as what is dequeued at once.
+/// A receiver, of ours or the kernel's.
+pub(crate) trait Dequeue {
+    /// Waits until there are `len` bytes, and takes none.
+    fn wait(&mut self, len: usize) -> Result<(), Fault>;
+
+    /// Takes them, and looks at them; they are there.
+    fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault>;
+}
+
+/// Dequeues from a stream of ours.
 pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, Fault> {
-    let low_water = u32::try_from(order.size).map_err(|_| "too large a message")?;
     let mut receiver = Receiver {
         stream,
         how,
         buffer: vec![0; order.size],
         rest: None,
     };
+    run_with(&mut receiver, order)
+}
+
+/// Dequeues message after message until the last; each is as long as what is dequeued at once.
+pub(crate) fn run_with(receiver: &mut impl Dequeue, order: &Order) -> Result<Outcome, Fault> {
     let mut outcome = Outcome::default();
     let mut busy = Duration::ZERO;
     let mut number = 0;
+    // The other side may come late: the time begins with what it sends first.
+    receiver.wait(order.size)?;
     let begin = Instant::now();
-    let mut start = begin;
+    let mut start = None;
     loop {
-        // Waits, and takes nothing but a look at the first byte. The mark is down again while
-        // bytes are taken in parts, as it counts what is not taken.
-        let rest = receiver.rest.as_ref().map_or(0, Part::len) as u32;
-        if rest < low_water {
-            stream.set_low_water(low_water - rest);
-            stream.peek(&mut [0]).map_err(text)?;
-            stream.set_low_water(1);
-        }
         let there = Instant::now();
         let seen = receiver.dequeue(number, order.size)?;
         let done = Instant::now();
         number += 1;
-        if start == begin && begin.elapsed() < order.warm {
-            if seen == Seen::Next {
-                continue;
+        if start.is_some() || there - begin >= order.warm || seen == Seen::Last {
+            let start = *start.get_or_insert(there);
+            outcome.messages += 1;
+            busy += done - there;
+            if seen == Seen::Last {
+                outcome.nanoseconds = nanoseconds(done - start);
+                outcome.busy = Some(nanoseconds(busy));
+                return Ok(outcome);
             }
-        } else if start == begin {
-            start = there;
         }
-        outcome.messages += 1;
-        busy += done - there;
-        if seen == Seen::Last {
-            let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-            outcome.nanoseconds = nanoseconds(done - start);
-            outcome.busy = Some(nanoseconds(busy));
-            return Ok(outcome);
-        }
+        receiver.wait(order.size)?;
     }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 struct Receiver<'s> {
@@ -110,7 +117,20 @@ impl Part<'_> {
     }
 }
 
-impl Receiver<'_> {
+impl Dequeue for Receiver<'_> {
+    /// Takes nothing but a look at the first byte. The mark is down again while bytes are taken in
+    /// parts, as it counts what is not taken.
+    fn wait(&mut self, len: usize) -> Result<(), Fault> {
+        let rest = self.rest.as_ref().map_or(0, Part::len);
+        if rest < len {
+            let low_water = u32::try_from(len - rest).map_err(|_| "too large a message")?;
+            self.stream.set_low_water(low_water);
+            self.stream.peek(&mut [0]).map_err(text)?;
+            self.stream.set_low_water(1);
+        }
+        Ok(())
+    }
+
     fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
         if self.how.copies {
             let mut stream = self.stream;
@@ -144,7 +164,9 @@ impl Receiver<'_> {
         }
         Ok(verdict)
     }
+}
 
+impl Receiver<'_> {
     fn look(&mut self, parts: &[Part<'_>], number: u64, len: usize) -> Result<Seen, Fault> {
         if !self.how.touches {
             let first = parts.first().ok_or("an empty message")?;

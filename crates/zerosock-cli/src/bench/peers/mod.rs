@@ -13,6 +13,7 @@ pub(crate) mod pipe;
 pub(crate) mod tcp;
 mod trust;
 pub(crate) mod unix;
+pub(crate) mod vsock;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -120,6 +121,9 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
         return worker::work_with(|| bare::run(order));
     }
     worker::pin(order.cpu)?;
+    if order.peer == vsock::NAME {
+        return worker::work_alone(|| vsock::run(order));
+    }
     let find = |contestant: &Contestant| contestant.name() == order.peer;
     match ALL.into_iter().find(find) {
         Some(Contestant::Ours) => ours::work(order),

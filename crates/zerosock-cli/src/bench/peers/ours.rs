@@ -18,7 +18,7 @@ const PORT: Port = Port::new(1234);
 /// Bytes of a packet at most, and of a receive buffer.
 const PACKET: u32 = 64 << 10;
 /// Bytes under way to us at most.
-const WINDOW: u32 = 4 << 20;
+pub(crate) const WINDOW: u32 = 4 << 20;
 /// What is written and read at once of memory that is no plain slice: stays in the nearest cache.
 const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -95,10 +95,8 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         };
     }
     Ok(Ours {
-        stream,
         _end: end,
-        part: vec![0; PART],
-        begun: None,
+        ..Ours::over(stream)
     })
 }
 
@@ -126,17 +124,39 @@ fn patiently<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Faul
 }
 
 enum End {
-    Host { _host: Host },
-    Process { _endpoint: Endpoint },
+    Host {
+        _host: Host,
+    },
+    Process {
+        _endpoint: Endpoint,
+    },
+    /// Kept by somebody else.
+    Elsewhere,
 }
 
 /// A stream, and what it needs to stay.
-struct Ours {
+pub(crate) struct Ours {
     stream: Stream,
     _end: End,
     part: Vec<u8>,
     /// The check of a message whose packets have not all come.
     begun: Option<Check>,
+}
+
+impl Ours {
+    /// Over a stream whose endpoint is kept by somebody else.
+    pub(crate) fn over(stream: Stream) -> Ours {
+        Ours {
+            stream,
+            _end: End::Elsewhere,
+            part: vec![0; PART],
+            begun: None,
+        }
+    }
+
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
 }
 
 impl Link for Ours {

@@ -98,6 +98,11 @@ pub(crate) fn work_with(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<
     heard().map(drop)
 }
 
+/// Works at once and says what came of it: for a side that nobody talks to while it works.
+pub(crate) fn work_alone(run: impl FnOnce() -> Result<Outcome, Fault>) -> Result<(), Fault> {
+    say(&format!("result {}", run()?))
+}
+
 /// Says how it ended, if not well.
 pub(crate) fn end(result: Result<(), Fault>) -> bool {
     match result {

@@ -2,7 +2,11 @@
 //!
 //! After the two tables of the kernel's patch set on receiving in place: dequeues of 4 KiB to
 //! 512 KiB, by copying, in place, and in place with polling. The peer in each row is ourselves,
-//! copying.
+//! copying. With `--vm`, the same over a VM (`vm.rs`).
+
+mod vm;
+
+use std::thread;
 
 use crate::bench::args::Settings;
 use crate::bench::pair::{self, Cores, Task};
@@ -73,21 +77,27 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
         rows: Vec::new(),
         missing: Vec::new(),
     };
-    if settings.vm {
-        table.note_missing("VM", "this build cannot receive from a VM's guest here");
-    }
     for (size, name) in SIZES {
         for (direction, hows) in [("to host", &TO_HOST), ("to guest", &TO_GUEST)] {
             let name = format!("{direction}, {name}");
             if settings.wants(&name) {
-                measure(&mut table, settings, cores, size, &name, hows);
+                processes(&mut table, settings, cores, size, &name, hows);
             }
         }
+    }
+    if settings.vm {
+        // A thread of its own, as it moves from core to core.
+        thread::scope(|scope| {
+            let vm = scope.spawn(|| vm::rows_of_vm(&mut table, settings, cores));
+            if vm.join().is_err() {
+                panic!("the measurement of the VM panicked");
+            }
+        });
     }
     table
 }
 
-fn measure(
+fn processes(
     table: &mut Table,
     settings: &Settings,
     cores: Cores,
@@ -116,17 +126,32 @@ fn measure(
             },
         )
     });
-    for ((how, _), outcome) in ways.iter().zip(&outcomes) {
+    let ways: Vec<_> = ways.iter().map(|(how, _)| *how).collect();
+    rows(table, name, &ways, &ROWS, &outcomes, |outcome, metric| {
+        value(outcome, metric, size)
+    });
+}
+
+/// The rows of one size and direction, from what each way came to.
+fn rows<T>(
+    table: &mut Table,
+    name: &str,
+    ways: &[&str],
+    rows: &[(&str, usize, usize, Metric)],
+    outcomes: &[Result<Vec<T>, String>],
+    value: impl Fn(&T, Metric) -> f64,
+) {
+    for (how, outcome) in ways.iter().zip(outcomes) {
         if let Err(reason) = outcome {
             table.note_missing(&format!("zerosock, {how}"), reason);
         }
     }
-    let figure = |way: usize, metric| -> Result<Spread, String> {
+    let figure = |way: usize, metric: Metric| -> Result<Spread, String> {
         let outcomes = outcomes[way].as_ref().map_err(Clone::clone)?.iter();
-        let values = outcomes.map(|outcome| value(outcome, metric, size));
+        let values = outcomes.map(|outcome| value(outcome, metric));
         Spread::of(values.collect(), metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
     };
-    for (what, way, beside, metric) in ROWS {
+    for &(what, way, beside, metric) in rows {
         table.rows.push(Row {
             name: format!("{name}, {what}"),
             metric,

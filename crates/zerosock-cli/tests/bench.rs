@@ -113,15 +113,31 @@ fn local_has_a_row_for_every_peer_and_names_the_missing() {
 
 #[test]
 fn device_measures_ourselves_and_the_ceiling_without_its_peer() {
-    let (table, _) = bench(&["device", "--case", "64 KiB"]);
+    let (table, text) = bench(&["device"]);
     check_rows(&table);
     assert!(is_missing(&table, "vhost-device-vsock"));
     let rows = table["rows"].as_array().unwrap();
     assert!(rows.iter().all(|row| row["ours"].is_number()), "{rows:?}");
-    let ceilings = rows
-        .iter()
-        .filter(|row| row["peer_name"] == "bare Unix socket");
-    assert!(ceilings.count() >= 2, "{rows:?}");
+    let has = |name: &str, metric: &str, peer: &str| {
+        rows.iter().any(|row| {
+            let peer_name = row["peer_name"].as_str().unwrap();
+            row["name"] == name && row["metric"] == metric && peer_name.starts_with(peer)
+        })
+    };
+    for size in ["64 B", "512 B", "4 KiB", "64 KiB"] {
+        for name in [
+            format!("to host, packets of {size}"),
+            format!("to guest, writes of {size} into 4 KiB buffers"),
+            format!("to guest, writes of {size} into 64 KiB buffers"),
+        ] {
+            assert!(has(&name, "throughput", "bare Unix socket"), "{name}");
+            assert!(has(&name, "device CPU", "vhost-device-vsock"), "{name}");
+        }
+    }
+    for metric in ["round trip p50", "round trip p99"] {
+        assert!(has("round trip, 64 B", metric, "bare Unix socket"));
+        assert!(text.contains(metric), "{text}");
+    }
 }
 
 #[test]
@@ -136,6 +152,22 @@ fn rx_has_a_row_for_every_size_and_way() {
                 row["name"].as_str().unwrap().ends_with(&end) && row["ratio"].is_number()
             });
             assert!(found, "{end} in {rows:#?}");
+        }
+    }
+}
+
+/// A hoarder that stopped the other connection would end the run, not only lower a figure.
+#[test]
+fn hold_measures_beside_a_hoarder_and_alone() {
+    let (table, _) = bench(&["hold"]);
+    check_rows(&table);
+    let rows = table["rows"].as_array().unwrap();
+    for direction in ["to host", "to guest"] {
+        for size in ["64 B", "4 KiB", "64 KiB"] {
+            let name = format!("{direction}, {size}, beside a hoarder");
+            let found = rows.iter().find(|row| row["name"] == name);
+            let row = found.unwrap_or_else(|| panic!("{name} in {rows:#?}"));
+            assert!(row["ratio"].is_number(), "{row}");
         }
     }
 }

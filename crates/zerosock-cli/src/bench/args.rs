@@ -1,6 +1,6 @@
 //! The flags of `zerosock bench`, as typed, and what they come to.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -16,15 +16,16 @@ use crate::failure::Failure;
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// What to measure
-    #[arg(required = true, value_enum, value_name = "TABLE")]
+    #[arg(value_enum, value_name = "TABLE", required_unless_present = "json")]
     tables: Vec<TableName>,
 
     /// Measurements of each contestant in each case [default: 5, with --quick 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: Option<u32>,
 
-    /// Write the figures as JSON: an object for one table, an array for several; `-` is standard
-    /// output, and the tables then go to standard error
+    /// Write the figures as JSON: an object for one table, an array for several. Without FILE, or
+    /// with `-`, to standard output, and the tables then go to standard error. A word that names a
+    /// table is one: call a file of that name `./local`
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
 
@@ -32,7 +33,7 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     install_peers: bool,
 
-    /// In `rx`, receive from a VM's guest as well
+    /// In `rx`, over a VM's guest as well: boots Debian's Linux 6.12 under QEMU
     #[arg(long)]
     vm: bool,
 
@@ -63,6 +64,8 @@ pub(crate) enum TableName {
     Device,
     /// Receiving: by copying, in place, and in place with polling
     Rx,
+    /// A connection's rate beside a reader that never gives back what it holds
+    Hold,
 }
 
 /// The order of a worker, word by word.
@@ -89,8 +92,19 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    pub(crate) fn new(args: BenchArgs) -> Settings {
-        let mut tables = args.tables;
+    pub(crate) fn new(args: BenchArgs) -> Result<Settings, Failure> {
+        let (mut tables, mut json) = (args.tables, args.json);
+        // `--json local`: the option's value is optional, and this one is a table.
+        let table = json.as_deref().and_then(Path::to_str);
+        if let Some(table) = table.and_then(|word| TableName::from_str(word, false).ok()) {
+            tables.insert(0, table);
+            json = Some("-".into());
+        }
+        if tables.is_empty() {
+            return Err(Failure::usage(
+                "which table? give one or more of local, device, rx and hold",
+            ));
+        }
         let mut seen = Vec::new();
         tables.retain(|table| {
             let new = !seen.contains(table);
@@ -102,10 +116,10 @@ impl Settings {
         } else {
             (5, Duration::from_millis(100), Duration::from_millis(500))
         };
-        Settings {
+        Ok(Settings {
             tables,
             rounds: args.rounds.map_or(rounds, |rounds| rounds as usize),
-            json: args.json,
+            json,
             install_peers: args.install_peers,
             vm: args.vm,
             quick: args.quick,
@@ -113,7 +127,7 @@ impl Settings {
             against: args.against,
             warm,
             time,
-        }
+        })
     }
 
     /// Whether a case was asked for.
@@ -130,5 +144,59 @@ impl Settings {
 impl WorkerArgs {
     pub(crate) fn order(&self) -> Result<Order, Failure> {
         self.words.join(" ").parse().map_err(Failure::Usage)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: BenchArgs,
+    }
+
+    fn settings(line: &str) -> Result<Settings, String> {
+        let words = std::iter::once("bench").chain(line.split_whitespace());
+        let line = Line::try_parse_from(words).map_err(|error| error.to_string())?;
+        Settings::new(line.args).map_err(|failure| failure.to_string())
+    }
+
+    #[test]
+    fn json_does_not_eat_the_name_of_a_table() {
+        use TableName::{Device, Local, Rx};
+        let stdout = Some(PathBuf::from("-"));
+        for (line, tables, json) in [
+            ("local", vec![Local], None),
+            (
+                "local device rx --json",
+                vec![Local, Device, Rx],
+                stdout.clone(),
+            ),
+            ("--json local", vec![Local], stdout.clone()),
+            ("--json local rx", vec![Local, Rx], stdout.clone()),
+            ("--json - local", vec![Local], stdout.clone()),
+            ("--json=local rx rx", vec![Local, Rx], stdout),
+            ("--json ./local rx", vec![Rx], Some("./local".into())),
+            ("rx --json figures", vec![Rx], Some("figures".into())),
+        ] {
+            let settings = settings(line).unwrap();
+            assert_eq!((settings.tables, settings.json), (tables, json), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_run_without_a_table_says_so() {
+        for line in ["", "--json", "--json figures"] {
+            let said = settings(line).unwrap_err();
+            assert!(
+                said.contains("TABLE") || said.contains("which table"),
+                "{line}: {said}"
+            );
+        }
+        assert!(settings("speed").unwrap_err().contains("possible values"));
     }
 }

@@ -22,7 +22,7 @@ use report::Table;
 
 /// Measures the tables that were asked for.
 pub(crate) fn main(args: BenchArgs) -> Result<(), Failure> {
-    let settings = Settings::new(args);
+    let settings = Settings::new(args)?;
     if settings.install_peers {
         install(&settings.tables);
     }
@@ -35,6 +35,7 @@ pub(crate) fn main(args: BenchArgs) -> Result<(), Failure> {
             TableName::Local => tables::local::run(&settings, cores, &machine),
             TableName::Device => tables::device::run(&settings, cores, &machine),
             TableName::Rx => tables::rx::run(&settings, cores, &machine),
+            TableName::Hold => tables::hold::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());
@@ -57,7 +58,7 @@ fn install(tables: &[TableName]) {
         let outcome = match table {
             TableName::Local => peers::iceoryx2::install(),
             TableName::Device => tables::device::install_peer(),
-            TableName::Rx => Ok(()),
+            TableName::Rx | TableName::Hold => Ok(()),
         };
         if let Err(reason) = outcome {
             eprintln!("zerosock: --install-peers: {reason}");

@@ -139,19 +139,29 @@ impl Table {
              zerosock is better.\n",
             self.name, self.method, self.machine, self.rounds
         );
-        let header = ["case", "unit", "zerosock", "peer", "peer's figure", "ratio"];
+        let header = [
+            "case",
+            "metric",
+            "unit",
+            "zerosock",
+            "peer",
+            "peer's figure",
+            "ratio",
+        ];
         let mut cells = vec![header.map(str::to_owned).to_vec()];
-        let mut before = "";
+        // What a row has in common with the one above is not said again.
+        let (mut name, mut metric) = ("", None);
         for row in &self.rows {
-            let again = before == row.name;
-            before = &row.name;
+            let same_name = name == row.name;
+            let same_metric = same_name && metric == Some(row.metric);
+            (name, metric) = (&row.name, Some(row.metric));
+            let unless = |same: bool, text: &str| {
+                if same { String::new() } else { text.to_owned() }
+            };
             cells.push(vec![
-                if again {
-                    String::new()
-                } else {
-                    row.name.clone()
-                },
-                row.metric.unit.to_owned(),
+                unless(same_name, &row.name),
+                unless(same_metric, row.metric.name),
+                unless(same_metric, row.metric.unit),
                 cell(&row.ours),
                 row.peer_name.clone(),
                 cell(&row.peer),
@@ -296,6 +306,31 @@ mod tests {
         assert_eq!(row["peer_rounds"], serde_json::json!([5.0, 4.0, 6.0]));
         let several = super::json(&[table(), table()]);
         assert_eq!(several[1]["table"], "local");
+    }
+
+    #[test]
+    fn two_metrics_of_one_case_are_told_apart_in_the_text() {
+        let mut table = table();
+        let row = |name| Row {
+            metric: Metric {
+                name,
+                unit: "us",
+                higher_is_better: false,
+            },
+            ..table.rows[0].clone()
+        };
+        let rows = [row("round trip p50"), row("round trip p99")];
+        let one_peer_each = rows.clone().map(|row| Row {
+            peer_name: "pipe".into(),
+            ..row
+        });
+        table.rows = [rows, one_peer_each].concat();
+        table.rows.sort_by_key(|row| row.metric.name);
+        let text = table.text();
+        let lines: Vec<&str> = text.lines().filter(|line| line.contains("20.0")).collect();
+        let metric = |line: &str| line.split('|').nth(2).unwrap().trim().to_owned();
+        let metrics: Vec<String> = lines.into_iter().map(metric).collect();
+        assert_eq!(metrics, ["round trip p50", "", "round trip p99", ""]);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
+mod bench;
 mod lab;
 mod scenarios;
 mod user_mode;
@@ -27,6 +28,9 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
+
+/// A scenario that boots its own guest.
+type Alone = fn() -> Result<(), Skipped>;
 
 const KERNELS: &[(&str, &str)] = &[
     ("6.1", "linux-image-cloud-amd64"),
@@ -65,8 +69,12 @@ fn main() -> ExitCode {
             kernel(label, package, &scenarios, &mut tally);
         }
     }
-    for (name, run) in user_mode::ALL {
-        let name = format!("user_mode::{name}");
+    let user_mode = user_mode::ALL
+        .iter()
+        .map(|scenario| ("user_mode", scenario));
+    let bench = bench::ALL.iter().map(|scenario| ("bench", scenario));
+    for (group, (name, run)) in user_mode.chain(bench) {
+        let name = format!("{group}::{name}");
         match (chosen(&name), list) {
             (true, true) => println!("{name}: test"),
             (true, false) => alone(&name, *run, &mut tally),
@@ -135,7 +143,7 @@ fn kernel(label: &str, package: &str, scenarios: &[(String, Scenario)], tally: &
     }
 }
 
-fn alone(name: &str, run: fn() -> Result<(), Skipped>, tally: &mut Tally) {
+fn alone(name: &str, run: Alone, tally: &mut Tally) {
     let (sender, skipped) = channel();
     attempt(name, tally, move || {
         if let Err(Skipped(reason)) = run() {

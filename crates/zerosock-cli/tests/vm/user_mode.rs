@@ -16,17 +16,14 @@ use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::protocol::{Command, Socket, Source};
 use zerosock_cli::vm::uml::{self, Guest};
 
+use crate::Alone;
 use crate::lab::{
     STEP, Skipped, cache, deadlines, device_program, echo, expected, guest_program, port,
     read_exact, short_dir, write, zerosock,
 };
 
-/// A scenario that boots its own guest.
-type Scenario = fn() -> Result<(), Skipped>;
-
 /// All of them.
-pub(crate) const ALL: &[(&str, Scenario)] =
-    &[("traffic", traffic), ("device_killed", device_killed)];
+pub(crate) const ALL: &[(&str, Alone)] = &[("traffic", traffic), ("device_killed", device_killed)];
 
 /// What it takes to boot, and to boot again.
 struct Bench {

@@ -6,6 +6,7 @@
 pub(crate) mod bare;
 pub(crate) mod bytes;
 pub(crate) mod dequeue;
+pub(crate) mod hoard;
 pub(crate) mod iceoryx2;
 pub(crate) mod install;
 pub(crate) mod ours;

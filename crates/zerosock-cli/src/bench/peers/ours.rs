@@ -5,11 +5,13 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use zerosock::vsock::{self, Endpoint, Host, Loan, Message as Packet, Stream, StreamError};
+use zerosock::vsock::{
+    self, Endpoint, Host, Listener, Loan, Message as Packet, Stream, StreamError,
+};
 use zerosock::{Address, Cid, Port};
 
 use crate::bench::peers::trust::trust;
-use crate::bench::peers::{dequeue, destination};
+use crate::bench::peers::{dequeue, destination, hoard};
 use crate::bench::worker::order::{Job, Order, Wait};
 use crate::bench::worker::touch::{Check, Fault, Message, Seen};
 use crate::bench::worker::{self, Link};
@@ -34,14 +36,20 @@ pub(crate) fn available() -> Result<(), String> {
 
 /// One side's work.
 pub(crate) fn work(order: &Order) -> Result<(), Fault> {
+    let how = order.how.as_deref().unwrap_or_default();
+    let how = how.trim_start_matches(TO_GUEST);
     let mut link = join(order)?;
-    match (&order.how, order.job) {
-        (Some(how), Job::Receive) => {
-            let how = how.trim_start_matches(TO_GUEST).parse()?;
-            worker::work_with(|| dequeue::run(&link.stream, how, order))
-        }
-        _ => worker::work(&mut link, order),
+    if let Some(beside) = hoard::beside(how) {
+        let second = link.another()?;
+        return hoard::run(&second, beside, order.job, || {
+            worker::work(&mut link, order)
+        });
     }
+    if how.is_empty() || order.job != Job::Receive {
+        return worker::work(&mut link, order);
+    }
+    let how = how.parse()?;
+    worker::work_with(|| dequeue::run(&link.stream, how, order))
 }
 
 /// Begins the ways to dequeue in which the receiver is the process that attaches.
@@ -74,28 +82,25 @@ fn join(order: &Order) -> Result<Ours, Fault> {
             builder = builder.trust_processes(trust);
         }
         let host = builder.start().map_err(text)?;
-        let listener = host.listen(PORT, 1).map_err(text)?;
+        let listener = host.listen(PORT, 2).map_err(text)?;
         if is_open {
             worker::say_open(place)?;
         }
         stream = listener.accept_timeout(PATIENCE).map_err(text)?.0;
-        end = End::Host { _host: host };
+        end = End::Host {
+            _host: host,
+            listener,
+        };
     } else {
         if is_open {
             worker::say_open(place)?;
         }
         let endpoint = patiently(|| attach(&socket, wait))?;
-        stream = patiently(|| {
-            endpoint
-                .connect(Address::new(Cid::HOST, PORT))
-                .map_err(text)
-        })?;
-        end = End::Process {
-            _endpoint: endpoint,
-        };
+        stream = connect(&endpoint)?;
+        end = End::Process { endpoint };
     }
     Ok(Ours {
-        _end: end,
+        end,
         ..Ours::over(stream)
     })
 }
@@ -112,6 +117,14 @@ fn attach(socket: &Path, wait: vsock::Wait) -> Result<Endpoint, Fault> {
     builder.attach(socket).map_err(text)
 }
 
+fn connect(endpoint: &Endpoint) -> Result<Stream, Fault> {
+    patiently(|| {
+        endpoint
+            .connect(Address::new(Cid::HOST, PORT))
+            .map_err(text)
+    })
+}
+
 /// The host may not be there yet, and not listen yet.
 fn patiently<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Fault> {
     let deadline = Instant::now() + PATIENCE;
@@ -126,9 +139,10 @@ fn patiently<T>(mut attempt: impl FnMut() -> Result<T, Fault>) -> Result<T, Faul
 enum End {
     Host {
         _host: Host,
+        listener: Listener,
     },
     Process {
-        _endpoint: Endpoint,
+        endpoint: Endpoint,
     },
     /// Kept by somebody else.
     Elsewhere,
@@ -137,7 +151,7 @@ enum End {
 /// A stream, and what it needs to stay.
 pub(crate) struct Ours {
     stream: Stream,
-    _end: End,
+    end: End,
     part: Vec<u8>,
     /// The check of a message whose packets have not all come.
     begun: Option<Check>,
@@ -148,7 +162,7 @@ impl Ours {
     pub(crate) fn over(stream: Stream) -> Ours {
         Ours {
             stream,
-            _end: End::Elsewhere,
+            end: End::Elsewhere,
             part: vec![0; PART],
             begun: None,
         }
@@ -156,6 +170,15 @@ impl Ours {
 
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
+    }
+
+    /// A further connection, which the other side makes as well.
+    fn another(&self) -> Result<Stream, Fault> {
+        match &self.end {
+            End::Host { listener, .. } => Ok(listener.accept_timeout(PATIENCE).map_err(text)?.0),
+            End::Process { endpoint } => connect(endpoint),
+            End::Elsewhere => Err("the endpoint is elsewhere".to_owned()),
+        }
     }
 }
 

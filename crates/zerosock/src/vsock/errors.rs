@@ -108,7 +108,8 @@ pub enum StreamError {
     /// The caller: it has shut this direction down.
     #[error("this direction has been shut down")]
     ShutDown,
-    /// The caller: it holds more leases and loans than an endpoint can count.
+    /// The caller: this connection has as many leases out as are left for all others of its
+    /// endpoint.
     #[error("too many leases and loans are out at once: drop some")]
     TooManyLeases,
     /// The caller: the bytes lie in memory that the peer may write at any time, so there is no

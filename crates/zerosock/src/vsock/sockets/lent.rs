@@ -47,7 +47,7 @@ pub(crate) struct LeaseParts {
 pub(crate) enum NoLease {
     /// Nothing was received.
     Empty,
-    /// The endpoint has as many leases and loans out as it can count.
+    /// The connection has as many leases out as could still be given to all others.
     TooMany,
 }
 
@@ -123,9 +123,14 @@ impl<T> Sockets<T> {
         store: &mut impl Store<Token = T>,
     ) -> Result<LeaseParts, NoLease> {
         let conn = self.get_mut(id).ok_or(NoLease::Empty)?;
-        let (pool, leased) = (conn.pool, conn.leased);
+        let (pool, leased, lent) = (conn.pool, conn.leased, conn.lent as usize);
         if conn.parts.is_empty() {
             return Err(NoLease::Empty);
+        }
+        // Of what an endpoint can count, one connection has half at most, the next one half of the
+        // rest: a reader that never drops a lease leaves some to everybody, and to loans.
+        if lent >= self.free_lent.len() {
+            return Err(NoLease::TooMany);
         }
         let index = self.free_lent.pop().ok_or(NoLease::TooMany)?;
         let part = self.get_mut(id).and_then(|conn| conn.parts.pop_front());
@@ -183,6 +188,7 @@ impl<T> Sockets<T> {
         }
         if let Some(conn) = self.get_mut(id) {
             conn.leases = index;
+            conn.lent += 1;
         }
     }
 
@@ -198,6 +204,9 @@ impl<T> Sockets<T> {
         let lent = std::mem::take(lent);
         self.free_lent.push(index);
         self.unlink(&lent);
+        if let Some(conn) = lent.conn.and_then(|id| self.get_mut(id)) {
+            conn.lent = conn.lent.saturating_sub(1);
+        }
         if let Some(held) = lent.held {
             store.release(held.token);
             self.unlease_one(lent.conn.map_or(NONE, |id| id.index), lent.pool);

@@ -117,6 +117,8 @@ pub(crate) struct Conn<T> {
     leased: u32,
     /// The first of its leases, in no order.
     leases: u32,
+    /// How many there are, copies as well.
+    lent: u32,
     /// It held buffers for too long and has not caught up since: what comes is copied.
     stalled: bool,
     /// Its place among those who hold buffers of the pool.
@@ -209,6 +211,7 @@ impl<T> Sockets<T> {
             low_water: 1,
             held: 0,
             leased: 0,
+            lent: 0,
             leases: NONE,
             stalled: false,
             holder: NONE,

@@ -26,8 +26,12 @@ pub(crate) fn zerosock() -> Command {
 }
 
 /// Waits for something that will happen, and fails the test when it does not.
-pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+pub(crate) fn wait_until(what: &str, holds: impl FnMut() -> bool) {
+    wait_within(DEADLINE, what, holds);
+}
+
+fn wait_within(time: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + time;
     while !holds() {
         assert!(Instant::now() < deadline, "waited in vain for {what}");
         std::thread::sleep(Duration::from_millis(2));
@@ -92,9 +96,14 @@ impl Running {
     }
 
     /// Waits for its end.
-    pub(crate) fn finish(mut self) -> Ended {
+    pub(crate) fn finish(self) -> Ended {
+        self.finish_within(DEADLINE)
+    }
+
+    /// The same, for one that has a lot to do.
+    pub(crate) fn finish_within(mut self, time: Duration) -> Ended {
         let mut status = None;
-        wait_until("a process to end", || {
+        wait_within(time, "a process to end", || {
             status = self.child.try_wait().unwrap();
             status.is_some()
         });

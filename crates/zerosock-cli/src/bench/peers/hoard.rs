@@ -1,10 +1,10 @@
 //! A connection beside the measured one, on the same device, whose reader never gives anything
-//! back: it leases packet after packet until its peer has no credit left, keeps every lease, and
-//! reads in half of them all the time.
+//! back: it leases packet after packet until it gets no more, keeps every lease, and reads in half
+//! of them all the time. What it does not get stays unread, until its peer has no credit left.
 
-use std::io::Write;
+use std::io::{self, Write};
 
-use zerosock::vsock::Stream;
+use zerosock::vsock::{Lease, Stream, StreamError};
 
 use crate::bench::peers::ours::WINDOW;
 use crate::bench::worker::order::Job;
@@ -52,9 +52,18 @@ pub(crate) fn run(
     let mut leases = Vec::new();
     let mut held = 0;
     while held < WINDOW as usize {
-        let lease = second.recv().map_err(text)?.ok_or("end of file")?;
-        held += lease.len();
-        leases.push(lease);
+        match second.recv() {
+            Ok(lease) => leases.push(lease.ok_or("end of file")?),
+            Err(error) if is_bound(&error) => break,
+            Err(error) => return Err(text(error)),
+        }
+        held += leases.last().map_or(0, Lease::len);
+    }
+    // An endpoint is driven by its calls alone: what it does not get must come all the same, or
+    // its peer would wait for room.
+    second.set_low_water((WINDOW as usize - held) as u32);
+    if held < WINDOW as usize {
+        second.wait_readable().map_err(text)?;
     }
     let readings: Vec<_> = leases.iter().step_by(2).map(|lease| lease.read()).collect();
     let outcome = measure();
@@ -63,6 +72,12 @@ pub(crate) fn run(
         return Err("the hoarder held nothing".to_owned());
     }
     outcome
+}
+
+/// Whether no more leases are to be had.
+fn is_bound(error: &io::Error) -> bool {
+    let source = error.get_ref();
+    source.and_then(|source| source.downcast_ref()) == Some(&StreamError::TooManyLeases)
 }
 
 fn text(error: impl ToString) -> Fault {

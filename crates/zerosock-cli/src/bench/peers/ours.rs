@@ -48,7 +48,10 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
     if how.is_empty() || order.job != Job::Receive {
         return worker::work(&mut link, order);
     }
-    let how = how.parse()?;
+    receive(&link, how.parse()?, order)
+}
+
+fn receive(link: &Ours, how: dequeue::How, order: &Order) -> Result<(), Fault> {
     worker::work_with(|| dequeue::run(&link.stream, how, order))
 }
 

@@ -29,7 +29,8 @@ const DIRECTIONS: [(&str, [&str; 2]); 2] = [
 const METHOD: &str = "Our figure is a connection's rate beside another one on the same device whose \
     reader has leased all that its credit allows, in packets of 4 KiB, keeps every lease and has \
     half of them under a reading. The peer is the same connection while nothing is sent on the \
-    other. Both sides spin, write and read every byte.";
+    other. Both are received by leases, one piece held at a time. Both sides spin, write and read \
+    every byte.";
 
 /// Measures the table.
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {

@@ -23,7 +23,9 @@ impl Trust {
     /// For every memory with which the token, or a copy of it, is used:
     /// - **The peer** does not write a buffer while it is leased: from the moment it made the
     ///   buffer available (or returned it with bytes in it) until it gets it back. It does not
-    ///   read or write a buffer that it lends for writing, and lends no byte twice at a time.
+    ///   read or write a buffer that it lends for writing, and lends no byte twice at a time. It
+    ///   gets a buffer back through the ring, or by the answer to a message that stops the queue or
+    ///   replaces the memory; an end of the control connection gives it nothing back.
     /// - **The file** behind it cannot shrink (it has a shrink seal), since bytes that vanish under
     ///   a reference change; and nobody else has it.
     /// - **This process**, in all code that the token is given to: a slice is made only of a buffer

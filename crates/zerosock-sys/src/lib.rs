@@ -17,4 +17,7 @@ pub mod sigbus;
 mod slices;
 pub mod vsock;
 
-pub use slices::{MAX_SLICES, Received, read_slices, recv_slices, send_slices, write_slices};
+pub use slices::{
+    MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_slices, send_slices,
+    write_slices,
+};

@@ -88,6 +88,64 @@ pub fn read_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
     }
 }
 
+/// As [`read_slices`], but never blocks: with preadv2(2) and RWF_NOWAIT, or, where the kernel does
+/// not know that for sockets (before Linux 6.5), with recvmsg(2).
+///
+/// # Errors
+/// `WouldBlock` when nothing is there; of a file, that it would have to be read from its disk.
+/// `Unsupported` when it cannot be told without blocking. Else as [`read_slices`].
+pub fn read_slices_now(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
+    let (first, count) = vectors(slices);
+    let result = loop {
+        // Not every C library has a function for it. The offset in two halves, -1: that of the file.
+        let at: libc::c_long = -1;
+        // SAFETY: as in `read_slices`, and the arguments are those that preadv2(2) has as a system
+        // call, each as wide as a register at most.
+        let read = unsafe {
+            libc::syscall(
+                libc::SYS_preadv2,
+                fd.as_raw_fd(),
+                first,
+                count,
+                at,
+                at,
+                libc::RWF_NOWAIT,
+            )
+        };
+        if let Some(result) = outcome(read as libc::ssize_t) {
+            break result;
+        }
+    };
+    let is = |error: &io::Error, code| error.raw_os_error() == Some(code);
+    match result {
+        Err(error) if is(&error, libc::EOPNOTSUPP) || is(&error, libc::ENOSYS) => {
+            match recv_slices(fd, slices) {
+                Ok(received) => Ok(received.bytes),
+                Err(error) if is(&error, libc::ENOTSOCK) => Err(io::ErrorKind::Unsupported.into()),
+                Err(error) => Err(error),
+            }
+        }
+        result => result,
+    }
+}
+
+/// As [`read_slices`], from `at` on, in bytes from the beginning of the file; where the file stands
+/// does not change.
+///
+/// # Errors
+/// As [`read_slices`], and what preadv(2) answers beside.
+pub fn read_slices_at(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>], at: u64) -> io::Result<usize> {
+    let (first, count) = vectors(slices);
+    let at = libc::off_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput)?;
+    loop {
+        // SAFETY: as in `read_slices`.
+        let read = unsafe { libc::preadv(fd.as_raw_fd(), first, count, at) };
+        if let Some(result) = outcome(read) {
+            return result;
+        }
+    }
+}
+
 /// Writes from shared memory to a file, pipe or socket with one writev(2). Blocks if `fd` does.
 ///
 /// # Errors

@@ -86,6 +86,8 @@ impl Daemon {
             // A hold of no time would be over before it began, again and again.
             hold: config.hold.max(Duration::from_millis(1)),
             overflow: config.max_overflow,
+            // Nobody here holds leases.
+            old_memory: 0,
             handshakes: MAX_HANDSHAKES,
             lingering: MAX_LINGERING,
             ok: config.ok,

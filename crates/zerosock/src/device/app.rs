@@ -108,6 +108,8 @@ impl Device {
     pub(super) fn app_pool(&mut self, app: &mut App) -> u32 {
         if self.app.pool == NONE {
             self.app.pool = app.take_pool(self.addr.vm);
+            let trusted = self.process && app.trust_processes;
+            app.sockets.trust_pool(self.app.pool, trusted);
         }
         self.app.pool
     }
@@ -446,11 +448,26 @@ impl Device {
         control || self.has_broken()
     }
 
-    /// Gets back every chain that the program holds, before the queue or its memory goes.
-    pub(super) fn app_recall(&mut self, cx: &mut Context<'_>) {
+    /// Gets back every chain that the program holds, before the queue or its memory goes. False:
+    /// some are read at this moment, by somebody who trusts that they stay as they are. With
+    /// `force`, for a peer that is gone, that is no reason.
+    pub(super) fn app_recall(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
         let pool = self.app.pool;
-        if let Some(app) = cx.app.as_deref_mut().filter(|_| pool != NONE) {
-            app.sockets.recall(pool, &mut self.store());
+        match cx.app.as_deref_mut().filter(|_| pool != NONE) {
+            Some(app) => app.sockets.recall(pool, force, &mut self.store()),
+            None => true,
+        }
+    }
+
+    /// Resets a connection of which nobody reads so much that it has to be kept in copies.
+    pub(crate) fn app_give_up(&mut self, id: StreamId, cx: &mut Context<'_>) {
+        let Some(app) = cx.app.as_deref_mut() else {
+            return;
+        };
+        let flow = app.sockets.get(id).and_then(|conn| conn.flow);
+        app.sockets.give_up(id, &mut self.store());
+        if let Some(key) = flow.and_then(|flow| self.key_of(flow)) {
+            self.reset_join(key, cx);
         }
     }
 

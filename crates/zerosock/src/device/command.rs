@@ -2,9 +2,12 @@
 //!
 //! What must hold: before a queue's base is told and before memory is replaced, no chain is held
 //! and nothing of the old memory is used. Chains that siblings have are called back first; until
-//! they are here the command waits and the queue rests. A front-end that goes, or resets the
-//! device, waits for nothing: what siblings still read stays mapped, and comes back to a queue
-//! that is gone.
+//! they are here the command waits and the queue rests. So it does for who writes into a loan at
+//! that moment, and for who reads with trust. But a front-end does not wait for ever: the program
+//! that embeds the device may keep a buffer for as long as it likes, and the front-end's main loop
+//! must not stop with it. After [`RECALL`] it loses its device instead: it is told nothing that is
+//! not so, and has not got its buffer back. A front-end that goes waits for nothing: what siblings
+//! still read stays mapped, and comes back to a queue that is gone.
 
 use super::control::{DeviceCommand, Reply};
 use super::join::End;
@@ -30,6 +33,9 @@ pub(crate) enum Waiting {
 
 /// How long until the next look whether a writer has left the guest's buffers: it tells nobody.
 const LOOK: Duration = Duration::from_millis(1);
+/// How long a command waits for the program that embeds the device: longer than any copy takes, and
+/// shorter than any front-end's patience.
+const RECALL: Duration = Duration::from_secs(1);
 
 impl Device {
     /// Carries out `command`; the answer goes through `reply`, perhaps later.
@@ -179,7 +185,8 @@ impl Device {
 
     /// Copies out what is held of the guest's chains and calls back what siblings have.
     fn release_chains(&mut self, cx: &mut Context<'_>) {
-        self.app_recall(cx);
+        // Those that are read with trust come later.
+        self.app_recall(false, cx);
         let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.spill(key, 0, cx);
@@ -196,14 +203,21 @@ impl Device {
 
     /// Goes on with a command once the last chain is back.
     pub(super) fn finish_waiting(&mut self, cx: &mut Context<'_>) {
-        let (chains, loans) = match self.waiting {
+        let (chains, leases, loans) = match self.waiting {
             None => return,
-            Some(Waiting::Stop(_)) => (true, false),
-            Some(Waiting::StopReceive(_) | Waiting::Reset(_)) => (false, true),
-            Some(Waiting::Memory(..)) => (true, true),
+            Some(Waiting::Stop(_)) => (true, true, false),
+            Some(Waiting::StopReceive(_)) => (false, false, true),
+            Some(Waiting::Reset(_)) => (false, true, true),
+            Some(Waiting::Memory(..)) => (true, true, true),
         };
-        if loans && !self.recall_loans(false, cx) {
-            self.timers.set(cx.now + LOOK, Timer::Recall);
+        let mut back = !loans || self.recall_loans(false, cx);
+        back &= !leases || self.app_recall(false, cx);
+        if !back {
+            if cx.now < *self.give_up_at.get_or_insert(cx.now + RECALL) {
+                self.timers.set(cx.now + LOOK, Timer::Recall);
+            } else {
+                self.give_up(cx);
+            }
             return;
         }
         let out = self
@@ -213,6 +227,7 @@ impl Device {
         if chains && out {
             return;
         }
+        self.give_up_at = None;
         match self.waiting.take() {
             Some(Waiting::Stop(reply)) => match self.tx.take() {
                 Some(ring) => self.answer_base(TX, ring, reply, cx),
@@ -231,6 +246,16 @@ impl Device {
                 reply.done();
             }
             None => {}
+        }
+    }
+
+    /// The program does not let go of the guest's buffers, and the front-end waits.
+    fn give_up(&mut self, cx: &mut Context<'_>) {
+        let reason = "the program that has the device kept a buffer in use for too long";
+        tracing::warn!(cid = %self.cid, reason, "the front-end is turned away");
+        self.disconnect(cx);
+        if let Some(link) = self.link.take() {
+            link.close(reason);
         }
     }
 
@@ -256,7 +281,7 @@ impl Device {
     /// Closes every connection without a word to the guest, which knows of none. What it had sent
     /// before it went is still delivered.
     fn forget_connections(&mut self, cx: &mut Context<'_>) {
-        self.app_recall(cx);
+        self.app_recall(true, cx);
         self.recall_loans(true, cx);
         // Those that linger have been parted from the guest before.
         let known = self.joins.iter().filter(|(_, join)| join.flow.is_some());
@@ -276,6 +301,7 @@ impl Device {
         self.forget_connections(cx);
         // A command that still waits is answered by its token: it was not carried out.
         self.waiting = None;
+        self.give_up_at = None;
         for ring in [self.rx.take(), self.tx.take(), self.event.take()]
             .into_iter()
             .flatten()

@@ -32,6 +32,55 @@ enum Wrote {
     Lost,
 }
 
+/// Packets that are being shown to the program as they are taken in. What was shown is taken, also
+/// when the one who looks panics.
+struct Shown<'a, 'c> {
+    device: &'a mut Device,
+    cx: &'a mut Context<'c>,
+    flow: FlowId,
+    /// The one that is being looked at.
+    chain: Option<Chain>,
+    bytes: usize,
+    taken: u64,
+}
+
+impl Shown<'_, '_> {
+    /// The chain has been looked at.
+    #[inline]
+    fn give_back(&mut self) {
+        if let (Some(tx), Some(chain)) = (&mut self.device.tx, self.chain.take()) {
+            tx.complete(chain, 0);
+        }
+    }
+}
+
+impl Drop for Shown<'_, '_> {
+    #[inline]
+    fn drop(&mut self) {
+        let panicked = self.chain.is_some();
+        self.give_back();
+        let (device, cx) = (&mut *self.device, &mut *self.cx);
+        if self.bytes > 0 {
+            // A flow that ended meanwhile wants no credit.
+            let _ = device.shard.consume(self.flow, self.bytes as u32);
+        }
+        cx.counters.rx_packets.add(self.taken);
+        cx.counters.rx_bytes.add(self.bytes as u64);
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.packets_received += self.taken;
+            if panicked {
+                // Else the caller counts.
+                app.sockets.count_shown(self.bytes);
+            }
+        }
+        if device.shard.has_events() || !device.dirty.is_empty() {
+            cx.time();
+            device.drain_events(cx);
+            device.flush_dirty(cx);
+        }
+    }
+}
+
 impl Device {
     /// Whether packets of the guest must wait: answers that cannot be delivered have piled up, or
     /// a command wants the queue to be empty.
@@ -78,58 +127,53 @@ impl Device {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         cx: &mut Context<'_>,
     ) -> (usize, usize) {
-        let (mut seen, mut bytes, mut taken) = (0, 0, 0);
+        let mut shown = Shown {
+            device: self,
+            cx,
+            flow,
+            chain: None,
+            bytes: 0,
+            taken: 0,
+        };
+        let mut seen = 0;
         let mut go_on = true;
         while go_on
             && seen < bounds.packets
-            && taken < BUDGET as u64
-            && !self.receive_blocked()
-            && !self.app_is_full(cx)
+            && shown.taken < BUDGET as u64
+            && !shown.device.receive_blocked()
+            && !shown.device.app_is_full(shown.cx)
         {
-            let Some(chain) = self.tx.as_mut().and_then(|tx| tx.pop()) else {
+            let device = &mut *shown.device;
+            let Some(chain) = device.tx.as_mut().and_then(|tx| tx.pop()) else {
                 break;
             };
-            taken += 1;
-            let Some((chain, of, len)) = self.open(chain, cx) else {
+            shown.taken += 1;
+            let Some((chain, of, len)) = device.open(chain, shown.cx) else {
                 continue;
             };
-            let Some(tx) = self.tx.as_mut() else { break };
+            let Some(tx) = device.tx.as_mut() else { break };
             let mut slices = SliceBuf::<4>::new();
-            let readable = chain.readable();
             let memory = tx.queue.memory();
             let mut want = if of == flow { len as usize } else { 0 };
-            if want > bounds.bytes - bytes {
+            if want > bounds.bytes - shown.bytes {
                 want = 0;
             }
-            if want > 0 && memory.slices(readable, HEADER_LEN, want, &mut slices) == want {
+            let chain = shown.chain.insert(chain);
+            if want > 0 && memory.slices(chain.readable(), HEADER_LEN, want, &mut slices) == want {
+                shown.bytes += want;
                 go_on = look(Payload::in_place(&slices));
-                tx.complete(chain, 0);
+                shown.give_back();
                 seen += 1;
-                bytes += want;
-            } else {
-                cx.time();
-                self.deliver(chain, of, len, cx);
+            } else if let Some(chain) = shown.chain.take() {
+                shown.cx.time();
+                device.deliver(chain, of, len, shown.cx);
                 if of == flow {
                     // Those behind a packet that is held are held too.
                     break;
                 }
             }
         }
-        if bytes > 0 {
-            // A flow that ended meanwhile wants no credit.
-            let _ = self.shard.consume(flow, bytes as u32);
-        }
-        cx.counters.rx_packets.add(taken);
-        cx.counters.rx_bytes.add(bytes as u64);
-        if let Some(app) = cx.app.as_deref_mut() {
-            app.tally.packets_received += taken;
-        }
-        if self.shard.has_events() || !self.dirty.is_empty() {
-            cx.time();
-            self.drain_events(cx);
-            self.flush_dirty(cx);
-        }
-        (seen, bytes)
+        (seen, shown.bytes)
     }
 
     fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {

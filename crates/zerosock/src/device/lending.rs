@@ -42,8 +42,6 @@ pub(crate) struct Loan {
     reservation: Option<Reservation>,
     /// What was in the buffer when it was taken back.
     copy: Option<Copied>,
-    /// Bytes of it that have left in packets of their own.
-    sent: usize,
 }
 
 #[derive(Debug)]
@@ -59,10 +57,6 @@ struct Lent {
 /// Memory tables that were replaced.
 #[derive(Debug, Default)]
 pub(super) struct OldMemory(Vec<(Weak<Memory>, u64)>);
-
-/// Old memory that may be kept alive by leases before further ones are copies, whatever the size
-/// of the guest: as much as costs a host nothing.
-const OLD_FREE: u64 = 1 << 30;
 
 impl OldMemory {
     /// Bytes of those that are still alive.
@@ -192,7 +186,6 @@ impl Device {
             chain,
             reservation: Some(reservation),
             copy: None,
-            sent: 0,
         });
         let len = len as usize;
         Ok(LoanParts { index, len, place })
@@ -239,8 +232,8 @@ impl Device {
         fits(rx.queue.available()) || fits(rx.queue.posted())
     }
 
-    /// Sends the first `len` bytes of a loan: where they lie, or as a copy of `private`, or of what
-    /// was in the buffer when it was taken back. After `WouldBlock` the loan stands.
+    /// See [`Engine::send_loan`](crate::vsock::engine::Engine::send_loan). One whose buffer was
+    /// taken back is sent from where its holder has what was in it.
     pub(crate) fn app_send_loan(
         &mut self,
         index: u32,
@@ -248,7 +241,7 @@ impl Device {
         len: usize,
         private: Option<&[u8]>,
         cx: &mut Context<'_>,
-    ) -> Result<(), SendFault> {
+    ) -> Result<usize, SendFault> {
         let Some(app) = cx.app.as_deref_mut() else {
             return Err(SendFault::Unknown);
         };
@@ -256,10 +249,12 @@ impl Device {
         let len = len.min(loan.len as usize);
         if len == 0 {
             self.app_drop_loan(index, cx);
-            return Ok(());
+            return Ok(0);
         }
         if loan.chain.is_none() {
-            return self.send_copy(index, flow, len, private, cx);
+            let bytes = private.unwrap_or_default();
+            let bytes = bytes.get(..len).unwrap_or(bytes);
+            return self.send_copy(index, flow, bytes, cx);
         }
         let Some(Loan {
             chain: Some(lent),
@@ -291,44 +286,36 @@ impl Device {
             app.tally.sent_in_place += len as u64;
             app.tally.packets_sent += 1;
         }
-        Ok(())
+        Ok(len)
     }
 
+    /// Sends `bytes` of a loan by copying. The loan is over when all of them are sent.
     fn send_copy(
         &mut self,
         index: u32,
         flow: FlowId,
-        len: usize,
-        private: Option<&[u8]>,
+        bytes: &[u8],
         cx: &mut Context<'_>,
-    ) -> Result<(), SendFault> {
+    ) -> Result<usize, SendFault> {
         let loan = cx.app.as_deref_mut().and_then(|app| app.loan_mut(index));
         let loan = loan.ok_or(SendFault::Unknown)?;
-        let (id, start) = (loan.id, loan.sent);
-        let kept = loan.copy.clone();
+        let id = loan.id;
         if let Some(reservation) = loan.reservation.take() {
             self.shard.cancel(reservation);
         }
-        let kept = kept.as_ref().and_then(|(bytes, from)| bytes.get(*from..));
-        let bytes = private.or(kept).unwrap_or_default();
-        let rest = bytes.get(start..len.min(bytes.len())).unwrap_or_default();
-        let result = if rest.is_empty() {
-            Ok(0)
-        } else {
-            self.app_write(id, flow, rest, cx)
-        };
+        let result = self.app_write(id, flow, bytes, cx);
         let app = cx.app.as_deref_mut().ok_or(SendFault::Unknown)?;
         match result {
-            Ok(sent) if sent < rest.len() => {
+            Ok(sent) if sent < bytes.len() => {
                 if let Some(loan) = app.loan_mut(index) {
-                    loan.sent = start + sent;
+                    loan.len = loan.len.saturating_sub(sent as u32);
                 }
-                Err(SendFault::WouldBlock)
+                Ok(sent)
             }
             Err(SendFault::WouldBlock) => Err(SendFault::WouldBlock),
             done => {
                 app.remove_loan(index);
-                done.map(drop)
+                done
             }
         }
     }
@@ -409,13 +396,14 @@ impl Device {
 
     /// Whether leases and loans may be in place: so much old memory is not kept alive that more
     /// would be too much. Twice the guest's own size is allowed, since a guest that reboots while
-    /// somebody reads keeps one old table alive, and an unlucky one two; and 1 GiB for small ones.
+    /// somebody reads keeps one old table alive, and an unlucky one two; and
+    /// [`Limits::old_memory`](super::Limits) for small ones.
     pub(crate) fn weigh_old(&mut self, cx: &mut Context<'_>) -> bool {
         if self.app.old.0.is_empty() {
             return true;
         }
         let size = self.memory.as_ref().map_or(0, |memory| memory.size());
-        let few = self.app.old.alive() <= OLD_FREE.max(size.saturating_mul(2));
+        let few = self.app.old.alive() <= cx.limits.old_memory.max(size.saturating_mul(2));
         if let Some(app) = cx.app.as_deref_mut() {
             app.sockets.lease_copies(self.app.pool, !few);
         }

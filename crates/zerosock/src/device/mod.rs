@@ -71,8 +71,12 @@ pub(crate) struct Limits {
     pub(crate) connect: Duration,
     /// How long a stalled connection may hold chains of the guest.
     pub(crate) hold: Duration,
-    /// Bytes that all connections of a device together may have in overflow buffers.
+    /// Bytes that all connections of a device together may have in overflow buffers; those with
+    /// the program that embeds it as much again.
     pub(crate) overflow: usize,
+    /// Bytes of memory that a guest does not use any more and leases may keep alive, or twice the
+    /// guest's own if that is more.
+    pub(crate) old_memory: u64,
     /// Host programs that may be connected without having said CONNECT.
     pub(crate) handshakes: usize,
     /// Host sockets that may still be taking bytes of connections that have ended.
@@ -127,6 +131,8 @@ pub(crate) struct Device {
     announce_reset: bool,
     /// A command that waits for chains to come back from siblings.
     waiting: Option<command::Waiting>,
+    /// When it waits no more.
+    give_up_at: Option<Instant>,
 
     joins: Slab<Join>,
     /// From the index of a flow to the key of its join.
@@ -179,6 +185,7 @@ impl Device {
             fresh: true,
             announce_reset: false,
             waiting: None,
+            give_up_at: None,
             joins: Slab::new(),
             by_flow: Vec::new(),
             lingering: 0,

@@ -54,6 +54,8 @@ pub(super) struct Listener {
 #[derive(Debug)]
 pub(crate) struct App {
     pub(crate) sockets: Sockets<HostToken>,
+    /// Readers may have plain slices of what processes share.
+    pub(crate) trust_processes: bool,
     listeners: Vec<Listener>,
     stirred: VecDeque<Port>,
     /// The device of each pool.
@@ -65,10 +67,17 @@ pub(crate) struct App {
 }
 
 impl App {
-    pub(crate) fn new(words: Arc<Leases>, hold: std::time::Duration) -> App {
+    /// Buffers are held for `hold` and copies are `most_copied` bytes at most, of each device.
+    pub(crate) fn new(
+        words: Arc<Leases>,
+        hold: std::time::Duration,
+        most_copied: usize,
+        trust_processes: bool,
+    ) -> App {
         let capacity = words.capacity();
         App {
-            sockets: Sockets::new(words, hold),
+            sockets: Sockets::new(words, hold, most_copied),
+            trust_processes,
             listeners: Vec::new(),
             stirred: VecDeque::new(),
             pools: Vec::new(),
@@ -103,6 +112,7 @@ impl App {
         if let Some(place) = self.pools.get_mut(pool as usize) {
             *place = None;
             self.sockets.lease_copies(pool, false);
+            self.sockets.trust_pool(pool, false);
         }
     }
 

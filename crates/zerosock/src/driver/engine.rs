@@ -269,7 +269,7 @@ impl Engine for Driver {
         index: u32,
         len: usize,
         private: Option<&[u8]>,
-    ) -> Result<(), SendFault> {
+    ) -> Result<usize, SendFault> {
         self.send_lent(index, len, private)
     }
 

@@ -19,6 +19,36 @@ use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 /// Packets taken in by one turn before the user gets a say.
 const TURN_BUDGET: u16 = 256;
 
+/// Packets that are being shown as they are taken in. What was shown is taken, also when the one
+/// who looks panics.
+struct Shown<'a> {
+    driver: &'a mut Driver,
+    flow: FlowId,
+    /// The one that is being looked at.
+    slot: Option<u16>,
+    bytes: usize,
+    taken: u64,
+}
+
+impl Drop for Shown<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let driver = &mut *self.driver;
+        if let Some(slot) = self.slot {
+            driver.store.release(slot);
+            // Else the caller counts.
+            driver.sockets.count_shown(self.bytes);
+        }
+        driver.stats.rx_packets += self.taken;
+        if self.bytes > 0 {
+            driver.store.consumed(POOL, self.flow, self.bytes as u32);
+        }
+        if driver.store.shard.has_events() {
+            driver.take_core_events(driver.now());
+        }
+    }
+}
+
 impl Driver {
     /// Takes packets from the receive queue into the protocol core.
     pub(super) fn take_packets(&mut self, now: Instant) -> Result<bool, DriverError> {
@@ -53,42 +83,50 @@ impl Driver {
         if !self.store.rx.has_used() {
             return Ok((0, 0));
         }
-        let (mut seen, mut bytes, mut taken) = (0, 0, 0u64);
+        let mut shown = Shown {
+            driver: self,
+            flow,
+            slot: None,
+            bytes: 0,
+            taken: 0,
+        };
+        let mut seen = 0;
         let mut go_on = true;
-        while go_on && seen < bounds.packets && taken < u64::from(TURN_BUDGET) && !self.is_blocked()
+        while go_on
+            && seen < bounds.packets
+            && shown.taken < u64::from(TURN_BUDGET)
+            && !shown.driver.is_blocked()
         {
-            let Some((slot, written)) = self.store.rx.take()? else {
+            let driver = &mut *shown.driver;
+            let Some((slot, written)) = driver.store.rx.take()? else {
                 break;
             };
-            taken += 1;
-            let Some((of, len)) = self.take_packet(None, slot, written) else {
+            shown.taken += 1;
+            let Some((of, len)) = driver.take_packet(None, slot, written) else {
                 continue;
             };
-            let arena = &self.store.arena;
+            let arena = &driver.store.arena;
             let piece = arena.rx_data.pieces(slot).first();
             let len_shown = len as usize;
             match piece.and_then(|piece| arena.memory.slice(*piece)) {
-                Some(slice) if of == flow && (1..=bounds.bytes - bytes).contains(&len_shown) => {
+                Some(slice)
+                    if of == flow && (1..=bounds.bytes - shown.bytes).contains(&len_shown) =>
+                {
+                    shown.slot = Some(slot);
+                    shown.bytes += len_shown;
                     go_on = look(Payload::in_place(&[slice.part(0, len_shown)]));
-                    self.store.release(slot);
+                    shown.slot = None;
+                    shown.driver.store.release(slot);
                     seen += 1;
-                    bytes += len_shown;
                 }
                 _ => {
-                    self.hold(self.now(), slot, of, len);
+                    driver.hold(driver.now(), slot, of, len);
                     // Those behind a packet that is held are held too.
                     go_on = of != flow;
                 }
             }
         }
-        self.stats.rx_packets += taken;
-        if bytes > 0 {
-            self.store.consumed(POOL, flow, bytes as u32);
-        }
-        if self.store.shard.has_events() {
-            self.take_core_events(self.now());
-        }
-        Ok((seen, bytes))
+        Ok((seen, shown.bytes))
     }
 
     /// Payload for a connection, if it still is one of ours.

@@ -131,7 +131,7 @@ impl Driver {
         index: u32,
         len: usize,
         private: Option<&[u8]>,
-    ) -> Result<(), SendFault> {
+    ) -> Result<usize, SendFault> {
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
         let (slot, reservation, copied) = match out {
             Out::InPlace(loan) => (loan.slot, loan.reservation, false),
@@ -168,7 +168,7 @@ impl Driver {
         if len == 0 {
             self.store.shard.cancel(reservation);
             self.tx.put_back(slot);
-            return Ok(());
+            return Ok(0);
         }
         self.send_slot(slot, reservation, len as u32)
             .map_err(fault)?;
@@ -178,7 +178,7 @@ impl Driver {
             &mut self.loans.sent_in_place
         };
         *counted += len as u64;
-        Ok(())
+        Ok(len)
     }
 
     /// A loan was dropped unsent.

@@ -89,6 +89,8 @@ use watch::Watch;
 
 /// How long received bytes may keep a receive slot when they can be moved elsewhere.
 const HOLD: time::Duration = time::Duration::from_millis(20);
+/// Bytes that all connections together may have in copies because nobody reads them.
+const MOST_COPIED: usize = 64 << 20;
 /// The receive slots, all that [`Sockets`] has to share out.
 const POOL: u32 = 0;
 /// Turns that found nothing, after which one looks whether the device is still there: nobody else
@@ -190,7 +192,7 @@ impl Driver {
         // Each slot can be out on a lease or a loan, and as many copies beside.
         let words = Arc::new(Leases::new((4 * usize::from(slots)).max(256)));
         let loans = Loans::new(words.capacity(), slots);
-        let mut sockets = Sockets::new(words, HOLD);
+        let mut sockets = Sockets::new(words, HOLD, MOST_COPIED);
         // The first one: POOL.
         sockets.add_pool(u32::from(slots));
         Ok(Driver {
@@ -344,6 +346,9 @@ impl Driver {
             self.handle_timeout(now);
         }
         busy |= self.take_packets(now)?;
+        if self.sockets.is_over() {
+            self.shed();
+        }
         self.take_core_events(now);
         self.transmit_control(now)?;
         self.idle(busy)?;
@@ -385,6 +390,18 @@ impl Driver {
         self.sockets.handle_timeout(now, &mut self.store);
         if self.store.shard.poll_timeout().is_some_and(|at| at <= now) {
             self.store.shard.handle_timeout(now);
+        }
+    }
+
+    /// Resets the connections with most unread copies: there are too many of those.
+    #[cold]
+    fn shed(&mut self) {
+        for stream in self.sockets.overfull() {
+            if let Some(flow) = self.sockets.get(stream).and_then(|entry| entry.flow) {
+                // A flow that ended meanwhile needs no reset.
+                let _ = self.store.shard.reset(flow);
+            }
+            self.sockets.give_up(stream, &mut self.store);
         }
     }
 

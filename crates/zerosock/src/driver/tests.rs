@@ -99,7 +99,9 @@ fn loans_leave_slots_for_others_and_go_on_as_copies() {
                 memory.write(pieces, 0, &bytes);
                 driver.send_loan(loan.index, 7, None).unwrap();
             }
-            _ => driver.send_loan(loan.index, 7, Some(&bytes)).unwrap(),
+            _ => {
+                driver.send_loan(loan.index, 7, Some(&bytes)).unwrap();
+            }
         }
         assert_eq!(
             driver.send_loan(loan.index, 7, None),

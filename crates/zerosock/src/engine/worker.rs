@@ -435,6 +435,7 @@ mod tests {
             connect: second,
             hold: second,
             overflow: 1 << 20,
+            old_memory: 0,
             handshakes: 1,
             lingering: 1,
             ok: OkConvention::GuestPort,

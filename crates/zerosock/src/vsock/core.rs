@@ -367,9 +367,18 @@ impl Core {
         self.collect();
     }
 
+    /// Whoever read or wrote leased memory does so no more.
+    #[inline]
+    pub(crate) fn leave(&self, index: u32) {
+        if self.leases.leave(index) {
+            self.collect();
+        }
+    }
+
     /// Gives back what was dropped, unless somebody has the lock, who will.
     fn collect(&self) {
-        while self.leases.any_dropped() {
+        let mut more = self.leases.any_dropped();
+        while more {
             let guard = match self.state.try_lock() {
                 Ok(guard) => guard,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -381,6 +390,7 @@ impl Core {
             locked.settle_waiters();
             // Without what `drop` does: this loop does it.
             locked.release();
+            more = self.leases.any_dropped_meanwhile();
         }
     }
 
@@ -978,7 +988,7 @@ impl Drop for Locked<'_> {
             self.hand_over();
         }
         self.release();
-        if self.core.leases.any_dropped() {
+        if self.core.leases.any_dropped_meanwhile() {
             self.core.collect();
         }
     }

@@ -313,14 +313,15 @@ pub(crate) trait Engine: Send {
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
 
     /// Sends the first `len` bytes of a loan; of `private` if the loan was not in place. The loan is
-    /// over, whatever comes of it, but for `WouldBlock`: a private one found no buffer, is still
-    /// out, and can be sent again or given back.
+    /// over, whatever comes of it, unless it was private and found no buffer (`WouldBlock`), or not
+    /// enough of them: fewer than `len` bytes were sent. Then the rest is still out, and can be
+    /// sent or given back.
     fn send_loan(
         &mut self,
         index: u32,
         len: usize,
         private: Option<&[u8]>,
-    ) -> Result<(), SendFault>;
+    ) -> Result<usize, SendFault>;
 
     /// Whether a write would do something now: send, or fail. If not, the connection is named by
     /// [`next_stirred`](Engine::next_stirred) when it would.

@@ -116,8 +116,12 @@ pub enum StreamError {
     /// plain slice of them; copy, or declare trust when opening the endpoint.
     #[error("the peer may write this memory: copy out of it, or declare trust")]
     Untrusted,
-    /// The memory of a loan went back to the peer before it was sent.
-    #[error("the memory of the loan went back to the peer")]
+    /// Nobody: the buffer lies in several pieces of the peer's memory, so there is no one slice of
+    /// it; use the calls that take pieces, or copy.
+    #[error("the buffer lies in several pieces: there is no one slice of it")]
+    Scattered,
+    /// The memory of a lease or a loan went back to the peer: what it holds means nothing.
+    #[error("the memory went back to the peer")]
     Torn,
 }
 
@@ -128,6 +132,7 @@ impl From<StreamError> for Error {
             StreamError::PeerDeaf | StreamError::ShutDown => ErrorKind::BrokenPipe,
             StreamError::TooManyLeases => ErrorKind::OutOfMemory,
             StreamError::Untrusted => ErrorKind::PermissionDenied,
+            StreamError::Scattered => ErrorKind::Unsupported,
         };
         Error::new(kind, error)
     }

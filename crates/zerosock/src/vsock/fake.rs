@@ -212,7 +212,7 @@ impl Engine for Fake {
         Err(SendFault::WouldBlock)
     }
 
-    fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<(), SendFault> {
+    fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<usize, SendFault> {
         Err(SendFault::Unknown)
     }
 

@@ -279,6 +279,21 @@ impl HostBuilder {
         self
     }
 
+    /// Bytes of one VM or process that are kept in copies because the program does not read them,
+    /// over all its connections. Above it those with most are reset. At first 64 MiB.
+    pub fn max_copied(mut self, bytes: usize) -> HostBuilder {
+        self.config.max_overflow = bytes;
+        self
+    }
+
+    /// Bytes of memory that one VM or process uses no more and that is kept alive for those who
+    /// still read it ([`Reading::is_torn`](super::Reading::is_torn)); at least twice what it uses.
+    /// Above it leases from that guest are copies, until some are dropped. At first 1 GiB.
+    pub fn old_memory(mut self, bytes: u64) -> HostBuilder {
+        self.config.old_memory = bytes;
+        self
+    }
+
     /// How long a connect waits for an answer. At first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> HostBuilder {
         self.config.connect_timeout = timeout;

@@ -5,8 +5,9 @@
 //! nobody reads, the bytes are copied out and the buffer returns. The holder sees the same bytes
 //! either way. While a [`Reading`] lives they stay where they are.
 //!
-//! What must hold: no reference to peer memory without the opener's declaration of trust; what is
-//! copied out is copied once; a lease goes back exactly once.
+//! What must hold: no reference to peer memory without the opener's declaration of trust, and no
+//! new one to memory that was torn away; what is copied out is copied once; a lease goes back
+//! exactly once.
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -122,6 +123,8 @@ pub struct Reading<'l> {
     body: &'l Body,
     /// The bytes, if the endpoint has moved them.
     copy: Option<Copied>,
+    /// It has moved them, and they are nowhere.
+    lost: bool,
 }
 
 impl<'a> Lease<'a> {
@@ -192,16 +195,19 @@ impl<'a> Lease<'a> {
     }
 
     /// The bytes as one shared buffer that any number of readers can have without a copy. The
-    /// buffer goes back to its sender when the last of them is gone.
+    /// buffer goes back to its sender when the last of them is gone. Bytes that lie in several
+    /// pieces are copied, once, since a `Bytes` is one.
     ///
     /// # Errors
     /// [`StreamError::Untrusted`], and the lease as it was: the peer may write the bytes at any
-    /// time, and `Bytes` is a plain slice.
+    /// time, and `Bytes` is a plain slice. [`StreamError::Torn`]: see [`Reading::is_torn`].
     pub fn into_bytes(self) -> Result<Bytes, (StreamError, Self)> {
-        if self.read().as_slice().is_none() {
-            return Err((StreamError::Untrusted, self));
+        let shared = self.read().share();
+        match shared {
+            Ok(Some(copy)) => Ok(Bytes::from(copy)),
+            Ok(None) => Ok(Bytes::from_owner(Shared::new(self.into_owned()))),
+            Err(error) => Err((error, self)),
         }
-        Ok(Bytes::from_owner(Shared::new(self.into_owned())))
     }
 }
 
@@ -212,14 +218,50 @@ impl OwnedLease {
         self.body.len
     }
 
+    /// As [`Lease::is_in_place`].
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.body.place, Place::InPlace { .. })
+    }
+
     /// Keeps the bytes where they are, to be read there.
     pub fn read(&self) -> Reading<'_> {
         Reading::new(&self.core, &self.body)
     }
 
+    /// Copies bytes from `offset` on to `out`; how many. Safe with any peer.
+    pub fn copy_to(&self, offset: usize, out: &mut [u8]) -> usize {
+        self.read().copy_to(offset, out)
+    }
+
     /// A copy of all bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         self.read().to_vec()
+    }
+
+    /// A copy of the value at `offset`; `None` if it does not lie within the lease.
+    pub fn read_as<T: FromBytes>(&self, offset: usize) -> Option<T> {
+        self.read().read_as(offset)
+    }
+
+    /// Writes all bytes to `fd`, straight from where they lie; how many the system took.
+    ///
+    /// # Errors
+    /// Those of `writev(2)`.
+    pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
+        self.read().write_to(fd)
+    }
+
+    /// As [`Lease::into_bytes`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn into_bytes(self) -> Result<Bytes, (StreamError, Self)> {
+        let shared = self.read().share();
+        match shared {
+            Ok(Some(copy)) => Ok(Bytes::from(copy)),
+            Ok(None) => Ok(Bytes::from_owner(Shared::new(self))),
+            Err(error) => Err((error, self)),
+        }
     }
 }
 
@@ -237,20 +279,21 @@ impl Drop for OwnedLease {
 
 impl<'l> Reading<'l> {
     fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
-        let copy = match &body.place {
-            Place::Copied(_) => None,
-            Place::InPlace { .. } => match core.leases().enter(body.index) {
-                Entered::InPlace => None,
-                // It is there: the endpoint puts it there before it says that it has moved them.
-                Entered::Moved => Some(
-                    core.lock()
-                        .engine()
-                        .copy_of(body.index)
-                        .unwrap_or_else(|| (Arc::new(vec![0; body.len]), 0)),
-                ),
-            },
-        };
-        Reading { core, body, copy }
+        let (mut copy, mut lost) = (None, false);
+        if let Place::InPlace { .. } = &body.place
+            && core.leases().enter(body.index) == Entered::Moved
+        {
+            // It is there: the endpoint puts it there before it says that it has moved them.
+            copy = core.lock().engine().copy_of(body.index);
+            debug_assert!(copy.is_some(), "moved to nowhere");
+            lost = copy.is_none();
+        }
+        Reading {
+            core,
+            body,
+            copy,
+            lost,
+        }
     }
 
     /// Where the bytes are, if in private memory.
@@ -270,16 +313,38 @@ impl<'l> Reading<'l> {
 
     /// Whether the peer got its memory back although we were reading (it disconnected, rebooted,
     /// or changed its memory): the memory is still there, but what it holds means nothing.
+    ///
+    /// It stays mapped for as long as the reading lives, so who reads for long keeps memory alive
+    /// that its guest uses no more. Up to a bound, which is
+    /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory) and at least twice the guest's
+    /// size: beyond it further leases from that guest are copies.
     pub fn is_torn(&self) -> bool {
-        self.private().is_none() && self.core.leases().is_torn(self.body.index)
+        self.private().is_none() && (self.lost || self.core.leases().is_torn(self.body.index))
+    }
+
+    /// Whether the bytes may become a shared buffer as they are; or a copy, if they have to.
+    fn share(&self) -> Result<Option<Vec<u8>>, StreamError> {
+        if self.private().is_some() {
+            return Ok(None);
+        }
+        if self.is_torn() {
+            return Err(StreamError::Torn);
+        }
+        if self.body.trust.is_none() {
+            return Err(StreamError::Untrusted);
+        }
+        Ok(self.as_slice().is_none().then(|| self.to_vec()))
     }
 
     /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for
     /// process peers, declare trust when opening the endpoint. `None` also for bytes that lie in
-    /// more than one piece.
+    /// more than one piece, or were torn away ([`is_torn`](Self::is_torn)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         if let Some(bytes) = self.private() {
             return Some(bytes);
+        }
+        if self.is_torn() {
+            return None;
         }
         let Place::InPlace {
             memory,
@@ -300,6 +365,28 @@ impl<'l> Reading<'l> {
         T::ref_from_prefix(self.as_slice()?)
             .ok()
             .map(|(value, _)| value)
+    }
+
+    /// The values from `offset` on where they lie, as many as are there whole. `None` as for
+    /// [`view`](Self::view).
+    ///
+    /// ```
+    /// use std::io::Write;
+    ///
+    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+    /// (&process).write_all(&[0, 0, 0, 0, 0, 0, 0x80, 0x3f, 0, 0, 0, 0x40])?;
+    /// let lease = host.recv()?.expect("a packet");
+    /// if cfg!(target_endian = "little") {
+    ///     assert_eq!(lease.read().view_slice::<f32>(4), Some(&[1.0, 2.0][..]));
+    /// }
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    pub fn view_slice<T: FromBytes + Immutable>(&self, offset: usize) -> Option<&[T]> {
+        let bytes = self.as_slice()?.get(offset..)?;
+        let count = bytes.len().checked_div(size_of::<T>())?;
+        <[T]>::ref_from_prefix_with_elems(bytes, count)
+            .ok()
+            .map(|(values, _)| values)
     }
 
     /// A copy of the value at `offset`; `None` if it does not lie within the lease.
@@ -389,8 +476,8 @@ impl<'l> Reading<'l> {
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        if self.private().is_none() {
-            self.core.leases().leave(self.body.index);
+        if self.private().is_none() && !self.lost {
+            self.core.leave(self.body.index);
         }
     }
 }
@@ -400,13 +487,16 @@ struct Shared {
     lease: OwnedLease,
     /// The bytes, if the endpoint had moved them before.
     copy: Option<Copied>,
+    /// It had, and they are nowhere.
+    lost: bool,
 }
 
 impl Shared {
     fn new(lease: OwnedLease) -> Shared {
         // The reading goes on for as long as this lives; the drop ends it.
-        let copy = std::mem::ManuallyDrop::new(lease.read()).copy.take();
-        Shared { lease, copy }
+        let mut reading = std::mem::ManuallyDrop::new(lease.read());
+        let (copy, lost) = (reading.copy.take(), reading.lost);
+        Shared { lease, copy, lost }
     }
 
     fn reading(&self) -> std::mem::ManuallyDrop<Reading<'_>> {
@@ -414,6 +504,7 @@ impl Shared {
             core: &self.lease.core,
             body: &self.lease.body,
             copy: self.copy.clone(),
+            lost: self.lost,
         })
     }
 }

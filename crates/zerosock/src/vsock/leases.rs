@@ -9,18 +9,26 @@
 //! whoever next has the endpoint's lock takes the whole stack at once (which is why a plain linked
 //! list has no ABA problem here).
 //!
+//! The endpoint that wanted the bytes of a lease under a reader leaves a mark in its word. The
+//! reader who leaves last sees it, and puts one more index on the stack, which is no lease's: *look
+//! again*. So a lease that is read for long costs no timer.
+//!
 //! What must hold: an index is on the stack at most once (a lease is dropped once), and is given
-//! out again only after it was taken off; nothing here allocates after the start.
+//! out again only after it was taken off; nobody begins to write to memory that was torn away;
+//! nothing here allocates after the start.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, compiler_fence, fence};
 
 /// No index.
 pub(crate) const NONE: u32 = u32::MAX;
 /// The bytes lie elsewhere now: ask the endpoint.
 const MOVED: u32 = 1 << 31;
-/// The memory is still mapped, but the peer may do with it what it likes. The bits below count who
-/// is reading.
+/// The memory is still mapped, but the peer may do with it what it likes.
 const TORN: u32 = 1 << 30;
+/// The endpoint would have the bytes moved: it is to be told when nobody reads any more.
+const WANTED: u32 = 1 << 29;
+/// How many are reading.
+const READERS: u32 = WANTED - 1;
 
 #[derive(Debug)]
 struct Word {
@@ -32,6 +40,7 @@ struct Word {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Leases {
+    /// The last one stands for *look again*; its state is 1 while it is on the stack.
     words: Box<[Word]>,
     dropped: AtomicU32,
 }
@@ -52,14 +61,28 @@ impl Leases {
             next: AtomicU32::new(NONE),
         };
         Leases {
-            words: (0..capacity).map(word).collect(),
+            words: (0..=capacity).map(word).collect(),
             dropped: AtomicU32::new(NONE),
         }
     }
 
     /// How many leases and loans may be out at once.
     pub(crate) fn capacity(&self) -> usize {
-        self.words.len()
+        self.words.len() - 1
+    }
+
+    /// The index that says *look again*.
+    #[inline]
+    pub(crate) fn look(&self) -> u32 {
+        self.capacity() as u32
+    }
+
+    /// The look begins: whoever leaves from now on asks for another one. By the endpoint alone.
+    pub(crate) fn begin_look(&self) {
+        if let Some(look) = self.word(self.look()) {
+            // AcqRel: a reader that finds it on the stack still has left before it is looked.
+            look.state.swap(0, Ordering::AcqRel);
+        }
     }
 
     fn word(&self, index: u32) -> Option<&Word> {
@@ -74,28 +97,55 @@ impl Leases {
         }
     }
 
-    /// A holder begins to read.
+    /// A holder begins to read. Torn memory may still be read, since it is mapped.
     #[inline]
     pub(crate) fn enter(&self, index: u32) -> Entered {
+        self.enter_unless(index, MOVED)
+    }
+
+    /// A holder begins to write. Not to torn memory: the peer was told that nobody does any more.
+    #[inline]
+    pub(crate) fn enter_to_write(&self, index: u32) -> Entered {
+        self.enter_unless(index, MOVED | TORN)
+    }
+
+    #[inline]
+    fn enter_unless(&self, index: u32, gone: u32) -> Entered {
         let Some(word) = self.word(index) else {
             return Entered::Moved;
         };
         // Acquire: pairs with the Release in `leave` and `try_move`, so that a reader that is let
         // in reads after whatever was decided before.
         let before = word.state.fetch_add(1, Ordering::Acquire);
-        if before & MOVED == 0 {
+        if before & gone == 0 {
             return Entered::InPlace;
         }
         word.state.fetch_sub(1, Ordering::Relaxed);
         Entered::Moved
     }
 
-    /// A holder has read. True: the memory was torn away meanwhile.
+    /// A holder has read, or written. True: the endpoint waits for that, and *look again* is on
+    /// the stack.
     #[inline]
     pub(crate) fn leave(&self, index: u32) -> bool {
-        self.word(index)
-            // Release: what was read was read before the endpoint gives the buffer away.
-            .is_some_and(|word| word.state.fetch_sub(1, Ordering::Release) & TORN != 0)
+        let Some(word) = self.word(index) else {
+            return false;
+        };
+        // Release: what was read was read before the endpoint gives the buffer away.
+        let before = word.state.fetch_sub(1, Ordering::Release);
+        before & WANTED != 0 && before & READERS == 1 && self.ask_to_look()
+    }
+
+    #[cold]
+    fn ask_to_look(&self) -> bool {
+        let look = self.look();
+        // AcqRel: see `begin_look`.
+        if let Some(word) = self.word(look)
+            && word.state.swap(1, Ordering::AcqRel) == 0
+        {
+            self.drop_one(look);
+        }
+        true
     }
 
     /// Whether the memory was torn away.
@@ -105,16 +155,28 @@ impl Leases {
             .is_some_and(|word| word.state.load(Ordering::Acquire) & TORN != 0)
     }
 
-    /// Claims the bytes of a lease that nobody reads, so that they can be moved. From then on
-    /// nobody is let in.
+    /// Claims the bytes of a lease that nobody reads, so that they can be moved: from then on
+    /// nobody is let in. If somebody does, the last who leaves asks for another look.
     pub(crate) fn try_move(&self, index: u32) -> bool {
-        self.word(index).is_some_and(|word| {
-            // A reader that has just turned back may still be counted: the claim is then made at
-            // the next attempt. AcqRel: see `enter`.
-            word.state
-                .compare_exchange(0, MOVED, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
-        })
+        let Some(word) = self.word(index) else {
+            return false;
+        };
+        let mut state = word.state.load(Ordering::Relaxed);
+        loop {
+            if state & (MOVED | TORN) != 0 {
+                return false;
+            }
+            let free = state & READERS == 0;
+            let next = if free { MOVED } else { state | WANTED };
+            // AcqRel: see `enter_unless`.
+            match word
+                .state
+                .compare_exchange_weak(state, next, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return free,
+                Err(now) => state = now,
+            }
+        }
     }
 
     /// Says that the peer has its memory back although somebody reads.
@@ -140,10 +202,22 @@ impl Leases {
                 Ordering::Release,
                 Ordering::Relaxed,
             ) {
-                Ok(_) => return,
+                Ok(_) => break,
                 Err(now) => head = now,
             }
         }
+        // Whoever drops looks next whether somebody has the lock. See `any_dropped_meanwhile`.
+        full_fence();
+    }
+
+    /// As [`any_dropped`](Self::any_dropped), for who has just given the lock back: whoever dropped
+    /// one and found the lock taken relies on this look to find it.
+    #[inline]
+    pub(crate) fn any_dropped_meanwhile(&self) -> bool {
+        // One side stores to the stack and reads the lock, the other stores to the lock and reads
+        // the stack. Without a full fence on both sides each could miss the other's store.
+        full_fence();
+        self.any_dropped()
     }
 
     /// Whether some were dropped since the last look.
@@ -168,6 +242,18 @@ impl Leases {
     }
 }
 
+/// Orders stores before it with loads behind it. Both places where it stands follow an atomic
+/// exchange (the stack's, and that by which the standard library's mutex is given back), which on
+/// x86 orders them already: there it keeps the compiler from undoing that, and costs nothing.
+#[inline]
+fn full_fence() {
+    if cfg!(any(target_arch = "x86", target_arch = "x86_64")) {
+        compiler_fence(Ordering::SeqCst);
+    } else {
+        fence(Ordering::SeqCst);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,13 +268,50 @@ mod tests {
         assert!(!leases.try_move(1));
         leases.tear(1);
         assert!(leases.is_torn(1));
-        assert!(leases.leave(1), "the reader is told");
+        leases.leave(1);
+        assert!(!leases.try_move(1), "its buffer is gone already");
         leases.begin(1);
         assert!(leases.try_move(1));
         assert_eq!(leases.enter(1), Entered::Moved);
         leases.begin(1);
         assert!(leases.try_move(1), "who was turned back is not counted");
         assert_eq!(leases.enter(7), Entered::Moved, "no such lease");
+    }
+
+    #[test]
+    fn torn_memory_is_read_but_not_written() {
+        let leases = Leases::new(2);
+        leases.begin(0);
+        assert_eq!(leases.enter_to_write(0), Entered::InPlace);
+        leases.tear(0);
+        assert_eq!(leases.enter_to_write(0), Entered::Moved);
+        assert_eq!(leases.enter(0), Entered::InPlace);
+        assert!(!leases.leave(0) && !leases.leave(0));
+        assert_eq!(leases.enter_to_write(0), Entered::Moved);
+    }
+
+    #[test]
+    fn the_last_reader_of_a_wanted_lease_asks_for_a_look() {
+        let leases = Leases::new(2);
+        leases.begin(0);
+        leases.begin(1);
+        for index in [0, 0, 1] {
+            assert_eq!(leases.enter(index), Entered::InPlace);
+        }
+        assert!(!leases.try_move(0) && !leases.try_move(1));
+        assert!(!leases.leave(0), "somebody still reads");
+        assert!(!leases.any_dropped());
+        assert!(leases.leave(0) && leases.leave(1));
+        assert_eq!(leases.take_dropped(), leases.look());
+        assert_eq!(leases.after(leases.look()), NONE, "once for both");
+        leases.begin_look();
+        assert!(leases.try_move(0));
+        // Who came again meanwhile asks again.
+        assert_eq!(leases.enter(1), Entered::InPlace);
+        assert!(!leases.try_move(1) && leases.leave(1));
+        assert_eq!(leases.take_dropped(), leases.look());
+        leases.begin_look();
+        assert!(leases.try_move(1));
     }
 
     #[test]

@@ -6,14 +6,18 @@
 //! counters shows the difference.
 //!
 //! What must hold: a loan is sent, or goes back, exactly once; nothing is written to the peer's
-//! memory after it was taken back.
+//! memory after it was taken back; nobody waits for anything while he has a loan entered, because
+//! who takes it back waits for him.
 
 use std::fmt;
-use std::io::{self, IoSliceMut, Write};
-use std::os::fd::AsFd;
+use std::io::{self, IoSlice, IoSliceMut, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use zerosock_ring::{Claim, SliceBuf};
+use arrayvec::ArrayVec;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat};
+use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 
 use super::core::{Core, Interest};
 use super::engine::{Engine, LoanParts, SendFault};
@@ -26,7 +30,10 @@ use super::stream::Stream;
 /// [`send`](Loan::send); dropped, it goes back unsent.
 ///
 /// Bytes go in by [`Write`] (each call appends), by [`write_at`](Loan::write_at), or straight from
-/// a file or socket by [`read_from`](Loan::read_from).
+/// a file or socket by [`read_from`](Loan::read_from) and [`read_at_from`](Loan::read_at_from):
+/// all of these with any peer. Plain slices of it ([`as_mut_slice`](Loan::as_mut_slice),
+/// [`with_io_slices`](Loan::with_io_slices)) need trust where it is in place: the peer of a VM may
+/// write its memory at any time, and Rust allows no slice of such bytes, however it is used.
 ///
 /// ```
 /// use std::io::Write;
@@ -72,6 +79,8 @@ pub struct Loan<'a> {
     private: Vec<u8>,
     /// Bytes written, from the beginning.
     filled: usize,
+    /// Bytes that were in front of these, and have left.
+    left: usize,
     sent: bool,
 }
 
@@ -107,6 +116,18 @@ pub struct Filling<'l> {
     place: FillingPlace<'l>,
 }
 
+/// A loan is being written to, as long as this lives.
+struct Inside<'a> {
+    core: &'a Core,
+    index: u32,
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.core.leave(self.index);
+    }
+}
+
 enum FillingPlace<'l> {
     Private(&'l mut [u8]),
     Claimed(Claim, Arc<zerosock_ring::Memory>),
@@ -126,6 +147,7 @@ impl<'a> Loan<'a> {
             place,
             private,
             filled: 0,
+            left: 0,
             sent: false,
         }
     }
@@ -160,6 +182,8 @@ impl<'a> Loan<'a> {
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.len);
         let bytes = &bytes[..bytes.len().min(self.len - offset)];
+        let core = &self.stream.core;
+        let index = self.index;
         let written = match self.enter()? {
             Some(Place::InPlace {
                 memory,
@@ -167,7 +191,7 @@ impl<'a> Loan<'a> {
                 offset: start,
             }) => {
                 let written = memory.write(pieces, start + offset, bytes);
-                self.stream.core.leases().leave(self.index);
+                core.leave(index);
                 written
             }
             _ => {
@@ -180,26 +204,159 @@ impl<'a> Loan<'a> {
     }
 
     /// Appends what one read of `fd` gives, straight to where the peer will read it; how many
-    /// bytes. 0 is the end of the file, or no room left.
+    /// bytes. 0 is the end of the file, or no room left. It blocks if `fd` does; the peer can have
+    /// its memory back meanwhile, and finds the bytes all the same.
+    ///
+    /// Of what cannot say without blocking whether it has something (a terminal; before Linux 6.5
+    /// a pipe) bytes are copied.
     ///
     /// # Errors
     /// Those of `readv(2)`; [`StreamError::Torn`].
     pub fn read_from(&mut self, fd: impl AsFd) -> io::Result<usize> {
-        let (filled, room) = (self.filled, self.len - self.filled);
-        let got = match self.enter()? {
-            Some(Place::InPlace {
-                memory,
-                pieces,
-                offset,
-            }) => {
-                let mut slices = SliceBuf::<PIECES>::new();
-                memory.slices(pieces, offset + filled, room, &mut slices);
-                let got = zerosock_sys::read_slices(fd.as_fd(), &slices);
-                self.stream.core.leases().leave(self.index);
-                got?
+        let fd = fd.as_fd();
+        let mut waited = false;
+        loop {
+            let now = self.read_in_place(|slices| zerosock_sys::read_slices_now(fd, slices))?;
+            let error = match now {
+                None => {
+                    let got = rustix::io::read(fd, &mut self.private[self.filled..])?;
+                    self.filled += got;
+                    return Ok(got);
+                }
+                Some(Ok(got)) => {
+                    self.filled += got;
+                    return Ok(got);
+                }
+                Some(Err(error)) => error,
+            };
+            let empty = error.kind() == io::ErrorKind::WouldBlock;
+            if !empty && error.kind() != io::ErrorKind::Unsupported {
+                return Err(error);
             }
-            _ => rustix::io::read(fd, &mut self.private[filled..])?,
+            if is_on_disk(fd)? {
+                // A disk may take its time, but it does not wait for anybody.
+                match self.read_in_place(|slices| zerosock_sys::read_slices(fd, slices))? {
+                    Some(got) => {
+                        self.filled += *got.as_ref().unwrap_or(&0);
+                        return got;
+                    }
+                    None => continue,
+                }
+            }
+            if empty && fcntl_getfl(fd)?.contains(OFlags::NONBLOCK) {
+                return Err(error);
+            }
+            if empty && !std::mem::replace(&mut waited, true) {
+                wait_for(fd)?;
+                continue;
+            }
+            // It cannot be read without blocking, or somebody else has read what was there.
+            let mut bytes = vec![0; self.len - self.filled];
+            let got = rustix::io::read(fd, &mut bytes)?;
+            return self.write_at(self.filled, &bytes[..got]);
+        }
+    }
+
+    /// As [`read_from`](Self::read_from), from a place in a file, in bytes from its beginning;
+    /// where `fd` stands is not changed. What it gives is appended.
+    ///
+    /// ```
+    /// # use std::io::Write;
+    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+    /// # let mut file = tempfile::tempfile()?;
+    /// # file.write_all(b"a header and a body")?;
+    /// let mut loan = process.loan(100)?;
+    /// assert_eq!(loan.read_at_from(&file, 13)?, 6);
+    /// loan.send()?;
+    /// assert_eq!(host.recv()?.expect("a packet").to_vec(), b"a body");
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `preadv(2)`, above all for what is no file; [`StreamError::Torn`].
+    pub fn read_at_from(&mut self, fd: impl AsFd, at: u64) -> io::Result<usize> {
+        let fd = fd.as_fd();
+        let got = match self.read_in_place(|slices| zerosock_sys::read_slices_at(fd, slices, at))? {
+            Some(got) => got?,
+            None => rustix::io::pread(fd, &mut self.private[self.filled..], at)?,
         };
+        self.filled += got;
+        Ok(got)
+    }
+
+    /// Reads behind what is filled, where it is in place; `None` if it is not.
+    fn read_in_place(
+        &mut self,
+        read: impl FnOnce(&[GuestSlice<'_>]) -> io::Result<usize>,
+    ) -> io::Result<Option<io::Result<usize>>> {
+        let (filled, room, index) = (self.filled, self.len - self.filled, self.index);
+        let core = &self.stream.core;
+        let Some(Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        }) = self.enter()?
+        else {
+            return Ok(None);
+        };
+        let inside = Inside { core, index };
+        let mut slices = SliceBuf::<PIECES>::new();
+        memory.slices(pieces, offset + filled, room, &mut slices);
+        let got = read(&slices);
+        drop(inside);
+        Ok(Some(got))
+    }
+
+    /// Has `read` fill what is free of it, in as many slices as it has pieces, and notes how many
+    /// bytes it says it has put there, from the beginning: for
+    /// [`read_vectored`](std::io::Read::read_vectored) and its like. What the slices hold before is
+    /// unspecified.
+    ///
+    /// ```
+    /// use std::io::Read;
+    ///
+    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+    /// let mut loan = process.loan(100)?;
+    /// let got = loan.with_io_slices(|slices| (&b"from a reader"[..]).read_vectored(slices))?;
+    /// assert_eq!((got, loan.filled()), (13, 13));
+    /// loan.send()?;
+    /// assert_eq!(host.recv()?.expect("a packet").to_vec(), b"from a reader");
+    /// # Ok::<(), std::io::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// What `read` returns; as for [`as_mut_slice`](Self::as_mut_slice), but it may lie in pieces.
+    pub fn with_io_slices(
+        &mut self,
+        read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        let (filled, room, index) = (self.filled, self.len - self.filled, self.index);
+        let (core, trust) = (&self.stream.core, self.stream.trust);
+        let got = if let Some(Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        }) = self.enter()?
+        {
+            let _inside = Inside { core, index };
+            let trust = trust.ok_or(StreamError::Untrusted)?;
+            let mut claims = ArrayVec::<Claim, PIECES>::new();
+            let (mut skip, mut rest) = (offset + filled, room);
+            for piece in pieces {
+                let part = piece.part(skip, rest);
+                skip = skip.saturating_sub(piece.len());
+                rest -= part.len();
+                claims.extend(Claim::new(memory, part, trust).filter(|_| !part.is_empty()));
+            }
+            let slices = claims
+                .iter_mut()
+                .filter_map(|claim| claim.slice_mut(memory));
+            let mut slices: ArrayVec<_, PIECES> = slices.map(IoSliceMut::new).collect();
+            read(&mut slices)?
+        } else {
+            read(&mut [IoSliceMut::new(&mut self.private[filled..])])?
+        };
+        let got = got.min(room);
         self.filled += got;
         Ok(got)
     }
@@ -210,7 +367,8 @@ impl<'a> Loan<'a> {
     /// # Errors
     /// [`StreamError::Untrusted`] if the peer may write or read them meanwhile: then use
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
-    /// [`StreamError::Torn`].
+    /// [`StreamError::Scattered`] if it lies in several pieces: then use
+    /// [`with_io_slices`](Self::with_io_slices). [`StreamError::Torn`].
     pub fn as_mut_slice(&mut self) -> Result<Filling<'_>, StreamError> {
         let (core, index, len) = (&*self.stream.core, self.index, self.len);
         let trust = self.stream.trust;
@@ -218,32 +376,30 @@ impl<'a> Loan<'a> {
             let place = FillingPlace::Private(&mut self.private);
             return Ok(Filling { core, index, place });
         }
-        let claim = match (&self.place, trust) {
-            (
-                Some(Place::InPlace {
-                    memory,
-                    pieces,
-                    offset,
-                }),
-                Some(trust),
-            ) => match pieces[..] {
-                [piece] => Claim::new(memory, piece.part(*offset, len), trust)
-                    .map(|claim| (claim, memory.clone())),
-                _ => None,
-            },
-            _ => None,
+        let inside = Inside { core, index };
+        let Some(Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        }) = &self.place
+        else {
+            return Err(StreamError::Torn);
         };
-        let Some((claim, memory)) = claim else {
-            core.leases().leave(index);
-            return Err(StreamError::Untrusted);
+        let trust = trust.ok_or(StreamError::Untrusted)?;
+        let [piece] = pieces[..] else {
+            return Err(StreamError::Scattered);
         };
+        let claim = Claim::new(memory, piece.part(*offset, len), trust);
+        let (claim, memory) = (claim.ok_or(StreamError::Torn)?, memory.clone());
+        // The filling leaves when it is dropped.
+        std::mem::forget(inside);
         let place = FillingPlace::Claimed(claim, memory);
         Ok(Filling { core, index, place })
     }
 
     /// Sends the bytes written so far, as one packet; how many. A loan with nothing in it goes
     /// back. One in place is sent at once; one that is not may have to wait for a buffer, as a
-    /// write does.
+    /// write does, and take several.
     ///
     /// # Errors
     /// The connection has ended, or this direction was shut down; [`StreamError::Torn`]; and
@@ -253,7 +409,9 @@ impl<'a> Loan<'a> {
         self.try_send().map_err(|(error, _)| error)
     }
 
-    /// As [`send`](Self::send), but a loan that could not be sent now is given back.
+    /// As [`send`](Self::send), but a loan that could not be sent now is given back. One that is
+    /// not in place may have left in part, if the peer's buffers are smaller now than they were:
+    /// what comes back is the rest, and what has left is no longer in it.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -291,23 +449,38 @@ impl<'a> Loan<'a> {
     fn queue(&mut self, engine: &mut dyn Engine) -> Result<usize, SendFault> {
         let in_place = self.enter_with(engine).map_err(|_| SendFault::Unknown)?;
         if in_place {
+            // Not by way of the core: the lock is ours, and is given back soon.
             self.stream.core.leases().leave(self.index);
         }
         let private = (!in_place).then(|| &self.private[..self.filled]);
         let result = engine.send_loan(self.index, self.filled, private);
-        // Sent or not, the engine has it back, and its word is somebody else's from now on.
-        self.sent = result != Err(SendFault::WouldBlock);
-        if self.sent && result.is_err() {
-            // So is its place.
-            self.place = None;
-            self.private.resize(self.len, 0);
+        match result {
+            Ok(sent) if sent < self.filled => {
+                // The rest is to be sent later, or not at all: by whoever gets it back.
+                self.private.drain(..sent);
+                self.left += sent;
+                self.filled -= sent;
+                self.len -= sent;
+                Err(SendFault::WouldBlock)
+            }
+            Err(SendFault::WouldBlock) => Err(SendFault::WouldBlock),
+            Ok(_) => {
+                self.sent = true;
+                Ok(self.left + self.filled)
+            }
+            Err(fault) => {
+                // The engine has it back, and its word and its place are somebody else's.
+                self.sent = true;
+                self.place = None;
+                self.private.resize(self.len, 0);
+                Err(fault)
+            }
         }
-        result.map(|()| self.filled)
     }
 
     /// Begins to write where it is in place; `None`: into the private buffer.
     fn enter(&mut self) -> Result<Option<&Place>, StreamError> {
-        if self.place.is_some() && self.stream.core.leases().enter(self.index) == Entered::Moved {
+        if self.place.is_some() && self.is_moved() {
             let core = &self.stream.core;
             self.moved(core.lock().engine())?;
         }
@@ -315,10 +488,15 @@ impl<'a> Loan<'a> {
     }
 
     fn enter_with(&mut self, engine: &mut dyn Engine) -> Result<bool, StreamError> {
-        if self.place.is_some() && self.stream.core.leases().enter(self.index) == Entered::Moved {
+        if self.place.is_some() && self.is_moved() {
             self.moved(engine)?;
         }
         Ok(self.place.is_some())
+    }
+
+    /// Enters it, unless the endpoint has taken its place away.
+    fn is_moved(&self) -> bool {
+        self.stream.core.leases().enter_to_write(self.index) == Entered::Moved
     }
 
     /// The endpoint has taken the place away: what was written is in a copy, if there is one.
@@ -338,6 +516,19 @@ impl Write for Loan<'_> {
     /// Appends; 0 when it is full.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_at(self.filled, bytes)
+    }
+
+    /// Appends all that fits, from one slice after the other.
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let mut done = 0;
+        for slice in slices {
+            let written = self.write(slice)?;
+            done += written;
+            if written < slice.len() {
+                break;
+            }
+        }
+        Ok(done)
     }
 
     /// Nothing to do: a loan is sent by [`Loan::send`].
@@ -389,8 +580,25 @@ impl std::ops::DerefMut for Filling<'_> {
 impl Drop for Filling<'_> {
     fn drop(&mut self) {
         if matches!(self.place, FillingPlace::Claimed(..)) {
-            self.core.leases().leave(self.index);
+            self.core.leave(self.index);
         }
+    }
+}
+
+/// Whether reading it waits for a disk at most.
+fn is_on_disk(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
+    Ok(matches!(
+        kind,
+        FileType::RegularFile | FileType::BlockDevice
+    ))
+}
+
+/// Waits until there is something to read.
+fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
+    match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], None) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 

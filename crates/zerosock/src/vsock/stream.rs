@@ -9,7 +9,7 @@
 //! sent before a shutdown or a close still arrive.
 
 use std::fmt;
-use std::io::{self, BufRead, Read, Write};
+use std::io::{self, BufRead, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -436,6 +436,31 @@ impl Write for &Stream {
         self.transmit(|engine| engine.write(self.id, bytes))
     }
 
+    /// One slice after the other, as much as there is room for: with one lock and one
+    /// notification, but in packets of their own.
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        if slices.iter().all(|slice| slice.is_empty()) {
+            return Ok(0);
+        }
+        self.transmit(|engine| {
+            let mut done = 0;
+            for slice in slices.iter().filter(|slice| !slice.is_empty()) {
+                match engine.write(self.id, slice) {
+                    Ok(written) => {
+                        done += written;
+                        if written < slice.len() {
+                            break;
+                        }
+                    }
+                    Err(fault) if done == 0 => return Err(fault),
+                    // It says so again when the rest is written.
+                    Err(_) => break,
+                }
+            }
+            Ok(done)
+        })
+    }
+
     /// Nothing to do: what was written is visible to the peer.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
@@ -445,6 +470,10 @@ impl Write for &Stream {
 impl Write for Stream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         (&*self).write(bytes)
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        (&*self).write_vectored(slices)
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -11,6 +11,7 @@ mod hub;
 mod pages;
 mod refused;
 mod sharing;
+mod taken_back;
 mod trust;
 
 use std::time::Duration;

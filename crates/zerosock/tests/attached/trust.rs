@@ -7,7 +7,7 @@ use zerosock::vsock::{Endpoint, StreamError, Trust};
 use super::FOR_EVER;
 use super::hub::Hub;
 
-fn trust() -> Trust {
+pub(crate) fn trust() -> Trust {
     // SAFETY: the peers are in this test, and write nothing that is on lease.
     unsafe { Trust::declare() }
 }

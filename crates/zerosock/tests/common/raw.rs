@@ -85,7 +85,11 @@ impl RawGuest {
     }
 
     pub(crate) fn attach_with(socket: &Path, seal: bool) -> RawGuest {
-        let mut frontend = connect(socket);
+        RawGuest::over(connect(socket), seal)
+    }
+
+    /// As the guest of a device that is there already.
+    pub(crate) fn over(mut frontend: Frontend, seal: bool) -> RawGuest {
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;

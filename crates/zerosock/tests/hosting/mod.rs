@@ -38,14 +38,24 @@ impl Hosted {
 
     /// `vms` VMs with CIDs from 3 on.
     pub(crate) fn with(vms: u32, wait: Wait) -> Hosted {
-        Hosted::start(vms, wait, Duration::from_millis(20))
+        Hosted::start(vms, wait, Duration::from_millis(20), |builder| builder)
+    }
+
+    /// One VM, and a host with settings of its own.
+    pub(crate) fn tuned(tune: impl FnOnce(HostBuilder) -> HostBuilder) -> Hosted {
+        Hosted::start(1, Wait::Sleep, Duration::from_millis(20), tune)
     }
 
     pub(crate) fn with_hold(vms: u32, hold: Duration) -> Hosted {
-        Hosted::start(vms, Wait::Sleep, hold)
+        Hosted::start(vms, Wait::Sleep, hold, |builder| builder)
     }
 
-    fn start(vms: u32, wait: Wait, hold: Duration) -> Hosted {
+    fn start(
+        vms: u32,
+        wait: Wait,
+        hold: Duration,
+        tune: impl FnOnce(HostBuilder) -> HostBuilder,
+    ) -> Hosted {
         let dir = tempfile::tempdir().unwrap();
         let mut configs = Vec::new();
         let mut sockets = Vec::new();
@@ -63,7 +73,7 @@ impl Hosted {
         }
         let builder = Host::builder().hold(hold).wait(wait);
         let builder = configs.into_iter().fold(builder, |b, vm| b.vm_with(vm));
-        let mut hosted = Hosted::of(builder);
+        let mut hosted = Hosted::of(tune(builder));
         hosted.sockets = sockets;
         hosted.dir = Some(dir);
         hosted

@@ -369,7 +369,7 @@ impl Engine for HostEngine {
         index: u32,
         len: usize,
         private: Option<&[u8]>,
-    ) -> Result<(), SendFault> {
+    ) -> Result<usize, SendFault> {
         let loan = self.app().and_then(|app| app.loan_at(index));
         let (id, vm) = loan.ok_or(SendFault::Unknown)?;
         let (_, flow) = match self.sender(id) {

@@ -131,10 +131,14 @@ impl HostEngine {
             act(&mut app.sockets, &mut QueueStore::default());
             return;
         };
-        if act(&mut app.sockets, &mut device.store())
-            && !std::mem::replace(&mut device.touched, true)
-        {
+        // Noted beforehand: it may show bytes to somebody who panics.
+        let news = !std::mem::replace(&mut device.touched, true);
+        if news {
             self.touched.push(vm);
+        }
+        if !act(&mut app.sockets, &mut device.store()) && news {
+            device.touched = false;
+            self.touched.pop();
         }
     }
 
@@ -157,12 +161,12 @@ impl HostEngine {
         if device.is_none_or(|device| !device.has_arrivals()) {
             return (0, 0);
         }
-        let (device, mut cx) = self.worker.lend_late(vm, self.now);
-        let shown = device.map_or((0, 0), |device| {
-            device.app_show(flow, bounds, look, &mut cx)
-        });
+        // Beforehand: who looks may panic.
         self.touch(vm);
-        shown
+        let (device, mut cx) = self.worker.lend_late(vm, self.now);
+        device.map_or((0, 0), |device| {
+            device.app_show(flow, bounds, look, &mut cx)
+        })
     }
 
     /// As [`show_arrivals`](Self::show_arrivals), copying to `out`.
@@ -307,6 +311,9 @@ impl HostEngine {
         // A device that takes packets in asks for no kicks while it does so.
         self.armed &= self.worker.is_idle();
         self.worker.turn_devices(now);
+        if self.sockets().is_some_and(Sockets::is_over) {
+            self.shed();
+        }
         self.show();
         Ok(busy)
     }
@@ -335,6 +342,28 @@ impl HostEngine {
                 touched: &mut self.touched,
             };
             sockets.handle_timeout(now, &mut store);
+        }
+    }
+
+    /// Resets the connections with most unread copies: there are too many of those.
+    #[cold]
+    fn shed(&mut self) {
+        let app = self.worker.app.as_deref_mut();
+        let overfull = app.map(|app| app.sockets.overfull());
+        for id in overfull.into_iter().flatten() {
+            let Some(vm) = self.device_of(id) else {
+                // Its device is gone: what is left are copies.
+                if let Some(app) = self.worker.app.as_deref_mut() {
+                    app.sockets.give_up(id, &mut QueueStore::default());
+                }
+                continue;
+            };
+            let now = self.now;
+            let (device, mut cx) = self.worker.lend(vm, now);
+            if let Some(device) = device {
+                device.app_give_up(id, &mut cx);
+            }
+            self.stir(vm);
         }
     }
 

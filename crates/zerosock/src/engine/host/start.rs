@@ -30,8 +30,11 @@ pub(crate) struct HostConfig {
     pub(crate) attach: Option<AttachConfig>,
     /// Connections that one VM may have.
     pub(crate) max_connections: usize,
-    /// Bytes that the connections of a VM to stalled host programs together may have copied.
+    /// Bytes that the connections of a VM to stalled host programs together may have copied; and
+    /// those with the program itself that it does not read.
     pub(crate) max_overflow: usize,
+    /// See [`Limits::old_memory`].
+    pub(crate) old_memory: u64,
     /// How long unread and leased buffers stay in place.
     pub(crate) hold: Duration,
     pub(crate) ok: OkConvention,
@@ -52,6 +55,7 @@ impl Default for HostConfig {
             attach: None,
             max_connections: 65_536,
             max_overflow: 64 << 20,
+            old_memory: 1 << 30,
             hold: Duration::from_millis(20),
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
@@ -76,6 +80,7 @@ impl HostEngine {
             // A hold of no time would be over before it began, again and again.
             hold: config.hold.max(Duration::from_millis(1)),
             overflow: config.max_overflow,
+            old_memory: config.old_memory,
             handshakes: MAX_PROGRAMS,
             lingering: MAX_PROGRAMS,
             ok: config.ok,
@@ -93,7 +98,13 @@ impl HostEngine {
             return Err(system("make a worker")(none));
         };
         let words = Arc::new(Leases::new(config.leases));
-        worker.app = Some(Box::new(App::new(words.clone(), limits.hold)));
+        let app = App::new(
+            words.clone(),
+            limits.hold,
+            limits.overflow,
+            config.trust_processes,
+        );
+        worker.app = Some(Box::new(app));
         worker.start().map_err(system("watch host sockets"))?;
         let mut engine = HostEngine {
             worker,

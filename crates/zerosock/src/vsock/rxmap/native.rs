@@ -7,7 +7,6 @@
 use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
 
 use super::ear::{self, Ear};
 use super::errors::of_nothing;
@@ -324,6 +323,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
             held.left -= 1;
             if held.left == 0 {
                 if held.memory.take().is_some() {
+                    // Not by way of the core: the lock is ours, and is given back soon.
                     core.leases().leave(held.index);
                 }
                 locked.engine().give_back(held.index);
@@ -355,14 +355,15 @@ fn add_leased(
             memory,
             pieces,
             offset,
-        } if stream.core.leases().enter(index) == Entered::InPlace => (memory, pieces, offset),
+        } => {
+            // Nobody has moved it since: whoever may needs the lock, which the caller has.
+            let entered = stream.core.leases().enter(index);
+            debug_assert_eq!(entered, Entered::InPlace, "moved behind the lock");
+            (memory, pieces, offset)
+        }
         // The endpoint said that it would be in place, and then found that it holds too much of
         // a peer's memory of before.
-        Place::InPlace { .. } | Place::Copied(_) => {
-            let copy = match place {
-                Place::Copied(copy) => copy,
-                Place::InPlace { .. } => (Arc::new(vec![0; len]), 0),
-            };
+        Place::Copied(copy) => {
             let header = RxHeader {
                 length: len as u32,
                 flags: SPILLED | STREAM_FLAGS,

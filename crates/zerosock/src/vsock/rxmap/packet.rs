@@ -91,9 +91,11 @@ impl RxPacket<'_> {
     }
 
     /// The bytes themselves. `None` if the peer may write them meanwhile: then copy them out, or,
-    /// for process peers, declare [`Trust`](crate::vsock::Trust) when opening the endpoint.
+    /// for process peers, declare [`Trust`](crate::vsock::Trust) when opening the endpoint. `None`
+    /// also if they were torn away ([`is_torn`](Self::is_torn)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         match self.in_place() {
+            Some(_) if self.is_torn() => None,
             Some((_, memory, piece)) => memory.trusted_slice(piece, self.stream.trust?),
             None => self.private(),
         }

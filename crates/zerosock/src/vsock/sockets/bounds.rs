@@ -11,13 +11,19 @@
 //!   A connection of which unread buffers had to be copied has stalled: what comes for it is
 //!   copied at once, until it has caught up. Credit bounds those copies.
 //!
-//! A lease under a reader stays where it is, and keeps counting.
+//! A lease under a reader stays where it is, and keeps counting. Once it is due the pool notes it,
+//! and the last of its readers says when he has left ([`crate::vsock::leases`]): no timer goes on
+//! for it.
+//!
+//! The copies have a bound of their own, for all connections of a pool together: credit bounds
+//! them for each, but a peer can have many connections that nobody reads. Above it those that have
+//! most are to be reset ([`Sockets::overfull`]).
 //!
 //! The holders of a pool are looked through when its oldest buffer may be due, not more often:
 //! there are never more of them than buffers.
 
 use super::parts::{Part, copy_out};
-use super::{NONE, Sockets, Store, StreamId, due};
+use super::{NONE, News, Sockets, Store, StreamId, StreamState, due};
 use zerosock_proto::Instant;
 
 /// Buffers that come from one queue.
@@ -31,12 +37,18 @@ pub(crate) struct Pool {
     leased: u32,
     /// Connections that hold some.
     holders: Vec<u32>,
-    /// Leases in place whose connection is gone.
+    /// Leases in place whose connection is gone; all of them under readers when last looked at.
     orphans: Vec<u32>,
+    /// Leases in place that were due, but under readers.
+    overdue: Vec<u32>,
+    /// Bytes of its connections that are unread and in copies.
+    unread_copies: usize,
     /// When to look next for what is due; `None` while nothing is held.
     check: Option<Instant>,
     /// Every lease is a copy.
     copied: bool,
+    /// Readers may have plain slices of its buffers.
+    trusted: bool,
 }
 
 impl Pool {
@@ -54,8 +66,11 @@ impl<T> Sockets<T> {
             leased: 0,
             holders: Vec::new(),
             orphans: Vec::new(),
+            overdue: Vec::new(),
+            unread_copies: 0,
             check: None,
             copied: false,
+            trusted: false,
         });
         self.pools.len() as u32 - 1
     }
@@ -64,6 +79,14 @@ impl<T> Sockets<T> {
     pub(crate) fn lease_copies(&mut self, pool: u32, copied: bool) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.copied = copied;
+        }
+    }
+
+    /// Whether readers of `pool` may have plain slices of its buffers: then none of them gets into
+    /// the peer's hands under a reader.
+    pub(crate) fn trust_pool(&mut self, pool: u32, trusted: bool) {
+        if let Some(pool) = self.pools.get_mut(pool as usize) {
+            pool.trusted = trusted;
         }
     }
 
@@ -86,6 +109,13 @@ impl<T> Sockets<T> {
     #[cfg(test)]
     pub(crate) fn held(&self, pool: u32) -> u32 {
         self.pools.get(pool as usize).map_or(0, |pool| pool.held)
+    }
+
+    /// Bytes of `pool` that are unread and in copies.
+    #[cfg(test)]
+    pub(crate) fn copies(&self, pool: u32) -> usize {
+        let pool = self.pools.get(pool as usize);
+        pool.map_or(0, |pool| pool.unread_copies)
     }
 
     pub(super) fn may_lease(&self, pool: u32, leased: u32) -> bool {
@@ -169,23 +199,99 @@ impl<T> Sockets<T> {
     }
 
     /// A lease under a reader has lost its connection.
-    pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32, since: Instant) {
+    pub(super) fn add_orphan(&mut self, conn: u32, pool: u32, index: u32) {
         if let Some(conn) = self.conns.get_mut(conn as usize) {
             conn.leased = conn.leased.saturating_sub(1);
         }
         // Held no more by the connection, but still of the pool.
         self.unhold(conn, 1);
-        let hold = self.hold;
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.held += 1;
             pool.orphans.push(index);
-            pool.check.get_or_insert(due(since, hold));
         }
     }
 
     pub(super) fn forget_orphan(&mut self, pool: u32, index: u32) {
         if let Some(pool) = self.pools.get_mut(pool as usize) {
             pool.orphans.retain(|&orphan| orphan != index);
+        }
+    }
+
+    pub(super) fn forget_overdue(&mut self, pool: u32, index: u32) {
+        if let Some(pool) = self.pools.get_mut(pool as usize) {
+            pool.overdue.retain(|&overdue| overdue != index);
+        }
+    }
+
+    /// `bytes` of a connection that are unread lie in a copy now.
+    pub(super) fn copied(&mut self, index: u32, bytes: usize) {
+        let Some(conn) = self.conns.get_mut(index as usize) else {
+            return;
+        };
+        conn.copied += bytes;
+        if let Some(pool) = self.pools.get_mut(conn.pool as usize) {
+            pool.unread_copies += bytes;
+            self.over |= pool.unread_copies > self.most_copied;
+        }
+    }
+
+    /// `bytes` of a connection that lay in a copy were read, or never will be.
+    pub(super) fn uncopy(&mut self, index: u32, bytes: usize) {
+        let Some(conn) = self.conns.get_mut(index as usize) else {
+            return;
+        };
+        conn.copied = conn.copied.saturating_sub(bytes);
+        if let Some(pool) = self.pools.get_mut(conn.pool as usize) {
+            pool.unread_copies = pool.unread_copies.saturating_sub(bytes);
+        }
+    }
+
+    /// Whether a pool's connections may have more bytes in copies than they are allowed.
+    #[inline]
+    pub(crate) fn is_over(&self) -> bool {
+        self.over
+    }
+
+    /// The connections to be reset because there are too many bytes in copies: of each pool that
+    /// is over, those with most, until an eighth of what is allowed is free again. So the table is
+    /// looked through once for many bytes, however small its connections' parts of them.
+    pub(crate) fn overfull(&mut self) -> Vec<StreamId> {
+        self.over = false;
+        let mut found = Vec::new();
+        for (number, pool) in self.pools.iter().enumerate() {
+            if pool.unread_copies <= self.most_copied {
+                continue;
+            }
+            let with_copies = |(index, conn): (usize, &super::Conn<T>)| {
+                let here = conn.used && conn.pool as usize == number && conn.copied > 0;
+                here.then_some((conn.copied, index as u32))
+            };
+            let mut all: Vec<_> = self
+                .conns
+                .iter()
+                .enumerate()
+                .filter_map(with_copies)
+                .collect();
+            all.sort_unstable_by(|one, other| other.cmp(one));
+            let mut left = pool.unread_copies;
+            for (bytes, index) in all {
+                if left <= self.most_copied / 8 * 7 {
+                    break;
+                }
+                left = left.saturating_sub(bytes);
+                found.extend(self.at(index));
+            }
+        }
+        found
+    }
+
+    /// Notes that a connection was reset on our part, and throws away what was not read of it.
+    pub(crate) fn give_up(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        self.drop_unread(id, store);
+        if let Some(conn) = self.get_mut(id) {
+            conn.flow = None;
+            conn.state = StreamState::Reset;
+            self.announce(id, News::Closed);
         }
     }
 
@@ -212,44 +318,40 @@ impl<T> Sockets<T> {
     }
 
     fn relieve(&mut self, pool: usize, now: Instant, store: &mut impl Store<Token = T>) {
-        // Nothing that is here now and not due will be so before this.
-        let mut check = due(now, self.hold);
+        let mut check = None;
         let mut at = 0;
         while let Some(&index) = self.pools[pool].holders.get(at) {
             if let Some(id) = self.at(index) {
-                check = check.min(self.relieve_leases(id, now, check, store));
-                check = check.min(self.relieve_parts(id, now, check, store));
+                check = sooner(check, self.relieve_leases(id, now, store));
+                check = sooner(check, self.relieve_parts(id, now, store));
             }
             // One that holds nothing any more has left the list, and another has its place.
             at += usize::from(self.pools[pool].holders.get(at) == Some(&index));
         }
-        for at in (0..self.pools[pool].orphans.len()).rev() {
-            let orphan = self.pools[pool].orphans[at];
-            if self.move_out(orphan, store) {
-                self.pools[pool].orphans.swap_remove(at);
-            }
-        }
-        let pool = &mut self.pools[pool];
-        pool.check = (pool.held > 0).then_some(check);
+        self.pools[pool].check = check;
     }
 
-    /// Moves the leases of a connection that are due and that nobody reads; when to look again.
+    /// Moves the leases of a connection that are due and that nobody reads; when the next one is.
     fn relieve_leases(
         &mut self,
         id: StreamId,
         now: Instant,
-        mut check: Instant,
         store: &mut impl Store<Token = T>,
-    ) -> Instant {
-        let mut lease = self.get(id).map_or(NONE, |conn| conn.leases);
+    ) -> Option<Instant> {
+        let mut check = None;
+        let conn = self.get(id)?;
+        let (pool, mut lease) = (conn.pool, conn.leases);
         while lease != NONE {
             let next = self.next_lease(lease);
             if let Some(since) = self.leased_since(lease) {
                 let at = due(since, self.hold);
                 if at > now {
-                    check = check.min(at);
-                } else {
-                    self.move_out(lease, store);
+                    check = sooner(check, Some(at));
+                } else if !self.move_out(lease, store)
+                    && self.set_overdue(lease, true)
+                    && let Some(pool) = self.pools.get_mut(pool as usize)
+                {
+                    pool.overdue.push(lease);
                 }
             }
             lease = next;
@@ -257,31 +359,45 @@ impl<T> Sockets<T> {
         check
     }
 
-    /// Copies out the unread parts of a connection if the oldest is due; when to look again.
+    /// Copies out the unread parts of a connection if the oldest is due; else, when it is.
     fn relieve_parts(
         &mut self,
         id: StreamId,
         now: Instant,
-        check: Instant,
         store: &mut impl Store<Token = T>,
-    ) -> Instant {
-        let Some(conn) = self.get_mut(id) else {
-            return check;
-        };
-        let oldest = conn.parts.iter().find_map(|part| match part {
+    ) -> Option<Instant> {
+        let oldest = self.get(id)?.parts.iter().find_map(|part| match part {
             Part::Held(held) => Some(held.since),
             Part::Copied { .. } => None,
         });
-        let Some(oldest) = oldest else { return check };
-        let at = due(oldest, self.hold);
+        let at = due(oldest?, self.hold);
         if at > now {
-            return check.min(at);
+            return Some(at);
         }
         self.spill(id, store);
         if let Some(conn) = self.get_mut(id) {
             conn.stalled = true;
         }
-        check
+        None
+    }
+
+    /// Readers have left leases that were wanted: those that nobody reads any more are moved.
+    pub(super) fn look_again(&mut self, store: &mut impl Store<Token = T>) {
+        for pool in 0..self.pools.len() {
+            for at in (0..self.pools[pool].orphans.len()).rev() {
+                let orphan = self.pools[pool].orphans[at];
+                if self.move_out(orphan, store) {
+                    self.pools[pool].orphans.swap_remove(at);
+                }
+            }
+            for at in (0..self.pools[pool].overdue.len()).rev() {
+                let lease = self.pools[pool].overdue[at];
+                if self.move_out(lease, store) || !self.is_held(lease) {
+                    self.set_overdue(lease, false);
+                    self.pools[pool].overdue.swap_remove(at);
+                }
+            }
+        }
     }
 
     /// Copies out all unread parts of a connection.
@@ -304,69 +420,92 @@ impl<T> Sockets<T> {
             }
         }
         self.counted.copied_aside += copied;
+        self.copied(id.index, copied as usize);
         if released > 0 {
             self.unhold(id.index, released);
         }
     }
 
-    /// As [`recall`](Self::recall), but what the memory holds means nothing any more: unread parts
-    /// in it are thrown away, and all leases are torn.
+    /// As [`recall`](Self::recall) with force, but what the memory holds means nothing any more:
+    /// unread parts in it are thrown away, and all leases are torn.
     pub(crate) fn lose(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
-        let holders = self.pools.get(pool as usize).map(|p| p.holders.clone());
-        for index in holders.into_iter().flatten() {
-            let Some(id) = self.at(index) else { continue };
-            self.drop_unread(id, store);
-            let mut lease = self.get(id).map_or(NONE, |conn| conn.leases);
-            while lease != NONE {
-                let next = self.next_lease(lease);
-                self.tear(lease, store);
-                lease = next;
-            }
-        }
-        let pool = self.pools.get_mut(pool as usize);
-        for orphan in pool
-            .into_iter()
-            .flat_map(|p| std::mem::take(&mut p.orphans))
-            .collect::<Vec<_>>()
-        {
-            self.tear(orphan, store);
-        }
+        let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
+        self.each_lease(pool, store, Self::drop_unread, |sockets, lease, store| {
+            sockets.tear(lease, trusted, store);
+        });
     }
 
     /// Gives every buffer of `pool` back: its queue stops, or its memory goes. Unread parts and
     /// leases are copied out; a lease under a reader is torn.
-    pub(crate) fn recall(&mut self, pool: u32, store: &mut impl Store<Token = T>) {
-        let Some(holders) = self
-            .pools
-            .get(pool as usize)
-            .map(|pool| pool.holders.clone())
-        else {
+    ///
+    /// Not so if readers may have plain slices of it: a peer that keeps its promise writes what it
+    /// has back. False: some are read at this moment, and have their buffers still. With `force`,
+    /// for a peer that is gone, they are torn as well, but nobody gets those buffers.
+    pub(crate) fn recall(
+        &mut self,
+        pool: u32,
+        force: bool,
+        store: &mut impl Store<Token = T>,
+    ) -> bool {
+        let trusted = self.pools.get(pool as usize).is_some_and(|p| p.trusted);
+        let mut all = true;
+        self.each_lease(pool, store, Self::spill, |sockets, lease, store| {
+            if sockets.is_held(lease) && !sockets.move_out(lease, store) {
+                if trusted && !force {
+                    all = false;
+                } else {
+                    sockets.tear(lease, trusted, store);
+                }
+            }
+        });
+        all
+    }
+
+    /// Does `conn` with every connection that holds buffers of the pool, and `lease` with every
+    /// lease of them.
+    fn each_lease<S: Store<Token = T>>(
+        &mut self,
+        pool: u32,
+        store: &mut S,
+        mut conn: impl FnMut(&mut Self, StreamId, &mut S),
+        mut lease: impl FnMut(&mut Self, u32, &mut S),
+    ) {
+        let Some(of) = self.pools.get(pool as usize) else {
             return;
         };
+        let (holders, orphans) = (of.holders.clone(), of.orphans.clone());
         for id in holders
             .into_iter()
             .filter_map(|index| self.at(index))
             .collect::<Vec<_>>()
         {
-            self.spill(id, store);
-            let mut lease = self.get(id).map_or(NONE, |conn| conn.leases);
-            while lease != NONE {
-                let next = self.next_lease(lease);
-                if !self.move_out(lease, store) {
-                    self.tear(lease, store);
-                }
-                lease = next;
+            conn(self, id, store);
+            let mut index = self.get(id).map_or(NONE, |conn| conn.leases);
+            while index != NONE {
+                let next = self.next_lease(index);
+                lease(self, index, store);
+                index = next;
             }
         }
-        let orphans = self
-            .pools
-            .get_mut(pool as usize)
-            .map(|pool| std::mem::take(&mut pool.orphans));
-        for orphan in orphans.into_iter().flatten() {
-            if !self.move_out(orphan, store) {
-                self.tear(orphan, store);
-            }
+        for orphan in orphans {
+            lease(self, orphan, store);
         }
+        // Those that have lost their buffers are nobody's business any more.
+        let Some(of) = self.pools.get_mut(pool as usize) else {
+            return;
+        };
+        let mut orphans = std::mem::take(&mut of.orphans);
+        orphans.retain(|&orphan| self.is_held(orphan));
+        if let Some(of) = self.pools.get_mut(pool as usize) {
+            of.orphans = orphans;
+        }
+    }
+}
+
+fn sooner(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
     }
 }
 

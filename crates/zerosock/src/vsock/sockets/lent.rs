@@ -63,6 +63,8 @@ pub(crate) struct Lent<T> {
     held: Option<Held<T>>,
     /// The bytes, once they were moved.
     copy: Option<Copied>,
+    /// It was to be moved, and somebody read it: it is on its pool's list of those.
+    overdue: bool,
     /// Its neighbours among the leases of its connection.
     previous: u32,
     next: u32,
@@ -85,6 +87,7 @@ impl<T> Default for Lent<T> {
             len: 0,
             held: None,
             copy: None,
+            overdue: false,
             previous: NONE,
             next: NONE,
         }
@@ -144,7 +147,10 @@ impl<T> Sockets<T> {
             conn.taken += len as u64;
         }
         let (held, place) = match part {
-            Part::Copied { bytes, taken } => (None, Place::Copied((Arc::new(bytes), taken))),
+            Part::Copied { bytes, taken } => {
+                self.uncopy(id.index, len);
+                (None, Place::Copied((Arc::new(bytes), taken)))
+            }
             Part::Held(held) => match self.may_lease(pool, leased).then(|| place(store, &held)) {
                 Some(Some(place)) => (Some(held), place),
                 _ => {
@@ -182,6 +188,7 @@ impl<T> Sockets<T> {
                 len: len as u32,
                 held,
                 copy: None,
+                overdue: false,
                 previous: NONE,
                 next,
             };
@@ -192,10 +199,16 @@ impl<T> Sockets<T> {
         }
     }
 
-    /// A lease was dropped: its buffer goes back, and its sender gets credit. False: `index` is
-    /// not a lease, but perhaps a loan.
+    /// A lease was dropped: its buffer goes back, and its sender gets credit. Or readers have left
+    /// leases that are overdue ([`Leases::look`](crate::vsock::leases::Leases::look)): those are
+    /// moved. False: `index` is neither, but perhaps a loan.
     pub(crate) fn give_back(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {
+            if index == self.words.look() {
+                self.words.begin_look();
+                self.look_again(store);
+                return true;
+            }
             return false;
         };
         if lent.what != What::Lease {
@@ -213,6 +226,9 @@ impl<T> Sockets<T> {
             if lent.conn.is_none() {
                 self.forget_orphan(lent.pool, index);
             }
+        }
+        if lent.overdue {
+            self.forget_overdue(lent.pool, index);
         }
         if let Some(id) = lent.conn
             && let Some(conn) = self.get(id)
@@ -262,27 +278,40 @@ impl<T> Sockets<T> {
         true
     }
 
-    /// Gives a lease's buffer back although somebody is reading: what is read from now on is no
-    /// longer what was sent.
-    pub(super) fn tear(&mut self, index: u32, store: &mut impl Store<Token = T>) {
+    /// Takes a lease's buffer from it although somebody is reading: what is read from now on is no
+    /// longer what was sent. With `keep` nobody gets the buffer.
+    pub(super) fn tear(&mut self, index: u32, keep: bool, store: &mut impl Store<Token = T>) {
         let Some(lent) = self.lent.get_mut(index as usize) else {
             return;
         };
         let (conn, pool) = (lent.conn, lent.pool);
         if let Some(held) = lent.held.take() {
             self.words.tear(index);
-            store.release(held.token);
+            if !keep {
+                store.release(held.token);
+            }
             self.unlease_one(conn.map_or(NONE, |id| id.index), pool);
         }
     }
 
-    /// Since when a lease has had its buffer; `None` if it has none.
+    /// Since when a lease has had its buffer; `None` if it has none, or is known to be overdue.
     pub(super) fn leased_since(&self, index: u32) -> Option<zerosock_proto::Instant> {
+        let lent = self.lent.get(index as usize).filter(|lent| !lent.overdue)?;
+        lent.held.as_ref().map(|held| held.since)
+    }
+
+    /// Whether a lease has its buffer.
+    pub(super) fn is_held(&self, index: u32) -> bool {
         self.lent
-            .get(index as usize)?
-            .held
-            .as_ref()
-            .map(|held| held.since)
+            .get(index as usize)
+            .is_some_and(|lent| lent.held.is_some())
+    }
+
+    /// Notes whether a lease is on its pool's list of overdue ones. True: that is news.
+    pub(super) fn set_overdue(&mut self, index: u32, overdue: bool) -> bool {
+        self.lent
+            .get_mut(index as usize)
+            .is_some_and(|lent| std::mem::replace(&mut lent.overdue, overdue) != overdue)
     }
 
     /// The lease behind `index` in its connection's list.
@@ -303,9 +332,12 @@ impl<T> Sockets<T> {
             bytes += lent.len;
             lent.conn = None;
             (lent.previous, lent.next) = (NONE, NONE);
-            if !moved && let Some(held) = &lent.held {
-                let (pool, since) = (lent.pool, held.since);
-                self.add_orphan(id.index, pool, index, since);
+            let pool = lent.pool;
+            if !moved && lent.held.is_some() {
+                self.add_orphan(id.index, pool, index);
+            }
+            if self.set_overdue(index, false) {
+                self.forget_overdue(pool, index);
             }
             index = next;
         }

@@ -9,7 +9,8 @@
 //! go.
 //!
 //! What must hold: every token that came in goes back to the engine exactly once
-//! ([`Store::release`]), whatever happens to the connection; every byte is reported as consumed
+//! ([`Store::release`]), whatever happens to the connection (but for buffers of a peer that is
+//! gone and was trusted: see [`Sockets::recall`]); every byte is reported as consumed
 //! once, and only when its reader is done with it, because that is what gives the sender credit;
 //! bytes keep their order.
 
@@ -115,6 +116,8 @@ pub(crate) struct Conn<T> {
     held: u32,
     /// Leases in place.
     leased: u32,
+    /// Unread bytes that lie in copies.
+    copied: usize,
     /// The first of its leases, in no order.
     leases: u32,
     /// How many there are, copies as well.
@@ -134,6 +137,10 @@ pub(crate) struct Sockets<T> {
     with_news: VecDeque<u32>,
     pools: Vec<Pool>,
     hold: Duration,
+    /// Bytes that the connections of a pool together may have in copies.
+    most_copied: usize,
+    /// A pool has more.
+    over: bool,
     words: Arc<Leases>,
     lent: Vec<Lent<T>>,
     free_lent: Vec<u32>,
@@ -155,14 +162,16 @@ pub(crate) struct Counted {
 
 impl<T> Sockets<T> {
     /// A table without connections. Unread and leased buffers are copied out after `hold` at the
-    /// latest.
-    pub(crate) fn new(words: Arc<Leases>, hold: Duration) -> Sockets<T> {
+    /// latest; the unread copies of a pool are to be `most_copied` bytes at most.
+    pub(crate) fn new(words: Arc<Leases>, hold: Duration, most_copied: usize) -> Sockets<T> {
         Sockets {
             conns: Vec::new(),
             free: Vec::new(),
             with_news: VecDeque::new(),
             pools: Vec::new(),
             hold,
+            most_copied,
+            over: false,
             free_lent: (0..words.capacity() as u32).rev().collect(),
             lent: (0..words.capacity()).map(|_| Lent::default()).collect(),
             words,
@@ -212,6 +221,7 @@ impl<T> Sockets<T> {
             held: 0,
             leased: 0,
             lent: 0,
+            copied: 0,
             leases: NONE,
             stalled: false,
             holder: NONE,

@@ -36,14 +36,17 @@ impl<T> Part<T> {
     }
 }
 
-/// Copies the bytes of `held` to the end of `to`. What cannot be read (it can: buffers are checked
-/// when they are taken in) is zeros, so that a stream keeps its length.
+/// Copies the bytes of `held` to the end of `to`. What cannot be read is zeros, so that a stream
+/// keeps its length; but it can: buffers are checked when they are taken in, and recalled before
+/// their memory goes.
 pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mut Vec<u8>) {
     let start = to.len();
     to.resize(start + held.len as usize, 0);
+    let mut read = 0;
     if let (Some(memory), Some(out)) = (store.memory(&held.token), to.get_mut(start..)) {
-        memory.read(store.pieces(&held.token), held.offset as usize, out);
+        read = memory.read(store.pieces(&held.token), held.offset as usize, out);
     }
+    debug_assert_eq!(read, held.len as usize, "bytes that are nowhere");
 }
 
 impl<T> Conn<T> {
@@ -96,6 +99,7 @@ impl<T> Sockets<T> {
         }
         self.counted.copied_aside += u64::from(held.len);
         conn.push_copy(|bytes| copy_out(store, &held, bytes));
+        self.copied(id.index, held.len as usize);
         store.release(held.token);
     }
 
@@ -111,6 +115,7 @@ impl<T> Sockets<T> {
             return self.peek(id, out, store);
         }
         let mut done = 0;
+        let mut uncopied = 0;
         while let Some(rest) = out.get_mut(done..).filter(|rest| !rest.is_empty()) {
             let Some(conn) = self.get_mut(id) else { break };
             let Some(part) = conn.parts.front_mut() else {
@@ -129,12 +134,16 @@ impl<T> Sockets<T> {
                 Part::Copied { bytes, taken } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                     *taken += len;
+                    uncopied += len;
                 }
             }
             done += len;
             if part.len() == 0 {
                 self.drop_front(id, store);
             }
+        }
+        if uncopied > 0 {
+            self.uncopy(id.index, uncopied);
         }
         self.counted.copied_out += done as u64;
         self.consumed(id, done, store);
@@ -203,21 +212,28 @@ impl<T> Sockets<T> {
         look: &mut dyn FnMut(Payload<'_>) -> bool,
         store: &mut impl Store<Token = T>,
     ) -> usize {
+        let mut shown = Shown {
+            sockets: self,
+            store,
+            id,
+            showing: false,
+            bytes: 0,
+        };
         let mut seen = 0;
-        let mut bytes_seen = 0;
         while seen < most {
-            let Some(part) = self.get(id).and_then(|conn| conn.parts.front()) else {
+            let Some(part) = shown.sockets.get(id).and_then(|conn| conn.parts.front()) else {
                 break;
             };
-            bytes_seen += part.len();
+            shown.bytes += part.len();
+            shown.showing = true;
             let go_on = match part {
                 Part::Copied { bytes, taken } => look(Payload::copied(&bytes[*taken..])),
                 Part::Held(held) => {
                     let mut slices = SliceBuf::<4>::new();
                     let (offset, len) = (held.offset as usize, held.len as usize);
                     let mut covered = 0;
-                    if let Some(memory) = store.memory(&held.token) {
-                        let pieces = store.pieces(&held.token);
+                    if let Some(memory) = shown.store.memory(&held.token) {
+                        let pieces = shown.store.pieces(&held.token);
                         covered = memory.slices(pieces, offset, len, &mut slices);
                     }
                     if covered == len {
@@ -225,19 +241,17 @@ impl<T> Sockets<T> {
                     } else {
                         // In more places than are worth naming.
                         let mut bytes = Vec::with_capacity(len);
-                        copy_out(store, held, &mut bytes);
+                        copy_out(&*shown.store, held, &mut bytes);
                         look(Payload::copied(&bytes))
                     }
                 }
             };
             seen += 1;
-            self.drop_front(id, store);
+            shown.taken();
             if !go_on {
                 break;
             }
         }
-        self.counted.leased += bytes_seen as u64;
-        self.consumed(id, bytes_seen, store);
         seen
     }
 
@@ -269,9 +283,12 @@ impl<T> Sockets<T> {
         let Some(part) = self.get_mut(id).and_then(|conn| conn.parts.pop_front()) else {
             return;
         };
-        if let Part::Held(held) = part {
-            store.release(held.token);
-            self.unhold(id.index, 1);
+        match part {
+            Part::Held(held) => {
+                store.release(held.token);
+                self.unhold(id.index, 1);
+            }
+            Part::Copied { bytes, taken } => self.uncopy(id.index, bytes.len() - taken),
         }
         self.catch_up(id.index);
     }
@@ -297,7 +314,7 @@ impl<T> Sockets<T> {
     }
 
     /// Throws away what was not read.
-    pub(super) fn drop_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    pub(crate) fn drop_unread(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(unread) = self.get(id).map(|conn| conn.unread) else {
             return;
         };
@@ -312,5 +329,35 @@ impl Counted {
     /// Bytes that were never copied by us.
     pub(crate) fn in_place(&self) -> u64 {
         self.leased
+    }
+}
+
+/// Parts that are being shown. What was shown is taken, also when the one who looks panics.
+struct Shown<'a, T, S: Store<Token = T>> {
+    sockets: &'a mut Sockets<T>,
+    store: &'a mut S,
+    id: StreamId,
+    /// The first part is being looked at.
+    showing: bool,
+    bytes: usize,
+}
+
+impl<T, S: Store<Token = T>> Shown<'_, T, S> {
+    /// The first part has been looked at.
+    #[inline]
+    fn taken(&mut self) {
+        self.showing = false;
+        self.sockets.drop_front(self.id, self.store);
+    }
+}
+
+impl<T, S: Store<Token = T>> Drop for Shown<'_, T, S> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.showing {
+            self.taken();
+        }
+        self.sockets.counted.leased += self.bytes as u64;
+        self.sockets.consumed(self.id, self.bytes, self.store);
     }
 }

@@ -20,6 +20,8 @@ const HOLD: Duration = Duration::from_millis(20);
 const LEN: u32 = 64;
 /// The pool.
 const SIZE: u32 = 32;
+/// Bytes that may be in copies; more than any test has that is not about them.
+const MOST_COPIED: usize = 16 << 10;
 
 /// Buffers of a memory, and who has each.
 struct Slots {
@@ -92,7 +94,7 @@ struct Table {
 
 impl Table {
     fn new() -> Table {
-        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD);
+        let mut sockets = Sockets::new(Arc::new(Leases::new(64)), HOLD, MOST_COPIED);
         assert_eq!(sockets.add_pool(SIZE), 0);
         let ports = PortTable::new().into();
         Table {
@@ -154,8 +156,20 @@ impl Table {
         self.sockets.handle_timeout(self.now, &mut self.slots);
     }
 
+    /// A reader leaves, as by a `Core`.
+    fn leave(&mut self, index: u32) {
+        if self.sockets.words().leave(index) {
+            let mut index = self.sockets.words().take_dropped();
+            while index != NONE {
+                let next = self.sockets.words().after(index);
+                assert!(self.sockets.give_back(index, &mut self.slots));
+                index = next;
+            }
+        }
+    }
+
     /// What the holder of a lease finds.
-    fn look(&self, index: u32, len: usize, place: &Place) -> Vec<u8> {
+    fn look(&mut self, index: u32, len: usize, place: &Place) -> Vec<u8> {
         let words = self.sockets.words().clone();
         let copied = |(bytes, from): Copied| bytes[from..from + len].to_vec();
         match place {
@@ -168,7 +182,7 @@ impl Table {
                 Entered::InPlace => {
                     let mut out = vec![0; len];
                     assert_eq!(memory.read(pieces, *offset, &mut out), len);
-                    words.leave(index);
+                    self.leave(index);
                     out
                 }
                 Entered::Moved => copied(self.sockets.copy_of(index).unwrap()),
@@ -301,15 +315,16 @@ proptest! {
                 Step::Leave { lease } => {
                     if let Some(lease) = out.get_mut(lease).filter(|lease| lease.entered > 0) {
                         lease.entered -= 1;
-                        let torn = table.sockets.words().leave(lease.parts.index);
+                        let torn = table.sockets.words().is_torn(lease.parts.index);
                         prop_assert_eq!(torn, lease.torn);
+                        table.leave(lease.parts.index);
                     }
                 }
                 Step::GiveBack { lease } => {
                     if lease < out.len() {
                         let lease = out.swap_remove(lease);
                         for _ in 0..lease.entered {
-                            table.sockets.words().leave(lease.parts.index);
+                            table.leave(lease.parts.index);
                         }
                         let Table { sockets, slots, .. } = &mut table;
                         prop_assert!(sockets.give_back(lease.parts.index, slots));
@@ -323,7 +338,7 @@ proptest! {
                         lease.torn |= lease.entered > 0;
                     }
                     let Table { sockets, slots, .. } = &mut table;
-                    sockets.recall(0, slots);
+                    prop_assert!(sockets.recall(0, false, slots));
                     prop_assert_eq!(slots.out(), 0, "all are given back");
                 }
             }
@@ -339,11 +354,16 @@ proptest! {
             }
             prop_assert_eq!(table.slots.out(), table.sockets.held(0) as usize);
             prop_assert!(table.sockets.held(0) <= SIZE / 4 * 3);
-            prop_assert_eq!(table.sockets.next_timeout().is_some(), table.sockets.held(0) > 0);
+            // No timer for what is under a reader, when that is all.
+            let timer = table.sockets.next_timeout().is_some();
+            let read = out.iter().any(|lease| lease.entered > 0);
+            prop_assert!(timer == (table.sockets.held(0) > 0) || (read && !timer));
+            let in_copies: usize = table.sockets.copies(0);
+            prop_assert!(in_copies <= queues.iter().map(VecDeque::len).sum());
         }
         for lease in out {
             for _ in 0..lease.entered {
-                table.sockets.words().leave(lease.parts.index);
+                table.leave(lease.parts.index);
             }
             let Table { sockets, slots, .. } = &mut table;
             prop_assert!(sockets.give_back(lease.parts.index, slots));
@@ -356,6 +376,7 @@ proptest! {
             prop_assert_eq!(slots.consumed.get(&flows[conn]).copied().unwrap_or(0), done[conn]);
         }
         prop_assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
+        prop_assert_eq!(table.sockets.copies(0), 0);
         prop_assert_eq!((table.sockets.lent_out(), table.sockets.len()), (0, 0));
     }
 }
@@ -452,9 +473,12 @@ fn what_was_held_for_too_long_is_copied_unless_somebody_reads_it() {
     assert!(!table.is_in_place(&unread));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, true), b"bytes");
-    // It goes on being looked after.
-    assert!(!words.leave(read.index), "not torn");
+    // No timer goes on for it; it goes when its reader does.
+    assert_eq!(table.sockets.next_timeout(), None);
     table.pass(HOLD);
+    assert!(!words.is_torn(read.index));
+    assert_eq!(table.slots.out(), 1);
+    table.leave(read.index);
     assert_eq!(table.slots.out(), 0);
     assert_eq!(table.look(read.index, 5, &read.place), b"bytes");
     assert_eq!(table.sockets.next_timeout(), None);
@@ -487,16 +511,93 @@ fn a_lease_under_a_reader_is_torn_when_the_queue_goes() {
     let (read, unread) = (table.lease(id), table.lease(id));
     let words = table.sockets.words().clone();
     assert_eq!(words.enter(read.index), Entered::InPlace);
-    table.sockets.recall(0, &mut table.slots);
+    assert!(table.sockets.recall(0, false, &mut table.slots));
     assert_eq!((table.slots.out(), table.sockets.held(0)), (0, 0));
-    assert!(words.leave(read.index), "the reader is told");
-    assert!(words.is_torn(read.index));
+    table.leave(read.index);
+    assert!(words.is_torn(read.index), "the reader is told");
     assert!(!words.is_torn(unread.index));
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
     assert_eq!(table.read(id, 9, false), b"bytes");
     assert!(table.sockets.give_back(read.index, &mut table.slots));
     assert!(table.sockets.give_back(unread.index, &mut table.slots));
     assert_eq!(table.slots.consumed.values().sum::<u64>(), 15);
+}
+
+#[test]
+fn a_reader_who_trusts_is_waited_for_unless_the_peer_is_gone() {
+    let mut table = Table::new();
+    let id = table.conn();
+    table.sockets.trust_pool(0, true);
+    for _ in 0..4 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    let leases: Vec<_> = (0..3).map(|_| table.lease(id)).collect();
+    let words = table.sockets.words().clone();
+    for lease in &leases[..2] {
+        assert_eq!(words.enter(lease.index), Entered::InPlace);
+    }
+    assert!(!table.sockets.recall(0, false, &mut table.slots));
+    assert_eq!(table.slots.out(), 2, "but for those under readers");
+    table.leave(leases[0].index);
+    assert!(!table.sockets.recall(0, false, &mut table.slots));
+    assert!(!words.is_torn(leases[0].index));
+    assert_eq!(table.slots.out(), 1);
+    assert!(table.sockets.recall(0, true, &mut table.slots));
+    assert!(words.is_torn(leases[1].index));
+    assert_eq!(table.sockets.held(0), 0);
+    assert_eq!(table.slots.out(), 1, "nobody has it to write to");
+    table.leave(leases[1].index);
+    for lease in leases {
+        assert!(table.sockets.give_back(lease.index, &mut table.slots));
+    }
+}
+
+#[test]
+fn a_look_that_panics_leaves_nothing_behind() {
+    let mut table = Table::new();
+    let id = table.conn();
+    for _ in 0..3 {
+        assert!(table.deliver(id, 0, b"bytes"));
+    }
+    // First one in place, then the rest, which has become a copy.
+    for (left, consumed) in [(2, 5), (0, 15)] {
+        let Table { sockets, slots, .. } = &mut table;
+        let look = &mut |_: Payload<'_>| -> bool { panic!("in the middle") };
+        let look = std::panic::AssertUnwindSafe(|| sockets.each(id, 3, look, slots));
+        std::panic::catch_unwind(look).unwrap_err();
+        assert_eq!((slots.out(), sockets.held(0)), (left, left as u32));
+        assert_eq!((sockets.unread(id), sockets.copies(0)), (5 * left, 0));
+        assert_eq!(slots.consumed.values().sum::<u64>(), consumed);
+        table.pass(HOLD);
+        assert_eq!(table.slots.out(), 0);
+    }
+}
+
+#[test]
+fn the_connections_with_most_copies_are_given_up_beyond_the_bound() {
+    let mut table = Table::new();
+    let (small, large) = (table.conn(), table.conn());
+    for id in [small, large] {
+        assert!(table.deliver(id, 0, b"x"));
+    }
+    table.pass(HOLD);
+    let mut sent = 2;
+    while !table.sockets.is_over() {
+        assert_eq!(table.sockets.copies(0), sent);
+        let id = if sent % 7 == 0 { small } else { large };
+        assert!(table.deliver(id, 0, &[7; 64]));
+        sent += 64;
+    }
+    assert!(sent > MOST_COPIED && sent <= MOST_COPIED + 64);
+    assert_eq!(table.sockets.overfull(), [large]);
+    table.sockets.give_up(large, &mut table.slots);
+    assert_eq!(table.sockets.get(large).unwrap().state, StreamState::Reset);
+    assert_eq!(table.sockets.unread(large), 0);
+    assert!(!table.sockets.is_over() && table.sockets.overfull().is_empty());
+    let kept = table.sockets.unread(small);
+    assert_eq!(table.sockets.copies(0), kept);
+    assert_eq!(table.read(small, kept, false).len(), kept);
+    assert_eq!(table.sockets.copies(0), 0);
 }
 
 #[test]
@@ -520,12 +621,10 @@ fn leases_outlive_their_connection() {
     let next = table.conn();
     assert_eq!(next.index(), id.index());
     assert_eq!(table.look(unread.index, 5, &unread.place), b"bytes");
-    // It is still looked after.
-    assert!(table.sockets.next_timeout().is_some());
     table.pass(HOLD);
     assert_eq!(table.slots.out(), 1);
-    assert!(!words.leave(read.index));
-    table.pass(HOLD);
+    assert_eq!(table.sockets.next_timeout(), None);
+    table.leave(read.index);
     assert_eq!(table.slots.out(), 0);
     assert_eq!(table.look(read.index, 5, &read.place), b"bytes");
     for index in [read.index, unread.index] {

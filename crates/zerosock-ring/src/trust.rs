@@ -13,6 +13,23 @@ use crate::slice::{GuestSlice, Piece};
 /// The word of somebody that a peer does not write what is leased. Hand it only to code that keeps
 /// the promises made in [`declare`](Self::declare); do not make it reachable for callers who made
 /// none.
+///
+/// ```
+/// use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+/// use zerosock_ring::{Memory, RegionConfig, Trust};
+///
+/// let file = memfd_create("mine alone", MemfdFlags::CLOEXEC)?;
+/// ftruncate(&file, 4096)?;
+/// let region = RegionConfig { guest_addr: 0, user_addr: 0, len: 4096, fd_offset: 0 };
+/// let memory = Memory::map(vec![(file, region)])?;
+/// let mut pieces = Vec::new();
+/// memory.translate(16, 5, &mut pieces)?;
+/// memory.write(&pieces, 0, b"hello");
+/// // SAFETY: nobody else has the file, and nothing is written from here on.
+/// let trust = unsafe { Trust::declare() };
+/// assert_eq!(memory.trusted_slice(pieces[0], trust), Some(&b"hello"[..]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug)]
 pub struct Trust(());
 

@@ -21,6 +21,25 @@ use std::time::Duration;
 use zerosock_proto::Cid;
 
 /// What a daemon is made of.
+///
+/// ```
+/// # let dir = tempfile::tempdir()?;
+/// use std::os::unix::net::UnixListener;
+/// use zerosock::Cid;
+/// use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
+///
+/// let vm = VmConfig {
+///     cid: Cid::guest(3)?,
+///     listener: UnixListener::bind(dir.path().join("vm3.sock"))?,
+///     host: HostSide::None,
+///     buf_alloc: 1 << 20,
+///     queue_size: 1024,
+///     groups: vec!["default".into()],
+/// };
+/// let daemon = Daemon::start(DaemonConfig { vms: vec![vm], ..DaemonConfig::default() })?;
+/// daemon.shutdown();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct DaemonConfig {
     /// The VMs.
@@ -67,6 +86,26 @@ const MAX_HANDSHAKES: usize = 1024;
 const MAX_LINGERING: usize = 1024;
 
 /// A running daemon. Dropping it does not stop it: [`shutdown`](Daemon::shutdown) does.
+///
+/// ```
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::attach::{self, AttachConfig};
+/// use zerosock::daemon::{Daemon, DaemonConfig};
+/// use zerosock::vsock::Endpoint;
+///
+/// let daemon = Daemon::start(DaemonConfig {
+///     workers: 2,
+///     attach: Some(AttachConfig::new(attach::listen(&path)?)),
+///     ..DaemonConfig::default()
+/// })?;
+/// let db = Endpoint::builder().name("db").attach(&path)?;
+/// let web = Endpoint::attach(&path)?;
+/// assert_eq!(web.resolve("db")?, db.cid());
+/// assert_eq!(daemon.processes().len(), 2);
+/// daemon.shutdown();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Daemon {
     plane: Plane,

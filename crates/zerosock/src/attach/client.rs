@@ -22,6 +22,19 @@ use crate::driver::timespec;
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Who is to blame for an error.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::Cid;
+/// use zerosock::vsock::{Endpoint, Fault};
+///
+/// let first = Endpoint::attach(&path)?;
+/// // To ask for what another one has is no fault of his.
+/// let error = Endpoint::builder().cid(first.cid()).attach(&path).unwrap_err();
+/// assert_eq!(error.fault(), Fault::Caller);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Fault {
     /// The other side: it broke the protocol, went away, or speaks another version.
@@ -132,6 +145,20 @@ impl AttachError {
 }
 
 /// A place that was granted.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::attach::{AttachRequest, Attached, Client};
+/// use zerosock::driver::{Driver, DriverConfig};
+///
+/// let Attached { cid, socket, control, .. } = Client::connect(&path, &AttachRequest::default())?;
+/// let driver = Driver::attach_over(socket, DriverConfig::default())?;
+/// assert_eq!(driver.cid(), cid);
+/// // The place is held as long as this is.
+/// drop(control);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Attached {
     /// Our CID.

@@ -43,6 +43,15 @@ impl fmt::Display for Version {
 }
 
 /// The name of an attached process: 1 to 64 of the characters `A-Z a-z 0-9 . _ -`.
+///
+/// ```
+/// use zerosock::attach::Name;
+///
+/// let name: Name = "db-1.eu".parse()?;
+/// assert_eq!(name.as_str(), "db-1.eu");
+/// assert!("no spaces".parse::<Name>().is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug, Eq, PartialEq, Ord, PartialOrd, Hash)]
 pub struct Name(Box<str>);
 
@@ -83,6 +92,22 @@ impl fmt::Display for Name {
 }
 
 /// What a process asks for when it attaches. The default: any CID, no name, all ports.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::attach::{AttachRequest, Client};
+/// use zerosock::{Cid, Port};
+///
+/// let request = AttachRequest {
+///     cid: Some(Cid::guest(77)?),
+///     name: Some("web".parse()?),
+///     ports: vec![Port::new(80)],
+/// };
+/// let attached = Client::connect(&path, &request)?;
+/// assert_eq!(attached.cid, Cid::new(77));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct AttachRequest {
     /// The CID it wants; `None`: any that is free.

@@ -52,6 +52,19 @@ pub enum AttachHost {
 }
 
 /// On what terms processes may attach.
+///
+/// ```
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::attach::{self, AttachConfig};
+/// use zerosock::vsock::Host;
+///
+/// let mut config = AttachConfig::new(attach::listen(&path)?);
+/// config.max_processes = 8;
+/// let host = Host::builder().attach_with(config).start()?;
+/// assert!(host.processes().is_empty());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct AttachConfig {
     /// The bound and listening Unix socket of type SOCK_SEQPACKET.

@@ -1,3 +1,5 @@
+//! For tests and tools; programs use [`vsock`](crate::vsock).
+//!
 //! The device half: a vhost-user back-end that gives a guest a vsock device.
 //!
 //! A `Device` belongs to one worker. It has the rings on one side and the protocol core on the

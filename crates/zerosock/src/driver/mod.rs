@@ -1,3 +1,5 @@
+//! For tests and tools; programs use [`vsock`](crate::vsock).
+//!
 //! The driver half: a process as the guest of a vhost-user vsock device, without
 //! a virtual machine.
 //!

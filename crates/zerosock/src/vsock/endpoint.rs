@@ -24,6 +24,24 @@ use crate::attach::{self, AttachRequest, Attached, Client, Fault, Name};
 use crate::driver::{self, Driver, DriverConfig};
 
 /// Why there is no endpoint.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use std::io::ErrorKind;
+/// use zerosock::attach::AttachError;
+/// use zerosock::vsock::{Endpoint, Fault, OpenError};
+///
+/// let error = Endpoint::attach(dir.path().join("nobody.sock")).unwrap_err();
+/// assert_eq!(error.fault(), Fault::System);
+///
+/// let _first = Endpoint::builder().name("db").attach(&path)?;
+/// let error = Endpoint::builder().name("db").attach(&path).unwrap_err();
+/// assert!(matches!(error, OpenError::Place(AttachError::NameTaken(_))));
+/// assert_eq!(error.fault(), Fault::Caller);
+/// assert_eq!(std::io::Error::from(error).kind(), ErrorKind::AddrInUse);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The attach socket did not give us a place. Whose fault it is, says
@@ -75,14 +93,26 @@ impl From<OpenError> for io::Error {
 /// It has no thread of its own: whatever thread calls one of its sockets does the work for all of
 /// them. A program that computes for long without calling lets its peers wait.
 ///
-/// ```no_run
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use std::io::{BufRead, BufReader, Write};
+/// use std::thread;
+/// use zerosock::Port;
 /// use zerosock::vsock::{Endpoint, Wait};
-/// use zerosock::{Cid, Port};
 ///
-/// let endpoint = Endpoint::builder().wait(Wait::ADAPTIVE).attach("/run/zerosock/attach.sock")?;
-/// println!("we are CID {}", endpoint.cid());
-/// let listener = endpoint.listen(Port::new(5000), 128)?;
-/// let (stream, peer) = listener.accept()?;
+/// let db = Endpoint::builder().name("db").attach(&path)?;
+/// let listener = db.listen(Port::new(5432), 128)?;
+/// thread::spawn(move || -> std::io::Result<()> {
+///     let (mut stream, peer) = listener.accept()?;
+///     writeln!(stream, "hello, {}", peer.cid)
+/// });
+///
+/// let web = Endpoint::builder().wait(Wait::ADAPTIVE).attach(&path)?;
+/// let mut line = String::new();
+/// let stream = web.connect_name("db", Port::new(5432))?;
+/// BufReader::new(stream).read_line(&mut line)?;
+/// assert_eq!(line, format!("hello, {}\n", web.cid()));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Endpoint {
@@ -100,6 +130,25 @@ pub struct Endpoint {
 const RECEIVE_BUFFER: u32 = 64 << 10;
 
 /// How an [`Endpoint`] is to be.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::Port;
+/// use zerosock::vsock::{Endpoint, Wait};
+///
+/// let endpoint = Endpoint::builder()
+///     .name("loader")
+///     .ports([Port::new(9000)])
+///     // Packets of up to 1 MiB, and 8 MiB of them under way.
+///     .receive_buffers(1 << 20)
+///     .window(8 << 20)
+///     .wait(Wait::ADAPTIVE)
+///     .attach(&path)?;
+/// let _listener = endpoint.listen(Port::new(9000), 16)?;
+/// assert_eq!(endpoint.resolve("loader")?, endpoint.cid());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct EndpointBuilder {

@@ -181,6 +181,25 @@ pub(crate) enum Stirred {
 }
 
 /// Bytes that went through an endpoint.
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::io::Write;
+/// use zerosock::{Address, Port};
+///
+/// let listener = db.listen(Port::new(1), 1)?;
+/// let mut theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
+/// let (ours, _) = listener.accept()?;
+/// theirs.wait_connected()?;
+/// theirs.write_all(b"counted")?;
+/// assert_eq!(ours.recv()?.expect("a packet").to_vec(), b"counted");
+///
+/// let sender = web.stats();
+/// assert_eq!((sender.sent, sender.copied_in), (7, 7));
+/// let receiver = db.stats();
+/// assert_eq!((receiver.received, receiver.copied_out), (7, 0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 #[non_exhaustive]
 pub struct EndpointStats {

@@ -96,6 +96,20 @@ impl From<ConnectError> for Error {
 }
 
 /// Why a connection does not do what was asked.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// use std::io::{ErrorKind, Write};
+/// use std::net::Shutdown;
+/// use zerosock::vsock::StreamError;
+///
+/// process.shutdown(Shutdown::Write)?;
+/// let error = (&process).write(b"late").unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::BrokenPipe);
+/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<StreamError>());
+/// assert_eq!(reason, Some(&StreamError::ShutDown));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum StreamError {

@@ -50,19 +50,31 @@ use crate::engine::host::{HostConfig, HostEngine};
 /// was there before. A program that installs one of its own later has to pass on what it does not
 /// know, or does without the guard.
 ///
-/// ```no_run
-/// use std::io::{Read, Write};
-/// use zerosock::vsock::Host;
-/// use zerosock::{Cid, Port};
+/// ```
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("attach.sock");
+/// use std::fs::File;
+/// use std::io::Write;
+/// use std::thread;
+/// use zerosock::vsock::{Endpoint, Host};
+/// use zerosock::{Address, Cid, Port};
 ///
-/// let host = Host::builder().vm(Cid::guest(3)?, "/run/vm3.sock").start()?;
+/// let vm = dir.path().join("vm3.sock");
+/// let host = Host::builder().vm(Cid::guest(3)?, vm).attach(&path).start()?;
 /// let listener = host.listen(Port::new(1024), 16)?;
-/// let (stream, guest) = listener.accept()?;
-/// println!("{guest} has connected");
+/// # let process = thread::spawn(move || {
+/// #     let process = Endpoint::attach(&path).unwrap();
+/// #     let to = Address::new(Cid::HOST, Port::new(1024));
+/// #     process.connect(to).unwrap().write_all(b"from a process").unwrap();
+/// # });
+/// let (stream, who) = listener.accept()?;
+/// println!("{who} has connected");
+/// let copy = File::create(dir.path().join("copy"))?;
 /// while let Some(lease) = stream.recv()? {
-///     // Straight from the guest's memory to the file.
-///     lease.write_to(std::io::stdout())?;
+///     // Straight from the memory of the guest, or the process, to the file.
+///     lease.write_to(&copy)?;
 /// }
+/// assert_eq!(std::fs::read(dir.path().join("copy"))?, b"from a process");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Host {
@@ -75,6 +87,27 @@ pub struct Host {
 }
 
 /// How a [`Host`] is to be.
+///
+/// ```
+/// # let dir = tempfile::tempdir()?;
+/// use std::time::Duration;
+/// use zerosock::Cid;
+/// use zerosock::vsock::{FrontendFault, Host, Wait};
+///
+/// let host = Host::builder()
+///     .vm(Cid::guest(3)?, dir.path().join("vm3.sock"))
+///     // For a VMM that does not seal its memory.
+///     .allow_unsealed_memory()
+///     .attach(dir.path().join("attach.sock"))
+///     .attach_mode(0o660)
+///     .allow_uid(1000)
+///     .hold(Duration::from_millis(5))
+///     .wait(Wait::ADAPTIVE)
+///     .start()?;
+/// assert_eq!(host.faults(FrontendFault::Payload), 0);
+/// assert!(host.processes().is_empty());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct HostBuilder {

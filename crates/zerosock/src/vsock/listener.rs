@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::iter::FusedIterator;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,19 +17,29 @@ use super::waiting::Wait;
 /// A port that is listened on. Dropping it ends that, and resets connections that wait to be
 /// accepted.
 ///
-/// ```no_run
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
 /// use std::io::{Read, Write};
-/// use zerosock::Port;
-/// use zerosock::vsock::Endpoint;
+/// use std::net::Shutdown;
+/// use zerosock::{Address, Port};
 ///
-/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
-/// let listener = endpoint.listen(Port::new(1024), 16)?;
-/// for stream in listener.incoming() {
+/// let there = Address::new(db.cid(), Port::new(1024));
+/// let listener = db.listen(Port::new(1024), 16)?;
+/// let client = std::thread::spawn(move || -> std::io::Result<String> {
+///     let mut stream = web.connect(there)?;
+///     stream.write_all(b"louder")?;
+///     stream.shutdown(Shutdown::Write)?;
+///     let mut answer = String::new();
+///     stream.read_to_string(&mut answer)?;
+///     Ok(answer)
+/// });
+/// for stream in listener.incoming().take(1) {
 ///     let mut stream = stream?;
 ///     let mut question = String::new();
 ///     stream.read_to_string(&mut question)?;
 ///     stream.write_all(question.to_uppercase().as_bytes())?;
 /// }
+/// assert_eq!(client.join().unwrap()?, "LOUDER");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Listener {
@@ -103,8 +114,51 @@ impl Listener {
     }
 
     /// Connections, as they come; never `None`.
-    pub fn incoming(&self) -> impl Iterator<Item = io::Result<Stream>> + '_ {
-        std::iter::repeat_with(|| self.accept().map(|(stream, _)| stream))
+    pub fn incoming(&self) -> Incoming<'_> {
+        Incoming { listener: self }
+    }
+}
+
+/// Connections of a [`Listener`], as they come: each step is an [`accept`](Listener::accept), and
+/// there is no end.
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use zerosock::{Address, Port};
+///
+/// let listener = db.listen(Port::new(1), 1)?;
+/// let theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
+/// for stream in &listener {
+///     assert_eq!(stream?.peer_addr(), theirs.local_addr());
+///     break;
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Incoming<'a> {
+    listener: &'a Listener,
+}
+
+impl Iterator for Incoming<'_> {
+    type Item = io::Result<Stream>;
+
+    fn next(&mut self) -> Option<io::Result<Stream>> {
+        Some(self.listener.accept().map(|(stream, _)| stream))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (usize::MAX, None)
+    }
+}
+
+impl FusedIterator for Incoming<'_> {}
+
+impl<'a> IntoIterator for &'a Listener {
+    type Item = io::Result<Stream>;
+    type IntoIter = Incoming<'a>;
+
+    fn into_iter(self) -> Incoming<'a> {
+        self.incoming()
     }
 }
 

@@ -21,6 +21,16 @@ use super::engine::Payload;
 /// assert_eq!(sum, 559);
 /// # Ok::<(), std::io::Error>(())
 /// ```
+///
+/// Behind it the buffer is the sender's again, so it cannot be carried out of the call:
+///
+/// ```compile_fail,E0521
+/// # use zerosock::vsock::{Message, Stream};
+/// fn message_outlives_its_call(stream: &Stream) {
+///     let mut kept: Option<Message<'_>> = None;
+///     let _ = stream.recv_each(1, |message| kept = Some(message));
+/// }
+/// ```
 #[derive(Copy, Clone)]
 pub struct Message<'m> {
     payload: Payload<'m>,

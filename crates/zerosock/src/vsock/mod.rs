@@ -14,11 +14,21 @@
 //! or handed to the system. Plain slices of it are given only for peers that are processes and
 //! whose endpoint was opened with [`Trust`]: an `unsafe` declaration that they do not do that.
 //!
+//! # What lives how long
+//! A borrowed [`Lease`], [`Loan`] or [`Batch`] cannot outlive its stream: that does not compile.
+//! What owns its part keeps it alive: an endpoint, with its place and its name, lives as long as
+//! the last of its [`Stream`]s, [`Listener`]s and [`OwnedLease`]s, whether or not the [`Endpoint`]
+//! or [`Host`] value itself is still there; only a host's sockets are removed with its value, so
+//! that nobody new comes. An [`OwnedLease`] stays readable when its stream, and even its sender,
+//! are gone.
+//!
 //! # What each file is for
-//! `stream`, `listener`, `lease`, `loan`, `message`: what the user has in hand. `core`: the lock,
-//! the waiting. `engine`: what the core drives. `sockets`: the table of connections that both
-//! engines share, with the bounds on what is held. `rxmap`: the interface of memory-mapped receive.
-//! `leases`: the words that holders share with it.
+//! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets.
+//! `stream`, `listener`, `lease`, `loan`, `message`: what the user has in hand; `poller` and
+//! `tokio` wait for many of them, `waiting` says how; `errors`: what goes wrong, and by whose
+//! fault. `core`: the lock, who drives and who sleeps. `engine`: what the core drives. `sockets`:
+//! the table of connections that both engines share, with the bounds on what is held. `leases`:
+//! the words that holders share with it. `rxmap`: the interface of memory-mapped receive.
 
 pub(crate) mod core;
 pub(crate) mod endpoint;
@@ -48,7 +58,7 @@ pub use engine::EndpointStats;
 pub use errors::{ConnectError, EndpointOver, ListenError, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, OwnedLease, Reading};
-pub use listener::Listener;
+pub use listener::{Incoming, Listener};
 pub use loan::{Filling, Loan};
 pub use message::Message;
 pub use poller::{Poller, Readiness, Ready};

@@ -26,6 +26,17 @@ const LOOKS: u32 = 32;
 const CLOCKS: u32 = 64;
 
 /// What is to be reported of a source.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// use zerosock::vsock::{Poller, Readiness, Wait};
+///
+/// let mut poller = Poller::new(Wait::Sleep);
+/// poller.add_stream(&process, 1, Readiness::BOTH);
+/// // There is nothing to read, but room to write.
+/// assert_eq!(poller.wait(None)?[0].readiness, Readiness::WRITABLE);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Readiness {
     /// Bytes (as many as the stream's [low-water mark](Stream::set_low_water) asks for), an end, a
@@ -58,6 +69,19 @@ impl Readiness {
 }
 
 /// A source that is ready, by the key that it was added with.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::{Poller, Readiness, Ready, Wait};
+///
+/// let mut poller = Poller::new(Wait::Sleep);
+/// poller.add_stream(&process, 7, Readiness::READABLE);
+/// (&host).write_all(b"x")?;
+/// let readiness = Readiness::READABLE;
+/// assert_eq!(poller.wait(None)?, [Ready { key: 7, readiness }]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Ready {
     /// The key.
@@ -70,19 +94,26 @@ pub struct Ready {
 /// at all of them, as `poll(2)` does; for thousands of sockets an executor is the better place.
 /// Several pollers, and threads that block, may use one endpoint at the same time.
 ///
-/// ```no_run
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
 /// use std::time::Duration;
-/// use zerosock::Port;
-/// use zerosock::vsock::{Endpoint, Poller, Readiness, Wait};
+/// use zerosock::vsock::{Poller, Readiness, Wait};
+/// use zerosock::{Address, Port};
 ///
-/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
-/// let listener = endpoint.listen(Port::new(1), 8)?;
+/// let (done, finished) = std::io::pipe()?;
+/// let listener = db.listen(Port::new(1), 8)?;
 /// let mut poller = Poller::new(Wait::ADAPTIVE);
 /// poller.add_listener(&listener, 1);
-/// poller.add_fd(std::io::stdin(), 2, Readiness::READABLE)?;
-/// for ready in poller.wait(Some(Duration::from_secs(1)))? {
-///     println!("source {} is ready", ready.key);
-/// }
+/// poller.add_fd(&done, 2, Readiness::READABLE)?;
+///
+/// let theirs = web.begin_connect(Address::new(db.cid(), Port::new(1)))?;
+/// assert_eq!(poller.wait(Some(Duration::from_secs(10)))?[0].key, 1);
+/// let (stream, _peer) = listener.accept()?;
+/// poller.add_stream(&stream, 3, Readiness::READABLE);
+///
+/// drop(finished);
+/// assert_eq!(poller.wait(None)?[0].key, 2);
+/// # theirs.wait_connected()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]

@@ -36,18 +36,21 @@ use super::waiting::Wait;
 /// May be used by several threads at once: `&Stream` is [`Read`] and [`Write`] as well. Dropping
 /// it closes the connection; what was sent still arrives.
 ///
-/// ```no_run
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
 /// use std::io::{Read, Write};
-/// use zerosock::vsock::Endpoint;
-/// use zerosock::{Address, Cid, Port};
 ///
-/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
-/// let mut stream = endpoint.connect(Address::new(Cid::HOST, Port::new(1024)))?;
-/// stream.write_all(b"hello")?;
-/// // The answer, where the peer has written it:
-/// if let Some(lease) = stream.recv()? {
-///     println!("{} bytes", lease.len());
-/// }
+/// // As with any socket:
+/// (&process).write_all(b"hello")?;
+/// let mut hello = [0; 5];
+/// (&host).read_exact(&mut hello)?;
+///
+/// // Or where the peer will read it, and where the peer has written it:
+/// let mut loan = host.loan(9)?;
+/// loan.write_all(b"and hello")?;
+/// loan.send()?;
+/// let lease = process.recv()?.expect("a packet");
+/// assert_eq!(lease.to_vec(), b"and hello");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Stream {
@@ -267,6 +270,13 @@ impl Stream {
     /// Borrows a buffer for one packet of at most `max` bytes, to be written where the peer will
     /// read it. It may be smaller ([`Loan::capacity`]): as large as the peer's buffer and its
     /// credit allow.
+    ///
+    /// A packet is no message. The receiver's buffers say how much of what is to be sent one loan
+    /// takes: those of a Linux guest have 4096 bytes, those of an [`Endpoint`](super::Endpoint)
+    /// 65536 unless it was [told](super::EndpointBuilder::receive_buffers) otherwise, and no packet
+    /// is longer than that. What is longer takes several loans here and several
+    /// [`recv`](Self::recv) there, and the boundaries mean nothing to the stream: who needs them
+    /// sends a length first.
     ///
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
@@ -577,6 +587,17 @@ impl fmt::Debug for Stream {
 /// }
 /// assert_eq!(lines[2], b"three");
 /// # Ok::<(), std::io::Error>(())
+/// ```
+///
+/// A batch cannot outlive its stream:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Stream;
+/// fn batch_outlives_stream(stream: Stream) {
+///     let mut batch = stream.batch();
+///     drop(stream);
+///     batch.flush();
+/// }
 /// ```
 pub struct Batch<'a> {
     stream: &'a Stream,

@@ -164,20 +164,26 @@ mod sealed {
 
 /// A [`Stream`] in a tokio runtime.
 ///
-/// ```no_run
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
 /// use tokio::io::{AsyncReadExt, AsyncWriteExt};
-/// use zerosock::vsock::Endpoint;
-/// use zerosock::vsock::tokio::AsyncStream;
-/// use zerosock::{Address, Cid, Port};
+/// use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// use zerosock::{Address, Port};
 ///
-/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-/// let endpoint = Endpoint::attach("/run/zerosock/attach.sock")?;
-/// let server = Address::new(Cid::HOST, Port::new(1024));
-/// let mut stream = AsyncStream::connect(&endpoint, server).await?;
-/// stream.write_all(b"hello").await?;
-/// if let Some(lease) = stream.recv().await? {
-///     println!("{} bytes", lease.len());
-/// }
+/// let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// let there = Address::new(db.cid(), Port::new(1));
+/// let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+///
+/// theirs.write_all(b"copied").await?;
+/// let mut copied = [0; 6];
+/// ours.read_exact(&mut copied).await?;
+///
+/// theirs.write_all(b"where it was written").await?;
+/// let lease = ours.recv().await?.expect("a packet");
+/// assert_eq!(lease.to_vec(), b"where it was written");
 /// # Ok(())
 /// # }
 /// ```
@@ -430,18 +436,114 @@ impl AsyncWrite for AsyncStream {
 }
 
 /// The half of an [`AsyncStream`] that reads, borrowed.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// # use zerosock::{Address, Port};
+/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// # let there = listener.local_addr();
+/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+/// let (mut reads, mut writes) = theirs.split();
+/// let (mut asked, mut answer) = ([0; 4], [0; 4]);
+/// tokio::try_join!(writes.write_all(b"ping"), ours.read_exact(&mut asked))?;
+/// tokio::try_join!(ours.write_all(b"pong"), reads.read_exact(&mut answer))?;
+/// assert_eq!(&answer, b"pong");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct ReadHalf<'a>(&'a AsyncStream);
 
 /// The half of an [`AsyncStream`] that writes, borrowed.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// # use zerosock::{Address, Port};
+/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// # let there = listener.local_addr();
+/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+/// let (mut reads, mut writes) = theirs.split();
+/// let (mut asked, mut answer) = ([0; 4], [0; 4]);
+/// tokio::try_join!(writes.write_all(b"ping"), ours.read_exact(&mut asked))?;
+/// tokio::try_join!(ours.write_all(b"pong"), reads.read_exact(&mut answer))?;
+/// assert_eq!(&answer, b"pong");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct WriteHalf<'a>(&'a AsyncStream);
 
 /// The half of an [`AsyncStream`] that reads.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// # use zerosock::{Address, Port};
+/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// # let there = listener.local_addr();
+/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+/// let (mut reads, mut writes) = theirs.into_split();
+/// let reader = tokio::spawn(async move {
+///     let mut all = String::new();
+///     reads.read_to_string(&mut all).await.map(|_| all)
+/// });
+/// writes.write_all(b"ping").await?;
+/// drop(writes);
+/// // It has sent end of file.
+/// let mut asked = String::new();
+/// ours.read_to_string(&mut asked).await?;
+/// ours.write_all(asked.to_uppercase().as_bytes()).await?;
+/// ours.shutdown().await?;
+/// assert_eq!(reader.await??, "PING");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct OwnedReadHalf(Arc<AsyncStream>);
 
 /// The half of an [`AsyncStream`] that writes. Dropping it sends end of file.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// # use zerosock::{Address, Port};
+/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// # let there = listener.local_addr();
+/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+/// let (mut reads, mut writes) = theirs.into_split();
+/// let reader = tokio::spawn(async move {
+///     let mut all = String::new();
+///     reads.read_to_string(&mut all).await.map(|_| all)
+/// });
+/// writes.write_all(b"ping").await?;
+/// drop(writes);
+/// // It has sent end of file.
+/// let mut asked = String::new();
+/// ours.read_to_string(&mut asked).await?;
+/// ours.write_all(asked.to_uppercase().as_bytes()).await?;
+/// ours.shutdown().await?;
+/// assert_eq!(reader.await??, "PING");
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct OwnedWriteHalf {
     stream: Arc<AsyncStream>,
@@ -450,6 +552,27 @@ pub struct OwnedWriteHalf {
 }
 
 /// Two halves that were not of one stream; here they are again.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+/// # use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// # use zerosock::{Address, Port};
+/// # let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// # let there = listener.local_addr();
+/// # let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// # let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+/// let (reads, writes) = theirs.into_split();
+/// let (others, _) = ours.into_split();
+/// let error = others.reunite(writes).unwrap_err();
+/// // Both are there still.
+/// let theirs = reads.reunite(error.1)?;
+/// assert_eq!(theirs.peer_addr(), there);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
 
@@ -584,6 +707,22 @@ half!(writes WriteHalf<'_>);
 half!(writes OwnedWriteHalf);
 
 /// A [`Listener`] in a tokio runtime.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// use zerosock::{Address, Port};
+///
+/// let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// let there = listener.local_addr();
+/// let client = tokio::spawn(async move { AsyncStream::connect(&web, there).await });
+/// let (_stream, peer) = listener.accept().await?;
+/// assert_eq!(peer, client.await??.local_addr());
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct AsyncListener {
     listener: Listener,

@@ -8,6 +8,7 @@ mod copies;
 mod dying;
 mod holding;
 mod hub;
+mod outliving;
 mod pages;
 mod refused;
 mod sharing;

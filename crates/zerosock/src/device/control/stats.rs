@@ -4,6 +4,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A kind of fault of a front-end. Each is counted, and none costs more than its own connection.
+///
+/// ```
+/// # let dir = tempfile::tempdir()?;
+/// use zerosock::Cid;
+/// use zerosock::vsock::{FrontendFault, Host};
+///
+/// let host = Host::builder().vm(Cid::guest(3)?, dir.path().join("vm3.sock")).start()?;
+/// for fault in FrontendFault::ALL {
+///     println!("{}: {}", fault.name(), host.faults(fault));
+/// }
+/// assert_eq!(host.faults(FrontendFault::Unsealed), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 #[repr(usize)]
 pub enum Fault {

@@ -8,6 +8,17 @@ use crate::vsock::errors::of_recv;
 
 /// Why a receive map does not do what was asked. But for [`Io`](RxMapError::Io), all of them are
 /// mistakes of the caller, and nothing was changed.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use zerosock::vsock::RxMap;
+/// use zerosock::vsock::rxmap::{RxMapConfig, RxMapError};
+///
+/// // The host did not ask for maps before it accepted.
+/// let error = RxMap::new(&host, RxMapConfig::default()).unwrap_err();
+/// assert!(matches!(error, RxMapError::NotEnabled));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RxMapError {

@@ -25,6 +25,21 @@ const HEADER: usize = 16;
 const MORE: usize = PIECES - 1;
 
 /// `{u32 length, u32 flags, u64 offset}`: the document's header and a place.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::RxMap;
+/// use zerosock::vsock::rxmap::{RxHeader, RxMapConfig};
+///
+/// let mut map = RxMap::new(&process, RxMapConfig::default())?;
+/// (&host).write_all(b"eight by")?;
+/// map.wait()?;
+/// assert_eq!(map.fill()?, 1);
+/// let header: RxHeader = map.header(0).expect("one packet");
+/// assert_eq!(header.length, 8);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct RxHeader {
     /// Bytes of payload. 0: the end of the headers.
@@ -38,6 +53,20 @@ pub struct RxHeader {
 }
 
 /// How an [`RxMap`] is to be.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::RxMap;
+/// use zerosock::vsock::rxmap::RxMapConfig;
+///
+/// // One packet at a time, whatever waits.
+/// let mut map = RxMap::new(&process, RxMapConfig::default().headers(1))?;
+/// (&host).write_all(b"one")?;
+/// map.wait()?;
+/// assert_eq!(map.fill()?, 1);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug)]
 #[must_use]
 pub struct RxMapConfig {
@@ -94,6 +123,33 @@ impl RxMapConfig {
 ///
 /// `S` is the stream, or what refers to it: `&Stream`, `Arc<Stream>`. A stream can have any number
 /// of maps; each fill takes what comes next.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::RxMap;
+/// use zerosock::vsock::rxmap::RxMapConfig;
+///
+/// let mut map = RxMap::new(&process, RxMapConfig::default())?;
+/// (&host).write_all(b"in place")?;
+/// map.wait()?;
+/// let filled = map.fill()?;
+/// assert_eq!(map.packet(0).expect("one packet").to_vec(), b"in place");
+/// map.release(0..filled)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// A map that borrows its stream cannot outlive it:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::rxmap::{RxMap, RxMapConfig};
+/// # use zerosock::vsock::Stream;
+/// fn map_outlives_stream(stream: Stream) {
+///     let mut map = RxMap::new(&stream, RxMapConfig::default()).unwrap();
+///     drop(stream);
+///     map.release_all();
+/// }
+/// ```
 pub struct RxMap<S: Borrow<Stream>> {
     stream: S,
     config: RxMapConfig,

@@ -41,6 +41,45 @@ pub(super) struct Held {
 }
 
 /// The bytes behind one header, as long as it is not released.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::RxMap;
+/// use zerosock::vsock::rxmap::RxMapConfig;
+///
+/// let mut map = RxMap::new(&process, RxMapConfig::default())?;
+/// (&host).write_all(b"a packet")?;
+/// map.wait()?;
+/// map.fill()?;
+/// let packet = map.packet(0).expect("one packet");
+/// let mut word = [0; 6];
+/// assert_eq!(packet.copy_to(2, &mut word), 6);
+/// assert_eq!(&word, b"packet");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// It is gone with a release, and with the next fill:
+///
+/// ```compile_fail,E0502
+/// # use zerosock::vsock::rxmap::RxMap;
+/// # use zerosock::vsock::Stream;
+/// fn packet_outlives_release(map: &mut RxMap<&Stream>) {
+///     let packet = map.packet(0).unwrap();
+///     map.release_all();
+///     packet.to_vec();
+/// }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use zerosock::vsock::rxmap::RxMap;
+/// # use zerosock::vsock::Stream;
+/// fn packet_outlives_fill(map: &mut RxMap<&Stream>) {
+///     let packet = map.packet(0).unwrap();
+///     map.fill().unwrap();
+///     packet.to_vec();
+/// }
+/// ```
 pub struct RxPacket<'m> {
     pub(super) stream: &'m Stream,
     pub(super) header: RxHeader,

@@ -24,6 +24,16 @@ use crate::vsock::stream::Stream;
 const HEADER: usize = 8;
 
 /// What may be done with a mapping, as for `mmap(2)`.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use zerosock::vsock::rxmap::{PAGE, PagedRxMap, Protection, RxMapError};
+///
+/// let both = Protection::READ | Protection::WRITE;
+/// let error = PagedRxMap::new(&process, 2 * PAGE, both).unwrap_err();
+/// assert!(matches!(error, RxMapError::Protection));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Protection(u32);
 
@@ -47,6 +57,20 @@ impl BitOr for Protection {
 }
 
 /// `struct virtio_vsock_usr_hdr`.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::rxmap::{PAGE, PagedHeader, PagedRxMap, Protection};
+///
+/// let mut map = PagedRxMap::new(&process, 5 * PAGE, Protection::READ)?;
+/// (&host).write_all(b"hello")?;
+/// map.wait()?;
+/// map.fill()?;
+/// let header = PagedHeader { length: 5, flags: 0 };
+/// assert_eq!(map.header(0), Some(header));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct PagedHeader {
     /// Bytes of payload, from the beginning of a page on. 0: the end of the headers.
@@ -61,6 +85,44 @@ pub struct PagedHeader {
 ///
 /// `S` is the stream, or what refers to it: `&Stream`, `Arc<Stream>`. A stream can have any number
 /// of maps; each fill takes what comes next.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::rxmap::{PAGE, PagedRxMap, Protection};
+///
+/// // A page of headers, and four of data.
+/// let mut map = PagedRxMap::new(&process, 5 * PAGE, Protection::READ)?;
+/// (&host).write_all(b"hello")?;
+/// map.wait()?;
+/// map.fill()?;
+/// assert_eq!(map.page(1).expect("data")[..5], *b"hello");
+/// map.release(1..2)?;
+/// assert!(map.page(1).is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// A page is gone with its release, and with the next fill:
+///
+/// ```compile_fail,E0502
+/// # use zerosock::vsock::rxmap::PagedRxMap;
+/// # use zerosock::vsock::Stream;
+/// fn page_outlives_release(map: &mut PagedRxMap<&Stream>) {
+///     let page = map.page(1).unwrap();
+///     map.release(1..2).unwrap();
+///     assert_eq!(page[0], b'h');
+/// }
+/// ```
+///
+/// ```compile_fail,E0502
+/// # use zerosock::vsock::rxmap::PagedRxMap;
+/// # use zerosock::vsock::Stream;
+/// fn page_outlives_fill(map: &mut PagedRxMap<&Stream>) {
+///     let page = map.page(1).unwrap();
+///     map.fill().unwrap();
+///     assert_eq!(page[0], b'h');
+/// }
+/// ```
 pub struct PagedRxMap<S: Borrow<Stream>> {
     stream: S,
     pages: Pages,

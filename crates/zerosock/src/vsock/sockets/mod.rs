@@ -63,6 +63,17 @@ pub struct StreamId {
 }
 
 /// Where a connection stands.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// use zerosock::vsock::StreamState;
+///
+/// assert_eq!(process.state(), StreamState::Connected);
+/// host.reset();
+/// process.recv().unwrap_err();
+/// assert_eq!(process.state(), StreamState::Reset);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum StreamState {
     /// The request is out, no answer yet.

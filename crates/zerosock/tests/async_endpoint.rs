@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{PATIENCE, TestDaemon, bytes};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -11,6 +11,15 @@ use tokio::time::timeout;
 use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
 use zerosock::vsock::{Endpoint, Host};
 use zerosock::{Address, Cid, Port};
+
+/// What `wait` gives, if somebody told it: at the end of all patience it looks once more, and finds
+/// what it slept over.
+async fn told<T>(wait: impl Future<Output = T>) -> T {
+    let began = Instant::now();
+    let found = timeout(PATIENCE, wait).await.expect("never told");
+    assert!(began.elapsed() < PATIENCE, "never told");
+    found
+}
 
 const PORT: Port = Port::new(9);
 
@@ -133,9 +142,8 @@ async fn a_connect_that_nobody_answers_ends_in_time() {
     for _ in 0..10 {
         tokio::task::yield_now().await;
     }
-    let error = timeout(PATIENCE, AsyncStream::connect(&client, there()))
+    let error = told(AsyncStream::connect(&client, there()))
         .await
-        .expect("it ends")
         .unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
 }
@@ -187,9 +195,9 @@ async fn a_host_serves_tasks() {
         }));
     }
     for task in tasks {
-        timeout(PATIENCE, task).await.unwrap().unwrap();
+        told(task).await.unwrap();
     }
-    drop(timeout(PATIENCE, serving).await.unwrap().unwrap());
+    drop(told(serving).await.unwrap());
     // The other way round, by name.
     let mine = AsyncListener::new(process.listen(PORT, 4).unwrap()).unwrap();
     let connecting = AsyncStream::connect_name(&host, "worker", PORT);
@@ -207,8 +215,7 @@ async fn a_host_serves_tasks() {
     accepted.write_all(b"again").await.unwrap();
     for (stream, word) in [(&mut stream, b"again"), (&mut accepted, b"whole")] {
         let mut got = [0; 5];
-        let reading = timeout(PATIENCE, stream.read_exact(&mut got));
-        reading.await.unwrap().unwrap();
+        told(stream.read_exact(&mut got)).await.unwrap();
         assert_eq!(&got, word);
     }
 }
@@ -232,13 +239,13 @@ fn sockets_outlive_their_runtime() {
     drop(first);
     runtime().block_on(async {
         let mut word = [0; 4];
-        let reading = timeout(PATIENCE, far.read_exact(&mut word));
+        let reading = told(far.read_exact(&mut word));
         let writing = async {
             tokio::task::yield_now().await;
             near.write_all(b"word").await.unwrap();
         };
         let (read, ()) = tokio::join!(reading, writing);
-        read.expect("told in the new runtime").unwrap();
+        read.unwrap();
         assert_eq!(&word, b"word");
     });
 }

@@ -5,7 +5,7 @@ mod common;
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{PATIENCE, TestDaemon, deadline, eventually};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,6 +25,15 @@ fn endpoints(daemon: &TestDaemon) -> [Endpoint; 2] {
             .attach_device(&daemon.vms[index].socket)
             .unwrap()
     })
+}
+
+/// What `wait` gives, if somebody told it: at the end of its patience every wait looks once more,
+/// and finds what it slept over.
+fn told<T>(wait: impl FnOnce() -> T) -> T {
+    let began = Instant::now();
+    let found = wait();
+    assert!(began.elapsed() < PATIENCE, "never told");
+    found
 }
 
 /// One connection more, between the first and the second endpoint.
@@ -47,8 +56,8 @@ fn echo(stream: Stream, wait: Wait) {
     poller.add_stream(&stream, 7, Readiness::READABLE);
     let mut word = [0; 8];
     loop {
-        let ready = poller.wait(Some(PATIENCE)).unwrap();
-        assert!(!ready.is_empty(), "never told");
+        let ready = told(|| poller.wait(Some(PATIENCE)).unwrap());
+        assert!(!ready.is_empty());
         match (&stream).read(&mut word) {
             Ok(0) => return,
             Ok(got) => (&stream).write_all(&word[..got]).unwrap(),
@@ -119,7 +128,7 @@ fn a_poller_waits_over_two_endpoints_and_a_listener() {
             poller.add_stream(&stream, 2, Readiness::READABLE);
             let mut seen = Vec::new();
             while seen.len() < 2 {
-                for ready in poller.wait(Some(PATIENCE)).unwrap() {
+                for ready in told(|| poller.wait(Some(PATIENCE)).unwrap()) {
                     assert_eq!(ready.readiness, Readiness::READABLE);
                     match ready.key {
                         1 => drop(listener.accept().unwrap()),
@@ -218,7 +227,7 @@ fn a_connect_is_begun_and_its_end_is_seen_by_who_polls() {
     assert_eq!(stream.state(), StreamState::Connecting);
     let mut poller = Poller::new(Wait::Sleep);
     poller.add_stream(&stream, 1, Readiness::WRITABLE);
-    assert_eq!(poller.wait(Some(PATIENCE)).unwrap().len(), 1);
+    assert_eq!(told(|| poller.wait(Some(PATIENCE)).unwrap().len()), 1);
     assert_eq!(stream.state(), StreamState::Reset);
 }
 
@@ -248,7 +257,7 @@ fn a_device_that_hangs_up_ends_every_wait() {
         listener.set_wait(wait);
         far.set_wait(wait);
         thread::scope(|scope| {
-            let accepting = scope.spawn(|| listener.accept_timeout(PATIENCE).unwrap_err());
+            let accepting = scope.spawn(|| told(|| listener.accept_timeout(PATIENCE).unwrap_err()));
             daemon.stop();
             let error = accepting.join().unwrap();
             assert_eq!(error.kind(), ErrorKind::ConnectionAborted, "{wait:?}");
@@ -283,7 +292,7 @@ fn a_poller_heeds_the_low_water_mark() {
         assert_eq!(far.unread(), 3);
         // Also one that is told by another thread which takes the rest in.
         thread::scope(|scope| {
-            let polling = scope.spawn(|| poller.wait(Some(PATIENCE)).unwrap().len());
+            let polling = scope.spawn(|| told(|| poller.wait(Some(PATIENCE)).unwrap().len()));
             (&near).write_all(b"45").unwrap();
             while far.unread() < 5 {
                 server.turn().unwrap();
@@ -371,7 +380,7 @@ fn room_that_another_thread_makes_is_room_for_who_sleeps() {
         let [full, other] = accepting.join().unwrap();
         let sleeping = scope.spawn(move || {
             other.set_read_timeout(Some(PATIENCE)).unwrap();
-            other.recv().unwrap().unwrap().to_vec()
+            told(|| other.recv().unwrap().unwrap().to_vec())
         });
         // As many as may be held, and one for the sleeper, who cannot have it yet.
         let most = usize::from(DriverConfig::default().queue_size / 2 / 4 * 3);

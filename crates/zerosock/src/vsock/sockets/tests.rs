@@ -382,6 +382,24 @@ proptest! {
 }
 
 #[test]
+fn more_bytes_are_news_as_long_as_there_are_too_few() {
+    let mut table = Table::new();
+    let id = table.conn();
+    let is_news = |table: &mut Table| table.sockets.next_stirred() == Some(id);
+    assert!(table.deliver(id, 0, b"123") && is_news(&mut table));
+    assert!(table.deliver(id, 0, b"4") && !is_news(&mut table));
+    table.sockets.set_low_water(id, 6);
+    assert!(table.deliver(id, 0, b"56") && is_news(&mut table));
+    assert!(table.deliver(id, 0, b"7") && !is_news(&mut table));
+    // What a peek has shown is taken without being read.
+    assert_eq!(table.sockets.skip(id, 5, &mut table.slots), 5);
+    let conn = table.sockets.get(id).unwrap();
+    assert_eq!((conn.taken(), conn.unread()), (5, 2));
+    assert_eq!(table.read(id, 8, false), b"67");
+    assert_eq!(table.slots.out(), 0);
+}
+
+#[test]
 fn three_quarters_are_held_and_no_more() {
     let mut table = Table::new();
     let id = table.conn();

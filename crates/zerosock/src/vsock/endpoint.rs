@@ -268,7 +268,7 @@ impl EndpointBuilder {
     }
 
     /// Whether to take memory from the system's pool of huge pages, if there is enough; at first,
-    /// yes.
+    /// yes. With the usual settings that is nine pages of 2 MiB, taken at once and whole.
     pub fn huge_pages(mut self, huge_pages: bool) -> EndpointBuilder {
         self.config.huge_pages = huge_pages;
         self

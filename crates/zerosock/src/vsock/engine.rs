@@ -110,8 +110,8 @@ pub(crate) struct LoanParts {
     pub(crate) index: u32,
     /// Bytes that may be written.
     pub(crate) len: usize,
-    /// Where. A copied place stands for a private buffer of that length, which is made by the
-    /// holder and sent by copying: the bounds did not allow a loan in place.
+    /// Where. `None`: in a private buffer of that length, which its holder makes and which is sent
+    /// by copying, because the bounds did not allow a loan in place.
     pub(crate) place: Option<Place>,
 }
 

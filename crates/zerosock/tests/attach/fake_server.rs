@@ -10,6 +10,7 @@ use rustix::net::accept;
 use super::*;
 use zerosock::attach::codec::{Answer, VERSION, encode_answer};
 use zerosock::attach::{Fault, Status, Version};
+use zerosock::vsock::OpenError;
 use zerosock_sys::fd_passing;
 
 /// Asks a server that answers with these bytes and descriptors, or hangs up if there are no bytes.
@@ -96,6 +97,10 @@ fn a_server_of_another_version_is_named() {
     assert_eq!((*ours, *server), (VERSION, version));
     assert_eq!(error.fault(), Fault::Peer);
     assert!(error.to_string().contains("3.1"), "{error}");
+    let opening = OpenError::from(error);
+    assert_eq!(opening.fault(), Fault::Peer);
+    let kind = std::io::Error::from(opening).kind();
+    assert_eq!(kind, std::io::ErrorKind::Unsupported);
 }
 
 #[test]

@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
-use super::core::{Core, Interest, Manner, Patience, WaitFault};
 use super::engine::{ConnInfo, EndpointStats};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
+use super::hub::{Core, Interest, Manner, Patience, WaitFault};
 use super::listener::Listener;
 use super::sockets::StreamState;
 use super::stream::Stream;

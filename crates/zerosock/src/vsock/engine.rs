@@ -1,4 +1,4 @@
-//! What a [`Core`](super::core::Core) drives: the half of the queues that an endpoint has.
+//! What a [`Core`](super::hub::Core) drives: the half of the queues that an endpoint has.
 //!
 //! Two things are engines: a [`Driver`](crate::driver::Driver) (a process as a guest) and a host's
 //! devices. Neither has a thread: every call here is made by a caller's thread that has the lock.

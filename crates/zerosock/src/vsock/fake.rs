@@ -10,11 +10,11 @@ use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
-use super::core::Core;
 use super::engine::{
     Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, Stirred,
 };
 use super::errors::EndpointOver;
+use super::hub::Core;
 use super::leases::Leases;
 use super::sockets::{Copied, LeaseParts, StreamId, StreamState};
 

@@ -14,9 +14,9 @@ use std::time::Duration;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
-use super::core::Core;
 use super::endpoint::{begin_connect, connect, listen, turn};
 use super::engine::EndpointStats;
+use super::hub::Core;
 use super::listener::Listener;
 use super::socket_file::{SocketFile, SocketKind};
 use super::stream::Stream;

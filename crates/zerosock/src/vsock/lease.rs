@@ -18,8 +18,8 @@ use bytes::Bytes;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 use zerosock_ring::{SliceBuf, Trust};
 
-use super::core::Core;
 use super::errors::StreamError;
+use super::hub::Core;
 use super::leases::{Entered, NONE};
 use super::sockets::{Copied, LeaseParts, PIECES, Place};
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::core::{Core, Ending, Interest, Patience};
+use super::hub::{Core, Ending, Interest, Patience};
 use super::stream::{Blocking, Stream, decode, encode};
 use super::waiting::Wait;
 

@@ -19,9 +19,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat};
 use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 
-use super::core::{Core, Interest};
 use super::engine::{Engine, LoanParts, SendFault};
 use super::errors::{StreamError, of_send};
+use super::hub::{Core, Interest};
 use super::leases::Entered;
 use super::sockets::{PIECES, Place};
 use super::stream::Stream;

@@ -30,13 +30,13 @@
 //! the table of connections that both engines share, with the bounds on what is held. `leases`:
 //! the words that holders share with it. `rxmap`: the interface of memory-mapped receive.
 
-pub(crate) mod core;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
 pub(crate) mod errors;
 #[cfg(test)]
 mod fake;
 mod host;
+pub(crate) mod hub;
 mod lease;
 pub(crate) mod leases;
 mod listener;

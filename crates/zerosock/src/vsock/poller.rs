@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 
-use super::core::{Bell, Come, Core, Locked, earlier};
+use super::hub::{Bell, Come, Core, Locked, earlier};
 use super::listener::Listener;
 use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;

@@ -21,10 +21,10 @@ use zerosock_proto::Address;
 use zerosock_proto::vsock::How;
 use zerosock_ring::Trust;
 
-use super::core::{Core, Ending, Interest, Manner, Patience};
 use super::endpoint::outcome;
 use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
 use super::errors::{StreamError, of_recv, of_send};
+use super::hub::{Core, Ending, Interest, Manner, Patience};
 use super::lease::Lease;
 use super::loan::Loan;
 use super::message::Message;
@@ -601,7 +601,7 @@ impl fmt::Debug for Stream {
 /// ```
 pub struct Batch<'a> {
     stream: &'a Stream,
-    locked: Option<super::core::Locked<'a>>,
+    locked: Option<super::hub::Locked<'a>>,
 }
 
 impl Batch<'_> {

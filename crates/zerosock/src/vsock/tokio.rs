@@ -23,7 +23,7 @@ use ::tokio::runtime::Handle;
 use ::tokio::task::{JoinHandle, spawn_blocking};
 use zerosock_proto::{Address, Port};
 
-use super::core::{Bell, Core, Ending, Interest, any_of};
+use super::hub::{Bell, Core, Ending, Interest, any_of};
 use super::lease::Lease;
 use super::listener::Listener;
 use super::loan::Loan;

@@ -2,9 +2,9 @@
 
 use std::io;
 
-use crate::vsock::core::WaitFault;
 use crate::vsock::engine::RecvFault;
 use crate::vsock::errors::of_recv;
+use crate::vsock::hub::WaitFault;
 
 /// Why a receive map does not do what was asked. But for [`Io`](RxMapError::Io), all of them are
 /// mistakes of the caller, and nothing was changed.

@@ -1,11 +1,20 @@
+//! Those who wait, with an engine that does what a script says.
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
-use super::super::fake::{core, info};
-use super::super::listener::Listener;
-use super::super::sockets::StreamState;
-use super::super::stream::Stream;
+use rustix::event::{PollFd, PollFlags, poll};
+
 use super::*;
+use crate::driver::timespec;
+use crate::vsock::engine::Stirred;
+use crate::vsock::fake::{Scripted, core, info};
+use crate::vsock::listener::Listener;
+use crate::vsock::sockets::StreamState;
+use crate::vsock::stream::Stream;
+use crate::vsock::waiting::Wait;
 
 const SOON: Duration = Duration::from_millis(10);
 /// Longer than anything takes that works.
@@ -17,7 +26,7 @@ fn is_readable(fd: impl AsFd, within: Duration) -> bool {
 }
 
 /// Somebody who sleeps until the engine has done what was due; hears of it.
-fn sleeper(core: &Arc<Core>, script: &super::super::fake::Scripted) -> mpsc::Receiver<()> {
+fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
     let (told, hears) = mpsc::channel();
     let (mine, script) = (core.clone(), script.clone());
     thread::spawn(move || {

@@ -1,0 +1,428 @@
+//! What all sockets of an endpoint share: its engine behind a lock, and those who wait.
+//!
+//! There is no thread here. The thread that calls does the work, for itself and for whoever else
+//! waits:
+//!
+//! - every call takes the lock once, however many packets it moves;
+//! - a call that has to wait spins, if it is told to, with the lock but giving way to whoever
+//!   knocks; then it sleeps. The first sleeper sleeps on the engine's descriptor; the others, on
+//!   nothing but being woken by whoever learns that something happened to their socket;
+//! - a lease that is dropped needs no lock: it goes onto a stack ([`Leases`]) which whoever has the
+//!   lock empties, and which whoever gives the lock back looks at once more.
+//!
+//! What must hold: nobody sleeps over news. A sleeper is enlisted, then the rings are armed, then
+//! it sleeps; and whoever takes anything in meanwhile tells those that it concerns, and arms the
+//! rings again for those who sleep on them. Nor does anybody sleep over a timer: it is known when
+//! each of them wakes of himself, and whoever leaves a timer that is due earlier wakes one. A
+//! thread that has the lock does not wait for it: such a call panics, and what it drops ends later.
+//!
+//! Here are the lock and what is done with it; `wait` is how a call waits, `waiters` who is told and
+//! how.
+
+mod wait;
+mod waiters;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Instant;
+
+use rustix::time::{TimerfdClockId, TimerfdFlags, timerfd_create};
+use zerosock_proto::Port;
+use zerosock_ring::Trust;
+
+use super::engine::Engine;
+use super::errors::EndpointOver;
+use super::leases::{Leases, NONE};
+use super::sockets::StreamId;
+use super::waiting::Learned;
+use crate::attach::Client;
+pub(crate) use wait::{Manner, Patience, WaitFault, earlier};
+use waiters::Waiter;
+pub(crate) use waiters::{Bell, Come, Interest, any_of};
+
+/// What the lock is about.
+pub(crate) struct State {
+    pub(crate) engine: Box<dyn Engine>,
+    /// Whoever sleeps on the engine's descriptor, by ticket.
+    sleeper: Option<u64>,
+    waiters: Vec<Waiter>,
+    tickets: u64,
+    learned: Learned,
+    /// Calls since the last turn that needed none.
+    skipped: u32,
+    /// The rings have been armed, and nothing was taken in since.
+    armed: bool,
+    /// When the alarm goes off.
+    alarm: Option<Instant>,
+    /// The endpoint is over, and why.
+    fault: Option<EndpointOver>,
+}
+
+/// See the module.
+pub(crate) struct Core {
+    state: Mutex<State>,
+    /// The thread that has the lock, by [`me`]; 0: none. A thread finds itself here only if it
+    /// has the lock: it alone writes its own number, and takes it away before it gives the lock
+    /// back.
+    owner: AtomicUsize,
+    /// Threads that want the lock while somebody may be spinning with it.
+    knocking: AtomicU32,
+    /// What the thread that has the lock has dropped meanwhile, and whether there is any.
+    endings: Mutex<Vec<Ending>>,
+    has_endings: AtomicBool,
+    leases: Arc<Leases>,
+    /// Wakes the sleeper. Read by him alone: the engine's descriptor may be emptied by whoever
+    /// turns the engine meanwhile.
+    waker: Bell,
+    /// Tells who polls from outside.
+    bell: Bell,
+    /// Goes off when the engine has something to do of itself and nobody else comes for it.
+    alarm: OwnedFd,
+    /// What is polled from outside: the engine's descriptor, the bell, the alarm.
+    outside: OwnedFd,
+    /// The engine's descriptor, once more: to be slept on without the lock.
+    fd: OwnedFd,
+    trust: Option<Trust>,
+    /// Our place at an attach socket, if we have one: held as long as any of our sockets is.
+    place: Option<Mutex<Client>>,
+    /// The task that works for async sockets, while there are any.
+    #[cfg(feature = "tokio")]
+    reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
+    /// Connections from now on may have receive maps.
+    rx_map: AtomicBool,
+}
+
+/// The lock, taken. What was dropped before is given back at the beginning, and what was dropped
+/// meanwhile at the end.
+pub(crate) struct Locked<'a> {
+    core: &'a Core,
+    guard: Option<MutexGuard<'a, State>>,
+    /// Something was given back, and may not have been shown.
+    collected: bool,
+}
+
+/// What is to end, because its owner was dropped.
+#[derive(Debug)]
+pub(crate) enum Ending {
+    Stream(StreamId),
+    Listener(Port),
+    /// Whoever was enlisted by this ticket is told no more.
+    #[cfg(feature = "tokio")]
+    Task(u64),
+    #[cfg(feature = "tokio")]
+    Bell(Arc<Bell>),
+}
+
+/// A number that no other living thread has; never 0.
+#[inline]
+fn me() -> usize {
+    thread_local! {
+        static HERE: u8 = const { 0 };
+    }
+    HERE.with(|here| std::ptr::from_ref(here).addr())
+}
+
+impl Core {
+    /// `trust`: the opener has declared it.
+    pub(crate) fn new(
+        engine: Box<dyn Engine>,
+        trust: Option<Trust>,
+        place: Option<Client>,
+    ) -> io::Result<Core> {
+        let bell = Bell::new()?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let alarm = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let outside = any_of([bell.as_fd(), alarm.as_fd(), engine.fd()])?;
+        Ok(Core {
+            waker: Bell::new()?,
+            bell,
+            alarm,
+            outside,
+            fd: engine.fd().try_clone_to_owned()?,
+            leases: engine.words(),
+            owner: AtomicUsize::new(0),
+            knocking: AtomicU32::new(0),
+            endings: Mutex::default(),
+            has_endings: AtomicBool::new(false),
+            trust,
+            place: place.map(Mutex::new),
+            #[cfg(feature = "tokio")]
+            reactor: Mutex::default(),
+            rx_map: AtomicBool::new(false),
+            state: Mutex::new(State {
+                engine,
+                sleeper: None,
+                waiters: Vec::new(),
+                tickets: 0,
+                learned: Learned::default(),
+                skipped: 0,
+                armed: false,
+                alarm: None,
+                fault: None,
+            }),
+        })
+    }
+
+    /// Our place at an attach socket, if we have one.
+    pub(crate) fn place(&self) -> Option<MutexGuard<'_, Client>> {
+        let place = self.place.as_ref()?;
+        Some(place.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn leases(&self) -> &Leases {
+        &self.leases
+    }
+
+    pub(crate) fn trust(&self) -> Option<Trust> {
+        self.trust
+    }
+
+    /// Whether connections from now on may have receive maps.
+    pub(crate) fn set_rx_map(&self, enabled: bool) {
+        self.rx_map.store(enabled, Ordering::Relaxed);
+    }
+
+    /// See [`set_rx_map`](Self::set_rx_map).
+    pub(crate) fn rx_map(&self) -> bool {
+        self.rx_map.load(Ordering::Relaxed)
+    }
+
+    /// Takes the lock.
+    #[inline]
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        let guard = match self.state.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => self.knock(),
+        };
+        let mut locked = Locked::new(self, guard);
+        locked.collect();
+        locked
+    }
+
+    #[cold]
+    fn knock(&self) -> MutexGuard<'_, State> {
+        assert!(
+            !self.is_mine(),
+            "a call of an endpoint by a thread that is in one already: its recv_each is still \
+             showing packets, or its Batch is still alive"
+        );
+        self.knocking.fetch_add(1, Ordering::Relaxed);
+        let guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.knocking.fetch_sub(1, Ordering::Relaxed);
+        guard
+    }
+
+    /// Whether this thread has the lock.
+    fn is_mine(&self) -> bool {
+        self.owner.load(Ordering::Relaxed) == me()
+    }
+
+    /// The owner of a socket was dropped. If this thread has the lock, the socket ends when that
+    /// is given back.
+    pub(crate) fn end(&self, ending: Ending) {
+        if self.is_mine() {
+            let endings = self.endings.lock();
+            endings.unwrap_or_else(PoisonError::into_inner).push(ending);
+            self.has_endings.store(true, Ordering::Relaxed);
+        } else {
+            self.lock().end(&ending);
+        }
+    }
+
+    /// A lease or a loan was dropped. Waits for nobody: if somebody has the lock, he sees to it.
+    pub(crate) fn give_back(&self, index: u32) {
+        self.leases.drop_one(index);
+        self.collect();
+    }
+
+    /// Whoever read or wrote leased memory does so no more.
+    #[inline]
+    pub(crate) fn leave(&self, index: u32) {
+        if self.leases.leave(index) {
+            self.collect();
+        }
+    }
+
+    /// Gives back what was dropped, unless somebody has the lock, who will.
+    fn collect(&self) {
+        let mut more = self.leases.any_dropped();
+        while more {
+            let guard = match self.state.try_lock() {
+                Ok(guard) => guard,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return,
+            };
+            let mut locked = Locked::new(self, guard);
+            locked.collect();
+            locked.settle();
+            locked.settle_waiters();
+            // Without what `drop` does: this loop does it.
+            locked.release();
+            more = self.leases.any_dropped_meanwhile();
+        }
+    }
+
+    /// Where the task of async sockets is known.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn reactor(&self) -> &Mutex<std::sync::Weak<super::tokio::Reactor>> {
+        &self.reactor
+    }
+
+    /// Readable when the engine has something: what those poll who have a [`Bell`].
+    pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl<'a> Locked<'a> {
+    #[inline]
+    fn new(core: &'a Core, guard: MutexGuard<'a, State>) -> Locked<'a> {
+        core.owner.store(me(), Ordering::Relaxed);
+        Locked {
+            core,
+            guard: Some(guard),
+            collected: false,
+        }
+    }
+
+    /// Gives the lock back as it is.
+    #[inline]
+    fn release(&mut self) {
+        if let Some(guard) = self.guard.take() {
+            self.core.owner.store(0, Ordering::Relaxed);
+            drop(guard);
+        }
+    }
+
+    fn state(&mut self) -> &mut State {
+        // The guard is there until the drop.
+        self.guard.as_mut().expect("the lock is held")
+    }
+
+    #[inline]
+    pub(crate) fn engine(&mut self) -> &mut dyn Engine {
+        &mut *self.state().engine
+    }
+
+    /// Gives back what was dropped.
+    #[inline]
+    fn collect(&mut self) {
+        if !self.core.leases.any_dropped() {
+            return;
+        }
+        self.collected = true;
+        let mut index = self.core.leases.take_dropped();
+        while index != NONE {
+            let next = self.core.leases.after(index);
+            self.engine().give_back(index);
+            index = next;
+        }
+    }
+
+    /// Shows what was given back: a few buffers may wait until there are more, what the peer waits
+    /// for may not.
+    fn settle(&mut self) {
+        self.collected = false;
+        self.engine().settle();
+    }
+
+    /// Ends what was dropped while this thread had the lock.
+    #[cold]
+    fn end_all(&mut self) {
+        self.core.has_endings.store(false, Ordering::Relaxed);
+        let endings = self.core.endings.lock();
+        let endings = std::mem::take(&mut *endings.unwrap_or_else(PoisonError::into_inner));
+        for ending in &endings {
+            self.end(ending);
+        }
+    }
+
+    fn end(&mut self, ending: &Ending) {
+        match ending {
+            Ending::Stream(id) => self.engine().close(*id),
+            Ending::Listener(port) => self.engine().unlisten(*port),
+            #[cfg(feature = "tokio")]
+            Ending::Task(ticket) => return self.delist(*ticket),
+            #[cfg(feature = "tokio")]
+            Ending::Bell(bell) => return self.unwatch(bell),
+        }
+        self.engine().flush();
+    }
+
+    /// Lets the engine work. True: something was taken in.
+    pub(crate) fn turn(&mut self) -> Result<bool, WaitFault> {
+        if let Some(fault) = &self.state().fault {
+            return Err(WaitFault::Fault(fault.clone()));
+        }
+        self.state().skipped = 0;
+        match self.engine().turn() {
+            Ok(busy) => {
+                // What was taken in was the news that the rings were armed for.
+                self.state().armed &= !busy;
+                Ok(busy)
+            }
+            Err(fault) => {
+                self.fail(fault.clone());
+                Err(WaitFault::Fault(fault))
+            }
+        }
+    }
+
+    /// The endpoint is over. Nobody can hope for anything any more.
+    fn fail(&mut self, fault: EndpointOver) {
+        let core = self.core;
+        let state = self.state();
+        state.fault = Some(fault);
+        let sleeper = state.sleeper;
+        for waiter in state.waiters.drain(..) {
+            waiter.who.tell(core, sleeper == Some(waiter.ticket));
+        }
+    }
+
+    /// Whether the endpoint is over: what is there can be read, and nothing will come.
+    pub(crate) fn is_over(&mut self) -> bool {
+        self.state().fault.is_some()
+    }
+}
+
+impl Drop for Locked<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.guard.is_none() {
+            return;
+        }
+        if self.core.has_endings.load(Ordering::Relaxed) {
+            self.end_all();
+        }
+        if self.collected {
+            self.settle();
+        }
+        if !self.state().waiters.is_empty() {
+            self.settle_waiters();
+            self.hand_over();
+        }
+        self.release();
+        if self.core.leases.any_dropped_meanwhile() {
+            self.core.collect();
+        }
+    }
+}
+
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Core").finish_non_exhaustive()
+    }
+}
+
+impl AsFd for Core {
+    /// Readable when something has happened after a call said that it would block.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.outside.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -117,6 +117,10 @@ pub struct Daemon {
 impl Daemon {
     /// Starts the workers and the control thread. When this returns, VMMs and host programs may
     /// connect.
+    ///
+    /// Memory of VMs that can shrink is taken: the handler for SIGBUS that this installs for the
+    /// whole process, as described at [`Host`](crate::vsock::Host), loses that VM alone. That of
+    /// processes has to be sealed.
     pub fn start(config: DaemonConfig) -> Result<Daemon, StartError> {
         zerosock_sys::sigbus::install().map_err(system("guard against vanishing memory"))?;
         let limits = Limits {

@@ -1,7 +1,5 @@
-//! For tests and tools; programs use [`vsock`](crate::vsock).
-//!
-//! The driver half: a process as the guest of a vhost-user vsock device, without
-//! a virtual machine.
+//! For tests and tools; programs use [`vsock`](crate::vsock). The driver half: a process as the
+//! guest of a vhost-user vsock device, without a virtual machine.
 //!
 //! A [`Driver`] owns a piece of shared memory, the driver side of three
 //! virtqueues (receive, transmit, event) and a protocol core in the role of a

@@ -178,6 +178,8 @@ pub struct Attached {
 pub struct Client {
     socket: OwnedFd,
     timeout: Duration,
+    /// Answers that did not come in time, and may come yet: answers come in the order of requests.
+    late: u32,
 }
 
 impl Client {
@@ -216,7 +218,11 @@ impl Client {
             path: path.display().to_string(),
             source,
         })?;
-        let client = Client { socket, timeout };
+        let mut client = Client {
+            socket,
+            timeout,
+            late: 0,
+        };
         let (answer, fds) = client.ask(&bytes)?;
         match answer.status {
             Status::Ok => {}
@@ -256,7 +262,7 @@ impl Client {
         }
     }
 
-    fn ask(&self, request: &[u8]) -> Result<(Answer, Vec<OwnedFd>), AttachError> {
+    fn ask(&mut self, request: &[u8]) -> Result<(Answer, Vec<OwnedFd>), AttachError> {
         let deadline = Instant::now() + self.timeout;
         loop {
             match fd_passing::send(&self.socket, &[IoSlice::new(request)], &[]) {
@@ -274,6 +280,7 @@ impl Client {
             let mut fds = Vec::new();
             match fd_passing::recv(&self.socket, &mut bytes, &mut fds) {
                 Ok(received) if received.bytes == 0 => return Err(AttachError::Closed),
+                Ok(_) if self.late > 0 => self.late -= 1,
                 Ok(received) => {
                     if received.truncated_fds {
                         let error = io::Error::other("no room for the descriptor that came");
@@ -288,7 +295,11 @@ impl Client {
                 // the answer that is there.
                 Err(error) if gone(&error) && tries == 0 => tries += 1,
                 Err(error) if gone(&error) => return Err(AttachError::Closed),
-                Err(error) => self.wait(error, PollFlags::IN, deadline)?,
+                Err(error) => {
+                    let waited = self.wait(error, PollFlags::IN, deadline);
+                    self.late += u32::from(matches!(waited, Err(AttachError::TimedOut)));
+                    waited?;
+                }
             }
         }
     }

@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-use rustix::net::accept;
+use rustix::net::{RecvFlags, accept};
 
 use super::*;
 use zerosock::attach::codec::{Answer, VERSION, encode_answer};
@@ -115,4 +115,56 @@ fn a_server_that_says_nothing_times_out() {
     let error = Client::connect(&nowhere, &numbered(9)).unwrap_err();
     assert!(matches!(error, AttachError::Connect { .. }), "{error}");
     assert_eq!(error.fault(), Fault::System);
+}
+
+#[test]
+fn a_late_answer_is_not_taken_for_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let listener = attach::listen(&path).unwrap();
+    rustix::io::ioctl_fionbio(&listener, false).unwrap();
+    let (go_on, late) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let client = accept(&listener).unwrap();
+            // Each request is answered by its number; the second one when it is too late.
+            for cid in 9.. {
+                let mut request = [0; 4096];
+                match rustix::net::recv(&client, &mut request, RecvFlags::empty()) {
+                    Ok((bytes, _)) if bytes > 0 => {}
+                    _ => break,
+                }
+                if cid == 10 {
+                    late.recv().unwrap();
+                }
+                let answer = answer(|answer| answer.cid = Cid::new(cid));
+                let fds = [stream()];
+                let fds = fds.iter().map(|fd| fd.as_fd()).filter(|_| cid == 9);
+                let fds: Vec<_> = fds.collect();
+                fd_passing::send(&client, &[IoSlice::new(&answer)], &fds).unwrap();
+            }
+        });
+        let short = Duration::from_millis(200);
+        let mut client = Client::connect_within(&path, &numbered(9), short)
+            .unwrap()
+            .control;
+        let name = "somebody".parse().unwrap();
+        let error = client.resolve(&name).unwrap_err();
+        assert!(matches!(error, AttachError::TimedOut), "{error}");
+        go_on.send(()).unwrap();
+        let mut answered = 0;
+        for cid in 11.. {
+            match client.resolve(&name) {
+                Ok(answer) => {
+                    assert_eq!(answer, Cid::new(cid));
+                    answered += 1;
+                }
+                // It may be late as well, on a machine that has a lot to do.
+                Err(error) => assert!(matches!(error, AttachError::TimedOut), "{error}"),
+            }
+            if answered == 3 {
+                break;
+            }
+        }
+    });
 }

@@ -343,8 +343,9 @@ impl Device {
     }
 
     /// Takes every loan of this device back. What was written so far is kept for its holder, who
-    /// sends it by copying. False: somebody is writing into one at this moment, and has it still;
-    /// not so with `force`, which is for a guest that is gone.
+    /// sends it by copying. False: somebody is writing into one at this moment, and has it still.
+    /// With `force`, which is for a guest that is gone, that one is torn, but not returned: it may
+    /// be written to yet.
     pub(super) fn recall_loans(&mut self, force: bool, cx: &mut Context<'_>) -> bool {
         let (vm, mut all) = (self.addr.vm, true);
         if self.app.loans == 0 {
@@ -375,11 +376,13 @@ impl Device {
             if !moved {
                 words.tear(loan.index);
             }
-            back.extend(loan.chain.take().zip(flow));
+            let chain = loan.chain.take().zip(flow);
+            back.extend(chain.map(|(lent, flow)| (lent, flow, moved)));
         }
-        for (lent, flow) in back {
+        for (lent, flow, moved) in back {
             self.count_loan(flow, false);
-            if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
+            let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
+            if let Some(rx) = rx.filter(|_| moved) {
                 rx.complete(lent.chain, 0);
             }
         }

@@ -94,7 +94,8 @@ fn a_loan_of_a_process_that_is_gone_is_written_to_no_more() {
     let (mut empty, mut begun) = (stream.loan(100).unwrap(), stream.loan(100).unwrap());
     assert!(empty.is_in_place() && begun.is_in_place());
     begun.write_all(b"begun").unwrap();
-    let memory = guest.memory.clone();
+    let (memory, used) = (guest.memory.clone(), guest.rings[RX].used + 2);
+    assert_eq!(guest.used_index(RX), 1);
     let mut fillings = [empty.as_mut_slice().unwrap(), begun.as_mut_slice().unwrap()];
     drop((guest, place));
     eventually("gone", || {
@@ -113,10 +114,14 @@ fn a_loan_of_a_process_that_is_gone_is_written_to_no_more() {
         begun.read_from(io::stdin()).unwrap_err().kind(),
         ErrorKind::ConnectionReset
     );
-    let mut pieces = Vec::new();
-    memory.translate(GUEST, 4 << 20, &mut pieces).unwrap();
-    let mut all = vec![0; 4 << 20];
-    memory.read(&pieces, 0, &mut all);
+    let read = |addr, len| {
+        let (mut pieces, mut out) = (Vec::new(), vec![0; len]);
+        memory.translate(addr, len as u32, &mut pieces).unwrap();
+        memory.read(&pieces, 0, &mut out);
+        out
+    };
+    assert_eq!(read(used, 2), [1, 0], "it has not got them back");
+    let all = read(GUEST, 4 << 20);
     assert!(!all.windows(8).any(|at| at == b"too late"));
     assert!(all.windows(5).any(|at| at == b"begun"));
 }

@@ -1,23 +1,17 @@
 //! A host with an attach socket, and a thread that keeps it going.
 
 use std::ops::Deref;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::vsock::{Endpoint, EndpointBuilder, Host, HostBuilder, Stream};
 
+use super::common::pump::Pumped;
 use super::{FOR_EVER, PORT, common, patient};
 
 pub(crate) struct Hub {
-    host: Arc<Host>,
+    host: Pumped,
     pub(crate) dir: tempfile::TempDir,
-    stop: Arc<AtomicBool>,
-    pump: Option<JoinHandle<()>>,
 }
 
 impl Hub {
@@ -29,28 +23,8 @@ impl Hub {
         let dir = tempfile::tempdir().unwrap();
         let builder = Host::builder().attach(dir.path().join("attach.sock"));
         let builder = builder.vm(zerosock::Cid::new(3), dir.path().join("vm.sock"));
-        let host = Arc::new(tune(builder).start().unwrap());
-        let stop = Arc::new(AtomicBool::new(false));
-        let pump = std::thread::spawn({
-            let (host, stop) = (host.clone(), stop.clone());
-            move || {
-                let wait = Timespec {
-                    tv_sec: 0,
-                    tv_nsec: 1_000_000,
-                };
-                while !stop.load(Ordering::Relaxed) {
-                    let fd = host.as_fd();
-                    let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait));
-                    host.turn().unwrap();
-                }
-            }
-        });
-        Hub {
-            host,
-            dir,
-            stop,
-            pump: Some(pump),
-        }
+        let host = Pumped::new(tune(builder).start().unwrap());
+        Hub { host, dir }
     }
 
     pub(crate) fn path(&self) -> PathBuf {
@@ -103,14 +77,5 @@ impl Deref for Hub {
 
     fn deref(&self) -> &Host {
         &self.host
-    }
-}
-
-impl Drop for Hub {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(pump) = self.pump.take() {
-            let _ = pump.join();
-        }
     }
 }

@@ -6,6 +6,7 @@
 //! counters then skip themselves.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
+pub(crate) mod pump;
 pub(crate) mod raw;
 
 use std::io::{self, BufRead, BufReader, Read, Write};

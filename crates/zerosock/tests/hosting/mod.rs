@@ -3,30 +3,24 @@
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 use std::ops::Deref;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerosock::daemon::{HostSide, VmConfig};
 use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Host, HostBuilder, Stream, Wait};
 use zerosock::{Address, Cid};
 use zerosock_proto::wire::vsock::Op;
 
+use super::common::pump::Pumped;
 use super::common::raw::{NEXT, RawGuest, TX, emit};
 use super::common::{PATIENCE, deadline};
 
 /// See the module.
 pub(crate) struct Hosted {
-    host: Arc<Host>,
+    host: Pumped,
     sockets: Vec<PathBuf>,
-    stop: Arc<AtomicBool>,
-    pump: Option<JoinHandle<()>>,
     dir: Option<tempfile::TempDir>,
 }
 
@@ -81,27 +75,9 @@ impl Hosted {
 
     /// A host of the caller's making, with sockets of the caller's.
     pub(crate) fn of(builder: HostBuilder) -> Hosted {
-        let host = Arc::new(builder.start().unwrap());
-        let stop = Arc::new(AtomicBool::new(false));
-        let pump = std::thread::spawn({
-            let (host, stop) = (host.clone(), stop.clone());
-            move || {
-                let wait = Timespec {
-                    tv_sec: 0,
-                    tv_nsec: 1_000_000,
-                };
-                while !stop.load(Ordering::Relaxed) {
-                    let fd = host.as_fd();
-                    let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&wait));
-                    host.turn().unwrap();
-                }
-            }
-        });
         Hosted {
-            host,
+            host: Pumped::new(builder.start().unwrap()),
             sockets: Vec::new(),
-            stop,
-            pump: Some(pump),
             dir: None,
         }
     }
@@ -137,10 +113,7 @@ impl Hosted {
 
     /// Ends the host as its user does.
     pub(crate) fn stop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(pump) = self.pump.take() {
-            pump.join().unwrap();
-        }
+        self.host.stop();
     }
 }
 
@@ -149,15 +122,6 @@ impl Deref for Hosted {
 
     fn deref(&self) -> &Host {
         &self.host
-    }
-}
-
-impl Drop for Hosted {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(pump) = self.pump.take() {
-            let _ = pump.join();
-        }
     }
 }
 

@@ -21,13 +21,39 @@ const PORT: Port = Port::new(1234);
 const PACKET: u32 = 64 << 10;
 /// Bytes under way to us at most.
 pub(crate) const WINDOW: u32 = 4 << 20;
+
+/// What a user would choose for what is to be carried: entries of the queues, bytes under way.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Tuning {
+    queue_size: u16,
+    window: u32,
+}
+
+impl Tuning {
+    /// Messages one after the other in one direction: many small ones under way hide how far apart
+    /// the two cores are; of large ones so many that their buffers still fit into the caches.
+    /// Anything else has the usual queues.
+    fn of(order: &Order) -> Tuning {
+        let one_way = matches!(order.job, Job::Send | Job::Receive) && order.how.is_none();
+        let (queue_size, window) = match order.size {
+            ..=SMALL if one_way => (1024, 2 * WINDOW),
+            _ if one_way => (128, WINDOW),
+            _ => (256, WINDOW),
+        };
+        Tuning { queue_size, window }
+    }
+}
+
+/// Bytes of a message that is a small one.
+const SMALL: usize = 4 << 10;
 /// What is written and read at once of memory that is no plain slice: stays in the nearest cache.
 const PART: usize = 8 << 10;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What the tables say of it.
 pub(crate) const HOW: &str = "zerosock: one process has the device in itself, the other is attached \
-    to it; both have declared trust in each other, as the peers have by their nature.";
+    to it; both have declared trust in each other, as the peers have by their nature. Buffers of \
+    64 KiB.";
 
 /// Whether this build can take part.
 pub(crate) fn available() -> Result<(), String> {
@@ -66,6 +92,7 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         Wait::Spin => vsock::Wait::Spin,
         Wait::Sleep => vsock::Wait::Sleep,
     };
+    let tuning = Tuning::of(order);
     let is_open = order.job.is_open();
     let to_guest = order
         .how
@@ -80,7 +107,10 @@ fn join(order: &Order) -> Result<Ours, Fault> {
     let end;
     let stream;
     if is_open != to_guest {
-        let mut builder = Host::builder().wait(wait).window(WINDOW).attach(&socket);
+        let mut builder = Host::builder()
+            .wait(wait)
+            .window(tuning.window)
+            .attach(&socket);
         if let Some(trust) = trust() {
             builder = builder.trust_processes(trust);
         }
@@ -98,7 +128,7 @@ fn join(order: &Order) -> Result<Ours, Fault> {
         if is_open {
             worker::say_open(place)?;
         }
-        let endpoint = patiently(|| attach(&socket, wait))?;
+        let endpoint = patiently(|| attach(&socket, wait, tuning))?;
         stream = connect(&endpoint)?;
         end = End::Process { endpoint };
     }
@@ -108,12 +138,13 @@ fn join(order: &Order) -> Result<Ours, Fault> {
     })
 }
 
-fn attach(socket: &Path, wait: vsock::Wait) -> Result<Endpoint, Fault> {
+fn attach(socket: &Path, wait: vsock::Wait, tuning: Tuning) -> Result<Endpoint, Fault> {
     let mut builder = Endpoint::builder()
         .wait(wait)
         .receive_buffers(PACKET)
         .transmit_buffers(PACKET)
-        .window(WINDOW);
+        .queue_size(tuning.queue_size)
+        .window(tuning.window);
     if let Some(trust) = trust() {
         builder = builder.trust_host(trust);
     }

@@ -9,7 +9,7 @@ mod traffic;
 
 use crate::bench::args::Settings;
 use crate::bench::pair::{self, Cores, Task};
-use crate::bench::peers::Contestant;
+use crate::bench::peers::{Contestant, unix};
 use crate::bench::report::{Metric, Row, Table};
 use crate::bench::rounds::{Spread, alternate};
 use crate::bench::worker::order::{Job, Outcome, Wait};
@@ -197,7 +197,7 @@ impl Bench<'_> {
                 warm: self.settings.warm,
                 time: self.settings.time,
                 cores: self.cores,
-                how: None,
+                how: Some(unix::USUAL),
             },
         )
     }

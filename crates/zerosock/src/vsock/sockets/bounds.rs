@@ -217,9 +217,14 @@ impl<T> Sockets<T> {
         }
     }
 
-    pub(super) fn forget_overdue(&mut self, pool: u32, index: u32) {
-        if let Some(pool) = self.pools.get_mut(pool as usize) {
-            pool.overdue.retain(|&overdue| overdue != index);
+    /// Takes the lease at `place` off the list of overdue ones; `NONE` is on none.
+    pub(super) fn forget_overdue(&mut self, pool: u32, place: u32) {
+        let pool = self.pools.get_mut(pool as usize).filter(|_| place != NONE);
+        if let Some(pool) = pool {
+            pool.overdue.swap_remove(place as usize);
+            if let Some(&moved) = pool.overdue.get(place as usize) {
+                self.set_overdue(moved, place);
+            }
         }
     }
 
@@ -348,10 +353,11 @@ impl<T> Sockets<T> {
                 if at > now {
                     check = sooner(check, Some(at));
                 } else if !self.move_out(lease, store)
-                    && self.set_overdue(lease, true)
                     && let Some(pool) = self.pools.get_mut(pool as usize)
                 {
+                    let place = pool.overdue.len() as u32;
                     pool.overdue.push(lease);
+                    self.set_overdue(lease, place);
                 }
             }
             lease = next;
@@ -393,8 +399,8 @@ impl<T> Sockets<T> {
             for at in (0..self.pools[pool].overdue.len()).rev() {
                 let lease = self.pools[pool].overdue[at];
                 if self.move_out(lease, store) || !self.is_held(lease) {
-                    self.set_overdue(lease, false);
-                    self.pools[pool].overdue.swap_remove(at);
+                    let place = self.set_overdue(lease, NONE);
+                    self.forget_overdue(pool as u32, place);
                 }
             }
         }

@@ -63,8 +63,8 @@ pub(crate) struct Lent<T> {
     held: Option<Held<T>>,
     /// The bytes, once they were moved.
     copy: Option<Copied>,
-    /// It was to be moved, and somebody read it: it is on its pool's list of those.
-    overdue: bool,
+    /// It was to be moved, and somebody read it: its place on its pool's list of those.
+    overdue: u32,
     /// Its neighbours among the leases of its connection.
     previous: u32,
     next: u32,
@@ -87,7 +87,7 @@ impl<T> Default for Lent<T> {
             len: 0,
             held: None,
             copy: None,
-            overdue: false,
+            overdue: NONE,
             previous: NONE,
             next: NONE,
         }
@@ -188,7 +188,7 @@ impl<T> Sockets<T> {
                 len: len as u32,
                 held,
                 copy: None,
-                overdue: false,
+                overdue: NONE,
                 previous: NONE,
                 next,
             };
@@ -227,9 +227,7 @@ impl<T> Sockets<T> {
                 self.forget_orphan(lent.pool, index);
             }
         }
-        if lent.overdue {
-            self.forget_overdue(lent.pool, index);
-        }
+        self.forget_overdue(lent.pool, lent.overdue);
         if let Some(id) = lent.conn
             && let Some(conn) = self.get(id)
         {
@@ -296,7 +294,10 @@ impl<T> Sockets<T> {
 
     /// Since when a lease has had its buffer; `None` if it has none, or is known to be overdue.
     pub(super) fn leased_since(&self, index: u32) -> Option<zerosock_proto::Instant> {
-        let lent = self.lent.get(index as usize).filter(|lent| !lent.overdue)?;
+        let lent = self
+            .lent
+            .get(index as usize)
+            .filter(|lent| lent.overdue == NONE)?;
         lent.held.as_ref().map(|held| held.since)
     }
 
@@ -307,11 +308,10 @@ impl<T> Sockets<T> {
             .is_some_and(|lent| lent.held.is_some())
     }
 
-    /// Notes whether a lease is on its pool's list of overdue ones. True: that is news.
-    pub(super) fn set_overdue(&mut self, index: u32, overdue: bool) -> bool {
-        self.lent
-            .get_mut(index as usize)
-            .is_some_and(|lent| std::mem::replace(&mut lent.overdue, overdue) != overdue)
+    /// Notes a lease's place on its pool's list of overdue ones; the place it had before.
+    pub(super) fn set_overdue(&mut self, index: u32, place: u32) -> u32 {
+        let lent = self.lent.get_mut(index as usize);
+        lent.map_or(NONE, |lent| std::mem::replace(&mut lent.overdue, place))
     }
 
     /// The lease behind `index` in its connection's list.
@@ -336,9 +336,8 @@ impl<T> Sockets<T> {
             if !moved && lent.held.is_some() {
                 self.add_orphan(id.index, pool, index);
             }
-            if self.set_overdue(index, false) {
-                self.forget_overdue(pool, index);
-            }
+            let place = self.set_overdue(index, NONE);
+            self.forget_overdue(pool, place);
             index = next;
         }
         if let Some(conn) = self.get_mut(id) {

@@ -22,7 +22,7 @@ use crate::bench::worker::touch::{Check, Fault, Message, Seen};
 const LINE: usize = 64;
 /// Messages of a cache line in the ring.
 const LINES: usize = 256;
-/// Bytes of all buffers of one way, as far as that makes between 4 and 128 of them.
+/// Bytes of all buffers of one way, as far as that makes between 4 and 512 of them.
 const BUFFER_BYTES: usize = 4 << 20;
 
 /// Runs both sides; the outcome is that of the one that takes the time.
@@ -129,7 +129,7 @@ struct Empty {
 }
 
 fn buffers(size: usize) -> (Full, Empty) {
-    let count = (BUFFER_BYTES / size).clamp(4, 128);
+    let count = (BUFFER_BYTES / size).clamp(4, 512);
     let (full, full_out) = RingBuffer::new(count);
     let (mut empty, empty_out) = RingBuffer::new(count);
     for _ in 0..count {

@@ -106,7 +106,8 @@ const METHOD: &str = "Process to process. Each message is a packet, sample or wr
     both sides write and read every byte. Kernel sockets and pipes sleep, shared memory spins. \
     Everybody has the longest buffers that it gains by: zerosock's queues have 1024 entries and a \
     window of 8 MiB for messages of 4 KiB at most, 128 and 4 MiB for larger ones, 256 and 4 MiB \
-    for pings; Unix sockets as much as the system allows, up to 4 MiB; pipes 1 MiB.";
+    for pings; Unix sockets as much as the system allows, up to 4 MiB; pipes 1 MiB; \
+    iceoryx2 1 MiB of samples, 4 to 4096 of them.";
 
 /// Measures the table.
 pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {

@@ -26,7 +26,7 @@
 //! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets.
 //! `stream`, `listener`, `lease`, `loan`, `message`: what the user has in hand; `poller` and
 //! `tokio` wait for many of them, `waiting` says how; `errors`: what goes wrong, and by whose
-//! fault. `core`: the lock, who drives and who sleeps. `engine`: what the core drives. `sockets`:
+//! fault. `hub`: the lock, who drives and who sleeps. `engine`: what the hub drives. `sockets`:
 //! the table of connections that both engines share, with the bounds on what is held. `leases`:
 //! the words that holders share with it. `rxmap`: the interface of memory-mapped receive.
 

@@ -1,0 +1,303 @@
+//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases that are awaited.
+//!
+//! A socket here is one of the others that does not wait, and a part in the task that its endpoint
+//! has in the runtime (`reactor`); `halves` are what it is split into.
+
+mod halves;
+mod reactor;
+#[cfg(test)]
+mod tests;
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use ::tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use ::tokio::task::spawn_blocking;
+use zerosock_proto::{Address, Port};
+
+use super::hub::Interest;
+use super::lease::Lease;
+use super::listener::Listener;
+use super::loan::Loan;
+use super::stream::Stream;
+use super::{Endpoint, Host};
+pub use halves::{OwnedReadHalf, OwnedWriteHalf, ReadHalf, ReuniteError, WriteHalf};
+pub(crate) use reactor::Reactor;
+use reactor::Watched;
+
+/// What async streams are connected from: an [`Endpoint`] or a [`Host`].
+pub trait Connector: sealed::Connect {}
+
+impl Connector for Endpoint {}
+impl Connector for Host {}
+
+mod sealed {
+    use super::*;
+    use zerosock_proto::Cid;
+
+    /// Finds the CID of a name; may wait for the attach socket's answer.
+    pub(super) type Resolver = Box<dyn FnOnce() -> io::Result<Cid> + Send>;
+
+    pub trait Connect {
+        fn begin(&self, peer: Address) -> io::Result<Stream>;
+        fn resolver(&self, name: &str) -> Resolver;
+    }
+
+    impl Connect for Endpoint {
+        fn begin(&self, peer: Address) -> io::Result<Stream> {
+            self.begin_connect(peer)
+        }
+
+        fn resolver(&self, name: &str) -> Resolver {
+            let (core, name) = (self.core.clone(), name.to_owned());
+            Box::new(move || crate::vsock::endpoint::resolve(&core, &name))
+        }
+    }
+
+    impl Connect for Host {
+        fn begin(&self, peer: Address) -> io::Result<Stream> {
+            self.begin_connect(peer)
+        }
+
+        fn resolver(&self, name: &str) -> Resolver {
+            let cid = self.resolve(name);
+            Box::new(move || cid)
+        }
+    }
+}
+
+/// A [`Stream`] in a tokio runtime.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use tokio::io::{AsyncReadExt, AsyncWriteExt};
+/// use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// use zerosock::{Address, Port};
+///
+/// let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// let there = Address::new(db.cid(), Port::new(1));
+/// let (accepted, connected) = tokio::join!(listener.accept(), AsyncStream::connect(&web, there));
+/// let ((mut ours, _peer), mut theirs) = (accepted?, connected?);
+///
+/// theirs.write_all(b"copied").await?;
+/// let mut copied = [0; 6];
+/// ours.read_exact(&mut copied).await?;
+///
+/// theirs.write_all(b"where it was written").await?;
+/// let lease = ours.recv().await?.expect("a packet");
+/// assert_eq!(lease.to_vec(), b"where it was written");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct AsyncStream {
+    stream: Stream,
+    watch: Watched,
+}
+
+impl AsyncStream {
+    /// Takes a stream into the runtime of the caller.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime, as everything of tokio's does.
+    pub fn new(stream: Stream) -> io::Result<AsyncStream> {
+        let watch = Watched::new(&stream.core, Interest::Conn(stream.id))?;
+        stream.blocking.set_told();
+        Ok(AsyncStream { stream, watch })
+    }
+
+    /// Connects to `peer`. To give up waiting is to drop what this returns.
+    ///
+    /// # Errors
+    /// As [`Endpoint::connect`].
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn connect(from: &impl Connector, peer: Address) -> io::Result<AsyncStream> {
+        let stream = AsyncStream::new(from.begin(peer)?)?;
+        stream.watch.when(|| stream.stream.wait_connected()).await?;
+        Ok(stream)
+    }
+
+    /// Connects to `port` of the attached process called `name`.
+    ///
+    /// # Errors
+    /// `NotFound` when nobody has the name, `InvalidInput` for one that none can have; else as
+    /// [`connect`](Self::connect).
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn connect_name(
+        from: &impl Connector,
+        name: &str,
+        port: Port,
+    ) -> io::Result<AsyncStream> {
+        let resolver = from.resolver(name);
+        let cid = spawn_blocking(resolver).await.map_err(io::Error::other)??;
+        AsyncStream::connect(from, Address::new(cid, port)).await
+    }
+
+    /// Our address.
+    pub fn local_addr(&self) -> Address {
+        self.stream.local_addr()
+    }
+
+    /// The peer's address.
+    pub fn peer_addr(&self) -> Address {
+        self.stream.peer_addr()
+    }
+
+    /// The stream itself. Calls of it do not wait.
+    pub fn get_ref(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// The stream, taken out of the runtime; it waits again.
+    pub fn into_inner(self) -> Stream {
+        // Never fails.
+        let _ = self.stream.set_nonblocking(false);
+        self.stream
+    }
+
+    /// As [`Stream::recv`].
+    ///
+    /// # Errors
+    /// As [`Stream::recv`].
+    pub async fn recv(&self) -> io::Result<Option<Lease<'_>>> {
+        self.watch.when(|| self.stream.recv()).await
+    }
+
+    /// As [`Stream::loan`].
+    ///
+    /// # Errors
+    /// As [`Stream::loan`].
+    pub async fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
+        self.watch.when(|| self.stream.loan(max)).await
+    }
+
+    /// Two halves for one task, or for several that it waits for.
+    pub fn split(&mut self) -> (ReadHalf<'_>, WriteHalf<'_>) {
+        (ReadHalf(self), WriteHalf(self))
+    }
+
+    /// Two halves for two tasks.
+    pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
+        let stream = Arc::new(self);
+        let write = OwnedWriteHalf {
+            stream: stream.clone(),
+            ends: true,
+        };
+        (OwnedReadHalf(stream), write)
+    }
+
+    fn poll_read(&self, cx: &Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let out = buf.initialize_unfilled();
+        let watch = &self.watch;
+        let got = ready!(watch.poll(&watch.reader, cx, || (&self.stream).read(out)))?;
+        buf.advance(got);
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_write(&self, cx: &Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let watch = &self.watch;
+        watch.poll(&watch.writer, cx, || (&self.stream).write(bytes))
+    }
+
+    fn finish(&self) -> io::Result<()> {
+        match self.stream.shutdown(Shutdown::Write) {
+            // Over is over.
+            Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(()),
+            result => result,
+        }
+    }
+}
+
+impl AsyncRead for AsyncStream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        AsyncStream::poll_read(&self, cx, buf)
+    }
+}
+
+impl AsyncWrite for AsyncStream {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        AsyncStream::poll_write(&self, cx, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    /// Sends end of file.
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.finish())
+    }
+}
+
+/// A [`Listener`] in a tokio runtime.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use zerosock::vsock::tokio::{AsyncListener, AsyncStream};
+/// use zerosock::{Address, Port};
+///
+/// let listener = AsyncListener::new(db.listen(Port::new(1), 16)?)?;
+/// let there = listener.local_addr();
+/// let client = tokio::spawn(async move { AsyncStream::connect(&web, there).await });
+/// let (_stream, peer) = listener.accept().await?;
+/// assert_eq!(peer, client.await??.local_addr());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct AsyncListener {
+    listener: Listener,
+    watch: Watched,
+}
+
+impl AsyncListener {
+    /// Takes a listener into the runtime of the caller.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub fn new(listener: Listener) -> io::Result<AsyncListener> {
+        let interest = Interest::Port(listener.local_addr().port);
+        let watch = Watched::new(&listener.core, interest)?;
+        listener.blocking.set_told();
+        Ok(AsyncListener { listener, watch })
+    }
+
+    /// The address that is listened on.
+    pub fn local_addr(&self) -> Address {
+        self.listener.local_addr()
+    }
+
+    /// The oldest connection that waits, and who it is from.
+    ///
+    /// # Errors
+    /// As [`Listener::accept`].
+    pub async fn accept(&self) -> io::Result<(AsyncStream, Address)> {
+        let (stream, peer) = self.watch.when(|| self.listener.accept()).await?;
+        Ok((AsyncStream::new(stream)?, peer))
+    }
+}

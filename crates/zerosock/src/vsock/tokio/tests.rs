@@ -1,0 +1,91 @@
+//! Tasks that give up, with an engine that does what a script says.
+use super::*;
+use crate::vsock::fake::{core, info};
+use crate::vsock::hub::Core;
+use crate::vsock::sockets::{StreamId, StreamState};
+use crate::vsock::waiting::Wait;
+
+const THERE: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));
+
+/// What the endpoint of a fake engine is to [`AsyncStream::connect`].
+struct From(Arc<Core>);
+
+impl Connector for From {}
+
+impl sealed::Connect for From {
+    fn begin(&self, peer: Address) -> io::Result<Stream> {
+        crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
+    }
+
+    fn resolver(&self, _: &str) -> sealed::Resolver {
+        unreachable!()
+    }
+}
+
+async fn some_turns() {
+    for _ in 0..10 {
+        ::tokio::task::yield_now().await;
+    }
+}
+
+#[::tokio::test]
+async fn tasks_that_gave_up_are_not_remembered() {
+    let (core, _) = core();
+    let state = info(StreamState::Connected);
+    let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
+    let stream = Arc::new(AsyncStream::new(stream).unwrap());
+    some_turns().await;
+    let before = core.waiters();
+    for _ in 0..100 {
+        let task = {
+            let stream = stream.clone();
+            ::tokio::spawn(async move { stream.recv().await.map(|_| ()) })
+        };
+        some_turns().await;
+        task.abort();
+        assert!(task.await.unwrap_err().is_cancelled());
+    }
+    assert_eq!(core.waiters(), before, "recv");
+    let mut stream = Some(Arc::into_inner(stream).unwrap());
+    for _ in 0..100 {
+        let mut mine = stream.take().unwrap();
+        let task = ::tokio::spawn(async move {
+            std::future::poll_fn(|cx| {
+                let mut byte = [0];
+                assert!(
+                    Pin::new(&mut mine)
+                        .poll_read(cx, &mut ReadBuf::new(&mut byte))
+                        .is_pending()
+                );
+                assert!(Pin::new(&mut mine).poll_write(cx, b"x").is_pending());
+                Poll::Ready(())
+            })
+            .await;
+            mine
+        });
+        stream = Some(task.await.unwrap());
+    }
+    assert_eq!(core.waiters(), before + 2, "a reader and a writer");
+    drop(stream);
+    some_turns().await;
+    assert_eq!(core.waiters(), 0, "the endpoint's task has left as well");
+}
+
+#[::tokio::test]
+async fn a_connect_that_is_given_up_leaves_nothing() {
+    let (core, script) = core();
+    let from = From(core.clone());
+    let task = ::tokio::spawn(async move {
+        let connected = AsyncStream::connect(&from, THERE).await;
+        connected.map(|_| ())
+    });
+    some_turns().await;
+    assert_eq!(core.waiters(), 2, "the endpoint's task, and ours");
+    task.abort();
+    assert!(task.await.unwrap_err().is_cancelled());
+    some_turns().await;
+    let script = script.lock().unwrap();
+    assert_eq!((script.connected, script.closed), (1, 1));
+    drop(script);
+    assert_eq!(core.waiters(), 0);
+}

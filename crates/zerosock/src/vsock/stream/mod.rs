@@ -1,17 +1,19 @@
 //! A connection as its user has it.
 //!
 //! Two ways lead in and out. The copying way is that of `std::net`: [`Read`], [`Write`] and
-//! [`BufRead`], safe with any peer. The in-place way is [`Stream::recv`] (a [`Lease`] on what came)
+//! [`BufRead`](io::BufRead), safe with any peer. The in-place way is [`Stream::recv`] (a [`Lease`] on what came)
 //! and [`Stream::loan`] (a [`Loan`] of what will be read). They may be mixed freely: what
-//! [`BufRead`] has shown and its user has not consumed is still there for everybody.
+//! [`BufRead`](io::BufRead) has shown and its user has not consumed is still there for everybody.
 //!
 //! What must hold: a call that says that it would block has armed the endpoint's descriptor; bytes
 //! sent before a shutdown or a close still arrive.
 
+mod batch;
+mod buffered;
+
 use std::fmt;
-use std::io::{self, BufRead, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::Shutdown;
-use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -30,6 +32,8 @@ use super::loan::Loan;
 use super::message::Message;
 use super::sockets::{StreamId, StreamState};
 use super::waiting::Wait;
+pub use batch::Batch;
+use buffered::Shown;
 
 /// A connection between two endpoints.
 ///
@@ -69,17 +73,6 @@ pub struct Stream {
     /// As [`encode`] has it.
     wait: AtomicU64,
     shown: Shown,
-}
-
-/// A copy of what is unread, for [`BufRead`].
-#[derive(Debug, Default)]
-struct Shown {
-    bytes: Vec<u8>,
-    /// What of it has not been consumed.
-    left: Range<usize>,
-    /// Where in the stream that begins. It is worth something only as long as nobody else has
-    /// taken bytes.
-    at: u64,
 }
 
 /// Whether calls wait.
@@ -491,58 +484,6 @@ impl Write for Stream {
     }
 }
 
-/// Bytes that [`BufRead`] copies at once.
-const BUFFER: usize = 64 << 10;
-
-impl BufRead for Stream {
-    /// Copies what has come aside, as peer memory is no plain slice, and takes none of it: reads,
-    /// leases and polls see it as long as it was not consumed.
-    fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        if !self.is_shown() {
-            let mut bytes = std::mem::take(&mut self.shown.bytes);
-            bytes.resize(BUFFER, 0);
-            let got = self.receive(|engine| {
-                let got = engine.read(self.id, &mut bytes, true)?;
-                Ok((got, engine.info(self.id).map_or(0, |info| info.taken)))
-            });
-            let (len, at) = *got.as_ref().unwrap_or(&(0, 0));
-            self.shown = Shown {
-                bytes,
-                left: 0..len,
-                at,
-            };
-            got?;
-        }
-        Ok(&self.shown.bytes[self.shown.left.clone()])
-    }
-
-    /// Takes what was shown. What somebody has taken since by another call is not taken again.
-    fn consume(&mut self, len: usize) {
-        let Shown { left, at, .. } = &mut self.shown;
-        let len = len.min(left.len());
-        let mut locked = self.core.lock();
-        let engine = locked.engine();
-        if let Some(info) = engine.info(self.id) {
-            let gone = info.taken.saturating_sub(*at);
-            let rest = len.saturating_sub(usize::try_from(gone).unwrap_or(usize::MAX));
-            engine.skip(self.id, rest);
-            engine.settle();
-        }
-        left.start += len;
-        *at += len as u64;
-    }
-}
-
-impl Stream {
-    /// Whether there is something of what was copied aside that nobody has taken since.
-    fn is_shown(&self) -> bool {
-        let Shown { left, at, .. } = &self.shown;
-        let mut locked = self.core.lock();
-        let info = locked.engine().info(self.id);
-        !left.is_empty() && info.is_some_and(|info| info.taken == *at)
-    }
-}
-
 impl Drop for Stream {
     fn drop(&mut self) {
         self.core.end(Ending::Stream(self.id));
@@ -567,100 +508,6 @@ impl fmt::Debug for Stream {
         f.debug_struct("Stream")
             .field("local", &self.local)
             .field("peer", &self.peer)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
-/// calls wait for it, and this thread's panic. Leases, loans and sockets may be dropped.
-///
-/// ```
-/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
-/// let mut batch = process.batch();
-/// for line in ["one", "two", "three"] {
-///     batch.write(line.as_bytes())?;
-/// }
-/// drop(batch);
-/// let mut lines = Vec::new();
-/// while lines.len() < 3 {
-///     host.recv_each(16, |message| lines.push(message.to_vec()))?;
-/// }
-/// assert_eq!(lines[2], b"three");
-/// # Ok::<(), std::io::Error>(())
-/// ```
-///
-/// A batch cannot outlive its stream:
-///
-/// ```compile_fail,E0505
-/// # use zerosock::vsock::Stream;
-/// fn batch_outlives_stream(stream: Stream) {
-///     let mut batch = stream.batch();
-///     drop(stream);
-///     batch.flush();
-/// }
-/// ```
-pub struct Batch<'a> {
-    stream: &'a Stream,
-    locked: Option<super::hub::Locked<'a>>,
-}
-
-impl Batch<'_> {
-    /// Appends a packet with `bytes` (several, if they fit no single buffer), all of them; waits
-    /// for room as the stream was told.
-    ///
-    /// # Errors
-    /// `WouldBlock` and `TimedOut` when there was no room: some of the bytes may have gone. Else a
-    /// [`StreamError`] is the source.
-    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
-        while !bytes.is_empty() {
-            let sent = self.transmit(|engine, id| engine.write(id, bytes))?;
-            bytes = bytes.get(sent..).unwrap_or(&[]);
-        }
-        Ok(())
-    }
-
-    /// Shows the peer what was written so far.
-    pub fn flush(&mut self) {
-        if let Some(locked) = &mut self.locked {
-            locked.engine().flush();
-        }
-    }
-
-    #[inline]
-    fn transmit<T>(
-        &mut self,
-        mut put: impl FnMut(&mut dyn Engine, StreamId) -> Result<T, SendFault>,
-    ) -> io::Result<T> {
-        let stream = self.stream;
-        // Straight away, as nearly always.
-        if let Some(locked) = &mut self.locked
-            && let Ok(done) = put(locked.engine(), stream.id)
-        {
-            return Ok(done);
-        }
-        let patience = stream.patience(&stream.write_timeout);
-        let attempt = |engine: &mut dyn Engine| match put(engine, stream.id) {
-            Ok(done) => Some(Ok(done)),
-            Err(fault) => stream.send_fault(engine, fault),
-        };
-        self.flush();
-        let interest = Interest::Conn(stream.id);
-        Ok(stream
-            .core
-            .wait_with(&mut self.locked, interest, patience, attempt)??)
-    }
-}
-
-impl Drop for Batch<'_> {
-    fn drop(&mut self) {
-        self.flush();
-    }
-}
-
-impl fmt::Debug for Batch<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Batch")
-            .field("stream", self.stream)
             .finish_non_exhaustive()
     }
 }

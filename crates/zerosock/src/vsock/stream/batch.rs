@@ -1,0 +1,106 @@
+//! Many packets, sent with one lock and one notification.
+//!
+//! What must hold: the lock is held from the first packet on, and given up only to wait for room;
+//! what was written is shown to the peer before that, and at the end.
+
+use std::fmt;
+use std::io;
+
+use super::Stream;
+use crate::vsock::engine::{Engine, SendFault};
+use crate::vsock::hub::{Interest, Locked};
+use crate::vsock::sockets::StreamId;
+
+/// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
+/// calls wait for it, and this thread's panic. Leases, loans and sockets may be dropped.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// let mut batch = process.batch();
+/// for line in ["one", "two", "three"] {
+///     batch.write(line.as_bytes())?;
+/// }
+/// drop(batch);
+/// let mut lines = Vec::new();
+/// while lines.len() < 3 {
+///     host.recv_each(16, |message| lines.push(message.to_vec()))?;
+/// }
+/// assert_eq!(lines[2], b"three");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+///
+/// A batch cannot outlive its stream:
+///
+/// ```compile_fail,E0505
+/// # use zerosock::vsock::Stream;
+/// fn batch_outlives_stream(stream: Stream) {
+///     let mut batch = stream.batch();
+///     drop(stream);
+///     batch.flush();
+/// }
+/// ```
+pub struct Batch<'a> {
+    pub(super) stream: &'a Stream,
+    pub(super) locked: Option<Locked<'a>>,
+}
+
+impl Batch<'_> {
+    /// Appends a packet with `bytes` (several, if they fit no single buffer), all of them; waits
+    /// for room as the stream was told.
+    ///
+    /// # Errors
+    /// `WouldBlock` and `TimedOut` when there was no room: some of the bytes may have gone. Else a
+    /// [`StreamError`] is the source.
+    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let sent = self.transmit(|engine, id| engine.write(id, bytes))?;
+            bytes = bytes.get(sent..).unwrap_or(&[]);
+        }
+        Ok(())
+    }
+
+    /// Shows the peer what was written so far.
+    pub fn flush(&mut self) {
+        if let Some(locked) = &mut self.locked {
+            locked.engine().flush();
+        }
+    }
+
+    #[inline]
+    fn transmit<T>(
+        &mut self,
+        mut put: impl FnMut(&mut dyn Engine, StreamId) -> Result<T, SendFault>,
+    ) -> io::Result<T> {
+        let stream = self.stream;
+        // Straight away, as nearly always.
+        if let Some(locked) = &mut self.locked
+            && let Ok(done) = put(locked.engine(), stream.id)
+        {
+            return Ok(done);
+        }
+        let patience = stream.patience(&stream.write_timeout);
+        let attempt = |engine: &mut dyn Engine| match put(engine, stream.id) {
+            Ok(done) => Some(Ok(done)),
+            Err(fault) => stream.send_fault(engine, fault),
+        };
+        self.flush();
+        let interest = Interest::Conn(stream.id);
+        Ok(stream
+            .core
+            .wait_with(&mut self.locked, interest, patience, attempt)??)
+    }
+}
+
+impl Drop for Batch<'_> {
+    fn drop(&mut self) {
+        self.flush();
+    }
+}
+
+impl fmt::Debug for Batch<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batch")
+            .field("stream", self.stream)
+            .finish_non_exhaustive()
+    }
+}

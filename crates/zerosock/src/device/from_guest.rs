@@ -38,8 +38,8 @@ struct Shown<'a, 'c> {
     device: &'a mut Device,
     cx: &'a mut Context<'c>,
     flow: FlowId,
-    /// The one that is being looked at.
-    chain: Option<Chain>,
+    /// The one that was taken in last, with whose it is and its length; until it is given back.
+    opened: Option<(Chain, FlowId, u32)>,
     bytes: usize,
     taken: u64,
 }
@@ -48,7 +48,7 @@ impl Shown<'_, '_> {
     /// The chain has been looked at.
     #[inline]
     fn give_back(&mut self) {
-        if let (Some(tx), Some(chain)) = (&mut self.device.tx, self.chain.take()) {
+        if let (Some(tx), Some((chain, ..))) = (&mut self.device.tx, self.opened.take()) {
             tx.complete(chain, 0);
         }
     }
@@ -57,7 +57,7 @@ impl Shown<'_, '_> {
 impl Drop for Shown<'_, '_> {
     #[inline]
     fn drop(&mut self) {
-        let panicked = self.chain.is_some();
+        let panicked = self.opened.is_some();
         self.give_back();
         let (device, cx) = (&mut *self.device, &mut *self.cx);
         if self.bytes > 0 {
@@ -131,7 +131,7 @@ impl Device {
             device: self,
             cx,
             flow,
-            chain: None,
+            opened: None,
             bytes: 0,
             taken: 0,
         };
@@ -148,23 +148,23 @@ impl Device {
                 break;
             };
             shown.taken += 1;
-            let Some((chain, of, len)) = device.open(chain, shown.cx) else {
+            shown.opened = device.open(chain, shown.cx);
+            let (Some((chain, of, len)), Some(tx)) = (&shown.opened, &device.tx) else {
                 continue;
             };
-            let Some(tx) = device.tx.as_mut() else { break };
+            let (of, len) = (*of, *len);
             let mut slices = SliceBuf::<4>::new();
-            let memory = tx.queue.memory();
+            let (readable, memory) = (chain.readable(), tx.queue.memory());
             let mut want = if of == flow { len as usize } else { 0 };
             if want > bounds.bytes - shown.bytes {
                 want = 0;
             }
-            let chain = shown.chain.insert(chain);
-            if want > 0 && memory.slices(chain.readable(), HEADER_LEN, want, &mut slices) == want {
+            if want > 0 && memory.slices(readable, HEADER_LEN, want, &mut slices) == want {
                 shown.bytes += want;
                 go_on = look(Payload::in_place(&slices));
                 shown.give_back();
                 seen += 1;
-            } else if let Some(chain) = shown.chain.take() {
+            } else if let Some((chain, ..)) = shown.opened.take() {
                 shown.cx.time();
                 device.deliver(chain, of, len, shown.cx);
                 if of == flow {

@@ -123,8 +123,8 @@ pub struct Reading<'l> {
     body: &'l Body,
     /// The bytes, if the endpoint has moved them.
     copy: Option<Copied>,
-    /// It has moved them, and they are nowhere.
-    lost: bool,
+    /// They are in place, and stay there until this is dropped.
+    entered: bool,
 }
 
 impl<'a> Lease<'a> {
@@ -279,20 +279,20 @@ impl Drop for OwnedLease {
 
 impl<'l> Reading<'l> {
     fn new(core: &'l Core, body: &'l Body) -> Reading<'l> {
-        let (mut copy, mut lost) = (None, false);
-        if let Place::InPlace { .. } = &body.place
-            && core.leases().enter(body.index) == Entered::Moved
-        {
-            // It is there: the endpoint puts it there before it says that it has moved them.
-            copy = core.lock().engine().copy_of(body.index);
-            debug_assert!(copy.is_some(), "moved to nowhere");
-            lost = copy.is_none();
+        let (mut copy, mut entered) = (None, false);
+        if let Place::InPlace { .. } = &body.place {
+            entered = core.leases().enter(body.index) == Entered::InPlace;
+            if !entered {
+                // It is there: the endpoint puts it there before it says that it has moved them.
+                copy = core.lock().engine().copy_of(body.index);
+                debug_assert!(copy.is_some(), "moved to nowhere");
+            }
         }
         Reading {
             core,
             body,
             copy,
-            lost,
+            entered,
         }
     }
 
@@ -319,7 +319,11 @@ impl<'l> Reading<'l> {
     /// [`HostBuilder::old_memory`](super::HostBuilder::old_memory) and at least twice the guest's
     /// size: beyond it further leases from that guest are copies.
     pub fn is_torn(&self) -> bool {
-        self.private().is_none() && (self.lost || self.core.leases().is_torn(self.body.index))
+        match self.entered {
+            true => self.core.leases().is_torn(self.body.index),
+            // Neither in place nor anywhere else: it cannot be.
+            false => self.private().is_none(),
+        }
     }
 
     /// Whether the bytes may become a shared buffer as they are; or a copy, if they have to.
@@ -340,10 +344,10 @@ impl<'l> Reading<'l> {
     /// process peers, declare trust when opening the endpoint. `None` also for bytes that lie in
     /// more than one piece, or were torn away ([`is_torn`](Self::is_torn)).
     pub fn as_slice(&self) -> Option<&[u8]> {
-        if let Some(bytes) = self.private() {
-            return Some(bytes);
+        if !self.entered {
+            return self.private();
         }
-        if self.is_torn() {
+        if self.core.leases().is_torn(self.body.index) {
             return None;
         }
         let Place::InPlace {
@@ -476,7 +480,7 @@ impl<'l> Reading<'l> {
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        if self.private().is_none() && !self.lost {
+        if self.entered {
             self.core.leave(self.body.index);
         }
     }
@@ -487,16 +491,20 @@ struct Shared {
     lease: OwnedLease,
     /// The bytes, if the endpoint had moved them before.
     copy: Option<Copied>,
-    /// It had, and they are nowhere.
-    lost: bool,
+    /// They are in place.
+    entered: bool,
 }
 
 impl Shared {
     fn new(lease: OwnedLease) -> Shared {
         // The reading goes on for as long as this lives; the drop ends it.
         let mut reading = std::mem::ManuallyDrop::new(lease.read());
-        let (copy, lost) = (reading.copy.take(), reading.lost);
-        Shared { lease, copy, lost }
+        let (copy, entered) = (reading.copy.take(), reading.entered);
+        Shared {
+            lease,
+            copy,
+            entered,
+        }
     }
 
     fn reading(&self) -> std::mem::ManuallyDrop<Reading<'_>> {
@@ -504,7 +512,7 @@ impl Shared {
             core: &self.lease.core,
             body: &self.lease.body,
             copy: self.copy.clone(),
-            lost: self.lost,
+            entered: self.entered,
         })
     }
 }
@@ -524,7 +532,7 @@ impl AsRef<[u8]> for Shared {
                 memory,
                 pieces,
                 offset,
-            } => match (&pieces[..], self.lease.body.trust) {
+            } => match (&pieces[..], self.lease.body.trust.filter(|_| self.entered)) {
                 ([piece], Some(trust)) => memory
                     .trusted_slice(piece.part(*offset, self.lease.body.len), trust)
                     .unwrap_or(&[]),

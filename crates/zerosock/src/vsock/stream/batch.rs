@@ -50,7 +50,7 @@ impl Batch<'_> {
     ///
     /// # Errors
     /// `WouldBlock` and `TimedOut` when there was no room: some of the bytes may have gone. Else a
-    /// [`StreamError`] is the source.
+    /// [`StreamError`](crate::vsock::StreamError) is the source.
     pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let sent = self.transmit(|engine, id| engine.write(id, bytes))?;

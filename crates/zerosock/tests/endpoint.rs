@@ -90,6 +90,32 @@ fn bytes_are_copied_both_ways_and_ends_arrive() {
     }
 }
 
+/// The reader gets to run only when the writer's process has gone, and has few buffers.
+#[test]
+fn what_a_process_sent_before_it_went_arrives_at_its_sibling() {
+    const LEN: usize = 200 << 10;
+    let daemon = TestDaemon::with(2, |_| {});
+    let client = endpoint(&daemon, 0, |builder| builder);
+    let server = endpoint(&daemon, 1, |builder| {
+        builder.receive_buffers(4096).queue_size(16)
+    });
+    let listener = server.listen(PORT, 4).unwrap();
+    let ours = thread::scope(|scope| {
+        let accepted = scope.spawn(|| listener.accept_timeout(PATIENCE).unwrap().0);
+        let theirs = client.connect(there()).unwrap();
+        theirs.set_write_timeout(Some(PATIENCE)).unwrap();
+        let ours = accepted.join().unwrap();
+        (&theirs).write_all(&bytes(5, LEN)).unwrap();
+        drop(theirs);
+        ours
+    });
+    drop(client);
+    ours.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut got = Vec::new();
+    (&ours).read_to_end(&mut got).unwrap();
+    assert_eq!(got, bytes(5, LEN));
+}
+
 #[test]
 fn leases_show_what_was_sent_and_loans_arrive() {
     const LEN: usize = 1 << 20;

@@ -288,7 +288,7 @@ impl Device {
         let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
         for key in keys {
             if !self.linger(key, cx) {
-                self.end_join(key, cx);
+                self.part_join(key, cx);
             }
         }
         self.ready.clear();
@@ -313,8 +313,29 @@ impl Device {
         self.stopped_at = [None; 2];
     }
 
+    /// Takes in what the guest had shown before its front-end went, and nobody had looked at yet:
+    /// its sender was told that it was sent. Of an honest driver that is at most a queue; and so it
+    /// is of one that keeps its memory and goes on.
+    fn take_last(&mut self, cx: &mut Context<'_>) {
+        let taken = |device: &Device| device.tx.as_ref().map_or(0, |tx| tx.taken);
+        let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
+        let start = taken(self);
+        loop {
+            let before = taken(self);
+            self.moved = 0;
+            self.receive(cx);
+            let after = taken(self);
+            if after == before || after.wrapping_sub(start) >= u32::from(size) {
+                return;
+            }
+            // What the program has not read makes room, as a copy.
+            self.app_recall(false, cx);
+        }
+    }
+
     /// The front-end is gone.
     pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
+        self.take_last(cx);
         self.stop_all(cx);
         let old = self.memory.take();
         self.note_old(old, cx);

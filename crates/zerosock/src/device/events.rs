@@ -208,6 +208,16 @@ impl Device {
         self.end_join(key, cx);
     }
 
+    /// Removes a join whose guest is gone. If it had said that it sends no more, the other side has
+    /// missed nothing, and reads to the end; else it is told that the connection was cut off.
+    pub(super) fn part_join(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(join) = self.remove_join(key, cx) {
+            let orderly = join.guest_finished;
+            sibling::tell_end(&join, orderly, cx);
+            Self::app_ended(&join, orderly, cx);
+        }
+    }
+
     /// Removes a join whose vsock half has been cut off and tells a sibling so.
     pub(super) fn end_join(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(join) = self.remove_join(key, cx) {

@@ -138,7 +138,7 @@ impl Driver {
             Out::Private {
                 stream,
                 reservation,
-            } => match self.tx.data_slot() {
+            } => match self.tx.data_slot(reservation.len()) {
                 Ok(Some(slot)) => (slot, reservation, true),
                 Ok(None) => {
                     let out = Out::Private {

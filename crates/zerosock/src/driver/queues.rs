@@ -6,6 +6,7 @@
 //! token and clamped the length before we see them. Nothing is allocated once
 //! the queues stand.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use zerosock_proto::wire::vsock::HEADER_LEN;
@@ -17,6 +18,13 @@ use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, Slots};
 /// Packets ahead whose memory is brought near: a cache line is on its way from the device's core for
 /// longer than a small packet takes.
 const AHEAD: u16 = 8;
+
+/// Bytes of transmit slots that are used in turn, if they are enough: what lies in 4 KiB pages of
+/// which a core's second table of translations holds 2048. 16 MiB were slower than 8 by a third.
+const ROUND: u32 = 8 << 20;
+
+/// From so many bytes on a packet is a long one: its lines are too many to be fetched in advance.
+const LONG: u32 = 16 << 10;
 
 /// Bytes of a header, as a descriptor's length.
 const HEADER: u32 = HEADER_LEN as u32;
@@ -131,13 +139,18 @@ impl RxQueue {
     }
 }
 
-/// Transmit queue with its stack of free slots.
+/// Transmit queue with its free slots.
 #[derive(Debug)]
 pub(crate) struct TxQueue {
     queue: DriverQueue,
     chains: Vec<FixedChain>,
-    /// The last one returned is the first one used: what was just written and read is still near.
-    free: Vec<u16>,
+    /// In the order in which they came back.
+    free: VecDeque<u16>,
+    /// The slots below this one go round; those from it on are used when all others are out: more
+    /// than [`ROUND`] bytes are more pages than a core keeps track of.
+    round: u16,
+    /// Those of them that are free.
+    reserve: Vec<u16>,
     /// Slots that data leaves for control packets.
     spare: u16,
     dirty: bool,
@@ -153,10 +166,14 @@ impl TxQueue {
         let slots = layout.size / 2;
         let mut queue = DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?;
         let parts = (&arena.tx_headers, &arena.tx_data);
+        let round = (ROUND / arena.tx_data.len().max(1)).max(u32::from(2 * AHEAD));
+        let round = u16::try_from(round).map_or(slots, |round| round.min(slots));
         Ok(TxQueue {
             chains: chains(&mut queue, parts, slots, false)?,
             queue,
-            free: (0..slots).rev().collect(),
+            free: (0..round).rev().collect(),
+            round,
+            reserve: (round..slots).rev().collect(),
             spare: (slots / 8).clamp(1, 8),
             dirty: false,
         })
@@ -167,15 +184,37 @@ impl TxQueue {
     pub(crate) fn reap(&mut self) -> Result<bool, RingError> {
         let mut any = false;
         while let Some(used) = self.queue.poll()? {
-            self.free.push(slot_of(&used));
+            match slot_of(&used) {
+                slot if slot < self.round => self.free.push_back(slot),
+                slot => self.reserve.push(slot),
+            }
             any = true;
         }
         Ok(any)
     }
 
+    /// Free slots.
+    #[inline]
+    fn count_free(&self) -> usize {
+        self.free.len() + self.reserve.len()
+    }
+
+    /// For a short packet the slot that came back last: what was just written and read is still
+    /// near. For a long one the first of those that came back: the lines that the other core has
+    /// read have then left its own cache for the common one, from where a writer gets them sooner.
+    #[inline]
+    fn take_free(&mut self, len: u32) -> Option<u16> {
+        let slot = if len < LONG {
+            self.free.pop_back()
+        } else {
+            self.free.pop_front()
+        };
+        slot.or_else(|| self.reserve.pop())
+    }
+
     /// Whether the device has slots of ours.
     pub(crate) fn is_busy(&self) -> bool {
-        self.free.len() < self.chains.len()
+        self.count_free() < self.chains.len()
     }
 
     /// A free slot for a control packet.
@@ -183,33 +222,33 @@ impl TxQueue {
         if self.free.is_empty() {
             self.reap()?;
         }
-        Ok(self.free.pop())
+        Ok(self.take_free(0))
     }
 
-    /// A free slot for data; leaves a few for control packets.
+    /// A free slot for `len` bytes of data, or for what it holds; leaves a few for control packets.
     #[inline]
-    pub(crate) fn data_slot(&mut self) -> Result<Option<u16>, RingError> {
-        if !self.has_data_slot() {
+    pub(crate) fn data_slot(&mut self, len: u32) -> Result<Option<u16>, RingError> {
+        if self.free.is_empty() || !self.has_data_slot() {
             self.reap()?;
         }
         Ok(if self.has_data_slot() {
-            self.free.pop()
+            self.take_free(len)
         } else {
             None
         })
     }
 
-    /// The slot that is given out a few packets later.
+    /// The slot that is given out a few packets later, if they are short.
     #[inline]
     pub(crate) fn later(&self) -> Option<u16> {
         let at = self.free.len().checked_sub(usize::from(AHEAD))?;
         self.free.get(at).copied()
     }
 
-    /// Whether fewer than half of the slots are free.
+    /// Whether fewer than half of the slots that go round are free.
     #[inline]
     pub(crate) fn is_low(&self) -> bool {
-        self.free.len() < usize::from(self.queue.size() / 4)
+        self.free.len() < usize::from(self.round / 2)
     }
 
     /// Whether the device has worked something off: one load.
@@ -220,12 +259,16 @@ impl TxQueue {
 
     /// Whether [`TxQueue::data_slot`] would give one.
     pub(crate) fn has_data_slot(&self) -> bool {
-        self.free.len() > usize::from(self.spare)
+        self.count_free() > usize::from(self.spare)
     }
 
     /// Gives a slot back unused.
     pub(crate) fn put_back(&mut self, slot: u16) {
-        self.free.push(slot);
+        if slot < self.round {
+            self.free.push_back(slot);
+        } else {
+            self.reserve.push(slot);
+        }
     }
 
     /// Queues the packet in `slot`. Its chain is always as long as the slot; how much of it is

@@ -65,7 +65,7 @@ impl Driver {
         flow: FlowId,
         max: u32,
     ) -> Result<Loan, SendError> {
-        let Some(slot) = self.tx.data_slot().map_err(DriverError::from)? else {
+        let Some(slot) = self.tx.data_slot(max).map_err(DriverError::from)? else {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
@@ -183,7 +183,9 @@ impl Driver {
         flow: FlowId,
         bytes: &[u8],
     ) -> Result<usize, SendError> {
-        let Some(slot) = self.tx.data_slot().map_err(DriverError::from)? else {
+        let most = self.store.arena.tx_data.len();
+        let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
+        let Some(slot) = self.tx.data_slot(want).map_err(DriverError::from)? else {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
@@ -192,8 +194,6 @@ impl Driver {
             arena.tx_headers.prefetch_write(&arena.memory, later);
             arena.tx_data.prefetch_write(&arena.memory, later);
         }
-        let most = self.store.arena.tx_data.len();
-        let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
         match self.store.shard.send_now(flow, want, 0) {
             Ok(header) => {
                 let arena = &self.store.arena;

@@ -156,7 +156,12 @@ fn rx_has_a_row_for_every_size_and_way() {
     check_rows(&table);
     let rows = table["rows"].as_array().unwrap();
     for size in ["4", "16", "64", "128", "256", "512"] {
-        for way in ["in place", "in place, polling", "in place, untouched"] {
+        for way in [
+            "in place",
+            "in place, shown",
+            "in place, polling",
+            "in place, untouched",
+        ] {
             let end = format!(", {size} KiB, {way}");
             let found = rows.iter().any(|row| {
                 row["name"].as_str().unwrap().ends_with(&end) && row["ratio"].is_number()

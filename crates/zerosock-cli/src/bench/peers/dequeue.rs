@@ -15,24 +15,34 @@ use crate::bench::worker::touch::{Check, Fault, Seen};
 /// How a receiver dequeues.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct How {
-    /// Into a buffer of its own, or by leases.
-    copies: bool,
+    way: Way,
     /// Whether it then reads every byte; else only the first ones, that say which message it is.
     touches: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Way {
+    /// Into a buffer of its own.
+    Copies,
+    /// By leases, all of a piece at once.
+    Leases,
+    /// One packet after the other is shown where it lies.
+    Shows,
 }
 
 impl FromStr for How {
     type Err = Fault;
 
     fn from_str(word: &str) -> Result<How, Fault> {
-        let (copies, touches) = match word {
-            COPY => (true, true),
-            COPY_UNTOUCHED => (true, false),
-            IN_PLACE => (false, true),
-            IN_PLACE_UNTOUCHED => (false, false),
+        let (way, touches) = match word {
+            COPY => (Way::Copies, true),
+            COPY_UNTOUCHED => (Way::Copies, false),
+            IN_PLACE => (Way::Leases, true),
+            IN_PLACE_UNTOUCHED => (Way::Leases, false),
+            SHOWN => (Way::Shows, true),
             _ => return Err(format!("how={word}: no way to dequeue")),
         };
-        Ok(How { copies, touches })
+        Ok(How { way, touches })
     }
 }
 
@@ -40,6 +50,7 @@ pub(crate) const COPY: &str = "copy";
 pub(crate) const COPY_UNTOUCHED: &str = "copy-untouched";
 pub(crate) const IN_PLACE: &str = "in-place";
 pub(crate) const IN_PLACE_UNTOUCHED: &str = "in-place-untouched";
+pub(crate) const SHOWN: &str = "shown";
 
 /// Bytes that tell a message from its neighbours.
 const NAME: usize = 8;
@@ -60,6 +71,7 @@ pub(crate) fn run(stream: &Stream, how: How, order: &Order) -> Result<Outcome, F
         how,
         buffer: vec![0; order.size],
         rest: None,
+        left: Vec::new(),
     };
     run_with(&mut receiver, order)
 }
@@ -103,6 +115,8 @@ struct Receiver<'s> {
     /// What lies behind the last piece in the same lease: one that came copied, because of the
     /// bounds on what is held, may have bytes of several packets.
     rest: Option<Part<'s>>,
+    /// The same of what was shown.
+    left: Vec<u8>,
 }
 
 /// The bytes of a lease from `at` on.
@@ -121,7 +135,7 @@ impl Dequeue for Receiver<'_> {
     /// Takes nothing but a look at the first byte. The mark is down again while bytes are taken in
     /// parts, as it counts what is not taken.
     fn wait(&mut self, len: usize) -> Result<(), Fault> {
-        let rest = self.rest.as_ref().map_or(0, Part::len);
+        let rest = self.rest.as_ref().map_or(self.left.len(), Part::len);
         if rest < len {
             let low_water = u32::try_from(len - rest).map_err(|_| "too large a message")?;
             self.stream.set_low_water(low_water);
@@ -132,7 +146,10 @@ impl Dequeue for Receiver<'_> {
     }
 
     fn dequeue(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
-        if self.how.copies {
+        if self.how.way == Way::Shows {
+            return self.show(number, len);
+        }
+        if self.how.way == Way::Copies {
             let mut stream = self.stream;
             stream.read_exact(&mut self.buffer).map_err(text)?;
             return if self.how.touches {
@@ -167,6 +184,33 @@ impl Dequeue for Receiver<'_> {
 }
 
 impl Receiver<'_> {
+    fn show(&mut self, number: u64, len: usize) -> Result<Seen, Fault> {
+        let mut check = Check::new(number, len);
+        let mut left = std::mem::take(&mut self.left);
+        let now = left.len().min(len);
+        check.part(&left[..now]);
+        left.drain(..now);
+        while check.missing() > 0 {
+            let buffer = &mut self.buffer;
+            let shown = self.stream.recv_each(1, |packet| {
+                let bytes = packet.as_slice().unwrap_or_else(|| {
+                    // As long as a piece at least, and a packet is no longer.
+                    buffer.resize(buffer.len().max(packet.len()), 0);
+                    let len = packet.copy_to(0, buffer);
+                    &buffer[..len]
+                });
+                let (now, later) = bytes.split_at(bytes.len().min(check.missing()));
+                check.part(now);
+                left.extend_from_slice(later);
+            });
+            if shown.map_err(text)? == 0 {
+                return Err("end of file".to_owned());
+            }
+        }
+        self.left = left;
+        check.finish()
+    }
+
     fn look(&mut self, parts: &[Part<'_>], number: u64, len: usize) -> Result<Seen, Fault> {
         if !self.how.touches {
             let first = parts.first().ok_or("an empty message")?;

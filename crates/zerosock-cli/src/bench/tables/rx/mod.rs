@@ -10,7 +10,7 @@ use std::thread;
 
 use crate::bench::args::Settings;
 use crate::bench::pair::{self, Cores, Task};
-use crate::bench::peers::dequeue::{COPY, COPY_UNTOUCHED, IN_PLACE, IN_PLACE_UNTOUCHED};
+use crate::bench::peers::dequeue::{COPY, COPY_UNTOUCHED, IN_PLACE, IN_PLACE_UNTOUCHED, SHOWN};
 use crate::bench::peers::{Contestant, ours};
 use crate::bench::report::{Metric, Row, Table};
 use crate::bench::rounds::{Spread, alternate};
@@ -37,25 +37,29 @@ const SIZES: [(usize, &str); 6] = [
 ];
 
 /// Ways to receive, as the rounds count them: the process with the device in itself receives.
-const TO_HOST: [(&str, Wait); 5] = [
+const TO_HOST: [(&str, Wait); 6] = [
     (COPY, Wait::Sleep),
     (IN_PLACE, Wait::Sleep),
     (IN_PLACE, Wait::Spin),
     (COPY_UNTOUCHED, Wait::Sleep),
     (IN_PLACE_UNTOUCHED, Wait::Sleep),
+    (SHOWN, Wait::Sleep),
 ];
 
 /// The same, and the process that attaches receives.
-const TO_GUEST: [(&str, Wait); 5] = [
+const TO_GUEST: [(&str, Wait); 6] = [
     ("guest:copy", Wait::Sleep),
     ("guest:in-place", Wait::Sleep),
     ("guest:in-place", Wait::Spin),
     ("guest:copy-untouched", Wait::Sleep),
     ("guest:in-place-untouched", Wait::Sleep),
+    ("guest:shown", Wait::Sleep),
 ];
 
 /// The rows of each size: what ours does, our way, the way beside it, what is shown.
-const ROWS: [(&str, usize, usize, Metric); 5] = [
+const ROWS: [(&str, usize, usize, Metric); 7] = [
+    ("in place, shown", 5, 0, DEQUEUE),
+    ("in place, shown", 5, 0, THROUGHPUT),
     ("in place", 1, 0, DEQUEUE),
     ("in place", 1, 0, THROUGHPUT),
     ("in place, polling", 2, 0, DEQUEUE),
@@ -63,7 +67,8 @@ const ROWS: [(&str, usize, usize, Metric); 5] = [
     ("in place, untouched", 4, 3, DEQUEUE),
 ];
 
-const METHOD: &str = "Receiving in pieces, all of a piece held at once. A dequeue is the time from \
+const METHOD: &str = "Receiving in pieces. In place: by leases, all of a piece held at once; shown: packet \
+    after packet, by recv_each, without a lease. A dequeue is the time from \
     when its bytes are there until they were taken, and read where the row does not say untouched; \
     the time of waiting counts in the throughput alone.";
 

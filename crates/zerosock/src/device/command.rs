@@ -321,6 +321,8 @@ impl Device {
         let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
         let start = taken(self);
         loop {
+            // What the program has not read makes room, as a copy.
+            self.app_recall(false, cx);
             let before = taken(self);
             self.moved = 0;
             self.receive(cx);
@@ -328,17 +330,19 @@ impl Device {
             if after == before || after.wrapping_sub(start) >= u32::from(size) {
                 return;
             }
-            // What the program has not read makes room, as a copy.
-            self.app_recall(false, cx);
         }
     }
 
     /// The front-end is gone.
     pub(super) fn disconnect(&mut self, cx: &mut Context<'_>) {
+        // A command that still waits stops no packet, and is answered by its token at the end: it was
+        // not carried out.
+        let waiting = self.waiting.take();
         self.take_last(cx);
         self.stop_all(cx);
         let old = self.memory.take();
         self.note_old(old, cx);
+        drop(waiting);
     }
 
     /// Before the daemon ends: every connection is reset so that the guest knows at once.

@@ -427,9 +427,25 @@ impl Driver {
         if self.link.take().is_some() {
             self.gone_seen = true;
             let now = self.now();
+            self.take_last(now);
             self.store.shard.handle_transport_reset(now);
             self.take_core_events(now);
         }
+    }
+
+    /// Takes in what the device had shown before it went, while its connections are still there: a
+    /// peer's last words and its end. That is a queue at most, also of one that keeps our memory and
+    /// goes on. What goes wrong here goes wrong again in the next turn, which says so.
+    fn take_last(&mut self, now: Instant) {
+        let end = self.stats.rx_packets + u64::from(self.config.slots());
+        loop {
+            // What nobody has read makes room, as a copy.
+            self.sockets.recall(POOL, false, &mut self.store);
+            if !self.take_packets(now).unwrap_or(false) || self.stats.rx_packets >= end {
+                break;
+            }
+        }
+        self.take_core_events(now);
     }
 
     /// Shows the device what is queued, without taking anything in.

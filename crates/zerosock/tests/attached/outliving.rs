@@ -1,8 +1,11 @@
 //! What is held longer than what it came from. Types see to it that nothing borrowed is; what owns
 //! its part of the endpoint keeps that alive, and its bytes with it.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Command, Stdio};
 use std::thread;
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use zerosock::vsock::{Endpoint, Host};
 
@@ -74,6 +77,8 @@ fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
     for packet in sent.chunks(100) {
         (&theirs).write_all(packet).unwrap();
     }
+    // As one that has others to serve: it takes in as much as it may hold, and that is not all.
+    host.turn().unwrap();
     drop((theirs, process));
     common::eventually("the host knows that it has gone", || {
         host.turn().unwrap();
@@ -82,4 +87,56 @@ fn what_a_process_sent_before_it_went_arrives_at_a_host_that_was_busy() {
     let mut got = Vec::new();
     (&ours).read_to_end(&mut got).unwrap();
     assert_eq!(got, sent);
+}
+
+/// Not a test by itself: the process that the next test stops and wakes.
+#[test]
+#[ignore = "a part of what_a_host_wrote_before_it_went_is_read_by_who_slept"]
+fn sleeping_process() {
+    let Some(path) = std::env::var_os("ZEROSOCK_TEST_ATTACH") else {
+        return;
+    };
+    let process = Endpoint::builder().name("sleeping").attach(path).unwrap();
+    let to = zerosock::Address::new(zerosock::Cid::HOST, PORT);
+    let stream = patient(process.connect(to).unwrap());
+    println!("\nready {}", rustix::thread::gettid().as_raw_nonzero());
+    let mut got = String::new();
+    let outcome = (&stream).read_to_string(&mut got);
+    println!("\nread {got:?}, {outcome:?}");
+}
+
+/// The reader sleeps, and gets to look only when the other side has gone.
+#[test]
+fn what_a_host_wrote_before_it_went_is_read_by_who_slept() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let host = Host::builder().attach(&path).start().unwrap();
+    let listener = host.listen(PORT, 1).unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["outliving::sleeping_process", "--exact", "--ignored"])
+        .arg("--nocapture")
+        .env("ZEROSOCK_TEST_ATTACH", &path)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = Pid::from_child(&child);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut line = |word: &str| {
+        let mut lines = lines.by_ref().map(Result::unwrap);
+        lines.find(|line| line.starts_with(word)).unwrap()
+    };
+    let (stream, _) = listener.accept_timeout(common::PATIENCE).unwrap();
+    let ready = line("ready");
+    let thread = ready.trim_start_matches("ready ");
+    let stat = format!("/proc/{}/task/{thread}/stat", child.id());
+    common::eventually("the reader sleeps", || {
+        let stat = std::fs::read_to_string(&stat).unwrap();
+        stat.rsplit(')').next().unwrap().starts_with(" S")
+    });
+    kill_process(pid, Signal::STOP).unwrap();
+    (&stream).write_all(b"last words").unwrap();
+    drop((stream, listener, host));
+    kill_process(pid, Signal::CONT).unwrap();
+    assert_eq!(line("read"), "read \"last words\", Ok(10)");
+    assert!(child.wait().unwrap().success());
 }

@@ -164,9 +164,14 @@ impl HostEngine {
         // Beforehand: who looks may panic.
         self.touch(vm);
         let (device, mut cx) = self.worker.lend_late(vm, self.now);
-        device.map_or((0, 0), |device| {
+        let shown = device.map_or((0, 0), |device| {
             device.app_show(flow, bounds, look, &mut cx)
-        })
+        });
+        if cx.clock.is_none() {
+            // There was more than plain packets of this connection: timers may have been set.
+            self.worker.activate(vm);
+        }
+        shown
     }
 
     /// As [`show_arrivals`](Self::show_arrivals), copying to `out`.

@@ -261,6 +261,7 @@ impl<T> Sockets<T> {
         self.drop_unread(id, store);
         self.orphan_leases(id, store);
         if let Some(conn) = self.get_mut(id) {
+            debug_assert_eq!(conn.copied, 0, "copies that nobody can take off the pool");
             conn.used = false;
             conn.news = 0;
             conn.flow = None;

@@ -158,6 +158,7 @@ impl<T> Sockets<T> {
         store: &mut impl Store<Token = T>,
     ) -> usize {
         let mut done = 0;
+        let mut uncopied = 0;
         while done < len {
             let Some(part) = self.get_mut(id).and_then(|conn| conn.parts.front_mut()) else {
                 break;
@@ -168,12 +169,18 @@ impl<T> Sockets<T> {
                     held.offset += step as u32;
                     held.len -= step as u32;
                 }
-                Part::Copied { taken, .. } => *taken += step,
+                Part::Copied { taken, .. } => {
+                    *taken += step;
+                    uncopied += step;
+                }
             }
             done += step;
             if part.len() == 0 {
                 self.drop_front(id, store);
             }
+        }
+        if uncopied > 0 {
+            self.uncopy(id.index, uncopied);
         }
         self.counted.copied_out += done as u64;
         self.consumed(id, done, store);

@@ -200,6 +200,7 @@ enum Step {
     Deliver { conn: usize, offset: u32, len: u32 },
     Read { conn: usize, len: usize },
     Peek { conn: usize, len: usize },
+    Skip { conn: usize, len: usize },
     Each { conn: usize, most: usize },
     Lease { conn: usize },
     Enter { lease: usize },
@@ -216,6 +217,7 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(conn, offset, len)| Step::Deliver { conn, offset, len }),
         3 => (conn.clone(), 0..200usize).prop_map(|(conn, len)| Step::Read { conn, len }),
         1 => (conn.clone(), 0..200usize).prop_map(|(conn, len)| Step::Peek { conn, len }),
+        2 => (conn.clone(), 0..100usize).prop_map(|(conn, len)| Step::Skip { conn, len }),
         1 => (conn.clone(), 0..4usize).prop_map(|(conn, most)| Step::Each { conn, most }),
         4 => conn.prop_map(|conn| Step::Lease { conn }),
         1 => (0..64usize).prop_map(|lease| Step::Enter { lease }),
@@ -270,6 +272,13 @@ proptest! {
                     let got = table.read(ids[conn], len, true);
                     let want: Vec<u8> = queues[conn].iter().copied().take(len).collect();
                     prop_assert_eq!(got, want);
+                }
+                Step::Skip { conn, len } => {
+                    let Table { sockets, slots, .. } = &mut table;
+                    let want = len.min(queues[conn].len());
+                    prop_assert_eq!(sockets.skip(ids[conn], len, slots), want);
+                    queues[conn].drain(..want);
+                    done[conn] += want as u64;
                 }
                 Step::Each { conn, most } => {
                     let mut got = Vec::new();

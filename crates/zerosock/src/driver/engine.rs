@@ -51,10 +51,7 @@ impl Driver {
             at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
             at < out.len()
         };
-        // What goes wrong here goes wrong again in the next turn, which says so.
-        let (_, bytes) = self
-            .show_arrivals(id, bounds, &mut copy)
-            .unwrap_or_default();
+        let (_, bytes) = self.show_arrivals(id, bounds, &mut copy);
         self.sockets.count_read(bytes);
         match bytes {
             // The first one is longer than `out`, and held.
@@ -202,10 +199,8 @@ impl Engine for Driver {
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
         let mut parts = self.sockets.lease(id, &mut self.store);
         if matches!(parts, Err(NoLease::Empty)) {
-            let taken = self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
-            if taken.is_ok() {
-                parts = self.sockets.lease(id, &mut self.store);
-            }
+            self.show_arrivals(id, ShowBounds::HOLD, &mut |_| false);
+            parts = self.sockets.lease(id, &mut self.store);
         }
         match parts {
             Ok(parts) => Ok(Some(parts)),
@@ -228,14 +223,11 @@ impl Engine for Driver {
         };
         let mut seen = self.sockets.each(id, most, &mut look, &mut self.store);
         if seen < most && !stopped.get() {
-            // What goes wrong here goes wrong again in the next turn, which says so.
             let bounds = ShowBounds {
                 packets: most - seen,
                 bytes: usize::MAX,
             };
-            let (more, bytes) = self
-                .show_arrivals(id, bounds, &mut look)
-                .unwrap_or_default();
+            let (more, bytes) = self.show_arrivals(id, bounds, &mut look);
             self.sockets.count_shown(bytes);
             seen += more;
         }

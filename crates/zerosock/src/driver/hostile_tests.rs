@@ -133,6 +133,34 @@ fn a_device_that_returns_what_it_was_not_given_ends_that_endpoint_alone() {
 }
 
 #[test]
+fn what_came_before_a_ring_broke_is_still_read() {
+    type Look = fn(&Stream) -> Vec<u8>;
+    let looks: [Look; 2] = [
+        |stream| {
+            let mut got = [0; 64];
+            let len = { stream }.read(&mut got).unwrap();
+            got[..len].to_vec()
+        },
+        |stream| {
+            let mut got = Vec::new();
+            let seen = stream.recv_each(8, |message| got.extend_from_slice(&message.to_vec()));
+            assert_eq!(seen.unwrap(), 2);
+            got
+        },
+    ];
+    for look in looks {
+        let mut victim = Victim::new();
+        victim.works();
+        for half in [b"one", b"two"] {
+            victim.peer.say(Op::Rw, half);
+        }
+        victim.return_chains(RX, &[0x1234_5678]);
+        assert_eq!(look(&victim.stream), b"onetwo");
+        victim.is_over();
+    }
+}
+
+#[test]
 fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);

@@ -161,6 +161,24 @@ fn what_came_before_a_ring_broke_is_still_read() {
 }
 
 #[test]
+fn what_left_before_a_ring_broke_is_said_to_have_been_written() {
+    // Of 32 slots; the ring is looked at when few are left, in the middle of the long write.
+    for short in 20..32 {
+        let mut victim = Victim::new();
+        victim.works();
+        victim.return_chains(TX, &[0x1234_5678]);
+        let mut stream = &victim.stream;
+        let mut written = 0;
+        for _ in 0..short {
+            written += stream.write(b"x").unwrap_or(0) as u64;
+        }
+        written += stream.write(&[7; 200 << 10]).unwrap_or(0) as u64;
+        let stats = victim.endpoint.stats();
+        assert_eq!((stats.sent, stats.copied_in), (written, written));
+    }
+}
+
+#[test]
 fn packets_that_make_no_sense_are_dropped_and_their_buffers_go_round() {
     let (mut driver, mut peer) = pair(|config| config.queue_size = 64);
     let id = connect(&mut driver, &mut peer);

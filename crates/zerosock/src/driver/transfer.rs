@@ -167,7 +167,8 @@ impl Driver {
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
             match self.send_packet(stream, flow, rest) {
                 Ok(more) => sent += more,
-                Err(SendError::WouldBlock) if sent > 0 => break,
+                // It says so again when the rest is written.
+                Err(_) if sent > 0 => break,
                 Err(error) => return Err(error),
             }
         }

@@ -41,6 +41,8 @@ struct Shown<'a, 'c> {
     /// The one that was taken in last, with whose it is and its length; until it is given back.
     opened: Option<(Chain, FlowId, u32)>,
     bytes: usize,
+    /// Bytes that were taken in without being shown.
+    delivered: u64,
     taken: u64,
 }
 
@@ -65,7 +67,7 @@ impl Drop for Shown<'_, '_> {
             let _ = device.shard.consume(self.flow, self.bytes as u32);
         }
         cx.counters.rx_packets.add(self.taken);
-        cx.counters.rx_bytes.add(self.bytes as u64);
+        cx.counters.rx_bytes.add(self.bytes as u64 + self.delivered);
         if let Some(app) = cx.app.as_deref_mut() {
             app.tally.packets_received += self.taken;
             if panicked {
@@ -133,6 +135,7 @@ impl Device {
             flow,
             opened: None,
             bytes: 0,
+            delivered: 0,
             taken: 0,
         };
         let mut seen = 0;
@@ -166,6 +169,7 @@ impl Device {
                 seen += 1;
             } else if let Some((chain, ..)) = shown.opened.take() {
                 shown.cx.time();
+                shown.delivered += u64::from(len);
                 device.deliver(chain, of, len, shown.cx);
                 if of == flow {
                     // Those behind a packet that is held are held too.

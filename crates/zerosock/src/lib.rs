@@ -43,6 +43,7 @@
 
 pub mod attach;
 pub mod daemon;
+mod deadline;
 pub mod device;
 pub mod driver;
 mod engine;

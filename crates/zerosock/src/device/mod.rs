@@ -33,6 +33,7 @@ mod sibling;
 mod timers;
 mod to_guest;
 
+use crate::deadline::earlier;
 use crate::engine::Clock;
 use crate::engine::poller::Poller;
 use crate::relay::hybrid::OkConvention;
@@ -267,10 +268,7 @@ impl Device {
 
     /// The next time at which [`turn`](Self::turn) has something to do of itself.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        match (self.timers.next(), self.shard.poll_timeout()) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        earlier(self.timers.next(), self.shard.poll_timeout())
     }
 
     /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile. With

@@ -76,6 +76,7 @@ pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
+use crate::deadline::earlier;
 use crate::header;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{News, Sockets};
@@ -379,11 +380,7 @@ impl Driver {
 
     /// When a turn has something to do of itself.
     fn next_due(&self) -> Option<Instant> {
-        let (one, other) = (self.store.shard.poll_timeout(), self.sockets.next_timeout());
-        match (one, other) {
-            (Some(one), Some(other)) => Some(one.min(other)),
-            (one, other) => one.or(other),
-        }
+        earlier(self.store.shard.poll_timeout(), self.sockets.next_timeout())
     }
 
     fn handle_timeout(&mut self, now: Instant) {
@@ -498,12 +495,8 @@ impl Driver {
     fn sleep(&mut self, deadline: Option<time::Instant>) -> Result<(), DriverError> {
         if !self.arm() {
             let timeout = self.next_due().map(|at| self.wall(at));
-            let until = match (deadline, timeout) {
-                (Some(one), Some(other)) => Some(one.min(other)),
-                (one, other) => one.or(other),
-            };
             self.stats.sleeps += 1;
-            if self.watch.sleep(until)? {
+            if self.watch.sleep(earlier(deadline, timeout))? {
                 self.device_gone();
             }
         }

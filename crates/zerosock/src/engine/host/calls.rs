@@ -10,6 +10,7 @@ use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
 use super::{HostEngine, IDLE_LOOKS};
+use crate::deadline::earlier;
 use crate::device::program::App;
 use crate::engine::worker::Worker;
 use crate::vsock::engine::{
@@ -114,10 +115,7 @@ impl Engine for HostEngine {
             return Some(StdInstant::now());
         }
         let held = self.sockets().and_then(Sockets::next_timeout);
-        let at = match (self.worker.next_deadline(), held) {
-            (Some(a), Some(b)) => a.min(b),
-            (a, b) => a.or(b)?,
-        };
+        let at = earlier(self.worker.next_deadline(), held)?;
         Some(self.worker.clock.at(at))
     }
 

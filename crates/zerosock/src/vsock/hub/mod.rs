@@ -38,7 +38,7 @@ use super::leases::{Leases, NONE};
 use super::sockets::StreamId;
 use super::waiting::Learned;
 use crate::attach::Client;
-pub(crate) use wait::{Manner, Patience, WaitFault, earlier};
+pub(crate) use wait::{Manner, Patience, WaitFault};
 use waiters::Waiter;
 pub(crate) use waiters::{Bell, Come, Interest, any_of};
 

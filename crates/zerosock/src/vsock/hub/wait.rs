@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use super::waiters::{Interest, Who};
 use super::{Core, Locked, State, me};
 use crate::attach::Fault as Blame;
+use crate::deadline::earlier;
 use crate::driver::timespec;
 use crate::vsock::engine::Engine;
 use crate::vsock::errors::EndpointOver;
@@ -293,14 +294,6 @@ impl Locked<'_> {
         self.guard = Some(self.core.knock());
         self.core.owner.store(me(), Ordering::Relaxed);
         self.collect();
-    }
-}
-
-/// The earlier of two times, of which there may be none.
-pub(crate) fn earlier(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
-    match (one, other) {
-        (Some(one), Some(other)) => Some(one.min(other)),
-        (one, other) => one.or(other),
     }
 }
 

@@ -24,6 +24,7 @@
 
 use super::parts::{Part, copy_out};
 use super::{NONE, News, Sockets, Store, StreamId, StreamState, due};
+use crate::deadline::earlier;
 use zerosock_proto::Instant;
 
 /// Buffers that come from one queue.
@@ -327,8 +328,8 @@ impl<T> Sockets<T> {
         let mut at = 0;
         while let Some(&index) = self.pools[pool].holders.get(at) {
             if let Some(id) = self.at(index) {
-                check = sooner(check, self.relieve_leases(id, now, store));
-                check = sooner(check, self.relieve_parts(id, now, store));
+                check = earlier(check, self.relieve_leases(id, now, store));
+                check = earlier(check, self.relieve_parts(id, now, store));
             }
             // One that holds nothing any more has left the list, and another has its place.
             at += usize::from(self.pools[pool].holders.get(at) == Some(&index));
@@ -351,7 +352,7 @@ impl<T> Sockets<T> {
             if let Some(since) = self.leased_since(lease) {
                 let at = due(since, self.hold);
                 if at > now {
-                    check = sooner(check, Some(at));
+                    check = earlier(check, Some(at));
                 } else if !self.move_out(lease, store)
                     && let Some(pool) = self.pools.get_mut(pool as usize)
                 {
@@ -505,13 +506,6 @@ impl<T> Sockets<T> {
         if let Some(of) = self.pools.get_mut(pool as usize) {
             of.orphans = orphans;
         }
-    }
-}
-
-fn sooner(one: Option<Instant>, other: Option<Instant>) -> Option<Instant> {
-    match (one, other) {
-        (Some(one), Some(other)) => Some(one.min(other)),
-        (one, other) => one.or(other),
     }
 }
 

@@ -1,0 +1,25 @@
+//! Times by which something is to be done, of which there may be none.
+//!
+//! What must hold: none is later than any.
+
+/// The earlier of two times.
+#[inline]
+pub(crate) fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
+    match (one, other) {
+        (Some(one), Some(other)) => Some(one.min(other)),
+        (one, other) => one.or(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::earlier;
+
+    #[test]
+    fn none_is_later_than_any() {
+        assert_eq!(earlier(Some(2), Some(1)), Some(1));
+        assert_eq!(earlier(Some(2), None), Some(2));
+        assert_eq!(earlier(None, Some(3)), Some(3));
+        assert_eq!(earlier::<u8>(None, None), None);
+    }
+}

@@ -252,3 +252,59 @@ fn sockets_outlive_their_runtime() {
         assert_eq!(&word, b"word");
     });
 }
+
+#[test]
+fn a_runtime_that_ends_tells_the_tasks_of_another() {
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        builder.enable_all().build().unwrap()
+    };
+    let daemon = TestDaemon::with(2, |_| {});
+    let (client, server) = endpoints(&daemon);
+    let listener = server.listen(PORT, 4).unwrap();
+    let first = runtime();
+    let (mut near, mut far) = first.block_on(async {
+        let listener = AsyncListener::new(listener).unwrap();
+        let connecting = AsyncStream::connect(&client, there());
+        let (near, far) = tokio::join!(connecting, listener.accept());
+        (near.unwrap(), far.unwrap().0)
+    });
+    runtime().block_on(async {
+        let reading = tokio::spawn(async move {
+            let mut word = [0; 4];
+            far.read_exact(&mut word).await.map(|_| word)
+        });
+        // It begins, and waits; who works for it is a task of the first.
+        tokio::task::yield_now().await;
+        std::thread::spawn(move || drop(first)).join().unwrap();
+        tokio::task::yield_now().await;
+        near.write_all(b"word").await.unwrap();
+        assert_eq!(&told(reading).await.unwrap().unwrap(), b"word");
+    });
+}
+
+#[test]
+fn a_runtime_needs_no_timer() {
+    let daemon = TestDaemon::with(2, |config| {
+        config.connect_timeout = Duration::from_secs(600);
+    });
+    let client = Endpoint::builder()
+        .connect_timeout(Duration::from_millis(100))
+        .attach_device(&daemon.vms[0].socket)
+        .unwrap();
+    // It is there, but nobody drives it.
+    let silent = Endpoint::builder()
+        .attach_device(&daemon.vms[1].socket)
+        .unwrap();
+    let _silent = silent.listen(PORT, 4).unwrap();
+    let (done, outcome) = std::sync::mpsc::channel();
+    let connecting = std::thread::spawn(move || {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_io().build().unwrap();
+        let connected = runtime.block_on(AsyncStream::connect(&client, there()));
+        done.send(connected.map(drop)).unwrap();
+    });
+    let error = outcome.recv_timeout(PATIENCE).expect("never told");
+    assert_eq!(error.unwrap_err().kind(), std::io::ErrorKind::TimedOut);
+    connecting.join().unwrap();
+}

@@ -26,9 +26,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Instant;
 
-use rustix::time::{TimerfdClockId, TimerfdFlags, timerfd_create};
 use zerosock_proto::Port;
 use zerosock_ring::Trust;
 
@@ -40,7 +38,7 @@ use super::waiting::Learned;
 use crate::attach::Client;
 pub(crate) use wait::{Manner, Patience, WaitFault};
 use waiters::Waiter;
-pub(crate) use waiters::{Bell, Come, Interest, any_of};
+pub(crate) use waiters::{Alarm, Bell, Come, Interest, any_of};
 
 /// What the lock is about.
 pub(crate) struct State {
@@ -54,8 +52,8 @@ pub(crate) struct State {
     skipped: u32,
     /// The rings have been armed, and nothing was taken in since.
     armed: bool,
-    /// When the alarm goes off.
-    alarm: Option<Instant>,
+    /// Goes off when the engine has something to do of itself and nobody else comes for it.
+    alarm: Alarm,
     /// The endpoint is over, and why.
     fault: Option<EndpointOver>,
 }
@@ -78,8 +76,6 @@ pub(crate) struct Core {
     waker: Bell,
     /// Tells who polls from outside.
     bell: Bell,
-    /// Goes off when the engine has something to do of itself and nobody else comes for it.
-    alarm: OwnedFd,
     /// What is polled from outside: the engine's descriptor, the bell, the alarm.
     outside: OwnedFd,
     /// The engine's descriptor, once more: to be slept on without the lock.
@@ -111,6 +107,7 @@ pub(crate) enum Ending {
     /// Whoever was enlisted by this ticket is told no more.
     #[cfg(feature = "tokio")]
     Task(u64),
+    /// Whoever polls with this bell works for tasks no more.
     #[cfg(feature = "tokio")]
     Bell(Arc<Bell>),
 }
@@ -132,13 +129,11 @@ impl Core {
         place: Option<Client>,
     ) -> io::Result<Core> {
         let bell = Bell::new()?;
-        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let alarm = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let alarm = Alarm::new()?;
         let outside = any_of([bell.as_fd(), alarm.as_fd(), engine.fd()])?;
         Ok(Core {
             waker: Bell::new()?,
             bell,
-            alarm,
             outside,
             fd: engine.fd().try_clone_to_owned()?,
             leases: engine.words(),
@@ -159,7 +154,7 @@ impl Core {
                 learned: Learned::default(),
                 skipped: 0,
                 armed: false,
-                alarm: None,
+                alarm,
                 fault: None,
             }),
         })
@@ -347,7 +342,7 @@ impl<'a> Locked<'a> {
             #[cfg(feature = "tokio")]
             Ending::Task(ticket) => return self.delist(*ticket),
             #[cfg(feature = "tokio")]
-            Ending::Bell(bell) => return self.unwatch(bell),
+            Ending::Bell(bell) => return self.desert(bell),
         }
         self.engine().flush();
     }

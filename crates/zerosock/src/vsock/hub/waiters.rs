@@ -14,7 +14,9 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
-use rustix::time::{Itimerspec, TimerfdTimerFlags, timerfd_settime};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
 use zerosock_proto::Port;
 
 use super::{Core, Locked, State};
@@ -57,6 +59,14 @@ pub(super) struct Waiter {
 /// What one who polls many things at once is told by, beside the engine's own descriptor.
 #[derive(Debug)]
 pub(crate) struct Bell(OwnedFd);
+
+/// A descriptor that is readable once a time has come.
+#[derive(Debug)]
+pub(crate) struct Alarm {
+    fd: OwnedFd,
+    /// When it goes off.
+    at: Option<Instant>,
+}
 
 #[derive(Debug)]
 pub(super) enum Who {
@@ -125,7 +135,7 @@ impl Locked<'_> {
             return true;
         }
         let until = self.engine().next_timeout();
-        self.set_alarm(until);
+        self.state().alarm.set(until);
         self.comes(ticket, until);
         false
     }
@@ -157,6 +167,21 @@ impl Locked<'_> {
         self.state().waiters.retain(other);
     }
 
+    /// As [`unwatch`](Self::unwatch), for one who worked for tasks: each is told, so that it sees
+    /// to another, which it may do in a runtime that is not his.
+    #[cfg(feature = "tokio")]
+    pub(super) fn desert(&mut self, bell: &Arc<Bell>) {
+        self.unwatch(bell);
+        let core = self.core;
+        self.state().waiters.retain(|waiter| {
+            let task = matches!(waiter.who, Who::Task(_));
+            if task {
+                waiter.who.tell(core, false);
+            }
+            !task
+        });
+    }
+
     /// Arms the rings anew for one who is about to sleep. True: something has come meanwhile.
     fn is_come(&mut self) -> bool {
         // What was told before is forgotten, too. Not what the sleeper was told: he forgets it.
@@ -185,28 +210,6 @@ impl Locked<'_> {
         if let Some(waiter) = waiters.iter_mut().find(|waiter| waiter.ticket == ticket) {
             waiter.until = until;
         }
-    }
-
-    /// Makes the descriptor readable at `until`, or earlier.
-    fn set_alarm(&mut self, until: Option<Instant>) {
-        let alarm = self.state().alarm;
-        if alarm.is_none() && until.is_none() {
-            return;
-        }
-        let now = Instant::now();
-        if alarm.is_some_and(|at| at > now && until.is_none_or(|until| at <= until)) {
-            return;
-        }
-        // 0 is no time at all for the system; to set it anew also forgets that it went off.
-        let left = until.map(|at| at.saturating_duration_since(now).max(TICK));
-        let value = left.map_or_else(Timespec::default, timespec);
-        let once = Itimerspec {
-            it_interval: Timespec::default(),
-            it_value: value,
-        };
-        // A timer of our own, and a time that is one: it does not fail.
-        let _ = timerfd_settime(&self.core.alarm, TimerfdTimerFlags::empty(), &once);
-        self.state().alarm = until;
     }
 
     pub(super) fn enlist(&mut self, interest: Interest, who: Who) -> u64 {
@@ -312,7 +315,7 @@ impl Locked<'_> {
         match one {
             Some(waiter) if matches!(waiter.who, Who::Descriptor) => {
                 waiter.until = Some(due);
-                self.set_alarm(Some(due));
+                self.state().alarm.set(Some(due));
             }
             Some(waiter) => {
                 // He sees for himself until when he may sleep.
@@ -394,6 +397,42 @@ impl Bell {
 impl AsFd for Bell {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+impl Alarm {
+    pub(crate) fn new() -> io::Result<Alarm> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let fd = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        Ok(Alarm { fd, at: None })
+    }
+
+    /// Goes off at `until`, or earlier.
+    pub(crate) fn set(&mut self, until: Option<Instant>) {
+        if self.at.is_none() && until.is_none() {
+            return;
+        }
+        let now = Instant::now();
+        let soon = |at| at > now && until.is_none_or(|until| at <= until);
+        if self.at.is_some_and(soon) {
+            return;
+        }
+        // 0 is no time at all for the system; to set it anew also forgets that it went off.
+        let left = until.map(|at| at.saturating_duration_since(now).max(TICK));
+        let value = left.map_or_else(Timespec::default, timespec);
+        let once = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: value,
+        };
+        // A timer of our own, and a time that is one: it does not fail.
+        let _ = timerfd_settime(&self.fd, TimerfdTimerFlags::empty(), &once);
+        self.at = until;
+    }
+}
+
+impl AsFd for Alarm {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 }
 

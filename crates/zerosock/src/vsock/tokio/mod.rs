@@ -107,7 +107,8 @@ impl AsyncStream {
     /// When the system has no descriptor left.
     ///
     /// # Panics
-    /// Outside of a tokio runtime, as everything of tokio's does.
+    /// Outside of a tokio runtime, as everything of tokio's does, or in one without its I/O driver
+    /// (`enable_io`). Its time driver is not needed.
     pub fn new(stream: Stream) -> io::Result<AsyncStream> {
         let watch = Watched::new(&stream.core, Interest::Conn(stream.id))?;
         stream.blocking.set_told();

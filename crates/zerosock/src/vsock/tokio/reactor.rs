@@ -3,14 +3,17 @@
 //! Each endpoint that is used here has one task in the runtime that does for all its sockets what
 //! a blocked call does otherwise: it waits for the endpoint's descriptor and the next time-out,
 //! lets the engine work, and wakes the tasks whose sockets have news. It ends with the last async
-//! socket of the endpoint; if its runtime ends before, the next socket that waits starts another.
+//! socket of the endpoint; if its runtime ends before, every task that waits is told, and the first
+//! of them that comes starts another, in its own runtime.
 //!
-//! What must hold: a task that is told to wait was enlisted before the last look. A socket has a
+//! What must hold: a task that is told to wait was enlisted before the last look, and before it saw
+//! that the endpoint's task runs. A socket has a
 //! place for its reader and one for its writer, and each call that is awaited has one of its own as
 //! long as it is awaited: so nobody's list grows with tasks that have given up.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll};
 
@@ -19,12 +22,15 @@ use ::tokio::io::unix::AsyncFd;
 use ::tokio::runtime::Handle;
 use ::tokio::task::JoinHandle;
 
-use crate::vsock::hub::{Bell, Core, Ending, Interest, any_of};
+use crate::vsock::hub::{Alarm, Bell, Core, Ending, Interest, any_of};
 
 /// The task of an endpoint.
 #[derive(Debug)]
 pub(crate) struct Reactor {
     task: JoinHandle<()>,
+    /// The runtime says that a task is finished only after it has dropped what that had, which is
+    /// when it tells the others.
+    ended: Arc<AtomicBool>,
 }
 
 impl Reactor {
@@ -35,7 +41,9 @@ impl Reactor {
             return Ok(running);
         }
         let bell = Arc::new(Bell::new()?);
-        let fd = any_of([core.engine_fd(), bell.as_fd()])?;
+        let alarm = Alarm::new()?;
+        let ended = Arc::new(AtomicBool::new(false));
+        let fd = any_of([core.engine_fd(), bell.as_fd(), alarm.as_fd()])?;
         #[allow(
             deprecated,
             reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
@@ -45,15 +53,17 @@ impl Reactor {
         let post = Post {
             core: Arc::downgrade(core),
             bell,
+            alarm,
+            ended: ended.clone(),
         };
         let task = ::tokio::spawn(work(post, fd));
-        let reactor = Arc::new(Reactor { task });
+        let reactor = Arc::new(Reactor { task, ended });
         *place = Arc::downgrade(&reactor);
         Ok(reactor)
     }
 
     fn is_running(&self) -> bool {
-        !self.task.is_finished()
+        !self.ended.load(Ordering::Acquire)
     }
 }
 
@@ -67,17 +77,22 @@ impl Drop for Reactor {
 struct Post {
     core: Weak<Core>,
     bell: Arc<Bell>,
+    /// Not the runtime's timer: it need not have one.
+    alarm: Alarm,
+    ended: Arc<AtomicBool>,
 }
 
 impl Drop for Post {
     fn drop(&mut self) {
+        // Before anybody is told: who comes looks at this.
+        self.ended.store(true, Ordering::Release);
         if let Some(core) = self.core.upgrade() {
             core.end(Ending::Bell(self.bell.clone()));
         }
     }
 }
 
-async fn work(post: Post, fd: AsyncFd<OwnedFd>) {
+async fn work(mut post: Post, fd: AsyncFd<OwnedFd>) {
     loop {
         let watched = {
             let Some(core) = post.core.upgrade() else {
@@ -95,15 +110,10 @@ async fn work(post: Post, fd: AsyncFd<OwnedFd>) {
             ::tokio::task::yield_now().await;
             continue;
         };
-        let readable = fd.readable();
-        let ready = match due {
-            Some(at) => ::tokio::time::timeout_at(at.into(), readable).await.ok(),
-            None => Some(readable.await),
-        };
-        match ready {
-            Some(Ok(mut guard)) => guard.clear_ready(),
-            Some(Err(_)) => return,
-            None => {}
+        post.alarm.set(due);
+        match fd.readable().await {
+            Ok(mut guard) => guard.clear_ready(),
+            Err(_) => return,
         }
     }
 }
@@ -156,9 +166,9 @@ impl Watched {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             result => return Poll::Ready(result),
         }
-        self.see_to_reactor()?;
         self.core
             .enlist_task(&mut locked(&seat.0), self.interest, cx.waker());
+        self.see_to_reactor()?;
         match attempt() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
             result => Poll::Ready(result),

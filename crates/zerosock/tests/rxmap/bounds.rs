@@ -8,7 +8,7 @@ use zerosock::vsock::{Endpoint, Host, RxMap};
 use zerosock::{Address, Cid};
 
 use super::common::{PATIENCE, TestDaemon, assert_bytes, bytes};
-use super::{PORT, send_packets, undisturbed, wait_for, wait_for_word};
+use super::{PORT, pair, send_packets, undisturbed, wait_for, wait_for_word};
 
 /// A map that is never released costs its own connection in-place packets, and nobody else theirs.
 #[test]
@@ -129,4 +129,28 @@ fn a_host_maps_what_its_guest_wrote() {
             true
         })
     });
+}
+
+#[test]
+fn a_map_may_be_dropped_while_its_thread_has_a_batch() {
+    pair(
+        |builder| builder,
+        |stream| {
+            send_packets(&stream, &[1000; 4]);
+            wait_for_word(&stream);
+            send_packets(&stream, &[1000; 4]);
+            wait_for_word(&stream);
+        },
+        |stream, _| {
+            for _ in 0..2 {
+                let mut map = RxMap::new(&stream, RxMapConfig::default()).unwrap();
+                wait_for(&stream, 4000);
+                assert!(map.fill().unwrap() > 0);
+                let mut batch = stream.batch();
+                batch.write(b"x").unwrap();
+                drop(map);
+                drop(batch);
+            }
+        },
+    );
 }

@@ -211,7 +211,7 @@ impl Core {
     }
 
     /// Whether this thread has the lock.
-    fn is_mine(&self) -> bool {
+    pub(crate) fn is_mine(&self) -> bool {
         self.owner.load(Ordering::Relaxed) == me()
     }
 

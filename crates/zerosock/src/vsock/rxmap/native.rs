@@ -366,7 +366,8 @@ impl<S: Borrow<Stream>> RxMap<S> {
             return Ok(());
         }
         let core = &self.stream.borrow().core;
-        let mut locked = core.lock();
+        // In a batch, or while packets are shown: whoever gives the lock back sees to it.
+        let mut locked = (!core.is_mine()).then(|| core.lock());
         for mapped in packets.iter_mut().filter(|mapped| !mapped.released) {
             mapped.released = true;
             self.unreleased -= 1;
@@ -382,10 +383,15 @@ impl<S: Borrow<Stream>> RxMap<S> {
                     // Not by way of the core: the lock is ours, and is given back soon.
                     core.leases().leave(held.index);
                 }
-                locked.engine().give_back(held.index);
+                match &mut locked {
+                    Some(locked) => locked.engine().give_back(held.index),
+                    None => core.give_back(held.index),
+                }
             }
         }
-        locked.engine().settle();
+        if let Some(locked) = &mut locked {
+            locked.engine().settle();
+        }
         Ok(())
     }
 

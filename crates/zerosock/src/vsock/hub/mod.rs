@@ -243,7 +243,7 @@ impl Core {
 
     /// Gives back what was dropped, unless somebody has the lock, who will.
     fn collect(&self) {
-        let mut more = self.leases.any_dropped();
+        let mut more = self.leases.any_dropped() || self.has_endings.load(Ordering::Relaxed);
         while more {
             let guard = match self.state.try_lock() {
                 Ok(guard) => guard,
@@ -252,11 +252,12 @@ impl Core {
             };
             let mut locked = Locked::new(self, guard);
             locked.collect();
+            locked.end_all();
             locked.settle();
             locked.settle_waiters();
             // Without what `drop` does: this loop does it.
             locked.release();
-            more = self.leases.any_dropped_meanwhile();
+            more = self.leases.any_dropped_meanwhile() || self.has_endings.load(Ordering::Relaxed);
         }
     }
 
@@ -325,8 +326,15 @@ impl<'a> Locked<'a> {
     }
 
     /// Ends what was dropped while this thread had the lock.
-    #[cold]
+    #[inline]
     fn end_all(&mut self) {
+        if self.core.has_endings.load(Ordering::Relaxed) {
+            self.end_them();
+        }
+    }
+
+    #[cold]
+    fn end_them(&mut self) {
         self.core.has_endings.store(false, Ordering::Relaxed);
         let endings = self.core.endings.lock();
         let endings = std::mem::take(&mut *endings.unwrap_or_else(PoisonError::into_inner));
@@ -389,9 +397,7 @@ impl Drop for Locked<'_> {
         if self.guard.is_none() {
             return;
         }
-        if self.core.has_endings.load(Ordering::Relaxed) {
-            self.end_all();
-        }
+        self.end_all();
         if self.collected {
             self.settle();
         }
@@ -400,7 +406,9 @@ impl Drop for Locked<'_> {
             self.hand_over();
         }
         self.release();
-        if self.core.leases.any_dropped_meanwhile() {
+        // A task that was told may have been the last to have a socket.
+        if self.core.leases.any_dropped_meanwhile() || self.core.has_endings.load(Ordering::Relaxed)
+        {
             self.core.collect();
         }
     }

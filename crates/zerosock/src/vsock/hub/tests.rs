@@ -189,3 +189,23 @@ fn what_is_dropped_by_the_thread_that_has_the_lock_ends_later() {
     let script = script.lock().unwrap();
     assert_eq!((script.closed, script.unlistened.len()), (1, 1));
 }
+
+#[cfg(feature = "tokio")]
+#[test]
+fn what_a_told_task_was_the_last_to_have_ends_at_once() {
+    struct Keeps(#[expect(dead_code, reason = "it is there to be dropped")] Stream);
+    impl std::task::Wake for Keeps {
+        fn wake(self: Arc<Self>) {}
+    }
+    let (core, script) = core();
+    let state = info(StreamState::Connected);
+    let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
+    let task = std::task::Waker::from(Arc::new(Keeps(stream)));
+    core.enlist_task(&mut 0, Interest::Anything, &task);
+    drop(task);
+    let locked = core.lock();
+    let stirred = Stirred::Port(Port::new(1));
+    script.lock().unwrap().stirred.push_back(stirred);
+    drop(locked);
+    assert_eq!(script.lock().unwrap().closed, 1);
+}

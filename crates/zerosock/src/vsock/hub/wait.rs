@@ -286,6 +286,7 @@ impl Locked<'_> {
     /// Lets those who knock have the lock.
     #[cold]
     fn give_way(&mut self) {
+        self.end_all();
         self.settle_waiters();
         self.release();
         while self.core.knocking.load(Ordering::Relaxed) > 0 {
@@ -294,6 +295,7 @@ impl Locked<'_> {
         self.guard = Some(self.core.knock());
         self.core.owner.store(me(), Ordering::Relaxed);
         self.collect();
+        self.end_all();
     }
 }
 

@@ -104,6 +104,8 @@ impl Core {
         }) = known
         {
             known.clone_from(task);
+            // As for a new one: what he waits for now may be another thing.
+            locked.state().armed = false;
             return;
         }
         *ticket = locked.enlist(interest, Who::Task(task.clone()));

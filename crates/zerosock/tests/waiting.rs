@@ -397,3 +397,24 @@ fn room_that_another_thread_makes_is_room_for_who_sleeps() {
         assert_eq!(sleeping.join().unwrap(), b"for the sleeper");
     });
 }
+
+#[test]
+fn the_longest_time_is_for_ever() {
+    let daemon = TestDaemon::with(2, |_| {});
+    let attach = |index: usize| {
+        Endpoint::builder()
+            .connect_timeout(Duration::MAX)
+            .attach_device(&daemon.vms[index].socket)
+            .unwrap()
+    };
+    let (client, server) = (attach(0), attach(1));
+    let listener = server.listen(PORT, 4).unwrap();
+    let (near, far) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| listener.accept_timeout(Duration::MAX).unwrap().0);
+        (client.connect(there()).unwrap(), accepting.join().unwrap())
+    });
+    (&near).write_all(b"x").unwrap();
+    let mut poller = Poller::new(Wait::Sleep);
+    poller.add_stream(&far, 1, Readiness::READABLE);
+    assert_eq!(poller.wait(Some(Duration::MAX)).unwrap().len(), 1);
+}

@@ -8,14 +8,14 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
 use super::engine::{ConnInfo, EndpointStats};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
-use super::hub::{Core, Interest, Manner, Patience, WaitFault};
+use super::hub::{Core, Interest, Manner, Patience, WaitFault, deadline_in};
 use super::listener::Listener;
 use super::sockets::StreamState;
 use super::stream::Stream;
@@ -431,7 +431,7 @@ pub(super) fn connect(
     // The protocol core gives up first; this is for a peer whose side does not move at all.
     let patience = Patience {
         manner: Manner::Waits(wait),
-        deadline: Some(Instant::now() + timeout + Duration::from_secs(1)),
+        deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
     let outcome = core.wait(Interest::Conn(stream.id), patience, |engine| {
         outcome(&engine.info(stream.id)?)

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::hub::{Core, Ending, Interest, Patience};
+use super::hub::{Core, Ending, Interest, Patience, deadline_in};
 use super::stream::{Blocking, Stream, decode, encode};
 use super::waiting::Wait;
 
@@ -93,7 +93,7 @@ impl Listener {
     /// # Errors
     /// `TimedOut` as well.
     pub fn accept_timeout(&self, timeout: Duration) -> io::Result<(Stream, Address)> {
-        self.accept_until(Some(Instant::now() + timeout))
+        self.accept_until(deadline_in(timeout))
     }
 
     fn accept_until(&self, deadline: Option<Instant>) -> io::Result<(Stream, Address)> {

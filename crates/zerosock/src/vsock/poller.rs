@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 
-use super::hub::{Bell, Come, Core, Locked};
+use super::hub::{Bell, Come, Core, Locked, deadline_in};
 use super::listener::Listener;
 use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
@@ -193,7 +193,7 @@ impl Poller {
     /// What `poll(2)` answers; when the system has no descriptor left.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<Vec<Ready>> {
         let began = Instant::now();
-        let deadline = timeout.map(|timeout| began + timeout);
+        let deadline = timeout.and_then(deadline_in);
         let cores = self.cores();
         let mut slept = false;
         loop {

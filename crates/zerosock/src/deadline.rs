@@ -2,6 +2,13 @@
 //!
 //! What must hold: none is later than any.
 
+use std::time::{Duration, Instant};
+
+/// When `timeout` is over; `None`, for ever, if no clock goes that far.
+pub(crate) fn deadline_in(timeout: Duration) -> Option<Instant> {
+    Instant::now().checked_add(timeout)
+}
+
 /// The earlier of two times.
 #[inline]
 pub(crate) fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {

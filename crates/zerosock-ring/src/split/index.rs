@@ -185,7 +185,7 @@ impl Consumer {
 
     /// Entries seen and not taken yet.
     #[inline]
-    #[cfg_attr(loom, allow(dead_code))]
+    #[cfg_attr(loom, allow(dead_code))] // for prefetching, which no loom test does
     pub(crate) fn seen(&self) -> u16 {
         self.seen.wrapping_sub(self.next)
     }

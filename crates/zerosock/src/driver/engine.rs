@@ -8,11 +8,11 @@ use std::time::Instant;
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::{Address, Port};
 
-use super::{Driver, DriverError, StreamId, StreamState, loans};
+use super::{Driver, DriverError, StreamId, loans};
 use crate::attach::Fault;
 use crate::vsock::engine::{
     Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, ShowBounds,
-    Stirred,
+    Stirred, copy_shown,
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
@@ -28,30 +28,16 @@ impl Driver {
     #[cold]
     fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
-        match conn.state {
-            _ if conn.is_at_end() => Ok(()),
-            StreamState::Finished => Ok(()),
-            StreamState::Reset => Err(RecvFault::Reset),
-            StreamState::Connecting => Err(RecvFault::NotConnected),
-            StreamState::Connected => Err(RecvFault::WouldBlock),
-        }
+        conn.why_empty()
     }
-}
 
-impl Driver {
     /// Copies to `out` what has arrived for a connection of which nothing is held.
     #[inline]
     fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
-        let bounds = ShowBounds {
-            packets: usize::MAX,
-            bytes: out.len(),
+        let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
+            self.show_arrivals(id, bounds, copy)
         };
-        let mut at = 0;
-        let mut copy = |payload: Payload<'_>| {
-            at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
-            at < out.len()
-        };
-        let (_, bytes) = self.show_arrivals(id, bounds, &mut copy);
+        let bytes = copy_shown(out, show);
         self.sockets.count_read(bytes);
         match bytes {
             // The first one is longer than `out`, and held.

@@ -15,12 +15,13 @@ use zerosock_ring::Trust;
 
 use super::engine::{ConnInfo, EndpointStats};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
-use super::hub::{Core, Interest, Manner, Patience, WaitFault, deadline_in};
+use super::hub::{Core, Interest, Manner, Patience, WaitFault};
 use super::listener::Listener;
 use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::attach::{self, AttachRequest, Attached, Client, Fault, Name};
+use crate::deadline::deadline_in;
 use crate::driver::{self, Driver, DriverConfig};
 
 /// Why there is no endpoint.

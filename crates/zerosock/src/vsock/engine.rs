@@ -137,6 +137,24 @@ impl ShowBounds {
     };
 }
 
+/// Copies to `out` what `show` shows, which says how many packets and bytes that was; the bytes.
+#[inline]
+pub(crate) fn copy_shown(
+    out: &mut [u8],
+    show: impl FnOnce(ShowBounds, &mut dyn FnMut(Payload<'_>) -> bool) -> (usize, usize),
+) -> usize {
+    let bounds = ShowBounds {
+        packets: usize::MAX,
+        bytes: out.len(),
+    };
+    let mut at = 0;
+    let mut copy = |payload: Payload<'_>| {
+        at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
+        at < out.len()
+    };
+    show(bounds, &mut copy).1
+}
+
 impl<'m> Payload<'m> {
     pub(crate) fn in_place(slices: &'m [GuestSlice<'m>]) -> Payload<'m> {
         Payload::InPlace(slices)

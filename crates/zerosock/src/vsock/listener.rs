@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::hub::{Core, Ending, Interest, Patience, deadline_in};
+use super::hub::{Core, Ending, Interest, Patience};
 use super::stream::{Blocking, Stream, decode, encode};
 use super::waiting::Wait;
+use crate::deadline::deadline_in;
 
 /// A port that is listened on. Dropping it ends that, and resets connections that wait to be
 /// accepted.

@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 
-use super::hub::{Bell, Come, Core, Locked, deadline_in};
+use super::hub::{Bell, Come, Core, Locked};
 use super::listener::Listener;
 use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
 use super::waiting::{Learned, Wait};
-use crate::deadline::earlier;
+use crate::deadline::{deadline_in, earlier};
 use crate::driver::timespec;
 
 /// Looks at all endpoints between two looks at the clock and at descriptors, while spinning.

@@ -26,7 +26,7 @@ use crate::attach::Fault;
 use crate::device::app::QueueStore;
 use crate::device::program::{App, HostToken};
 use crate::plane::Plane;
-use crate::vsock::engine::{Payload, RecvFault, SendFault, ShowBounds};
+use crate::vsock::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{Sockets, StreamId, StreamState};
@@ -177,16 +177,10 @@ impl HostEngine {
     /// As [`show_arrivals`](Self::show_arrivals), copying to `out`.
     #[inline]
     fn read_arrivals(&mut self, id: StreamId, out: &mut [u8]) -> usize {
-        let bounds = ShowBounds {
-            packets: usize::MAX,
-            bytes: out.len(),
+        let show = |bounds, copy: &mut dyn FnMut(Payload<'_>) -> bool| {
+            self.show_arrivals(id, bounds, copy)
         };
-        let mut at = 0;
-        let mut copy = |payload: Payload<'_>| {
-            at += payload.copy_to(0, out.get_mut(at..).unwrap_or(&mut []));
-            at < out.len()
-        };
-        let (_, bytes) = self.show_arrivals(id, bounds, &mut copy);
+        let bytes = copy_shown(out, show);
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.sockets.count_read(bytes);
         }
@@ -207,15 +201,7 @@ impl HostEngine {
     /// Why nothing was received: `Ok` is the end.
     fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets().and_then(|sockets| sockets.get(id));
-        let conn = conn.ok_or(RecvFault::Unknown)?;
-        if conn.is_at_end() {
-            return Ok(());
-        }
-        Err(match conn.state {
-            StreamState::Connecting => RecvFault::NotConnected,
-            StreamState::Connected => RecvFault::WouldBlock,
-            StreamState::Finished | StreamState::Reset => RecvFault::Reset,
-        })
+        conn.ok_or(RecvFault::Unknown)?.why_empty()
     }
 
     /// The device and the flow of a connection that may send.

@@ -36,7 +36,7 @@ use super::leases::{Leases, NONE};
 use super::sockets::StreamId;
 use super::waiting::Learned;
 use crate::attach::Client;
-pub(crate) use wait::{Manner, Patience, WaitFault, deadline_in};
+pub(crate) use wait::{Manner, Patience, WaitFault};
 use waiters::Waiter;
 pub(crate) use waiters::{Alarm, Bell, Come, Interest, any_of};
 

@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -297,11 +297,6 @@ impl Locked<'_> {
         self.collect();
         self.end_all();
     }
-}
-
-/// When `timeout` is over; `None`, for ever, if no clock goes that far.
-pub(crate) fn deadline_in(timeout: Duration) -> Option<Instant> {
-    Instant::now().checked_add(timeout)
 }
 
 fn sleep_on(fds: [BorrowedFd<'_>; 2], until: Option<Instant>) -> io::Result<()> {

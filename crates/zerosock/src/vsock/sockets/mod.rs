@@ -27,6 +27,7 @@ use zerosock_proto::vsock::{FlowId, RefuseReason};
 use zerosock_proto::{Address, Instant};
 use zerosock_ring::{Memory, Piece};
 
+use super::engine::RecvFault;
 use super::leases::Leases;
 use bounds::Pool;
 use lent::Lent;
@@ -345,6 +346,17 @@ impl<T> Conn<T> {
     /// Whether there is nothing more to come: end of file behind what is unread.
     pub(crate) fn is_at_end(&self) -> bool {
         self.peer_finished || self.deaf || self.state == StreamState::Finished
+    }
+
+    /// What is said when nothing was received: end of file, or why not.
+    #[cold]
+    pub(crate) fn why_empty(&self) -> Result<(), RecvFault> {
+        match self.state {
+            _ if self.is_at_end() => Ok(()),
+            StreamState::Connecting => Err(RecvFault::NotConnected),
+            StreamState::Connected => Err(RecvFault::WouldBlock),
+            StreamState::Finished | StreamState::Reset => Err(RecvFault::Reset),
+        }
     }
 }
 

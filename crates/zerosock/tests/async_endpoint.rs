@@ -223,22 +223,31 @@ async fn a_host_serves_tasks() {
     }
 }
 
-#[test]
-fn sockets_outlive_their_runtime() {
-    let runtime = || {
-        let mut builder = tokio::runtime::Builder::new_current_thread();
-        builder.enable_all().build().unwrap()
-    };
-    let daemon = TestDaemon::with(2, |_| {});
-    let (client, server) = endpoints(&daemon);
+fn runtime() -> tokio::runtime::Runtime {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    builder.enable_all().build().unwrap()
+}
+
+/// Two ends of a connection whose endpoints' tasks are of `runtime`.
+fn connected_on(
+    runtime: &tokio::runtime::Runtime,
+    daemon: &TestDaemon,
+) -> (AsyncStream, AsyncStream) {
+    let (client, server) = endpoints(daemon);
     let listener = server.listen(PORT, 4).unwrap();
-    let first = runtime();
-    let (mut near, mut far) = first.block_on(async {
+    runtime.block_on(async {
         let listener = AsyncListener::new(listener).unwrap();
         let connecting = AsyncStream::connect(&client, there());
         let (near, far) = tokio::join!(connecting, listener.accept());
         (near.unwrap(), far.unwrap().0)
-    });
+    })
+}
+
+#[test]
+fn sockets_outlive_their_runtime() {
+    let daemon = TestDaemon::with(2, |_| {});
+    let first = runtime();
+    let (mut near, mut far) = connected_on(&first, &daemon);
     drop(first);
     runtime().block_on(async {
         let mut word = [0; 4];
@@ -255,20 +264,9 @@ fn sockets_outlive_their_runtime() {
 
 #[test]
 fn a_runtime_that_ends_tells_the_tasks_of_another() {
-    let runtime = || {
-        let mut builder = tokio::runtime::Builder::new_current_thread();
-        builder.enable_all().build().unwrap()
-    };
     let daemon = TestDaemon::with(2, |_| {});
-    let (client, server) = endpoints(&daemon);
-    let listener = server.listen(PORT, 4).unwrap();
     let first = runtime();
-    let (mut near, mut far) = first.block_on(async {
-        let listener = AsyncListener::new(listener).unwrap();
-        let connecting = AsyncStream::connect(&client, there());
-        let (near, far) = tokio::join!(connecting, listener.accept());
-        (near.unwrap(), far.unwrap().0)
-    });
+    let (mut near, mut far) = connected_on(&first, &daemon);
     runtime().block_on(async {
         let reading = tokio::spawn(async move {
             let mut word = [0; 4];

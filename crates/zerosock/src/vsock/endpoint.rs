@@ -434,8 +434,8 @@ pub(super) fn connect(
         manner: Manner::Waits(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
-    let outcome = core.wait(Interest::Conn(stream.id), patience, |engine| {
-        outcome(&engine.info(stream.id)?)
+    let outcome = core.wait(Interest::Conn(stream.conn.id), patience, |engine| {
+        outcome(&engine.info(stream.conn.id)?)
     });
     match outcome {
         Ok(outcome) => Ok(outcome.map(|()| stream)?),

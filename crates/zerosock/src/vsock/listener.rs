@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
+use super::connection::{Blocking, decode, encode};
 use super::hub::{Core, Ending, Interest, Patience};
-use super::stream::{Blocking, Stream, decode, encode};
+use super::stream::Stream;
 use super::waiting::Wait;
 use crate::deadline::deadline_in;
 

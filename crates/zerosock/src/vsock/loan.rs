@@ -182,7 +182,7 @@ impl<'a> Loan<'a> {
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.len);
         let bytes = &bytes[..bytes.len().min(self.len - offset)];
-        let core = &self.stream.core;
+        let core = &self.stream.conn.core;
         let index = self.index;
         let written = match self.enter()? {
             Some(Place::InPlace {
@@ -290,7 +290,7 @@ impl<'a> Loan<'a> {
         read: impl FnOnce(&[GuestSlice<'_>]) -> io::Result<usize>,
     ) -> io::Result<Option<io::Result<usize>>> {
         let (filled, room, index) = (self.filled, self.len - self.filled, self.index);
-        let core = &self.stream.core;
+        let core = &self.stream.conn.core;
         let Some(Place::InPlace {
             memory,
             pieces,
@@ -331,7 +331,7 @@ impl<'a> Loan<'a> {
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let (filled, room, index) = (self.filled, self.len - self.filled, self.index);
-        let (core, trust) = (&self.stream.core, self.stream.trust);
+        let (core, trust) = (&self.stream.conn.core, self.stream.conn.trust);
         let got = if let Some(Place::InPlace {
             memory,
             pieces,
@@ -370,8 +370,8 @@ impl<'a> Loan<'a> {
     /// [`StreamError::Scattered`] if it lies in several pieces: then use
     /// [`with_io_slices`](Self::with_io_slices). [`StreamError::Torn`].
     pub fn as_mut_slice(&mut self) -> Result<Filling<'_>, StreamError> {
-        let (core, index, len) = (&*self.stream.core, self.index, self.len);
-        let trust = self.stream.trust;
+        let (core, index, len) = (&*self.stream.conn.core, self.index, self.len);
+        let trust = self.stream.conn.trust;
         if self.enter()?.is_none() {
             let place = FillingPlace::Private(&mut self.private);
             return Ok(Filling { core, index, place });
@@ -428,7 +428,7 @@ impl<'a> Loan<'a> {
             return Err((StreamError::Reset.into(), self));
         }
         let stream = self.stream;
-        let interest = Interest::Conn(stream.id);
+        let interest = Interest::Conn(stream.conn.id);
         let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
             Ok(sent) => {
                 engine.flush();
@@ -439,8 +439,9 @@ impl<'a> Loan<'a> {
             Err(fault) => Some(Err(of_send(fault).unwrap_or(StreamError::Reset))),
         };
         let done = stream
+            .conn
             .core
-            .wait(interest, stream.write_patience(), attempt)
+            .wait(interest, stream.conn.write_patience(), attempt)
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         done.map_err(|error| (error, self))
@@ -450,7 +451,7 @@ impl<'a> Loan<'a> {
         let in_place = self.enter_with(engine).map_err(|_| SendFault::Unknown)?;
         if in_place {
             // Not by way of the core: the lock is ours, and is given back soon.
-            self.stream.core.leases().leave(self.index);
+            self.stream.conn.core.leases().leave(self.index);
         }
         let private = (!in_place).then(|| &self.private[..self.filled]);
         let result = engine.send_loan(self.index, self.filled, private);
@@ -481,7 +482,7 @@ impl<'a> Loan<'a> {
     /// Begins to write where it is in place; `None`: into the private buffer.
     fn enter(&mut self) -> Result<Option<&Place>, StreamError> {
         if self.place.is_some() && self.is_moved() {
-            let core = &self.stream.core;
+            let core = &self.stream.conn.core;
             self.moved(core.lock().engine())?;
         }
         Ok(self.place.as_ref())
@@ -496,7 +497,7 @@ impl<'a> Loan<'a> {
 
     /// Enters it, unless the endpoint has taken its place away.
     fn is_moved(&self) -> bool {
-        self.stream.core.leases().enter_to_write(self.index) == Entered::Moved
+        self.stream.conn.core.leases().enter_to_write(self.index) == Entered::Moved
     }
 
     /// The endpoint has taken the place away: what was written is in a copy, if there is one.
@@ -540,7 +541,7 @@ impl Write for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.sent {
-            self.stream.core.give_back(self.index);
+            self.stream.conn.core.give_back(self.index);
         }
     }
 }

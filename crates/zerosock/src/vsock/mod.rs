@@ -24,12 +24,14 @@
 //!
 //! # What each file is for
 //! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets.
-//! `stream`, `listener`, `lease`, `loan`, `message`: what the user has in hand; `poller` and
-//! `tokio` wait for many of them, `waiting` says how; `errors`: what goes wrong, and by whose
-//! fault. `hub`: the lock, who drives and who sleeps. `engine`: what the hub drives. `sockets`:
-//! the table of connections that both engines share, with the bounds on what is held. `leases`:
-//! the words that holders share with it. `rxmap`: the interface of memory-mapped receive.
+//! `connection`: what all connected sockets have; `stream`, `listener`, `lease`, `loan`, `message`:
+//! what the user has in hand; `poller` and `tokio` wait for many of them, `waiting` says how;
+//! `errors`: what goes wrong, and by whose fault. `hub`: the lock, who drives and who sleeps.
+//! `engine`: what the hub drives. `sockets`: the table of connections that both engines share, with
+//! the bounds on what is held. `leases`: the words that holders share with it. `rxmap`: the
+//! interface of memory-mapped receive.
 
+mod connection;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
 pub(crate) mod errors;

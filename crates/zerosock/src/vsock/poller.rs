@@ -153,7 +153,7 @@ impl Poller {
     /// dropped, or whose endpoint is over, is reported as ready until it is removed. One that is
     /// [connecting](super::Endpoint::begin_connect) is writable when that has come to an end.
     pub fn add_stream(&mut self, stream: &Stream, key: u64, wanted: Readiness) {
-        let what = What::Stream(stream.core.clone(), stream.id);
+        let what = What::Stream(stream.conn.core.clone(), stream.conn.id);
         self.sources.push(Source { key, wanted, what });
     }
 

@@ -26,7 +26,7 @@ pub(super) struct Ear {
 impl Ear {
     /// The poll value now. No system call as long as nothing has come.
     pub(super) fn poll(&mut self, stream: &Stream) -> Result<u32, RxMapError> {
-        let mut locked = stream.core.lock();
+        let mut locked = stream.conn.core.lock();
         let found = value(locked.engine(), stream);
         if found != EMPTY {
             return Ok(found);
@@ -50,7 +50,7 @@ impl Ear {
 /// What the engine knows already. A low-water mark above one byte makes less than that "nothing",
 /// as SO_RCVLOWAT does for `poll(2)`.
 pub(super) fn value(engine: &mut dyn Engine, stream: &Stream) -> u32 {
-    match engine.ahead(stream.id) {
+    match engine.ahead(stream.conn.id) {
         None | Some(Ahead { closed: true, .. }) => CLOSED,
         Some(ahead) if ahead.unread >= stream.low_water() as usize => DATA,
         Some(_) => EMPTY,

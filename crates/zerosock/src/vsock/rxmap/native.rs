@@ -230,7 +230,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         self.packets.clear();
         self.leases.clear();
         let stream = self.stream.borrow();
-        let mut locked = stream.core.lock();
+        let mut locked = stream.conn.core.lock();
         if locked.engine().pending() {
             locked.turn()?;
         }
@@ -238,7 +238,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         let mut bytes = 0;
         let mut spilled = 0;
         let mut fault = None;
-        while let Some(next) = engine.ahead(stream.id).and_then(|ahead| ahead.next) {
+        while let Some(next) = engine.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
             let first = self.packets.is_empty();
             if self.packets.len() >= self.config.headers
                 || (!first && bytes + next.len > self.config.bytes)
@@ -247,7 +247,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
             }
             match next.kind {
                 NextKind::InPlace => {
-                    let parts = match engine.lease(stream.id) {
+                    let parts = match engine.lease(stream.conn.id) {
                         Ok(Some(parts)) => parts,
                         Ok(None) => break,
                         Err(error) => {
@@ -273,7 +273,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
                     let Some(out) = out.filter(|out| !out.is_empty()) else {
                         break;
                     };
-                    if let Err(error) = engine.read(stream.id, out, false) {
+                    if let Err(error) = engine.read(stream.conn.id, out, false) {
                         fault = Some(error);
                         break;
                     }
@@ -365,7 +365,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         if self.unreleased == 0 || packets.is_empty() {
             return Ok(());
         }
-        let core = &self.stream.borrow().core;
+        let core = &self.stream.borrow().conn.core;
         // In a batch, or while packets are shown: whoever gives the lock back sees to it.
         let mut locked = (!core.is_mine()).then(|| core.lock());
         for mapped in packets.iter_mut().filter(|mapped| !mapped.released) {
@@ -419,7 +419,7 @@ fn add_leased(
             offset,
         } => {
             // Nobody has moved it since: whoever may needs the lock, which the caller has.
-            let entered = stream.core.leases().enter(index);
+            let entered = stream.conn.core.leases().enter(index);
             debug_assert_eq!(entered, Entered::InPlace, "moved behind the lock");
             (memory, pieces, offset)
         }

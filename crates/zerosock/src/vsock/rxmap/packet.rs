@@ -109,7 +109,7 @@ impl RxPacket<'_> {
     /// memory): the memory is still there, but what it holds means nothing.
     pub fn is_torn(&self) -> bool {
         self.in_place()
-            .is_some_and(|(held, _, _)| self.stream.core.leases().is_torn(held.index))
+            .is_some_and(|(held, _, _)| self.stream.conn.core.leases().is_torn(held.index))
     }
 
     fn in_place(&self) -> Option<(&Held, &Memory, Piece)> {
@@ -135,7 +135,7 @@ impl RxPacket<'_> {
     pub fn as_slice(&self) -> Option<&[u8]> {
         match self.in_place() {
             Some(_) if self.is_torn() => None,
-            Some((_, memory, piece)) => memory.trusted_slice(piece, self.stream.trust?),
+            Some((_, memory, piece)) => memory.trusted_slice(piece, self.stream.conn.trust?),
             None => self.private(),
         }
     }

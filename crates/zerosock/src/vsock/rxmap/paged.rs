@@ -239,13 +239,13 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         let first_data = self.header_pages * PAGE;
         let data_pages = self.pages.as_slice().len() / PAGE - self.header_pages;
         let mut layout = Layout::new(data_pages, capacity(self.header_pages, HEADER));
-        let mut locked = stream.core.lock();
+        let mut locked = stream.conn.core.lock();
         if locked.engine().pending() {
             locked.turn()?;
         }
         let engine = locked.engine();
         let mut fault = None;
-        while let Some(next) = engine.ahead(stream.id).and_then(|ahead| ahead.next) {
+        while let Some(next) = engine.ahead(stream.conn.id).and_then(|ahead| ahead.next) {
             let Some(place) = layout.place(next.len, STREAM_FLAGS) else {
                 break;
             };
@@ -255,7 +255,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
                 .get_mut(start..start + place.header.length as usize)
                 .unwrap_or(&mut []);
             // As long as asked: it lies there, and nobody else has the lock.
-            if let Err(error) = engine.read(stream.id, out, false) {
+            if let Err(error) = engine.read(stream.conn.id, out, false) {
                 fault = Some(error);
                 break;
             }
@@ -383,7 +383,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
 /// Why there is nothing, if that is an error.
 pub(super) fn reason(engine: &mut dyn Engine, stream: &Stream) -> Option<RecvFault> {
     // With nothing unread a peek takes nothing and says how things stand.
-    engine.read(stream.id, &mut [0], true).err()
+    engine.read(stream.conn.id, &mut [0], true).err()
 }
 
 fn encode([length, flags]: [u32; 2]) -> [u8; HEADER] {

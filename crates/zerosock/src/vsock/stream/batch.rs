@@ -74,18 +74,19 @@ impl Batch<'_> {
         let stream = self.stream;
         // Straight away, as nearly always.
         if let Some(locked) = &mut self.locked
-            && let Ok(done) = put(locked.engine(), stream.id)
+            && let Ok(done) = put(locked.engine(), stream.conn.id)
         {
             return Ok(done);
         }
-        let patience = stream.patience(&stream.write_timeout);
-        let attempt = |engine: &mut dyn Engine| match put(engine, stream.id) {
+        let patience = stream.conn.write_patience();
+        let attempt = |engine: &mut dyn Engine| match put(engine, stream.conn.id) {
             Ok(done) => Some(Ok(done)),
-            Err(fault) => stream.send_fault(engine, fault),
+            Err(fault) => stream.conn.send_fault(engine, fault),
         };
         self.flush();
-        let interest = Interest::Conn(stream.id);
+        let interest = Interest::Conn(stream.conn.id);
         Ok(stream
+            .conn
             .core
             .wait_with(&mut self.locked, interest, patience, attempt)??)
     }

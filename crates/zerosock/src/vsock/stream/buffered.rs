@@ -30,8 +30,8 @@ impl BufRead for Stream {
             let mut bytes = std::mem::take(&mut self.shown.bytes);
             bytes.resize(BUFFER, 0);
             let got = self.receive(|engine| {
-                let got = engine.read(self.id, &mut bytes, true)?;
-                Ok((got, engine.info(self.id).map_or(0, |info| info.taken)))
+                let got = engine.read(self.conn.id, &mut bytes, true)?;
+                Ok((got, engine.info(self.conn.id).map_or(0, |info| info.taken)))
             });
             let (len, at) = *got.as_ref().unwrap_or(&(0, 0));
             self.shown = Shown {
@@ -48,12 +48,12 @@ impl BufRead for Stream {
     fn consume(&mut self, len: usize) {
         let Shown { left, at, .. } = &mut self.shown;
         let len = len.min(left.len());
-        let mut locked = self.core.lock();
+        let mut locked = self.conn.core.lock();
         let engine = locked.engine();
-        if let Some(info) = engine.info(self.id) {
+        if let Some(info) = engine.info(self.conn.id) {
             let gone = info.taken.saturating_sub(*at);
             let rest = len.saturating_sub(usize::try_from(gone).unwrap_or(usize::MAX));
-            engine.skip(self.id, rest);
+            engine.skip(self.conn.id, rest);
             engine.settle();
         }
         left.start += len;
@@ -65,8 +65,8 @@ impl Stream {
     /// Whether there is something of what was copied aside that nobody has taken since.
     fn is_shown(&self) -> bool {
         let Shown { left, at, .. } = &self.shown;
-        let mut locked = self.core.lock();
-        let info = locked.engine().info(self.id);
+        let mut locked = self.conn.core.lock();
+        let info = locked.engine().info(self.conn.id);
         !left.is_empty() && info.is_some_and(|info| info.taken == *at)
     }
 }

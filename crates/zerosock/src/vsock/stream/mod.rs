@@ -16,17 +16,14 @@ use std::io::{self, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use zerosock_proto::Address;
-use zerosock_proto::vsock::How;
-use zerosock_ring::Trust;
 
-use super::endpoint::outcome;
-use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
-use super::errors::{StreamError, of_recv, of_send};
-use super::hub::{Core, Ending, Interest, Manner, Patience};
+use super::connection::Connection;
+use super::engine::{ConnInfo, Engine, RecvFault};
+use super::hub::{Core, Interest};
 use super::lease::Lease;
 use super::loan::Loan;
 use super::message::Message;
@@ -58,85 +55,37 @@ use buffered::Shown;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Stream {
-    pub(super) core: Arc<Core>,
-    pub(super) id: StreamId,
-    local: Address,
-    peer: Address,
-    pub(super) trust: Option<Trust>,
+    pub(super) conn: Connection,
     /// It may have receive maps.
     pub(super) rx_map: bool,
-    pub(super) blocking: Blocking,
-    /// Nanoseconds; 0: none.
-    read_timeout: AtomicU64,
-    write_timeout: AtomicU64,
     low_water: AtomicU32,
-    /// As [`encode`] has it.
-    wait: AtomicU64,
     shown: Shown,
-}
-
-/// Whether calls wait.
-#[derive(Debug)]
-pub(super) struct Blocking(AtomicU8);
-
-impl Blocking {
-    pub(super) fn new() -> Blocking {
-        Blocking(AtomicU8::new(0))
-    }
-
-    pub(super) fn set_nonblocking(&self, nonblocking: bool) {
-        self.0.store(nonblocking.into(), Ordering::Relaxed);
-    }
-
-    /// Calls are made by tasks that are enlisted.
-    #[cfg(feature = "tokio")]
-    pub(super) fn set_told(&self) {
-        self.0.store(2, Ordering::Relaxed);
-    }
-
-    pub(super) fn manner(&self, wait: Wait) -> Manner {
-        match self.0.load(Ordering::Relaxed) {
-            0 => Manner::Waits(wait),
-            #[cfg(feature = "tokio")]
-            2 => Manner::Told,
-            _ => Manner::Polls,
-        }
-    }
 }
 
 impl Stream {
     pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
-        let trust = core.trust().filter(|_| info.trusted);
         Stream {
             rx_map: core.rx_map(),
-            core,
-            id,
-            local: info.local,
-            peer: info.peer,
-            trust,
-            blocking: Blocking::new(),
-            read_timeout: AtomicU64::new(0),
-            write_timeout: AtomicU64::new(0),
+            conn: Connection::new(core, id, info, wait),
             low_water: AtomicU32::new(1),
-            wait: AtomicU64::new(encode(wait)),
             shown: Shown::default(),
         }
     }
 
     /// Our address.
     pub fn local_addr(&self) -> Address {
-        self.local
+        self.conn.local
     }
 
     /// The peer's address.
     pub fn peer_addr(&self) -> Address {
-        self.peer
+        self.conn.peer
     }
 
     /// Whether plain slices of leased and lent memory are to be had: the opener of the endpoint
     /// has declared trust in such peers.
     pub fn is_trusted(&self) -> bool {
-        self.trust.is_some()
+        self.conn.trust.is_some()
     }
 
     /// Calls answer [`io::ErrorKind::WouldBlock`] instead of waiting. The descriptor
@@ -149,7 +98,7 @@ impl Stream {
     /// # Errors
     /// None; as in `std::net`, the result is there for the future.
     pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
-        self.blocking.set_nonblocking(nonblocking);
+        self.conn.blocking.set_nonblocking(nonblocking);
         Ok(())
     }
 
@@ -158,7 +107,7 @@ impl Stream {
     /// # Errors
     /// `InvalidInput` for a time of zero, as in `std::net`.
     pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        set_timeout(&self.read_timeout, timeout)
+        self.conn.set_read_timeout(timeout)
     }
 
     /// How long a write or loan may wait; `None`: for ever.
@@ -166,12 +115,12 @@ impl Stream {
     /// # Errors
     /// `InvalidInput` for a time of zero, as in `std::net`.
     pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        set_timeout(&self.write_timeout, timeout)
+        self.conn.set_write_timeout(timeout)
     }
 
     /// How the calls of this stream wait. At first as its endpoint was told.
     pub fn set_wait(&self, wait: Wait) {
-        self.wait.store(encode(wait), Ordering::Relaxed);
+        self.conn.set_wait(wait);
     }
 
     /// How many bytes a read waits for, as SO_RCVLOWAT does: it returns with fewer only at the end
@@ -179,8 +128,8 @@ impl Stream {
     /// Pollers and maps go by it as well.
     pub fn set_low_water(&self, bytes: u32) {
         self.low_water.store(bytes.max(1), Ordering::Relaxed);
-        let mut locked = self.core.lock();
-        locked.engine().set_low_water(self.id, bytes);
+        let mut locked = self.conn.core.lock();
+        locked.engine().set_low_water(self.conn.id, bytes);
     }
 
     /// See [`set_low_water`](Self::set_low_water).
@@ -195,10 +144,7 @@ impl Stream {
     /// `WouldBlock` before that, `TimedOut` by the stream's own time-out. Else a
     /// [`ConnectError`](super::ConnectError) is the source.
     pub fn wait_connected(&self) -> io::Result<()> {
-        let patience = self.patience(&self.read_timeout);
-        let attempt = |engine: &mut dyn Engine| outcome(&engine.info(self.id)?);
-        let interest = Interest::Conn(self.id);
-        Ok(self.core.wait(interest, patience, attempt)??)
+        self.conn.wait_connected()
     }
 
     /// Waits, as a read would, until there is something to read (as much as the low-water mark
@@ -208,20 +154,26 @@ impl Stream {
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint is over.
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
-        let patience = self.patience(&self.read_timeout);
+        let patience = self.conn.read_patience();
         let attempt = |engine: &mut dyn Engine| {
             let there = engine
-                .ahead(self.id)
+                .ahead(self.conn.id)
                 .is_none_or(|ahead| ahead.closed || ahead.unread >= low_water as usize);
             there.then_some(())
         };
-        Ok(self.core.wait(Interest::Conn(self.id), patience, attempt)?)
+        Ok(self
+            .conn
+            .core
+            .wait(Interest::Conn(self.conn.id), patience, attempt)?)
     }
 
     /// Bytes that a read would give at once.
     pub fn unread(&self) -> usize {
-        let mut locked = self.core.lock();
-        locked.engine().info(self.id).map_or(0, |info| info.unread)
+        let mut locked = self.conn.core.lock();
+        locked
+            .engine()
+            .info(self.conn.id)
+            .map_or(0, |info| info.unread)
     }
 
     /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.
@@ -229,8 +181,8 @@ impl Stream {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
     pub fn recv(&self) -> io::Result<Option<Lease<'_>>> {
-        let got = self.receive(|engine| engine.lease(self.id))?;
-        Ok(got.map(|parts| Lease::new(&self.core, parts, self.trust)))
+        let got = self.receive(|engine| engine.lease(self.conn.id))?;
+        Ok(got.map(|parts| Lease::new(&self.conn.core, parts, self.conn.trust)))
     }
 
     /// Shows up to `most` packets' bytes to `look`, each where it lies, and takes them; how many.
@@ -243,9 +195,9 @@ impl Stream {
     /// # Panics
     /// When `look` makes a call of this endpoint.
     pub fn recv_each(&self, most: usize, mut look: impl FnMut(Message<'_>)) -> io::Result<usize> {
-        let trust = self.trust;
+        let trust = self.conn.trust;
         self.receive(|engine| {
-            engine.each(self.id, most, &mut |payload| {
+            engine.each(self.conn.id, most, &mut |payload| {
                 look(Message::new(payload, trust));
                 true
             })
@@ -257,7 +209,7 @@ impl Stream {
     /// # Errors
     /// As [`recv`](Self::recv).
     pub fn peek(&self, out: &mut [u8]) -> io::Result<usize> {
-        self.receive(|engine| engine.read(self.id, out, true))
+        self.receive(|engine| engine.read(self.conn.id, out, true))
     }
 
     /// Borrows a buffer for one packet of at most `max` bytes, to be written where the peer will
@@ -274,7 +226,9 @@ impl Stream {
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
     pub fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
-        let parts = self.transmit(|engine| engine.loan(self.id, max))?;
+        let parts = self
+            .conn
+            .transmit(|engine| engine.loan(self.conn.id, max))?;
         Ok(Loan::new(self, parts))
     }
 
@@ -292,7 +246,7 @@ impl Stream {
     pub fn batch(&self) -> Batch<'_> {
         Batch {
             stream: self,
-            locked: Some(self.core.lock()),
+            locked: Some(self.conn.core.lock()),
         }
     }
 
@@ -301,107 +255,32 @@ impl Stream {
     /// # Errors
     /// `NotConnected` when the connection has ended already.
     pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
-        let how = match how {
-            Shutdown::Read => How::RECEIVE,
-            Shutdown::Write => How::SEND,
-            Shutdown::Both => How::BOTH,
-        };
-        let mut locked = self.core.lock();
-        let engine = locked.engine();
-        match engine.info(self.id) {
-            Some(info) if info.state == StreamState::Connected => {
-                engine.shutdown(self.id, how);
-                engine.flush();
-                Ok(())
-            }
-            _ => Err(io::ErrorKind::NotConnected.into()),
-        }
+        self.conn.shutdown(how)
     }
 
     /// Resets the connection: what is under way is lost, and the peer is told.
     pub fn reset(self) {
-        let mut locked = self.core.lock();
-        locked.engine().abort(self.id);
-        locked.engine().flush();
+        self.conn.reset();
     }
 
     /// Whether the connection still stands, as far as is known without looking.
     pub fn state(&self) -> StreamState {
-        let mut locked = self.core.lock();
-        locked
-            .engine()
-            .info(self.id)
-            .map_or(StreamState::Reset, |info| info.state)
+        self.conn.state()
     }
 
-    pub(super) fn write_patience(&self) -> Patience {
-        self.patience(&self.write_timeout)
-    }
-
-    fn patience(&self, timeout: &AtomicU64) -> Patience {
-        let nanos = timeout.load(Ordering::Relaxed);
-        let wait = decode(self.wait.load(Ordering::Relaxed));
-        Patience {
-            manner: self.blocking.manner(wait),
-            deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
-        }
-    }
-
-    /// Calls `get` until there is something to have.
+    /// Calls `get` until there is something to have, and as much as the low-water mark asks for.
     #[inline]
     fn receive<T>(
         &self,
         mut get: impl FnMut(&mut dyn Engine) -> Result<T, RecvFault>,
     ) -> io::Result<T> {
         let low_water = self.low_water.load(Ordering::Relaxed);
-        let patience = self.patience(&self.read_timeout);
-        let attempt = |engine: &mut dyn Engine| {
-            if low_water > 1 && !is_filled(engine, self.id, low_water) {
-                return None;
+        self.conn.receive(|engine| {
+            if low_water > 1 && !is_filled(engine, self.conn.id, low_water) {
+                return Err(RecvFault::WouldBlock);
             }
-            match get(engine) {
-                Ok(got) => {
-                    engine.settle();
-                    Some(Ok(got))
-                }
-                Err(fault) => of_recv(fault).map(Err),
-            }
-        };
-        Ok(self
-            .core
-            .wait(Interest::Conn(self.id), patience, attempt)??)
-    }
-
-    /// Calls `put` until there is room.
-    #[inline]
-    fn transmit<T>(
-        &self,
-        mut put: impl FnMut(&mut dyn Engine) -> Result<T, SendFault>,
-    ) -> io::Result<T> {
-        let patience = self.patience(&self.write_timeout);
-        let attempt = |engine: &mut dyn Engine| match put(engine) {
-            Ok(done) => {
-                engine.flush();
-                Some(Ok(done))
-            }
-            Err(fault) => self.send_fault(engine, fault),
-        };
-        Ok(self
-            .core
-            .wait(Interest::Conn(self.id), patience, attempt)??)
-    }
-
-    /// `None`: it is worth waiting.
-    fn send_fault<T>(
-        &self,
-        engine: &mut dyn Engine,
-        fault: SendFault,
-    ) -> Option<Result<T, StreamError>> {
-        let mut error = of_send(fault)?;
-        if error == StreamError::ShutDown && engine.info(self.id).is_some_and(|i| i.peer_deaf) {
-            error = StreamError::PeerDeaf;
-        }
-        Some(Err(error))
+            get(engine)
+        })
     }
 }
 
@@ -419,7 +298,7 @@ impl Read for &Stream {
         if out.is_empty() {
             return Ok(0);
         }
-        self.receive(|engine| engine.read(self.id, out, false))
+        self.receive(|engine| engine.read(self.conn.id, out, false))
     }
 }
 
@@ -436,7 +315,8 @@ impl Write for &Stream {
         if bytes.is_empty() {
             return Ok(0);
         }
-        self.transmit(|engine| engine.write(self.id, bytes))
+        self.conn
+            .transmit(|engine| engine.write(self.conn.id, bytes))
     }
 
     /// One slice after the other, as much as there is room for: with one lock and one
@@ -445,10 +325,10 @@ impl Write for &Stream {
         if slices.iter().all(|slice| slice.is_empty()) {
             return Ok(0);
         }
-        self.transmit(|engine| {
+        self.conn.transmit(|engine| {
             let mut done = 0;
             for slice in slices.iter().filter(|slice| !slice.is_empty()) {
-                match engine.write(self.id, slice) {
+                match engine.write(self.conn.id, slice) {
                     Ok(written) => {
                         done += written;
                         if written < slice.len() {
@@ -484,16 +364,10 @@ impl Write for Stream {
     }
 }
 
-impl Drop for Stream {
-    fn drop(&mut self) {
-        self.core.end(Ending::Stream(self.id));
-    }
-}
-
 impl AsFd for Stream {
     /// The endpoint's descriptor; see [`Stream::set_nonblocking`].
     fn as_fd(&self) -> BorrowedFd<'_> {
-        (*self.core).as_fd()
+        (*self.conn.core).as_fd()
     }
 }
 
@@ -506,62 +380,8 @@ impl AsRawFd for Stream {
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Stream")
-            .field("local", &self.local)
-            .field("peer", &self.peer)
+            .field("local", &self.conn.local)
+            .field("peer", &self.conn.peer)
             .finish_non_exhaustive()
-    }
-}
-
-fn set_timeout(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
-    if timeout == Some(Duration::ZERO) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let nanos = timeout.map_or(0, |timeout| {
-        u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX / 4)
-    });
-    place.store(nanos.min(u64::MAX / 4), Ordering::Relaxed);
-    Ok(())
-}
-
-/// A way to wait as one word: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds
-/// plus 2.
-pub(super) fn encode(wait: Wait) -> u64 {
-    match wait {
-        Wait::Sleep => 0,
-        Wait::Spin => 1,
-        Wait::Adaptive { limit } => u64::try_from(limit.as_nanos())
-            .unwrap_or(u64::MAX)
-            .saturating_add(2),
-    }
-}
-
-pub(super) fn decode(word: u64) -> Wait {
-    match word {
-        0 => Wait::Sleep,
-        1 => Wait::Spin,
-        nanos => Wait::Adaptive {
-            limit: Duration::from_nanos(nanos - 2),
-        },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ways_to_wait_survive_their_word() {
-        let adaptive = |nanos| Wait::Adaptive {
-            limit: Duration::from_nanos(nanos),
-        };
-        for wait in [
-            Wait::Sleep,
-            Wait::Spin,
-            adaptive(0),
-            adaptive(123),
-            Wait::ADAPTIVE,
-        ] {
-            assert_eq!(decode(encode(wait)), wait);
-        }
     }
 }

@@ -110,8 +110,8 @@ impl AsyncStream {
     /// Outside of a tokio runtime, as everything of tokio's does, or in one without its I/O driver
     /// (`enable_io`). Its time driver is not needed.
     pub fn new(stream: Stream) -> io::Result<AsyncStream> {
-        let watch = Watched::new(&stream.core, Interest::Conn(stream.id))?;
-        stream.blocking.set_told();
+        let watch = Watched::new(&stream.conn.core, Interest::Conn(stream.conn.id))?;
+        stream.conn.blocking.set_told();
         Ok(AsyncStream { stream, watch })
     }
 

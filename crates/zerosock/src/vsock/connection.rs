@@ -1,0 +1,260 @@
+//! What every kind of connected socket has: its connection, how its calls wait, and its end.
+//!
+//! A [`Stream`](super::Stream) and a [`SeqPacket`](super::SeqPacket) are each a [`Connection`] and
+//! what is their own: bytes, or messages.
+//!
+//! What must hold: a call that says that it would block has armed the endpoint's descriptor; what
+//! was sent before a shutdown or a close still arrives.
+
+use std::io;
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use zerosock_proto::Address;
+use zerosock_proto::vsock::How;
+use zerosock_ring::Trust;
+
+use super::endpoint::outcome;
+use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
+use super::errors::{StreamError, of_recv, of_send};
+use super::hub::{Core, Ending, Interest, Manner, Patience};
+use super::sockets::{StreamId, StreamState};
+use super::waiting::Wait;
+
+/// See the module. Dropping it closes the connection.
+pub(super) struct Connection {
+    pub(super) core: Arc<Core>,
+    pub(super) id: StreamId,
+    pub(super) local: Address,
+    pub(super) peer: Address,
+    pub(super) trust: Option<Trust>,
+    pub(super) blocking: Blocking,
+    /// Nanoseconds; 0: none.
+    read_timeout: AtomicU64,
+    write_timeout: AtomicU64,
+    /// As [`encode`] has it.
+    wait: AtomicU64,
+}
+
+/// Whether calls wait.
+#[derive(Debug)]
+pub(super) struct Blocking(AtomicU8);
+
+impl Blocking {
+    pub(super) fn new() -> Blocking {
+        Blocking(AtomicU8::new(0))
+    }
+
+    pub(super) fn set_nonblocking(&self, nonblocking: bool) {
+        self.0.store(nonblocking.into(), Ordering::Relaxed);
+    }
+
+    /// Calls are made by tasks that are enlisted.
+    #[cfg(feature = "tokio")]
+    pub(super) fn set_told(&self) {
+        self.0.store(2, Ordering::Relaxed);
+    }
+
+    pub(super) fn manner(&self, wait: Wait) -> Manner {
+        match self.0.load(Ordering::Relaxed) {
+            0 => Manner::Waits(wait),
+            #[cfg(feature = "tokio")]
+            2 => Manner::Told,
+            _ => Manner::Polls,
+        }
+    }
+}
+
+impl Connection {
+    pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Connection {
+        let trust = core.trust().filter(|_| info.trusted);
+        Connection {
+            core,
+            id,
+            local: info.local,
+            peer: info.peer,
+            trust,
+            blocking: Blocking::new(),
+            read_timeout: AtomicU64::new(0),
+            write_timeout: AtomicU64::new(0),
+            wait: AtomicU64::new(encode(wait)),
+        }
+    }
+
+    pub(super) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        set_timeout(&self.read_timeout, timeout)
+    }
+
+    pub(super) fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        set_timeout(&self.write_timeout, timeout)
+    }
+
+    pub(super) fn set_wait(&self, wait: Wait) {
+        self.wait.store(encode(wait), Ordering::Relaxed);
+    }
+
+    /// Waits for the answer to a request, as a read would.
+    pub(super) fn wait_connected(&self) -> io::Result<()> {
+        let attempt = |engine: &mut dyn Engine| outcome(&engine.info(self.id)?);
+        let interest = Interest::Conn(self.id);
+        Ok(self.core.wait(interest, self.read_patience(), attempt)??)
+    }
+
+    pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        let how = match how {
+            Shutdown::Read => How::RECEIVE,
+            Shutdown::Write => How::SEND,
+            Shutdown::Both => How::BOTH,
+        };
+        let mut locked = self.core.lock();
+        let engine = locked.engine();
+        match engine.info(self.id) {
+            Some(info) if info.state == StreamState::Connected => {
+                engine.shutdown(self.id, how);
+                engine.flush();
+                Ok(())
+            }
+            _ => Err(io::ErrorKind::NotConnected.into()),
+        }
+    }
+
+    pub(super) fn reset(&self) {
+        let mut locked = self.core.lock();
+        locked.engine().abort(self.id);
+        locked.engine().flush();
+    }
+
+    pub(super) fn state(&self) -> StreamState {
+        let mut locked = self.core.lock();
+        locked
+            .engine()
+            .info(self.id)
+            .map_or(StreamState::Reset, |info| info.state)
+    }
+
+    pub(super) fn read_patience(&self) -> Patience {
+        self.patience(&self.read_timeout)
+    }
+
+    pub(super) fn write_patience(&self) -> Patience {
+        self.patience(&self.write_timeout)
+    }
+
+    fn patience(&self, timeout: &AtomicU64) -> Patience {
+        let nanos = timeout.load(Ordering::Relaxed);
+        let wait = decode(self.wait.load(Ordering::Relaxed));
+        Patience {
+            manner: self.blocking.manner(wait),
+            deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
+        }
+    }
+
+    /// Calls `get` until there is something to have.
+    #[inline]
+    pub(super) fn receive<T>(
+        &self,
+        mut get: impl FnMut(&mut dyn Engine) -> Result<T, RecvFault>,
+    ) -> io::Result<T> {
+        let attempt = |engine: &mut dyn Engine| match get(engine) {
+            Ok(got) => {
+                engine.settle();
+                Some(Ok(got))
+            }
+            Err(fault) => of_recv(fault).map(Err),
+        };
+        let interest = Interest::Conn(self.id);
+        Ok(self.core.wait(interest, self.read_patience(), attempt)??)
+    }
+
+    /// Calls `put` until there is room.
+    #[inline]
+    pub(super) fn transmit<T>(
+        &self,
+        mut put: impl FnMut(&mut dyn Engine) -> Result<T, SendFault>,
+    ) -> io::Result<T> {
+        let attempt = |engine: &mut dyn Engine| match put(engine) {
+            Ok(done) => {
+                engine.flush();
+                Some(Ok(done))
+            }
+            Err(fault) => self.send_fault(engine, fault),
+        };
+        let interest = Interest::Conn(self.id);
+        Ok(self.core.wait(interest, self.write_patience(), attempt)??)
+    }
+
+    /// `None`: it is worth waiting.
+    pub(super) fn send_fault<T>(
+        &self,
+        engine: &mut dyn Engine,
+        fault: SendFault,
+    ) -> Option<Result<T, StreamError>> {
+        let mut error = of_send(fault)?;
+        if error == StreamError::ShutDown && engine.info(self.id).is_some_and(|i| i.peer_deaf) {
+            error = StreamError::PeerDeaf;
+        }
+        Some(Err(error))
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.core.end(Ending::Stream(self.id));
+    }
+}
+
+fn set_timeout(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
+    if timeout == Some(Duration::ZERO) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let nanos = timeout.map_or(0, |timeout| {
+        u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX / 4)
+    });
+    place.store(nanos.min(u64::MAX / 4), Ordering::Relaxed);
+    Ok(())
+}
+
+/// A way to wait as one word: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds
+/// plus 2.
+pub(super) fn encode(wait: Wait) -> u64 {
+    match wait {
+        Wait::Sleep => 0,
+        Wait::Spin => 1,
+        Wait::Adaptive { limit } => u64::try_from(limit.as_nanos())
+            .unwrap_or(u64::MAX)
+            .saturating_add(2),
+    }
+}
+
+pub(super) fn decode(word: u64) -> Wait {
+    match word {
+        0 => Wait::Sleep,
+        1 => Wait::Spin,
+        nanos => Wait::Adaptive {
+            limit: Duration::from_nanos(nanos - 2),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_to_wait_survive_their_word() {
+        let adaptive = |nanos| Wait::Adaptive {
+            limit: Duration::from_nanos(nanos),
+        };
+        for wait in [
+            Wait::Sleep,
+            Wait::Spin,
+            adaptive(0),
+            adaptive(123),
+            Wait::ADAPTIVE,
+        ] {
+            assert_eq!(decode(encode(wait)), wait);
+        }
+    }
+}

@@ -3,6 +3,7 @@
 //! This is what `zerosock serve` runs, and what a program embeds that wants the device in its own
 //! process. Nothing here is on the way of a packet.
 
+use crate::access::AccessList;
 use crate::attach::{AttachConfig, Name, Process};
 use crate::device::Limits;
 use crate::engine::mailbox::Sender;
@@ -61,6 +62,8 @@ pub struct DaemonConfig {
     pub connect_timeout: Duration,
     /// Whether processes may attach without a VM, and on what terms.
     pub attach: Option<AttachConfig>,
+    /// Who may reach whom, beyond what groups say.
+    pub access: AccessList,
 }
 
 impl Default for DaemonConfig {
@@ -75,6 +78,7 @@ impl Default for DaemonConfig {
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
             attach: None,
+            access: AccessList::default(),
         }
     }
 }
@@ -141,6 +145,7 @@ impl Daemon {
             limits,
             max_connections: config.max_connections,
             attach: config.attach,
+            access: config.access,
             // The loss of one VM's memory is survived, and nobody else notices.
             sealed_memory: false,
         })?;

@@ -41,6 +41,7 @@
 //! are in ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
+pub mod access;
 pub mod attach;
 pub mod daemon;
 mod deadline;

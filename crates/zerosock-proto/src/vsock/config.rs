@@ -53,6 +53,8 @@ pub enum LocalCids {
     HostOnly,
     /// The host's and those of siblings behind this device.
     HostAnd(CidSet),
+    /// All: whoever takes the events knows who is there, and rejects.
+    All,
 }
 
 impl LocalCids {
@@ -67,6 +69,7 @@ impl LocalCids {
             _ if cid == Cid::HOST => true,
             LocalCids::HostOnly => false,
             LocalCids::HostAnd(set) => set.contains(cid),
+            LocalCids::All => true,
         }
     }
 }

@@ -111,6 +111,8 @@ impl Key {
 #[derive(Copy, Clone, Default, Debug)]
 pub(crate) struct Control {
     pub(crate) rst: bool,
+    /// The RST is for no socket, as there has been no connection: it has no credit to tell.
+    pub(crate) no_socket: bool,
     pub(crate) request: bool,
     pub(crate) response: bool,
     pub(crate) credit_update: bool,

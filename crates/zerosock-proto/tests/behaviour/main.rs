@@ -109,6 +109,14 @@ fn strangers_and_siblings() {
         panic!()
     };
     assert_eq!(local, request.dst);
+    // Whoever decides knows himself who is there.
+    host.set_local_cids(LocalCids::All);
+    request.dst.cid = Cid::new(6);
+    assert_eq!(host.handle_packet(NOW, &request), Disposition::Handled);
+    let Some(Event::Incoming { local, .. }) = host.poll_event() else {
+        panic!()
+    };
+    assert_eq!(local, request.dst);
 }
 
 #[test]

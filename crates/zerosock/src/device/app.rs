@@ -269,7 +269,7 @@ impl Device {
         cx: &mut Context<'_>,
     ) -> Result<StreamId, ConnectError> {
         let running = self.rx.as_ref().is_some_and(Ring::live);
-        if !running || !cx.routes.is_open(to) || cx.app.is_none() {
+        if !running || !cx.routes.may_reach(Cid::HOST, to) || cx.app.is_none() {
             return Err(ConnectError::Unreachable);
         }
         let local = Address::new(Cid::HOST, from);

@@ -35,6 +35,9 @@ impl Device {
             } => {
                 if local.cid != Cid::HOST {
                     self.ask_sibling(flow, local, peer, cx);
+                } else if !cx.routes.may_reach(self.cid, local) {
+                    cx.counters.conns_refused.add(1);
+                    let _ = self.shard.reject(flow);
                 } else if !self.app_incoming(flow, local, peer, cx) {
                     self.guest_connects(flow, local.port, cx);
                 }

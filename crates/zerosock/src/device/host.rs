@@ -183,7 +183,7 @@ impl Device {
             cid: self.cid,
             port,
         };
-        if !cx.routes.is_open(peer) {
+        if !cx.routes.may_reach(Cid::HOST, peer) {
             cx.counters.conns_refused.add(1);
             return;
         }

@@ -1,10 +1,9 @@
-//! A device as one of many: how it joins its worker, learns who its siblings are, and leaves.
+//! A device as one of many: who it is, and how it leaves.
 
 use super::{Context, Device};
-use crate::switch::{DeviceAddr, Routes};
+use crate::switch::DeviceAddr;
 use std::fmt;
 use zerosock_proto::Cid;
-use zerosock_proto::vsock::LocalCids;
 
 impl Device {
     /// Where it is.
@@ -15,18 +14,6 @@ impl Device {
     /// Its guest's CID.
     pub(crate) fn cid(&self) -> Cid {
         self.cid
-    }
-
-    /// The table of endpoints has changed for the CID `changed` from `old` to `new`: the guest may
-    /// reach one sibling more, or one less. Connections stay; those to a device that has gone are
-    /// ended by that device.
-    pub(crate) fn routes_changed(&mut self, changed: Cid, old: &Routes, new: &Routes) {
-        let before = old.sibling(self.cid, changed).is_some();
-        let after = new.sibling(self.cid, changed).is_some();
-        if before != after || changed == self.cid {
-            let siblings = new.siblings(self.cid);
-            self.shard.set_local_cids(LocalCids::host_and(siblings));
-        }
     }
 
     /// The device leaves for good, most often after `Disconnected` has ended its connections to

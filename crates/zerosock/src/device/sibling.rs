@@ -86,17 +86,12 @@ impl Device {
         peer: Address,
         cx: &mut Context<'_>,
     ) {
-        let sibling = cx.routes.sibling(self.cid, local.cid);
-        let Some(device) = sibling.filter(|_| cx.routes.is_open(local)) else {
+        let may = self.unanswered < MAX_UNANSWERED && cx.routes.may_reach(self.cid, local);
+        let Some(device) = cx.routes.device(local.cid).filter(|_| may) else {
             cx.counters.conns_refused.add(1);
             let _ = self.shard.reject(flow);
             return;
         };
-        if self.unanswered >= MAX_UNANSWERED {
-            cx.counters.conns_refused.add(1);
-            let _ = self.shard.reject(flow);
-            return;
-        }
         self.unanswered += 1;
         self.add_join(flow, End::Asked(None), cx);
         let from = Peer {

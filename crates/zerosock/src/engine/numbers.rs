@@ -124,11 +124,6 @@ impl<T> Table<T> {
         let used = self.places.iter().flatten();
         used.map(|(number, _)| *number).collect()
     }
-
-    /// Everything in the table.
-    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.places.iter_mut().flatten().map(|(_, value)| value)
-    }
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use zerosock_proto::{Cid, Instant};
+use zerosock_proto::Instant;
 use zerosock_sys::bell::Ringer;
 
 /// Messages taken before devices have their turn.
@@ -44,11 +44,9 @@ pub(crate) enum WorkerMessage {
     AddDevice(Box<Device>),
     /// The device leaves for good: its front-end is gone.
     RemoveDevice { vm: u32 },
-    /// The table of endpoints has changed for the CID `changed`. `taken` is dropped when the
-    /// worker goes by the new one.
+    /// The table of endpoints has changed. `taken` is dropped when the worker goes by the new one.
     Routes {
         routes: Arc<Routes>,
-        changed: Cid,
         taken: Arc<Notice>,
     },
     /// End all connections and the thread.
@@ -309,13 +307,6 @@ impl Worker {
         self.active.retain(|&other| other != vm);
     }
 
-    fn change_routes(&mut self, routes: Arc<Routes>, changed: Cid) {
-        let old = std::mem::replace(&mut self.routes, routes);
-        for device in self.devices.values_mut() {
-            device.routes_changed(changed, &old, &self.routes);
-        }
-    }
-
     /// Takes the messages of other threads. False: the worker is to end.
     pub(super) fn take_messages(&mut self) -> bool {
         let messages: Vec<WorkerMessage> = self.mailbox.drain().take(MESSAGES).collect();
@@ -336,12 +327,8 @@ impl Worker {
                 WorkerMessage::Sibling { vm, message } => self.deliver(vm, message, now),
                 WorkerMessage::AddDevice(device) => self.add_device(device, now),
                 WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
-                WorkerMessage::Routes {
-                    routes,
-                    changed,
-                    taken,
-                } => {
-                    self.change_routes(routes, changed);
+                WorkerMessage::Routes { routes, taken } => {
+                    self.routes = routes;
                     drop(taken);
                 }
                 WorkerMessage::Shutdown => {
@@ -423,9 +410,10 @@ impl AsFd for Worker {
 mod tests {
     use super::*;
     use crate::engine::mailbox::Sender;
-    use crate::plane::roster::{Member, Roster, Terms};
+    use crate::plane::roster::{Entry, Member, Roster, Terms};
     use crate::relay::hybrid::OkConvention;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use zerosock_proto::Cid;
 
     fn worker() -> (Sender<WorkerMessage>, Worker) {
         let (sender, mailbox) = Mailbox::new().unwrap();
@@ -476,7 +464,7 @@ mod tests {
         let cid = Cid::guest(3).unwrap();
         let mut numbers = Vec::new();
         for _ in 0..2 {
-            let addr = roster.enrol(cid, &[], &[]).unwrap();
+            let addr = roster.enrol(cid, Entry::default()).unwrap();
             let member = Member {
                 cid,
                 host: crate::device::HostEnd::None,

@@ -9,6 +9,7 @@
 pub(crate) mod config;
 pub(crate) mod roster;
 
+use crate::access::AccessList;
 use crate::attach::directory::{Directory, Process};
 use crate::attach::server::{AttachPlan, Server};
 use crate::attach::{AttachConfig, AttachHost, Name};
@@ -20,7 +21,7 @@ use crate::relay::forward;
 use crate::stats::{Counters, Stats};
 use crate::switch::Outbox;
 use config::{HostSide, StartError, VmConfig, system};
-use roster::{Member, Roster, Terms};
+use roster::{Entry, Member, Roster, Terms};
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
 use zerosock_proto::Cid;
@@ -33,6 +34,7 @@ pub(crate) struct Setup {
     pub(crate) limits: Limits,
     pub(crate) max_connections: usize,
     pub(crate) attach: Option<AttachConfig>,
+    pub(crate) access: AccessList,
     /// Refuse a VM's memory that can shrink. A process's is refused in any case.
     pub(crate) sealed_memory: bool,
 }
@@ -69,12 +71,17 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         connect_timeout: setup.limits.connect,
     };
     let mut roster = Roster::new(senders.clone(), terms);
+    roster.set_access(setup.access);
     let mut places = Vec::new();
     for vm in &setup.vms {
         if roster.contains(vm.cid) {
             return Err(StartError::DuplicateCid(vm.cid));
         }
-        let addr = roster.enrol(vm.cid, &vm.groups, &[]);
+        let entry = Entry {
+            groups: &vm.groups,
+            ..Entry::default()
+        };
+        let addr = roster.enrol(vm.cid, entry);
         places.push(addr.ok_or(StartError::TooManyVms)?);
     }
     let mut workers = Vec::new();

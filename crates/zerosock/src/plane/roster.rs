@@ -5,6 +5,8 @@
 //! workers' tables of routes are snapshots of the one here, sent in the order of the changes; a
 //! place is given out again only after the device has left.
 
+use crate::access::AccessList;
+use crate::attach::Name;
 use crate::device::control::{DeviceCommand, DevicePort, Notice, Reply};
 use crate::device::{Device, HostEnd};
 use crate::engine::mailbox::Sender;
@@ -32,6 +34,15 @@ pub(crate) struct Member {
     pub(crate) cid: Cid,
     pub(crate) host: HostEnd,
     pub(crate) buf_alloc: u32,
+}
+
+/// How a device is entered in the table of routes.
+#[derive(Copy, Clone, Debug, Default)]
+pub(crate) struct Entry<'a> {
+    pub(crate) groups: &'a [String],
+    /// Empty: all.
+    pub(crate) ports: &'a [Port],
+    pub(crate) name: Option<&'a Name>,
 }
 
 /// See the module.
@@ -70,14 +81,14 @@ impl Roster {
         &self.routes
     }
 
+    /// The rules of the table. The workers are not told, as by [`enrol`](Roster::enrol).
+    pub(crate) fn set_access(&mut self, access: AccessList) {
+        Arc::make_mut(&mut self.routes).set_access(access);
+    }
+
     /// Gives `cid` a place on the worker that has the fewest devices, and a route. The workers are
     /// not told: for those who are there before a worker starts. `None`: all places are taken.
-    pub(crate) fn enrol(
-        &mut self,
-        cid: Cid,
-        groups: &[String],
-        ports: &[Port],
-    ) -> Option<DeviceAddr> {
+    pub(crate) fn enrol(&mut self, cid: Cid, entry: Entry<'_>) -> Option<DeviceAddr> {
         let workers = self.numbers.iter_mut().enumerate();
         let (worker, numbers) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
         let vm = numbers.take()?;
@@ -86,9 +97,12 @@ impl Roster {
             vm,
         };
         let routes = Arc::make_mut(&mut self.routes);
-        routes.add(cid, addr, groups);
-        if !ports.is_empty() {
-            routes.limit_ports(cid, ports.iter().copied());
+        routes.add(cid, addr, entry.groups);
+        if !entry.ports.is_empty() {
+            routes.limit_ports(cid, entry.ports.iter().copied());
+        }
+        if let Some(name) = entry.name {
+            routes.call(cid, name);
         }
         Some(addr)
     }
@@ -107,7 +121,8 @@ impl Roster {
                 connect_timeout: self.terms.connect_timeout,
                 max_pending_resets: MAX_PENDING_RESETS,
                 accept_all: true,
-                local: LocalCids::host_and(self.routes.siblings(cid)),
+                // Who is there, and may be reached, the switch knows when it is asked.
+                local: LocalCids::All,
                 // The guest's own buffer is the only bound on what goes to it.
                 send_limit: Some(u32::MAX),
                 ..ShardConfig::device(cid)
@@ -131,15 +146,13 @@ impl Roster {
     pub(crate) fn add(
         &mut self,
         member: Member,
-        groups: &[String],
-        ports: &[Port],
+        entry: Entry<'_>,
         taken: &Arc<Notice>,
     ) -> Option<DeviceAddr> {
-        let cid = member.cid;
-        let addr = self.enrol(cid, groups, ports)?;
+        let addr = self.enrol(member.cid, entry)?;
         let device = self.device(addr, member);
         self.send(addr.worker, WorkerMessage::AddDevice(Box::new(device)));
-        self.tell_routes(cid, taken);
+        self.tell_routes(taken);
         Some(addr)
     }
 
@@ -149,7 +162,7 @@ impl Roster {
         Arc::make_mut(&mut self.routes).remove(cid);
         let vm = addr.vm;
         self.send(addr.worker, WorkerMessage::RemoveDevice { vm });
-        self.tell_routes(cid, taken);
+        self.tell_routes(taken);
     }
 
     /// The device that had this place is gone, by word of its worker.
@@ -159,11 +172,10 @@ impl Roster {
         }
     }
 
-    fn tell_routes(&self, changed: Cid, taken: &Arc<Notice>) {
+    fn tell_routes(&self, taken: &Arc<Notice>) {
         for worker in 0..self.workers.len() as u32 {
             let message = WorkerMessage::Routes {
                 routes: Arc::clone(&self.routes),
-                changed,
                 taken: Arc::clone(taken),
             };
             self.send(worker, message);

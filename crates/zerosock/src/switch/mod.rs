@@ -6,6 +6,8 @@
 //! copy. Until then the chain is on loan to the receiver ([`Message::Lent`]) and comes back by
 //! [`Message::Returned`]; the lender can ask for it back at any time ([`Message::Recall`]).
 
+use crate::access::{AccessList, Verdict, Who};
+use crate::attach::Name;
 use crate::engine::mailbox::Sender;
 use crate::engine::worker::WorkerMessage;
 use std::collections::HashMap;
@@ -113,12 +115,14 @@ impl Message {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Routes {
     by_cid: HashMap<Cid, Route>,
+    access: AccessList,
 }
 
 #[derive(Clone, Debug)]
 struct Route {
     device: DeviceAddr,
     groups: Arc<[String]>,
+    name: Option<Name>,
     /// The ports that may be connected to, sorted; `None`: all.
     ports: Option<Arc<[Port]>>,
 }
@@ -127,15 +131,27 @@ impl Routes {
     /// Adds an endpoint; one with the same CID is replaced.
     pub(crate) fn add(&mut self, cid: Cid, device: DeviceAddr, groups: &[String]) {
         let groups = groups.into();
-        let ports = None;
         self.by_cid.insert(
             cid,
             Route {
                 device,
                 groups,
-                ports,
+                name: None,
+                ports: None,
             },
         );
+    }
+
+    /// From now on rules about `name` are about `cid`.
+    pub(crate) fn call(&mut self, cid: Cid, name: &Name) {
+        if let Some(route) = self.by_cid.get_mut(&cid) {
+            route.name = Some(name.clone());
+        }
+    }
+
+    /// From now on these rules hold, for what is asked for from now on.
+    pub(crate) fn set_access(&mut self, access: AccessList) {
+        self.access = access;
     }
 
     /// From now on only these ports of `cid` may be connected to.
@@ -160,7 +176,7 @@ impl Routes {
     }
 
     /// Whether anybody at all may connect to this port.
-    pub(crate) fn is_open(&self, to: Address) -> bool {
+    fn is_open(&self, to: Address) -> bool {
         let ports = self.by_cid.get(&to.cid).and_then(|r| r.ports.as_ref());
         ports.is_none_or(|ports| ports.binary_search(&to.port).is_ok())
     }
@@ -170,23 +186,44 @@ impl Routes {
         self.by_cid.get(&cid).map(|route| route.device)
     }
 
-    /// The device of `to`, if `from` shares a group with it.
-    pub(crate) fn sibling(&self, from: Cid, to: Cid) -> Option<DeviceAddr> {
-        let (a, b) = (self.by_cid.get(&from)?, self.by_cid.get(&to)?);
-        let shared = a.groups.iter().any(|g| b.groups.contains(g));
-        (from != to && shared).then_some(b.device)
+    /// Whether the endpoint `from` may ask the endpoint and port `to` for a connection, or send it
+    /// a datagram: all that groups, the ports that a process has named, and the access list say.
+    /// `from` and `to.cid` may be [`Cid::HOST`], which stands for everything that is CID 2, host
+    /// programs and services alike. The answer holds for what begins now; what exists stays.
+    ///
+    /// - Nobody reaches himself, so neither does the host; and nobody a CID that is nobody's.
+    /// - A port that a process has not named, when it attached, is reached by nobody.
+    /// - The first rule of the access list that fits decides.
+    /// - If none does, the host reaches everybody and is reached by everybody (whether something
+    ///   of it is there is for others to know), and all others need a group in common.
+    ///
+    /// Without a list that is two searches by CID and, between guests, a comparison of a few
+    /// names; with one, a walk over its rules. No lock, and no allocation.
+    pub(crate) fn may_reach(&self, from: Cid, to: Address) -> bool {
+        let (Some(asking), Some(asked)) = (self.who(from), self.who(to.cid)) else {
+            return false;
+        };
+        if from == to.cid || !self.is_open(to) {
+            return false;
+        }
+        match self.access.verdict(asking, asked, to.port) {
+            Some(verdict) => verdict == Verdict::Allow,
+            None if from == Cid::HOST || to.cid == Cid::HOST => true,
+            None => asking.groups.iter().any(|g| asked.groups.contains(g)),
+        }
     }
 
-    /// All CIDs that `from` may reach.
-    pub(crate) fn siblings(&self, from: Cid) -> Vec<Cid> {
-        let mut all: Vec<Cid> = self
-            .by_cid
-            .keys()
-            .copied()
-            .filter(|&to| self.sibling(from, to).is_some())
-            .collect();
-        all.sort_unstable();
-        all
+    fn who(&self, cid: Cid) -> Option<Who<'_>> {
+        if cid == Cid::HOST {
+            let (groups, name) = (&[][..], None);
+            return Some(Who { cid, groups, name });
+        }
+        let route = self.by_cid.get(&cid)?;
+        Some(Who {
+            cid,
+            groups: &route.groups,
+            name: route.name.as_ref(),
+        })
     }
 }
 
@@ -245,14 +282,54 @@ mod tests {
                 &groups,
             );
         }
-        assert_eq!(routes.siblings(cid(3)), vec![cid(4), cid(6)]);
-        assert_eq!(routes.siblings(cid(4)), vec![cid(3)]);
-        assert!(routes.siblings(cid(5)).is_empty());
-        assert!(routes.sibling(cid(3), cid(3)).is_none());
-        assert!(routes.sibling(cid(3), cid(9)).is_none());
+        let reached = |routes: &Routes, from| {
+            let to = |n: &u64| Address::new(cid(*n), Port::new(1));
+            let reached = |n: &u64| routes.may_reach(cid(from), to(n));
+            (3..10).filter(reached).collect::<Vec<u64>>()
+        };
+        assert_eq!(reached(&routes, 3), [4, 6]);
+        assert_eq!(reached(&routes, 4), [3]);
+        assert!(reached(&routes, 5).is_empty());
+        assert!(reached(&routes, 9).is_empty(), "it is nobody");
         routes.remove(cid(4));
-        assert_eq!(routes.siblings(cid(3)), vec![cid(6)]);
+        assert_eq!(reached(&routes, 3), [6]);
         assert!(!routes.contains(cid(4)) && routes.contains(cid(6)));
+        // The host needs no group; it is not itself.
+        let host = Address::new(Cid::HOST, Port::new(1));
+        assert!(routes.may_reach(cid(5), host));
+        assert!(routes.may_reach(Cid::HOST, Address::new(cid(5), Port::new(1))));
+        assert!(!routes.may_reach(Cid::HOST, host));
+        assert!(!routes.may_reach(Cid::HOST, Address::new(cid(9), Port::new(1))));
+    }
+
+    #[test]
+    fn the_access_list_goes_before_groups_and_after_named_ports() {
+        use crate::access::{Party, Ports, Rule};
+        let mut routes = Routes::default();
+        let (one, two) = (Cid::new(3), Cid::new(4));
+        let device = DeviceAddr { worker: 0, vm: 0 };
+        routes.add(one, device, &["a".into()]);
+        routes.add(two, device, &["a".into()]);
+        routes.call(two, &"db".parse().unwrap());
+        routes.limit_ports(two, [5, 6].map(Port::new));
+        let rule = |verdict, from, port, to| Rule {
+            verdict,
+            from: vec![from],
+            to: vec![to],
+            ports: Ports::one(Port::new(port)).unwrap(),
+        };
+        let db = Party::Name("db".parse().unwrap());
+        routes.set_access(AccessList::new([
+            rule(Verdict::Deny, Party::Any, 5, db.clone()),
+            rule(Verdict::Allow, Party::Any, 7, db),
+            rule(Verdict::Deny, Party::Group("a".into()), 8, Party::Host),
+        ]));
+        let may = |from, to, port| routes.may_reach(from, Address::new(to, Port::new(port)));
+        assert!(!may(one, two, 5) && !may(Cid::HOST, two, 5), "denied");
+        assert!(may(one, two, 6) && may(Cid::HOST, two, 6), "as without");
+        assert!(!may(one, two, 7), "not named");
+        assert!(may(two, one, 5) && may(two, one, 7));
+        assert!(!may(one, Cid::HOST, 8) && may(one, Cid::HOST, 9));
     }
 
     #[test]

@@ -21,6 +21,7 @@ use super::listener::Listener;
 use super::socket_file::{SocketFile, SocketKind};
 use super::stream::Stream;
 use super::waiting::Wait;
+use crate::access::AccessList;
 use crate::attach::directory::Directory;
 use crate::attach::{AttachConfig, Name, Process};
 use crate::daemon::{HostSide, StartError, VmConfig};
@@ -289,6 +290,13 @@ impl HostBuilder {
     /// [`window`](Self::window) that is set replaces its own.
     pub fn attach_with(mut self, attach: AttachConfig) -> HostBuilder {
         self.attach = Some(Door::With(Box::new(attach)));
+        self
+    }
+
+    /// Who may reach whom, the program itself included, beyond what groups say. At first groups
+    /// decide alone.
+    pub fn access(mut self, access: AccessList) -> HostBuilder {
+        self.config.access = access;
         self
     }
 

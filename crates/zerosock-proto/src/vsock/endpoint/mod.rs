@@ -407,12 +407,14 @@ impl<S: BuildHasher> Shard<S> {
         };
         // Who never saw our REQUEST needs no RST.
         let rst = rst && !connection.control.request;
-        if connection.state == State::Incoming {
+        let undecided = connection.state == State::Incoming;
+        if undecided {
             self.undecided -= 1;
         }
         connection.state = State::Closed;
         connection.control = Default::default();
         connection.control.rst = rst;
+        connection.control.no_socket = undecided;
         connection.drop_queue();
         connection.wants_credit = false;
         connection.deadline = None;

@@ -43,7 +43,11 @@ impl<S: BuildHasher> Shard<S> {
         let header;
         if connection.control.rst {
             connection.control.rst = false;
-            header = connection.header(Op::Rst, 0, 0);
+            let mut rst = connection.header(Op::Rst, 0, 0);
+            if connection.control.no_socket {
+                (rst.buf_alloc, rst.fwd_cnt) = (0, 0);
+            }
+            header = rst;
             self.stats.resets_sent += 1;
             self.table.detach(index);
             self.update_lists(index);

@@ -16,7 +16,7 @@ use super::super::directory::Process;
 use super::clients::has_hung_up;
 use super::{Server, State, granted};
 use crate::device::control::{FrontendSocket, House, VmSpec};
-use crate::plane::roster::Member as Device;
+use crate::plane::roster::{Entry, Member as Device};
 use crate::switch::DeviceAddr;
 
 pub(super) struct Member {
@@ -135,10 +135,15 @@ impl Server {
             host: (self.plan.host)(),
             buf_alloc: config.buf_alloc,
         };
+        let entry = Entry {
+            groups: &config.groups,
+            ports: &request.ports,
+            name: request.name.as_ref(),
+        };
         let (number, notice) = house.notice();
         let addr = self
             .roster
-            .add(device, &config.groups, &request.ports, &notice)
+            .add(device, entry, &notice)
             .ok_or_else(|| io::Error::other("all places are taken"))?;
         drop(notice);
         let port = self.roster.port(addr);

@@ -6,6 +6,7 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 
 use super::HostEngine;
+use crate::access::AccessList;
 use crate::attach::AttachConfig;
 use crate::attach::directory::Directory;
 use crate::device::Limits;
@@ -28,6 +29,8 @@ pub(crate) struct HostConfig {
     pub(crate) vms: Vec<VmConfig>,
     /// Whether processes may attach, and on what terms.
     pub(crate) attach: Option<AttachConfig>,
+    /// Who may reach whom, beyond what groups say.
+    pub(crate) access: AccessList,
     /// Connections that one VM may have.
     pub(crate) max_connections: usize,
     /// Bytes that the connections of a VM to stalled host programs together may have copied; and
@@ -53,6 +56,7 @@ impl Default for HostConfig {
         HostConfig {
             vms: Vec::new(),
             attach: None,
+            access: AccessList::default(),
             max_connections: 65_536,
             max_overflow: 64 << 20,
             old_memory: 1 << 30,
@@ -91,6 +95,7 @@ impl HostEngine {
             limits,
             max_connections: config.max_connections,
             attach: config.attach,
+            access: config.access,
             sealed_memory: !config.unsealed_memory,
         })?;
         let Some(mut worker) = prepared.workers.into_iter().next() else {

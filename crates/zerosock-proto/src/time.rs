@@ -3,31 +3,40 @@
 //! The core has no clock. Callers count nanoseconds from an epoch of their
 //! own (a monotonic clock's zero, the start of a test) and must not go back.
 
+use core::fmt;
+use core::num::NonZeroU64;
 use core::ops::{Add, AddAssign};
 
 pub use core::time::Duration;
 
 /// A point in time: nanoseconds since an epoch that the caller chose.
-#[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash, Debug)]
-pub struct Instant(u64);
+///
+/// An `Option` of it is no larger: a connection keeps several, most of them `None`.
+#[derive(Copy, Clone, Eq, PartialEq, Ord, PartialOrd, Hash)]
+pub struct Instant(
+    /// One more than the nanoseconds.
+    NonZeroU64,
+);
 
 impl Instant {
     /// The epoch.
-    pub const ZERO: Instant = Instant(0);
+    pub const ZERO: Instant = Instant(NonZeroU64::MIN);
 
-    /// `nanos` nanoseconds after the epoch.
+    /// `nanos` nanoseconds after the epoch; the last nanosecond of 2^64 is the one before.
+    #[inline]
     pub const fn from_nanos(nanos: u64) -> Instant {
-        Instant(nanos)
+        Instant(NonZeroU64::MIN.saturating_add(nanos))
     }
 
     /// Nanoseconds since the epoch.
+    #[inline]
     pub const fn as_nanos(self) -> u64 {
-        self.0
+        self.0.get() - 1
     }
 
     /// The time from `earlier` to `self`; zero when `earlier` is later.
     pub const fn saturating_duration_since(self, earlier: Instant) -> Duration {
-        Duration::from_nanos(self.0.saturating_sub(earlier.0))
+        Duration::from_nanos(self.0.get().saturating_sub(earlier.0.get()))
     }
 }
 
@@ -38,6 +47,12 @@ impl Add<Duration> for Instant {
     fn add(self, duration: Duration) -> Instant {
         let nanos = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         Instant(self.0.saturating_add(nanos))
+    }
+}
+
+impl fmt::Debug for Instant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Instant").field(&self.as_nanos()).finish()
     }
 }
 
@@ -64,5 +79,9 @@ mod tests {
             Duration::ZERO
         );
         assert_eq!(second + Duration::MAX, Instant::from_nanos(u64::MAX));
+        for nanos in [0, 1, u64::MAX - 1] {
+            assert_eq!(Instant::from_nanos(nanos).as_nanos(), nanos);
+        }
+        assert_eq!(size_of::<Option<Instant>>(), size_of::<u64>());
     }
 }

@@ -7,7 +7,7 @@ use super::event::{CloseReason, RefuseReason};
 use super::ports::Hold;
 use super::state::{How, State};
 use crate::addr::Address;
-use crate::time::{Duration, Instant};
+use crate::time::Instant;
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
 /// Names a connection of one shard, and no other that is later at its place.
@@ -155,16 +155,28 @@ pub(crate) struct Queued {
     pub(crate) flags: u32,
 }
 
-/// First and longest wait before a sender that a limit of its own stalls asks again.
-pub(crate) const LIMIT_PROBE: (Duration, Duration) =
-    (Duration::from_millis(2), Duration::from_secs(1));
-/// First and longest wait before a sender whose peer's buffer is full asks again. The peer is to
+/// First and longest wait, in milliseconds, before a sender that a limit of its own stalls asks
+/// again.
+pub(crate) const LIMIT_PROBE: (u32, u32) = (2, 1000);
+/// First and longest wait, in milliseconds, before a sender whose peer's buffer is full asks again. The peer is to
 /// tell of itself when that changes; but Linux before 6.8 does not when its reader waits for more
 /// than what is left (SO_RCVLOWAT), and then both wait for ever.
-pub(crate) const WINDOW_PROBE: (Duration, Duration) =
-    (Duration::from_millis(100), Duration::from_secs(8));
+pub(crate) const WINDOW_PROBE: (u32, u32) = (100, 8000);
 
-/// A connection. At rest it owns no memory but itself.
+/// Queued sends, and the spans cut from them. Their payload is the caller's.
+#[derive(Debug, Default)]
+pub(crate) struct SendQueue {
+    pub(crate) sends: VecDeque<Queued>,
+    /// The id of the message at the front of the queue, or of the next one.
+    pub(crate) front_message: u64,
+    /// Bytes of it already cut.
+    pub(crate) front_offset: u32,
+    pub(crate) unsent: u64,
+    pub(crate) unreleased: u64,
+}
+
+/// A connection. At rest it owns no memory but itself, unless its user queues sends: a hundred
+/// thousand of them is a number that a device is to bear, so what few have is behind a pointer.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) key: Key,
@@ -180,14 +192,10 @@ pub(crate) struct Connection {
     pub(crate) seen: bool,
     pub(crate) hold: Option<Hold>,
 
-    /// Queued sends; their payload is the caller's.
-    pub(crate) queue: VecDeque<Queued>,
-    /// The id of the message at the front of the queue, or of the next one.
-    pub(crate) front_message: u64,
-    /// Bytes of it already cut.
-    pub(crate) front_offset: u32,
-    pub(crate) unsent: u64,
-    pub(crate) unreleased: u64,
+    /// Made by the first queued send, and kept.
+    pub(crate) queue: Option<Box<SendQueue>>,
+    /// Whether there are sends in it, so that packets need not look.
+    pub(crate) has_queued: bool,
 
     /// The caller was told NoCredit.
     pub(crate) wants_credit: bool,
@@ -195,7 +203,8 @@ pub(crate) struct Connection {
     pub(crate) wants_space: bool,
     /// This stall's CREDIT_REQUEST has been queued.
     pub(crate) asked: bool,
-    pub(crate) probe_wait: Duration,
+    /// In milliseconds.
+    pub(crate) probe_wait: u32,
     pub(crate) probe_at: Option<Instant>,
     /// Connecting, or closing, ends then.
     pub(crate) deadline: Option<Instant>,
@@ -223,15 +232,12 @@ impl Connection {
             pending: Pending::default(),
             seen: false,
             hold: None,
-            queue: VecDeque::new(),
-            front_message: 0,
-            front_offset: 0,
-            unsent: 0,
-            unreleased: 0,
+            queue: None,
+            has_queued: false,
             wants_credit: false,
             wants_space: false,
             asked: false,
-            probe_wait: Duration::ZERO,
+            probe_wait: 0,
             probe_at: None,
             deadline: None,
             armed: None,
@@ -254,8 +260,8 @@ impl Connection {
             } else {
                 0
             },
-            unsent: self.unsent,
-            unreleased: self.unreleased,
+            unsent: self.queue.as_ref().map_or(0, |queue| queue.unsent),
+            unreleased: self.queue.as_ref().map_or(0, |queue| queue.unreleased),
             unread: self.rx.unread(),
             buf_alloc: self.rx.buf_alloc(),
             fwd_cnt: self.rx.fwd_cnt(),
@@ -294,13 +300,18 @@ impl Connection {
     /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `asked`.)
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
-        !(self.wants_credit | self.wants_space | self.asked) && self.queue.is_empty()
+        !(self.wants_credit | self.wants_space | self.asked | self.has_queued)
+    }
+
+    /// How many sends are queued.
+    pub(crate) fn queued(&self) -> usize {
+        self.queue.as_ref().map_or(0, |queue| queue.sends.len())
     }
 
     /// Whether a queued send can be cut now. A reservation was there first.
     pub(crate) fn can_cut(&self) -> bool {
         matches!(self.state, State::Established { .. })
-            && !self.queue.is_empty()
+            && self.has_queued
             && !self.control.response
             && !self.tx.has_reserved()
             && self.tx.stall() == Stall::None
@@ -313,7 +324,7 @@ impl Connection {
         let State::Established { local, .. } = self.state else {
             return How::NONE;
         };
-        let drained = self.queue.is_empty();
+        let drained = !self.has_queued;
         if local.is_both() && !drained {
             return How::NONE;
         }
@@ -331,7 +342,7 @@ impl Connection {
     /// Whether a credit stall holds somebody up.
     pub(crate) fn is_stalled(&self) -> bool {
         matches!(self.state, State::Established { .. })
-            && (self.wants_credit || !self.queue.is_empty())
+            && (self.wants_credit || self.has_queued)
             && self.tx.stall() != Stall::None
     }
 
@@ -347,10 +358,13 @@ impl Connection {
 
     /// Forgets queued sends: nobody will receive them.
     pub(crate) fn drop_queue(&mut self) {
-        self.front_message += self.queue.len() as u64;
-        self.front_offset = 0;
-        self.unsent = 0;
-        self.queue = VecDeque::new();
+        if let Some(queue) = &mut self.queue {
+            queue.front_message += queue.sends.len() as u64;
+            queue.front_offset = 0;
+            queue.unsent = 0;
+            queue.sends = VecDeque::new();
+        }
+        self.has_queued = false;
         self.wants_space = false;
     }
 

@@ -61,7 +61,7 @@ pub struct TxCredit {
     open_most: u32,
     /// Those before it, oldest first; the first `used` of them.
     full: [Epoch; EPOCHS - 1],
-    used: usize,
+    used: u32,
 }
 
 impl TxCredit {
@@ -119,7 +119,7 @@ impl TxCredit {
 
     /// An epoch is a quarter of what the peer has room for, but the last has no other behind it.
     fn bound_open(&mut self) {
-        self.open_most = if self.used < self.full.len() {
+        self.open_most = if (self.used as usize) < self.full.len() {
             (self.most_packets / EPOCHS as u32).max(1)
         } else {
             u32::MAX
@@ -135,7 +135,7 @@ impl TxCredit {
     /// Begins another epoch; `open_most` is out of reach when there is no room for one.
     #[cold]
     fn open_next(&mut self) {
-        if let Some(place) = self.full.get_mut(self.used) {
+        if let Some(place) = self.full.get_mut(self.used as usize) {
             *place = self.open;
             self.open.packets = 0;
             self.used += 1;

@@ -17,6 +17,8 @@ use crate::addr::{Address, Cid, Port};
 const EPHEMERAL_FIRST: u32 = 1 << 30;
 /// How many there are.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
+/// Ports for which there is room when none is in use.
+const KEPT: usize = 1024;
 
 /// Listeners and ports in use; shards share it behind an `Arc`.
 #[derive(Debug)]
@@ -24,32 +26,30 @@ pub struct PortTable {
     inner: Mutex<Inner>,
 }
 
+/// No address is in both maps.
 #[derive(Debug)]
 struct Inner {
-    entries: HashMap<Address, Entry>,
+    listeners: HashMap<Address, Listener>,
+    /// How many connections each has. There may be very many of these.
+    outgoing: HashMap<Address, u32>,
     next_ephemeral: u32,
-    next_listener: u64,
+    next_listener: u32,
 }
 
 #[derive(Debug)]
-enum Entry {
-    Listener {
-        id: u64,
-        backlog: usize,
-        waiting: usize,
-    },
-    Outgoing {
-        connections: usize,
-    },
+struct Listener {
+    id: u32,
+    backlog: usize,
+    waiting: usize,
 }
 
-/// What a connection holds in the table, to be given back when it ends.
+/// What a connection holds of its local address, to be given back when it ends.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub(crate) enum Hold {
     /// A place in a listener's backlog.
-    Backlog { address: Address, listener: u64 },
-    /// A local port.
-    Outgoing { address: Address },
+    Backlog { listener: u32 },
+    /// The port.
+    Outgoing,
 }
 
 /// A REQUEST's fate.
@@ -73,7 +73,8 @@ impl PortTable {
         let start = DefaultHashBuilder::default().hash_one(0u32) as u32;
         PortTable {
             inner: Mutex::new(Inner {
-                entries: HashMap::new(),
+                listeners: HashMap::new(),
+                outgoing: HashMap::new(),
                 next_ephemeral: start % EPHEMERAL_COUNT,
                 next_listener: 0,
             }),
@@ -82,7 +83,8 @@ impl PortTable {
 
     /// Addresses in use. Zero when nobody listens and nothing is connected.
     pub fn len(&self) -> usize {
-        self.lock().entries.len()
+        let inner = self.lock();
+        inner.listeners.len() + inner.outgoing.len()
     }
 
     /// Whether no address is in use.
@@ -92,10 +94,11 @@ impl PortTable {
 
     /// Undecided connections that count against a listener's backlog.
     pub fn waiting(&self, address: Address) -> Option<usize> {
-        match self.lock().entries.get(&address) {
-            Some(&Entry::Listener { waiting, .. }) => Some(waiting),
-            _ => None,
-        }
+        let inner = self.lock();
+        inner
+            .listeners
+            .get(&address)
+            .map(|listener| listener.waiting)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -107,46 +110,35 @@ impl PortTable {
     /// False: the address is in use.
     pub(crate) fn listen(&self, address: Address, backlog: usize) -> bool {
         let mut inner = self.lock();
-        if inner.entries.contains_key(&address) {
+        if inner.listeners.contains_key(&address) || inner.outgoing.contains_key(&address) {
             return false;
         }
-        let id = inner.next_listener;
-        inner.next_listener += 1;
-        inner.entries.insert(
-            address,
-            Entry::Listener {
-                id,
-                backlog,
-                waiting: 0,
-            },
-        );
+        let listener = Listener {
+            id: inner.next_listener,
+            backlog,
+            waiting: 0,
+        };
+        inner.next_listener = inner.next_listener.wrapping_add(1);
+        inner.listeners.insert(address, listener);
         true
     }
 
     /// False: nobody listened.
     pub(crate) fn unlisten(&self, address: Address) -> bool {
-        let mut inner = self.lock();
-        let listens = matches!(inner.entries.get(&address), Some(Entry::Listener { .. }));
-        if listens {
-            inner.entries.remove(&address);
-        }
-        listens
+        self.lock().listeners.remove(&address).is_some()
     }
 
     /// Takes a place in the backlog.
     pub(crate) fn admit(&self, address: Address) -> Admission {
-        match self.lock().entries.get_mut(&address) {
-            Some(Entry::Listener {
-                backlog, waiting, ..
-            }) if *waiting >= *backlog => Admission::Full,
-            Some(Entry::Listener { id, waiting, .. }) => {
-                *waiting += 1;
+        match self.lock().listeners.get_mut(&address) {
+            Some(listener) if listener.waiting >= listener.backlog => Admission::Full,
+            Some(listener) => {
+                listener.waiting += 1;
                 Admission::Granted(Hold::Backlog {
-                    address,
-                    listener: *id,
+                    listener: listener.id,
                 })
             }
-            _ => Admission::NoListener,
+            None => Admission::NoListener,
         }
     }
 
@@ -154,15 +146,12 @@ impl PortTable {
     /// listener may not.
     pub(crate) fn hold(&self, address: Address) -> Option<Hold> {
         let mut inner = self.lock();
-        match inner
-            .entries
-            .entry(address)
-            .or_insert(Entry::Outgoing { connections: 0 })
-        {
-            Entry::Listener { .. } => return None,
-            Entry::Outgoing { connections } => *connections += 1,
+        if inner.listeners.contains_key(&address) {
+            return None;
         }
-        Some(Hold::Outgoing { address })
+        // Fewer than there are connections.
+        *inner.outgoing.entry(address).or_insert(0) += 1;
+        Some(Hold::Outgoing)
     }
 
     /// Takes a port that nobody has.
@@ -173,32 +162,33 @@ impl PortTable {
             let port = Port::new(EPHEMERAL_FIRST + inner.next_ephemeral);
             inner.next_ephemeral = (inner.next_ephemeral + 1) % EPHEMERAL_COUNT;
             let address = Address::new(cid, port);
-            if !inner.entries.contains_key(&address) {
-                inner
-                    .entries
-                    .insert(address, Entry::Outgoing { connections: 1 });
-                return (address, Hold::Outgoing { address });
+            let listened_on = inner.listeners.contains_key(&address);
+            if !listened_on && !inner.outgoing.contains_key(&address) {
+                inner.outgoing.insert(address, 1);
+                return (address, Hold::Outgoing);
             }
         }
     }
 
-    /// Gives back what a connection held.
-    pub(crate) fn release(&self, hold: Hold) {
+    /// Gives back what a connection held of `address`.
+    pub(crate) fn release(&self, address: Address, hold: Hold) {
         let mut inner = self.lock();
         match hold {
-            Hold::Backlog { address, listener } => {
-                if let Some(Entry::Listener { id, waiting, .. }) = inner.entries.get_mut(&address)
-                    && *id == listener
-                {
-                    *waiting = waiting.saturating_sub(1);
+            Hold::Backlog { listener: id } => {
+                let listener = inner.listeners.get_mut(&address);
+                if let Some(listener) = listener.filter(|listener| listener.id == id) {
+                    listener.waiting = listener.waiting.saturating_sub(1);
                 }
             }
-            Hold::Outgoing { address } => {
-                if let Some(Entry::Outgoing { connections }) = inner.entries.get_mut(&address) {
+            Hold::Outgoing => {
+                if let Some(connections) = inner.outgoing.get_mut(&address) {
                     *connections = connections.saturating_sub(1);
                     if *connections == 0 {
-                        inner.entries.remove(&address);
+                        inner.outgoing.remove(&address);
                     }
+                }
+                if inner.outgoing.is_empty() && inner.outgoing.capacity() > KEPT {
+                    inner.outgoing = HashMap::new();
                 }
             }
         }
@@ -220,7 +210,7 @@ mod tests {
         assert!(ports.unlisten(ADDRESS) && !ports.unlisten(ADDRESS));
         let hold = ports.hold(ADDRESS).unwrap();
         assert!(!ports.listen(ADDRESS, 1) && !ports.unlisten(ADDRESS));
-        ports.release(hold);
+        ports.release(ADDRESS, hold);
         assert!(ports.listen(ADDRESS, 1));
     }
 
@@ -238,7 +228,7 @@ mod tests {
         let Admission::Granted(_) = ports.admit(ADDRESS) else {
             panic!()
         };
-        ports.release(old);
+        ports.release(ADDRESS, old);
         assert_eq!(
             ports.waiting(ADDRESS),
             Some(1),
@@ -256,7 +246,7 @@ mod tests {
         let (next, _) = ports.allocate(Cid::HOST);
         assert_eq!(last.port.get(), EPHEMERAL_FIRST + EPHEMERAL_COUNT - 1);
         assert_eq!(next.port.get(), EPHEMERAL_FIRST + 1);
-        ports.release(hold);
+        ports.release(last, hold);
         assert!(ports.hold(last).is_some(), "reusable at once");
     }
 }

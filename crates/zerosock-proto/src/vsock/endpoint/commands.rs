@@ -87,7 +87,7 @@ impl<S: BuildHasher> Shard<S> {
             if self.vacate(&key) {
                 return Ok((key, hold));
             }
-            self.ports.release(hold);
+            self.ports.release(address, hold);
         }
         Err(ConnectError::InUse)
     }
@@ -275,7 +275,7 @@ impl<S: BuildHasher> Shard<S> {
             && connection.may_send()
             // Nothing may overtake the RESPONSE or a queued send.
             && !connection.control.response
-            && connection.queue.is_empty()
+            && !connection.has_queued
         {
             let len = connection.tx.reserve(max);
             if len > 0 {
@@ -453,14 +453,16 @@ impl<S: BuildHasher> Shard<S> {
         if connection.socket_type == SocketType::SeqPacket && len > connection.tx.peer_buf_alloc() {
             return Err(SendError::TooLong);
         }
-        if connection.queue.len() >= most {
+        if connection.queued() >= most {
             connection.wants_space = true;
             return Err(SendError::QueueFull);
         }
-        let message = connection.front_message + connection.queue.len() as u64;
         let flags = connection.message_flags(flags);
-        connection.queue.push_back(Queued { len, flags });
-        connection.unsent += u64::from(len);
+        let queue = connection.queue.get_or_insert_default();
+        let message = queue.front_message + queue.sends.len() as u64;
+        queue.sends.push_back(Queued { len, flags });
+        queue.unsent += u64::from(len);
+        connection.has_queued = true;
         self.credit_changed(flow.index);
         Ok(message)
     }

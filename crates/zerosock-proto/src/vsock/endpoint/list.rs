@@ -5,6 +5,8 @@ use super::table::Slot;
 
 /// No connection.
 const NIL: u32 = u32::MAX;
+/// In the place of the one before: not in the list.
+const OUT: u32 = u32::MAX - 1;
 
 /// Connections with control packets to send.
 pub(super) const CONTROL: usize = 0;
@@ -20,15 +22,20 @@ pub(super) const LISTS: usize = 3;
 pub(super) struct Link {
     prev: u32,
     next: u32,
-    member: bool,
+}
+
+impl Link {
+    #[inline]
+    fn is_member(self) -> bool {
+        self.prev != OUT
+    }
 }
 
 impl Default for Link {
     fn default() -> Link {
         Link {
-            prev: NIL,
+            prev: OUT,
             next: NIL,
-            member: false,
         }
     }
 }
@@ -55,13 +62,12 @@ impl<const L: usize> List<L> {
     /// Joins at the end; stays where it is when it is in the list.
     pub(super) fn push<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
         let link = &mut slots[index as usize].links[L];
-        if link.member {
+        if link.is_member() {
             return;
         }
         *link = Link {
             prev: self.tail,
             next: NIL,
-            member: true,
         };
         match self.tail {
             NIL => self.head = index,
@@ -72,10 +78,11 @@ impl<const L: usize> List<L> {
 
     /// Leaves, wherever it is.
     pub(super) fn remove<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
-        let Link { prev, next, member } = core::mem::take(&mut slots[index as usize].links[L]);
-        if !member {
+        let link = core::mem::take(&mut slots[index as usize].links[L]);
+        if !link.is_member() {
             return;
         }
+        let Link { prev, next } = link;
         match prev {
             NIL => self.head = next,
             prev => slots[prev as usize].links[L].next = next,

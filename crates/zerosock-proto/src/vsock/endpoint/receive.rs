@@ -179,7 +179,7 @@ impl<S: BuildHasher> Shard<S> {
             Action::Ignore(reason) => Disposition::Dropped(reason),
             Action::ResetPacket(reason) => {
                 if let Some(hold) = hold {
-                    self.ports.release(hold);
+                    self.ports.release(header.dst, hold);
                 }
                 self.reset_packet(header, reason)
             }

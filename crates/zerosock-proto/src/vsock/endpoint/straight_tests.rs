@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::addr::{Address, Port};
+use crate::time::Duration;
 use crate::vsock::connection::Reservation;
 use crate::vsock::state::How;
 use crate::vsock::{Disposition, Event};

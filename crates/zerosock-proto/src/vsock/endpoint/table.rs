@@ -3,10 +3,14 @@
 //! A place in the slab is taken until nothing is left to tell: an RST that
 //! has not been sent and an event that has not been polled keep it, and with
 //! it their share of the cap. So neither needs a queue of its own.
+//!
+//! The map holds places alone, and finds the addresses in the slab: a key of
+//! its own would make it four times as large. Places are used again; when the
+//! last of many is free, their memory goes back to the system.
 
 use core::hash::BuildHasher;
 
-use hashbrown::HashMap;
+use hashbrown::HashTable;
 
 use super::list::{LISTS, Link};
 use crate::addr::{Address, Cid, Port};
@@ -15,6 +19,8 @@ use crate::vsock::state::State;
 
 /// No place: a slab never grows so far.
 const NOWHERE: u32 = u32::MAX;
+/// Places whose memory is kept when all of them are free.
+const KEPT: usize = 1024;
 
 /// A place in the slab.
 #[derive(Debug)]
@@ -39,7 +45,11 @@ impl<C> Slot<C> {
 pub(super) struct Table<S> {
     pub(super) slots: Vec<Slot>,
     free: Vec<u32>,
-    map: HashMap<Key, u32, S>,
+    /// Of the connection inserted last: no two have the same, until it comes round.
+    generation: u32,
+    hasher: S,
+    /// The places of those that can be found.
+    map: HashTable<u32>,
     /// The last connection found, if its place is not [`NOWHERE`]: runs of packets belong together.
     last: Key,
     last_index: u32,
@@ -50,7 +60,9 @@ impl<S: BuildHasher> Table<S> {
         Table {
             slots: Vec::new(),
             free: Vec::new(),
-            map: HashMap::with_hasher(hasher),
+            generation: 0,
+            hasher,
+            map: HashTable::new(),
             last: Key {
                 local: Address::new(Cid::ANY, Port::ANY),
                 peer: Address::new(Cid::ANY, Port::ANY),
@@ -69,9 +81,15 @@ impl<S: BuildHasher> Table<S> {
         if self.last_index != NOWHERE && self.last.is(key) {
             return Some(self.last_index);
         }
-        let index = *self.map.get(key)?;
+        let index = self.look_up(key)?;
         (self.last, self.last_index) = (*key, index);
         Some(index)
+    }
+
+    fn look_up(&self, key: &Key) -> Option<u32> {
+        let hash = self.hasher.hash_one(key);
+        let found = self.map.find(hash, |&index| has(&self.slots, index, key));
+        found.copied()
     }
 
     /// The last connection found, if it has these addresses: for the packets that make up most.
@@ -101,8 +119,18 @@ impl<S: BuildHasher> Table<S> {
                 (self.slots.len() - 1) as u32
             }
         };
-        self.slots[index as usize].connection = Some(connection);
-        self.map.insert(key, index);
+        self.generation = self.generation.wrapping_add(1);
+        let slot = &mut self.slots[index as usize];
+        slot.generation = self.generation;
+        slot.connection = Some(connection);
+        let (slots, hasher) = (&self.slots, &self.hasher);
+        let hash = hasher.hash_one(key);
+        let others = |&other: &u32| match &slots[other as usize].connection {
+            Some(connection) => hasher.hash_one(connection.key),
+            // What is in the map is in the slab.
+            None => 0,
+        };
+        self.map.insert_unique(hash, index, others);
         (self.last, self.last_index) = (key, index);
         index
     }
@@ -112,9 +140,9 @@ impl<S: BuildHasher> Table<S> {
         let Some(connection) = &self.slots[index as usize].connection else {
             return;
         };
-        let key = connection.key;
-        if self.map.get(&key) == Some(&index) {
-            self.map.remove(&key);
+        let hash = self.hasher.hash_one(connection.key);
+        if let Ok(entry) = self.map.find_entry(hash, |&other| other == index) {
+            entry.remove();
         }
         if self.last_index == index {
             self.last_index = NOWHERE;
@@ -124,16 +152,19 @@ impl<S: BuildHasher> Table<S> {
     /// Frees the place; ids of it are stale from now on.
     pub(super) fn free(&mut self, index: u32) {
         self.detach(index);
-        let slot = &mut self.slots[index as usize];
-        slot.connection = None;
-        slot.generation = slot.generation.wrapping_add(1);
+        self.slots[index as usize].connection = None;
         self.free.push(index);
+        if self.occupied() == 0 && self.slots.len() > KEPT {
+            self.slots = Vec::new();
+            self.free = Vec::new();
+            self.map = HashTable::new();
+        }
     }
 
     /// At a place of our own lists, timers and map.
     #[inline]
     pub(super) fn at(&mut self, index: u32) -> Option<&mut Connection> {
-        self.slots[index as usize].connection.as_mut()
+        self.slots.get_mut(index as usize)?.connection.as_mut()
     }
 
     #[inline]
@@ -160,5 +191,93 @@ impl<S: BuildHasher> Table<S> {
         slot.connection
             .as_mut()
             .filter(|c| slot.generation == flow.generation && c.state != State::Closed)
+    }
+}
+
+/// Whether the connection at a place has these addresses.
+#[inline]
+fn has(slots: &[Slot], index: u32, key: &Key) -> bool {
+    let slot = slots.get(index as usize);
+    let connection = slot.and_then(|slot| slot.connection.as_ref());
+    connection.is_some_and(|connection| connection.key.is(key))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::vsock::SocketType;
+    use hashbrown::DefaultHashBuilder;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    fn key(port: u32) -> Key {
+        let peer = Address::new(Cid::new(3), Port::new(port));
+        let local = Address::new(Cid::HOST, Port::new(1));
+        Key { local, peer }
+    }
+
+    fn connection(port: u32) -> Connection {
+        Connection::new(key(port), SocketType::Stream, State::ESTABLISHED, 0, 1, 1)
+    }
+
+    fn table() -> Table<DefaultHashBuilder> {
+        Table::new(DefaultHashBuilder::default())
+    }
+
+    #[test]
+    fn the_memory_of_many_goes_back_when_the_last_has_gone() {
+        let mut table = table();
+        let before = KEPT as u32 * 4;
+        let all: Vec<FlowId> = (0..before)
+            .map(|port| {
+                let index = table.insert(connection(port));
+                table.id(index)
+            })
+            .collect();
+        for flow in &all[1..] {
+            table.free(flow.index);
+        }
+        assert!(table.get(all[0]).is_some() && table.slots.len() == all.len());
+        table.free(all[0].index);
+        assert_eq!((table.slots.capacity(), table.free.capacity()), (0, 0));
+        assert_eq!(table.map.capacity(), 0);
+        assert_eq!(table.occupied(), 0);
+        // Ids of those days mean nothing to those who have their places.
+        let index = table.insert(connection(0));
+        assert_eq!(index, all[0].index);
+        assert!(all.iter().all(|&flow| table.get(flow).is_none()));
+        assert!(table.at(before).is_none(), "a place that there is no more");
+    }
+
+    proptest! {
+        #[test]
+        fn a_map_with_keys_of_its_own_says_the_same(
+            steps in prop::collection::vec((0u8..4, 0u32..8), 0..200)
+        ) {
+            let mut table = table();
+            let mut oracle = HashMap::new();
+            let mut loose = Vec::new();
+            for (step, port) in steps {
+                let key = key(port);
+                match step {
+                    0 => {
+                        oracle.entry(key).or_insert_with(|| table.insert(connection(port)));
+                    }
+                    1 => if let Some(index) = oracle.remove(&key) {
+                        table.free(index);
+                    },
+                    // Its addresses may be another's from then on.
+                    2 => if let Some(index) = oracle.remove(&key) {
+                        table.detach(index);
+                        loose.push(index);
+                    },
+                    _ => if let Some(index) = loose.pop() {
+                        table.free(index);
+                    },
+                }
+                prop_assert_eq!(table.find(&key), oracle.get(&key).copied());
+                prop_assert_eq!(table.occupied(), oracle.len() + loose.len());
+            }
+        }
     }
 }

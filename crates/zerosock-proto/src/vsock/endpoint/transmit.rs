@@ -3,7 +3,7 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::vsock::connection::{End, LIMIT_PROBE, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
@@ -83,7 +83,7 @@ impl<S: BuildHasher> Shard<S> {
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
                 let wait = connection.probe_wait.clamp(first, most);
-                let probe = now + wait;
+                let probe = now + Duration::from_millis(wait.into());
                 connection.probe_at = Some(connection.probe_at.map_or(probe, |at| at.min(probe)));
                 connection.probe_wait = (wait * 2).min(most);
                 self.rearm(index);
@@ -100,8 +100,9 @@ impl<S: BuildHasher> Shard<S> {
         self.data.remove(&mut self.table.slots, index);
         let flow = self.table.id(index);
         let connection = self.table.at(index)?;
-        let front = *connection.queue.front()?;
-        let offset = connection.front_offset;
+        let queue = connection.queue.as_mut()?;
+        let front = *queue.sends.front()?;
+        let offset = queue.front_offset;
         let left = front.len - offset;
         let len = connection
             .tx
@@ -114,23 +115,24 @@ impl<S: BuildHasher> Shard<S> {
         let flags = if len == left { front.flags } else { 0 };
         let span = Span {
             flow,
-            message: connection.front_message,
+            message: queue.front_message,
             offset,
             len,
             flags,
         };
         if len == left {
-            connection.queue.pop_front();
-            connection.front_message += 1;
-            connection.front_offset = 0;
-            if connection.queue.is_empty() && connection.queue.capacity() > QUEUE_KEPT {
-                connection.queue.shrink_to(QUEUE_KEPT);
+            queue.sends.pop_front();
+            queue.front_message += 1;
+            queue.front_offset = 0;
+            if queue.sends.is_empty() && queue.sends.capacity() > QUEUE_KEPT {
+                queue.sends.shrink_to(QUEUE_KEPT);
             }
         } else {
-            connection.front_offset += len;
+            queue.front_offset += len;
         }
-        connection.unsent -= u64::from(len);
-        connection.unreleased += u64::from(len);
+        queue.unsent -= u64::from(len);
+        queue.unreleased += u64::from(len);
+        connection.has_queued = !queue.sends.is_empty();
         let header = connection.header(Op::Rw, len, flags);
         self.stats.sent_bytes += u64::from(len);
         // Closing makes progress.
@@ -224,8 +226,9 @@ impl<S: BuildHasher> Shard<S> {
     /// connection is gone. Spans may be released in any order, and stale ones
     /// do no harm.
     pub fn handle_released(&mut self, span: Span) {
-        if let Some(connection) = self.table.get_mut(span.flow) {
-            connection.unreleased = connection.unreleased.saturating_sub(u64::from(span.len));
+        let connection = self.table.get_mut(span.flow);
+        if let Some(queue) = connection.and_then(|connection| connection.queue.as_mut()) {
+            queue.unreleased = queue.unreleased.saturating_sub(u64::from(span.len));
         }
     }
 }

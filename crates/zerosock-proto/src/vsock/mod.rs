@@ -5,6 +5,7 @@
 pub mod config;
 pub mod connection;
 pub mod credit;
+pub mod datagram;
 pub mod endpoint;
 pub mod event;
 pub mod ports;

@@ -1,0 +1,213 @@
+//! Datagrams of several packets.
+//!
+//! The packets of one queue come in order, and those of one datagram are not interleaved with those
+//! of another: so one set at a time is all that a queue can have, and the first packet that does
+//! not belong to it says that the rest will not come.
+
+use super::{ASSEMBLY, DGRAM_EOM, MAX_DATAGRAM};
+use crate::addr::Address;
+use crate::time::Instant;
+use crate::wire::vsock::Repr;
+
+/// What the payload of a packet is.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+#[must_use]
+pub enum Piece {
+    /// A datagram.
+    Whole,
+    /// The beginning of one: to be kept, and what was kept before is to be thrown away.
+    First,
+    /// More of it: to be appended.
+    More,
+    /// The end: with it what was kept is a datagram of `len` bytes.
+    Last {
+        /// All of them.
+        len: u32,
+    },
+    /// Part of a datagram that is too long: what was kept is to be thrown away.
+    TooLong,
+}
+
+#[derive(Copy, Clone, Debug)]
+struct Set {
+    src: Address,
+    dst: Address,
+    /// `None`: it became too long, and the rest is dropped as well.
+    len: Option<u32>,
+    since: Instant,
+}
+
+/// The fragments of one queue.
+#[derive(Debug, Default)]
+pub struct Assembler {
+    set: Option<Set>,
+    incomplete: u64,
+    too_long: u64,
+}
+
+impl Assembler {
+    /// An assembler that has seen nothing.
+    pub fn new() -> Assembler {
+        Assembler::default()
+    }
+
+    /// Takes the header of a packet with payload (type DGRAM, operation RW). `now` is asked for
+    /// fragments only.
+    #[inline]
+    pub fn handle(&mut self, header: &Repr, now: impl FnOnce() -> Instant) -> Piece {
+        if self.set.is_none() && header.flags & DGRAM_EOM != 0 {
+            return Piece::Whole;
+        }
+        self.fragment(header, now())
+    }
+
+    #[cold]
+    fn fragment(&mut self, header: &Repr, now: Instant) -> Piece {
+        let last = header.flags & DGRAM_EOM != 0;
+        let fits = |set: &mut Set| {
+            set.src == header.src
+                && set.dst == header.dst
+                && now.saturating_duration_since(set.since) <= ASSEMBLY
+        };
+        let Some(mut set) = self.set.take_if(fits) else {
+            self.forget();
+            if last {
+                return Piece::Whole;
+            }
+            self.set = Some(Set {
+                src: header.src,
+                dst: header.dst,
+                len: Some(header.len),
+                since: now,
+            });
+            return Piece::First;
+        };
+        let before = set.len;
+        set.len = before
+            .map(|len| len.saturating_add(header.len))
+            .filter(|&len| len <= MAX_DATAGRAM);
+        self.too_long += u64::from(before.is_some() && set.len.is_none());
+        if !last {
+            self.set = Some(set);
+        }
+        match set.len {
+            None => Piece::TooLong,
+            Some(len) if last => Piece::Last { len },
+            Some(_) => Piece::More,
+        }
+    }
+
+    /// The set that is not complete will not be: the queue has ended, or time is up.
+    pub fn forget(&mut self) {
+        if let Some(set) = self.set.take() {
+            self.incomplete += u64::from(set.len.is_some());
+        }
+    }
+
+    /// Whether a part is kept, or being skipped.
+    #[inline]
+    pub fn is_open(&self) -> bool {
+        self.set.is_some()
+    }
+
+    /// When what is kept is to be thrown away.
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        Some(self.set?.since + ASSEMBLY)
+    }
+
+    /// True: what is kept is to be thrown away.
+    pub fn handle_timeout(&mut self, now: Instant) -> bool {
+        let over = self.poll_timeout().is_some_and(|at| at <= now);
+        if over {
+            self.forget();
+        }
+        over
+    }
+
+    /// Datagrams of which fragments were missing.
+    pub fn incomplete(&self) -> u64 {
+        self.incomplete
+    }
+
+    /// Datagrams that were longer than any may be.
+    pub fn too_long(&self) -> u64 {
+        self.too_long
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::data;
+    use super::*;
+    use crate::addr::{Cid, Port};
+    use core::time::Duration;
+
+    const HOST: Address = Address::new(Cid::HOST, Port::new(9));
+
+    fn from(port: u32) -> Address {
+        Address::new(Cid::new(3), Port::new(port))
+    }
+
+    fn put(set: &mut Assembler, port: u32, len: u32, last: bool) -> Piece {
+        set.handle(&data(from(port), HOST, len, last), || Instant::ZERO)
+    }
+
+    #[test]
+    fn a_datagram_of_one_packet_needs_no_clock() {
+        let mut set = Assembler::new();
+        let piece = set.handle(&data(from(1), HOST, 5, true), || panic!("the time"));
+        assert_eq!(piece, Piece::Whole);
+        assert!(!set.is_open() && set.poll_timeout().is_none());
+    }
+
+    #[test]
+    fn fragments_become_one_datagram() {
+        let mut set = Assembler::new();
+        assert_eq!(put(&mut set, 1, 30000, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 0, false), Piece::More);
+        assert_eq!(put(&mut set, 1, 35536, true), Piece::Last { len: 65536 });
+        assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
+        assert_eq!((set.incomplete(), set.too_long()), (0, 0));
+    }
+
+    #[test]
+    fn another_datagram_ends_a_set_without_its_end() {
+        let mut set = Assembler::new();
+        assert_eq!(put(&mut set, 1, 10, false), Piece::First);
+        assert_eq!(put(&mut set, 2, 10, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 10, true), Piece::Whole, "a new one");
+        assert!(!set.is_open());
+        assert_eq!(put(&mut set, 1, 10, false), Piece::First);
+        assert_eq!(put(&mut set, 2, 10, true), Piece::Whole);
+        let mut other = data(from(1), from(7), 10, true);
+        assert_eq!(put(&mut set, 1, 10, false), Piece::First);
+        other.dst.cid = Cid::HOST;
+        assert_eq!(set.handle(&other, || Instant::ZERO), Piece::Whole);
+        assert_eq!(set.incomplete(), 4);
+    }
+
+    #[test]
+    fn what_is_too_long_is_dropped_to_its_end() {
+        let mut set = Assembler::new();
+        assert_eq!(put(&mut set, 1, 65536, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 1, false), Piece::TooLong);
+        assert_eq!(put(&mut set, 1, u32::MAX, false), Piece::TooLong);
+        assert_eq!(put(&mut set, 1, 1, true), Piece::TooLong);
+        assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
+        assert_eq!((set.incomplete(), set.too_long()), (0, 1));
+    }
+
+    #[test]
+    fn a_set_has_its_time() {
+        let mut set = Assembler::new();
+        assert_eq!(put(&mut set, 1, 1, false), Piece::First);
+        let late = Instant::ZERO + ASSEMBLY;
+        assert_eq!(set.poll_timeout(), Some(late));
+        assert!(!set.handle_timeout(Instant::ZERO) && set.handle_timeout(late));
+        assert_eq!(put(&mut set, 1, 1, false), Piece::First);
+        let late = late + Duration::from_nanos(1);
+        let piece = set.handle(&data(from(1), HOST, 1, true), || late);
+        assert_eq!(piece, Piece::Whole, "also when nobody looked at the time");
+        assert_eq!(set.incomplete(), 2);
+    }
+}

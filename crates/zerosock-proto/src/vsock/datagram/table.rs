@@ -1,0 +1,590 @@
+//! The datagram sockets of an endpoint: ports, bounds, drops, and when each may send.
+//!
+//! What must hold: a port has one socket; what a socket has received and not read stays within its
+//! limit and one datagram more; what it has under way does as well; every socket that was told to
+//! wait is named when it need not any more.
+
+use core::hash::BuildHasher;
+use std::collections::VecDeque;
+
+use hashbrown::{DefaultHashBuilder, HashMap};
+
+use super::blocks::{Block, Blocks};
+use super::stops::Stops;
+use super::wire::Control;
+use super::{MAX_DATAGRAM, OVERHEAD};
+use crate::addr::{Address, Cid, Port};
+use crate::time::Instant;
+use crate::wire::vsock::Repr;
+
+/// First of the ports given out by ourselves.
+const EPHEMERAL_FIRST: u32 = 1 << 30;
+/// How many there are.
+const EPHEMERAL_COUNT: u32 = 1 << 30;
+/// Most sockets of an endpoint.
+const MOST_SOCKETS: usize = 65536;
+
+/// A datagram socket of one endpoint. Valid until it is closed.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub struct DatagramId {
+    index: u32,
+    generation: u32,
+}
+
+impl DatagramId {
+    /// A small number that no other socket of the table has at the same time.
+    #[inline]
+    pub const fn index(self) -> u32 {
+        self.index
+    }
+}
+
+/// How much of a socket's may wait, in bytes.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub struct DatagramLimits {
+    /// Received and not read, [`OVERHEAD`] for each datagram included. One that comes when there
+    /// is more is dropped; so the last may overshoot.
+    pub receive: u32,
+    /// Sent, and not yet taken by the other side of the queue, [`OVERHEAD`] for each datagram
+    /// included. While there is as much, no more is sent; so the last may overshoot.
+    pub send: u32,
+}
+
+impl Default for DatagramLimits {
+    /// 1 MiB received, and 212992 bytes (Linux's default) sent.
+    fn default() -> DatagramLimits {
+        DatagramLimits {
+            receive: 1 << 20,
+            send: 212_992,
+        }
+    }
+}
+
+/// Why a datagram was dropped, without a word to its sender.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum DropCause {
+    /// No socket has the port.
+    NoSocket,
+    /// The socket is connected, and not to its sender.
+    NotPeer,
+    /// The socket had received as much as it may.
+    Full,
+}
+
+/// Datagrams that were dropped, by cause.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
+pub struct DatagramDrops {
+    /// [`DropCause::NoSocket`].
+    pub no_socket: u64,
+    /// [`DropCause::NotPeer`].
+    pub not_peer: u64,
+    /// [`DropCause::Full`].
+    pub full: u64,
+}
+
+/// What a socket has counted.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
+pub struct DatagramStats {
+    /// Datagrams received.
+    pub received: u64,
+    /// Their bytes.
+    pub received_bytes: u64,
+    /// Datagrams sent.
+    pub sent: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Dropped because the receive buffer was full.
+    pub dropped_full: u64,
+    /// Dropped because the socket is connected to somebody else.
+    pub dropped_not_peer: u64,
+    /// Times that a destination asked us to stop.
+    pub stopped: u64,
+}
+
+/// Why there is no socket.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+pub enum BindError {
+    /// Another socket has the port (EADDRINUSE).
+    #[error("the port is in use")]
+    InUse,
+    /// There are as many sockets as there may be.
+    #[error("too many datagram sockets")]
+    TooMany,
+}
+
+/// Why nothing is sent now.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+pub enum Refusal {
+    /// There is no such socket.
+    #[error("no such socket")]
+    Unknown,
+    /// Longer than any datagram may be (EMSGSIZE).
+    #[error("a datagram of {0} bytes is above the limit of 65536")]
+    TooLong(usize),
+    /// As much is under way as may be: wait until [`DatagramTable::poll_writable`] names the
+    /// socket.
+    #[error("as much is under way as may be")]
+    Throttled,
+    /// The destination has enough: as above.
+    #[error("the destination takes no more now")]
+    Stopped,
+    /// The destination takes no datagrams.
+    #[error("the destination has not negotiated datagrams")]
+    Deaf,
+}
+
+#[derive(Debug)]
+struct Socket {
+    generation: u32,
+    used: bool,
+    local: Address,
+    peer: Option<Address>,
+    limits: DatagramLimits,
+    /// Of what was received and not read, overheads included.
+    queued: u32,
+    /// Of what is under way.
+    sending: u32,
+    /// Sources were told to stop.
+    stopping: bool,
+    /// A send was refused for now.
+    waits: bool,
+    /// In the list of those that may send again.
+    listed: bool,
+    stats: DatagramStats,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct DatagramTable {
+    cid: Cid,
+    sockets: Vec<Socket>,
+    free: Vec<u32>,
+    by_port: HashMap<Port, u32>,
+    /// The port and the place that were found last.
+    last: (Port, u32),
+    next_ephemeral: u32,
+    stops: Stops,
+    blocks: Blocks,
+    drops: DatagramDrops,
+    writable: VecDeque<u32>,
+}
+
+impl DatagramTable {
+    /// A table without sockets, whose addresses have `cid`. Ephemeral ports start anywhere.
+    pub fn new(cid: Cid) -> DatagramTable {
+        let start = DefaultHashBuilder::default().hash_one(0u32) as u32;
+        DatagramTable {
+            cid,
+            sockets: Vec::new(),
+            free: Vec::new(),
+            by_port: HashMap::new(),
+            last: (Port::ANY, 0),
+            next_ephemeral: start % EPHEMERAL_COUNT,
+            stops: Stops::new(),
+            blocks: Blocks::new(),
+            drops: DatagramDrops::default(),
+            writable: VecDeque::new(),
+        }
+    }
+
+    /// Our CID.
+    pub fn cid(&self) -> Cid {
+        self.cid
+    }
+
+    /// Our CID has changed: the transport was reset. Nobody waits for anybody of before.
+    pub fn reset(&mut self, cid: Cid) {
+        self.cid = cid;
+        for socket in &mut self.sockets {
+            socket.local.cid = cid;
+            socket.stopping = false;
+        }
+        self.stops.forget(|_| true);
+        self.blocks.forget(|_, _| true);
+        self.wake_all();
+    }
+
+    /// Sockets that exist.
+    pub fn len(&self) -> usize {
+        self.by_port.len()
+    }
+
+    /// Whether there are none.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.by_port.is_empty()
+    }
+
+    /// A socket at `port`, or, for [`Port::ANY`], at one that nobody has.
+    ///
+    /// # Errors
+    /// See [`BindError`].
+    pub fn bind(&mut self, port: Port, limits: DatagramLimits) -> Result<DatagramId, BindError> {
+        if self.len() >= MOST_SOCKETS {
+            return Err(BindError::TooMany);
+        }
+        let port = match port {
+            Port::ANY => self.ephemeral(),
+            port if self.by_port.contains_key(&port) => return Err(BindError::InUse),
+            port => port,
+        };
+        let index = self.free.pop().unwrap_or(self.sockets.len() as u32);
+        let mut socket = Socket {
+            generation: 0,
+            used: true,
+            local: Address::new(self.cid, port),
+            peer: None,
+            limits,
+            queued: 0,
+            sending: 0,
+            stopping: false,
+            waits: false,
+            listed: false,
+            stats: DatagramStats::default(),
+        };
+        let generation = match self.sockets.get_mut(index as usize) {
+            Some(place) => {
+                socket.generation = place.generation.wrapping_add(1);
+                socket.listed = place.listed;
+                let generation = socket.generation;
+                *place = socket;
+                generation
+            }
+            None => {
+                self.sockets.push(socket);
+                0
+            }
+        };
+        self.by_port.insert(port, index);
+        Ok(DatagramId { index, generation })
+    }
+
+    fn ephemeral(&mut self) -> Port {
+        loop {
+            // Ends: there are more ports than sockets can be.
+            let port = Port::new(EPHEMERAL_FIRST + self.next_ephemeral);
+            self.next_ephemeral = (self.next_ephemeral + 1) % EPHEMERAL_COUNT;
+            if !self.by_port.contains_key(&port) {
+                return port;
+            }
+        }
+    }
+
+    /// Ends a socket. Who was told to stop is told to start: what he sends is dropped.
+    pub fn close(&mut self, now: Instant, id: DatagramId) {
+        let Some(socket) = self.get_mut(id) else {
+            return;
+        };
+        socket.used = false;
+        let local = socket.local;
+        self.by_port.remove(&local.port);
+        self.last = (Port::ANY, 0);
+        self.free.push(id.index);
+        self.stops.start(now, local);
+        self.blocks.forget(|port, _| port == local.port);
+    }
+
+    /// Receives from `peer` alone from now on; `None`: from everybody.
+    pub fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.peer = peer;
+        }
+    }
+
+    /// Its address, and whom it is connected to.
+    pub fn addresses(&self, id: DatagramId) -> Option<(Address, Option<Address>)> {
+        self.get(id).map(|socket| (socket.local, socket.peer))
+    }
+
+    /// Its limits.
+    pub fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
+        self.get(id).map(|socket| socket.limits)
+    }
+
+    /// Changes its limits; what waits already stays.
+    pub fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.limits = limits;
+            self.wake(id.index);
+        }
+    }
+
+    /// What it has counted.
+    pub fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
+        self.get(id).map(|socket| socket.stats)
+    }
+
+    /// What was dropped, over all sockets.
+    pub fn drops(&self) -> DatagramDrops {
+        self.drops
+    }
+
+    /// The socket at `port`.
+    #[inline]
+    pub fn find(&mut self, port: Port) -> Option<DatagramId> {
+        let index = match self.last {
+            (last, index) if last == port => index,
+            _ => {
+                let index = *self.by_port.get(&port)?;
+                self.last = (port, index);
+                index
+            }
+        };
+        let socket = self.sockets.get(index as usize).filter(|s| s.used)?;
+        let generation = socket.generation;
+        Some(DatagramId { index, generation })
+    }
+
+    /// A datagram of `len` bytes has come: whose it is, and that it counts until it is
+    /// [`taken`](Self::taken). `flow`: its source can be told to stop, and is when there is enough.
+    ///
+    /// # Errors
+    /// Why it is dropped.
+    #[inline]
+    pub fn receive(
+        &mut self,
+        src: Address,
+        dst: Address,
+        len: u32,
+        flow: bool,
+        now: impl FnOnce() -> Instant,
+    ) -> Result<DatagramId, DropCause> {
+        let Some(id) = self.find(dst.port).filter(|_| dst.cid == self.cid) else {
+            self.drops.no_socket += 1;
+            return Err(DropCause::NoSocket);
+        };
+        let Some(socket) = self.sockets.get_mut(id.index as usize) else {
+            return Err(DropCause::NoSocket);
+        };
+        if socket.peer.is_some_and(|peer| peer != src) {
+            socket.stats.dropped_not_peer += 1;
+            self.drops.not_peer += 1;
+            return Err(DropCause::NotPeer);
+        }
+        let fits = socket.queued <= socket.limits.receive;
+        if fits {
+            socket.queued = socket
+                .queued
+                .saturating_add(len.min(MAX_DATAGRAM) + OVERHEAD);
+            socket.stats.received += 1;
+            socket.stats.received_bytes += u64::from(len);
+        } else {
+            socket.stats.dropped_full += 1;
+            self.drops.full += 1;
+        }
+        if flow && socket.queued > socket.limits.receive / 4 {
+            socket.stopping = true;
+            self.stops.stop(now(), dst, src, false);
+        }
+        if fits { Ok(id) } else { Err(DropCause::Full) }
+    }
+
+    /// A datagram of `len` bytes was read, or thrown away.
+    #[inline]
+    pub fn taken(&mut self, id: DatagramId, len: u32, now: impl FnOnce() -> Instant) {
+        let Some(socket) = self.get_mut(id) else {
+            return;
+        };
+        socket.queued = socket
+            .queued
+            .saturating_sub(len.min(MAX_DATAGRAM) + OVERHEAD);
+        if socket.stopping && socket.queued <= socket.limits.receive / 8 {
+            socket.stopping = false;
+            let local = socket.local;
+            self.stops.start(now(), local);
+        }
+    }
+
+    /// Whether a datagram may be sent now. `now` is asked for when somebody has said STOP.
+    ///
+    /// # Errors
+    /// Why not; for one that is so for now, the socket is named when it may be otherwise.
+    #[inline]
+    pub fn may_send(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+        now: impl FnOnce() -> Instant,
+    ) -> Result<Address, Refusal> {
+        let blocks = &self.blocks;
+        let Some(socket) = self
+            .sockets
+            .get_mut(id.index as usize)
+            .filter(|socket| socket.used && socket.generation == id.generation)
+        else {
+            return Err(Refusal::Unknown);
+        };
+        if len > MAX_DATAGRAM as usize {
+            return Err(Refusal::TooLong(len));
+        }
+        if !blocks.is_empty() {
+            match blocks.of(now(), socket.local.port, to) {
+                Some(Block::Deaf) => return Err(Refusal::Deaf),
+                Some(Block::Full) => {
+                    socket.waits = true;
+                    return Err(Refusal::Stopped);
+                }
+                None => {}
+            }
+        }
+        if socket.sending >= socket.limits.send {
+            socket.waits = true;
+            return Err(Refusal::Throttled);
+        }
+        Ok(socket.local)
+    }
+
+    /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
+    /// [`arrived`](Self::arrived).
+    #[inline]
+    pub fn sent(&mut self, id: DatagramId, len: u32, under_way: bool) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.stats.sent += 1;
+            socket.stats.sent_bytes += u64::from(len);
+            if under_way {
+                socket.sending = socket.sending.saturating_add(len + OVERHEAD);
+            }
+        }
+    }
+
+    /// What `sent` has counted as under way was taken by the other side.
+    #[inline]
+    pub fn arrived(&mut self, id: DatagramId, len: u32) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
+            if socket.waits && socket.sending < socket.limits.send {
+                self.wake(id.index);
+            }
+        }
+    }
+
+    /// A send found no buffer: the socket is to be named with [`wake_all`](Self::wake_all).
+    pub fn wait(&mut self, id: DatagramId) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.waits = true;
+        }
+    }
+
+    /// Every socket that waits may try again.
+    pub fn wake_all(&mut self) {
+        for index in 0..self.sockets.len() as u32 {
+            self.wake(index);
+        }
+    }
+
+    fn wake(&mut self, index: u32) {
+        if let Some(socket) = self.sockets.get_mut(index as usize)
+            && core::mem::take(&mut socket.waits)
+            && !core::mem::replace(&mut socket.listed, true)
+        {
+            self.writable.push_back(index);
+        }
+    }
+
+    /// The next socket that was told to wait and may try again.
+    #[inline]
+    pub fn poll_writable(&mut self) -> Option<DatagramId> {
+        while let Some(index) = self.writable.pop_front() {
+            let Some(socket) = self.sockets.get_mut(index as usize) else {
+                continue;
+            };
+            socket.listed = false;
+            if socket.used {
+                let generation = socket.generation;
+                return Some(DatagramId { index, generation });
+            }
+        }
+        None
+    }
+
+    /// Takes a word of the flow control. False: it is none, or about no socket of ours.
+    pub fn handle_control(&mut self, now: Instant, header: &Repr) -> bool {
+        let (Some(control), true) = (Control::parse(header), header.dst.cid == self.cid) else {
+            return false;
+        };
+        let port = header.dst.port;
+        let Some(id) = self.find(port) else {
+            return false;
+        };
+        match control {
+            Control::Stop { deaf } => {
+                let block = if deaf { Block::Deaf } else { Block::Full };
+                if self.blocks.stop(now, port, header.src, block)
+                    && let Some(socket) = self.get_mut(id)
+                {
+                    socket.stats.stopped += 1;
+                    if deaf {
+                        // Who waits is to hear of it.
+                        self.wake(id.index);
+                    }
+                }
+            }
+            Control::Start => {
+                if self.blocks.start(port, header.src) {
+                    self.wake(id.index);
+                }
+            }
+        }
+        true
+    }
+
+    /// The next packet of the flow control to be sent.
+    #[inline]
+    pub fn poll_control(&mut self, now: impl FnOnce() -> Instant) -> Option<Repr> {
+        if self.stops.is_empty() {
+            return None;
+        }
+        self.stops.poll(now())
+    }
+
+    /// A packet of [`poll_control`](Self::poll_control) found no buffer: it comes again soon.
+    pub fn control_again(&mut self, now: Instant, packet: &Repr) {
+        self.stops.again(now, packet);
+    }
+
+    /// When [`handle_timeout`](Self::handle_timeout) and [`poll_control`](Self::poll_control) have
+    /// something to do.
+    #[inline]
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        match (self.stops.poll_timeout(), self.blocks.poll_timeout()) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        }
+    }
+
+    /// Ends blocks whose time is over.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        let mut ended = Vec::new();
+        self.blocks.end(now, |port| ended.push(port));
+        for port in ended {
+            if let Some(id) = self.find(port) {
+                self.wake(id.index);
+            }
+        }
+    }
+
+    /// An endpoint is gone: nothing is to be said to it, and nobody waits for it.
+    pub fn forget(&mut self, cid: Cid) {
+        self.stops.forget(|address| address.cid == cid);
+        self.blocks.forget(|_, address| address.cid == cid);
+        self.wake_all();
+    }
+
+    #[inline]
+    fn get(&self, id: DatagramId) -> Option<&Socket> {
+        self.sockets
+            .get(id.index as usize)
+            .filter(|socket| socket.used && socket.generation == id.generation)
+    }
+
+    #[inline]
+    fn get_mut(&mut self, id: DatagramId) -> Option<&mut Socket> {
+        self.sockets
+            .get_mut(id.index as usize)
+            .filter(|socket| socket.used && socket.generation == id.generation)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,242 @@
+//! The table by itself: ports, limits, who waits and who is named.
+
+use super::super::{STOP_AGAIN, STOP_HOLDS};
+use super::*;
+
+const US: Cid = Cid::HOST;
+const THEM: Address = Address::new(Cid::new(3), Port::new(1));
+
+fn now() -> Instant {
+    Instant::ZERO
+}
+
+fn table() -> DatagramTable {
+    DatagramTable::new(US)
+}
+
+fn small() -> DatagramLimits {
+    DatagramLimits {
+        receive: 8 * 1024,
+        send: 1000,
+    }
+}
+
+fn at(port: u32) -> Address {
+    Address::new(US, Port::new(port))
+}
+
+#[test]
+fn a_port_has_one_socket_and_is_free_again() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    assert_eq!(table.bind(Port::new(9), small()), Err(BindError::InUse));
+    let any = table.bind(Port::ANY, small()).unwrap();
+    let (local, _) = table.addresses(any).unwrap();
+    assert!(local.port.get() >= EPHEMERAL_FIRST && local.cid == US);
+    assert_eq!(table.find(Port::new(9)), Some(id));
+    table.close(now(), id);
+    assert_eq!(table.find(Port::new(9)), None);
+    let next = table.bind(Port::new(9), small()).unwrap();
+    assert!(next != id && table.addresses(id).is_none());
+    table.close(now(), id);
+    assert_eq!(table.find(Port::new(9)), Some(next), "of the one before");
+}
+
+#[test]
+fn ephemeral_ports_skip_what_is_taken() {
+    let mut table = table();
+    table.next_ephemeral = EPHEMERAL_COUNT - 1;
+    let taken = Port::new(EPHEMERAL_FIRST);
+    table.bind(taken, small()).unwrap();
+    let ports = [(); 2].map(|()| {
+        let id = table.bind(Port::ANY, small()).unwrap();
+        table.addresses(id).unwrap().0.port.get()
+    });
+    let last = EPHEMERAL_FIRST + EPHEMERAL_COUNT - 1;
+    assert_eq!(ports, [last, EPHEMERAL_FIRST + 1]);
+}
+
+#[test]
+fn a_socket_is_dropped_on_only_when_it_was_over_before() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    let mut put = |len| table.receive(THEM, at(9), len, false, now);
+    assert_eq!(put(8192 - OVERHEAD), Ok(id));
+    assert_eq!(put(MAX_DATAGRAM), Ok(id), "one may overshoot");
+    assert_eq!(put(0), Err(DropCause::Full));
+    table.taken(id, MAX_DATAGRAM, now);
+    assert_eq!(table.receive(THEM, at(9), 0, false, now), Ok(id));
+    let stats = table.stats(id).unwrap();
+    assert_eq!((stats.received, stats.dropped_full), (3, 1));
+    assert_eq!(table.drops().full, 1);
+}
+
+#[test]
+fn empty_datagrams_are_not_free_of_charge() {
+    let mut table = table();
+    table.bind(Port::new(9), small()).unwrap();
+    let put = |_: &u32| table.receive(THEM, at(9), 0, false, now).is_ok();
+    assert_eq!((0..1000).take_while(put).count(), 8192 / 128 + 1);
+}
+
+#[test]
+fn what_is_for_nobody_or_from_a_stranger_is_counted() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    let nobody = Err(DropCause::NoSocket);
+    assert_eq!(table.receive(THEM, at(8), 1, true, now), nobody);
+    let elsewhere = Address::new(Cid::new(7), Port::new(9));
+    assert_eq!(table.receive(THEM, elsewhere, 1, true, now), nobody);
+    table.connect(id, Some(at(5)));
+    assert_eq!(
+        table.receive(THEM, at(9), 1, true, now),
+        Err(DropCause::NotPeer)
+    );
+    table.connect(id, Some(THEM));
+    assert_eq!(table.receive(THEM, at(9), 1, true, now), Ok(id));
+    let drops = table.drops();
+    assert_eq!((drops.no_socket, drops.not_peer, drops.full), (2, 1, 0));
+    assert!(table.poll_control(now).is_none(), "nobody was told a thing");
+}
+
+#[test]
+fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    let len = 1024 - OVERHEAD;
+    for _ in 0..2 {
+        table.receive(THEM, at(9), len, true, now).unwrap();
+    }
+    assert_eq!(table.poll_control(now), None);
+    table.receive(THEM, at(9), len, true, now).unwrap();
+    let stop = Control::Stop { deaf: false }.emit(at(9), THEM);
+    assert_eq!(table.poll_control(now), Some(stop));
+    table.taken(id, len, now);
+    assert_eq!(table.poll_control(now), None);
+    table.taken(id, len, now);
+    let start = Control::Start.emit(at(9), THEM);
+    assert_eq!(table.poll_control(now), Some(start));
+    assert_eq!(table.poll_timeout(), None);
+}
+
+#[test]
+fn a_source_that_cannot_be_told_is_not() {
+    let mut table = table();
+    table.bind(Port::new(9), small()).unwrap();
+    for _ in 0..100 {
+        let _ = table.receive(THEM, at(9), 100, false, now);
+    }
+    assert_eq!(table.poll_control(now), None);
+}
+
+#[test]
+fn who_closes_lets_his_sources_go() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    table.receive(THEM, at(9), 5000, true, now).unwrap();
+    assert!(table.poll_control(now).is_some());
+    table.close(now(), id);
+    let start = Control::Start.emit(at(9), THEM);
+    assert_eq!(table.poll_control(now), Some(start));
+}
+
+#[test]
+fn a_sender_waits_for_its_own_buffer_and_is_named() {
+    let mut table = table();
+    let id = table.bind(Port::ANY, small()).unwrap();
+    let send = |table: &mut DatagramTable, len| {
+        let may = table.may_send(id, THEM, len, now);
+        if may.is_ok() {
+            table.sent(id, len as u32, true);
+        }
+        may.err()
+    };
+    assert_eq!(send(&mut table, 999 - OVERHEAD as usize), None);
+    assert_eq!(send(&mut table, 65536), None, "one may overshoot");
+    assert_eq!(send(&mut table, 0), Some(Refusal::Throttled));
+    assert_eq!(send(&mut table, 65537), Some(Refusal::TooLong(65537)));
+    table.arrived(id, 999 - OVERHEAD);
+    assert_eq!(table.poll_writable(), None, "there is still as much");
+    table.arrived(id, 65536);
+    assert_eq!(table.poll_writable(), Some(id));
+    assert_eq!(table.poll_writable(), None, "once");
+    assert_eq!(send(&mut table, 1), None);
+    assert_eq!(table.stats(id).unwrap().sent, 3);
+}
+
+#[test]
+fn a_stop_blocks_one_destination_until_its_start() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    let stop = Control::Stop { deaf: false }.emit(THEM, at(9));
+    let other = Address::new(THEM.cid, Port::new(2));
+    assert!(table.handle_control(now(), &stop));
+    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
+    assert_eq!(table.may_send(id, other, 1, now), Ok(at(9)));
+    let start = Control::Start.emit(THEM, at(9));
+    assert!(table.handle_control(now(), &start));
+    assert_eq!(table.poll_writable(), Some(id));
+    assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
+}
+
+#[test]
+fn a_lost_start_costs_time_only() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    table.handle_control(now(), &Control::Stop { deaf: false }.emit(THEM, at(9)));
+    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
+    let end = now() + STOP_HOLDS;
+    assert_eq!(table.poll_timeout(), Some(end));
+    table.handle_timeout(end);
+    assert_eq!(table.poll_writable(), Some(id));
+    assert_eq!(table.may_send(id, THEM, 1, || end), Ok(at(9)));
+}
+
+#[test]
+fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
+    let (mut ours, mut theirs) = (table(), DatagramTable::new(THEM.cid));
+    let source = theirs.bind(THEM.port, small()).unwrap();
+    ours.bind(Port::new(9), small()).unwrap();
+    ours.receive(THEM, at(9), 5000, true, now).unwrap();
+    let mut time = now();
+    for _ in 0..100 {
+        while let Some(word) = ours.poll_control(|| time) {
+            assert!(theirs.handle_control(time, &word));
+        }
+        theirs.handle_timeout(time);
+        assert_eq!(
+            theirs.may_send(source, at(9), 1, || time),
+            Err(Refusal::Stopped)
+        );
+        time = ours.poll_timeout().unwrap();
+        assert!(time <= now() + STOP_AGAIN * 200);
+    }
+}
+
+#[test]
+fn words_about_nothing_are_not_heeded() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    let stop = Control::Stop { deaf: false };
+    assert!(!table.handle_control(now(), &stop.emit(THEM, at(8))));
+    let elsewhere = Address::new(Cid::new(7), Port::new(9));
+    assert!(!table.handle_control(now(), &stop.emit(THEM, elsewhere)));
+    assert!(!table.handle_control(now(), &super::super::data(THEM, at(9), 0, true)));
+    assert!(table.handle_control(now(), &Control::Start.emit(THEM, at(9))));
+    assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
+    assert_eq!(table.poll_timeout(), None);
+}
+
+#[test]
+fn a_deaf_destination_is_an_error_and_not_a_wait() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    table.handle_control(now(), &Control::Stop { deaf: true }.emit(THEM, at(9)));
+    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Deaf));
+    let end = now() + STOP_HOLDS;
+    assert_eq!(
+        table.may_send(id, THEM, 1, || end),
+        Ok(at(9)),
+        "it may change"
+    );
+}

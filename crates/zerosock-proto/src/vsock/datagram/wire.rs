@@ -1,0 +1,128 @@
+//! Datagrams on the wire: the headers, and the two operations of the flow control.
+
+use super::DGRAM_EOM;
+use crate::addr::Address;
+use crate::wire::vsock::{Op, Repr, SocketType, WireOp};
+
+/// VIRTIO_VSOCK_F_DGRAM: the device and the driver take datagrams. A proposal, not in the
+/// specification.
+pub const F_DGRAM: u64 = 1 << 3;
+/// Ours: they take [`Control`] as well. Only with [`F_DGRAM`].
+pub const F_DGRAM_FLOW: u64 = 1 << 20;
+
+const STOP: u16 = 0x7a20;
+const START: u16 = 0x7a21;
+/// STOP, bit 0: nobody there takes datagrams at all.
+const STOP_DEAF: u32 = 1 << 0;
+
+/// What a receiver, the source of the packet, tells one of its sources, the packet's destination.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum Control {
+    /// Send no more to me until START, or for [`STOP_HOLDS`](super::STOP_HOLDS).
+    Stop {
+        /// The endpoint has not negotiated datagrams: nothing ever arrives.
+        deaf: bool,
+    },
+    /// Send again.
+    Start,
+}
+
+impl Control {
+    /// What a packet of type DGRAM says; `None`: it is no word of the flow control.
+    #[inline]
+    pub fn parse(header: &Repr) -> Option<Control> {
+        match header.op.get() {
+            STOP => Some(Control::Stop {
+                deaf: header.flags & STOP_DEAF != 0,
+            }),
+            START => Some(Control::Start),
+            _ => None,
+        }
+    }
+
+    /// The packet by which `about`, the receiver, says so to `to`.
+    pub fn emit(self, about: Address, to: Address) -> Repr {
+        let (op, flags) = match self {
+            Control::Stop { deaf: false } => (STOP, 0),
+            Control::Stop { deaf: true } => (STOP, STOP_DEAF),
+            Control::Start => (START, 0),
+        };
+        header(about, to, 0, WireOp::from(op), flags)
+    }
+}
+
+/// A packet with `len` bytes of a datagram, the last of them if `last`.
+#[inline]
+pub fn data(from: Address, to: Address, len: u32, last: bool) -> Repr {
+    let flags = if last { DGRAM_EOM } else { 0 };
+    header(from, to, len, Op::Rw.into(), flags)
+}
+
+#[inline]
+fn header(src: Address, dst: Address, len: u32, op: WireOp, flags: u32) -> Repr {
+    Repr {
+        src,
+        dst,
+        len,
+        socket_type: SocketType::Datagram.into(),
+        op,
+        flags,
+        buf_alloc: 0,
+        fwd_cnt: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::addr::{Cid, Port};
+    use crate::wire::vsock::HEADER_LEN;
+
+    const A: Address = Address::new(Cid::new(3), Port::new(0x400));
+    const B: Address = Address::new(Cid::HOST, Port::new(9));
+
+    fn bytes(header: Repr) -> [u8; HEADER_LEN] {
+        let mut out = [0xaa; HEADER_LEN];
+        header.emit(&mut out);
+        out
+    }
+
+    /// The examples of docs/datagrams.md.
+    #[test]
+    fn headers_are_those_of_the_document() {
+        let mut want = [0; HEADER_LEN];
+        want[0] = 3;
+        want[8] = 2;
+        want[17] = 4;
+        want[20] = 9;
+        want[24] = 5;
+        want[28] = 3;
+        want[30] = 5;
+        want[32] = 1;
+        assert_eq!(bytes(data(A, B, 5, true)), want);
+        want[32] = 0;
+        assert_eq!(bytes(data(A, B, 5, false)), want);
+        want[24] = 0;
+        want[30..32].copy_from_slice(&[0x20, 0x7a]);
+        assert_eq!(bytes(Control::Stop { deaf: false }.emit(A, B)), want);
+        want[32] = 1;
+        assert_eq!(bytes(Control::Stop { deaf: true }.emit(A, B)), want);
+        want[32] = 0;
+        want[30] = 0x21;
+        assert_eq!(bytes(Control::Start.emit(A, B)), want);
+    }
+
+    #[test]
+    fn words_are_understood_whatever_else_their_flags_say() {
+        for control in [
+            Control::Stop { deaf: false },
+            Control::Stop { deaf: true },
+            Control::Start,
+        ] {
+            let mut header = control.emit(A, B);
+            header.flags |= 0xfffe;
+            assert_eq!(Control::parse(&header), Some(control));
+        }
+        assert_eq!(Control::parse(&data(A, B, 0, true)), None);
+    }
+}

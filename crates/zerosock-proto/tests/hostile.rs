@@ -50,7 +50,7 @@ fn packet() -> impl Strategy<Value = Repr> {
     let cid = prop_oneof![20 => Just(3u32), 1 => any::<u32>()];
     let host = prop_oneof![20 => Just(2u32), 1 => Just(9u32), 1 => any::<u32>()];
     let port = || prop_oneof![20 => 0u32..4, 1 => any::<u32>()];
-    let op = prop_oneof![20 => 0u16..8, 1 => any::<u16>()];
+    let op = prop_oneof![20 => 0u16..8, 2 => 0x7a10u16..0x7a12, 1 => any::<u16>()];
     let kind = prop_oneof![20 => Just(1u16), 2 => Just(2u16), 1 => any::<u16>()];
     let len = prop_oneof![0u32..4, 0u32..65537];
     let addresses = (cid, host, port(), port());
@@ -136,6 +136,11 @@ impl Caller {
             Disposition::Deliver { flow, len, .. } => {
                 let info = self.shard.flow(flow).unwrap();
                 assert!(len > 0 && info.unread >= len);
+            }
+            // As if there were no other pair.
+            Disposition::Move { flow, .. } => self.shard.keep(flow, 0).unwrap(),
+            Disposition::Moved { .. } | Disposition::MovedStray { .. } => {
+                panic!("a device is never asked")
             }
             Disposition::Handled | Disposition::Dropped(_) => {}
         }
@@ -271,6 +276,7 @@ fn run(first: u32, accept_all: bool, seqpacket: bool, steps: Vec<Step>) {
     let ports = Arc::new(PortTable::new());
     let mut shard = Shard::new(config, ports.clone());
     shard.set_seqpacket(seqpacket);
+    shard.set_moves(seqpacket);
     for port in 0..2 {
         shard.listen(Port::new(port), BACKLOG).unwrap();
     }

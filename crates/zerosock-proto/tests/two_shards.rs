@@ -239,6 +239,9 @@ impl World {
                     end.unread += len;
                 }
                 Disposition::Handled => {}
+                Disposition::Move { .. }
+                | Disposition::Moved { .. }
+                | Disposition::MovedStray { .. } => panic!("moves were not negotiated"),
                 Disposition::Dropped(reason) => {
                     assert!(
                         matches!(

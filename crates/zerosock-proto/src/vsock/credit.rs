@@ -51,7 +51,8 @@ pub struct TxCredit {
     limit: u32,
     reserved: u32,
     reserved_packets: u32,
-    /// Packets for which the peer's buffer has room, at least 1: kept, for it takes a division.
+    /// Packets for which the peer's buffer has room, at least 1: kept, for it takes a division. 0
+    /// while nothing may be sent.
     most_packets: u32,
     /// Packets of all epochs.
     packets: u32,
@@ -113,7 +114,19 @@ impl TxCredit {
     #[cold]
     fn resized(&mut self, buf_alloc: u32) {
         self.peer_buf_alloc = buf_alloc;
-        self.most_packets = (buf_alloc / PACKET_OVERHEAD).max(1);
+        if self.most_packets > 0 {
+            self.release();
+        }
+    }
+
+    /// From now on there is no room, whatever the peer says.
+    pub(crate) fn hold(&mut self) {
+        self.most_packets = 0;
+    }
+
+    /// The end of a [`hold`](Self::hold): there is as much room as the peer's buffer has.
+    pub(crate) fn release(&mut self) {
+        self.most_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
         self.bound_open();
     }
 

@@ -24,6 +24,31 @@ pub enum Disposition {
     Handled,
     /// Not acted upon. An RST may have been queued: see the reason.
     Dropped(DropReason),
+    /// To a device: the driver wants the connection to go on at another queue
+    /// pair. [`extract`](super::Shard::extract) it, or
+    /// [`keep`](super::Shard::keep) it.
+    Move {
+        /// The connection.
+        flow: FlowId,
+        /// The number of the pair, as it came.
+        pair: u32,
+    },
+    /// To a driver: the device has moved the connection there, if that is not
+    /// where it is. [`extract`](super::Shard::extract) it, or
+    /// [`resume`](super::Shard::resume) it.
+    Moved {
+        /// The connection.
+        flow: FlowId,
+        /// The number of the pair, as it came.
+        pair: u32,
+    },
+    /// To a driver: the device has moved a connection there that has ended
+    /// here. It is to be told there: [`Shard::reset_stray`](super::Shard::reset_stray)
+    /// of that pair's shard, with the packet's header.
+    MovedStray {
+        /// The number of the pair, as it came.
+        pair: u32,
+    },
 }
 
 /// Why a packet was dropped.

@@ -8,15 +8,17 @@ pub mod credit;
 pub mod datagram;
 pub mod endpoint;
 pub mod event;
+pub mod pairs;
 pub mod ports;
 pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
 pub use connection::{FlowId, FlowInfo, Reservation};
 pub use endpoint::{
-    CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
-    Shard, ShardStats,
+    CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, Parcel,
+    ReserveError, SendError, Shard, ShardStats,
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};
+pub use pairs::QueuePairs;
 pub use ports::PortTable;
 pub use state::{How, State};

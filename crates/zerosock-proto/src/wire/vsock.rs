@@ -84,6 +84,11 @@ pub enum Op {
     CreditUpdate = 6,
     /// Asks for a [`Op::CreditUpdate`].
     CreditRequest = 7,
+    /// Asks that the connection go on at another queue pair (docs/queue-pairs.md; ours, and only
+    /// where it was negotiated).
+    Move = 0x7a10,
+    /// The answer: the last packet here, or that it stays.
+    Moved = 0x7a11,
 }
 
 impl fmt::Display for Op {
@@ -97,6 +102,8 @@ impl fmt::Display for Op {
             Op::Rw => "RW",
             Op::CreditUpdate => "CREDIT_UPDATE",
             Op::CreditRequest => "CREDIT_REQUEST",
+            Op::Move => "MOVE",
+            Op::Moved => "MOVED",
         })
     }
 }
@@ -164,6 +171,8 @@ impl WireOp {
             5 => Op::Rw,
             6 => Op::CreditUpdate,
             7 => Op::CreditRequest,
+            0x7a10 => Op::Move,
+            0x7a11 => Op::Moved,
             _ => return None,
         })
     }

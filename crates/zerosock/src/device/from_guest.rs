@@ -211,7 +211,11 @@ impl Device {
         };
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
-            Disposition::Handled => {}
+            // Moves are not negotiated.
+            Disposition::Handled
+            | Disposition::Move { .. }
+            | Disposition::Moved { .. }
+            | Disposition::MovedStray { .. } => {}
             Disposition::Dropped(reason) => {
                 tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
                 // What crosses our own SHUTDOWN is in order.

@@ -184,7 +184,11 @@ impl Driver {
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((flow, len)),
             Disposition::Handled => {}
-            Disposition::Dropped(_) => self.stats.rx_dropped += 1,
+            // Moves are not negotiated.
+            Disposition::Move { .. }
+            | Disposition::Moved { .. }
+            | Disposition::MovedStray { .. }
+            | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }
         self.store.release(slot);
         None

@@ -94,7 +94,7 @@ impl<S: BuildHasher> Shard<S> {
 
     /// False: a live connection has these addresses. One whose RST is still
     /// waiting steps aside: the RST was first in line and will leave first.
-    fn vacate(&mut self, key: &Key) -> bool {
+    pub(super) fn vacate(&mut self, key: &Key) -> bool {
         let Some(index) = self.table.find(key) else {
             return true;
         };

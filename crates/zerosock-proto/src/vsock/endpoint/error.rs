@@ -128,3 +128,20 @@ pub enum SendError {
     #[error("too many queued sends")]
     QueueFull,
 }
+
+/// Why a connection cannot be moved to another queue pair.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, thiserror::Error)]
+pub enum MoveError {
+    /// The connection has ended.
+    #[error("no such connection")]
+    Stale,
+    /// Caller: a device's shard was asked to ask, or moves were not negotiated.
+    #[error("not this half's to ask, or not negotiated")]
+    NotNegotiated,
+    /// Not connected yet, or closing.
+    #[error("not possible in the connection's state")]
+    WrongState,
+    /// It is on its way already, or reservations are out.
+    #[error("the connection is busy")]
+    Busy,
+}

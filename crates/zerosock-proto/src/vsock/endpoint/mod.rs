@@ -1,8 +1,9 @@
 //! The shard: the connections of one queue pair.
 //!
 //! What each file does: `receive` packets in, `commands` what the caller
-//! wants, `transmit` headers, events and timers out, `table` and `list` where
-//! connections live; here what they share. States change in
+//! wants, `transmit` headers, events and timers out, `moving` connections to
+//! and from other shards, `table` and `list` where connections live; here
+//! what they share. States change in
 //! [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state table
 //! says.
 //!
@@ -15,6 +16,7 @@
 mod commands;
 mod error;
 mod list;
+mod moving;
 mod receive;
 mod stats;
 #[cfg(test)]
@@ -30,14 +32,16 @@ use std::sync::Arc;
 use hashbrown::DefaultHashBuilder;
 
 pub use error::{
-    CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError,
+    CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, ReserveError,
+    SendError,
 };
+pub use moving::Parcel;
 pub use stats::ShardStats;
 
 use self::list::{CONTROL, DATA, EVENTS, List};
 use self::table::Table;
 use super::config::{LocalCids, Role, ShardConfig};
-use super::connection::{Connection, End, FlowId, FlowInfo, Key, Pending};
+use super::connection::{Connection, End, FlowId, FlowInfo, Key, Moving, Pending};
 use super::credit::Stall;
 use super::event::{CloseReason, RefuseReason};
 use super::ports::PortTable;
@@ -178,6 +182,8 @@ pub struct Shard<S = DefaultHashBuilder> {
     config: ShardConfig,
     /// Whether F_SEQPACKET was negotiated.
     seqpacket: bool,
+    /// Whether connections may be moved to other shards.
+    moves: bool,
     ports: Arc<PortTable>,
     table: Table<S>,
     live: usize,
@@ -187,7 +193,7 @@ pub struct Shard<S = DefaultHashBuilder> {
     data: List<DATA>,
     events: List<EVENTS>,
     timers: BTreeSet<(Instant, u32)>,
-    /// RSTs that belong to no connection.
+    /// RSTs that belong to no connection, and MOVEDs of those that were.
     resets: VecDeque<Repr>,
     stats: ShardStats,
     /// No call takes its straight path.
@@ -210,6 +216,7 @@ impl<S: BuildHasher> Shard<S> {
             resets: VecDeque::with_capacity(config.max_pending_resets),
             config,
             seqpacket: false,
+            moves: false,
             ports,
             table: Table::new(hasher),
             live: 0,
@@ -411,6 +418,7 @@ impl<S: BuildHasher> Shard<S> {
             self.undecided -= 1;
         }
         connection.state = State::Closed;
+        connection.moving = Moving::No;
         connection.control = Default::default();
         connection.control.rst = rst;
         connection.control.no_socket = undecided;

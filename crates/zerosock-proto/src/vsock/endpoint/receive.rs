@@ -117,6 +117,7 @@ impl<S: BuildHasher> Shard<S> {
         };
         match self.table.find(&key) {
             Some(index) => self.receive_for(now, index, header, socket_type),
+            None if self.is_move(header) => self.receive_move(None, header),
             None => self.receive_unconnected(header, key, socket_type),
         }
     }
@@ -204,6 +205,7 @@ impl<S: BuildHasher> Shard<S> {
             // unless the peer has ended the connection as well: then ours
             // would only hit the next one between these ports.
             return match op {
+                _ if self.is_move(header) => self.receive_move(None, header),
                 Some(Op::Rst) => {
                     self.forget_reset(index);
                     Disposition::Dropped(DropReason::StrayReset)
@@ -226,6 +228,10 @@ impl<S: BuildHasher> Shard<S> {
         // Rule 5.
         if op != Some(Op::Rst) && !connection.tx.update(header.buf_alloc, header.fwd_cnt) {
             self.stats.bad_fwd_cnt += 1;
+        }
+        self.handle_arrival(index);
+        if self.is_move(header) {
+            return self.receive_move(Some(index), header);
         }
         // Nobody sends RW without payload, and SEQPACKET's empty messages
         // would be free of charge (CVE-2026-53132).
@@ -308,6 +314,11 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
+    /// Whether it is about a connection that goes on at another queue pair.
+    fn is_move(&self, header: &Repr) -> bool {
+        self.moves && matches!(header.op.known(), Some(Op::Move | Op::Moved))
+    }
+
     /// What a packet is to the state table.
     fn classify(&mut self, op: Option<Op>, header: &Repr, index: Option<u32>) -> Input {
         let connection: Option<&Connection> =
@@ -330,13 +341,14 @@ impl<S: BuildHasher> Shard<S> {
             },
             Some(Op::CreditUpdate) => Input::CreditUpdate,
             Some(Op::CreditRequest) => Input::CreditRequest,
-            None => Input::Unknown,
+            // Where they are operations, they have not come here.
+            Some(Op::Move | Op::Moved) | None => Input::Unknown,
         }
     }
 
     /// Answers a packet with RST: addresses swapped, the type kept, no credit.
     /// Never an RST with an RST.
-    fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
+    pub(super) fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
         if header.op.known() != Some(Op::Rst) {
             if self.resets.len() < self.config.max_pending_resets {
                 self.resets.push_back(Repr {

@@ -14,6 +14,10 @@ pub struct ShardStats {
     pub opened: u64,
     /// Connections ended, those included that did not come about.
     pub closed: u64,
+    /// Connections that went on in another shard.
+    pub moved_out: u64,
+    /// Connections that came from another shard.
+    pub moved_in: u64,
     /// RSTs given out.
     pub resets_sent: u64,
     /// RSTs by the peer that ended a connection.

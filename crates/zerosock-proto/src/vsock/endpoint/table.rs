@@ -151,14 +151,25 @@ impl<S: BuildHasher> Table<S> {
 
     /// Frees the place; ids of it are stale from now on.
     pub(super) fn free(&mut self, index: u32) {
+        self.take(index);
+    }
+
+    /// As [`free`](Self::free), for one that goes on elsewhere.
+    pub(super) fn take(&mut self, index: u32) -> Option<Connection> {
         self.detach(index);
-        self.slots[index as usize].connection = None;
+        let connection = self.slots[index as usize].connection.take();
         self.free.push(index);
         if self.occupied() == 0 && self.slots.len() > KEPT {
             self.slots = Vec::new();
             self.free = Vec::new();
             self.map = HashTable::new();
         }
+        connection
+    }
+
+    /// The next packet is found by its hash, whichever it is.
+    pub(super) fn forget_last(&mut self) {
+        self.last_index = NOWHERE;
     }
 
     /// At a place of our own lists, timers and map.

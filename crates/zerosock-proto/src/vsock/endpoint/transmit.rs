@@ -4,7 +4,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::{Duration, Instant};
-use crate::vsock::connection::{End, LIMIT_PROBE, WINDOW_PROBE};
+use crate::vsock::connection::{End, LIMIT_PROBE, Moving, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
 use crate::vsock::state::{How, Input, State, transition};
@@ -21,7 +21,7 @@ impl<S: BuildHasher> Shard<S> {
     /// they were returned.
     pub fn poll_transmit(&mut self, now: Instant, max_payload: u32) -> Option<Transmit> {
         if let Some(header) = self.resets.pop_front() {
-            self.stats.resets_sent += 1;
+            self.stats.resets_sent += u64::from(header.op == Op::Rst.into());
             return Some(Transmit { header, span: None });
         }
         while let Some(index) = self.control.front() {
@@ -53,6 +53,8 @@ impl<S: BuildHasher> Shard<S> {
             self.update_lists(index);
             self.free_if_over(index);
             return Some(header);
+        } else if !matches!(connection.moving, Moving::No | Moving::Wanted) {
+            header = self.moving_header(index)?;
         } else if connection.control.request {
             connection.control.request = false;
             header = connection.header(Op::Request, 0, 0);

@@ -1,0 +1,243 @@
+//! Connections that go on at another queue pair, and so in another shard (docs/queue-pairs.md).
+//!
+//! The driver asks, behind all it has sent, and then sends nothing: MOVE. The device takes the
+//! connection out of its shard, puts it into the other one, and answers behind all that it has
+//! sent: MOVED. Now both queues of the old pair are empty of it. The driver does the same, and its
+//! first packet at the new pair tells the device that it may send there.
+//!
+//! What must hold: bytes keep their order, because nobody sends at the new pair before everything
+//! of the old one was taken in; a connection is in one shard at most; nothing but its RST leaves
+//! while it waits; credit and counts go with it.
+
+use core::hash::BuildHasher;
+use std::sync::Arc;
+
+use super::{MoveError, Shard};
+use crate::vsock::config::Role;
+use crate::vsock::connection::{Connection, FlowId, Moving};
+use crate::vsock::event::{Disposition, DropReason};
+use crate::vsock::ports::PortTable;
+use crate::vsock::state::State;
+use crate::wire::vsock::{Op, Repr};
+
+/// A connection between two shards. One that is dropped is gone without a word to its peer.
+#[derive(Debug)]
+#[must_use = "a connection that nobody adopts is gone"]
+pub struct Parcel {
+    /// Always there, but for one that was adopted.
+    connection: Option<Box<Connection>>,
+    /// Where it has its port.
+    ports: Arc<PortTable>,
+}
+
+impl Drop for Parcel {
+    fn drop(&mut self) {
+        if let Some(connection) = &mut self.connection
+            && let Some(hold) = connection.hold.take()
+        {
+            self.ports.release(connection.key.local, hold);
+        }
+    }
+}
+
+impl<S: BuildHasher> Shard<S> {
+    /// Whether connections may be moved between shards: at first not, and MOVE and MOVED are
+    /// operations that nobody knows.
+    pub fn set_moves(&mut self, negotiated: bool) {
+        self.moves = negotiated;
+    }
+
+    /// A driver's: asks the device that the connection go on at queue pair `pair`, another one. Until
+    /// it has answered ([`Disposition::Moved`]) nothing is sent; what comes is delivered.
+    ///
+    /// # Errors
+    /// See [`MoveError`]; nothing has changed.
+    pub fn ask_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
+        if !self.moves || matches!(self.config.role, Role::Device { .. }) {
+            return Err(MoveError::NotNegotiated);
+        }
+        let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
+        if !is_movable(connection.state) {
+            return Err(MoveError::WrongState);
+        }
+        if connection.moving != Moving::No || connection.tx.has_reserved() {
+            return Err(MoveError::Busy);
+        }
+        connection.moving = Moving::Ask(pair);
+        connection.tx.hold();
+        self.update_lists(flow.index);
+        Ok(())
+    }
+
+    /// A device's, after [`Disposition::Move`]: it stays at `pair`, where it is.
+    ///
+    /// # Errors
+    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if nobody has asked.
+    pub fn keep(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
+        let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
+        if connection.moving != Moving::Wanted {
+            return Err(MoveError::WrongState);
+        }
+        connection.moving = Moving::Stay(pair);
+        self.update_lists(flow.index);
+        Ok(())
+    }
+
+    /// A driver's, after [`Disposition::Moved`]: the connection goes on here.
+    ///
+    /// # Errors
+    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if it does so already.
+    pub fn resume(&mut self, flow: FlowId) -> Result<(), MoveError> {
+        let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
+        if connection.moving != Moving::Asked {
+            return Err(MoveError::WrongState);
+        }
+        connection.moving = Moving::No;
+        connection.tx.release();
+        self.credit_changed(flow.index);
+        Ok(())
+    }
+
+    /// Takes a connection out, after [`Disposition::Move`] or [`Disposition::Moved`], for the shard
+    /// of pair `pair` to [`adopt`](Self::adopt). Its id is invalid from now on, and no event tells
+    /// of that; those that wait go with it. A device says so to its driver with the header that is
+    /// returned: give it to [`answer_moved`](Self::answer_moved) when the other shard has adopted the
+    /// connection, not before.
+    ///
+    /// # Errors
+    /// See [`MoveError`]; nothing has changed.
+    pub fn extract(
+        &mut self,
+        flow: FlowId,
+        pair: u16,
+    ) -> Result<(Parcel, Option<Repr>), MoveError> {
+        let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
+        if connection.tx.has_reserved() {
+            return Err(MoveError::Busy);
+        }
+        let answer = match connection.moving {
+            Moving::Wanted if is_movable(connection.state) => {
+                connection.moving = Moving::Arrived;
+                connection.tx.hold();
+                Some(connection.header(Op::Moved, 0, u32::from(pair)))
+            }
+            // One that is being closed as well: its SHUTDOWN waits, and the device has moved it.
+            Moving::Asked => {
+                connection.moving = Moving::No;
+                connection.tx.release();
+                // The first packet at the new pair: the device waits for it.
+                connection.control.credit_update = true;
+                None
+            }
+            _ => return Err(MoveError::WrongState),
+        };
+        if let Some(queue) = &mut connection.queue {
+            // Spans that are still out name an id of this shard.
+            queue.unreleased = 0;
+        }
+        if let Some(armed) = connection.armed.take() {
+            self.timers.remove(&(armed, flow.index));
+        }
+        let slots = &mut self.table.slots;
+        self.control.remove(slots, flow.index);
+        self.data.remove(slots, flow.index);
+        self.events.remove(slots, flow.index);
+        let connection = self.table.take(flow.index).ok_or(MoveError::Stale)?;
+        self.live -= 1;
+        self.stats.moved_out += 1;
+        let parcel = Parcel {
+            connection: Some(Box::new(connection)),
+            ports: self.ports.clone(),
+        };
+        Ok((parcel, answer))
+    }
+
+    /// Takes a connection in that another shard of the same half has given up; its new id.
+    ///
+    /// # Errors
+    /// The parcel again, if as many connections are here as may be, or one between the same
+    /// addresses.
+    pub fn adopt(&mut self, mut parcel: Parcel) -> Result<FlowId, Parcel> {
+        let Some(connection) = parcel.connection.take() else {
+            return Err(parcel);
+        };
+        if self.table.occupied() >= self.config.max_connections || !self.vacate(&connection.key) {
+            parcel.connection = Some(connection);
+            return Err(parcel);
+        }
+        self.live += 1;
+        self.stats.moved_in += 1;
+        let index = self.table.insert(*connection);
+        // Its first packet shall not take the straight path: there is something to be ended.
+        self.table.forget_last();
+        self.rearm(index);
+        self.credit_changed(index);
+        Ok(self.table.id(index))
+    }
+
+    /// Sends the answer that [`extract`](Self::extract) has returned, at the pair which the
+    /// connection has left.
+    pub fn answer_moved(&mut self, answer: Repr) {
+        self.resets.push_back(answer);
+    }
+
+    /// After [`Disposition::MovedStray`], in the shard of the pair that was named: the device has a
+    /// connection there, and we have none. `header` is that of the packet that said so.
+    pub fn reset_stray(&mut self, header: &Repr) {
+        // Counted where the packet came.
+        let _ = self.reset_packet(header, DropReason::NoSocket);
+    }
+
+    /// MOVE or MOVED, where they were negotiated; `index`: the live connection that it is for.
+    pub(super) fn receive_move(&mut self, index: Option<u32>, header: &Repr) -> Disposition {
+        let is_device = matches!(self.config.role, Role::Device { .. });
+        let asks = header.op == Op::Move.into();
+        let pair = header.flags;
+        if asks != is_device {
+            return Disposition::Dropped(DropReason::Unexpected);
+        }
+        let found = index.and_then(|index| Some((self.table.id(index), self.table.at(index)?)));
+        let Some((flow, connection)) = found else {
+            return if asks {
+                self.reset_packet(header, DropReason::NoSocket)
+            } else {
+                Disposition::MovedStray { pair }
+            };
+        };
+        match connection.moving {
+            Moving::No if asks && is_movable(connection.state) => {
+                connection.moving = Moving::Wanted;
+                Disposition::Move { flow, pair }
+            }
+            Moving::Asked if !asks => Disposition::Moved { flow, pair },
+            _ => Disposition::Dropped(DropReason::Unexpected),
+        }
+    }
+
+    /// The driver has sent something here for a connection that has come from another shard.
+    pub(super) fn handle_arrival(&mut self, index: u32) {
+        if let Some(connection) = self.table.at(index)
+            && connection.moving == Moving::Arrived
+        {
+            connection.moving = Moving::No;
+            connection.tx.release();
+        }
+    }
+
+    /// MOVE, or the MOVED of a connection that stays.
+    pub(super) fn moving_header(&mut self, index: u32) -> Option<Repr> {
+        let connection = self.table.at(index)?;
+        let (next, op, pair) = match connection.moving {
+            Moving::Ask(pair) => (Moving::Asked, Op::Move, pair),
+            Moving::Stay(pair) => (Moving::No, Op::Moved, pair),
+            Moving::No | Moving::Asked | Moving::Wanted | Moving::Arrived => return None,
+        };
+        connection.moving = next;
+        Some(connection.header(op, 0, u32::from(pair)))
+    }
+}
+
+/// Whether both ends know the connection, and neither is about to give it up.
+fn is_movable(state: State) -> bool {
+    matches!(state, State::Established { local, .. } if !local.is_both())
+}

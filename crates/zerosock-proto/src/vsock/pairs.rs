@@ -1,0 +1,191 @@
+//! Several queue pairs: how many there are, which queues they are, and at which one a new
+//! connection begins (docs/queue-pairs.md).
+//!
+//! What must hold: both halves compute the same. A connection that is somewhere else all the same
+//! (it was moved, or its peer counts differently) works as well: it is where its REQUEST came, or
+//! where it was moved to.
+
+use crate::addr::{Address, Port};
+
+/// Queue of buffers for packets to the driver, of the first pair (virtio 1.3, 5.10.2).
+pub const RX_QUEUE: u16 = 0;
+/// Queue of packets from the driver, of the first pair.
+pub const TX_QUEUE: u16 = 1;
+/// Queue of events, which all pairs share.
+pub const EVENT_QUEUE: u16 = 2;
+
+/// What a device is negotiated to have: one pair, which is the standard's device, or more.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub struct QueuePairs(u16);
+
+/// A number of queue pairs that there cannot be.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+#[error("{0} queue pairs: 1 to 16 are possible")]
+pub struct BadPairs(pub u16);
+
+/// What a queue is for.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum QueueUse {
+    /// Packets to the driver, of this pair.
+    Receive(u16),
+    /// Packets from the driver, of this pair.
+    Transmit(u16),
+    /// Events.
+    Events,
+}
+
+impl QueuePairs {
+    /// The standard's device.
+    pub const ONE: QueuePairs = QueuePairs(1);
+    /// Most that can be negotiated.
+    pub const MAX: u16 = 16;
+
+    /// `count` pairs.
+    ///
+    /// # Errors
+    /// [`BadPairs`] for none, and for more than [`QueuePairs::MAX`].
+    pub const fn new(count: u16) -> Result<QueuePairs, BadPairs> {
+        match count {
+            1..=QueuePairs::MAX => Ok(QueuePairs(count)),
+            _ => Err(BadPairs(count)),
+        }
+    }
+
+    /// How many.
+    pub const fn get(self) -> u16 {
+        self.0
+    }
+
+    /// Queues of the device: two for each pair, and the one for events.
+    pub const fn queues(self) -> u16 {
+        2 * self.0 + 1
+    }
+
+    /// What queue `index` is for. The first three are the standard's; the second pair has 3 and 4,
+    /// the third 5 and 6. `None`: there is no such queue.
+    pub const fn queue_use(self, index: u16) -> Option<QueueUse> {
+        match index {
+            EVENT_QUEUE => Some(QueueUse::Events),
+            index if index >= self.queues() => None,
+            RX_QUEUE => Some(QueueUse::Receive(0)),
+            TX_QUEUE => Some(QueueUse::Transmit(0)),
+            index if index % 2 == 1 => Some(QueueUse::Receive(index / 2)),
+            index => Some(QueueUse::Transmit(index / 2 - 1)),
+        }
+    }
+
+    /// The pair at which a connection begins, whoever asks for it: `driver` is the port at the
+    /// driver's end, `peer` the address at the other.
+    pub const fn of_flow(self, driver: Port, peer: Address) -> u16 {
+        // Below the number of pairs, which has 16 bits.
+        ((flow_hash(driver, peer) as u64 * self.0 as u64) >> 32) as u16
+    }
+}
+
+/// The queue of packets to the driver, of pair `pair`.
+pub const fn rx_queue(pair: u16) -> u16 {
+    if pair == 0 { RX_QUEUE } else { 2 * pair + 1 }
+}
+
+/// The queue of packets from the driver, of pair `pair`.
+pub const fn tx_queue(pair: u16) -> u16 {
+    if pair == 0 { TX_QUEUE } else { 2 * pair + 2 }
+}
+
+/// Spreads flows over pairs; not a defence: a driver that puts all its flows into one pair harms
+/// nobody but itself.
+pub const fn flow_hash(driver: Port, peer: Address) -> u32 {
+    const START: u32 = 0x7a73_6f63;
+    let hash = mix(START ^ driver.get());
+    let hash = mix(hash ^ peer.cid.get());
+    mix(hash ^ peer.port.get())
+}
+
+/// A bijection of 32 bits, in which each bit in changes each bit out about every other time.
+const fn mix(mut word: u32) -> u32 {
+    word ^= word >> 16;
+    word = word.wrapping_mul(0x7feb_352d);
+    word ^= word >> 15;
+    word = word.wrapping_mul(0x846c_a68b);
+    word ^ (word >> 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::addr::Cid;
+
+    #[test]
+    fn the_first_pair_is_the_standard_s() {
+        assert_eq!(QueuePairs::ONE.queues(), 3);
+        let of = |index| QueuePairs::ONE.queue_use(index);
+        assert_eq!(of(0), Some(QueueUse::Receive(0)));
+        assert_eq!(of(1), Some(QueueUse::Transmit(0)));
+        assert_eq!(of(2), Some(QueueUse::Events));
+        assert_eq!(of(3), None);
+        assert_eq!(of(u16::MAX), None);
+    }
+
+    #[test]
+    fn each_queue_has_one_use() {
+        let most = QueuePairs::new(QueuePairs::MAX).unwrap();
+        for pair in 0..most.get() {
+            assert_eq!(
+                most.queue_use(rx_queue(pair)),
+                Some(QueueUse::Receive(pair))
+            );
+            assert_eq!(
+                most.queue_use(tx_queue(pair)),
+                Some(QueueUse::Transmit(pair))
+            );
+        }
+        let used: std::collections::HashSet<_> = (0..most.queues())
+            .map(|index| most.queue_use(index).unwrap())
+            .collect();
+        assert_eq!(used.len(), usize::from(most.queues()));
+    }
+
+    #[test]
+    fn as_many_pairs_as_can_be() {
+        assert_eq!(QueuePairs::new(0), Err(BadPairs(0)));
+        assert_eq!(QueuePairs::new(17), Err(BadPairs(17)));
+        assert_eq!(QueuePairs::new(16).unwrap().get(), 16);
+    }
+
+    /// docs/queue-pairs.md names these; worked out by another program from its text.
+    #[test]
+    fn the_document_s_examples() {
+        let three = QueuePairs::new(3).unwrap();
+        for (driver, cid, port, hash, pair) in EXAMPLES {
+            let peer = Address::new(Cid::new(cid), Port::new(port));
+            assert_eq!(
+                flow_hash(Port::new(driver), peer),
+                hash,
+                "{driver} {peer:?}"
+            );
+            assert_eq!(three.of_flow(Port::new(driver), peer), pair);
+        }
+    }
+
+    #[test]
+    fn ports_that_follow_each_other_are_spread_evenly() {
+        let three = QueuePairs::new(3).unwrap();
+        let mut counts = [0; 3];
+        for port in 0..3000 {
+            let peer = Address::new(Cid::HOST, Port::new(1024));
+            counts[usize::from(three.of_flow(Port::new((1 << 30) + port), peer))] += 1;
+        }
+        assert!(
+            counts.iter().all(|count| (850..=1150).contains(count)),
+            "{counts:?}"
+        );
+    }
+
+    /// Driver's port, peer's CID and port; hash, and pair of three.
+    const EXAMPLES: [(u32, u32, u32, u32, u16); 4] = [
+        (1024, 2, 5000, 0x0aaf_2378, 0),
+        (0x4000_0000, 2, 22, 0x660c_ffcf, 1),
+        (0xffff_fffe, 2, 0, 0x48b7_7717, 0),
+        (7, 3, 9, 0xdc5b_6deb, 2),
+    ];
+}

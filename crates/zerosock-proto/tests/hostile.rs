@@ -142,6 +142,15 @@ impl Caller {
             Disposition::Moved { .. } | Disposition::MovedStray { .. } => {
                 panic!("a device is never asked")
             }
+            Disposition::Part { flow, len, flags } => {
+                let info = self.shard.flow(flow).unwrap();
+                assert!(info.unread >= len && info.socket_type == SocketType::SeqPacket);
+                assert!(len > 0 || flags & SEQ_EOM != 0);
+                if len == 0 {
+                    // It may have been the end of one with bytes.
+                    let _ = self.shard.consume_empty(flow, 1);
+                }
+            }
             Disposition::Handled | Disposition::Dropped(_) => {}
         }
     }
@@ -244,6 +253,16 @@ impl Caller {
                 if let Ok(reservation) = shard.reserve(flow, n) {
                     assert!(reservation.len() <= n.min(before.unwrap().send_credit));
                     self.held.push(reservation);
+                }
+                if let Ok(mut room) = shard.reserve_message(flow, n) {
+                    assert!(n <= before.unwrap().send_credit);
+                    let (first, last) = (n / 2, n - n / 2);
+                    if first > 0 && shard.commit_part(&mut room, first, None).is_err() {
+                        assert!(first > 65536);
+                    }
+                    let _ = shard.commit_part(&mut room, last, Some(u32::MAX));
+                    assert_eq!(room.left() * u32::from(last <= 65536), 0);
+                    shard.cancel_message(room);
                 }
             }
             Step::Send(_, n) => {

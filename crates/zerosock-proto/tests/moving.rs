@@ -224,6 +224,7 @@ impl World {
                 end.received += u64::from(len);
                 end.unread += len;
             }
+            Disposition::Part { .. } => panic!("a stream has no messages"),
             Disposition::Move { flow, pair: wanted } => {
                 assert_eq!(other, DEVICE);
                 let connection = to.by_id[&(pair, flow)];

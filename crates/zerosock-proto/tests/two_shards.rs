@@ -238,6 +238,7 @@ impl World {
                     end.received += u64::from(len);
                     end.unread += len;
                 }
+                Disposition::Part { .. } => panic!("a stream has no messages"),
                 Disposition::Handled => {}
                 Disposition::Move { .. }
                 | Disposition::Moved { .. }

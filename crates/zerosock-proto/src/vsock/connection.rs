@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::credit::{RxCredit, Stall, TxCredit};
 use super::event::{CloseReason, RefuseReason};
+use super::messages::Messages;
 use super::ports::Hold;
 use super::state::{How, State};
 use crate::addr::Address;
@@ -63,6 +64,9 @@ pub struct FlowInfo {
     pub peer_buf_alloc: u32,
     /// Bytes that the peer has consumed, free-running.
     pub peer_fwd_cnt: u32,
+    /// The longest message that may be sent, in bytes: the peer's buffer, and our own bound on
+    /// what is under way.
+    pub most_message: u32,
 }
 
 /// Credit and a packet's place, taken before the header exists. It is to be
@@ -87,6 +91,32 @@ impl Reservation {
     #[inline]
     pub const fn len(&self) -> u32 {
         self.len
+    }
+}
+
+/// Credit for a whole message, taken before its first byte leaves. It is to be ended
+/// ([`commit_part`](super::Shard::commit_part) with an end) or cancelled: one that is dropped keeps
+/// its credit, and one that was begun keeps all others waiting, until the connection ends.
+#[derive(Debug)]
+#[must_use = "a message holds credit until it is ended or cancelled"]
+pub struct MessageRoom {
+    pub(crate) flow: FlowId,
+    pub(crate) left: u32,
+    /// A part has left.
+    pub(crate) begun: bool,
+}
+
+impl MessageRoom {
+    /// The connection.
+    #[inline]
+    pub const fn flow(&self) -> FlowId {
+        self.flow
+    }
+
+    /// Bytes that may still be committed.
+    #[inline]
+    pub const fn left(&self) -> u32 {
+        self.left
     }
 }
 
@@ -201,6 +231,8 @@ pub(crate) struct Connection {
     pub(crate) state: State,
     pub(crate) rx: RxCredit,
     pub(crate) tx: TxCredit,
+    /// What a SEQPACKET connection has beside.
+    pub(crate) messages: Option<Box<Messages>>,
     pub(crate) control: Control,
     /// The flags of the last SHUTDOWN that left.
     pub(crate) shutdown_sent: How,
@@ -245,6 +277,7 @@ impl Connection {
             state,
             rx: RxCredit::new(first_count, buf_alloc),
             tx: TxCredit::new(first_count, send_limit),
+            messages: (socket_type == SocketType::SeqPacket).then(Box::default),
             control: Control::default(),
             shutdown_sent: How::NONE,
             pending: Pending::default(),
@@ -287,7 +320,20 @@ impl Connection {
             tx_cnt: self.tx.tx_cnt(),
             peer_buf_alloc: self.tx.peer_buf_alloc(),
             peer_fwd_cnt: self.tx.peer_fwd_cnt(),
+            most_message: self.tx.limit(),
         }
+    }
+
+    /// Rule 5: takes the peer's credit from a header. False: it made no sense.
+    #[inline]
+    pub(crate) fn hear(&mut self, header: &Repr) -> bool {
+        let sound = self.tx.update(header.buf_alloc, header.fwd_cnt);
+        if let Some(messages) = &mut self.messages {
+            let answer = header.op.get() == Op::CreditUpdate as u16;
+            let (fwd_cnt, tx_cnt) = (self.tx.peer_fwd_cnt(), self.tx.tx_cnt());
+            messages.tx.heard(fwd_cnt, tx_cnt, answer);
+        }
+        sound
     }
 
     /// Directions that we, and the peer, have shut down.
@@ -333,7 +379,35 @@ impl Connection {
             && self.has_queued
             && !self.control.response
             && !self.tx.has_reserved()
-            && self.tx.stall() == Stall::None
+            && self.stall() == Stall::None
+    }
+
+    /// What is in the way of what is wanted next: as a rule, of one more byte.
+    pub(crate) fn stall(&self) -> Stall {
+        let Some(messages) = &self.messages else {
+            return self.tx.stall();
+        };
+        if self.cuts_message() {
+            return self.tx.stall_within();
+        }
+        if messages.tx.wants_empty && messages.tx.is_full() {
+            return Stall::Window;
+        }
+        self.tx.stall_for(messages.tx.wanted)
+    }
+
+    /// Whether a message of the queue has left in part. It ends whatever the bound on packets, which
+    /// a receiver releases by messages.
+    pub(crate) fn cuts_message(&self) -> bool {
+        let begun = |queue: &SendQueue| queue.front_offset > 0;
+        self.messages.is_some() && self.queue.as_deref().is_some_and(begun)
+    }
+
+    /// Whether a part of a message that is not the last has left.
+    pub(crate) fn is_open(&self) -> bool {
+        self.messages
+            .as_ref()
+            .is_some_and(|messages| messages.tx.open)
     }
 
     /// Directions that a SHUTDOWN should tell the peer about now. It stands
@@ -343,7 +417,7 @@ impl Connection {
         let State::Established { local, .. } = self.state else {
             return How::NONE;
         };
-        let drained = !self.has_queued;
+        let drained = !self.has_queued && !self.is_open();
         if local.is_both() && !drained {
             return How::NONE;
         }
@@ -367,7 +441,7 @@ impl Connection {
     pub(crate) fn is_stalled(&self) -> bool {
         matches!(self.state, State::Established { .. })
             && (self.wants_credit || self.has_queued)
-            && self.tx.stall() != Stall::None
+            && self.stall() != Stall::None
     }
 
     /// The flags that a message may carry.

@@ -205,6 +205,12 @@ impl TxCredit {
         self.packets
     }
 
+    /// The most bytes that may ever be under way at once.
+    #[inline]
+    pub fn limit(&self) -> u32 {
+        self.peer_buf_alloc.min(self.limit)
+    }
+
     /// Bytes that may be reserved now.
     #[inline]
     pub fn available(&self) -> u32 {
@@ -224,13 +230,66 @@ impl TxCredit {
     /// What is in the way of one more byte.
     #[inline]
     pub fn stall(&self) -> Stall {
-        if self.available() > 0 {
+        self.stall_for(1)
+    }
+
+    /// What is in the way of `wanted` more bytes at once, or of as many as there can ever be.
+    #[inline]
+    pub(crate) fn stall_for(&self, wanted: u32) -> Stall {
+        let wanted = wanted.min(self.limit()).max(1);
+        if self.available() >= wanted {
+            Stall::None
+        } else if self.room(self.peer_buf_alloc) < wanted {
+            Stall::Window
+        } else {
+            Stall::Limit
+        }
+    }
+
+    /// As [`stall`](Self::stall), for a message that has begun: the bound on packets is none.
+    pub(crate) fn stall_within(&self) -> Stall {
+        if self.room(self.limit()) > 0 && self.most_packets > 0 {
             Stall::None
         } else if self.room(self.peer_buf_alloc) == 0 {
             Stall::Window
         } else {
             Stall::Limit
         }
+    }
+
+    /// Takes `len` bytes at once, for a message, and the place of its first packet. False: there
+    /// are not as many.
+    pub(crate) fn reserve_whole(&mut self, len: u32) -> bool {
+        // A packet without a byte is never known to be over: those have a bound of their own.
+        let packet = len == 0 || self.packets + self.reserved_packets < self.most_packets;
+        let room = packet && self.most_packets > 0 && self.room(self.limit()) >= len;
+        if room {
+            self.reserved += len;
+            self.reserved_packets += 1;
+        }
+        room
+    }
+
+    /// Sends `len` of the bytes that were taken at once. What is left of them is to be
+    /// [cancelled](Self::cancel) at the end.
+    pub(crate) fn send_part(&mut self, len: u32) {
+        self.reserved = self.reserved.saturating_sub(len);
+        if len > 0 {
+            self.count(len);
+        }
+    }
+
+    /// Sends up to `max` bytes of a message that has begun as one packet, whatever the bound on
+    /// packets; 0 when there are none.
+    pub(crate) fn send_within(&mut self, max: u32) -> u32 {
+        let len = match self.stall_within() {
+            Stall::None => max.min(MAX_PAYLOAD).min(self.room(self.limit())),
+            _ => 0,
+        };
+        if len > 0 {
+            self.count(len);
+        }
+        len
     }
 
     /// Takes up to `max` bytes and one packet; 0 when there are none.
@@ -336,8 +395,13 @@ impl RxCredit {
 
     /// Bytes that may be unread at once.
     #[inline]
-    fn window(&self) -> u32 {
+    pub(crate) fn window(&self) -> u32 {
         self.buf_alloc.max(self.edge.wrapping_sub(self.fwd_cnt))
+    }
+
+    /// Whether the peer does not know all that was consumed.
+    pub(crate) fn has_news(&self) -> bool {
+        self.fwd_cnt != self.announced
     }
 
     /// Whether `len` more bytes keep the peer within its credit.

@@ -17,7 +17,18 @@ pub enum Disposition {
         flow: FlowId,
         /// Bytes, never 0.
         len: u32,
-        /// SEQ_EOM and SEQ_EOR on SEQPACKET; 0 on streams.
+    },
+    /// As `Deliver`, of a SEQPACKET connection: a part of a message, which may be the whole of it.
+    /// The message is for its reader when it has ended; one that has not when the connection ends
+    /// is nobody's.
+    Part {
+        /// Whose message it is.
+        flow: FlowId,
+        /// Bytes. 0 only with SEQ_EOM: then the message ends with what came before, or it is one
+        /// without a byte, which is reported with
+        /// [`Shard::consume_empty`](super::Shard::consume_empty) when it was read.
+        len: u32,
+        /// SEQ_EOM: the message ends here. SEQ_EOR with it: its sender said that a record does.
         flags: u32,
     },
     /// Done with; payload, if any, is not wanted.
@@ -72,7 +83,11 @@ pub enum DropReason {
     ProtocolError,
     /// The state has no use for it. No RST.
     Unexpected,
-    /// RW without payload; nobody sends that. No RST.
+    /// A message longer than our buffer: the connection was reset.
+    MessageTooLong,
+    /// One more unread message without a byte than is kept: the connection was reset.
+    MessageFlood,
+    /// RW without payload; nobody sends that on a stream. No RST.
     Empty,
     /// Payload for a direction that we have shut down; its credit has been
     /// given back. No RST.
@@ -167,6 +182,10 @@ pub enum CloseReason {
     ProtocolError,
     /// The peer sent more than its credit and was reset.
     CreditExceeded,
+    /// The peer sent a message longer than our buffer and was reset.
+    MessageTooLong,
+    /// The peer sent more messages without a byte than we keep unread and was reset.
+    MessageFlood,
     /// Closing made no progress for too long; the peer was reset.
     TimedOut,
     /// The transport was reset (ECONNRESET).

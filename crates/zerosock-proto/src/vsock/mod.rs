@@ -8,12 +8,13 @@ pub mod credit;
 pub mod datagram;
 pub mod endpoint;
 pub mod event;
+pub mod messages;
 pub mod pairs;
 pub mod ports;
 pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
-pub use connection::{FlowId, FlowInfo, Reservation};
+pub use connection::{FlowId, FlowInfo, MessageRoom, Reservation};
 pub use endpoint::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, Parcel,
     ReserveError, SendError, Shard, ShardStats,

@@ -121,6 +121,10 @@ pub enum Input {
     Rw,
     /// RW above the credit.
     RwOverCredit,
+    /// RW that makes a message longer than our buffer.
+    RwTooLong,
+    /// RW with a message without a byte, of which too many are unread.
+    RwFlood,
     /// CREDIT_UPDATE.
     CreditUpdate,
     /// CREDIT_REQUEST.
@@ -230,6 +234,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
             | I::Shutdown { .. }
             | I::Rw
             | I::RwOverCredit
+            | I::RwTooLong
+            | I::RwFlood
             | I::CreditUpdate
             | I::CreditRequest
             | I::Invalid
@@ -252,6 +258,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
             | I::Shutdown { .. }
             | I::Rw
             | I::RwOverCredit
+            | I::RwTooLong
+            | I::RwFlood
             | I::CreditUpdate
             | I::CreditRequest
             | I::Unknown,
@@ -272,6 +280,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
             | I::Shutdown { .. }
             | I::Rw
             | I::RwOverCredit
+            | I::RwTooLong
+            | I::RwFlood
             | I::CreditUpdate
             | I::CreditRequest
             | I::Invalid
@@ -320,6 +330,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
             }
         }
         (S::Established { .. }, I::RwOverCredit) => end(true, CloseReason::CreditExceeded),
+        (S::Established { .. }, I::RwTooLong) => end(true, CloseReason::MessageTooLong),
+        (S::Established { .. }, I::RwFlood) => end(true, CloseReason::MessageFlood),
         (S::Established { .. }, I::CreditUpdate) => (state, A::Handled),
         (S::Established { peer, .. }, I::CreditRequest) => (
             state,
@@ -380,6 +392,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
             | I::Response
             | I::Rw
             | I::RwOverCredit
+            | I::RwTooLong
+            | I::RwFlood
             | I::CreditUpdate
             | I::CreditRequest
             | I::Invalid

@@ -23,6 +23,7 @@
 //! | `p` | SHUTDOWN flags are permanent and cumulative |
 //! | `t` | connect time-out 2 s; close timer 8 s, then RST |
 //! | `o` | credit overrun by the peer: RST (ENOBUFS) |
+//! | `m` | a message above our buffer, or one too many without a byte: RST |
 //! | `a` | a port is reusable at once: Linux takes the socket out of its table after SHUTDOWN both, so a REQUEST finds none |
 //! | `v` | TRANSPORT_RESET: connections are dropped, listeners stay |
 //! | `i` | the caller's interface: what `Shard` documents for its commands |
@@ -35,30 +36,30 @@ use super::*;
 
 /// Packets other than SHUTDOWN.
 const PACKETS: &str = "
-        req     full    rsp     rst     rw      over    crupd   crreq   inval   unkn    type
-L       new/6l  cap/6l  no/6l   stray/r no/6l   no/6l   no/6l   no/6l   no/6l   no/6l   type/3
-N       no/2    no/2    no/2    stray/r no/2    no/2    no/2    no/2    no/2    no/2    type/3
-C       fprot/6c fprot/6c conn/6c frst/6c fprot/6c fprot/6c fprot/6c fprot/6c drop/6c fprot/6c type/3
-I       again/a again/a prot/6o prst/r  prot/6o prot/6o prot/6o prot/6o prot/6o prot/6o type/3
-E--     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-E-r     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-E-s     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-E-b     again/a again/a drop/6e pcls/r  prot/p  cred/o  ok/5    ok/5    drop/6e drop/6e type/3
-Er-     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Err     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Ers     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Erb     again/a again/a drop/6e pcls/r  prot/p  cred/o  ok/5    ok/5    drop/6e drop/6e type/3
-Es-     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Esr     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Ess     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Esb     again/a again/a drop/6e pcls/r  prot/p  cred/o  ok/5    ok/5    drop/6e drop/6e type/3
-Eb-     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Ebr     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Ebs     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  ok/5    upd/6e  drop/6e drop/6e type/3
-Ebb     again/a again/a drop/6e pcls/r  prot/p  cred/o  ok/5    ok/5    drop/6e drop/6e type/3
-X-      drop/6x drop/6x drop/6x done/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x type/3
-Xr      drop/6x drop/6x drop/6x done/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x type/3
-Xs      drop/6x drop/6x drop/6x done/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x type/3
+        req     full    rsp     rst     rw      over    long    flood   crupd   crreq   inval   unkn    type
+L       new/6l  cap/6l  no/6l   stray/r no/6l   no/6l   no/6l   no/6l   no/6l   no/6l   no/6l   no/6l   type/3
+N       no/2    no/2    no/2    stray/r no/2    no/2    no/2    no/2    no/2    no/2    no/2    no/2    type/3
+C       fprot/6c fprot/6c conn/6c frst/6c fprot/6c fprot/6c fprot/6c fprot/6c fprot/6c fprot/6c drop/6c fprot/6c type/3
+I       again/a again/a prot/6o prst/r  prot/6o prot/6o prot/6o prot/6o prot/6o prot/6o prot/6o prot/6o type/3
+E--     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+E-r     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+E-s     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+E-b     again/a again/a drop/6e pcls/r  prot/p  cred/o  long/m  flood/m ok/5    ok/5    drop/6e drop/6e type/3
+Er-     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Err     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Ers     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Erb     again/a again/a drop/6e pcls/r  prot/p  cred/o  long/m  flood/m ok/5    ok/5    drop/6e drop/6e type/3
+Es-     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Esr     drop/6e drop/6e drop/6e prst/6e data/6e cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Ess     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Esb     again/a again/a drop/6e pcls/r  prot/p  cred/o  long/m  flood/m ok/5    ok/5    drop/6e drop/6e type/3
+Eb-     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Ebr     drop/6e drop/6e drop/6e prst/6e shut/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Ebs     drop/6e drop/6e drop/6e prst/6e prot/p  cred/o  long/m  flood/m ok/5    upd/6e  drop/6e drop/6e type/3
+Ebb     again/a again/a drop/6e pcls/r  prot/p  cred/o  long/m  flood/m ok/5    ok/5    drop/6e drop/6e type/3
+X-      drop/6x drop/6x drop/6x done/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x type/3
+Xr      drop/6x drop/6x drop/6x done/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x type/3
+Xs      drop/6x drop/6x drop/6x done/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x drop/6x type/3
 ";
 
 /// SHUTDOWN with its flags; the last four with bytes unread.
@@ -117,8 +118,8 @@ Xr      bad/i   bad/i   bad/i   ok/p    ok/p    ok/p    ok/p    loc/i   ok/i    
 Xs      bad/i   bad/i   bad/i   ok/p    ok/p    ok/p    ok/p    loc/i   ok/i    ok/i    time/t  tr/v
 ";
 
-const RULES: [&str; 16] = [
-    "2", "3", "5", "6l", "6c", "6e", "6x", "6o", "r", "s", "p", "t", "o", "a", "v", "i",
+const RULES: [&str; 17] = [
+    "2", "3", "5", "6l", "6c", "6e", "6x", "6o", "r", "s", "p", "t", "o", "m", "a", "v", "i",
 ];
 
 fn how(letter: char) -> How {
@@ -156,6 +157,8 @@ fn input(name: &str) -> Input {
         "rst" => Input::Rst,
         "rw" => Input::Rw,
         "over" => Input::RwOverCredit,
+        "long" => Input::RwTooLong,
+        "flood" => Input::RwFlood,
         "crupd" => Input::CreditUpdate,
         "crreq" => Input::CreditRequest,
         "inval" => Input::Invalid,
@@ -231,6 +234,8 @@ fn expect(state: State, effect: &str) -> (State, Action) {
         "ftr" => refused(false, Refuse::TransportReset),
         "prot" => closed(true, Close::ProtocolError),
         "cred" => closed(true, Close::CreditExceeded),
+        "long" => closed(true, Close::MessageTooLong),
+        "flood" => closed(true, Close::MessageFlood),
         "prst" => closed(false, Close::PeerReset),
         "pcls" => closed(false, Close::PeerClosed),
         "fin" => closed(true, Close::PeerClosed),
@@ -285,7 +290,7 @@ fn every_cell_is_as_the_reset_rules_say() {
         assert_eq!(rows, states());
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert_eq!(seen.len(), states().len() * 31, "31 inputs to each state");
+    assert_eq!(seen.len(), states().len() * 33, "33 inputs to each state");
 }
 
 /// Never an RST in answer to an RST, whatever the state.

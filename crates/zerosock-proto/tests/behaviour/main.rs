@@ -3,6 +3,7 @@
 
 mod closing;
 mod connecting;
+mod messages;
 mod sending;
 
 use std::sync::Arc;

@@ -494,6 +494,7 @@ pub(super) fn send_fault(error: ReserveError) -> SendFault {
         ReserveError::NoCredit => SendFault::WouldBlock,
         ReserveError::NotConnected => SendFault::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
-        ReserveError::Stale | ReserveError::Empty => SendFault::Reset,
+        ReserveError::TooLong => SendFault::TooLong,
+        ReserveError::Stale | ReserveError::Empty | ReserveError::SocketType => SendFault::Reset,
     }
 }

@@ -211,8 +211,9 @@ impl Device {
         };
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
-            // Moves are not negotiated.
+            // Neither messages nor moves are negotiated.
             Disposition::Handled
+            | Disposition::Part { .. }
             | Disposition::Move { .. }
             | Disposition::Moved { .. }
             | Disposition::MovedStray { .. } => {}

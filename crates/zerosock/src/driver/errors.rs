@@ -45,6 +45,9 @@ pub enum SendError {
     /// The connection was reset.
     #[error("connection reset")]
     Reset,
+    /// A message that the peer's buffer can never take (EMSGSIZE).
+    #[error("the message is larger than the peer's buffer")]
+    TooLong,
     /// No such connection.
     #[error("no such connection")]
     Unknown,

@@ -184,8 +184,9 @@ impl Driver {
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((flow, len)),
             Disposition::Handled => {}
-            // Moves are not negotiated.
-            Disposition::Move { .. }
+            // Neither messages nor moves are negotiated.
+            Disposition::Part { .. }
+            | Disposition::Move { .. }
             | Disposition::Moved { .. }
             | Disposition::MovedStray { .. }
             | Disposition::Dropped(_) => self.stats.rx_dropped += 1,

@@ -199,6 +199,7 @@ pub(super) fn fault(error: SendError) -> SendFault {
         SendError::NotConnected => SendFault::NotConnected,
         SendError::ShutDown => SendFault::ShutDown,
         SendError::Reset | SendError::Driver(_) => SendFault::Reset,
+        SendError::TooLong => SendFault::TooLong,
         SendError::Unknown => SendFault::Unknown,
     }
 }

@@ -258,6 +258,7 @@ fn refused(error: ReserveError) -> SendError {
         ReserveError::NoCredit => SendError::WouldBlock,
         ReserveError::NotConnected => SendError::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
-        ReserveError::Stale | ReserveError::Empty => SendError::Reset,
+        ReserveError::TooLong => SendError::TooLong,
+        ReserveError::Stale | ReserveError::Empty | ReserveError::SocketType => SendError::Reset,
     }
 }

@@ -46,6 +46,8 @@ pub(crate) enum SendFault {
     Reset,
     /// It is not connected yet.
     NotConnected,
+    /// A message that the peer's buffer can never take.
+    TooLong,
     /// As many leases and loans are out as the endpoint can count.
     TooManyLoans,
     /// There is no such connection, or no such loan.

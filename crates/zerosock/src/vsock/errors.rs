@@ -122,6 +122,10 @@ pub enum StreamError {
     /// The caller: it has shut this direction down.
     #[error("this direction has been shut down")]
     ShutDown,
+    /// The caller: a message longer than the peer's buffer, or our own, can never arrive: EMSGSIZE.
+    /// Nothing of it was sent.
+    #[error("the message is longer than the peer's buffer")]
+    TooLong,
     /// The caller: this connection has as many leases out as are left for all others of its
     /// endpoint.
     #[error("too many leases and loans are out at once: drop some")]
@@ -144,6 +148,7 @@ impl From<StreamError> for Error {
         let kind = match error {
             StreamError::Reset | StreamError::Torn => ErrorKind::ConnectionReset,
             StreamError::PeerDeaf | StreamError::ShutDown => ErrorKind::BrokenPipe,
+            StreamError::TooLong => ErrorKind::InvalidInput,
             StreamError::TooManyLeases => ErrorKind::OutOfMemory,
             StreamError::Untrusted => ErrorKind::PermissionDenied,
             StreamError::Scattered => ErrorKind::Unsupported,
@@ -167,6 +172,7 @@ pub(super) fn of_send(fault: SendFault) -> Option<StreamError> {
         SendFault::WouldBlock | SendFault::NotConnected => None,
         SendFault::ShutDown => Some(StreamError::ShutDown),
         SendFault::Reset | SendFault::Unknown => Some(StreamError::Reset),
+        SendFault::TooLong => Some(StreamError::TooLong),
         SendFault::TooManyLoans => Some(StreamError::TooManyLeases),
     }
 }

@@ -300,6 +300,9 @@ impl<S: BuildHasher> Shard<S> {
             Err(Unsendable::PeerShutdown) => return ReserveError::PeerShutdown,
         }
         connection.wants_credit = true;
+        if let Some(messages) = &mut connection.messages {
+            messages.tx.wanted = 1;
+        }
         self.ask_for_credit(flow.index);
         ReserveError::NoCredit
     }
@@ -450,7 +453,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(SendError::Empty);
         }
         // As Linux: a record must fit the peer's buffer, or it never ends.
-        if connection.socket_type == SocketType::SeqPacket && len > connection.tx.peer_buf_alloc() {
+        if connection.socket_type == SocketType::SeqPacket && len > connection.tx.limit() {
             return Err(SendError::TooLong);
         }
         if connection.queued() >= most {
@@ -488,13 +491,13 @@ impl<S: BuildHasher> Shard<S> {
 }
 
 /// Why a connection takes no payload.
-enum Unsendable {
+pub(super) enum Unsendable {
     NotConnected,
     Shutdown,
     PeerShutdown,
 }
 
-fn sendable(connection: &Connection) -> Result<(), Unsendable> {
+pub(super) fn sendable(connection: &Connection) -> Result<(), Unsendable> {
     match connection.state {
         State::Established { local, .. } if local.send => Err(Unsendable::Shutdown),
         State::Established { peer, .. } if peer.receive => Err(Unsendable::PeerShutdown),

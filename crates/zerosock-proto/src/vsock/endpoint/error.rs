@@ -80,6 +80,13 @@ pub enum ReserveError {
     /// Caller: asked for no bytes.
     #[error("nothing to reserve")]
     Empty,
+    /// Caller: a message that the peer's buffer, or our own bound on what is under way, can never
+    /// take (EMSGSIZE).
+    #[error("the message is larger than the peer's buffer")]
+    TooLong,
+    /// Caller: the connection is a stream, and has no messages.
+    #[error("a stream has no messages")]
+    SocketType,
 }
 
 /// Why [`Shard::commit`](super::Shard::commit) failed. The reservation is
@@ -101,6 +108,9 @@ pub enum CommitError {
     /// The peer will receive no more (EPIPE).
     #[error("the peer receives no more")]
     PeerShutdown,
+    /// Caller: another message has begun and not ended. What was reserved is still there.
+    #[error("another message has not ended")]
+    Interleaved,
 }
 
 /// Why [`Shard::send`](super::Shard::send) failed.
@@ -121,7 +131,8 @@ pub enum SendError {
     /// Caller: nothing to send.
     #[error("an empty message cannot be sent")]
     Empty,
-    /// Caller: a SEQPACKET message larger than the peer's buffer (EMSGSIZE).
+    /// Caller: a SEQPACKET message larger than the peer's buffer, or than our own bound
+    /// on what is under way (EMSGSIZE).
     #[error("the message is larger than the peer's buffer")]
     TooLong,
     /// Not now: too many queued sends. `Event::Writable` tells when.

@@ -1,9 +1,9 @@
 //! The shard: the connections of one queue pair.
 //!
 //! What each file does: `receive` packets in, `commands` what the caller
-//! wants, `transmit` headers, events and timers out, `moving` connections to
-//! and from other shards, `table` and `list` where connections live; here
-//! what they share. States change in
+//! wants, `messages` whole messages out, `transmit` headers, events and timers
+//! out, `moving` connections to and from other shards, `table` and `list` where
+//! connections live; here what they share. States change in
 //! [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state table
 //! says.
 //!
@@ -16,6 +16,7 @@
 mod commands;
 mod error;
 mod list;
+mod messages;
 mod moving;
 mod receive;
 mod stats;
@@ -372,7 +373,9 @@ impl<S: BuildHasher> Shard<S> {
             }
             Action::CreditUpdate => {
                 connection.rx.requested();
-                connection.control.credit_update = true;
+                let messages = connection.messages.as_mut();
+                let later = messages.is_some_and(|messages| messages.rx.puts_off());
+                connection.control.credit_update |= !later || connection.rx.has_news();
             }
             Action::PeerShutdown => {
                 connection.pending.peer_shutdown = true;
@@ -500,7 +503,7 @@ impl<S: BuildHasher> Shard<S> {
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        if connection.tx.stall() == Stall::None {
+        if connection.stall() == Stall::None {
             connection.asked = false;
             connection.probe_wait = 0;
             connection.control.credit_request = false;
@@ -508,8 +511,13 @@ impl<S: BuildHasher> Shard<S> {
                 && connection.may_send()
                 && !connection.has_queued
                 && !connection.control.response
+                && !connection.is_open()
             {
                 connection.wants_credit = false;
+                if let Some(messages) = &mut connection.messages {
+                    messages.tx.wanted = 1;
+                    messages.tx.wants_empty = false;
+                }
                 connection.pending.writable = true;
             }
             // The probe stays set, and finds nothing when it fires: stalls come and go with every

@@ -8,9 +8,10 @@ use crate::time::Instant;
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, Key};
 use crate::vsock::event::{CloseReason, Disposition, DropReason, RefuseReason};
+use crate::vsock::messages::Verdict;
 use crate::vsock::ports::Admission;
 use crate::vsock::state::{Action, How, Input, State, transition};
-use crate::wire::vsock::{Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType};
+use crate::wire::vsock::{Op, Repr, SEQ_EOM, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
     /// Takes the header of a packet that arrived. The payload, `header.len`
@@ -46,7 +47,8 @@ impl<S: BuildHasher> Shard<S> {
         // A device's connections are its guest's: the packet's source is right if it has one.
         let (flow, connection) = self.table.find_again(&key)?;
         let is_payload = header.op.get() == Op::Rw as u16
-            && header.socket_type.get() == connection.socket_type as u16
+            && header.socket_type.get() == SocketType::Stream as u16
+            && connection.socket_type == SocketType::Stream
             && header.len > 0;
         if !is_payload
             || !connection.may_receive()
@@ -65,14 +67,53 @@ impl<S: BuildHasher> Shard<S> {
         Some(Disposition::Deliver {
             flow,
             len: header.len,
-            flags: connection.message_flags(header.flags),
         })
+    }
+
+    /// The straight path of messages, as [`handle_payload`](Self::handle_payload) is that of
+    /// streams.
+    fn handle_part(&mut self, header: &Repr) -> Option<Disposition> {
+        if !self.goes_straight() || header.socket_type.get() != SocketType::SeqPacket as u16 {
+            return None;
+        }
+        let key = Key {
+            local: header.dst,
+            peer: header.src,
+        };
+        let (flow, connection) = self.table.find_again(&key)?;
+        let (len, ends) = (header.len, header.flags & SEQ_EOM != 0);
+        if header.op.get() != Op::Rw as u16
+            || connection.socket_type != SocketType::SeqPacket
+            || (len == 0 && !ends)
+            || !connection.may_receive()
+            || !connection.rx.allows(len)
+            || !connection.is_quiet()
+        {
+            return None;
+        }
+        let window = connection.rx.window();
+        let messages = &mut connection.messages.as_mut()?.rx;
+        if messages.look(len, ends, window) != Verdict::Fits {
+            return None;
+        }
+        messages.receive(len, ends);
+        if !connection.hear(header) {
+            self.stats.bad_fwd_cnt += 1;
+        }
+        connection.rx.receive(len);
+        self.stats.packets += 1;
+        self.stats.delivered_bytes += u64::from(len);
+        let flags = connection.message_flags(header.flags);
+        Some(Disposition::Part { flow, len, flags })
     }
 
     /// Every other packet.
     #[cold]
     #[inline(never)]
     fn handle_other(&mut self, now: Instant, header: &Repr) -> Disposition {
+        if let Some(disposition) = self.handle_part(header) {
+            return disposition;
+        }
         self.stats.packets += 1;
         let disposition = self.receive(now, header);
         if let Disposition::Dropped(reason) = disposition {
@@ -92,6 +133,8 @@ impl<S: BuildHasher> Shard<S> {
                 &mut stats.unexpected
             }
             DropReason::CreditExceeded => &mut stats.credit_exceeded,
+            DropReason::MessageTooLong => &mut stats.message_too_long,
+            DropReason::MessageFlood => &mut stats.message_flood,
             DropReason::ProtocolError => &mut stats.protocol_errors,
             DropReason::ReceiveShut => &mut stats.receive_shut,
         } += 1;
@@ -226,16 +269,16 @@ impl<S: BuildHasher> Shard<S> {
             return self.reset_packet(header, DropReason::TypeMismatch);
         }
         // Rule 5.
-        if op != Some(Op::Rst) && !connection.tx.update(header.buf_alloc, header.fwd_cnt) {
+        if op != Some(Op::Rst) && !connection.hear(header) {
             self.stats.bad_fwd_cnt += 1;
         }
+        // Nobody sends RW without payload, unless it ends a message.
+        let ends = connection.message_flags(header.flags) & SEQ_EOM != 0;
         self.handle_arrival(index);
         if self.is_move(header) {
             return self.receive_move(Some(index), header);
         }
-        // Nobody sends RW without payload, and SEQPACKET's empty messages
-        // would be free of charge (CVE-2026-53132).
-        if op == Some(Op::Rw) && header.len == 0 {
+        if op == Some(Op::Rw) && header.len == 0 && !ends {
             self.credit_changed(index);
             return Disposition::Dropped(DropReason::Empty);
         }
@@ -261,12 +304,14 @@ impl<S: BuildHasher> Shard<S> {
             Action::Deliver => {
                 connection.rx.receive(header.len);
                 self.stats.delivered_bytes += u64::from(header.len);
-                let flags = connection.message_flags(header.flags);
-                Disposition::Deliver {
-                    flow: self.table.id(index),
-                    len: header.len,
-                    flags,
-                }
+                let (len, flags) = (header.len, connection.message_flags(header.flags));
+                let Some(messages) = &mut connection.messages else {
+                    let flow = self.table.id(index);
+                    return Disposition::Deliver { flow, len };
+                };
+                messages.rx.receive(len, flags & SEQ_EOM != 0);
+                let flow = self.table.id(index);
+                Disposition::Part { flow, len, flags }
             }
             Action::Discard => {
                 connection.rx.receive(header.len);
@@ -304,6 +349,8 @@ impl<S: BuildHasher> Shard<S> {
                 match reason {
                     CloseReason::ProtocolError => Disposition::Dropped(DropReason::ProtocolError),
                     CloseReason::CreditExceeded => Disposition::Dropped(DropReason::CreditExceeded),
+                    CloseReason::MessageTooLong => Disposition::Dropped(DropReason::MessageTooLong),
+                    CloseReason::MessageFlood => Disposition::Dropped(DropReason::MessageFlood),
                     _ => Disposition::Handled,
                 }
             }
@@ -335,10 +382,7 @@ impl<S: BuildHasher> Shard<S> {
                 },
                 unread: connection.is_some_and(|c| c.rx.unread() > 0),
             },
-            Some(Op::Rw) => match connection {
-                Some(c) if !c.rx.allows(header.len) => Input::RwOverCredit,
-                _ => Input::Rw,
-            },
+            Some(Op::Rw) => connection.map_or(Input::Rw, |c| classify_payload(c, header)),
             Some(Op::CreditUpdate) => Input::CreditUpdate,
             Some(Op::CreditRequest) => Input::CreditRequest,
             // Where they are operations, they have not come here.
@@ -374,5 +418,25 @@ impl<S: BuildHasher> Shard<S> {
             Role::Device { .. } => self.config.local.contains(cid),
             Role::Driver { local } => cid == local,
         }
+    }
+}
+
+/// What payload is to the state table.
+fn classify_payload(connection: &Connection, header: &Repr) -> Input {
+    let (rx, len) = (&connection.rx, header.len);
+    if let Some(messages) = &connection.messages
+        && connection.may_receive()
+    {
+        let ends = header.flags & SEQ_EOM != 0;
+        match messages.rx.look(len, ends, rx.window()) {
+            Verdict::TooLong => return Input::RwTooLong,
+            Verdict::Flood => return Input::RwFlood,
+            Verdict::Fits => {}
+        }
+    }
+    if rx.allows(len) {
+        Input::Rw
+    } else {
+        Input::RwOverCredit
     }
 }

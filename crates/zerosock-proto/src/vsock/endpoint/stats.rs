@@ -39,6 +39,10 @@ pub struct ShardStats {
     pub receive_shut: u64,
     /// Connections reset: payload above the credit.
     pub credit_exceeded: u64,
+    /// Connections reset: a message longer than our buffer.
+    pub message_too_long: u64,
+    /// Connections reset: too many unread messages without a byte.
+    pub message_flood: u64,
     /// Connections reset: the protocol was broken otherwise.
     pub protocol_errors: u64,
     /// Headers whose `fwd_cnt` was ahead of what we sent, or went back.

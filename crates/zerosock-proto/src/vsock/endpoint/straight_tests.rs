@@ -20,6 +20,7 @@ enum Step {
     Cancel { end: usize },
     SendNow { end: usize, len: u32, flags: u32 },
     Send { end: usize, len: u32 },
+    Message { end: usize, len: u32, most: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
     Shutdown { end: usize, how: How },
@@ -147,6 +148,7 @@ impl World {
         | Step::Cancel { end }
         | Step::SendNow { end, .. }
         | Step::Send { end, .. }
+        | Step::Message { end, .. }
         | Step::Consume { end, .. }
         | Step::Buffer { end, .. }
         | Step::Shutdown { end, .. }
@@ -196,6 +198,22 @@ impl World {
                 format!("{result:?}")
             }
             Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
+            Step::Message { len, most, .. } => {
+                let result = shard.reserve_message(flow, len);
+                let told = format!("{result:?} {}", shard.may_reserve_message(flow));
+                let Ok(mut room) = result else {
+                    return told;
+                };
+                loop {
+                    let part = room.left().min(most);
+                    let end = (part == room.left()).then_some(0);
+                    let header = shard.commit_part(&mut room, part, end);
+                    self.wires[side].extend(header);
+                    if end.is_some() || header.is_err() {
+                        return told + &format!("{header:?}");
+                    }
+                }
+            }
             Step::Consume { bytes, .. } => {
                 // Mostly what can be consumed.
                 let unread = shard.flow(flow).map_or(0, |info| info.unread);
@@ -265,6 +283,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         12 => (end.clone(), len.clone(), flags)
             .prop_map(|(end, len, flags)| Step::SendNow { end, len, flags }),
         2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
+        6 => (end.clone(), len.clone(), 1u32..9000)
+            .prop_map(|(end, len, most)| Step::Message { end, len, most }),
         15 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),
         1 => (end.clone(), 0u32..9000).prop_map(|(end, buf_alloc)| Step::Buffer { end, buf_alloc }),
         15 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Arrive { side, count }),

@@ -79,8 +79,11 @@ impl<S: BuildHasher> Shard<S> {
         } else if connection.control.credit_request {
             connection.control.credit_request = false;
             header = connection.header(Op::CreditRequest, 0, 0);
+            if let Some(messages) = &mut connection.messages {
+                messages.tx.asks();
+            }
             if connection.is_stalled() {
-                let (first, most) = match connection.tx.stall() {
+                let (first, most) = match connection.stall() {
                     Stall::Limit => LIMIT_PROBE,
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
@@ -102,17 +105,20 @@ impl<S: BuildHasher> Shard<S> {
         self.data.remove(&mut self.table.slots, index);
         let flow = self.table.id(index);
         let connection = self.table.at(index)?;
+        let cuts_message = connection.cuts_message();
         let queue = connection.queue.as_mut()?;
         let front = *queue.sends.front()?;
         let offset = queue.front_offset;
         let left = front.len - offset;
-        let len = connection
-            .tx
-            .reserve(left.min(max_payload).min(MAX_PAYLOAD));
+        let most = left.min(max_payload).min(MAX_PAYLOAD);
+        let len = if cuts_message {
+            connection.tx.send_within(most)
+        } else {
+            connection.tx.send(most)
+        };
         if len == 0 {
             return None;
         }
-        connection.tx.commit(len, len);
         // EOM and EOR stand on the last packet of a message only.
         let flags = if len == left { front.flags } else { 0 };
         let span = Span {

@@ -1,0 +1,187 @@
+//! Messages out: credit for a whole one before its first byte leaves, then its parts; and messages
+//! without a byte that were read.
+//!
+//! What must hold: a message is begun only if it can be ended (there is credit for all of it, and
+//! the bound on packets, which a receiver releases by messages, is no bound within one); no part of
+//! another stands between its parts.
+
+use core::hash::BuildHasher;
+
+use super::commands::{Unsendable, sendable};
+use super::{CommitError, ConsumeError, ReserveError, Shard};
+use crate::vsock::connection::{Connection, FlowId, MessageRoom};
+use crate::vsock::credit::Stall;
+use crate::vsock::state::State;
+use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SEQ_EOM, SEQ_EOR};
+
+impl<S: BuildHasher> Shard<S> {
+    /// Takes credit for a whole message of up to `len` bytes of a SEQPACKET connection, which may
+    /// be 0. Several may be outstanding; each goes out by itself, in the order of their first
+    /// [`commit_part`](Shard::commit_part).
+    ///
+    /// # Errors
+    /// See [`ReserveError`]: `TooLong` (EMSGSIZE) for one that the peer's buffer, or our own bound
+    /// on what is under way, can never take. After `NoCredit`
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows when there is credit for all of
+    /// it.
+    pub fn reserve_message(&mut self, flow: FlowId, len: u32) -> Result<MessageRoom, ReserveError> {
+        let connection = self.table.get_mut(flow).ok_or(ReserveError::Stale)?;
+        match sendable(connection) {
+            Ok(()) => {}
+            Err(Unsendable::NotConnected) => return Err(ReserveError::NotConnected),
+            Err(Unsendable::Shutdown) => return Err(ReserveError::Shutdown),
+            Err(Unsendable::PeerShutdown) => return Err(ReserveError::PeerShutdown),
+        }
+        let open = connection.is_open();
+        let Some(messages) = &mut connection.messages else {
+            return Err(ReserveError::SocketType);
+        };
+        if len > connection.tx.limit() {
+            return Err(ReserveError::TooLong);
+        }
+        let messages = &mut messages.tx;
+        let waits = connection.control.response
+            || connection.has_queued
+            || open
+            || (len == 0 && messages.is_full());
+        if !waits && connection.tx.reserve_whole(len) {
+            return Ok(MessageRoom {
+                flow,
+                left: len,
+                begun: false,
+            });
+        }
+        // Whoever wants least is told first, and others ask again.
+        let wanted = len.max(1);
+        messages.wanted = if connection.wants_credit {
+            messages.wanted.min(wanted)
+        } else {
+            wanted
+        };
+        messages.wants_empty |= len == 0;
+        connection.wants_credit = true;
+        self.ask_for_credit(flow.index);
+        Err(ReserveError::NoCredit)
+    }
+
+    /// Whether [`reserve_message`](Shard::reserve_message) is worth a call: it would not find that
+    /// another message has not ended, nor less credit than it found when it failed last. If not,
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    pub fn may_reserve_message(&mut self, flow: FlowId) -> bool {
+        let Some(connection) = self.table.get_mut(flow) else {
+            return true;
+        };
+        if sendable(connection).is_err() {
+            return !matches!(connection.state, State::Connecting | State::Incoming);
+        }
+        let ready = !connection.wants_credit
+            && !connection.control.response
+            && !connection.has_queued
+            && !connection.is_open()
+            && connection.stall() == Stall::None;
+        if !ready && !connection.wants_credit {
+            connection.wants_credit = true;
+            self.ask_for_credit(flow.index);
+        }
+        ready
+    }
+
+    /// Makes the next `len` bytes of a message a packet, whose header is to be written in front of
+    /// them, now, before any other header of this shard. `end`: the message ends here, with
+    /// SEQ_EOR or 0; what is left of its credit goes back. A message without a byte is one part of
+    /// 0 bytes.
+    ///
+    /// What was begun may be ended after our own shutdown, which stands behind it.
+    ///
+    /// # Errors
+    /// See [`CommitError`]. `Interleaved`: another message has begun and not ended; nothing was
+    /// changed. Else what was reserved is gone.
+    pub fn commit_part(
+        &mut self,
+        room: &mut MessageRoom,
+        len: u32,
+        end: Option<u32>,
+    ) -> Result<Repr, CommitError> {
+        let flow = room.flow;
+        let connection = self.table.get_mut(flow).ok_or(CommitError::Stale)?;
+        let fault = match sendable(connection) {
+            Err(Unsendable::Shutdown)
+                if room.begun && matches!(connection.state, State::Established { .. }) =>
+            {
+                None
+            }
+            Err(Unsendable::Shutdown) => Some(CommitError::Shutdown),
+            Err(Unsendable::PeerShutdown) => Some(CommitError::PeerShutdown),
+            Err(Unsendable::NotConnected) => Some(CommitError::Stale),
+            Ok(()) => None,
+        };
+        let fault = fault.or(match len {
+            0 if end.is_none() || room.begun => Some(CommitError::Empty),
+            _ if len > room.left.min(MAX_PAYLOAD) => Some(CommitError::TooMany),
+            _ => None,
+        });
+        if let Some(fault) = fault {
+            connection.tx.cancel(core::mem::take(&mut room.left));
+            close(connection, room.begun);
+            self.credit_changed(flow.index);
+            return Err(fault);
+        }
+        if connection.is_open() && !room.begun {
+            return Err(CommitError::Interleaved);
+        }
+        connection.tx.send_part(len);
+        room.left -= len;
+        room.begun = true;
+        if let Some(messages) = &mut connection.messages {
+            messages.tx.open = end.is_none();
+            if len == 0 {
+                messages.tx.sent_empty(connection.tx.tx_cnt());
+            }
+        }
+        if end.is_some() {
+            connection.tx.cancel(core::mem::take(&mut room.left));
+        }
+        let told = connection.control.credit_update;
+        let flags = end.map_or(0, |flags| SEQ_EOM | flags & SEQ_EOR);
+        let header = connection.header(Op::Rw, len, flags);
+        let quiet = connection.is_quiet() && connection.may_send();
+        self.stats.sent_bytes += u64::from(len);
+        if told || !quiet {
+            self.credit_changed(flow.index);
+        }
+        Ok(header)
+    }
+
+    /// Gives up a message of which no part has left.
+    pub fn cancel_message(&mut self, room: MessageRoom) {
+        if let Some(connection) = self.table.get_mut(room.flow) {
+            connection.tx.cancel(room.left);
+            close(connection, room.begun);
+            self.credit_changed(room.flow.index);
+        }
+    }
+
+    /// Counts received messages without a byte that have left the caller's hands, as
+    /// [`consume`](Shard::consume) counts bytes.
+    ///
+    /// # Errors
+    /// See [`ConsumeError`].
+    pub fn consume_empty(&mut self, flow: FlowId, messages: u16) -> Result<(), ConsumeError> {
+        let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
+        let of = connection.messages.as_mut();
+        let tell = of.and_then(|of| of.rx.consume(messages));
+        let tell = tell.ok_or(ConsumeError::TooMany)?;
+        if tell && matches!(connection.state, State::Established { peer, .. } if !peer.send) {
+            connection.control.credit_update = true;
+            self.update_lists(flow.index);
+        }
+        Ok(())
+    }
+}
+
+/// A message ends before its time, if it had begun.
+fn close(connection: &mut Connection, begun: bool) {
+    if let Some(messages) = connection.messages.as_mut().filter(|_| begun) {
+        messages.tx.open = false;
+    }
+}

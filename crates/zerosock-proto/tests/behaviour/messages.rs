@@ -1,0 +1,253 @@
+//! Messages: their bounds, and what breaks them.
+
+use super::*;
+use zerosock_proto::vsock::messages::{MOST_EMPTY_SENT, MOST_EMPTY_UNREAD};
+
+/// A connection for messages; the host's buffer has `window` bytes.
+fn messages(window: u32) -> (Shard, Shard, FlowId, FlowId) {
+    let mut config = ShardConfig::device(GUEST);
+    config.buf_alloc = window;
+    let mut host = Shard::new(config, Arc::new(PortTable::new()));
+    host.listen(SERVER.port, 16).unwrap();
+    host.set_seqpacket(true);
+    let mut guest = guest();
+    guest.set_seqpacket(true);
+    let (ours, theirs) = open(&mut guest, &mut host, SocketType::SeqPacket);
+    (guest, host, ours, theirs)
+}
+
+/// Sends a message in parts of at most `most` bytes; what the other side makes of each.
+fn send(
+    from: &mut Shard,
+    to: &mut Shard,
+    flow: FlowId,
+    len: u32,
+    most: u32,
+) -> Result<Vec<Disposition>, ReserveError> {
+    let mut room = from.reserve_message(flow, len)?;
+    let mut got = Vec::new();
+    loop {
+        let part = room.left().min(most);
+        let end = (part == room.left()).then_some(0);
+        let header = from.commit_part(&mut room, part, end).unwrap();
+        got.push(to.handle_packet(NOW, &header));
+        if end.is_some() {
+            return Ok(got);
+        }
+    }
+}
+
+fn closed(shard: &mut Shard) -> Option<CloseReason> {
+    core::iter::from_fn(|| shard.poll_event()).find_map(|event| match event {
+        Event::Closed { reason, .. } => Some(reason),
+        _ => None,
+    })
+}
+
+#[test]
+fn parts_carry_the_end_on_the_last() {
+    let (mut guest, mut host, ours, theirs) = messages(262_144);
+    let mut room = guest.reserve_message(ours, 1000).unwrap();
+    let first = guest.commit_part(&mut room, 600, None).unwrap();
+    let last = guest.commit_part(&mut room, 300, Some(SEQ_EOR)).unwrap();
+    assert_eq!((first.flags, last.flags), (0, SEQ_EOM | SEQ_EOR));
+    // What was reserved and not used is credit again.
+    assert_eq!(guest.flow(ours).unwrap().send_credit, 262_144 - 900);
+    let part = |len, flags| Disposition::Part {
+        flow: theirs,
+        len,
+        flags,
+    };
+    assert_eq!(host.handle_packet(NOW, &first), part(600, 0));
+    assert_eq!(host.handle_packet(NOW, &last), part(300, SEQ_EOM | SEQ_EOR));
+    assert_eq!(
+        guest.commit_part(&mut room, 1, None).unwrap_err(),
+        CommitError::TooMany
+    );
+}
+
+/// EMSGSIZE: above the peer's buffer, or our own, and before a byte has left.
+#[test]
+fn a_message_that_can_never_arrive_is_not_begun() {
+    let (mut guest, mut host, ours, _) = messages(1000);
+    let too_long = guest.reserve_message(ours, 1001);
+    assert_eq!(too_long.unwrap_err(), ReserveError::TooLong);
+    assert_eq!(guest.flow(ours).unwrap().most_message, 1000);
+    assert_eq!(guest.send(ours, 1001, SEQ_EOM), Err(SendError::TooLong));
+    send(&mut guest, &mut host, ours, 1000, 100).unwrap();
+    let (mut guest, _, ours, _) = messages(1 << 20);
+    let too_long = guest.reserve_message(ours, 262_145);
+    assert_eq!(too_long.unwrap_err(), ReserveError::TooLong, "Linux's rule");
+    let (mut guest, _, ours, _) = opened();
+    let stream = guest.reserve_message(ours, 1);
+    assert_eq!(stream.unwrap_err(), ReserveError::SocketType);
+}
+
+#[test]
+fn a_message_waits_until_there_is_credit_for_all_of_it() {
+    let (mut guest, mut host, ours, theirs) = messages(100_000);
+    send(&mut guest, &mut host, ours, 40_000, 40_000).unwrap();
+    let late = guest.reserve_message(ours, 70_000);
+    assert_eq!(late.unwrap_err(), ReserveError::NoCredit);
+    // It asks, so that it is told although half of the buffer is not yet free.
+    assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
+    assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
+    assert_eq!(guest.poll_event(), None, "still not enough");
+    host.consume(theirs, 10_000).unwrap();
+    pump(&mut host, &mut guest);
+    assert_eq!(
+        guest.poll_event(),
+        Some(Event::Writable { flow: ours }),
+        "70 000 are free"
+    );
+    send(&mut guest, &mut host, ours, 70_000, 6400).unwrap();
+}
+
+#[test]
+fn no_message_stands_between_the_parts_of_another() {
+    let (mut guest, mut host, ours, theirs) = messages(262_144);
+    let mut first = guest.reserve_message(ours, 10).unwrap();
+    let mut second = guest.reserve_message(ours, 10).unwrap();
+    let header = guest.commit_part(&mut first, 5, None).unwrap();
+    let _ = host.handle_packet(NOW, &header);
+    assert_eq!(
+        guest.commit_part(&mut second, 10, Some(0)).unwrap_err(),
+        CommitError::Interleaved
+    );
+    let third = guest.reserve_message(ours, 10);
+    assert_eq!(third.unwrap_err(), ReserveError::NoCredit);
+    // A shutdown stands behind it.
+    guest.shutdown(NOW, ours, How::BOTH).unwrap();
+    assert!(!guest.has_transmit());
+    let header = guest.commit_part(&mut first, 5, Some(0)).unwrap();
+    let _ = host.handle_packet(NOW, &header);
+    assert!(is(&step(&mut guest, &mut host).0, Op::Shutdown));
+    assert_eq!(host.flow(theirs).unwrap().unread, 10);
+    assert_eq!(
+        guest.commit_part(&mut second, 10, Some(0)).unwrap_err(),
+        CommitError::Shutdown,
+        "not begun"
+    );
+}
+
+/// A receiver gives credit by messages, so one that has begun must end, however small its parts.
+#[test]
+fn the_bound_on_packets_does_not_cut_a_message() {
+    let (mut guest, mut host, ours, theirs) = messages(6400);
+    let got = send(&mut guest, &mut host, ours, 6400, 10).unwrap();
+    assert_eq!(got.len(), 640, "packets for which a stream would wait");
+    let late = guest.reserve_message(ours, 1);
+    assert_eq!(late.unwrap_err(), ReserveError::NoCredit);
+    host.consume(theirs, 6400).unwrap();
+    pump(&mut host, &mut guest);
+    send(&mut guest, &mut host, ours, 0, 1).unwrap();
+    // The same for one that was queued.
+    let (mut guest, mut host, ours, _) = messages(6400);
+    guest.send(ours, 6400, SEQ_EOM).unwrap();
+    while let Some(packet) = guest.poll_transmit(NOW, 10) {
+        let _ = host.handle_packet(NOW, &packet.header);
+    }
+    assert_eq!(guest.flow(ours).unwrap().unsent, 0);
+}
+
+#[test]
+fn a_message_above_the_buffer_is_reset_with_its_own_reason() {
+    for (len, ends) in [(1000, false), (1001, true)] {
+        let (mut guest, mut host, ours, _) = messages(1000);
+        // A peer that does not obey.
+        let room = guest.reserve_message(ours, 1).unwrap();
+        let mut header = guest.commit_part(&mut { room }, 1, Some(0)).unwrap();
+        header.len = 500;
+        header.flags = 0;
+        assert!(matches!(
+            host.handle_packet(NOW, &header),
+            Disposition::Part { len: 500, .. }
+        ));
+        header.len = len - 500;
+        header.flags = if ends { SEQ_EOM } else { 0 };
+        assert_eq!(
+            host.handle_packet(NOW, &header),
+            Disposition::Dropped(DropReason::MessageTooLong)
+        );
+        assert_eq!(closed(&mut host), Some(CloseReason::MessageTooLong));
+        assert!(is(&step(&mut host, &mut guest).0, Op::Rst));
+        assert_eq!(host.stats().message_too_long, 1);
+        assert_eq!(host.stats().credit_exceeded, 0);
+    }
+}
+
+/// CVE-2026-53132: messages without a byte cost no credit.
+#[test]
+fn a_flood_of_empty_messages_is_reset() {
+    let (mut guest, mut host, ours, theirs) = messages(262_144);
+    send(&mut guest, &mut host, ours, 3, 3).unwrap();
+    let room = guest.reserve_message(ours, 0).unwrap();
+    let header = guest.commit_part(&mut { room }, 0, Some(0)).unwrap();
+    for _ in 0..MOST_EMPTY_UNREAD {
+        let got = host.handle_packet(NOW, &header);
+        assert!(matches!(
+            got,
+            Disposition::Part {
+                len: 0,
+                flags: SEQ_EOM,
+                ..
+            }
+        ));
+    }
+    host.consume_empty(theirs, 1).unwrap();
+    let _ = host.handle_packet(NOW, &header);
+    assert_eq!(
+        host.handle_packet(NOW, &header),
+        Disposition::Dropped(DropReason::MessageFlood)
+    );
+    assert_eq!(closed(&mut host), Some(CloseReason::MessageFlood));
+    assert_eq!(host.stats().message_flood, 1);
+    assert_eq!(host.consume_empty(theirs, 1), Err(ConsumeError::Stale));
+}
+
+/// Nor does a sender of ours flood: it waits until they were read.
+#[test]
+fn a_sender_of_empty_messages_waits_for_their_reader() {
+    let (mut guest, mut host, ours, theirs) = messages(262_144);
+    let mut unread = 0;
+    for _ in 0..5 {
+        while send(&mut guest, &mut host, ours, 0, 1).is_ok() {
+            unread += 1;
+        }
+        assert_eq!(unread, MOST_EMPTY_SENT);
+        assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
+        assert!(!host.has_transmit(), "answered when they were read");
+        host.consume_empty(theirs, unread - 1).unwrap();
+        assert!(!host.has_transmit());
+        host.consume_empty(theirs, 1).unwrap();
+        assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
+        assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+        unread = 0;
+    }
+    // Between messages that are read nobody waits for long.
+    for _ in 0..1000 {
+        if send(&mut guest, &mut host, ours, 0, 1).is_err() {
+            pump(&mut guest, &mut host);
+            pump(&mut host, &mut guest);
+            send(&mut guest, &mut host, ours, 0, 1).unwrap();
+        }
+        send(&mut guest, &mut host, ours, 100, 64).unwrap();
+        host.consume_empty(theirs, 1).unwrap();
+        host.consume(theirs, 100).unwrap();
+        pump(&mut host, &mut guest);
+    }
+    assert_eq!(host.consume_empty(theirs, 1), Err(ConsumeError::TooMany));
+}
+
+#[test]
+fn what_is_given_up_is_credit_again() {
+    let (mut guest, _, ours, _) = messages(1000);
+    let room = guest.reserve_message(ours, 1000).unwrap();
+    assert_eq!(
+        guest.reserve_message(ours, 1).unwrap_err(),
+        ReserveError::NoCredit
+    );
+    guest.cancel_message(room);
+    assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+    assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
+}

@@ -14,6 +14,10 @@ macro_rules! counters {
             pub control_faults: u64,
             /// Processes that are attached now.
             pub attached: u64,
+            /// Host services that are attached now.
+            pub services: u64,
+            /// Ports of the host that they have claimed.
+            pub claimed_ports: u64,
             /// Requests to attach that were refused.
             pub attach_refused: u64,
         }

@@ -6,6 +6,7 @@
 //! accepted connections share their listener's port and are not in it.
 
 use core::hash::BuildHasher;
+use core::ops::RangeInclusive;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hashbrown::{DefaultHashBuilder, HashMap};
@@ -32,6 +33,8 @@ struct Inner {
     listeners: HashMap<Address, Listener>,
     /// How many connections each has. There may be very many of these.
     outgoing: HashMap<Address, u32>,
+    first_ephemeral: u32,
+    ephemeral_count: u32,
     next_ephemeral: u32,
     next_listener: u32,
 }
@@ -70,12 +73,25 @@ impl PortTable {
     /// An empty table. Ephemeral ports start anywhere, so that a restarted
     /// process does not meet connections of its former self.
     pub fn new() -> PortTable {
+        let last = EPHEMERAL_FIRST + (EPHEMERAL_COUNT - 1);
+        PortTable::giving_out(Port::new(EPHEMERAL_FIRST)..=Port::new(last))
+    }
+
+    /// An empty table whose ephemeral ports are these: for one of several that share a CID.
+    pub fn giving_out(ports: RangeInclusive<Port>) -> PortTable {
+        let first_ephemeral = ports.start().get();
+        let ephemeral_count = match ports.is_empty() {
+            true => 0,
+            false => (ports.end().get() - first_ephemeral).saturating_add(1),
+        };
         let start = DefaultHashBuilder::default().hash_one(0u32) as u32;
         PortTable {
             inner: Mutex::new(Inner {
                 listeners: HashMap::new(),
                 outgoing: HashMap::new(),
-                next_ephemeral: start % EPHEMERAL_COUNT,
+                first_ephemeral,
+                ephemeral_count,
+                next_ephemeral: start.checked_rem(ephemeral_count).unwrap_or(0),
                 next_listener: 0,
             }),
         }
@@ -154,20 +170,21 @@ impl PortTable {
         Some(Hold::Outgoing)
     }
 
-    /// Takes a port that nobody has.
-    pub(crate) fn allocate(&self, cid: Cid) -> (Address, Hold) {
+    /// Takes a port that nobody has, if there is one. Looks no further than there are addresses
+    /// in use.
+    pub(crate) fn allocate(&self, cid: Cid) -> Option<(Address, Hold)> {
         let mut inner = self.lock();
-        loop {
-            // Ends: there are more ports than connections can be.
-            let port = Port::new(EPHEMERAL_FIRST + inner.next_ephemeral);
-            inner.next_ephemeral = (inner.next_ephemeral + 1) % EPHEMERAL_COUNT;
+        for _ in 0..inner.ephemeral_count {
+            let port = Port::new(inner.first_ephemeral + inner.next_ephemeral);
+            inner.next_ephemeral = (inner.next_ephemeral + 1) % inner.ephemeral_count;
             let address = Address::new(cid, port);
             let listened_on = inner.listeners.contains_key(&address);
             if !listened_on && !inner.outgoing.contains_key(&address) {
                 inner.outgoing.insert(address, 1);
-                return (address, Hold::Outgoing);
+                return Some((address, Hold::Outgoing));
             }
         }
+        None
     }
 
     /// Gives back what a connection held of `address`.
@@ -242,11 +259,24 @@ mod tests {
         ports.lock().next_ephemeral = EPHEMERAL_COUNT - 1;
         let taken = Address::new(Cid::HOST, Port::new(EPHEMERAL_FIRST));
         ports.listen(taken, 1);
-        let (last, hold) = ports.allocate(Cid::HOST);
-        let (next, _) = ports.allocate(Cid::HOST);
+        let (last, hold) = ports.allocate(Cid::HOST).unwrap();
+        let (next, _) = ports.allocate(Cid::HOST).unwrap();
         assert_eq!(last.port.get(), EPHEMERAL_FIRST + EPHEMERAL_COUNT - 1);
         assert_eq!(next.port.get(), EPHEMERAL_FIRST + 1);
         ports.release(last, hold);
         assert!(ports.hold(last).is_some(), "reusable at once");
+    }
+
+    #[test]
+    fn a_table_gives_out_its_own_ports_and_no_others() {
+        let (first, last) = (Port::new(u32::MAX - 3), Port::new(u32::MAX - 1));
+        let ports = PortTable::giving_out(first..=last);
+        let mut given = [0; 3].map(|_| ports.allocate(Cid::HOST).unwrap().0.port);
+        given.sort_unstable();
+        assert_eq!(given, [first, Port::new(u32::MAX - 2), last]);
+        assert_eq!(ports.allocate(Cid::HOST), None);
+        assert_eq!(ports.allocate(Cid::new(3)).unwrap().0.cid, Cid::new(3));
+        let none = PortTable::giving_out(last..=first);
+        assert_eq!(none.allocate(Cid::HOST), None);
     }
 }

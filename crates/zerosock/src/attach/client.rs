@@ -1,6 +1,7 @@
 //! The side of the process: asks for a place, and holds it.
 
 use std::io::{self, IoSlice};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -9,12 +10,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_type};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-use zerosock_proto::Cid;
+use zerosock_proto::{Cid, Port};
 use zerosock_sys::fd_passing;
 
 use super::codec::{
-    ANSWER_LEN, Answer, AttachRequest, Name, Request, Status, VERSION, Version, decode_answer,
-    encode_request,
+    ANSWER_LEN, Answer, AttachRequest, Name, Request, ServiceRequest, Status, VERSION, Version,
+    decode_answer, encode_request,
 };
 use crate::driver::timespec;
 
@@ -71,7 +72,7 @@ pub enum AttachError {
     /// The server's answer is none.
     #[error("the server broke the attach protocol: {0}")]
     Protocol(&'static str),
-    /// The server speaks another major version.
+    /// The server speaks another major version, or a minor one that does not know what we ask.
     #[error("the server speaks version {server} of the attach protocol, we speak {ours}")]
     VersionMismatch {
         /// Our version.
@@ -79,9 +80,18 @@ pub enum AttachError {
         /// The server's.
         server: Version,
     },
-    /// Our user is not among those who may attach.
+    /// Our user is not among those who may attach, or not among those who may be the host.
     #[error("our user may not attach here")]
     NotPermitted,
+    /// The port belongs to a service: another one, or ourselves.
+    #[error("port {0} of the host is taken")]
+    PortTaken(Port),
+    /// The port is none that a service can have.
+    #[error("port {0} of the host is reserved; services have those up to 1073741823")]
+    PortReserved(Port),
+    /// The port that was to be given up is not ours.
+    #[error("port {0} of the host is not ours")]
+    NotClaimed(Port),
     /// The CID belongs to a VM or to another process.
     #[error("CID {} is taken", .0.map_or(0, Cid::get))]
     CidTaken(Option<Cid>),
@@ -112,6 +122,9 @@ impl AttachError {
             | AttachError::VersionMismatch { .. } => Fault::Peer,
             AttachError::Ports
             | AttachError::NotPermitted
+            | AttachError::PortTaken(_)
+            | AttachError::PortReserved(_)
+            | AttachError::NotClaimed(_)
             | AttachError::CidTaken(_)
             | AttachError::NameTaken(_)
             | AttachError::BadRequest
@@ -135,8 +148,11 @@ impl AttachError {
             AttachError::TimedOut => ErrorKind::TimedOut,
             AttachError::Protocol(_) => ErrorKind::InvalidData,
             AttachError::VersionMismatch { .. } => ErrorKind::Unsupported,
-            AttachError::NotPermitted => ErrorKind::PermissionDenied,
-            AttachError::CidTaken(_) | AttachError::NameTaken(_) => ErrorKind::AddrInUse,
+            AttachError::NotPermitted | AttachError::PortReserved(_) => ErrorKind::PermissionDenied,
+            AttachError::CidTaken(_) | AttachError::NameTaken(_) | AttachError::PortTaken(_) => {
+                ErrorKind::AddrInUse
+            }
+            AttachError::NotClaimed(_) => ErrorKind::AddrNotAvailable,
             AttachError::Full => ErrorKind::ResourceBusy,
             AttachError::UnknownName(_) => ErrorKind::NotFound,
             AttachError::ServerFailed => ErrorKind::Other,
@@ -169,6 +185,37 @@ pub struct Attached {
     /// [`Driver::attach_over`](crate::driver::Driver::attach_over).
     pub socket: UnixStream,
     /// The lease: dropping it gives up the place, and ends the device.
+    pub control: Client,
+}
+
+/// A place as the host that was granted to a service.
+///
+/// ```
+/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/services.rs"));
+/// # let path = dir.path().join("attach.sock");
+/// use zerosock::attach::{Client, ServiceRequest, Serving};
+/// use zerosock::driver::{Driver, DriverConfig};
+/// use zerosock::{Cid, Port};
+///
+/// let request = ServiceRequest { name: None, ports: vec![Port::new(37)] };
+/// let Serving { socket, sources, mut control } = Client::serve(&path, &request)?;
+/// let config = DriverConfig { host_ports: Some(sources), ..DriverConfig::default() };
+/// let driver = Driver::attach_over(socket, config)?;
+/// assert_eq!(driver.cid(), Cid::HOST);
+/// control.claim(&[Port::new(13)])?;
+/// control.release(&[Port::new(37)])?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Serving {
+    /// The vhost-user connection of our device, for
+    /// [`Driver::attach_over`](crate::driver::Driver::attach_over).
+    pub socket: UnixStream,
+    /// The ports that our own connections come from, for
+    /// [`DriverConfig::host_ports`](crate::driver::DriverConfig::host_ports). No other service has
+    /// them; connections from other ports than these and the claimed ones are refused.
+    pub sources: RangeInclusive<Port>,
+    /// The lease: dropping it gives up the ports, and ends the device.
     pub control: Client,
 }
 
@@ -211,9 +258,71 @@ impl Client {
         request: &AttachRequest,
         timeout: Duration,
     ) -> Result<Attached, AttachError> {
+        let bytes = encode_request(&Request::Attach(request.clone())).ok_or(AttachError::Ports)?;
+        let (client, answer, fds) = Client::begin(path, timeout, &bytes)?;
+        match answer.status {
+            Status::Ok => {}
+            Status::CidTaken => return Err(AttachError::CidTaken(request.cid)),
+            Status::NameTaken => return Err(AttachError::NameTaken(request.name.clone())),
+            _ => return Err(refusal(&answer)),
+        }
+        let socket = only_socket(fds)?;
+        if !answer.cid.is_guest() || request.cid.is_some_and(|cid| cid != answer.cid) {
+            return Err(AttachError::Protocol("another CID than was asked for"));
+        }
+        Ok(Attached {
+            cid: answer.cid,
+            host: answer.host,
+            socket,
+            control: client,
+        })
+    }
+
+    /// Asks to be the host, with these ports of its own, at the attach socket `path`. Blocks as
+    /// [`Client::connect`] does.
+    ///
+    /// # Errors
+    /// See [`AttachError`]; [`AttachError::fault`] says who is to blame.
+    pub fn serve(path: &Path, request: &ServiceRequest) -> Result<Serving, AttachError> {
+        Client::serve_within(path, request, TIMEOUT)
+    }
+
+    /// As [`Client::serve`], with another time-out for each step and for later requests.
+    pub fn serve_within(
+        path: &Path,
+        request: &ServiceRequest,
+        timeout: Duration,
+    ) -> Result<Serving, AttachError> {
+        let bytes = encode_request(&Request::Serve(request.clone())).ok_or(AttachError::Ports)?;
+        let (client, answer, fds) = Client::begin(path, timeout, &bytes)?;
+        match answer.status {
+            Status::Ok => {}
+            Status::NameTaken => return Err(AttachError::NameTaken(request.name.clone())),
+            _ => return Err(refusal_of_claim(&answer)),
+        }
+        let socket = only_socket(fds)?;
+        let first = answer.port.get();
+        let last = answer.ports.checked_sub(1);
+        let last = last.and_then(|more| first.checked_add(more));
+        let (Cid::HOST, Some(last)) = (answer.cid, last) else {
+            let what = "another CID than the host's, or no ports to connect from";
+            return Err(AttachError::Protocol(what));
+        };
+        Ok(Serving {
+            socket,
+            sources: Port::new(first)..=Port::new(last),
+            control: client,
+        })
+    }
+
+    /// Connects, and says the first word.
+    fn begin(
+        path: &Path,
+        timeout: Duration,
+        request: &[u8],
+    ) -> Result<(Client, Answer, Vec<OwnedFd>), AttachError> {
         // A time of zero would mean no limit to the kernel.
         let timeout = timeout.max(Duration::from_millis(1));
-        let bytes = encode_request(&Request::Attach(request.clone())).ok_or(AttachError::Ports)?;
         let socket = connect_to(path, timeout).map_err(|source| AttachError::Connect {
             path: path.display().to_string(),
             source,
@@ -223,28 +332,37 @@ impl Client {
             timeout,
             late: 0,
         };
-        let (answer, fds) = client.ask(&bytes)?;
+        let (answer, fds) = client.ask(request)?;
+        Ok((client, answer, fds))
+    }
+
+    /// Claims these ports of the host, all of them or none, for a place had with
+    /// [`Client::serve`]. When this returns, guests that connect there come to us. Ports that
+    /// somebody is giving up are waited for.
+    ///
+    /// # Errors
+    /// [`AttachError::PortTaken`], [`AttachError::PortReserved`], or [`AttachError::Full`] beyond
+    /// [`MAX_CLAIMS`](super::MAX_CLAIMS).
+    pub fn claim(&mut self, ports: &[Port]) -> Result<(), AttachError> {
+        self.change(Request::Claim(ports.to_vec()))
+    }
+
+    /// Gives these ports up, all of them or none. When this returns they are anybody's; what was
+    /// connected there stays.
+    ///
+    /// # Errors
+    /// [`AttachError::NotClaimed`].
+    pub fn release(&mut self, ports: &[Port]) -> Result<(), AttachError> {
+        self.change(Request::Release(ports.to_vec()))
+    }
+
+    fn change(&mut self, request: Request) -> Result<(), AttachError> {
+        let bytes = encode_request(&request).ok_or(AttachError::Ports)?;
+        let (answer, _) = self.ask(&bytes)?;
         match answer.status {
-            Status::Ok => {}
-            Status::CidTaken => return Err(AttachError::CidTaken(request.cid)),
-            Status::NameTaken => return Err(AttachError::NameTaken(request.name.clone())),
-            _ => return Err(refusal(&answer)),
+            Status::Ok => Ok(()),
+            _ => Err(refusal_of_claim(&answer)),
         }
-        let Ok([socket]) = <[OwnedFd; 1]>::try_from(fds) else {
-            return Err(AttachError::Protocol("not exactly one descriptor came"));
-        };
-        if socket_type(&socket) != Ok(SocketType::STREAM) {
-            return Err(AttachError::Protocol("the descriptor is no stream socket"));
-        }
-        if !answer.cid.is_guest() || request.cid.is_some_and(|cid| cid != answer.cid) {
-            return Err(AttachError::Protocol("another CID than was asked for"));
-        }
-        Ok(Attached {
-            cid: answer.cid,
-            host: answer.host,
-            socket: UnixStream::from(socket),
-            control: client,
-        })
     }
 
     /// The CID of the attached process of this name.
@@ -345,6 +463,34 @@ fn connect_to(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// The one descriptor that comes with a place.
+fn only_socket(fds: Vec<OwnedFd>) -> Result<UnixStream, AttachError> {
+    let Ok([socket]) = <[OwnedFd; 1]>::try_from(fds) else {
+        return Err(AttachError::Protocol("not exactly one descriptor came"));
+    };
+    if socket_type(&socket) != Ok(SocketType::STREAM) {
+        return Err(AttachError::Protocol("the descriptor is no stream socket"));
+    }
+    Ok(UnixStream::from(socket))
+}
+
+/// What a refusal to a service means.
+fn refusal_of_claim(answer: &Answer) -> AttachError {
+    match answer.status {
+        Status::PortTaken => AttachError::PortTaken(answer.port),
+        Status::PortReserved => AttachError::PortReserved(answer.port),
+        Status::NotClaimed => AttachError::NotClaimed(answer.port),
+        // It does not know what a service is.
+        Status::BadRequest if answer.version.minor < VERSION.minor => {
+            AttachError::VersionMismatch {
+                ours: VERSION,
+                server: answer.version,
+            }
+        }
+        _ => refusal(answer),
+    }
+}
+
 /// What a refusal means that is not about what was asked for.
 fn refusal(answer: &Answer) -> AttachError {
     match answer.status {
@@ -356,8 +502,12 @@ fn refusal(answer: &Answer) -> AttachError {
         Status::BadRequest => AttachError::BadRequest,
         Status::Full => AttachError::Full,
         Status::ServerFailed => AttachError::ServerFailed,
-        Status::Ok | Status::CidTaken | Status::NameTaken | Status::UnknownName => {
-            AttachError::Protocol("an answer to another request")
-        }
+        Status::Ok
+        | Status::CidTaken
+        | Status::NameTaken
+        | Status::UnknownName
+        | Status::PortTaken
+        | Status::PortReserved
+        | Status::NotClaimed => AttachError::Protocol("an answer to another request"),
     }
 }

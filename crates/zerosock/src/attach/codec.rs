@@ -12,7 +12,7 @@ use zerosock_proto::{Cid, Port};
 /// The first bytes of every message.
 pub const MAGIC: [u8; 4] = *b"zsat";
 /// The version that is spoken here.
-pub const VERSION: Version = Version { major: 1, minor: 0 };
+pub const VERSION: Version = Version { major: 1, minor: 1 };
 /// The most bytes of a name.
 pub const MAX_NAME: usize = 64;
 /// The most ports of a request.
@@ -22,10 +22,16 @@ pub const REQUEST_LEN: usize = 88;
 /// Bytes of the longest request.
 pub const MAX_REQUEST: usize = REQUEST_LEN + 4 * MAX_PORTS;
 /// Bytes of an answer.
-pub const ANSWER_LEN: usize = 24;
+pub const ANSWER_LEN: usize = 32;
+/// Bytes of an answer of version 1.0. What is missing is zero.
+pub const SHORT_ANSWER_LEN: usize = 24;
 
 const OP_ATTACH: u16 = 1;
 const OP_RESOLVE: u16 = 2;
+// Since version 1.1:
+const OP_SERVE: u16 = 3;
+const OP_CLAIM: u16 = 4;
+const OP_RELEASE: u16 = 5;
 
 /// A version of the protocol. Those with the same `major` understand each other.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -119,13 +125,29 @@ pub struct AttachRequest {
     pub ports: Vec<Port>,
 }
 
+/// What a process asks for when it attaches as the host: a service. The default: no name, and no
+/// ports yet.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct ServiceRequest {
+    /// The name by which it is listed.
+    pub name: Option<Name>,
+    /// The ports of CID 2 that it claims; all of them, or it does not attach.
+    pub ports: Vec<Port>,
+}
+
 /// A message of a process.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Request {
-    /// The first one.
+    /// The first one, of a process with a CID of its own.
     Attach(AttachRequest),
+    /// The first one, of a host service.
+    Serve(ServiceRequest),
     /// Any later one: which CID has this name?
     Resolve(Name),
+    /// Any later one of a service: it wants these ports as well, at least one.
+    Claim(Vec<Port>),
+    /// Any later one of a service: it gives these ports up, at least one.
+    Release(Vec<Port>),
 }
 
 /// How a request ended.
@@ -150,11 +172,17 @@ pub enum Status {
     UnknownName = 7,
     /// The server's system refused something.
     ServerFailed = 8,
+    /// The port belongs to a service.
+    PortTaken = 9,
+    /// The port is one that no service can have.
+    PortReserved = 10,
+    /// The port that was to be given up is not the process's.
+    NotClaimed = 11,
 }
 
 impl Status {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Status; 9] = [
+    pub const ALL: [Status; 12] = [
         Status::Ok,
         Status::VersionMismatch,
         Status::NotPermitted,
@@ -164,6 +192,9 @@ impl Status {
         Status::Full,
         Status::UnknownName,
         Status::ServerFailed,
+        Status::PortTaken,
+        Status::PortReserved,
+        Status::NotClaimed,
     ];
 }
 
@@ -180,6 +211,11 @@ pub struct Answer {
     pub host: Cid,
     /// The version that the request named; 0.0 if it could not be read.
     pub asked: Version,
+    /// The port that the status is about; for a service that has attached, the first of those
+    /// that its own connections come from; else 0.
+    pub port: Port,
+    /// How many those are; else 0.
+    pub ports: u32,
 }
 
 impl Answer {
@@ -192,6 +228,16 @@ impl Answer {
             cid: none,
             host: none,
             asked,
+            port: Port::new(0),
+            ports: 0,
+        }
+    }
+
+    /// One that refuses for the sake of a port.
+    pub fn about(status: Status, port: Port) -> Answer {
+        Answer {
+            port,
+            ..Answer::refusal(status, VERSION)
         }
     }
 }
@@ -215,7 +261,12 @@ pub fn encode_request(request: &Request) -> Option<Vec<u8>> {
             let cid = cid.map_or(0, Cid::get);
             (OP_ATTACH, cid, name.as_ref(), ports.as_slice())
         }
+        Request::Serve(ServiceRequest { name, ports }) => {
+            (OP_SERVE, 0, name.as_ref(), ports.as_slice())
+        }
         Request::Resolve(name) => (OP_RESOLVE, 0, Some(name), [].as_slice()),
+        Request::Claim(ports) => (OP_CLAIM, 0, None, ports.as_slice()),
+        Request::Release(ports) => (OP_RELEASE, 0, None, ports.as_slice()),
     };
     if ports.len() > MAX_PORTS || ports.contains(&Port::ANY) {
         return None;
@@ -273,11 +324,15 @@ fn request(bytes: &[u8]) -> Option<Request> {
         0 => None,
         cid => Some(Cid::guest(cid.into()).ok()?),
     };
-    match op {
-        OP_ATTACH if !ports.contains(&Port::ANY) => {
-            Some(Request::Attach(AttachRequest { cid, name, ports }))
-        }
-        OP_RESOLVE if cid.is_none() && ports.is_empty() => Some(Request::Resolve(name?)),
+    if ports.contains(&Port::ANY) {
+        return None;
+    }
+    match (op, cid) {
+        (OP_ATTACH, cid) => Some(Request::Attach(AttachRequest { cid, name, ports })),
+        (OP_RESOLVE, None) if ports.is_empty() => Some(Request::Resolve(name?)),
+        (OP_SERVE, None) => Some(Request::Serve(ServiceRequest { name, ports })),
+        (OP_CLAIM, None) if name.is_none() && !ports.is_empty() => Some(Request::Claim(ports)),
+        (OP_RELEASE, None) if name.is_none() && !ports.is_empty() => Some(Request::Release(ports)),
         _ => None,
     }
 }
@@ -293,13 +348,15 @@ pub fn encode_answer(answer: &Answer) -> [u8; ANSWER_LEN] {
     put(&mut bytes, 16, &answer.host.get().to_le_bytes());
     put(&mut bytes, 20, &answer.asked.major.to_le_bytes());
     put(&mut bytes, 22, &answer.asked.minor.to_le_bytes());
+    put(&mut bytes, 24, &answer.port.get().to_le_bytes());
+    put(&mut bytes, 28, &answer.ports.to_le_bytes());
     bytes
 }
 
 /// Reads an answer. One that is longer than ours is of a higher minor version; what is behind is
 /// not for us.
 pub fn decode_answer(bytes: &[u8]) -> Result<Answer, AnswerError> {
-    let fixed = bytes.first_chunk::<ANSWER_LEN>();
+    let fixed = bytes.first_chunk::<SHORT_ANSWER_LEN>();
     let fixed = fixed.filter(|f| f.starts_with(&MAGIC));
     let fixed = fixed.ok_or(AnswerError::NotAnAnswer)?;
     let number = u16_at(fixed, 8);
@@ -310,6 +367,8 @@ pub fn decode_answer(bytes: &[u8]) -> Result<Answer, AnswerError> {
         cid: Cid::new(u32_at(fixed, 12)),
         host: Cid::new(u32_at(fixed, 16)),
         asked: version(fixed, 20),
+        port: Port::new(u32_at(bytes, 24)),
+        ports: u32_at(bytes, 28),
     })
 }
 

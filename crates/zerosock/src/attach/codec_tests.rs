@@ -15,7 +15,7 @@ fn full() -> AttachRequest {
 fn full_bytes() -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(b"zsat");
-    bytes.extend([1, 0, 0, 0]); // version 1.0
+    bytes.extend([1, 0, 1, 0]); // version 1.1
     bytes.extend([1, 0, 0, 0]); // attach, no flags
     bytes.extend([4, 3, 2, 1]); // CID
     bytes.extend([4, 0, 2, 0]); // length of the name, number of ports
@@ -44,6 +44,41 @@ fn a_request_lies_as_the_document_says() {
 }
 
 #[test]
+fn the_requests_of_a_service_lie_as_the_document_says() {
+    let ports = vec![Port::new(5), Port::new(0xaabb_ccdd)];
+    let mut wanted = full_bytes();
+    wanted[8] = 3;
+    wanted[12..16].fill(0);
+    let serve = Request::Serve(ServiceRequest {
+        name: full().name,
+        ports: ports.clone(),
+    });
+    assert_eq!(encode_request(&serve).unwrap(), wanted);
+    assert_eq!(decode_request(&wanted), Ok(serve));
+    // A service has one CID, and it need not ask for it.
+    wanted[12] = 2;
+    assert_eq!(refused(&wanted), Status::BadRequest);
+    wanted[12] = 3;
+    assert_eq!(refused(&wanted), Status::BadRequest);
+    wanted[12] = 0;
+    for (op, request) in [
+        (4, Request::Claim(ports.clone())),
+        (5, Request::Release(ports)),
+    ] {
+        let mut wanted = wanted.clone();
+        wanted[8] = op;
+        assert_eq!(refused(&wanted), Status::BadRequest, "a name");
+        wanted[16] = 0;
+        wanted[24..88].fill(0);
+        assert_eq!(encode_request(&request).unwrap(), wanted);
+        assert_eq!(decode_request(&wanted), Ok(request));
+        wanted.truncate(REQUEST_LEN);
+        wanted[18] = 0;
+        assert_eq!(refused(&wanted), Status::BadRequest, "no ports");
+    }
+}
+
+#[test]
 fn an_answer_lies_as_the_document_says() {
     let answer = Answer {
         version: VERSION,
@@ -51,12 +86,21 @@ fn an_answer_lies_as_the_document_says() {
         cid: Cid::new(0x4000_0000),
         host: Cid::HOST,
         asked: Version { major: 7, minor: 9 },
+        port: Port::new(0x8001_0000),
+        ports: 0x0001_0000,
     };
     let bytes = [
-        b'z', b's', b'a', b't', 1, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0x40, 2, 0, 0, 0, 7, 0, 9, 0,
+        b'z', b's', b'a', b't', 1, 0, 1, 0, 4, 0, 0, 0, 0, 0, 0, 0x40, 2, 0, 0, 0, 7, 0, 9, 0, 0,
+        0, 1, 0x80, 0, 0, 1, 0,
     ];
     assert_eq!(encode_answer(&answer), bytes);
     assert_eq!(decode_answer(&bytes), Ok(answer));
+    // One of version 1.0 ends earlier.
+    let mut short = bytes;
+    short[6] = 0;
+    let short = decode_answer(&short[..SHORT_ANSWER_LEN]).unwrap();
+    assert_eq!((short.status, short.asked), (answer.status, answer.asked));
+    assert_eq!((short.port, short.ports), (Port::new(0), 0));
     for (number, status) in Status::ALL.into_iter().enumerate() {
         assert_eq!(status as usize, number);
         let answer = Answer::refusal(status, Version::default());
@@ -74,7 +118,7 @@ fn every_truncation_is_refused() {
     longer.push(0);
     assert_eq!(refused(&longer), Status::BadRequest);
     let answer = encode_answer(&Answer::refusal(Status::Full, VERSION));
-    for len in 0..answer.len() {
+    for len in 0..SHORT_ANSWER_LEN {
         let error = decode_answer(&answer[..len]).unwrap_err();
         assert_eq!(error, AnswerError::NotAnAnswer, "{len} bytes");
     }
@@ -131,7 +175,8 @@ fn what_cannot_be_granted_is_refused() {
         bytes[at..at + what.len()].copy_from_slice(what);
         bytes
     };
-    for op in [0u16, 3, 0x0100, u16::MAX] {
+    // The third is refused for the CID, as it is another message.
+    for op in [0u16, 6, 3, 0x0100, u16::MAX] {
         assert_eq!(refused(&with(8, &op.to_le_bytes())), Status::BadRequest);
     }
     for cid in [1u32, 2, u32::MAX] {
@@ -170,8 +215,8 @@ fn what_cannot_be_granted_is_refused() {
 #[test]
 fn an_answer_with_a_foreign_status_says_so() {
     let mut bytes = encode_answer(&Answer::refusal(Status::Full, VERSION));
-    bytes[8] = 9;
-    assert_eq!(decode_answer(&bytes), Err(AnswerError::UnknownStatus(9)));
+    bytes[8] = 12;
+    assert_eq!(decode_answer(&bytes), Err(AnswerError::UnknownStatus(12)));
     bytes[0] = b'Z';
     assert_eq!(decode_answer(&bytes), Err(AnswerError::NotAnAnswer));
 }
@@ -182,8 +227,11 @@ proptest! {
     fn rubbish_is_refused_or_means_something(
         mut bytes in prop::collection::vec(any::<u8>(), 0..MAX_REQUEST + 9),
         start in 0usize..32,
+        op in 0u8..8,
     ) {
-        for (to, from) in bytes.iter_mut().zip(full_bytes()).take(start) {
+        let mut good = full_bytes();
+        good[8] = op;
+        for (to, from) in bytes.iter_mut().zip(good).take(start) {
             *to = from;
         }
         if let Ok(request) = decode_request(&bytes) {

@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use zerosock_proto::Cid;
+use zerosock_proto::{Cid, Port};
 
 use super::codec::Name;
 use crate::stats::Stats;
 
-/// An attached process.
+/// An attached process, or a host service.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Process {
-    /// Its CID.
+    /// Its CID: that of the host for a service.
     pub cid: Cid,
     /// Its name, if it has one.
     pub name: Option<Name>,
@@ -20,29 +20,45 @@ pub struct Process {
     pub uid: u32,
     /// Its process number when it connected.
     pub pid: i32,
+    /// The ports of the host that it has claimed; empty unless it is a service.
+    pub claims: Vec<Port>,
+}
+
+impl Process {
+    /// Whether it is a host service.
+    pub fn is_service(&self) -> bool {
+        self.cid == Cid::HOST
+    }
 }
 
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
-    processes: Mutex<BTreeMap<Cid, Process>>,
+    /// By their numbers at the control thread.
+    processes: Mutex<BTreeMap<usize, Process>>,
     refused: AtomicU64,
 }
 
 impl Directory {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Cid, Process>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Process>> {
         // Each change is one insert or remove: a panic elsewhere leaves nothing half done.
         self.processes
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn insert(&self, process: Process) {
-        self.lock().insert(process.cid, process);
+    pub(super) fn insert(&self, vm: usize, process: Process) {
+        self.lock().insert(vm, process);
     }
 
-    pub(super) fn remove(&self, cid: Cid) {
-        self.lock().remove(&cid);
+    pub(super) fn remove(&self, vm: usize) {
+        self.lock().remove(&vm);
+    }
+
+    pub(super) fn set_claims(&self, vm: usize, claims: Vec<Port>) {
+        if let Some(process) = self.lock().get_mut(&vm) {
+            process.claims = claims;
+        }
     }
 
     pub(super) fn refuse(&self) {
@@ -50,7 +66,9 @@ impl Directory {
     }
 
     pub(crate) fn processes(&self) -> Vec<Process> {
-        self.lock().values().cloned().collect()
+        let mut processes: Vec<Process> = self.lock().values().cloned().collect();
+        processes.sort_by_key(|process| (process.cid, process.pid));
+        processes
     }
 
     pub(crate) fn resolve(&self, name: &Name) -> Option<Cid> {
@@ -60,7 +78,13 @@ impl Directory {
     }
 
     pub(crate) fn add_to(&self, sum: &mut Stats) {
-        sum.attached += self.lock().len() as u64;
+        let processes = self.lock();
+        let services = processes.values().filter(|p| p.is_service());
+        let claims = services.clone().map(|service| service.claims.len() as u64);
+        sum.claimed_ports += claims.sum::<u64>();
+        let services = services.count() as u64;
+        sum.services += services;
+        sum.attached += processes.len() as u64 - services;
         sum.attach_refused += self.refused.load(Ordering::Relaxed);
     }
 }

@@ -27,10 +27,10 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
-use zerosock_proto::Cid;
+use zerosock_proto::{Cid, Port};
 
-pub use client::{AttachError, Attached, Client, Fault};
-pub use codec::{AttachRequest, Name, NameError, Status, Version};
+pub use client::{AttachError, Attached, Client, Fault, Serving};
+pub use codec::{AttachRequest, Name, NameError, ServiceRequest, Status, Version};
 pub use directory::Process;
 
 /// The CIDs that processes get who want any: 0x40000000 to 0x7fffffff. VMMs are given small
@@ -77,8 +77,14 @@ pub struct AttachConfig {
     pub groups: Vec<String>,
     /// How they meet the host.
     pub host: AttachHost,
-    /// Processes that may be attached at once.
+    /// Processes that may be attached at once, services apart.
     pub max_processes: usize,
+    /// The users (SO_PEERCRED) whose processes may be the host: attach as services, which claim
+    /// ports of CID 2. Exactly these; at first nobody. Who may is trusted with what guests ask of
+    /// the host: a claimed port goes before the host's own side of every VM.
+    pub service_uids: Vec<u32>,
+    /// Services that may be attached at once.
+    pub max_services: usize,
     /// As [`VmConfig::buf_alloc`](crate::daemon::VmConfig::buf_alloc).
     pub buf_alloc: u32,
     /// As [`VmConfig::queue_size`](crate::daemon::VmConfig::queue_size).
@@ -95,6 +101,8 @@ impl AttachConfig {
             groups: vec!["default".to_owned()],
             host: AttachHost::None,
             max_processes: 256,
+            service_uids: Vec::new(),
+            max_services: 64,
             buf_alloc: 1 << 20,
             queue_size: 32768,
         }
@@ -114,6 +122,12 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }
+
+/// Ports that a service may claim: 0 to this. Above are those from which connections come:
+/// 0x40000000 to 0x7fffffff the host's own, then a block for each service.
+pub const LAST_CLAIMABLE: Port = Port::new(0x3fff_ffff);
+/// Ports that one service may have claimed.
+pub const MAX_CLAIMS: usize = 256;
 
 /// Processes that may wait to be accepted.
 const BACKLOG: i32 = 128;

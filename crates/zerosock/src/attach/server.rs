@@ -1,4 +1,5 @@
-//! The attach server: a lodger on the control thread.
+//! The attach server: a lodger on the control thread. Processes get CIDs of their own from it, and
+//! services ports of the host's.
 //!
 //! ```text
 //!  client:  Silent --attach--> Waiting? --> Joining --workers know--> Attached --resolve--> …
@@ -11,11 +12,13 @@
 //! free when its front-end is seen off and every worker has forgotten it. Who asks for something
 //! that is about to be free waits for that moment.
 //!
-//! `clients` has the connections, `places` the members; here is what is said between them.
+//! `clients` has the connections, `places` the members, `claims` the ports of services; here is
+//! what is said between them.
 //!
 //! What must hold: nothing blocks; a client whose user is not allowed never becomes one; what has
 //! not become a member in [`PATIENCE`] is dropped, and there are at most [`MAX_CLIENTS`] such.
 
+mod claims;
 mod clients;
 mod places;
 
@@ -26,20 +29,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
-use zerosock_proto::Cid;
+use zerosock_proto::{Cid, Port};
 use zerosock_sys::fd_passing;
 
 use super::codec::{
-    Answer, AttachRequest, MAX_REQUEST, Name, Request, Status, VERSION, Version, decode_request,
-    encode_answer,
+    Answer, MAX_REQUEST, Name, Request, Status, VERSION, Version, decode_request, encode_answer,
 };
 use super::directory::Directory;
 use super::{AttachConfig, HOST};
 use crate::device::HostEnd;
 use crate::device::control::{House, Lodger, LogLimit};
 use crate::plane::roster::Roster;
-use clients::{Client, State, dismiss};
-use places::{Member, Obstacle, Stage};
+use claims::{Claim, Errand};
+use clients::{Client, State, dismiss, is_allowed};
+use places::{Member, Obstacle, Stage, Wanted};
 
 /// How long a client may take to say what it wants, and to wait for what is about to be free.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -68,9 +71,13 @@ pub(crate) struct Server {
     members: BTreeMap<usize, Member>,
     by_cid: BTreeMap<Cid, usize>,
     by_name: BTreeMap<Name, usize>,
+    /// Ports of the host that belong to services, those included that are being given up.
+    claims: BTreeMap<Port, Claim>,
     /// The CID to try first for a process that wants any: the one after the last that was given,
     /// so that one that has just become free rests for long.
     next_cid: u32,
+    /// As for CIDs, the block of ports to try first for a service.
+    next_block: u32,
     /// The listener is not watched until then.
     rest: Option<Instant>,
     log: LogLimit,
@@ -93,7 +100,9 @@ impl Server {
             members: BTreeMap::new(),
             by_cid: BTreeMap::new(),
             by_name: BTreeMap::new(),
+            claims: BTreeMap::new(),
             next_cid,
+            next_block: 0,
             rest: None,
             log: LogLimit::default(),
         })
@@ -109,6 +118,9 @@ impl Server {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(_) => return self.lose(key, "it does not take answers", house),
+            }
+            if client.errand.is_some() {
+                break;
             }
             let mut bytes = [0; MAX_REQUEST + 1];
             let mut fds: Vec<OwnedFd> = Vec::new();
@@ -136,7 +148,18 @@ impl Server {
         };
         match (&client.state, request) {
             (&State::Silent { until }, Ok(Request::Attach(request))) => {
-                self.attach(key, request, until, house);
+                let allowed = is_allowed(&self.plan.config.allowed_uids, client.uid);
+                self.attach(key, Wanted::Process(request), allowed, until, house);
+            }
+            (&State::Silent { until }, Ok(Request::Serve(request))) => {
+                let allowed = is_allowed(&self.plan.config.service_uids, client.uid);
+                self.attach(key, Wanted::Service(request), allowed, until, house);
+            }
+            (State::Attached { .. }, Ok(Request::Claim(ports))) => {
+                self.claim(key, ports, Self::patience(), house);
+            }
+            (State::Attached { .. }, Ok(Request::Release(ports))) => {
+                self.give_up(key, ports, house);
             }
             (State::Attached { .. }, Ok(Request::Resolve(name))) => {
                 let vm = self.by_name.get(&name);
@@ -152,13 +175,13 @@ impl Server {
             (State::Attached { .. }, Err(refusal)) => {
                 client.answer = Some(encode_answer(&refusal));
             }
-            (State::Attached { .. }, Ok(Request::Attach(_))) => {
+            (State::Attached { .. }, Ok(Request::Attach(_) | Request::Serve(_))) => {
                 let refusal = Answer::refusal(Status::BadRequest, VERSION);
                 client.answer = Some(encode_answer(&refusal));
             }
             (State::Silent { .. }, Err(refusal)) => self.refuse(key, &refusal),
             // A place first; and one thing after the other.
-            (State::Silent { .. }, Ok(Request::Resolve(_))) => {
+            (State::Silent { .. }, Ok(_)) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
             }
             (&State::Joining { vm, .. }, _) => {
@@ -171,22 +194,35 @@ impl Server {
         }
     }
 
-    /// Grants a request, refuses it, or lets it wait.
-    fn attach(&mut self, key: u32, request: AttachRequest, until: Instant, house: &mut House) {
-        let free = self.free_cid(&request, house);
-        let cid = match free {
-            Ok(cid) => cid,
+    /// Grants a request of a user who is `allowed` to make it, refuses it, or lets it wait.
+    fn attach(
+        &mut self,
+        key: u32,
+        wanted: Wanted,
+        allowed: bool,
+        until: Instant,
+        house: &mut House,
+    ) {
+        let seat = match allowed {
+            true => self.seat(&wanted, house),
+            false => Err(Obstacle::Refused(Answer::refusal(
+                Status::NotPermitted,
+                VERSION,
+            ))),
+        };
+        let seat = match seat {
+            Ok(seat) => seat,
             Err(Obstacle::Passing(_)) if Instant::now() < until => {
                 if let Some(client) = self.clients.get_mut(&key) {
-                    client.state = State::Waiting { until, request };
+                    client.state = State::Waiting { until, wanted };
                 }
                 return;
             }
-            Err(Obstacle::Passing(status) | Obstacle::Refused(status)) => {
-                return self.refuse(key, &Answer::refusal(status, VERSION));
+            Err(Obstacle::Passing(answer) | Obstacle::Refused(answer)) => {
+                return self.refuse(key, &answer);
             }
         };
-        if let Err(error) = self.join(key, cid, &request, house) {
+        if let Err(error) = self.join(key, seat, &wanted, house) {
             self.warn(&format!("cannot attach a process: {error}"));
             self.refuse(key, &Answer::refusal(Status::ServerFailed, VERSION));
         }
@@ -206,11 +242,11 @@ impl Server {
             let silent = State::Silent {
                 until: Instant::now(),
             };
-            if let State::Waiting { until, request } = std::mem::replace(&mut client.state, silent)
-            {
-                self.attach(key, request, until, house);
+            if let State::Waiting { until, wanted } = std::mem::replace(&mut client.state, silent) {
+                self.attach(key, wanted, true, until, house);
             }
         }
+        self.retry_claims(house, |_| true);
     }
 
     /// Logs what processes do wrong, but does not let them fill the log.
@@ -226,9 +262,15 @@ impl Lodger for Server {
         house.watch(&self.plan.config.listener, LISTENER, EventFlags::IN)
     }
 
-    fn ready(&mut self, key: u32, _: EventFlags, house: &mut House) {
+    fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {
         match key {
             LISTENER => self.accept(house),
+            // It is not read while it waits, so nothing else would notice.
+            key if self.clients.get(&key).is_some_and(|c| c.errand.is_some())
+                && flags.intersects(EventFlags::HUP | EventFlags::ERR) =>
+            {
+                self.lose(key, "it closed its lease", house);
+            }
             key => self.serve(key, house),
         }
     }
@@ -239,7 +281,8 @@ impl Lodger for Server {
         };
         let (number, notice) = house.notice();
         member.stage = Stage::Removing(number);
-        let (cid, addr) = (member.cid, member.addr);
+        let (cid, addr, service) = (member.cid, member.addr, member.service.is_some());
+        let name = member.name.as_ref().map_or("", Name::as_str).to_owned();
         if let Some(key) = member.client.take()
             && let Some(client) = self.clients.remove(&key)
             && matches!(client.state, State::Joining { .. })
@@ -249,24 +292,37 @@ impl Lodger for Server {
                 &Answer::refusal(Status::ServerFailed, VERSION),
             );
         }
-        self.directory.remove(cid);
-        self.roster.remove(cid, addr, &notice);
+        self.directory.remove(vm);
+        if service {
+            let ports: Vec<Port> = self.claims_of(vm).collect();
+            self.let_go(ports.iter().copied(), number);
+            // Those that it had begun to give up are on their way already.
+            self.roster.remove_service(addr, ports, &notice);
+        } else {
+            self.roster.remove(cid, addr, &notice);
+        }
         if let Some(suppressed) = self.log.admit(Instant::now()) {
-            tracing::info!(%cid, suppressed, "process gone");
+            match service {
+                true => tracing::info!(name, suppressed, "service gone"),
+                false => tracing::info!(%cid, name, suppressed, "process gone"),
+            }
         }
     }
 
     fn noticed(&mut self, number: u64, house: &mut House) {
+        self.claims_noticed(number, house);
         let stages = [Stage::Joining(number), Stage::Removing(number)];
         let found = self.members.iter().find(|(_, m)| stages.contains(&m.stage));
         let Some((&vm, member)) = found else {
-            return;
+            return self.retry(house);
         };
         if member.stage == Stage::Joining(number) {
             return self.joined(vm, house);
         }
         if let Some(member) = self.members.remove(&vm) {
-            self.by_cid.remove(&member.cid);
+            if member.service.is_none() {
+                self.by_cid.remove(&member.cid);
+            }
             if let Some(name) = &member.name {
                 self.by_name.remove(name);
             }
@@ -277,7 +333,11 @@ impl Lodger for Server {
 
     fn deadline(&self) -> Option<Instant> {
         let clients = self.clients.values().filter_map(|c| c.state.until());
-        clients.chain(self.rest).min()
+        let errands = self.clients.values().filter_map(|c| match c.errand {
+            Some(Errand::Waiting { until, .. }) => Some(until),
+            _ => None,
+        });
+        clients.chain(errands).chain(self.rest).min()
     }
 
     fn time_passed(&mut self, now: Instant, house: &mut House) {
@@ -285,6 +345,7 @@ impl Lodger for Server {
             self.rest = None;
             self.watch_listener(house, EventFlags::IN);
         }
+        self.retry_claims(house, |until| now >= until);
         let late = self.clients.iter();
         let late = late.filter(|(_, c)| c.state.until().is_some_and(|until| now >= until));
         let late: Vec<u32> = late.map(|(&key, _)| key).collect();
@@ -295,7 +356,7 @@ impl Lodger for Server {
             let silent = State::Silent { until: now };
             match std::mem::replace(&mut client.state, silent) {
                 // What it waits for has not become free in time: it is told what that was.
-                State::Waiting { until, request } => self.attach(key, request, until, house),
+                State::Waiting { until, wanted } => self.attach(key, wanted, true, until, house),
                 _ => {
                     self.warn("a process said nothing for too long");
                     self.clients.remove(&key);
@@ -312,5 +373,7 @@ fn granted(cid: Cid) -> Answer {
         cid,
         host: HOST,
         asked: VERSION,
+        port: Port::new(0),
+        ports: 0,
     }
 }

@@ -38,7 +38,10 @@ impl Device {
                 } else if !cx.routes.may_reach(self.cid, local) {
                     cx.counters.conns_refused.add(1);
                     let _ = self.shard.reject(flow);
-                } else if !self.app_incoming(flow, local, peer, cx) {
+                } else if self.app_incoming(flow, local, peer, cx) {
+                } else if cx.routes.service(local.port).is_some() {
+                    self.ask_sibling(flow, local, peer, cx);
+                } else {
                     self.guest_connects(flow, local.port, cx);
                 }
             }

@@ -46,11 +46,12 @@ use join::{End, Join};
 use ring::Ring;
 use slab::Slab;
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 use timers::Timers;
 use zerosock_proto::vsock::{FlowId, Shard};
-use zerosock_proto::{Cid, Instant};
+use zerosock_proto::{Cid, Instant, Port};
 use zerosock_ring::Memory;
 use zerosock_sys::bell::Ringer;
 
@@ -120,6 +121,9 @@ pub(crate) struct Device {
     cid: Cid,
     shard: Shard,
     host: HostEnd,
+    /// The guest is a host service: it is CID 2, and may connect from these ports and from those
+    /// that it has claimed, so that no two services have the same.
+    service: Option<RangeInclusive<Port>>,
 
     link: Option<FrontendLink>,
     memory: Option<Arc<Memory>>,
@@ -173,12 +177,19 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    pub(crate) fn new(addr: DeviceAddr, cid: Cid, shard: Shard, host: HostEnd) -> Device {
+    pub(crate) fn new(
+        addr: DeviceAddr,
+        cid: Cid,
+        shard: Shard,
+        host: HostEnd,
+        service: Option<RangeInclusive<Port>>,
+    ) -> Device {
         Device {
             addr,
             cid,
             shard,
             host,
+            service,
             link: None,
             memory: None,
             rx: None,

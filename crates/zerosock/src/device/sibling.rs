@@ -7,9 +7,9 @@ use super::join::{End, Inbound, Join, SiblingEnd};
 use super::outbound::copy_out;
 use super::{Context, Device};
 use crate::switch::{Message, Peer};
-use zerosock_proto::Address;
 use zerosock_proto::vsock::{FlowId, How};
 use zerosock_proto::wire::vsock::SocketType;
+use zerosock_proto::{Address, Port};
 
 /// `len` bytes of the front of `inbound` were read; the sibling's guest gets its credit, and its
 /// chain if it is `used_up`.
@@ -78,7 +78,16 @@ pub(super) fn tell_end(join: &Join, orderly: bool, cx: &mut Context<'_>) {
 const MAX_UNANSWERED: usize = 1024;
 
 impl Device {
-    /// Our guest wants to reach `local`, which is not the host.
+    /// Whether our guest may connect from this port. Services are one CID: a port that two had
+    /// would be one address, and what a guest answers would have two ends.
+    fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
+        match &self.service {
+            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.addr),
+            None => true,
+        }
+    }
+
+    /// Our guest wants to reach `local`: another endpoint, or a service.
     pub(super) fn ask_sibling(
         &mut self,
         flow: FlowId,
@@ -86,8 +95,10 @@ impl Device {
         peer: Address,
         cx: &mut Context<'_>,
     ) {
-        let may = self.unanswered < MAX_UNANSWERED && cx.routes.may_reach(self.cid, local);
-        let Some(device) = cx.routes.device(local.cid).filter(|_| may) else {
+        let may = self.unanswered < MAX_UNANSWERED
+            && self.may_come_from(peer.port, cx)
+            && cx.routes.may_reach(self.cid, local);
+        let Some(device) = cx.routes.target(local).filter(|_| may) else {
             cx.counters.conns_refused.add(1);
             let _ = self.shard.reject(flow);
             return;

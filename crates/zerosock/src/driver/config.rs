@@ -1,7 +1,10 @@
 //! What a [`Driver`](super::Driver) is built from, and what it refuses.
 
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
+
+use zerosock_proto::Port;
 
 use super::arena::HEADER_SLOT;
 
@@ -27,6 +30,9 @@ pub struct DriverConfig {
     pub buf_alloc: u32,
     /// Connections at once; further requests are answered with RST.
     pub max_connections: usize,
+    /// The endpoint is a service of the host: its CID is 2, and its connections come from these
+    /// ports, as it was told when it attached. `None`: it is a guest, or a process like one.
+    pub host_ports: Option<RangeInclusive<Port>>,
     /// How long a connect waits for the peer's answer. Linux: 2 s.
     pub connect_timeout: Duration,
     /// Bound on each vhost-user request.
@@ -59,6 +65,7 @@ impl DriverConfig {
             tx_buffer_size: 65536,
             buf_alloc: 262_144,
             max_connections: 4096,
+            host_ports: None,
             connect_timeout: Duration::from_secs(2),
             control_timeout: Duration::from_secs(10),
             event_idx: true,

@@ -238,6 +238,8 @@ impl Driver {
             .link
             .as_mut()
             .and_then(|link| link.frontend.guest_cid().ok());
+        // A service is what it is.
+        let cid = cid.filter(|_| self.config.host_ports.is_none());
         let Some(cid) = cid.and_then(|cid| Cid::guest(cid).ok()) else {
             return;
         };

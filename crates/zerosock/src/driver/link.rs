@@ -26,6 +26,9 @@ const F_EVENT_IDX: u64 = 1 << 29;
 /// VIRTIO_VSOCK_F_STREAM.
 const F_STREAM: u64 = 1;
 
+/// The CID of the host, which a service's device has.
+const HOST: u64 = 2;
+
 /// The queues' numbers (virtio 1.2, 5.10.2 "Virtqueues").
 pub(crate) const RX: usize = 0;
 pub(crate) const TX: usize = 1;
@@ -176,7 +179,10 @@ impl Link {
         if !protocol.contains(VhostUserProtocolFeatures::CONFIG) {
             return Err(AttachError::Missing("VHOST_USER_PROTOCOL_F_CONFIG"));
         }
-        let cid = Cid::guest(frontend.guest_cid()?)?;
+        let cid = match (frontend.guest_cid()?, &config.host_ports) {
+            (HOST, Some(_)) => Cid::HOST,
+            (cid, _) => Cid::guest(cid)?,
+        };
         Ok(Link {
             frontend,
             event_idx: features & F_EVENT_IDX != 0,

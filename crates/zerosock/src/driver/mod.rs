@@ -604,5 +604,9 @@ fn new_shard(config: &DriverConfig, cid: Cid) -> Shard {
         connect_timeout: config.connect_timeout,
         ..ShardConfig::driver(cid)
     };
-    Shard::new(shard_config, Arc::new(PortTable::new()))
+    let ports = match &config.host_ports {
+        Some(ports) => PortTable::giving_out(ports.clone()),
+        None => PortTable::new(),
+    };
+    Shard::new(shard_config, Arc::new(ports))
 }

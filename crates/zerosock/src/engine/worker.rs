@@ -469,6 +469,7 @@ mod tests {
                 cid,
                 host: crate::device::HostEnd::None,
                 buf_alloc: 1 << 16,
+                service: None,
             };
             let device = Box::new(roster.device(addr, member));
             sender.send(WorkerMessage::AddDevice(device)).unwrap();

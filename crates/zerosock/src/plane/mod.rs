@@ -106,6 +106,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             cid,
             host: host_end(vm.host)?,
             buf_alloc: vm.buf_alloc,
+            service: None,
         };
         worker.add(roster.device(addr, member));
         specs.push(VmSpec {

@@ -13,6 +13,7 @@ use crate::engine::mailbox::Sender;
 use crate::engine::numbers::Numbers;
 use crate::engine::worker::WorkerMessage;
 use crate::switch::{DeviceAddr, Routes};
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::vsock::{LocalCids, PortTable, Shard, ShardConfig};
@@ -34,6 +35,8 @@ pub(crate) struct Member {
     pub(crate) cid: Cid,
     pub(crate) host: HostEnd,
     pub(crate) buf_alloc: u32,
+    /// A host service, and from which ports it may connect beside those that it has claimed.
+    pub(crate) service: Option<RangeInclusive<Port>>,
 }
 
 /// How a device is entered in the table of routes.
@@ -89,13 +92,7 @@ impl Roster {
     /// Gives `cid` a place on the worker that has the fewest devices, and a route. The workers are
     /// not told: for those who are there before a worker starts. `None`: all places are taken.
     pub(crate) fn enrol(&mut self, cid: Cid, entry: Entry<'_>) -> Option<DeviceAddr> {
-        let workers = self.numbers.iter_mut().enumerate();
-        let (worker, numbers) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
-        let vm = numbers.take()?;
-        let addr = DeviceAddr {
-            worker: worker as u32,
-            vm,
-        };
+        let addr = self.place()?;
         let routes = Arc::make_mut(&mut self.routes);
         routes.add(cid, addr, entry.groups);
         if !entry.ports.is_empty() {
@@ -107,12 +104,23 @@ impl Roster {
         Some(addr)
     }
 
+    fn place(&mut self) -> Option<DeviceAddr> {
+        let workers = self.numbers.iter_mut().enumerate();
+        let (worker, numbers) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
+        let vm = numbers.take()?;
+        Some(DeviceAddr {
+            worker: worker as u32,
+            vm,
+        })
+    }
+
     /// The device for a place.
     pub(crate) fn device(&self, addr: DeviceAddr, member: Member) -> Device {
         let Member {
             cid,
             host,
             buf_alloc,
+            service,
         } = member;
         let shard = Shard::new(
             ShardConfig {
@@ -129,7 +137,7 @@ impl Roster {
             },
             Arc::new(PortTable::new()),
         );
-        Device::new(addr, cid, shard, host)
+        Device::new(addr, cid, shard, host, service)
     }
 
     /// The way to the worker of a device.
@@ -154,6 +162,53 @@ impl Roster {
         self.send(addr.worker, WorkerMessage::AddDevice(Box::new(device)));
         self.tell_routes(taken);
         Some(addr)
+    }
+
+    /// Adds a service's device, with its claims, while the workers run. When `taken` comes back,
+    /// every worker sends to it what guests ask of these ports of the host.
+    pub(crate) fn add_service(
+        &mut self,
+        member: Member,
+        ports: &[Port],
+        taken: &Arc<Notice>,
+    ) -> Option<DeviceAddr> {
+        let addr = self.place()?;
+        let device = self.device(addr, member);
+        self.send(addr.worker, WorkerMessage::AddDevice(Box::new(device)));
+        self.claim(addr, ports, taken);
+        Some(addr)
+    }
+
+    /// From now on these ports of the host belong to a service. When `taken` comes back, every
+    /// worker knows.
+    pub(crate) fn claim(&mut self, addr: DeviceAddr, ports: &[Port], taken: &Arc<Notice>) {
+        let routes = Arc::make_mut(&mut self.routes);
+        for &port in ports {
+            routes.claim(port, addr);
+        }
+        self.tell_routes(taken);
+    }
+
+    /// From now on these ports belong to nobody. When `taken` comes back, no worker sends
+    /// anything to whose they were, and they can be claimed again.
+    pub(crate) fn unclaim(&mut self, ports: impl IntoIterator<Item = Port>, taken: &Arc<Notice>) {
+        let routes = Arc::make_mut(&mut self.routes);
+        for port in ports {
+            routes.unclaim(port);
+        }
+        self.tell_routes(taken);
+    }
+
+    /// Removes a service's device, and its claims, as [`remove`](Roster::remove) does.
+    pub(crate) fn remove_service(
+        &mut self,
+        addr: DeviceAddr,
+        ports: impl IntoIterator<Item = Port>,
+        taken: &Arc<Notice>,
+    ) {
+        let vm = addr.vm;
+        self.send(addr.worker, WorkerMessage::RemoveDevice { vm });
+        self.unclaim(ports, taken);
     }
 
     /// Removes a device that was added. When `taken` comes back, no worker knows it any more, and

@@ -115,6 +115,8 @@ impl Message {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Routes {
     by_cid: HashMap<Cid, Route>,
+    /// The ports of CID 2 that services have claimed, and whose they are.
+    services: HashMap<Port, DeviceAddr>,
     access: AccessList,
 }
 
@@ -179,6 +181,32 @@ impl Routes {
     fn is_open(&self, to: Address) -> bool {
         let ports = self.by_cid.get(&to.cid).and_then(|r| r.ports.as_ref());
         ports.is_none_or(|ports| ports.binary_search(&to.port).is_ok())
+    }
+
+    /// `port` of CID 2 belongs to the service with this device.
+    pub(crate) fn claim(&mut self, port: Port, service: DeviceAddr) {
+        self.services.insert(port, service);
+    }
+
+    /// `port` of CID 2 belongs to nobody any more.
+    pub(crate) fn unclaim(&mut self, port: Port) {
+        self.services.remove(&port);
+    }
+
+    /// The service that has claimed `port` of CID 2. What nobody has claimed is for the host's
+    /// side of the asking device.
+    #[inline]
+    pub(crate) fn service(&self, port: Port) -> Option<DeviceAddr> {
+        self.services.get(&port).copied()
+    }
+
+    /// The device that is to be asked for `to`, once [`may_reach`](Routes::may_reach) has said
+    /// yes: the endpoint's, or the service's that has claimed the port.
+    pub(crate) fn target(&self, to: Address) -> Option<DeviceAddr> {
+        match to.cid {
+            Cid::HOST => self.service(to.port),
+            cid => self.device(cid),
+        }
     }
 
     /// The device of `cid`.

@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use zerosock_proto::{Address, Cid, Port};
@@ -20,7 +20,7 @@ use super::listener::Listener;
 use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::attach::{self, AttachRequest, Attached, Client, Fault, Name};
+use crate::attach::{self, AttachRequest, Attached, Client, Fault, Name, ServiceRequest, Serving};
 use crate::deadline::deadline_in;
 use crate::driver::{self, Driver, DriverConfig};
 
@@ -119,8 +119,8 @@ impl From<OpenError> for io::Error {
 pub struct Endpoint {
     pub(super) core: Arc<Core>,
     cid: Cid,
-    /// Those at which we can be reached; empty: all.
-    ports: Vec<Port>,
+    /// Those at which we can be reached; empty: all, unless we are a service.
+    ports: Mutex<Vec<Port>>,
     wait: Wait,
     connect_timeout: Duration,
     huge_pages: bool,
@@ -238,12 +238,78 @@ impl Endpoint {
     /// # Errors
     /// With a [`ListenError`] inside: `AddrInUse` when somebody listens there already,
     /// `InvalidInput` for a port that is not among the [`ports`](EndpointBuilder::ports) that the
-    /// endpoint was opened with, as nobody would reach it.
+    /// endpoint was opened with, or, of a service, that it has [claimed](Self::claim), as nobody
+    /// would reach it.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
-        if !self.ports.is_empty() && !self.ports.contains(&port) {
+        let ports = self.named();
+        if !ports.contains(&port) && (self.is_service() || !ports.is_empty()) {
             return Err(ListenError::NotNamed(port).into());
         }
+        drop(ports);
         listen(&self.core, Address::new(self.cid, port), backlog, self.wait)
+    }
+
+    /// Whether we are a service of the host, opened with
+    /// [`attach_as_host`](EndpointBuilder::attach_as_host).
+    pub fn is_service(&self) -> bool {
+        self.cid == Cid::HOST
+    }
+
+    /// Claims `port` of the host for this service: when this returns, what guests and processes
+    /// ask of CID 2 there comes to us, until it is [released](Self::release) or the endpoint and
+    /// all its sockets are dropped. A port that somebody is giving up is waited for.
+    ///
+    /// ```
+    /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/services.rs"));
+    /// # let path = dir.path().join("attach.sock");
+    /// use std::io::ErrorKind;
+    /// use zerosock::Port;
+    /// use zerosock::vsock::Endpoint;
+    ///
+    /// let one = Endpoint::builder().attach_as_host(&path)?;
+    /// let two = Endpoint::builder().attach_as_host(&path)?;
+    /// one.claim(Port::new(37))?;
+    /// assert_eq!(two.claim(Port::new(37)).unwrap_err().kind(), ErrorKind::AddrInUse);
+    /// one.release(Port::new(37))?;
+    /// two.claim(Port::new(37))?;
+    /// let _listener = two.listen(Port::new(37), 16)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// With an [`AttachError`](attach::AttachError) inside: `AddrInUse` when a service has it,
+    /// ourselves included; `PermissionDenied` for a port above
+    /// [`LAST_CLAIMABLE`](attach::LAST_CLAIMABLE); `ResourceBusy` beyond
+    /// [`MAX_CLAIMS`](attach::MAX_CLAIMS). `InvalidInput` for an endpoint that is no service.
+    pub fn claim(&self, port: Port) -> io::Result<()> {
+        self.change_claims(|place| place.claim(&[port]))?;
+        self.named().push(port);
+        Ok(())
+    }
+
+    /// Gives `port` of the host up. What is connected there stays; what comes later goes to whoever
+    /// claims it next, or to the host's own side.
+    ///
+    /// # Errors
+    /// As for [`claim`](Self::claim); `AddrNotAvailable` for a port that is not ours.
+    pub fn release(&self, port: Port) -> io::Result<()> {
+        self.change_claims(|place| place.release(&[port]))?;
+        self.named().retain(|&named| named != port);
+        Ok(())
+    }
+
+    fn change_claims(
+        &self,
+        change: impl FnOnce(&mut Client) -> Result<(), attach::AttachError>,
+    ) -> io::Result<()> {
+        let place = self.core.place().filter(|_| self.is_service());
+        let mut place = place.ok_or(io::ErrorKind::InvalidInput)?;
+        change(&mut place).map_err(|error| io::Error::new(error.kind(), error))
+    }
+
+    fn named(&self) -> MutexGuard<'_, Vec<Port>> {
+        // Each change is one push or one retain.
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes in what has come and acts on what is due, without waiting. Only for programs that do
@@ -336,8 +402,9 @@ impl EndpointBuilder {
         self
     }
 
-    /// The ports at which we can be reached, at most 256; without, all that we listen on. Only of
-    /// effect with [`attach`](Self::attach), as are CID and name.
+    /// The ports at which we can be reached, at most 256; without, all that we listen on. Of a
+    /// service, those that it claims; without, none. Only of effect with [`attach`](Self::attach)
+    /// and [`attach_as_host`](Self::attach_as_host), as is the name.
     pub fn ports(mut self, ports: impl IntoIterator<Item = Port>) -> EndpointBuilder {
         self.request.ports = ports.into_iter().collect();
         self
@@ -360,6 +427,61 @@ impl EndpointBuilder {
         self.open(driver, Some(control))
     }
 
+    /// Attaches at the attach socket of `zerosock serve` as the host: a service, which is reached at
+    /// CID 2 and the [`ports`](Self::ports) that it claims, now and [later](Endpoint::claim), and
+    /// which connects to guests and processes from there. Ports that no service has claimed belong
+    /// to the host's own side of each VM, as without services. All ports are free again when the
+    /// endpoint is dropped, or its process dies. The [`name`](Self::name) is for the log and
+    /// those who list it; the [`cid`](Self::cid) is of no effect.
+    ///
+    /// Who may, is for the server to say (`--service-uid`,
+    /// [`service_uids`](attach::AttachConfig::service_uids)).
+    ///
+    /// ```
+    /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/services.rs"));
+    /// # let path = dir.path().join("attach.sock");
+    /// use std::io::Read;
+    /// use std::thread;
+    /// use zerosock::vsock::Endpoint;
+    /// use zerosock::{Address, Cid, Port};
+    ///
+    /// let echo = Port::new(7);
+    /// let service = Endpoint::builder().name("echo").ports([echo]).attach_as_host(&path)?;
+    /// let listener = service.listen(echo, 16)?;
+    /// # let attached = path.clone();
+    /// # let process = thread::spawn(move || -> std::io::Result<u32> {
+    /// #     let process = Endpoint::attach(&attached)?;
+    /// #     let mut stream = process.connect(Address::new(Cid::HOST, echo))?;
+    /// #     std::io::Write::write_all(&mut stream, b"hello")?;
+    /// #     Ok(process.cid().get())
+    /// # });
+    /// // A guest, or a process, has connected to port 7 of CID 2.
+    /// let (mut stream, peer) = listener.accept()?;
+    /// let mut text = String::new();
+    /// stream.read_to_string(&mut text)?;
+    /// assert_eq!(text, "hello");
+    /// # assert_eq!(peer.cid.get(), process.join().unwrap()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// See [`OpenError`]; a port that another service has is
+    /// [`PortTaken`](attach::AttachError::PortTaken).
+    pub fn attach_as_host(mut self, path: impl AsRef<Path>) -> Result<Endpoint, OpenError> {
+        let request = ServiceRequest {
+            name: self.name.as_ref().map(|name| name.parse()).transpose()?,
+            ports: self.request.ports.clone(),
+        };
+        let Serving {
+            socket,
+            sources,
+            control,
+        } = Client::serve(path.as_ref(), &request)?;
+        self.config.host_ports = Some(sources);
+        let driver = Driver::attach_over(socket, self.config.clone())?;
+        self.open(driver, Some(control))
+    }
+
     /// Attaches to a device by its vhost-user socket, as a VMM does for a guest. The CID is the
     /// one that the device has for its guest.
     ///
@@ -378,7 +500,7 @@ impl EndpointBuilder {
         Ok(Endpoint {
             core: Arc::new(Core::new(Box::new(driver), self.trust, place)?),
             cid,
-            ports: self.request.ports,
+            ports: Mutex::new(self.request.ports),
             wait: self.wait,
             connect_timeout: self.config.connect_timeout,
             huge_pages,

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use rustix::net::{RecvFlags, accept};
 
 use super::*;
-use zerosock::attach::codec::{Answer, VERSION, encode_answer};
+use zerosock::attach::codec::{Answer, SHORT_ANSWER_LEN, VERSION, encode_answer};
 use zerosock::attach::{Fault, Status, Version};
 use zerosock::vsock::OpenError;
 use zerosock_sys::fd_passing;
@@ -39,6 +39,8 @@ fn answer(change: impl FnOnce(&mut Answer)) -> Vec<u8> {
         cid: Cid::new(9),
         host: Cid::HOST,
         asked: VERSION,
+        port: Port::new(0),
+        ports: 0,
     };
     change(&mut answer);
     encode_answer(&answer).to_vec()
@@ -75,7 +77,7 @@ fn a_server_that_breaks_the_protocol_is_to_blame() {
     protocol_error(ask(&answer(|a| a.cid = Cid::HOST), &[stream()]));
     protocol_error(ask(&answer(|a| a.status = Status::UnknownName), &[]));
     protocol_error(ask(b"HTTP/1.1 400 Bad Request", &[]));
-    for len in 1..good.len() {
+    for len in 1..SHORT_ANSWER_LEN {
         protocol_error(ask(&good[..len], &[stream()]));
     }
     let error = ask(&[], &[]).unwrap_err();

@@ -7,6 +7,7 @@ mod fake_server;
 mod hostile;
 mod joining;
 mod leaving;
+mod services;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

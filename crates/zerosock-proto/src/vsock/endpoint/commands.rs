@@ -79,7 +79,8 @@ impl<S: BuildHasher> Shard<S> {
         // A guest may have connections to ports that look ephemeral; it has no
         // more of them than there are connections.
         for _ in 0..=self.config.max_connections {
-            let (address, hold) = self.ports.allocate(local.cid);
+            let allocated = self.ports.allocate(local.cid);
+            let (address, hold) = allocated.ok_or(ConnectError::InUse)?;
             let key = Key {
                 local: address,
                 peer,

@@ -15,7 +15,9 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::net::{SocketFlags, accept_with};
 use zerosock_sys::fd_passing;
 
-use super::super::codec::{ANSWER_LEN, Answer, AttachRequest, Status, Version, encode_answer};
+use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
+use super::claims::Errand;
+use super::places::Wanted;
 use super::{ACCEPT_REST, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
 use crate::device::control::House;
 
@@ -26,28 +28,21 @@ pub(super) struct Client {
     pub(super) state: State,
     /// An answer that the socket did not take. While there is one, nothing is read.
     pub(super) answer: Option<[u8; ANSWER_LEN]>,
+    /// What a service has asked for and the workers are told of. While there is something,
+    /// nothing is read.
+    pub(super) errand: Option<Errand>,
     pub(super) watched: EventFlags,
 }
 
 pub(super) enum State {
-    Silent {
-        until: Instant,
-    },
-    Waiting {
-        until: Instant,
-        request: AttachRequest,
-    },
-    Joining {
-        vm: usize,
-        theirs: UnixStream,
-    },
-    Attached {
-        vm: usize,
-    },
+    Silent { until: Instant },
+    Waiting { until: Instant, wanted: Wanted },
+    Joining { vm: usize, theirs: UnixStream },
+    Attached { vm: usize },
 }
 
-/// Whether a user may attach.
-fn is_allowed(allowed: &[u32], uid: u32) -> bool {
+/// Whether a user is among those who may.
+pub(super) fn is_allowed(allowed: &[u32], uid: u32) -> bool {
     allowed.contains(&uid)
 }
 
@@ -81,7 +76,9 @@ impl Server {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
         };
-        let status = if !is_allowed(&self.plan.config.allowed_uids, uid) {
+        let config = &self.plan.config;
+        let known = |uids| is_allowed(uids, uid);
+        let status = if !known(&config.allowed_uids) && !known(&config.service_uids) {
             Status::NotPermitted
         } else if self.newcomers() >= MAX_CLIENTS {
             Status::Full
@@ -98,6 +95,7 @@ impl Server {
                 pid,
                 state: State::Silent { until },
                 answer: None,
+                errand: None,
                 watched,
             };
             self.clients.insert(key, client);
@@ -153,9 +151,11 @@ impl Server {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
-        let wanted = match client.answer {
-            Some(_) => EventFlags::OUT,
-            None => EventFlags::IN,
+        let wanted = match (&client.answer, &client.errand) {
+            (Some(_), _) => EventFlags::OUT,
+            // That it hangs up is told all the same.
+            (None, Some(_)) => EventFlags::empty(),
+            (None, None) => EventFlags::IN,
         };
         if wanted == client.watched {
             return;

@@ -1,26 +1,72 @@
-//! Members: which CID and name somebody gets, and how a device comes and goes on his account.
+//! Members: which CID, name and ports somebody gets, and how a device comes and goes on his account.
 //!
 //! What must hold: a CID, a name and a place are given to one at a time, and are free again only
 //! when every worker has forgotten who had them.
 
 use std::io::{self, IoSlice};
+use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
-use zerosock_proto::Cid;
+use zerosock_proto::{Cid, Port};
 use zerosock_sys::fd_passing;
 
-use super::super::codec::{AttachRequest, Name, Status, encode_answer};
+use super::super::HOST;
+use super::super::codec::{
+    Answer, AttachRequest, Name, ServiceRequest, Status, VERSION, encode_answer,
+};
 use super::super::directory::Process;
+use super::claims::Shown;
 use super::clients::has_hung_up;
 use super::{Server, State, granted};
+use crate::device::HostEnd;
 use crate::device::control::{FrontendSocket, House, VmSpec};
 use crate::plane::roster::{Entry, Member as Device};
 use crate::switch::DeviceAddr;
 
+/// What a client wants to be.
+#[derive(Debug)]
+pub(super) enum Wanted {
+    Process(AttachRequest),
+    Service(ServiceRequest),
+}
+
+impl Wanted {
+    fn name(&self) -> Option<&Name> {
+        match self {
+            Wanted::Process(request) => request.name.as_ref(),
+            Wanted::Service(request) => request.name.as_ref(),
+        }
+    }
+}
+
+/// Where there is room for it.
+#[derive(Copy, Clone, Debug)]
+pub(super) enum Seat {
+    /// This CID.
+    Cid(Cid),
+    /// The host, connecting from the block of ports of this number.
+    Block(u32),
+}
+
+/// The first of the ports from which services connect, how many each has, and how many can.
+const FIRST_SOURCE: u32 = 0x8000_0000;
+const BLOCK: u32 = 0x1_0000;
+const BLOCKS: u32 = 0x7fff;
+
+impl Seat {
+    fn sources(block: u32) -> (Port, RangeInclusive<Port>) {
+        let first = FIRST_SOURCE + block % BLOCKS * BLOCK;
+        let last = first + (BLOCK - 1);
+        (Port::new(first), Port::new(first)..=Port::new(last))
+    }
+}
+
 pub(super) struct Member {
     pub(super) cid: Cid,
+    /// A service, and the number of its block of ports.
+    pub(super) service: Option<u32>,
     pub(super) name: Option<Name>,
     pub(super) addr: DeviceAddr,
     /// The client whose it is, while that one is there.
@@ -49,61 +95,106 @@ impl Stage {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Obstacle {
     /// For good.
-    Refused(Status),
+    Refused(Answer),
     /// Until someone has left who is about to.
-    Passing(Status),
+    Passing(Answer),
+}
+
+impl Obstacle {
+    fn refused(status: Status) -> Obstacle {
+        Obstacle::Refused(Answer::refusal(status, VERSION))
+    }
+
+    fn passing(status: Status) -> Obstacle {
+        Obstacle::Passing(Answer::refusal(status, VERSION))
+    }
 }
 
 impl Server {
-    /// The CID that the request can have, if all that it wants is free.
-    pub(super) fn free_cid(
-        &mut self,
-        request: &AttachRequest,
-        house: &mut House,
-    ) -> Result<Cid, Obstacle> {
-        if let Some(name) = &request.name
+    /// Where the client can go, if all that it wants is free.
+    pub(super) fn seat(&mut self, wanted: &Wanted, house: &mut House) -> Result<Seat, Obstacle> {
+        if let Some(name) = wanted.name()
             && let Some(&vm) = self.by_name.get(name)
         {
             return Err(self.obstacle(vm, Status::NameTaken, house));
         }
+        match wanted {
+            Wanted::Process(request) => self.free_cid(request, house).map(Seat::Cid),
+            Wanted::Service(request) => {
+                self.check_ports(&request.ports, 0, house)?;
+                self.check_room(true, self.plan.config.max_services)?;
+                let block = self.free_block().ok_or(Obstacle::refused(Status::Full))?;
+                Ok(Seat::Block(block))
+            }
+        }
+    }
+
+    fn free_cid(&mut self, request: &AttachRequest, house: &mut House) -> Result<Cid, Obstacle> {
         if let Some(cid) = request.cid {
             if let Some(&vm) = self.by_cid.get(&cid) {
                 return Err(self.obstacle(vm, Status::CidTaken, house));
             }
             if self.roster.contains(cid) {
-                return Err(Obstacle::Refused(Status::CidTaken));
+                return Err(Obstacle::refused(Status::CidTaken));
             }
         }
-        if self.members.len() >= self.plan.config.max_processes {
-            let mut members = self.members.values();
-            return Err(match members.any(|member| member.stage.is_leaving()) {
-                true => Obstacle::Passing(Status::Full),
-                false => Obstacle::Refused(Status::Full),
-            });
-        }
+        self.check_room(false, self.plan.config.max_processes)?;
         match request.cid {
             Some(cid) => Ok(cid),
-            None => self.any_cid().ok_or(Obstacle::Refused(Status::Full)),
+            None => self.any_cid().ok_or(Obstacle::refused(Status::Full)),
         }
+    }
+
+    /// Whether there may be one more service, or process.
+    fn check_room(&self, services: bool, most: usize) -> Result<(), Obstacle> {
+        let members = self.members.values();
+        let mut members = members.filter(|member| member.service.is_some() == services);
+        if members.clone().count() < most {
+            return Ok(());
+        }
+        Err(match members.any(|member| member.stage.is_leaving()) {
+            true => Obstacle::passing(Status::Full),
+            false => Obstacle::refused(Status::Full),
+        })
+    }
+
+    /// A block of ports that nobody connects from; the one that has rested for longest.
+    fn free_block(&mut self) -> Option<u32> {
+        let taken = |block: &u32| {
+            let mut members = self.members.values();
+            members.any(|member| member.service == Some(*block))
+        };
+        let blocks = (0..BLOCKS).map(|n| (self.next_block + n) % BLOCKS);
+        // More than are taken need not be looked at.
+        let block = blocks
+            .take(self.members.len() + 1)
+            .find(|block| !taken(block))?;
+        self.next_block = (block + 1) % BLOCKS;
+        Some(block)
     }
 
     /// What member `vm` has is wanted. If its process is gone, which may not have been noticed
     /// yet, it is sent off.
     pub(super) fn obstacle(&mut self, vm: usize, status: Status, house: &mut House) -> Obstacle {
         let Some(member) = self.members.get(&vm) else {
-            return Obstacle::Refused(status);
+            return Obstacle::refused(status);
         };
         let client = member.client.and_then(|key| self.clients.get(&key));
         if let (Some(key), Some(client)) = (member.client, client)
             && has_hung_up(&client.socket)
         {
             self.lose(key, "it closed its lease, and another one came", house);
-            return Obstacle::Passing(status);
+            return Obstacle::passing(status);
         }
-        match member.stage.is_leaving() {
-            true => Obstacle::Passing(status),
-            false => Obstacle::Refused(status),
+        match self.is_leaving(vm, member, house) {
+            true => Obstacle::passing(status),
+            false => Obstacle::refused(status),
         }
+    }
+
+    /// Whether what the member has is about to be free: it is seen off, or has closed its device.
+    pub(super) fn is_leaving(&self, vm: usize, member: &Member, house: &House) -> bool {
+        member.stage.is_leaving() || !house.has_frontend(vm)
     }
 
     pub(super) fn any_cid(&mut self) -> Option<Cid> {
@@ -124,33 +215,51 @@ impl Server {
     pub(super) fn join(
         &mut self,
         key: u32,
-        cid: Cid,
-        request: &AttachRequest,
+        seat: Seat,
+        wanted: &Wanted,
         house: &mut House,
     ) -> io::Result<()> {
         let (ours, theirs) = UnixStream::pair()?;
         let config = &self.plan.config;
+        let (cid, service) = match seat {
+            Seat::Cid(cid) => (cid, None),
+            Seat::Block(block) => (HOST, Some(block)),
+        };
         let device = Device {
             cid,
-            host: (self.plan.host)(),
+            host: match seat {
+                Seat::Cid(_) => (self.plan.host)(),
+                // It is the host.
+                Seat::Block(_) => HostEnd::None,
+            },
             buf_alloc: config.buf_alloc,
-        };
-        let entry = Entry {
-            groups: &config.groups,
-            ports: &request.ports,
-            name: request.name.as_ref(),
+            service: service.map(|block| Seat::sources(block).1),
         };
         let (number, notice) = house.notice();
-        let addr = self
-            .roster
-            .add(device, entry, &notice)
-            .ok_or_else(|| io::Error::other("all places are taken"))?;
+        let ports = match wanted {
+            Wanted::Process(request) => &request.ports,
+            Wanted::Service(request) => &request.ports,
+        };
+        let addr = match wanted {
+            Wanted::Process(_) => {
+                let entry = Entry {
+                    groups: &config.groups,
+                    ports,
+                    name: wanted.name(),
+                };
+                self.roster.add(device, entry, &notice)
+            }
+            Wanted::Service(_) => self.roster.add_service(device, ports, &notice),
+        };
+        let addr = addr.ok_or_else(|| io::Error::other("all places are taken"))?;
         drop(notice);
         let port = self.roster.port(addr);
         let spec = port.map(|port| VmSpec {
-            name: match &request.name {
-                Some(name) => format!("process {name}"),
-                None => format!("process {cid}"),
+            name: match (wanted.name(), service) {
+                (Some(name), Some(_)) => format!("service {name}"),
+                (None, Some(block)) => format!("service {block}"),
+                (Some(name), None) => format!("process {name}"),
+                (None, None) => format!("process {cid}"),
             },
             cid,
             socket: FrontendSocket::Connected(ours),
@@ -164,18 +273,30 @@ impl Server {
             Err(error) => {
                 // The place is not given out again: this happens when memory is at its end.
                 let (_, notice) = house.notice();
-                self.roster.remove(cid, addr, &notice);
+                match wanted {
+                    Wanted::Process(_) => self.roster.remove(cid, addr, &notice),
+                    Wanted::Service(_) => {
+                        self.roster
+                            .remove_service(addr, ports.iter().copied(), &notice);
+                    }
+                }
                 return Err(error);
             }
         };
         let member = Member {
             cid,
-            name: request.name.clone(),
+            service,
+            name: wanted.name().cloned(),
             addr,
             client: Some(key),
             stage: Stage::Joining(number),
         };
-        self.by_cid.insert(cid, vm);
+        match wanted {
+            Wanted::Process(_) => {
+                self.by_cid.insert(cid, vm);
+            }
+            Wanted::Service(request) => self.take_ports(vm, &request.ports),
+        }
         if let Some(name) = &member.name {
             self.by_name.insert(name.clone(), vm);
         }
@@ -188,11 +309,12 @@ impl Server {
 
     /// Every worker knows the member: its process gets its end.
     pub(super) fn joined(&mut self, vm: usize, house: &mut House) {
+        let claims: Vec<Port> = self.claims_of(vm).collect();
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
         member.stage = Stage::In;
-        let (cid, name) = (member.cid, member.name.clone());
+        let (cid, name, service) = (member.cid, member.name.clone(), member.service);
         let Some((key, client)) = member
             .client
             .and_then(|key| Some((key, self.clients.get_mut(&key)?)))
@@ -203,7 +325,11 @@ impl Server {
         let State::Joining { theirs, .. } = state else {
             return;
         };
-        let answer = encode_answer(&granted(cid));
+        let mut answer = granted(cid);
+        if let Some(block) = service {
+            (answer.port, answer.ports) = (Seat::sources(block).0, BLOCK);
+        }
+        let answer = encode_answer(&answer);
         let sent = fd_passing::send(&client.socket, &[IoSlice::new(&answer)], &[theirs.as_fd()]);
         if let Err(error) = sent {
             return self.lose(key, &format!("it takes no answer: {error}"), house);
@@ -211,14 +337,22 @@ impl Server {
         let (uid, pid) = (client.uid, client.pid);
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             let name = name.as_ref().map_or("", Name::as_str);
-            tracing::info!(%cid, name, pid, uid, suppressed, "process attached");
+            match service {
+                None => tracing::info!(%cid, name, pid, uid, suppressed, "process attached"),
+                Some(_) => {
+                    let ports = Shown(&claims);
+                    tracing::info!(name, pid, uid, %ports, suppressed, "service attached");
+                }
+            }
         }
-        self.directory.insert(Process {
+        let process = Process {
             cid,
             name,
             uid,
             pid,
-        });
+            claims,
+        };
+        self.directory.insert(vm, process);
     }
 
     /// A member is to leave.
@@ -229,7 +363,7 @@ impl Server {
         member.client = None;
         if !member.stage.is_leaving() {
             member.stage = Stage::Leaving;
-            self.directory.remove(member.cid);
+            self.directory.remove(vm);
             house.disconnect(vm, reason);
         }
     }

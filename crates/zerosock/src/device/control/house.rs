@@ -137,6 +137,12 @@ impl House {
         Ok(index)
     }
 
+    /// Whether the VM has a front-end that has not gone. If a VM that was added at run time has
+    /// none, [`Lodger::vm_over`] follows.
+    pub(crate) fn has_frontend(&self, vm: usize) -> bool {
+        self.vms.get(&vm).is_some_and(Vm::has_frontend)
+    }
+
     /// Ends a VM's connection; [`Lodger::vm_over`] follows.
     pub(crate) fn disconnect(&mut self, vm: usize, reason: &str) {
         if let Some(vm) = self.vms.get_mut(&vm) {

@@ -162,6 +162,14 @@ impl Vm {
         self.listener.is_none() && self.is_idle()
     }
 
+    /// Whether a front-end is connected that has not gone, noticed or not.
+    pub(super) fn has_frontend(&self) -> bool {
+        match &self.front {
+            Front::Live(connection) => !has_hung_up(&connection.socket),
+            Front::Idle | Front::Draining(_) => false,
+        }
+    }
+
     pub(super) fn connection(&mut self) -> Option<&mut Connection> {
         match &mut self.front {
             Front::Live(connection) => Some(connection),

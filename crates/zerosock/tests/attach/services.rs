@@ -1,0 +1,359 @@
+//! Services: processes that are the host, each with ports of its own.
+
+use std::io::Read;
+use std::os::unix::net::UnixListener;
+
+use super::*;
+use crate::common::{assert_bytes, bytes, connect_guest, eventually, eventually_with, host};
+use zerosock::attach::{Fault, LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Serving};
+use zerosock::driver::WaitError;
+
+/// A service that works as long as it is asked to.
+struct Service {
+    driver: Driver,
+    control: Client,
+}
+
+fn me() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// A daemon that lets our user's processes be services.
+fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> Lab {
+    Lab::with(
+        vms,
+        |config| config.workers = workers,
+        |attach| {
+            attach.service_uids = vec![me()];
+            tune(attach);
+        },
+    )
+}
+
+fn lab(vms: u32, workers: usize) -> Lab {
+    lab_with(vms, workers, |_| {})
+}
+
+fn ports(ports: &[u32]) -> Vec<Port> {
+    ports.iter().copied().map(Port::new).collect()
+}
+
+fn ask(lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
+    let request = ServiceRequest {
+        name: None,
+        ports: ports(claims),
+    };
+    Client::serve_within(&lab.path, &request, common::PATIENCE)
+}
+
+/// A service with these ports, on which it listens.
+fn service(lab: &Lab, claims: &[u32]) -> Service {
+    let Serving {
+        socket,
+        sources,
+        control,
+    } = ask(lab, claims).unwrap();
+    let config = DriverConfig {
+        host_ports: Some(sources),
+        ..DriverConfig::default()
+    };
+    let mut driver = Driver::attach_over(socket, config).unwrap();
+    assert_eq!(driver.cid(), Cid::HOST);
+    for &port in claims {
+        driver.listen(Port::new(port), 8).unwrap();
+    }
+    Service { driver, control }
+}
+
+/// Connects from one to a port of the other, which listens there.
+#[track_caller]
+fn connect(one: &mut Driver, two: &mut Driver, to: Address) -> (StreamId, StreamId) {
+    let stream = one.connect(to).unwrap();
+    let mut accepted = None;
+    all([one, two], "connected", |[one, two]| {
+        accepted = accepted.or_else(|| two.accept(to.port));
+        accepted.is_some() && one.state(stream) == Some(StreamState::Connected)
+    });
+    (stream, accepted.unwrap())
+}
+
+#[track_caller]
+fn refused(driver: &mut Driver, to: Address) {
+    let refused = driver.wait_connect(to, deadline());
+    assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
+}
+
+/// Sends there and back, both to the end.
+#[track_caller]
+fn there_and_back(one: (&mut Driver, StreamId), two: (&mut Driver, StreamId), seed: u64) {
+    let sent = bytes(seed, 1 << 20);
+    let got = transfer((&mut *one.0, one.1), (&mut *two.0, two.1), &sent);
+    assert_bytes(&got, &sent);
+    let got = transfer(two, one, &sent[..99_999]);
+    assert_bytes(&got, &sent[..99_999]);
+}
+
+#[test]
+fn a_guest_has_two_services_and_the_hybrid_socket_at_once() {
+    for workers in [1, 3] {
+        let lab = lab(1, workers);
+        let mut guest = lab.guest(0);
+        let mut one = service(&lab, &[10, 11]);
+        let mut two = service(&lab, &[20]);
+        let path = format!("{}_30", lab.vms[0].uds_path.display());
+        let program = UnixListener::bind(path).unwrap();
+        // All three are there before anything is sent.
+        let (a, at_one) = connect(&mut guest, &mut one.driver, host(11));
+        let (b, at_two) = connect(&mut guest, &mut two.driver, host(20));
+        let c = guest.wait_connect(host(30), deadline()).unwrap();
+        let (mut socket, _) = program.accept().unwrap();
+        for (driver, stream, port) in [(&one.driver, at_one, 11), (&two.driver, at_two, 20)] {
+            let (local, peer) = driver.addresses(stream).unwrap();
+            assert_eq!(local, host(port), "its own address is the host's");
+            assert_eq!(peer.cid, guest.cid());
+        }
+        assert_eq!(
+            one.driver.addresses(at_one).unwrap().1.port,
+            guest.addresses(a).unwrap().0.port
+        );
+        there_and_back((&mut guest, a), (&mut one.driver, at_one), 1);
+        there_and_back((&mut guest, b), (&mut two.driver, at_two), 2);
+        let give_up = deadline();
+        guest.wait_send(c, b"to the socket", give_up).unwrap();
+        let mut got = [0; 13];
+        socket.read_exact(&mut got).unwrap();
+        assert_eq!(&got, b"to the socket");
+        assert_eq!(lab.stats().copied_bytes, 0, "one copy, by the receiver");
+        // A process reaches a service as well.
+        let mut process = lab.process("p");
+        let (d, at_one) = connect(&mut process.driver, &mut one.driver, host(10));
+        there_and_back((&mut process.driver, d), (&mut one.driver, at_one), 3);
+        refused(&mut process.driver, host(12));
+    }
+}
+
+#[test]
+fn a_taken_port_is_said_to_be_taken() {
+    let lab = lab(1, 2);
+    let mut guest = lab.guest(0);
+    let mut one = service(&lab, &[10]);
+    let before = lab.stats();
+    assert_eq!((before.services, before.claimed_ports), (1, 1));
+    // In the first word, also among others that are free; and in a later one.
+    let error = ask(&lab, &[9, 10, 11]).unwrap_err();
+    assert!(
+        matches!(error, AttachError::PortTaken(port) if port.get() == 10),
+        "{error}"
+    );
+    assert_eq!(error.fault(), Fault::Caller);
+    let mut two = service(&lab, &[]);
+    let error = two.control.claim(&ports(&[12, 10])).unwrap_err();
+    assert!(
+        matches!(error, AttachError::PortTaken(port) if port.get() == 10),
+        "{error}"
+    );
+    // One's own is taken too.
+    let error = one.control.claim(&ports(&[10])).unwrap_err();
+    assert!(matches!(error, AttachError::PortTaken(_)), "{error}");
+    // All or none: the others are nobody's.
+    refused(&mut guest, host(12));
+    two.control.claim(&ports(&[9, 11, 12])).unwrap();
+    assert_eq!(lab.stats().claimed_ports, 4);
+    assert_eq!(lab.stats().attach_refused, before.attach_refused + 3);
+    // The owner has noticed nothing.
+    connect(&mut guest, &mut one.driver, host(10));
+}
+
+#[test]
+fn reserved_ports_and_too_many_are_refused() {
+    let lab = lab_with(0, 1, |attach| attach.max_services = 2);
+    let above = LAST_CLAIMABLE.get() + 1;
+    for port in [above, 0x8000_0000, u32::MAX - 1] {
+        let error = ask(&lab, &[5, port]).unwrap_err();
+        assert!(
+            matches!(error, AttachError::PortReserved(p) if p.get() == port),
+            "{error}"
+        );
+    }
+    let mut one = service(&lab, &[LAST_CLAIMABLE.get(), 0]);
+    let error = one.control.claim(&ports(&[above])).unwrap_err();
+    assert!(matches!(error, AttachError::PortReserved(_)), "{error}");
+    let error = one.control.claim(&ports(&[u32::MAX])).unwrap_err();
+    assert!(matches!(error, AttachError::Ports), "{error}");
+    let more: Vec<u32> = (100..100 + MAX_CLAIMS as u32 - 1).collect();
+    let error = one.control.claim(&ports(&more)).unwrap_err();
+    assert!(matches!(error, AttachError::Full), "{error}");
+    one.control.claim(&ports(&more[1..])).unwrap();
+    let error = one.control.claim(&ports(&more[..1])).unwrap_err();
+    assert!(matches!(error, AttachError::Full), "{error}");
+    // As many services as there may be; processes are counted apart.
+    let two = service(&lab, &[]);
+    let error = ask(&lab, &[7]).unwrap_err();
+    assert!(matches!(error, AttachError::Full), "{error}");
+    lab.process("db");
+    drop(two);
+    service(&lab, &[7]);
+}
+
+#[test]
+fn strangers_and_processes_claim_nothing() {
+    // Nobody may, unless it was configured.
+    let lab = Lab::new(1);
+    let error = ask(&lab, &[10]).unwrap_err();
+    assert!(matches!(error, AttachError::NotPermitted), "{error}");
+    let mut process = lab.process("db");
+    for claim in [Client::claim, Client::release] {
+        let error = claim(&mut process.control, &ports(&[10])).unwrap_err();
+        assert!(matches!(error, AttachError::BadRequest), "{error}");
+    }
+    assert_eq!(lab.stats().attached, 1, "its place is untouched");
+    let mut guest = lab.guest(0);
+    refused(&mut guest, host(10));
+    // Who may be a service may not be a process for that.
+    let lab = lab_with(0, 1, |attach| attach.allowed_uids = vec![4_000_000_001]);
+    let error = lab.ask(&named("db")).unwrap_err();
+    assert!(matches!(error, AttachError::NotPermitted), "{error}");
+    service(&lab, &[10]);
+}
+
+#[test]
+fn ports_change_hands_on_a_lease() {
+    let lab = lab(1, 3);
+    let mut guest = lab.guest(0);
+    let path = format!("{}_10", lab.vms[0].uds_path.display());
+    let program = UnixListener::bind(path).unwrap();
+    let mut one = service(&lab, &[10]);
+    let mut two = service(&lab, &[]);
+    two.driver.listen(Port::new(10), 8).unwrap();
+    for _ in 0..20 {
+        let (stays, there) = connect(&mut guest, &mut one.driver, host(10));
+        one.control.release(&ports(&[10])).unwrap();
+        let error = one.control.release(&ports(&[10])).unwrap_err();
+        assert!(
+            matches!(error, AttachError::NotClaimed(port) if port.get() == 10),
+            "{error}"
+        );
+        // Nobody's: the hybrid socket has it.
+        guest.wait_connect(host(10), deadline()).unwrap();
+        program.accept().unwrap();
+        two.control.claim(&ports(&[10])).unwrap();
+        connect(&mut guest, &mut two.driver, host(10));
+        // What was connected stays where it is.
+        there_and_back((&mut guest, stays), (&mut one.driver, there), 4);
+        two.control.release(&ports(&[10])).unwrap();
+        one.control.claim(&ports(&[10])).unwrap();
+    }
+    let claimed: Vec<_> = lab.daemon().processes();
+    let claimed: Vec<_> = claimed
+        .iter()
+        .map(|p| (p.pid as u32, &p.claims[..]))
+        .collect();
+    let us = std::process::id();
+    assert_eq!(claimed, [(us, &[Port::new(10)][..]), (us, &[])]);
+}
+
+#[test]
+fn a_service_that_dies_resets_what_it_had_and_leaves_its_ports() {
+    for workers in [1, 3] {
+        let lab = lab(1, workers);
+        let mut guest = lab.guest(0);
+        let mut other = service(&lab, &[20]);
+        let (kept, there) = connect(&mut guest, &mut other.driver, host(20));
+        for round in 0..6 {
+            let mut dying = service(&lab, &[10, 11]);
+            let (stream, _) = connect(&mut guest, &mut dying.driver, host(10));
+            // Bytes are under way both ways, and read by nobody.
+            let _ = guest.send(stream, &[1; 30_000]);
+            guest.turn().unwrap();
+            match round % 3 {
+                0 => drop(dying),
+                1 => drop(dying.control),
+                _ => drop(dying.driver),
+            }
+            eventually_with(&mut guest, "reset", |guest| {
+                guest.state(stream) == Some(StreamState::Reset)
+            });
+            guest.close(stream).unwrap();
+            // At once after it: what it leaves behind is waited for.
+            let mut next = service(&lab, &[11, 10]);
+            let (stream, _) = connect(&mut guest, &mut next.driver, host(10));
+            guest.close(stream).unwrap();
+        }
+        eventually("all but one gone", || lab.stats().services == 1);
+        assert_eq!(lab.stats().claimed_ports, 1);
+        refused(&mut guest, host(10));
+        there_and_back((&mut guest, kept), (&mut other.driver, there), 5);
+        drop(other);
+        eventually_with(&mut guest, "all connections gone", |_| {
+            let stats = lab.stats();
+            stats.conns_added == stats.conns_removed
+        });
+        assert_eq!(lab.stats().devices_lost, 0);
+    }
+}
+
+#[test]
+fn services_connect_out_and_replies_come_to_the_right_one() {
+    for workers in [1, 3] {
+        let lab = lab(2, workers);
+        let mut guest = lab.guest(0);
+        guest.listen(PORT, 64).unwrap();
+        let mut one = service(&lab, &[10]);
+        let mut two = service(&lab, &[20]);
+        let to = at(guest.cid());
+        let mut sources = Vec::new();
+        let mut pairs = Vec::new();
+        for round in 0..8 {
+            let service = if round % 2 == 0 { &mut one } else { &mut two };
+            let (out, there) = connect(&mut service.driver, &mut guest, to);
+            let source = guest.addresses(there).unwrap().1;
+            assert_eq!(source.cid, Cid::HOST);
+            assert_eq!(source, service.driver.addresses(out).unwrap().0);
+            sources.push(source.port);
+            pairs.push((out, there));
+        }
+        // The host's own side has ports of its own, as well.
+        let uds_path = &lab.vms[0].uds_path;
+        let program = std::thread::scope(|scope| {
+            let program = scope.spawn(|| connect_guest(uds_path, PORT.get()).unwrap());
+            let mut accepted = None;
+            eventually_with(&mut guest, "accepted", |guest| {
+                accepted = accepted.or_else(|| guest.accept(PORT));
+                accepted.is_some() && program.is_finished()
+            });
+            sources.push(guest.addresses(accepted.unwrap()).unwrap().1.port);
+            program.join().unwrap()
+        });
+        sources.sort_unstable();
+        sources.dedup();
+        assert_eq!(sources.len(), 9, "no two have the same");
+        for (round, (out, there)) in pairs.into_iter().enumerate() {
+            let service = if round % 2 == 0 { &mut one } else { &mut two };
+            there_and_back(
+                (&mut service.driver, out),
+                (&mut guest, there),
+                10 + round as u64,
+            );
+        }
+        drop(program);
+        // A claimed port is one to come from, too; another service's is not, nor anybody else's.
+        for port in [20, 21, 0x4000_0000, 0xfffe_ffff] {
+            let out = one.driver.connect_from(Port::new(port), to).unwrap();
+            eventually_with(&mut one.driver, "refused", |driver| {
+                driver.state(out) == Some(StreamState::Reset)
+            });
+        }
+        two.driver.unlisten(Port::new(20));
+        let out = two.driver.connect_from(Port::new(20), to).unwrap();
+        let mut accepted = None;
+        all([&mut two.driver, &mut guest], "accepted", |[two, guest]| {
+            accepted = accepted.or_else(|| guest.accept(PORT));
+            accepted.is_some() && two.state(out) == Some(StreamState::Connected)
+        });
+        let source = guest.addresses(accepted.unwrap()).unwrap().1;
+        assert_eq!(source, host(20));
+        there_and_back((&mut two.driver, out), (&mut guest, accepted.unwrap()), 30);
+        // The host does not reach itself.
+        refused(&mut one.driver, host(20));
+    }
+}

@@ -193,7 +193,7 @@ impl Device {
             self.settle(key, cx);
             if let Some(join) = self.joins.get(key as usize)
                 && let End::Sibling(s) = &join.end
-                && s.out() > 0
+                && s.out > 0
             {
                 cx.outbox
                     .send(s.peer.device, Message::Recall { to: s.peer.flow });

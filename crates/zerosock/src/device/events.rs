@@ -109,7 +109,7 @@ impl Device {
                     from,
                 };
                 cx.outbox.send(s.peer.device, message);
-                join.readable = !s.inbound.is_empty();
+                join.readable = !s.is_drained();
                 // A sibling has room, until it is found to have stalled.
                 join.writable = true;
             }

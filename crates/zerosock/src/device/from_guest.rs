@@ -262,7 +262,8 @@ impl Device {
             offset: HEADER_LEN as u32,
             len,
         };
-        if let Some(chain) = join.outbound.push(tx.queue.memory(), held, share) {
+        let spares = &mut self.spare_outbound;
+        if let Some(chain) = join.outbound.push(tx.queue.memory(), held, share, spares) {
             cx.counters.copied_bytes.add(u64::from(len));
             tx.complete(chain, 0);
         }
@@ -392,18 +393,19 @@ impl Device {
             flow,
         };
         let size = tx.queue.size();
-        let others = self.stalled_chains - join.counted.0;
+        let others = self.stalled_chains - join.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.stalled {
             share_of(size).min(half)
         } else {
             half
         };
-        while sibling.out() < most {
+        while (sibling.out as usize) < most {
             let Some(held) = join.outbound.pop_held() else {
                 break;
             };
-            sibling.lent += 1;
+            sibling.out += 1;
+            sibling.younger += 1;
             let message = Message::Lent {
                 to,
                 from,
@@ -433,7 +435,7 @@ impl Device {
         let held = join.outbound.held_chains();
         if held > 0 {
             let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
-            let others = self.stalled_chains - join.counted.0;
+            let others = self.stalled_chains - join.counted.0 as usize;
             let keep = if others + held > usize::from(size) / 2 {
                 0
             } else {
@@ -447,9 +449,10 @@ impl Device {
         let out = match &mut join.end {
             End::Sibling(s) => {
                 if join.held_since.is_none() {
-                    s.mark = s.lent;
+                    s.younger = 0;
                 }
-                s.out()
+                s.rest(&mut self.spare_inbound);
+                s.out as usize
             }
             _ => join.outbound.held_chains(),
         };
@@ -463,13 +466,16 @@ impl Device {
             }
         }
         let inbound = match &join.end {
-            End::Sibling(s) => s.copied,
+            End::Sibling(s) => s.copied(),
             _ => 0,
         };
-        let now_counted = (out, join.outbound.overflow_len() + inbound);
-        self.stalled_chains = self.stalled_chains - join.counted.0 + now_counted.0;
-        self.overflow_bytes = self.overflow_bytes - join.counted.1 + now_counted.1;
-        join.counted = now_counted;
+        // A queue has 32768 chains at most, and credit keeps the bytes below 2^31.
+        let bytes = u32::try_from(join.outbound.overflow_len() + inbound).unwrap_or(u32::MAX);
+        let now_counted = (out as u32, bytes);
+        let before = std::mem::replace(&mut join.counted, now_counted);
+        self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
+        self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
+        join.outbound.rest(&mut self.spare_outbound);
         if join.outbound.is_empty() && join.guest_finished && join.open && !join.finish_told {
             join.finish_told = true;
             match &join.end {

@@ -43,6 +43,7 @@ use control::FrontendLink;
 use host::Handshake;
 pub(crate) use host::HostEnd;
 use join::{End, Join};
+use outbound::Spares;
 use ring::Ring;
 use slab::Slab;
 use std::collections::VecDeque;
@@ -150,6 +151,9 @@ pub(crate) struct Device {
     ready: VecDeque<u32>,
     /// Joins that got bytes from the guest in this turn.
     dirty: Vec<u32>,
+    /// Lists of joins that are at rest.
+    spare_outbound: Spares<outbound::Bytes>,
+    spare_inbound: Spares<join::Waiting>,
     /// Sums over the joins' [`Join::counted`].
     stalled_chains: usize,
     overflow_bytes: usize,
@@ -206,6 +210,8 @@ impl Device {
             handshakes: Slab::new(),
             ready: VecDeque::new(),
             dirty: Vec::new(),
+            spare_outbound: Spares::default(),
+            spare_inbound: Spares::default(),
             stalled_chains: 0,
             overflow_bytes: 0,
             timers: Timers::default(),
@@ -372,8 +378,8 @@ impl Device {
         if join.in_ready {
             self.forget_ready();
         }
-        self.stalled_chains -= join.counted.0;
-        self.overflow_bytes -= join.counted.1;
+        self.stalled_chains -= join.counted.0 as usize;
+        self.overflow_bytes -= join.counted.1 as usize;
         let tx = &mut self.tx;
         join.outbound.clear(|chain| {
             if let Some(tx) = tx {

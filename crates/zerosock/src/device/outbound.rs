@@ -5,6 +5,9 @@
 //! overflow no larger than the `buf_alloc` that we advertised, because credit lets no more in.
 //! Order is by construction: held chains first, then the overflow; while there is overflow,
 //! nothing new is held.
+//!
+//! A connection at rest has no lists: a device has very many connections, few of which have bytes
+//! under way at a time, and these take turns with a few lists ([`Spares`]).
 
 use std::collections::VecDeque;
 use zerosock_ring::{Chain, Memory, SliceBuf};
@@ -17,14 +20,74 @@ pub(crate) struct Held {
     pub(crate) len: u32,
 }
 
+/// Lists of connections that are at rest, for those that are not: so that no packet of a connection
+/// allocates, and no connection keeps what it once needed.
+#[derive(Debug)]
+pub(crate) struct Spares<T>(Vec<Box<T>>);
+
+/// What can be kept for another connection.
+pub(crate) trait Spare: Default {
+    /// Nothing is in it.
+    fn is_empty(&self) -> bool;
+
+    /// How much would fit into the memory that it has.
+    fn capacity(&self) -> usize;
+}
+
+/// Lists kept.
+const SPARES: usize = 64;
+/// Elements of a list that is kept: more than one turn brings.
+const SPARE_MOST: usize = 512;
+
+impl<T> Default for Spares<T> {
+    fn default() -> Spares<T> {
+        Spares(Vec::with_capacity(SPARES))
+    }
+}
+
+impl<T: Spare> Spares<T> {
+    /// The list at `place`, which has one from now on.
+    #[inline]
+    pub(crate) fn fill<'a>(&mut self, place: &'a mut Option<Box<T>>) -> &'a mut T {
+        place.get_or_insert_with(|| self.0.pop().unwrap_or_default())
+    }
+
+    /// Takes the list at `place` back if nothing is in it.
+    #[inline]
+    pub(crate) fn rest(&mut self, place: &mut Option<Box<T>>) {
+        let Some(list) = place.take_if(|list| list.is_empty()) else {
+            return;
+        };
+        if self.0.len() < SPARES && list.capacity() <= SPARE_MOST {
+            self.0.push(list);
+        }
+    }
+}
+
 /// See the module.
 #[derive(Debug, Default)]
-pub(crate) struct Outbound {
+pub(crate) struct Outbound(Option<Box<Bytes>>);
+
+/// What waits.
+#[derive(Debug, Default)]
+pub(crate) struct Bytes {
     held: VecDeque<Held>,
     held_bytes: usize,
     overflow: Vec<u8>,
     /// Bytes at the front of `overflow` that have been taken.
     taken: usize,
+}
+
+impl Spare for Bytes {
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.held.is_empty() && self.overflow.is_empty()
+    }
+
+    #[inline]
+    fn capacity(&self) -> usize {
+        self.held.capacity()
+    }
 }
 
 impl Outbound {
@@ -34,28 +97,43 @@ impl Outbound {
 
     /// Bytes waiting, held and copied.
     pub(crate) fn len(&self) -> usize {
-        self.held_bytes + self.overflow.len() - self.taken
+        let waiting = |bytes: &Bytes| bytes.held_bytes + bytes.overflow.len() - bytes.taken;
+        self.0.as_deref().map_or(0, waiting)
     }
 
     pub(crate) fn held_chains(&self) -> usize {
-        self.held.len()
+        self.0.as_ref().map_or(0, |bytes| bytes.held.len())
     }
 
     /// Bytes in the private overflow.
     pub(crate) fn overflow_len(&self) -> usize {
-        self.overflow.len() - self.taken
+        let waiting = |bytes: &Bytes| bytes.overflow.len() - bytes.taken;
+        self.0.as_deref().map_or(0, waiting)
+    }
+
+    /// At rest, if it is empty: its lists are for others.
+    #[inline]
+    pub(crate) fn rest(&mut self, spares: &mut Spares<Bytes>) {
+        spares.rest(&mut self.0);
     }
 
     /// Appends `len` bytes of `chain`'s readable part. Held if fewer than `share` chains are and
     /// nothing was copied before; else copied, and the chain comes back to be completed.
     #[inline]
-    pub(crate) fn push(&mut self, mem: &Memory, held: Held, share: usize) -> Option<Chain> {
-        if self.overflow.is_empty() && self.held.len() < share {
-            self.held_bytes += held.len as usize;
-            self.held.push_back(held);
+    pub(crate) fn push(
+        &mut self,
+        mem: &Memory,
+        held: Held,
+        share: usize,
+        spares: &mut Spares<Bytes>,
+    ) -> Option<Chain> {
+        let bytes = spares.fill(&mut self.0);
+        if bytes.overflow.is_empty() && bytes.held.len() < share {
+            bytes.held_bytes += held.len as usize;
+            bytes.held.push_back(held);
             return None;
         }
-        copy_out(mem, &held, &mut self.overflow);
+        copy_out(mem, &held, &mut bytes.overflow);
         Some(held.chain)
     }
 
@@ -66,7 +144,7 @@ impl Outbound {
         out: &mut SliceBuf<'m, N>,
     ) -> usize {
         let mut total = 0;
-        for held in &self.held {
+        for held in self.0.iter().flat_map(|bytes| &bytes.held) {
             let covered = mem.slices(
                 held.chain.readable(),
                 held.offset as usize,
@@ -83,15 +161,20 @@ impl Outbound {
 
     /// The copied bytes; to be sent once nothing is held.
     pub(crate) fn overflow(&self) -> &[u8] {
-        &self.overflow[self.taken..]
+        let bytes = self.0.as_deref();
+        let waiting = bytes.and_then(|bytes| bytes.overflow.get(bytes.taken..));
+        waiting.unwrap_or_default()
     }
 
     /// `n` held bytes were taken from the front; each chain that is used up goes to `done`.
     #[inline]
     pub(crate) fn advance_held(&mut self, mut n: usize, mut done: impl FnMut(Chain)) {
-        self.held_bytes -= n;
+        let Some(bytes) = self.0.as_deref_mut() else {
+            return;
+        };
+        bytes.held_bytes -= n;
         while n > 0 {
-            let Some(front) = self.held.front_mut() else {
+            let Some(front) = bytes.held.front_mut() else {
                 break;
             };
             let take = n.min(front.len as usize);
@@ -99,7 +182,7 @@ impl Outbound {
             front.len -= take as u32;
             n -= take;
             if front.len == 0
-                && let Some(held) = self.held.pop_front()
+                && let Some(held) = bytes.held.pop_front()
             {
                 done(held.chain);
             }
@@ -110,13 +193,16 @@ impl Outbound {
     /// rest owns none. One that never empties is moved down when half of it is taken, so that it
     /// stays below twice the bytes that wait and each byte is moved once at most.
     pub(crate) fn advance_overflow(&mut self, n: usize) {
-        self.taken += n;
-        if self.taken >= self.overflow.len() {
-            self.overflow = Vec::new();
-            self.taken = 0;
-        } else if self.taken >= self.overflow.len() / 2 {
-            self.overflow.drain(..self.taken);
-            self.taken = 0;
+        let Some(bytes) = self.0.as_deref_mut() else {
+            return;
+        };
+        bytes.taken += n;
+        if bytes.taken >= bytes.overflow.len() {
+            bytes.overflow = Vec::new();
+            bytes.taken = 0;
+        } else if bytes.taken >= bytes.overflow.len() / 2 {
+            bytes.overflow.drain(..bytes.taken);
+            bytes.taken = 0;
         }
     }
 
@@ -128,42 +214,45 @@ impl Outbound {
         keep: usize,
         mut done: impl FnMut(Chain),
     ) -> usize {
-        if self.held.len() <= keep {
+        let waiting = self.overflow_len();
+        let Some(bytes) = self.0.as_deref_mut().filter(|b| b.held.len() > keep) else {
             return 0;
-        }
-        let tail = self.held.split_off(keep);
-        let bytes: usize = tail.iter().map(|h| h.len as usize).sum();
-        let mut overflow = Vec::with_capacity(bytes + self.overflow_len());
-        for held in tail {
+        };
+        let spilt: usize = bytes.held.iter().skip(keep).map(|h| h.len as usize).sum();
+        let mut overflow = Vec::with_capacity(spilt + waiting);
+        for held in bytes.held.drain(keep..) {
             copy_out(mem, &held, &mut overflow);
             done(held.chain);
         }
-        overflow.extend_from_slice(self.overflow());
-        self.overflow = overflow;
-        self.taken = 0;
-        self.held_bytes -= bytes;
-        bytes
+        overflow.extend_from_slice(bytes.overflow.get(bytes.taken..).unwrap_or_default());
+        bytes.overflow = overflow;
+        bytes.taken = 0;
+        bytes.held_bytes -= spilt;
+        spilt
     }
 
     /// Gives up everything: the bytes are lost, the chains come back.
     pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain)) {
-        for held in self.held.drain(..) {
+        for held in self.0.take().into_iter().flat_map(|bytes| bytes.held) {
             done(held.chain);
         }
-        *self = Outbound::default();
     }
 
     /// Takes the first held part out (a sibling reads it in place).
     pub(crate) fn pop_held(&mut self) -> Option<Held> {
-        let held = self.held.pop_front()?;
-        self.held_bytes -= held.len as usize;
+        let bytes = self.0.as_deref_mut()?;
+        let held = bytes.held.pop_front()?;
+        bytes.held_bytes -= held.len as usize;
         Some(held)
     }
 
     /// Takes the copied bytes out. To be called once nothing is held.
     pub(crate) fn take_overflow(&mut self) -> Vec<u8> {
-        let taken = std::mem::take(&mut self.taken);
-        let mut bytes = std::mem::take(&mut self.overflow);
+        let Some(bytes) = self.0.as_deref_mut() else {
+            return Vec::new();
+        };
+        let taken = std::mem::take(&mut bytes.taken);
+        let mut bytes = std::mem::take(&mut bytes.overflow);
         bytes.drain(..taken);
         bytes
     }
@@ -243,7 +332,7 @@ mod tests {
         let (mut bytes, mut heads) = (Vec::new(), Vec::new());
         while !outbound.is_empty() {
             if outbound.held_chains() > 0 {
-                let front = outbound.held.front().unwrap();
+                let front = outbound.0.as_ref().unwrap().held.front().unwrap();
                 let n = step.min(front.len as usize);
                 let mut part = vec![0; n];
                 memory.read(front.chain.readable(), front.offset as usize, &mut part);
@@ -265,6 +354,7 @@ mod tests {
                 for step in [1, 5, 16, 100] {
                     let (memory, _queue, chains) = chains(8);
                     let mut outbound = Outbound::default();
+                    let mut spares = Spares::default();
                     let mut back = 0;
                     for (i, chain) in chains.into_iter().enumerate() {
                         let held = Held {
@@ -272,7 +362,8 @@ mod tests {
                             offset: 0,
                             len: 16,
                         };
-                        back += outbound.push(&memory, held, share).is_some() as usize;
+                        let copied = outbound.push(&memory, held, share, &mut spares);
+                        back += copied.is_some() as usize;
                         if i == 4 {
                             outbound.spill(&memory, keep, |_| back += 1);
                         }
@@ -284,7 +375,13 @@ mod tests {
                         "{bytes:?}"
                     );
                     assert_eq!(back + heads.len(), 8, "every chain comes back once");
-                    assert_eq!(outbound.overflow.capacity(), 0, "no memory at rest");
+                    outbound.rest(&mut spares);
+                    assert!(outbound.0.is_none(), "no memory at rest");
+                    let [spare] = &spares.0[..] else {
+                        panic!("not kept for others");
+                    };
+                    assert!(spare.is_empty() && spare.held_bytes == 0);
+                    assert_eq!(spare.overflow.capacity(), 0);
                 }
             }
         }
@@ -294,17 +391,38 @@ mod tests {
     fn an_overflow_that_never_empties_stays_small() {
         let (memory, _queue, chains) = chains(64);
         let mut outbound = Outbound::default();
+        let mut spares = Spares::default();
         for chain in chains {
             let held = Held {
                 chain,
                 offset: 0,
                 len: 16,
             };
-            assert!(outbound.push(&memory, held, 0).is_some());
+            assert!(outbound.push(&memory, held, 0, &mut spares).is_some());
             if outbound.overflow_len() > 16 {
                 outbound.advance_overflow(16);
             }
-            assert!(outbound.overflow.len() <= 64, "{}", outbound.overflow.len());
+            let bytes = outbound.0.as_ref().unwrap();
+            assert!(bytes.overflow.len() <= 64, "{}", bytes.overflow.len());
         }
+    }
+
+    #[test]
+    fn few_lists_are_kept_and_none_that_are_large() {
+        let mut spares = Spares::<Bytes>::default();
+        let mut places: Vec<Option<Box<Bytes>>> = Vec::new();
+        places.resize_with(2 * SPARES, || None);
+        for place in &mut places {
+            spares.fill(place).held.reserve(4);
+        }
+        places.iter_mut().for_each(|place| spares.rest(place));
+        assert!(places.iter().all(Option::is_none));
+        assert_eq!(spares.0.len(), SPARES);
+        let large = spares.fill(&mut places[0]);
+        assert!(large.held.capacity() >= 4, "one that was there before");
+        large.held.reserve(2 * SPARE_MOST);
+        spares.rest(&mut places[0]);
+        assert!(places[0].is_none());
+        assert_eq!(spares.0.len(), SPARES - 1);
     }
 }

@@ -15,7 +15,7 @@ use zerosock_proto::{Address, Port};
 /// chain if it is `used_up`.
 pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx: &mut Context<'_>) {
     let chain = if used_up {
-        match sibling.inbound.pop_front() {
+        match sibling.pop() {
             Some(Inbound::Lent { held, epoch, .. }) => Some((held.chain, epoch)),
             _ => None,
         }
@@ -37,8 +37,7 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
 /// is all right, or unread, because the connection ends.
 pub(super) fn return_inbound(sibling: &mut SiblingEnd, read: bool, cx: &mut Context<'_>) {
     let Peer { device, flow: to } = sibling.peer;
-    sibling.copied = 0;
-    for inbound in sibling.inbound.drain(..) {
+    for inbound in sibling.take_all() {
         cx.outbox.send(device, give_back(to, inbound, read));
     }
 }
@@ -58,7 +57,7 @@ pub(super) fn tell_end(join: &Join, orderly: bool, cx: &mut Context<'_>) {
     let (device, message) = match &join.end {
         End::Sibling(s) if orderly => {
             let Peer { device, flow: to } = s.peer;
-            if s.out() > 0 {
+            if s.out > 0 {
                 // Nobody here will watch over them any more.
                 cx.outbox.send(device, Message::Recall { to });
             }
@@ -243,7 +242,7 @@ impl Device {
                     return;
                 };
                 if !join.read_closed {
-                    s.push(inbound);
+                    s.push(inbound, &mut self.spare_inbound);
                     join.readable = true;
                     self.enqueue(key);
                     return self.settle(key, cx);
@@ -285,9 +284,9 @@ impl Device {
             ..
         }) = self.joins.get_mut(key as usize)
         {
-            s.returned += u64::from(returned);
+            s.out = s.out.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
-            if s.returned >= s.mark {
+            if s.out <= s.younger {
                 // All that was out at that time is back: the others are younger.
                 *held_since = None;
             }
@@ -307,17 +306,19 @@ impl Device {
             return;
         };
         let Peer { device, flow } = s.peer;
-        for inbound in &mut s.inbound {
+        let mut copied = 0;
+        for inbound in s.parts() {
             if let Inbound::Lent { memory, held, .. } = inbound {
                 let mut bytes = Vec::new();
                 copy_out(memory, held, &mut bytes);
                 cx.counters.copied_bytes.add(bytes.len() as u64);
-                s.copied += bytes.len();
-                let copied = Inbound::Copied { bytes, taken: 0 };
-                let lent = std::mem::replace(inbound, copied);
+                copied += bytes.len();
+                let copy = Inbound::Copied { bytes, taken: 0 };
+                let lent = std::mem::replace(inbound, copy);
                 cx.outbox.send(device, give_back(flow, lent, false));
             }
         }
+        s.change_copied(|before| before + copied);
         self.settle(key, cx);
     }
 

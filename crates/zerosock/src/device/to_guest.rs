@@ -195,7 +195,7 @@ impl Device {
         };
         let mut fill = Fill::Again;
         for _ in 0..GATHER {
-            let Some(front) = sibling.inbound.front_mut() else {
+            let Some(front) = sibling.front() else {
                 join.readable = false;
                 fill = Fill::Idle;
                 break;
@@ -229,16 +229,16 @@ impl Device {
                     let bytes = &bytes[*taken..*taken + len];
                     rx.queue.memory().write(chain.writable(), from, bytes);
                     *taken += len;
-                    sibling.copied = sibling.copied.saturating_sub(len);
+                    sibling.change_copied(|copied| copied.saturating_sub(len));
                 }
             }
             finish(rx, &mut self.shard, chain, reservation, len, cx);
             cx.counters.tx_bytes.add(len as u64);
             self.moved += len;
-            let used_up = front.len() == 0;
+            let used_up = sibling.front().is_some_and(|front| front.len() == 0);
             super::sibling::return_read(sibling, len as u32, used_up, cx);
         }
-        let sibling_finished = sibling.finish && sibling.inbound.is_empty();
+        let sibling_finished = sibling.finish && sibling.is_drained();
         if sibling_finished && !join.read_closed {
             join.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);

@@ -72,7 +72,7 @@ impl Default for DaemonConfig {
             vms: Vec::new(),
             workers: 1,
             cpus: Vec::new(),
-            max_connections: 65_536,
+            max_connections: 131_072,
             max_overflow: 64 << 20,
             hold: HOLD,
             ok: OkConvention::default(),

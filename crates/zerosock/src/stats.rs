@@ -1,5 +1,8 @@
 //! What the daemon counts. Each worker adds to counters of its own, once per turn; whoever asks
 //! gets their sum.
+//!
+//! Most count what has happened. Those that say `now` count what there is: they go down as well,
+//! and all of them are where they were before when what came has gone.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,7 +33,7 @@ macro_rules! counters {
 
         impl Counters {
             pub(crate) fn add_to(&self, sum: &mut Stats) {
-                $(sum.$name += self.$name.0.load(Ordering::Relaxed);)*
+                $(sum.$name = sum.$name.wrapping_add(self.$name.0.load(Ordering::Relaxed));)*
             }
         }
     };
@@ -68,6 +71,16 @@ counters! {
     overflow_resets,
     /// Devices lost because their memory or their rings went away.
     devices_lost,
+    /// Connections that exist now, those included that are being made, and those whose end a guest
+    /// has not been told.
+    connections_now,
+    /// Other ends of connections that exist now: sockets, siblings, and sockets that still take
+    /// the last bytes of a connection that has ended.
+    joins_now,
+    /// Timers that run now.
+    timers_now,
+    /// Ports of connections that host programs and siblings have made, now.
+    ports_now,
 }
 
 /// A counter with one writer.
@@ -82,5 +95,57 @@ impl Counter {
             self.0.load(Ordering::Relaxed).wrapping_add(n),
             Ordering::Relaxed,
         );
+    }
+
+    /// What was counted here as `before` is `now`.
+    pub(crate) fn moves(&self, before: usize, now: usize) {
+        // Goes round on the way down, as the sum does.
+        self.add((now as u64).wrapping_sub(before as u64));
+    }
+}
+
+/// What a device has, as it was last counted.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(crate) struct Holdings {
+    pub(crate) connections: usize,
+    pub(crate) joins: usize,
+    pub(crate) timers: usize,
+    pub(crate) ports: usize,
+}
+
+impl Counters {
+    pub(crate) fn hold(&self, before: Holdings, now: Holdings) {
+        self.connections_now
+            .moves(before.connections, now.connections);
+        self.joins_now.moves(before.joins, now.joins);
+        self.timers_now.moves(before.timers, now.timers);
+        self.ports_now.moves(before.ports, now.ports);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_there_is_goes_down_as_well() {
+        let workers = [Counters::default(), Counters::default()];
+        let none = Holdings::default();
+        let some = |connections| Holdings {
+            connections,
+            ..none
+        };
+        workers[0].hold(none, some(5));
+        workers[1].hold(none, some(7));
+        workers[0].hold(some(5), some(1));
+        let sum = || {
+            let mut sum = Stats::default();
+            workers.iter().for_each(|worker| worker.add_to(&mut sum));
+            sum.connections_now
+        };
+        assert_eq!(sum(), 8);
+        workers[0].hold(some(1), none);
+        workers[1].hold(some(7), none);
+        assert_eq!(sum(), 0);
     }
 }

@@ -117,7 +117,7 @@ pub(crate) struct DaemonFlags {
     pub(crate) socket_group: Option<String>,
 
     /// Connections that one VM may have at once; more are refused with a reset
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 65536)]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 131_072)]
     pub(crate) max_connections: u64,
 
     /// How long a connection may take to come about, either way, and a CONNECT line to arrive

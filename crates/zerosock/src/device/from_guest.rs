@@ -498,7 +498,7 @@ impl Device {
         if join.outbound.is_empty() && join.flow.is_none() {
             self.remove_join(key, cx);
         } else if self.overflow_bytes > cx.limits.overflow {
-            self.reset_largest(cx);
+            self.shed(cx);
         }
     }
 
@@ -518,14 +518,20 @@ impl Device {
         cx.counters.copied_bytes.add(copied as u64);
     }
 
-    /// The device's overflow is over its cap: the connection that has most of it is reset.
-    fn reset_largest(&mut self, cx: &mut Context<'_>) {
-        let largest = self
-            .joins
-            .iter()
-            .max_by_key(|(_, j)| j.counted.1)
-            .map(|(key, _)| key as u32);
-        if let Some(key) = largest {
+    /// The device's overflow is over its cap: the connections that have most of it are reset, until
+    /// an eighth of the cap is free again. So all connections are looked through once for many
+    /// bytes, however small the parts are that each has of them.
+    fn shed(&mut self, cx: &mut Context<'_>) {
+        let with_bytes = |(key, join): (usize, &Join)| match join.counted.1 {
+            0 => None,
+            bytes => Some((bytes, key as u32)),
+        };
+        let mut all: Vec<_> = self.joins.iter().filter_map(with_bytes).collect();
+        all.sort_unstable_by(|one, other| other.cmp(one));
+        for (_, key) in all {
+            if self.overflow_bytes <= cx.limits.overflow / 8 * 7 {
+                break;
+            }
             cx.counters.overflow_resets.add(1);
             tracing::warn!(cid = %self.cid, "a connection whose reader stalls was reset: overflow");
             self.reset_join(key, cx);

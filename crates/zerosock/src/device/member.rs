@@ -28,6 +28,9 @@ impl Device {
         self.link = None;
         self.disconnect(cx);
         self.app_retire(cx);
+        // Nothing of it is left to be counted.
+        let before = std::mem::take(&mut self.counted);
+        cx.counters.hold(before, self.counted);
     }
 }
 

@@ -37,7 +37,7 @@ use crate::deadline::earlier;
 use crate::engine::Clock;
 use crate::engine::poller::Poller;
 use crate::relay::hybrid::OkConvention;
-use crate::stats::Counters;
+use crate::stats::{Counters, Holdings};
 use crate::switch::{DeviceAddr, Outbox, Routes};
 use control::FrontendLink;
 use host::Handshake;
@@ -66,6 +66,9 @@ pub(crate) const EVENT: u16 = 2;
 /// Payload bytes moved each way in one turn of a device before others have theirs: about a
 /// millisecond.
 pub(crate) const TURN_BYTES: usize = 2 << 20;
+
+/// Places for joins whose memory is kept when there are none.
+const KEPT: usize = 1024;
 
 /// Bounds that hold for each device.
 #[derive(Clone, Copy, Debug)]
@@ -176,6 +179,8 @@ pub(crate) struct Device {
     pub(crate) touched: bool,
     /// On the worker's list of devices to be turned.
     pub(crate) active: bool,
+    /// What the worker's counters know of.
+    counted: Holdings,
     /// The deadline that the worker has noted for this device.
     pub(crate) armed: Option<Instant>,
 }
@@ -224,6 +229,7 @@ impl Device {
             process: false,
             touched: false,
             active: false,
+            counted: Holdings::default(),
             armed: None,
         }
     }
@@ -256,8 +262,25 @@ impl Device {
             self.lose("guest memory vanished under the device", cx);
             return false;
         }
+        self.count(cx);
         // A program that embeds the device asks for kicks itself, when it is about to sleep.
         more || (cx.app.is_none() && self.rearm(false)) || self.has_work_for_guest()
+    }
+
+    /// Has the counters say what there is.
+    pub(super) fn count(&mut self, cx: &Context<'_>) {
+        let mut now = Holdings {
+            connections: self.shard.occupied(),
+            joins: self.joins.len(),
+            timers: self.timers.len() + self.shard.timers(),
+            ports: self.counted.ports,
+        };
+        if now != self.counted {
+            // Which takes a lock, and changes with the connections alone.
+            now.ports = self.shard.ports().len();
+            let before = std::mem::replace(&mut self.counted, now);
+            cx.counters.hold(before, now);
+        }
     }
 
     /// Whether a queue has broken and its connections have not been ended.
@@ -390,6 +413,13 @@ impl Device {
             sibling::return_inbound(sibling, false, cx);
         }
         cx.counters.conns_removed.add(1);
+        if self.joins.is_empty() && self.joins.capacity() > KEPT {
+            // Keys are hints wherever they are kept.
+            self.joins = Slab::new();
+            self.by_flow = Vec::new();
+            self.ready = VecDeque::new();
+            self.stale_ready = 0;
+        }
         Some(join)
     }
 

@@ -32,6 +32,11 @@ impl Timers {
         self.0.first().map(|t| t.0)
     }
 
+    /// Timers that are set.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// A timer that is due.
     pub(crate) fn pop(&mut self, now: Instant) -> Option<Timer> {
         if self.next()? > now {

@@ -64,7 +64,7 @@ impl DriverConfig {
             rx_buffer_size: 4096,
             tx_buffer_size: 65536,
             buf_alloc: 262_144,
-            max_connections: 4096,
+            max_connections: 131_072,
             host_ports: None,
             connect_timeout: Duration::from_secs(2),
             control_timeout: Duration::from_secs(10),

@@ -374,6 +374,14 @@ impl EndpointBuilder {
         self
     }
 
+    /// Connections at once, at first 131072; a further connect fails, and further requests are
+    /// answered with a reset. What lies ready for a connection that nothing passes through is a few
+    /// hundred bytes, taken when it comes.
+    pub fn max_connections(mut self, connections: usize) -> EndpointBuilder {
+        self.config.max_connections = connections;
+        self
+    }
+
     /// How long a connect waits for an answer; at first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> EndpointBuilder {
         self.config.connect_timeout = timeout;

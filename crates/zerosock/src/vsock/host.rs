@@ -335,6 +335,13 @@ impl HostBuilder {
         self
     }
 
+    /// Connections of one VM or process at once, at first 131072; further requests of it are
+    /// answered with a reset.
+    pub fn max_connections(mut self, connections: usize) -> HostBuilder {
+        self.config.max_connections = connections;
+        self
+    }
+
     /// How long a connect waits for an answer. At first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> HostBuilder {
         self.config.connect_timeout = timeout;

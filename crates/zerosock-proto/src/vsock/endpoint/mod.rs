@@ -253,6 +253,16 @@ impl<S: BuildHasher> Shard<S> {
         self.table.occupied()
     }
 
+    /// Timers that run: of connections that come about, close, or wait for credit.
+    pub fn timers(&self) -> usize {
+        self.timers.len()
+    }
+
+    /// The table of listeners and ports.
+    pub fn ports(&self) -> &PortTable {
+        &self.ports
+    }
+
     /// About one connection; `None` when it has ended.
     pub fn flow(&self, flow: FlowId) -> Option<FlowInfo> {
         self.table.get(flow).map(Connection::info)

@@ -57,7 +57,7 @@ impl Default for HostConfig {
             vms: Vec::new(),
             attach: None,
             access: AccessList::default(),
-            max_connections: 65_536,
+            max_connections: 131_072,
             max_overflow: 64 << 20,
             old_memory: 1 << 30,
             hold: Duration::from_millis(20),

@@ -15,7 +15,9 @@ use crate::duration;
 #[derive(Debug, Args)]
 #[command(after_long_help = AFTER_HELP)]
 pub(crate) struct NcArgs {
-    /// vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH or hybrid:PATH:PORT
+    /// vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT,
+    /// attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT or
+    /// service-listen:PATH:PORT
     pub(crate) endpoint: Endpoint,
 
     /// Give up when connecting (or waiting for a connection) takes longer, and later when no byte
@@ -61,6 +63,12 @@ Endpoints:
   unix-listen:PATH    accept one connection at PATH; a stale socket there is replaced
   hybrid:PATH:PORT    connect to PORT in a guest, through the --uds-path of `zerosock serve`,
                       vhost-device-vsock, Firecracker or cloud-hypervisor (CONNECT and OK)
+  attach:PATH:CID:PORT, attach-listen:PATH:PORT
+                      the same as a process with a CID of its own, at the --attach-socket PATH of
+                      `zerosock serve`; the CID may be the name of another process
+  service:PATH:CID:PORT, service-listen:PATH:PORT
+                      the same as the host, CID 2: claims PORT there and accepts one connection,
+                      or connects to a guest or process
 
 Examples:
   A file from guest to host:
@@ -69,6 +77,9 @@ Examples:
   A file from host to guest:
     guest$  zerosock nc vsock-listen:1234 > copy
     host$   zerosock nc --retry hybrid:/tmp/vm3.vsock:1234 < file
+  A host service at port 1234 for all guests of a daemon:
+    host$   zerosock nc service-listen:/run/zerosock/attach:1234
+    guest$  zerosock nc vsock:2:1234
 
 Exit codes: 0 the peer closed and all was delivered, 1 not connected, refused, timed out or not all
 delivered, 2 an option is wrong.";

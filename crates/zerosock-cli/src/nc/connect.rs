@@ -13,7 +13,9 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
+use super::attached::{self, Role};
 use super::endpoint::Endpoint;
+use super::wire::Wire;
 use crate::sockets;
 
 /// Why there is no connection.
@@ -27,6 +29,8 @@ pub(crate) enum ConnectError {
     Bind(#[from] sockets::BindError),
     #[error("{0} (not a hybrid vsock socket?)")]
     Handshake(String),
+    #[error("{doing}: {source}")]
+    Attached { doing: String, source: io::Error },
     #[error("{doing}: {source}")]
     System { doing: String, source: io::Error },
 }
@@ -47,6 +51,14 @@ impl ConnectError {
                         | Errno::ADDRNOTAVAIL
                         | Errno::AGAIN
                 )
+            ),
+            ConnectError::Attached { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::NotFound
+                    | io::ErrorKind::ConnectionRefused
+                    | io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::HostUnreachable
+                    | io::ErrorKind::TimedOut
             ),
             _ => false,
         }
@@ -78,16 +90,30 @@ pub(crate) fn establish(
     deadline: Deadline,
     retry: bool,
     listening: impl Fn(),
-) -> Result<OwnedFd, ConnectError> {
+) -> Result<Wire, ConnectError> {
     // Short at first, because a guest's service is often a moment away; then patient.
     let mut pause = Duration::from_millis(20);
     loop {
         let result = match endpoint {
-            Endpoint::Vsock { cid, port } => vsock(*cid, *port, deadline),
-            Endpoint::VsockListen { port } => vsock_listen(*port, deadline, &listening),
-            Endpoint::Unix(path) => unix(path, deadline).map(OwnedFd::from),
-            Endpoint::UnixListen(path) => unix_listen(path, deadline, &listening),
-            Endpoint::Hybrid { path, port } => hybrid(path, *port, deadline),
+            Endpoint::Vsock { cid, port } => vsock(*cid, *port, deadline).map(Wire::from),
+            Endpoint::VsockListen { port } => {
+                vsock_listen(*port, deadline, &listening).map(Wire::from)
+            }
+            Endpoint::Unix(path) => unix(path, deadline).map(OwnedFd::from).map(Wire::from),
+            Endpoint::UnixListen(path) => unix_listen(path, deadline, &listening).map(Wire::from),
+            Endpoint::Hybrid { path, port } => hybrid(path, *port, deadline).map(Wire::from),
+            Endpoint::Attach { path, to, port } => {
+                attached::connect(Role::Process, path, to, *port, deadline.left())
+            }
+            Endpoint::AttachListen { path, port } => {
+                attached::listen(Role::Process, path, *port, deadline.left(), &listening)
+            }
+            Endpoint::Service { path, to, port } => {
+                attached::connect(Role::Service, path, to, *port, deadline.left())
+            }
+            Endpoint::ServiceListen { path, port } => {
+                attached::listen(Role::Service, path, *port, deadline.left(), &listening)
+            }
         };
         match result {
             Err(error) if retry && error.may_pass() => {

@@ -4,16 +4,53 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use zerosock::attach::Name;
+
 use crate::sockets;
 
 /// One end of a connection. Paths fit a socket address, CIDs and ports can be connected to.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Endpoint {
-    Vsock { cid: u32, port: u32 },
-    VsockListen { port: u32 },
+    Vsock {
+        cid: u32,
+        port: u32,
+    },
+    VsockListen {
+        port: u32,
+    },
     Unix(PathBuf),
     UnixListen(PathBuf),
-    Hybrid { path: PathBuf, port: u32 },
+    Hybrid {
+        path: PathBuf,
+        port: u32,
+    },
+    /// As a process that attaches.
+    Attach {
+        path: PathBuf,
+        to: Peer,
+        port: u32,
+    },
+    AttachListen {
+        path: PathBuf,
+        port: u32,
+    },
+    /// As a service of the host.
+    Service {
+        path: PathBuf,
+        to: Peer,
+        port: u32,
+    },
+    ServiceListen {
+        path: PathBuf,
+        port: u32,
+    },
+}
+
+/// Whom an attached process connects to.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Peer {
+    Cid(u32),
+    Name(Name),
 }
 
 /// Why a text names no endpoint. clap puts the text itself in front.
@@ -23,14 +60,16 @@ pub(crate) enum EndpointError {
     Form,
     #[error("`{0}` is no CID; give a number from 0 to 4294967294 (2 is the host)")]
     Cid(String),
+    #[error("`{0}` is no CID (0 to 4294967294; 2 is the host) and no name of a process")]
+    Peer(String),
     #[error("`{0}` is no port; give a number from 0 to 4294967294")]
     Port(String),
     #[error("{0}")]
     Path(String),
 }
 
-const FORMS: &str =
-    "vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT";
+const FORMS: &str = "vsock:CID:PORT, vsock-listen:PORT, unix:PATH, unix-listen:PATH, hybrid:PATH:PORT, \
+     attach:PATH:CID:PORT, attach-listen:PATH:PORT, service:PATH:CID:PORT, service-listen:PATH:PORT";
 
 impl FromStr for Endpoint {
     type Err = EndpointError;
@@ -53,15 +92,46 @@ impl FromStr for Endpoint {
             "unix-listen" => Ok(Endpoint::UnixListen(parse_path(rest)?)),
             "hybrid" => {
                 // The path may contain colons, the port may not.
-                let (path, port) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
-                Ok(Endpoint::Hybrid {
-                    path: parse_path(path)?,
-                    port: parse_port(port)?,
-                })
+                let (path, port) = path_and_port(rest)?;
+                Ok(Endpoint::Hybrid { path, port })
+            }
+            "attach" => {
+                let (path, to, port) = path_and_peer(rest)?;
+                Ok(Endpoint::Attach { path, to, port })
+            }
+            "attach-listen" => {
+                let (path, port) = path_and_port(rest)?;
+                Ok(Endpoint::AttachListen { path, port })
+            }
+            "service" => {
+                let (path, to, port) = path_and_peer(rest)?;
+                Ok(Endpoint::Service { path, to, port })
+            }
+            "service-listen" => {
+                let (path, port) = path_and_port(rest)?;
+                Ok(Endpoint::ServiceListen { path, port })
             }
             _ => Err(EndpointError::Form),
         }
     }
+}
+
+/// The path may contain colons, what follows it may not.
+fn path_and_port(text: &str) -> Result<(PathBuf, u32), EndpointError> {
+    let (path, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
+    Ok((parse_path(path)?, parse_port(port)?))
+}
+
+fn path_and_peer(text: &str) -> Result<(PathBuf, Peer, u32), EndpointError> {
+    let (rest, port) = text.rsplit_once(':').ok_or(EndpointError::Form)?;
+    let (path, to) = rest.rsplit_once(':').ok_or(EndpointError::Form)?;
+    let to = match (parse_number(to), to.parse()) {
+        (Some(cid), _) => Peer::Cid(cid),
+        // Digits only would be a CID too large.
+        (None, Ok(name)) if !to.bytes().all(|byte| byte.is_ascii_digit()) => Peer::Name(name),
+        (None, _) => return Err(EndpointError::Peer(to.into())),
+    };
+    Ok((parse_path(path)?, to, parse_port(port)?))
 }
 
 /// 4294967295 stands for "any" in both CIDs and ports.
@@ -87,6 +157,27 @@ impl fmt::Display for Endpoint {
             Endpoint::Unix(path) => write!(f, "unix:{}", path.display()),
             Endpoint::UnixListen(path) => write!(f, "unix-listen:{}", path.display()),
             Endpoint::Hybrid { path, port } => write!(f, "hybrid:{}:{port}", path.display()),
+            Endpoint::Attach { path, to, port } => {
+                write!(f, "attach:{}:{to}:{port}", path.display())
+            }
+            Endpoint::AttachListen { path, port } => {
+                write!(f, "attach-listen:{}:{port}", path.display())
+            }
+            Endpoint::Service { path, to, port } => {
+                write!(f, "service:{}:{to}:{port}", path.display())
+            }
+            Endpoint::ServiceListen { path, port } => {
+                write!(f, "service-listen:{}:{port}", path.display())
+            }
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Peer::Cid(cid) => cid.fmt(f),
+            Peer::Name(name) => name.fmt(f),
         }
     }
 }
@@ -106,6 +197,36 @@ mod tests {
                 "hybrid:/tmp/a:b:7",
                 Endpoint::Hybrid {
                     path: "/tmp/a:b".into(),
+                    port: 7,
+                },
+            ),
+            (
+                "attach:/run/a:3:7",
+                Endpoint::Attach {
+                    path: "/run/a".into(),
+                    to: Peer::Cid(3),
+                    port: 7,
+                },
+            ),
+            (
+                "attach-listen:/run/a:7",
+                Endpoint::AttachListen {
+                    path: "/run/a".into(),
+                    port: 7,
+                },
+            ),
+            (
+                "service:/run/a:b:db-1:7",
+                Endpoint::Service {
+                    path: "/run/a:b".into(),
+                    to: Peer::Name("db-1".parse().unwrap()),
+                    port: 7,
+                },
+            ),
+            (
+                "service-listen:/run/a:7",
+                Endpoint::ServiceListen {
+                    path: "/run/a".into(),
                     port: 7,
                 },
             ),
@@ -134,6 +255,13 @@ mod tests {
             ),
             ("vsock-listen:-1", EndpointError::Port("-1".into())),
             ("hybrid:/tmp/a:b", EndpointError::Port("b".into())),
+            ("attach:/tmp/a:7", EndpointError::Form),
+            (
+                "attach:/tmp/a:4294967295:7",
+                EndpointError::Peer("4294967295".into()),
+            ),
+            ("service:/tmp/a:a b:7", EndpointError::Peer("a b".into())),
+            ("service-listen:/tmp/a:x", EndpointError::Port("x".into())),
         ] {
             assert_eq!(text.parse::<Endpoint>(), Err(wanted), "{text:?}");
         }

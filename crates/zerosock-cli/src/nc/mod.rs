@@ -4,10 +4,12 @@
 //! when both directions have. The exit code tells whether all was delivered.
 
 pub(crate) mod args;
+mod attached;
 mod connect;
 mod endpoint;
 mod progress;
 mod pump;
+mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

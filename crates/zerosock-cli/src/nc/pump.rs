@@ -6,7 +6,7 @@
 //! blocked in a read when all else is over ends with the process.
 
 use std::io::{self, PipeReader};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -15,10 +15,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::net::{SendFlags, Shutdown};
+use rustix::net::Shutdown;
 use rustix::stdio;
 
 use super::progress::Progress;
+use super::wire::Wire;
 
 /// Large enough that system calls do not matter, small enough for a core's cache.
 const BUFFER: usize = 256 * 1024;
@@ -64,7 +65,7 @@ pub(crate) struct Moved {
 
 /// Moves bytes until both directions are over, or the policy says so.
 pub(crate) fn run(
-    socket: OwnedFd,
+    socket: Wire,
     policy: Policy,
     moved: &Arc<Moved>,
     progress: &mut Progress,
@@ -110,7 +111,7 @@ pub(crate) fn run(
             (None, None) => return outcome,
             // The peer has closed both halves and nothing waits to be sent: over. If something
             // does, the sender is about to find out, and its error counts.
-            (Some(_), None) if is_deaf(&socket) && !stdin_is_ready() => return outcome,
+            (Some(_), None) if socket.is_deaf() && !stdin_is_ready() => return outcome,
             _ => {}
         }
         if watch.may_quit(sending.is_none()) {
@@ -216,7 +217,7 @@ impl Watch {
     }
 }
 
-fn send(socket: &OwnedFd, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
+fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
     let mut buffer = vec![0; BUFFER];
     loop {
         let length = read(stdio::stdin(), &mut buffer).map_err(PumpError::Stdin)?;
@@ -224,30 +225,26 @@ fn send(socket: &OwnedFd, moved: &Moved, shutdown: bool) -> Result<(), PumpError
             break;
         };
         while !rest.is_empty() {
-            match rustix::net::send(socket, rest, SendFlags::NOSIGNAL) {
+            match socket.send(rest) {
                 Ok(taken) => {
                     moved.sent.fetch_add(taken as u64, Ordering::Relaxed);
                     rest = rest.get(taken..).unwrap_or_default();
                 }
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(PumpError::Send(errno.into())),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(PumpError::Send(error)),
             }
         }
     }
     if shutdown {
-        match rustix::net::shutdown(socket, Shutdown::Write) {
-            // The peer was faster: it has closed, and nothing is left to be delivered.
-            Ok(()) | Err(Errno::NOTCONN) => {}
-            Err(errno) => return Err(PumpError::Send(errno.into())),
-        }
+        socket.finish().map_err(PumpError::Send)?;
     }
     Ok(())
 }
 
-fn receive(socket: &OwnedFd, moved: &Moved) -> Result<(), PumpError> {
+fn receive(socket: &Wire, moved: &Moved) -> Result<(), PumpError> {
     let mut buffer = vec![0; BUFFER];
     loop {
-        let length = read(socket.as_fd(), &mut buffer).map_err(PumpError::Receive)?;
+        let length = socket.receive(&mut buffer).map_err(PumpError::Receive)?;
         let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {
             return Ok(());
         };
@@ -260,7 +257,7 @@ fn receive(socket: &OwnedFd, moved: &Moved) -> Result<(), PumpError> {
 }
 
 /// A blocking read, also from a descriptor that somebody else made non-blocking.
-fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
+pub(super) fn read(fd: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         match rustix::io::read(fd, &mut *buffer) {
             Err(Errno::INTR) => {}
@@ -286,16 +283,6 @@ fn wait_for(fd: BorrowedFd<'_>, events: PollFlags) -> io::Result<()> {
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
-}
-
-/// Whether the peer takes nothing more. Sending no bytes sends no packet, but asks the question;
-/// poll() would not tell for AF_VSOCK.
-fn is_deaf(socket: &OwnedFd) -> bool {
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    matches!(
-        rustix::net::send(socket, &[], flags),
-        Err(Errno::PIPE | Errno::NOTCONN | Errno::CONNRESET)
-    )
 }
 
 /// Whether a read from standard input would say something now: bytes, the end, or an error.

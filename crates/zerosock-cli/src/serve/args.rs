@@ -172,7 +172,10 @@ Processes without a VM (docs/attach.md has the protocol, zerosock::attach the li
   zerosock serve --vm guest-cid=3,socket=/tmp/3.vhost,uds-path=/tmp/3.vsock \\
                  --attach-socket /run/zerosock/attach --attach-mode 0660 --attach-uid 1000
   They reach VMs and each other by CID, if they have a group in common. Without any VM the switch
-  is for processes alone.
+  is for processes alone. With --attach-uds-path /run/zerosock/p{cid} each has hybrid sockets too.
+Host services: processes that claim ports of CID 2 on the same socket, for all guests at once;
+what nobody has claimed goes to the --uds-path sockets:
+  zerosock nc service-listen:/run/zerosock/attach:1234
 
 Attach QEMU (the guest's memory must be shared; sizes must agree):
   qemu-system-x86_64 -m 512M \\

@@ -36,6 +36,23 @@ pub(crate) struct AttachFlags {
     /// Processes that may be attached at once [default: 256]
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
     attach_max: Option<u64>,
+
+    /// The hybrid sockets of attached processes, `{cid}` standing for the CID of each: host
+    /// programs connect there, its own connections to the host go to PATH_PORT. Without `{cid}`
+    /// the latter only, from all of them to the same [default: processes do not meet the host's
+    /// sockets]
+    #[arg(long, value_name = "PATH")]
+    attach_uds_path: Option<PathBuf>,
+
+    /// A user, by number, whose processes may be host services: claim ports of CID 2 on the attach
+    /// socket, before the --uds-path of every VM; repeat for more [default: the user of this
+    /// process; root is no exception]
+    #[arg(long, value_parser = number::parse::<u32>, value_name = "UID")]
+    service_uid: Vec<u32>,
+
+    /// Host services that may be attached at once; 0 for none [default: 64]
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
+    service_max: Option<u64>,
 }
 
 /// The keys of `attach` with the values that were given.
@@ -49,6 +66,12 @@ pub(crate) struct RawAttach {
     #[serde(default, deserialize_with = "joined_by_plus")]
     pub(crate) groups: Option<String>,
     pub(crate) max: Option<u64>,
+    #[serde(alias = "uds-path")]
+    pub(crate) uds_path: Option<PathBuf>,
+    #[serde(default, alias = "service-uid")]
+    pub(crate) service_uid: Vec<u32>,
+    #[serde(alias = "service-max")]
+    pub(crate) service_max: Option<u64>,
 }
 
 impl AttachFlags {
@@ -60,6 +83,9 @@ impl AttachFlags {
             uid: self.attach_uid,
             groups: self.attach_groups,
             max: self.attach_max,
+            uds_path: self.attach_uds_path,
+            service_uid: self.service_uid,
+            service_max: self.service_max,
         };
         (raw != RawAttach::default()).then_some(raw)
     }
@@ -76,7 +102,26 @@ pub(crate) struct Attach {
     pub(crate) groups: Vec<String>,
     /// From 1 to [`MAX_PROCESSES`].
     pub(crate) max: usize,
+    /// Where processes meet the host's sockets, if they do.
+    pub(crate) hybrid: Option<Hybrid>,
+    /// Whose processes may be services. Empty: the user of this process alone.
+    pub(crate) service_uids: Vec<u32>,
+    /// Up to [`MAX_PROCESSES`].
+    pub(crate) service_max: usize,
 }
+
+/// Where processes meet the host's sockets.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Hybrid {
+    /// All of them connect to the sockets around this path, and are not called.
+    Shared(PathBuf),
+    /// Each has sockets of its own; the path has `{cid}` in it.
+    Each(PathBuf),
+}
+
+/// What stands for the CID.
+const CID: &str = "{cid}";
+const DEFAULT_SERVICES: u64 = 64;
 
 const DEFAULT_GROUP: &str = "default";
 const DEFAULT_MAX: u64 = 256;
@@ -111,6 +156,19 @@ impl Attach {
             let fix = format!("give a number from 1 to {MAX_PROCESSES}");
             return Err(source.wrong_attach("max", max, fix));
         }
+        if let Some(&uid) = raw.service_uid.iter().find(|&&uid| uid == u32::MAX) {
+            let fix = "no user has this number; give one from 0 to 4294967294";
+            return Err(source.wrong_service("uid", uid, fix));
+        }
+        let service_max = raw.service_max.unwrap_or(DEFAULT_SERVICES);
+        if service_max > MAX_PROCESSES {
+            let fix = format!("give a number from 0 to {MAX_PROCESSES}");
+            return Err(source.wrong_service("max", service_max, fix));
+        }
+        let hybrid = match raw.uds_path {
+            None => None,
+            Some(path) => Some(Hybrid::new(source, path)?),
+        };
         Ok(Attach {
             socket,
             mode,
@@ -118,6 +176,24 @@ impl Attach {
             groups,
             // At most 16384, just checked.
             max: max as usize,
+            hybrid,
+            service_uids: raw.service_uid,
+            service_max: service_max as usize,
+        })
+    }
+}
+
+impl Hybrid {
+    fn new(source: Source<'_>, path: PathBuf) -> Result<Hybrid, SettingsError> {
+        let wrong = |fix: String| source.wrong_attach("uds-path", path.display(), fix);
+        let text = path.to_str();
+        let text = text.ok_or_else(|| wrong("a path of other characters than UTF-8's".into()))?;
+        // The longest CID there is.
+        let longest = PathBuf::from(text.replace(CID, "4294967294"));
+        sockets::check_path(&longest).map_err(|reason| wrong(reason.to_string()))?;
+        Ok(match text.contains(CID) {
+            true => Hybrid::Each(path),
+            false => Hybrid::Shared(path),
         })
     }
 }

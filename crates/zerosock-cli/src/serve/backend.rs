@@ -2,14 +2,16 @@
 
 use std::os::fd::OwnedFd;
 
+use rustix::fs::{Gid, Mode};
 use zerosock::Cid;
-use zerosock::attach::AttachConfig;
+use zerosock::attach::{AttachConfig, AttachHost};
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, OkConvention, StartError, VmConfig};
 
 use super::Listeners;
 use super::args::OkPort;
-use super::attach::Attach;
+use super::attach::{Attach, Hybrid};
 use super::settings::{Host, Settings, Vm};
+use crate::sockets;
 
 /// Starts one device per VM; `listeners` are in the order of the VMs.
 pub(super) fn start(
@@ -32,18 +34,36 @@ pub(super) fn start(
             OkPort::Host => OkConvention::HostPort,
         },
         connect_timeout: settings.connect_timeout,
-        attach: settings.attach.as_ref().zip(attach).map(convert_attach),
+        attach: settings
+            .attach
+            .as_ref()
+            .zip(attach)
+            .map(|(attach, listener)| convert_attach(attach, listener, settings.access)),
         ..DaemonConfig::default()
     })
 }
 
-fn convert_attach((attach, listener): (&Attach, OwnedFd)) -> AttachConfig {
+fn convert_attach(attach: &Attach, listener: OwnedFd, access: sockets::Access) -> AttachConfig {
     let mut config = AttachConfig::new(listener);
     if !attach.uids.is_empty() {
         config.allowed_uids = attach.uids.clone();
     }
     config.groups = attach.groups.clone();
     config.max_processes = attach.max;
+    config.host = match &attach.hybrid {
+        None => AttachHost::None,
+        Some(Hybrid::Shared(path)) => AttachHost::Hybrid { path: path.clone() },
+        Some(Hybrid::Each(path)) => AttachHost::HybridEach {
+            path: path.clone(),
+            mode: access.mode.map(Mode::as_raw_mode),
+            group: access.gid.map(Gid::as_raw),
+        },
+    };
+    config.max_services = attach.service_max;
+    config.service_uids = match attach.service_uids.is_empty() {
+        true => vec![rustix::process::geteuid().as_raw()],
+        false => attach.service_uids.clone(),
+    };
     config
 }
 

@@ -119,7 +119,8 @@ mod tests {
     #[test]
     fn the_attach_socket_has_keys_of_its_own() {
         let file = read_file(
-            "attach: {socket: /run/a, mode: '0660', uid: [0, 1000], groups: [a, b], max: 5}",
+            "attach: {socket: /run/a, mode: '0660', uid: [0, 1000], groups: [a, b], max: 5, \
+              uds_path: '/run/{cid}', service_uid: [7], service-max: 3}",
         );
         let wanted = RawAttach {
             socket: Some("/run/a".into()),
@@ -127,6 +128,9 @@ mod tests {
             uid: vec![0, 1000],
             groups: Some("a+b".into()),
             max: Some(5),
+            uds_path: Some("/run/{cid}".into()),
+            service_uid: vec![7],
+            service_max: Some(3),
         };
         let file = file.unwrap();
         assert!(file.vms.is_empty());

@@ -119,8 +119,28 @@ impl Source<'_> {
     /// An option about the attach socket.
     pub(super) fn attach_option(self, key: &str) -> String {
         match self {
-            Source::File { path, .. } => format!("{}: attach.{key}", path.display()),
+            Source::File { path, .. } => {
+                format!("{}: attach.{}", path.display(), key.replace('-', "_"))
+            }
             Source::Flags | Source::Vm => format!("--attach-{key}"),
+        }
+    }
+
+    /// As [`wrong_attach`](Source::wrong_attach), about services.
+    pub(super) fn wrong_service(
+        self,
+        key: &str,
+        value: impl fmt::Display,
+        fix: impl Into<String>,
+    ) -> SettingsError {
+        let option = match self {
+            Source::File { path, .. } => format!("{}: attach.service_{key}", path.display()),
+            Source::Flags | Source::Vm => format!("--service-{key}"),
+        };
+        SettingsError::Wrong {
+            option,
+            value: value.to_string(),
+            fix: fix.into(),
         }
     }
 
@@ -255,7 +275,7 @@ fn daemon(
         // A worker without a VM would only cost memory.
         workers: match &attach {
             // A worker without a VM may get processes.
-            Some(attach) => workers.min(vms.len() + attach.max),
+            Some(attach) => workers.min(vms.len() + attach.max + attach.service_max),
             None => workers.min(vms.len()),
         },
         vms,

@@ -4,6 +4,7 @@ use clap::Parser;
 
 use super::*;
 use crate::args::{Cli, Command};
+use crate::serve::attach::Hybrid;
 
 fn parse(words: &str) -> Result<ServeArgs, clap::Error> {
     let words = ["zerosock", "serve"]
@@ -101,13 +102,17 @@ fn the_flags_about_attaching_are_heard() {
         uids: vec![],
         groups: vec!["default".into()],
         max: 256,
+        hybrid: None,
+        service_uids: vec![],
+        service_max: 64,
     };
     assert_eq!(attached.attach, Some(wanted));
     assert_eq!(settings(VM).attach, None);
     // Without a VM; workers are not bounded by their number.
     let alone = settings(
         "--attach-socket c --attach-mode 0660 --attach-uid 0 --attach-uid 1000 \
-         --attach-groups a+b --attach-max 5 --workers 4",
+         --attach-groups a+b --attach-max 5 --workers 4 --attach-uds-path /run/p{cid} \
+         --service-uid 7 --service-max 0",
     );
     let wanted = Attach {
         socket: "c".into(),
@@ -115,10 +120,39 @@ fn the_flags_about_attaching_are_heard() {
         uids: vec![0, 1000],
         groups: vec!["a".into(), "b".into()],
         max: 5,
+        hybrid: Some(Hybrid::Each("/run/p{cid}".into())),
+        service_uids: vec![7],
+        service_max: 0,
     };
     assert_eq!(alone.attach, Some(wanted));
     assert!(alone.vms.is_empty());
     assert_eq!(alone.workers, 4);
+    let shared = settings("--attach-socket c --attach-uds-path /run/p").attach;
+    let shared = shared.and_then(|attach| attach.hybrid);
+    assert_eq!(shared, Some(Hybrid::Shared("/run/p".into())));
+    for (flags, wanted) in [
+        ("--service-max 16385", "--service-max 16385: give a number"),
+        (
+            "--service-uid 4294967295",
+            "--service-uid 4294967295: no user",
+        ),
+        ("--attach-uds-path /x{cid}", ""),
+    ] {
+        let said = format!("--attach-socket c {flags}");
+        if wanted.is_empty() {
+            settings(&said);
+        } else {
+            let said = complaint(&said);
+            assert!(said.contains(wanted), "{said}");
+        }
+    }
+    // With a CID in it the path would be too long.
+    let long = format!(
+        "--attach-socket c --attach-uds-path /{}{{cid}}",
+        "x".repeat(100)
+    );
+    let said = complaint(&long);
+    assert!(said.contains("--attach-uds-path"), "{said}");
 }
 
 #[test]

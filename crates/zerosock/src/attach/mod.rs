@@ -29,6 +29,9 @@ use std::path::{Path, PathBuf};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerosock_proto::{Cid, Port};
 
+use crate::device::HostEnd;
+use crate::vsock::socket_file::{SocketFile, SocketKind};
+
 pub use client::{AttachError, Attached, Client, Fault, Serving};
 pub use codec::{AttachRequest, Name, NameError, ServiceRequest, Status, Version};
 pub use directory::Process;
@@ -49,6 +52,43 @@ pub enum AttachHost {
         /// The first part of the sockets' paths.
         path: PathBuf,
     },
+    /// By hybrid sockets of its own, as a VM does: its connects to port P of the host go to the
+    /// Unix socket `path_P`, and programs of the host that connect to `path` and say `CONNECT P`
+    /// come to its port P. The socket at `path` is there as long as the process is attached.
+    HybridEach {
+        /// The path; `{cid}` in it, which must be there, stands for the process's CID.
+        path: PathBuf,
+        /// The socket's permission bits; `None`: by the umask.
+        mode: Option<u32>,
+        /// The socket's group; `None`: our own.
+        group: Option<u32>,
+    },
+}
+
+/// What stands for a CID in a path.
+const CID_IN_PATH: &str = "{cid}";
+
+impl AttachHost {
+    /// How the process with this CID meets the host; with the file of the socket that was made
+    /// for it.
+    fn end_of(&self, cid: Cid) -> io::Result<(HostEnd, Option<SocketFile>)> {
+        let (path, mode, group) = match self {
+            AttachHost::None => return Ok((HostEnd::None, None)),
+            AttachHost::Hybrid { path } => {
+                let (path, listener) = (path.clone(), None);
+                return Ok((HostEnd::Hybrid { path, listener }, None));
+            }
+            AttachHost::HybridEach { path, mode, group } => (path, *mode, *group),
+        };
+        let text = path.to_str().filter(|text| text.contains(CID_IN_PATH));
+        let none = || io::Error::new(io::ErrorKind::InvalidInput, "no {cid} in the path");
+        let path = text.ok_or_else(none)?;
+        let path = PathBuf::from(path.replace(CID_IN_PATH, &cid.to_string()));
+        let (listener, file) = SocketFile::bind(&path, SocketKind::Stream, mode, group)?;
+        rustix::io::ioctl_fionbio(&listener, true)?;
+        let listener = Some(listener);
+        Ok((HostEnd::Hybrid { path, listener }, Some(file)))
+    }
 }
 
 /// On what terms processes may attach.

@@ -37,7 +37,6 @@ use super::codec::{
 };
 use super::directory::Directory;
 use super::{AttachConfig, HOST};
-use crate::device::HostEnd;
 use crate::device::control::{House, Lodger, LogLimit};
 use crate::plane::roster::Roster;
 use claims::{Claim, Errand};
@@ -55,15 +54,9 @@ const ACCEPT_REST: Duration = Duration::from_millis(200);
 /// The listener's key; clients have others.
 const LISTENER: u32 = 0;
 
-/// The terms, and how a process meets the host.
-pub(crate) struct AttachPlan {
-    pub(crate) config: AttachConfig,
-    pub(crate) host: Box<dyn Fn() -> HostEnd + Send>,
-}
-
 /// See the module.
 pub(crate) struct Server {
-    plan: AttachPlan,
+    config: AttachConfig,
     roster: Roster,
     directory: Arc<Directory>,
     clients: BTreeMap<u32, Client>,
@@ -85,14 +78,14 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn new(
-        plan: AttachPlan,
+        config: AttachConfig,
         roster: Roster,
         directory: Arc<Directory>,
     ) -> io::Result<Server> {
-        rustix::io::ioctl_fionbio(&plan.config.listener, true)?;
-        let next_cid = *plan.config.cids.start();
+        rustix::io::ioctl_fionbio(&config.listener, true)?;
+        let next_cid = *config.cids.start();
         Ok(Server {
-            plan,
+            config,
             roster,
             directory,
             clients: BTreeMap::new(),
@@ -148,11 +141,11 @@ impl Server {
         };
         match (&client.state, request) {
             (&State::Silent { until }, Ok(Request::Attach(request))) => {
-                let allowed = is_allowed(&self.plan.config.allowed_uids, client.uid);
+                let allowed = is_allowed(&self.config.allowed_uids, client.uid);
                 self.attach(key, Wanted::Process(request), allowed, until, house);
             }
             (&State::Silent { until }, Ok(Request::Serve(request))) => {
-                let allowed = is_allowed(&self.plan.config.service_uids, client.uid);
+                let allowed = is_allowed(&self.config.service_uids, client.uid);
                 self.attach(key, Wanted::Service(request), allowed, until, house);
             }
             (State::Attached { .. }, Ok(Request::Claim(ports))) => {
@@ -259,7 +252,7 @@ impl Server {
 
 impl Lodger for Server {
     fn begin(&mut self, house: &mut House) -> io::Result<()> {
-        house.watch(&self.plan.config.listener, LISTENER, EventFlags::IN)
+        house.watch(&self.config.listener, LISTENER, EventFlags::IN)
     }
 
     fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {

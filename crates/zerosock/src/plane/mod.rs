@@ -11,8 +11,8 @@ pub(crate) mod roster;
 
 use crate::access::AccessList;
 use crate::attach::directory::{Directory, Process};
-use crate::attach::server::{AttachPlan, Server};
-use crate::attach::{AttachConfig, AttachHost, Name};
+use crate::attach::server::Server;
+use crate::attach::{AttachConfig, Name};
 use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 use crate::device::{HostEnd, Limits};
 use crate::engine::mailbox::{Mailbox, Sender};
@@ -54,7 +54,7 @@ pub(crate) struct Prepared {
 pub(crate) struct Foundation {
     specs: Vec<VmSpec>,
     roster: Roster,
-    attach: Option<AttachPlan>,
+    attach: Option<AttachConfig>,
 }
 
 /// Makes workers and their devices. Nothing runs yet.
@@ -118,16 +118,6 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             port,
         });
     }
-    let attach = setup.attach.map(|config| {
-        let host: Box<dyn Fn() -> HostEnd + Send> = match config.host.clone() {
-            AttachHost::None => Box::new(|| HostEnd::None),
-            AttachHost::Hybrid { path } => Box::new(move || HostEnd::Hybrid {
-                path: path.clone(),
-                listener: None,
-            }),
-        };
-        AttachPlan { config, host }
-    });
     Ok(Prepared {
         workers,
         senders,
@@ -135,7 +125,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         foundation: Foundation {
             specs,
             roster,
-            attach,
+            attach: setup.attach,
         },
     })
 }

@@ -365,13 +365,14 @@ impl HostBuilder {
     pub fn start(self) -> Result<Host, StartError> {
         let mut config = self.config;
         let mut files = Vec::new();
-        let mut bind = |path: PathBuf, kind, mode| match SocketFile::bind(&path, kind, mode) {
-            Ok((listener, file)) => {
-                files.push(file);
-                Ok(listener)
-            }
-            Err(source) => Err(StartError::Bind { path, source }),
-        };
+        let mut bind =
+            |path: PathBuf, kind, mode| match SocketFile::bind(&path, kind, Some(mode), None) {
+                Ok((listener, file)) => {
+                    files.push(file);
+                    Ok(listener)
+                }
+                Err(source) => Err(StartError::Bind { path, source }),
+            };
         for (cid, path) in self.paths {
             let listener = bind(path, SocketKind::Stream, self.socket_mode)?;
             config.vms.push(VmConfig {

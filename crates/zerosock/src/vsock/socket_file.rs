@@ -20,15 +20,17 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Binds a listener at `path`, with this mode. A socket there that nobody listens on any more
-    /// is replaced. Nobody connects before the mode is set: until then it does not listen.
+    /// Binds a listener at `path`, with this mode, if any, else by the umask. A socket there that
+    /// nobody listens on any more is replaced. Nobody connects before the mode is set: until then
+    /// it does not listen.
     ///
     /// # Errors
     /// `AddrInUse` when somebody listens there, or when something else than a socket is there.
     pub(crate) fn bind(
         path: &Path,
         kind: SocketKind,
-        mode: u32,
+        mode: Option<u32>,
+        group: Option<u32>,
     ) -> io::Result<(OwnedFd, SocketFile)> {
         let socket = match bind_to(path, kind) {
             Err(Errno::ADDRINUSE) if is_abandoned(path) => {
@@ -38,7 +40,12 @@ impl SocketFile {
             other => other?,
         };
         let file = SocketFile::of(path)?;
-        std::fs::set_permissions(path, Permissions::from_mode(mode))?;
+        if group.is_some() {
+            std::os::unix::fs::chown(path, None, group)?;
+        }
+        if let Some(mode) = mode {
+            std::fs::set_permissions(path, Permissions::from_mode(mode))?;
+        }
         listen(&socket, BACKLOG)?;
         Ok((socket, file))
     }
@@ -56,7 +63,7 @@ impl SocketFile {
 /// What is said on a socket.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum SocketKind {
-    /// vhost-user messages.
+    /// vhost-user messages, or a connection of the hybrid convention.
     Stream,
     /// Requests to attach (SOCK_SEQPACKET).
     Packets,
@@ -110,7 +117,7 @@ mod tests {
     use super::*;
 
     fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-        let (socket, file) = SocketFile::bind(path, SocketKind::Stream, 0o600)?;
+        let (socket, file) = SocketFile::bind(path, SocketKind::Stream, Some(0o600), None)?;
         Ok((UnixListener::from(socket), file))
     }
 

@@ -50,7 +50,7 @@ impl Server {
     pub(super) fn accept(&mut self, house: &mut House) {
         for _ in 0..BUDGET {
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-            match accept_with(&self.plan.config.listener, flags) {
+            match accept_with(&self.config.listener, flags) {
                 Ok(socket) => self.admit(socket, house),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
@@ -65,7 +65,7 @@ impl Server {
     }
 
     pub(super) fn watch_listener(&self, house: &House, flags: EventFlags) {
-        if let Err(error) = house.watch_for(&self.plan.config.listener, LISTENER, flags) {
+        if let Err(error) = house.watch_for(&self.config.listener, LISTENER, flags) {
             tracing::error!(%error, "cannot change what is watched");
         }
     }
@@ -76,7 +76,7 @@ impl Server {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
         };
-        let config = &self.plan.config;
+        let config = &self.config;
         let known = |uids| is_allowed(uids, uid);
         let status = if !known(&config.allowed_uids) && !known(&config.service_uids) {
             Status::NotPermitted

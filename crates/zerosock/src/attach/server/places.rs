@@ -24,6 +24,7 @@ use crate::device::HostEnd;
 use crate::device::control::{FrontendSocket, House, VmSpec};
 use crate::plane::roster::{Entry, Member as Device};
 use crate::switch::DeviceAddr;
+use crate::vsock::socket_file::SocketFile;
 
 /// What a client wants to be.
 #[derive(Debug)]
@@ -72,6 +73,8 @@ pub(super) struct Member {
     /// The client whose it is, while that one is there.
     pub(super) client: Option<u32>,
     pub(super) stage: Stage,
+    /// Of the socket by which host programs call it; gone when its worker has forgotten it.
+    pub(super) _file: Option<SocketFile>,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -122,7 +125,7 @@ impl Server {
             Wanted::Process(request) => self.free_cid(request, house).map(Seat::Cid),
             Wanted::Service(request) => {
                 self.check_ports(&request.ports, 0, house)?;
-                self.check_room(true, self.plan.config.max_services)?;
+                self.check_room(true, self.config.max_services)?;
                 let block = self.free_block().ok_or(Obstacle::refused(Status::Full))?;
                 Ok(Seat::Block(block))
             }
@@ -138,7 +141,7 @@ impl Server {
                 return Err(Obstacle::refused(Status::CidTaken));
             }
         }
-        self.check_room(false, self.plan.config.max_processes)?;
+        self.check_room(false, self.config.max_processes)?;
         match request.cid {
             Some(cid) => Ok(cid),
             None => self.any_cid().ok_or(Obstacle::refused(Status::Full)),
@@ -198,7 +201,7 @@ impl Server {
     }
 
     pub(super) fn any_cid(&mut self) -> Option<Cid> {
-        let cids = self.plan.config.cids.clone();
+        let cids = self.config.cids.clone();
         let taken = |cid: Cid| {
             !cid.is_guest() || self.by_cid.contains_key(&cid) || self.roster.contains(cid)
         };
@@ -220,18 +223,19 @@ impl Server {
         house: &mut House,
     ) -> io::Result<()> {
         let (ours, theirs) = UnixStream::pair()?;
-        let config = &self.plan.config;
+        let config = &self.config;
+        let (host, file) = match seat {
+            Seat::Cid(cid) => config.host.end_of(cid)?,
+            // It is the host.
+            Seat::Block(_) => (HostEnd::None, None),
+        };
         let (cid, service) = match seat {
             Seat::Cid(cid) => (cid, None),
             Seat::Block(block) => (HOST, Some(block)),
         };
         let device = Device {
             cid,
-            host: match seat {
-                Seat::Cid(_) => (self.plan.host)(),
-                // It is the host.
-                Seat::Block(_) => HostEnd::None,
-            },
+            host,
             buf_alloc: config.buf_alloc,
             service: service.map(|block| Seat::sources(block).1),
         };
@@ -290,6 +294,7 @@ impl Server {
             addr,
             client: Some(key),
             stage: Stage::Joining(number),
+            _file: file,
         };
         match wanted {
             Wanted::Process(_) => {

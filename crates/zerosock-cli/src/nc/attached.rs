@@ -1,0 +1,91 @@
+//! Connecting as a process that attaches to `zerosock serve`, with a CID of its own or as the host.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use zerosock::vsock::Endpoint;
+use zerosock::{Address, Cid, Port};
+
+use super::connect::ConnectError;
+use super::endpoint::Peer;
+use super::wire::Wire;
+
+/// As what to attach.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Role {
+    Process,
+    Service,
+}
+
+/// Attaches, and connects to `port` of `to`.
+pub(super) fn connect(
+    role: Role,
+    path: &Path,
+    to: &Peer,
+    port: u32,
+    left: Option<Duration>,
+) -> Result<Wire, ConnectError> {
+    let endpoint = attach(role, path, &[], left)?;
+    let failed = failed(format!("connecting to {to}:{port}"));
+    let cid = match to {
+        Peer::Cid(cid) => Cid::new(*cid),
+        Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(&failed)?,
+    };
+    let stream = endpoint.connect(Address::new(cid, Port::new(port)));
+    // The stream keeps our place.
+    stream.map(Wire::Stream).map_err(failed)
+}
+
+/// Attaches, says so by `listening`, and waits for one connection to `port`, which nobody else is
+/// let through to.
+pub(super) fn listen(
+    role: Role,
+    path: &Path,
+    port: u32,
+    left: Option<Duration>,
+    listening: &impl Fn(),
+) -> Result<Wire, ConnectError> {
+    let port = Port::new(port);
+    let endpoint = attach(role, path, &[port], left)?;
+    let failed = failed(format!("waiting for a connection to port {port}"));
+    let listener = endpoint.listen(port, 1).map_err(&failed)?;
+    listening();
+    let accepted = match left {
+        Some(left) => listener.accept_timeout(left),
+        None => listener.accept(),
+    };
+    match accepted {
+        Ok((stream, _)) => Ok(Wire::Stream(stream)),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+            let waiting = format!("waiting for a connection to port {port}");
+            Err(ConnectError::TimedOut(waiting))
+        }
+        Err(error) => Err(failed(error)),
+    }
+}
+
+fn attach(
+    role: Role,
+    path: &Path,
+    ports: &[Port],
+    left: Option<Duration>,
+) -> Result<Endpoint, ConnectError> {
+    let mut builder = Endpoint::builder().ports(ports.iter().copied());
+    if let Some(left) = left {
+        builder = builder.connect_timeout(left);
+    }
+    let endpoint = match role {
+        Role::Process => builder.attach(path),
+        Role::Service => builder.attach_as_host(path),
+    };
+    let failed = failed(format!("attaching at {}", path.display()));
+    endpoint.map_err(|error| failed(error.into()))
+}
+
+fn failed(doing: String) -> impl Fn(io::Error) -> ConnectError {
+    move |source| ConnectError::Attached {
+        doing: doing.clone(),
+        source,
+    }
+}

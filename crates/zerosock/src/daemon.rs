@@ -9,7 +9,7 @@ use crate::device::Limits;
 use crate::engine::mailbox::Sender;
 use crate::engine::worker::{Worker, WorkerMessage};
 use crate::plane::config::system;
-pub use crate::plane::config::{HostSide, StartError, VmConfig};
+pub use crate::plane::config::{HostSide, Reload, ReloadError, StartError, VmConfig};
 use crate::plane::{self, Plane, Setup};
 pub use crate::relay::hybrid::OkConvention;
 use crate::stats::Counters;
@@ -183,6 +183,53 @@ impl Daemon {
             }
         }
         self.plane.shutdown();
+    }
+
+    /// Changes what [`Reload`] names while everything runs, and returns when every worker goes by
+    /// it: VMs come and go, groups, access list and the terms of attaching are new. Connections
+    /// that exist go on, also those that would not come about any more; only the ones of VMs that
+    /// are removed are reset.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("attach.sock");
+    /// use std::io::ErrorKind;
+    /// use zerosock::access::{AccessList, Party, Ports, Rule, Verdict};
+    /// use zerosock::attach::{self, AttachConfig};
+    /// use zerosock::daemon::{Daemon, DaemonConfig, Reload};
+    /// use zerosock::vsock::Endpoint;
+    /// use zerosock::{Address, Port};
+    ///
+    /// let daemon = Daemon::start(DaemonConfig {
+    ///     attach: Some(AttachConfig::new(attach::listen(&path)?)),
+    ///     ..DaemonConfig::default()
+    /// })?;
+    /// let db = Endpoint::attach(&path)?;
+    /// let listener = db.listen(Port::new(5432), 4)?;
+    /// let web = Endpoint::attach(&path)?;
+    /// let there = Address::new(db.cid(), Port::new(5432));
+    /// # let accepting = std::thread::spawn(move || listener.accept());
+    /// let stream = web.connect(there)?;
+    /// // From now on nobody reaches anybody.
+    /// let nobody = Rule {
+    ///     verdict: Verdict::Deny,
+    ///     from: vec![Party::Any],
+    ///     to: vec![Party::Any],
+    ///     ports: Ports::all(),
+    /// };
+    /// daemon.reload(Reload { access: AccessList::new([nobody]), ..Reload::default() })?;
+    /// assert_eq!(web.connect(there).unwrap_err().kind(), ErrorKind::ConnectionRefused);
+    /// // What was connected is.
+    /// std::io::Write::write_all(&mut &stream, b"still here")?;
+    /// # accepting.join().unwrap()?;
+    /// daemon.shutdown();
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ReloadError`]; nothing has changed, but for the two that say so.
+    pub fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
+        self.plane.reload(reload)
     }
 
     /// Becomes readable when a worker has ended although nobody asked it to: its VMs have no

@@ -149,6 +149,35 @@ impl AttachConfig {
     }
 }
 
+/// What of an [`AttachConfig`] may change while processes are attached; the fields are those of
+/// that.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct AttachTerms {
+    /// See [`AttachConfig::allowed_uids`]. Who is attached stays.
+    pub allowed_uids: Vec<u32>,
+    /// See [`AttachConfig::groups`]: of all processes, those included that are attached.
+    pub groups: Vec<String>,
+    /// See [`AttachConfig::max_processes`]. If more are attached, they stay.
+    pub max_processes: usize,
+    /// See [`AttachConfig::service_uids`]. Who is a service stays one, and may claim on.
+    pub service_uids: Vec<u32>,
+    /// See [`AttachConfig::max_services`]. If more are attached, they stay.
+    pub max_services: usize,
+}
+
+impl AttachConfig {
+    /// What of it may change later.
+    pub fn terms(&self) -> AttachTerms {
+        AttachTerms {
+            allowed_uids: self.allowed_uids.clone(),
+            groups: self.groups.clone(),
+            max_processes: self.max_processes,
+            service_uids: self.service_uids.clone(),
+            max_services: self.max_services,
+        }
+    }
+}
+
 /// Binds an attach socket at `path`, where nothing may be, and listens. Who may connect is a matter
 /// of the file's mode, which is the umask's.
 ///

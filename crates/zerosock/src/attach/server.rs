@@ -36,7 +36,7 @@ use super::codec::{
     Answer, MAX_REQUEST, Name, Request, Status, VERSION, Version, decode_request, encode_answer,
 };
 use super::directory::Directory;
-use super::{AttachConfig, HOST};
+use super::{AttachConfig, AttachTerms, HOST};
 use crate::device::control::{House, Lodger, LogLimit};
 use crate::plane::roster::Roster;
 use claims::{Claim, Errand};
@@ -99,6 +99,32 @@ impl Server {
             rest: None,
             log: LogLimit::default(),
         })
+    }
+
+    /// Who is a device of which worker, VMs included.
+    pub(crate) fn roster(&mut self) -> &mut Roster {
+        &mut self.roster
+    }
+
+    /// Goes by other terms from now on. Whoever is attached stays; the groups are those of all
+    /// processes, also of those who are there. The workers are not told.
+    pub(crate) fn set_terms(&mut self, terms: AttachTerms) {
+        let AttachTerms {
+            allowed_uids,
+            groups,
+            max_processes,
+            service_uids,
+            max_services,
+        } = terms;
+        for &cid in self.by_cid.keys() {
+            self.roster.set_groups(cid, &groups);
+        }
+        let config = &mut self.config;
+        config.allowed_uids = allowed_uids;
+        config.groups = groups;
+        config.max_processes = max_processes;
+        config.service_uids = service_uids;
+        config.max_services = max_services;
     }
 
     /// Handles what a client has said.

@@ -283,9 +283,7 @@ impl Worker {
 
     fn add_device(&mut self, device: Box<Device>, now: Instant) {
         let vm = device.addr().vm;
-        let mut device = *device;
-        device.process = true;
-        self.add(device);
+        self.add(*device);
         let (device, cx) = self.lend(vm, now);
         if let Some(device) = device
             && let Err(error) = device.listen(&cx)
@@ -470,6 +468,7 @@ mod tests {
                 host: crate::device::HostEnd::None,
                 buf_alloc: 1 << 16,
                 service: None,
+                process: true,
             };
             let device = Box::new(roster.device(addr, member));
             sender.send(WorkerMessage::AddDevice(device)).unwrap();

@@ -1,6 +1,9 @@
 //! What a set of devices is made of, and why it could not be made.
 
+use crate::access::AccessList;
+use crate::attach::AttachTerms;
 use crate::engine::numbers::MAX_DEVICES;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -43,6 +46,58 @@ pub struct VmConfig {
     pub queue_size: u16,
     /// Guests with a common group reach each other.
     pub groups: Vec<String>,
+}
+
+/// What is to change of a running daemon. What is not named stays as it is, and so does every
+/// connection that exists, but for those of VMs that are removed.
+#[derive(Debug, Default)]
+pub struct Reload {
+    /// VMs that are to be added.
+    pub add: Vec<VmConfig>,
+    /// VMs that are to go: their front-ends are disconnected, their connections reset.
+    pub remove: Vec<Cid>,
+    /// The groups of VMs that stay.
+    pub groups: BTreeMap<Cid, Vec<String>>,
+    /// The access list, whole.
+    pub access: AccessList,
+    /// The terms on which processes attach; `None`: as they are.
+    pub attach: Option<AttachTerms>,
+}
+
+/// Why a daemon has not changed. It is as it was, unless the error says otherwise.
+#[derive(Debug, thiserror::Error)]
+pub enum ReloadError {
+    /// There is no such VM, or it is about to go.
+    #[error("there is no VM with CID {0}")]
+    UnknownVm(Cid),
+    /// The CID of a VM that was to be added belongs to somebody, or did until just now.
+    #[error("CID {0} belongs to a VM or process, or to one that is just going")]
+    CidTaken(Cid),
+    /// Nobody attaches here.
+    #[error("there is no attach socket")]
+    NobodyAttaches,
+    /// A VM's way to the host could not be made.
+    #[error("the VM with CID {cid}: {source}")]
+    Host {
+        /// The VM.
+        cid: Cid,
+        /// Why.
+        source: Box<StartError>,
+    },
+    /// A VM's socket cannot be used. If it cannot be watched, everything else has changed.
+    #[error("the socket of the VM with CID {cid}: {source}")]
+    Socket {
+        /// The VM.
+        cid: Cid,
+        /// Why.
+        source: io::Error,
+    },
+    /// There are as many VMs as there can be. Everything else has changed.
+    #[error("no worker has a place for the VM with CID {0}")]
+    Full(Cid),
+    /// The daemon is ending.
+    #[error("the daemon is ending")]
+    Ending,
 }
 
 /// Why a daemon did not start.

@@ -7,6 +7,7 @@
 //! nothing in here is on the way of a packet, and nothing waits for a worker.
 
 pub(crate) mod config;
+mod keeper;
 pub(crate) mod roster;
 
 use crate::access::AccessList;
@@ -20,10 +21,13 @@ use crate::engine::worker::{Worker, WorkerMessage};
 use crate::relay::forward;
 use crate::stats::{Counters, Stats};
 use crate::switch::Outbox;
-use config::{HostSide, StartError, VmConfig, system};
+use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
+use keeper::{Keeper, Order, Place, Stage};
 use roster::{Entry, Member, Roster, Terms};
 use rustix::fd::OwnedFd;
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
 
 /// What is to be made.
@@ -55,6 +59,8 @@ pub(crate) struct Foundation {
     specs: Vec<VmSpec>,
     roster: Roster,
     attach: Option<AttachConfig>,
+    vms: BTreeMap<Cid, Place>,
+    sealed_memory: bool,
 }
 
 /// Makes workers and their devices. Nothing runs yet.
@@ -96,6 +102,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         workers.push(worker);
     }
     let mut specs = Vec::new();
+    let mut vms = BTreeMap::new();
     for (n, (vm, addr)) in setup.vms.into_iter().zip(places).enumerate() {
         let cid = vm.cid;
         let (Some(worker), Some(port)) = (workers.get_mut(addr.worker as usize), roster.port(addr))
@@ -107,8 +114,15 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             host: host_end(vm.host)?,
             buf_alloc: vm.buf_alloc,
             service: None,
+            process: false,
         };
         worker.add(roster.device(addr, member));
+        let place = Place {
+            vm: n,
+            addr,
+            stage: Stage::In,
+        };
+        vms.insert(cid, place);
         specs.push(VmSpec {
             name: format!("vm{n}"),
             cid,
@@ -126,6 +140,8 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             specs,
             roster,
             attach: setup.attach,
+            vms,
+            sealed_memory: setup.sealed_memory,
         },
     })
 }
@@ -134,17 +150,21 @@ impl Foundation {
     /// Starts the control thread: from now on front-ends are let in, and processes.
     pub(crate) fn start(self) -> Result<Plane, StartError> {
         let directory = Arc::new(Directory::default());
-        let server = match self.attach {
-            Some(plan) => {
-                let server = Server::new(plan, self.roster, Arc::clone(&directory))
-                    .map_err(system("prepare the attach socket"))?;
-                Some(Box::new(server) as _)
-            }
-            None => None,
+        let list = Arc::clone(&directory);
+        let server = |roster| match self.attach {
+            Some(config) => Server::new(config, roster, list).map(Ok),
+            None => Ok(Err(roster)),
         };
+        let (keeper, orders) = Keeper::new(self.roster, server, self.vms, self.sealed_memory)
+            .map_err(system("prepare the attach socket"))?;
+        let lodger = Some(Box::new(keeper) as _);
         let control =
-            Control::spawn_with(self.specs, server).map_err(system("start the control thread"))?;
-        Ok(Plane { control, directory })
+            Control::spawn_with(self.specs, lodger).map_err(system("start the control thread"))?;
+        Ok(Plane {
+            control,
+            directory,
+            orders,
+        })
     }
 }
 
@@ -153,6 +173,7 @@ impl Foundation {
 pub(crate) struct Plane {
     control: Control,
     directory: Arc<Directory>,
+    orders: mpsc::Sender<Order>,
 }
 
 impl Plane {
@@ -163,6 +184,16 @@ impl Plane {
             sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
         }
         self.directory.add_to(sum);
+    }
+
+    /// Changes what is to change, and waits until every worker goes by it: not to be called by who
+    /// drives one.
+    pub(crate) fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
+        let (answer, answered) = channel();
+        let order = Order { reload, answer };
+        self.orders.send(order).map_err(|_| ReloadError::Ending)?;
+        self.control.knock();
+        answered.recv().map_err(|_| ReloadError::Ending)?
     }
 
     /// What front-ends have done wrong, all of them together.

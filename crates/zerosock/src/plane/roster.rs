@@ -13,6 +13,7 @@ use crate::engine::mailbox::Sender;
 use crate::engine::numbers::Numbers;
 use crate::engine::worker::WorkerMessage;
 use crate::switch::{DeviceAddr, Routes};
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,6 +38,8 @@ pub(crate) struct Member {
     pub(crate) buf_alloc: u32,
     /// A host service, and from which ports it may connect beside those that it has claimed.
     pub(crate) service: Option<RangeInclusive<Port>>,
+    /// It has no VM.
+    pub(crate) process: bool,
 }
 
 /// How a device is entered in the table of routes.
@@ -54,6 +57,8 @@ pub(crate) struct Roster {
     workers: Vec<Sender<WorkerMessage>>,
     numbers: Vec<Numbers>,
     routes: Arc<Routes>,
+    /// CIDs of those that leave.
+    reserved: BTreeSet<Cid>,
     terms: Terms,
 }
 
@@ -65,18 +70,19 @@ impl Roster {
             workers,
             numbers,
             routes: Arc::default(),
+            reserved: BTreeSet::new(),
             terms,
         }
     }
 
-    /// Whether a device has this CID.
+    /// Whether a device has this CID, or it is reserved.
     pub(crate) fn contains(&self, cid: Cid) -> bool {
-        self.routes.contains(cid)
+        self.routes.contains(cid) || self.reserved.contains(&cid)
     }
 
-    /// Devices that have a route.
+    /// Devices that have a route, and CIDs that are reserved.
     pub(crate) fn len(&self) -> usize {
-        self.routes.len()
+        self.routes.len() + self.reserved.len()
     }
 
     /// The table as it is now.
@@ -87,6 +93,28 @@ impl Roster {
     /// The rules of the table. The workers are not told, as by [`enrol`](Roster::enrol).
     pub(crate) fn set_access(&mut self, access: AccessList) {
         Arc::make_mut(&mut self.routes).set_access(access);
+    }
+
+    /// From now on the endpoint is in these groups. The workers are not told, as by
+    /// [`enrol`](Roster::enrol).
+    pub(crate) fn set_groups(&mut self, cid: Cid, groups: &[String]) {
+        Arc::make_mut(&mut self.routes).set_groups(cid, groups);
+    }
+
+    /// Nobody gets this CID until it is given back, with or without a route.
+    pub(crate) fn reserve(&mut self, cid: Cid) {
+        self.reserved.insert(cid);
+    }
+
+    /// The CID that was reserved is anybody's.
+    pub(crate) fn give_back(&mut self, cid: Cid) {
+        self.reserved.remove(&cid);
+    }
+
+    /// Tells the workers of what they have not been told. When `taken` comes back, every worker
+    /// goes by it.
+    pub(crate) fn tell(&self, taken: &Arc<Notice>) {
+        self.tell_routes(taken);
     }
 
     /// Gives `cid` a place on the worker that has the fewest devices, and a route. The workers are
@@ -121,6 +149,7 @@ impl Roster {
             host,
             buf_alloc,
             service,
+            process,
         } = member;
         let shard = Shard::new(
             ShardConfig {
@@ -137,7 +166,9 @@ impl Roster {
             },
             Arc::new(PortTable::new()),
         );
-        Device::new(addr, cid, shard, host, service)
+        let mut device = Device::new(addr, cid, shard, host, service);
+        device.process = process;
+        device
     }
 
     /// The way to the worker of a device.

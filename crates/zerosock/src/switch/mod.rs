@@ -151,6 +151,13 @@ impl Routes {
         }
     }
 
+    /// From now on `cid` is in these groups.
+    pub(crate) fn set_groups(&mut self, cid: Cid, groups: &[String]) {
+        if let Some(route) = self.by_cid.get_mut(&cid) {
+            route.groups = groups.into();
+        }
+    }
+
     /// From now on these rules hold, for what is asked for from now on.
     pub(crate) fn set_access(&mut self, access: AccessList) {
         self.access = access;

@@ -7,6 +7,7 @@ mod fake_server;
 mod hostile;
 mod joining;
 mod leaving;
+mod reloading;
 mod services;
 
 use std::path::PathBuf;

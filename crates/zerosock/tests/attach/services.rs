@@ -9,8 +9,8 @@ use zerosock::attach::{Fault, LAST_CLAIMABLE, MAX_CLAIMS, ServiceRequest, Servin
 use zerosock::driver::WaitError;
 
 /// A service that works as long as it is asked to.
-struct Service {
-    driver: Driver,
+pub(crate) struct Service {
+    pub(crate) driver: Driver,
     control: Client,
 }
 
@@ -47,7 +47,7 @@ fn ask(lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
 }
 
 /// A service with these ports, on which it listens.
-fn service(lab: &Lab, claims: &[u32]) -> Service {
+pub(crate) fn service(lab: &Lab, claims: &[u32]) -> Service {
     let Serving {
         socket,
         sources,

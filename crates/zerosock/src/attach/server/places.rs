@@ -238,6 +238,7 @@ impl Server {
             host,
             buf_alloc: config.buf_alloc,
             service: service.map(|block| Seat::sources(block).1),
+            process: true,
         };
         let (number, notice) = house.notice();
         let ports = match wanted {

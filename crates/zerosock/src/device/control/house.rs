@@ -26,6 +26,11 @@ pub(crate) trait Lodger: Send {
     /// more.
     fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House);
 
+    /// Somebody has [knocked](super::Control::knock).
+    fn knocked(&mut self, house: &mut House) {
+        let _ = house;
+    }
+
     /// A VM that it added is over: its front-end has gone and the worker has let go.
     fn vm_over(&mut self, vm: usize, house: &mut House);
 
@@ -87,6 +92,8 @@ pub(crate) struct House {
     notices: u64,
     /// Of all VMs that are added at run time.
     visitors: Arc<Counters>,
+    /// VMs that were closed and have not been looked at since.
+    pub(super) closed: Vec<usize>,
     limits: [Arc<LogLimit>; 2],
 }
 
@@ -99,6 +106,7 @@ impl House {
             next_vm: 0,
             notices: 0,
             visitors,
+            closed: Vec::new(),
             limits: Default::default(),
         }
     }
@@ -147,6 +155,15 @@ impl House {
     pub(crate) fn disconnect(&mut self, vm: usize, reason: &str) {
         if let Some(vm) = self.vms.get_mut(&vm) {
             vm.disconnect(reason);
+        }
+    }
+
+    /// Ends a VM's connection, lets no other front-end in, and closes its listener;
+    /// [`Lodger::vm_over`] follows.
+    pub(crate) fn close(&mut self, vm: usize, reason: &str) {
+        if let Some(closed) = self.vms.get_mut(&vm) {
+            closed.close(reason);
+            self.closed.push(vm);
         }
     }
 

@@ -31,6 +31,8 @@ pub(super) enum Mail {
     },
     /// A [`Notice`] of this number was dropped.
     Notice(u64),
+    /// The lodger is wanted.
+    Knock,
     /// Disconnect everything and end.
     Shutdown,
 }

@@ -82,6 +82,11 @@ impl Control {
         FaultCounts::new(all.cloned().collect())
     }
 
+    /// Has the lodger look at what it is wanted for.
+    pub(crate) fn knock(&self) {
+        self.mail.send(Mail::Knock);
+    }
+
     /// The counters of a VM, by its place in what was given to `spawn`.
     pub fn stats(&self, vm: usize) -> Option<ControlStats> {
         self.counters.get(vm).map(|counters| counters.snapshot())
@@ -201,6 +206,13 @@ impl Reactor {
     }
 
     fn handle_event(&mut self, event: Event) {
+        self.handle(event);
+        while let Some(index) = self.house.closed.pop() {
+            self.settle(index);
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
         let flags = event.flags;
         match Token::decode(event.data) {
             Token::Mail => {
@@ -266,6 +278,12 @@ impl Reactor {
             Mail::Notice(number) => {
                 if let Some(lodger) = &mut self.lodger {
                     lodger.noticed(number, &mut self.house);
+                }
+                return;
+            }
+            Mail::Knock => {
+                if let Some(lodger) = &mut self.lodger {
+                    lodger.knocked(&mut self.house);
                 }
                 return;
             }

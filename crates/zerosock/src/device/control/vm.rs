@@ -266,6 +266,13 @@ impl Vm {
         }
     }
 
+    /// As `disconnect`, and this VM is over.
+    pub(super) fn close(&mut self, reason: &str) {
+        self.listener = None;
+        self.next = None;
+        self.disconnect(reason);
+    }
+
     /// As `disconnect`, and nobody comes after.
     pub(super) fn end(&mut self) {
         self.next = None;

@@ -1,0 +1,294 @@
+//! The lodger on the control thread: it has the roster, knows the VMs that were configured, lets
+//! the attach server work, and carries out what is to change while all of it runs.
+//!
+//! What must hold: an order is carried out whole or not at all; who gave it is answered when every
+//! worker goes by it; what exists (connections, devices that stay) is not touched.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+use rustix::event::epoll::EventFlags;
+use zerosock_proto::Cid;
+
+use super::config::{Reload, ReloadError, VmConfig};
+use super::host_end;
+use super::roster::{Entry, Member, Roster};
+use crate::attach::server::Server;
+use crate::device::control::{FrontendSocket, House, Lodger, VmSpec};
+use crate::switch::DeviceAddr;
+
+/// An order to the keeper.
+#[derive(Debug)]
+pub(super) struct Order {
+    pub(super) reload: Reload,
+    pub(super) answer: Sender<Result<(), ReloadError>>,
+}
+
+/// A VM that was configured.
+#[derive(Debug)]
+pub(super) struct Place {
+    /// Its number on the control thread.
+    pub(super) vm: usize,
+    pub(super) addr: DeviceAddr,
+    pub(super) stage: Stage,
+}
+
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Stage {
+    In,
+    /// Its front-end is seen off.
+    Leaving,
+    /// The workers forget it; the number of the notice.
+    Removing(u64),
+}
+
+/// Who has the roster.
+enum Rooms {
+    /// Nobody may attach.
+    Vms(Box<Roster>),
+    /// The attach server.
+    All(Box<Server>),
+}
+
+/// See the module.
+pub(super) struct Keeper {
+    rooms: Rooms,
+    vms: BTreeMap<Cid, Place>,
+    orders: Receiver<Order>,
+    /// Orders of which the workers are being told, by the numbers of the notices.
+    told: Vec<(u64, Sender<Result<(), ReloadError>>)>,
+    sealed_memory: bool,
+}
+
+impl Keeper {
+    /// The keeper, and the way to give it orders.
+    pub(super) fn new(
+        roster: Roster,
+        server: impl FnOnce(Roster) -> io::Result<Result<Server, Roster>>,
+        vms: BTreeMap<Cid, Place>,
+        sealed_memory: bool,
+    ) -> io::Result<(Keeper, Sender<Order>)> {
+        let rooms = match server(roster)? {
+            Ok(server) => Rooms::All(Box::new(server)),
+            Err(roster) => Rooms::Vms(Box::new(roster)),
+        };
+        let (sender, orders) = channel();
+        let keeper = Keeper {
+            rooms,
+            vms,
+            orders,
+            told: Vec::new(),
+            sealed_memory,
+        };
+        Ok((keeper, sender))
+    }
+
+    fn roster(&mut self) -> &mut Roster {
+        match &mut self.rooms {
+            Rooms::Vms(roster) => roster,
+            Rooms::All(server) => server.roster(),
+        }
+    }
+
+    fn server(&mut self) -> Option<&mut Server> {
+        match &mut self.rooms {
+            Rooms::Vms(_) => None,
+            Rooms::All(server) => Some(server),
+        }
+    }
+
+    /// Whether an order can be carried out.
+    fn check(&mut self, reload: &Reload) -> Result<(), ReloadError> {
+        let known = |cid: &Cid| self.vms.get(cid).is_some_and(|vm| vm.stage == Stage::In);
+        let named = reload.remove.iter().chain(reload.groups.keys());
+        if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
+            return Err(ReloadError::UnknownVm(cid));
+        }
+        let mut added = std::collections::BTreeSet::new();
+        for vm in &reload.add {
+            let cid = vm.cid;
+            // One that leaves has its CID until it has left.
+            let taken = self.vms.contains_key(&cid) || self.roster().contains(cid);
+            if taken || !added.insert(cid) {
+                return Err(ReloadError::CidTaken(cid));
+            }
+        }
+        if reload.attach.is_some() && matches!(self.rooms, Rooms::Vms(_)) {
+            return Err(ReloadError::NobodyAttaches);
+        }
+        Ok(())
+    }
+
+    fn carry_out(&mut self, order: Order, house: &mut House) {
+        let Order { reload, answer } = order;
+        if let Err(error) = self.check(&reload) {
+            // Who has asked may have gone.
+            let _ = answer.send(Err(error));
+            return;
+        }
+        // All that can fail comes first.
+        let mut ready = Vec::new();
+        for vm in reload.add {
+            match self.prepare(vm) {
+                Ok(prepared) => ready.push(prepared),
+                Err(error) => {
+                    let _ = answer.send(Err(error));
+                    return;
+                }
+            }
+        }
+        for cid in &reload.remove {
+            if let Some(place) = self.vms.get_mut(cid) {
+                place.stage = Stage::Leaving;
+                let vm = place.vm;
+                self.roster().reserve(*cid);
+                house.close(vm, "it is not configured any more");
+            }
+        }
+        for (cid, groups) in &reload.groups {
+            self.roster().set_groups(*cid, groups);
+        }
+        if let (Some(terms), Some(server)) = (reload.attach, self.server()) {
+            server.set_terms(terms);
+        }
+        self.roster().set_access(reload.access);
+        let (number, notice) = house.notice();
+        let mut failed = None;
+        for (vm, member, listener, groups) in ready {
+            let entry = Entry {
+                groups: &groups,
+                ..Entry::default()
+            };
+            let cid = member.cid;
+            let added = self.roster().add(member, entry, &notice);
+            let port = added.and_then(|addr| Some((addr, self.roster().port(addr)?)));
+            let Some((addr, port)) = port else {
+                failed = Some(ReloadError::Full(cid));
+                continue;
+            };
+            let spec = VmSpec {
+                name: format!("vm {cid}"),
+                cid,
+                socket: FrontendSocket::Listener(listener),
+                max_queue_size: vm,
+                sealed_memory: self.sealed_memory,
+                port,
+            };
+            match house.add(spec) {
+                Ok(vm) => {
+                    let stage = Stage::In;
+                    self.vms.insert(cid, Place { vm, addr, stage });
+                }
+                Err(source) => {
+                    // Its place is not given out again: this happens when memory is at its end.
+                    let (_, notice) = house.notice();
+                    self.roster().remove(cid, addr, &notice);
+                    failed = Some(ReloadError::Socket { cid, source });
+                }
+            }
+        }
+        self.roster().tell(&notice);
+        match failed {
+            Some(error) => {
+                let _ = answer.send(Err(error));
+            }
+            None => self.told.push((number, answer)),
+        }
+    }
+
+    /// What can fail of adding a VM.
+    fn prepare(
+        &mut self,
+        vm: VmConfig,
+    ) -> Result<(u16, Member, std::os::unix::net::UnixListener, Vec<String>), ReloadError> {
+        let cid = vm.cid;
+        let host = host_end(vm.host).map_err(|source| ReloadError::Host {
+            cid,
+            source: Box::new(source),
+        })?;
+        let socket = |source| ReloadError::Socket { cid, source };
+        vm.listener.set_nonblocking(true).map_err(socket)?;
+        let member = Member {
+            cid,
+            host,
+            buf_alloc: vm.buf_alloc,
+            service: None,
+            process: false,
+        };
+        Ok((vm.queue_size, member, vm.listener, vm.groups))
+    }
+
+    fn of_vm(&self, vm: usize) -> Option<Cid> {
+        let mut places = self.vms.iter();
+        places
+            .find(|(_, place)| place.vm == vm)
+            .map(|(&cid, _)| cid)
+    }
+}
+
+impl Lodger for Keeper {
+    fn begin(&mut self, house: &mut House) -> io::Result<()> {
+        self.server().map_or(Ok(()), |server| server.begin(house))
+    }
+
+    fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {
+        if let Some(server) = self.server() {
+            server.ready(key, flags, house);
+        }
+    }
+
+    fn knocked(&mut self, house: &mut House) {
+        while let Ok(order) = self.orders.try_recv() {
+            self.carry_out(order, house);
+        }
+    }
+
+    fn vm_over(&mut self, vm: usize, house: &mut House) {
+        let Some(cid) = self.of_vm(vm) else {
+            if let Some(server) = self.server() {
+                server.vm_over(vm, house);
+            }
+            return;
+        };
+        let (number, notice) = house.notice();
+        if let Some(place) = self.vms.get_mut(&cid) {
+            place.stage = Stage::Removing(number);
+            let addr = place.addr;
+            self.roster().remove(cid, addr, &notice);
+        }
+    }
+
+    fn noticed(&mut self, number: u64, house: &mut House) {
+        if let Some(at) = self.told.iter().position(|&(told, _)| told == number) {
+            let (_, answer) = self.told.swap_remove(at);
+            let _ = answer.send(Ok(()));
+        }
+        let gone = Stage::Removing(number);
+        let gone = self.vms.iter().find(|(_, place)| place.stage == gone);
+        if let Some((&cid, _)) = gone
+            && let Some(place) = self.vms.remove(&cid)
+        {
+            self.roster().release(place.addr);
+            self.roster().give_back(cid);
+            tracing::info!(%cid, "VM gone");
+        }
+        if let Some(server) = self.server() {
+            server.noticed(number, house);
+        }
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        match &self.rooms {
+            Rooms::Vms(_) => None,
+            Rooms::All(server) => server.deadline(),
+        }
+    }
+
+    fn time_passed(&mut self, now: Instant, house: &mut House) {
+        if let Some(server) = self.server() {
+            server.time_passed(now, house);
+        }
+    }
+}

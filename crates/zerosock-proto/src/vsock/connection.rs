@@ -253,11 +253,15 @@ pub(crate) struct Connection {
     pub(crate) wants_space: bool,
     /// This stall's CREDIT_REQUEST has been queued.
     pub(crate) asked: bool,
+    /// The peer was asked what it has consumed, and has not answered since.
+    pub(crate) awaits_answer: bool,
     /// In milliseconds.
     pub(crate) probe_wait: u32,
     pub(crate) probe_at: Option<Instant>,
     /// Connecting, or closing, ends then.
     pub(crate) deadline: Option<Instant>,
+    /// What the peer had consumed when it was asked ([`awaits_answer`](Self::awaits_answer)).
+    pub(crate) asked_at: u32,
     /// The entry in the shard's timers.
     pub(crate) armed: Option<Instant>,
 }
@@ -292,6 +296,8 @@ impl Connection {
             probe_wait: 0,
             probe_at: None,
             deadline: None,
+            asked_at: 0,
+            awaits_answer: false,
             armed: None,
         }
     }
@@ -435,6 +441,11 @@ impl Connection {
             // The end of a connection overtakes its move.
             Moving::Asked | Moving::Arrived => self.control.rst,
         }
+    }
+
+    /// Whether the peer is to be told of room: it is there, and may send.
+    pub(crate) fn hears_of_credit(&self) -> bool {
+        matches!(self.state, State::Established { peer, .. } if !peer.send)
     }
 
     /// Whether a credit stall holds somebody up.

@@ -130,6 +130,12 @@ impl TxCredit {
         self.bound_open();
     }
 
+    /// Changes how many bytes may be in flight whatever the peer allows. Those that are beyond it
+    /// already stay.
+    pub fn set_limit(&mut self, limit: u32) {
+        self.limit = limit;
+    }
+
     /// An epoch is a quarter of what the peer has room for, but the last has no other behind it.
     fn bound_open(&mut self) {
         self.open_most = if (self.used as usize) < self.full.len() {
@@ -350,7 +356,8 @@ impl TxCredit {
 #[derive(Clone, Debug)]
 pub struct RxCredit {
     buf_alloc: u32,
-    /// Half of it, at least 1: so much is consumed before the peer is told.
+    /// So much is consumed before the peer is told: half of the buffer, at least 1, or less if
+    /// there would not be room for what the reader waits for.
     half: u32,
     fwd_cnt: u32,
     rx_cnt: u32,
@@ -455,6 +462,17 @@ impl RxCredit {
     pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
         self.buf_alloc = buf_alloc;
         self.half = (buf_alloc / 2).max(1);
+    }
+
+    /// The reader takes nothing before `bytes` are there (SO_RCVLOWAT); to be said again when the
+    /// buffer has changed. True: the peer does not know of room for so many, and should be told.
+    ///
+    /// What it knows of is `announced + buf_alloc`; what is to be there is `fwd_cnt + bytes`. So it
+    /// is told when more than `buf_alloc - bytes` have been consumed without its knowledge.
+    pub fn set_low_water(&mut self, bytes: u32) -> bool {
+        let spare = self.buf_alloc.saturating_sub(bytes.max(1));
+        self.half = (self.buf_alloc / 2).min(spare.saturating_add(1)).max(1);
+        self.fwd_cnt.wrapping_sub(self.announced) >= self.half
     }
 
     /// `buf_alloc` and `fwd_cnt` for a header that will be sent.

@@ -2,8 +2,9 @@
 //!
 //! One lock, taken when a port is bound, a connection asked for, granted or
 //! ended; never for a packet of a connection that exists. An address is in
-//! the table while somebody listens on it or a connection was made from it;
-//! accepted connections share their listener's port and are not in it.
+//! the table while somebody listens on it, is bound to it, or a connection was
+//! made from it; accepted connections share their listener's port and are not
+//! in it.
 
 use core::hash::BuildHasher;
 use core::ops::RangeInclusive;
@@ -31,7 +32,8 @@ pub struct PortTable {
 #[derive(Debug)]
 struct Inner {
     listeners: HashMap<Address, Listener>,
-    /// How many connections each has. There may be very many of these.
+    /// How many connections each has; being bound to it counts as one. There may be very many of
+    /// these.
     outgoing: HashMap<Address, u32>,
     first_ephemeral: u32,
     ephemeral_count: u32,
@@ -158,6 +160,29 @@ impl PortTable {
         }
     }
 
+    /// Takes a port for oneself, without a connection yet: nobody else can
+    /// listen on it or bind it before [`unbind`](Self::unbind).
+    /// [`Port::ANY`] takes one that nobody has. `None`: the port is in use, or
+    /// none is left.
+    pub fn bind(&self, address: Address) -> Option<Port> {
+        if address.port == Port::ANY {
+            let (address, _) = self.allocate(address.cid)?;
+            return Some(address.port);
+        }
+        let mut inner = self.lock();
+        if inner.listeners.contains_key(&address) || inner.outgoing.contains_key(&address) {
+            return None;
+        }
+        inner.outgoing.insert(address, 1);
+        Some(address.port)
+    }
+
+    /// Gives a port up that was bound, once. Connections that were made from
+    /// it keep it until they end.
+    pub fn unbind(&self, address: Address) {
+        self.release(address, Hold::Outgoing);
+    }
+
     /// Takes a port of one's choice; several connections may have it, a
     /// listener may not.
     pub(crate) fn hold(&self, address: Address) -> Option<Hold> {
@@ -251,6 +276,26 @@ mod tests {
             Some(1),
             "not the old listener's place"
         );
+    }
+
+    #[test]
+    fn a_bound_port_is_its_owner_s_until_it_is_given_up_and_unused() {
+        let ports = PortTable::new();
+        assert_eq!(ports.bind(ADDRESS), Some(ADDRESS.port));
+        assert_eq!(ports.bind(ADDRESS), None);
+        assert!(!ports.listen(ADDRESS, 1));
+        assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
+        let hold = ports.hold(ADDRESS).unwrap();
+        ports.release(ADDRESS, hold);
+        assert_eq!(ports.bind(ADDRESS), None, "still bound");
+        let hold = ports.hold(ADDRESS).unwrap();
+        ports.unbind(ADDRESS);
+        assert_eq!(ports.bind(ADDRESS), None, "still connected");
+        ports.release(ADDRESS, hold);
+        assert!(ports.is_empty());
+        let any = ports.bind(Address::new(Cid::HOST, Port::ANY)).unwrap();
+        assert!(any.get() >= EPHEMERAL_FIRST);
+        assert_eq!(ports.bind(Address::new(Cid::HOST, any)), None);
     }
 
     #[test]

@@ -352,3 +352,86 @@ fn a_large_window_is_told_of_to_a_peer_with_a_small_one() {
         sent += 4096;
     }
 }
+
+/// A reader that waits for as much as its buffer holds takes nothing before: the peer must know of
+/// all the room. (SO_RCVLOWAT of the public test suite: 128 KiB, and 128 KiB + 1 sent.)
+#[test]
+fn the_peer_knows_of_room_for_what_the_reader_waits_for() {
+    const BUFFER: u32 = 128 << 10;
+    let (mut guest, mut host, ours, theirs) = opened();
+    host.set_buf_alloc(theirs, BUFFER).unwrap();
+    pump(&mut host, &mut guest);
+    guest.send(ours, BUFFER, 0).unwrap();
+    pump(&mut guest, &mut host);
+    host.consume(theirs, 1).unwrap();
+    assert!(!host.has_transmit(), "a byte is no news of itself");
+    host.set_low_water(theirs, BUFFER).unwrap();
+    let (update, _) = step(&mut host, &mut guest);
+    assert!(is(&update, Op::CreditUpdate));
+    assert_eq!(update.fwd_cnt, 1);
+    guest.send(ours, 1, 0).unwrap();
+    pump(&mut guest, &mut host);
+    assert_eq!(host.flow(theirs).unwrap().unread, BUFFER);
+    // From now on every byte counts, until the mark is down again.
+    host.consume(theirs, 1).unwrap();
+    assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
+    host.set_low_water(theirs, 1).unwrap();
+    host.consume(theirs, 1).unwrap();
+    assert!(!host.has_transmit());
+}
+
+#[test]
+fn an_own_buffer_bounds_what_is_sent_from_when_it_changes() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.set_buf_alloc(ours, 500).unwrap();
+    let (update, _) = step(&mut guest, &mut host);
+    assert_eq!(
+        (is(&update, Op::CreditUpdate), update.buf_alloc),
+        (true, 500)
+    );
+    guest.set_buf_alloc(ours, 500).unwrap();
+    assert!(!guest.has_transmit(), "no change is no news");
+    guest.send(ours, 800, 0).unwrap();
+    pump(&mut guest, &mut host);
+    assert_eq!(host.flow(theirs).unwrap().unread, 500);
+    guest.set_buf_alloc(ours, 700).unwrap();
+    pump(&mut guest, &mut host);
+    assert_eq!(host.flow(theirs).unwrap().unread, 700);
+    // And the other way it bounds what may come, as ever.
+    assert_eq!(host.flow(theirs).unwrap().peer_buf_alloc, 700);
+}
+
+#[test]
+fn a_peer_is_asked_once_what_it_has_consumed() {
+    let (mut guest, mut host, ours, theirs) = opened();
+    guest.ask_progress(ours).unwrap();
+    assert!(!guest.has_transmit(), "nothing is under way");
+    guest.send(ours, 100, 0).unwrap();
+    pump(&mut guest, &mut host);
+    guest.ask_progress(ours).unwrap();
+    guest.ask_progress(ours).unwrap();
+    assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
+    guest.ask_progress(ours).unwrap();
+    assert!(!guest.has_transmit(), "it was asked");
+    // It tells what it has consumed, also later.
+    pump(&mut host, &mut guest);
+    host.consume(theirs, 100).unwrap();
+    pump(&mut host, &mut guest);
+    let flow = guest.flow(ours).unwrap();
+    assert_eq!(flow.peer_fwd_cnt, 100);
+}
+
+#[test]
+fn a_request_waits_as_long_as_it_was_told() {
+    let mut guest = guest();
+    let ours = guest.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap();
+    let soon = Duration::from_millis(10);
+    guest.set_connect_timeout(NOW, ours, soon).unwrap();
+    assert_eq!(guest.poll_timeout(), Some(NOW + soon));
+    guest.handle_timeout(NOW + soon);
+    let refused = Event::Refused {
+        flow: ours,
+        reason: RefuseReason::TimedOut,
+    };
+    assert_eq!(guest.poll_event(), Some(refused));
+}

@@ -6,7 +6,7 @@ use super::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, ReserveError, SendError, Shard,
 };
 use crate::addr::{Address, Cid, Port};
-use crate::time::Instant;
+use crate::time::{Duration, Instant};
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, Queued, Reservation};
 use crate::vsock::ports::Hold;
@@ -148,6 +148,22 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
+    /// Takes `port` of our own CID, or with [`Port::ANY`] one that nobody
+    /// has, so that nobody else can listen on it or bind it; which one it is.
+    /// REQUESTs to it are reset.
+    ///
+    /// # Errors
+    /// [`ListenError::InUse`].
+    pub fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
+        let address = Address::new(self.own_cid(), port);
+        self.ports.bind(address).ok_or(ListenError::InUse)
+    }
+
+    /// Gives a bound port up. Connections from it keep it until they end.
+    pub fn unbind(&mut self, port: Port) {
+        self.ports.unbind(Address::new(self.own_cid(), port));
+    }
+
     /// A command through the state table.
     fn command(&mut self, now: Instant, flow: FlowId, input: Input) -> Result<(), FlowError> {
         let connection = self.table.get(flow).ok_or(FlowError::Stale)?;
@@ -251,13 +267,75 @@ impl<S: BuildHasher> Shard<S> {
     /// Changes a connection's receive buffer and tells the peer. What the
     /// peer was promised before may still arrive.
     ///
+    /// It bounds what is in flight the other way as well, as in Linux, beside
+    /// [`ShardConfig::send_limit`](crate::vsock::ShardConfig::send_limit).
+    ///
     /// # Errors
     /// [`FlowError::Stale`].
     pub fn set_buf_alloc(&mut self, flow: FlowId, buf_alloc: u32) -> Result<(), FlowError> {
+        let limit = self.config.send_limit.unwrap_or(u32::MAX);
         let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
+        if connection.rx.buf_alloc() == buf_alloc {
+            return Ok(());
+        }
         connection.rx.set_buf_alloc(buf_alloc);
-        if matches!(connection.state, State::Established { .. }) {
+        connection.tx.set_limit(buf_alloc.min(limit));
+        connection.control.credit_update |= connection.hears_of_credit();
+        self.credit_changed(flow.index);
+        Ok(())
+    }
+
+    /// The reader of a connection takes nothing before `bytes` are there. The peer is told of what
+    /// was consumed early enough that there is room for so many. To be said again when the buffer
+    /// has changed.
+    ///
+    /// # Errors
+    /// [`FlowError::Stale`].
+    pub fn set_low_water(&mut self, flow: FlowId, bytes: u32) -> Result<(), FlowError> {
+        let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
+        if connection.rx.set_low_water(bytes) && connection.hears_of_credit() {
             connection.control.credit_update = true;
+            self.update_lists(flow.index);
+        }
+        Ok(())
+    }
+
+    /// How long the request of a connection that is not answered yet may go unanswered, from
+    /// `now`. No effect on one that is.
+    ///
+    /// # Errors
+    /// [`FlowError::Stale`].
+    pub fn set_connect_timeout(
+        &mut self,
+        now: Instant,
+        flow: FlowId,
+        timeout: Duration,
+    ) -> Result<(), FlowError> {
+        let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
+        if connection.state == State::Connecting {
+            connection.deadline = Some(now + timeout);
+            self.rearm(flow.index);
+        }
+        Ok(())
+    }
+
+    /// Asks the peer how much it has consumed, if it is not known to have consumed everything. The
+    /// answer shows in [`Shard::flow`].
+    ///
+    /// # Errors
+    /// [`FlowError::Stale`].
+    pub fn ask_progress(&mut self, flow: FlowId) -> Result<(), FlowError> {
+        let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
+        let consumed = connection.tx.peer_fwd_cnt();
+        // One that was asked and has nothing to tell yet will tell.
+        let awaited = connection.awaits_answer && connection.asked_at == consumed;
+        if connection.tx.in_flight() > 0
+            && !awaited
+            && matches!(connection.state, State::Established { .. })
+        {
+            connection.awaits_answer = true;
+            connection.asked_at = consumed;
+            connection.control.credit_request = true;
             self.update_lists(flow.index);
         }
         Ok(())

@@ -272,6 +272,9 @@ impl<S: BuildHasher> Shard<S> {
         if op != Some(Op::Rst) && !connection.hear(header) {
             self.stats.bad_fwd_cnt += 1;
         }
+        if op == Some(Op::CreditUpdate) {
+            connection.awaits_answer = false;
+        }
         // Nobody sends RW without payload, unless it ends a message.
         let ends = connection.message_flags(header.flags) & SEQ_EOM != 0;
         self.handle_arrival(index);

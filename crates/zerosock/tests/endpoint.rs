@@ -241,7 +241,7 @@ fn a_read_waits_for_the_low_water_mark_and_gives_up_in_time() {
             assert_eq!((&stream).read(&mut word).unwrap(), 0);
         },
         |mut stream, _endpoint| {
-            stream.set_low_water(5);
+            stream.set_low_water(5).unwrap();
             stream
                 .set_read_timeout(Some(Duration::from_millis(50)))
                 .unwrap();
@@ -249,10 +249,10 @@ fn a_read_waits_for_the_low_water_mark_and_gives_up_in_time() {
             let error = stream.read(&mut out).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut);
             stream.set_read_timeout(Some(PATIENCE)).unwrap();
-            stream.set_low_water(2);
+            stream.set_low_water(2).unwrap();
             assert_eq!(stream.peek(&mut out).unwrap(), 2);
             assert_eq!(&out[..2], b"12");
-            stream.set_low_water(5);
+            stream.set_low_water(5).unwrap();
             stream.write_all(b"go").unwrap();
             assert_eq!(stream.read(&mut out).unwrap(), 5);
             assert_eq!(&out[..5], b"12345");

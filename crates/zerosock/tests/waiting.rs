@@ -283,7 +283,7 @@ fn a_poller_heeds_the_low_water_mark() {
         let [client, server] = endpoints(&daemon);
         let listener = server.listen(PORT, 8).unwrap();
         let (near, far) = connected(&client, &listener);
-        far.set_low_water(5);
+        far.set_low_water(5).unwrap();
         (&near).write_all(b"123").unwrap();
         let mut poller = Poller::new(wait);
         poller.add_stream(&far, 1, Readiness::READABLE);

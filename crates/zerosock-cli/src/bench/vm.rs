@@ -148,7 +148,7 @@ impl Vm {
         self.with_program(order, Job::Receive, |stream, there| {
             let before = cpu_time()?;
             let mut sending = match how {
-                Sending::Loan => Either::Loan(Ours::over(stream)),
+                Sending::Loan => Either::Loan(Box::new(Ours::over(stream))),
                 Sending::Copy => Either::Copy(stream, vec![0; order.size]),
             };
             let sent = jobs::run(&mut sending, &send)?;
@@ -243,7 +243,7 @@ fn result(there: Pending) -> Result<String, Fault> {
 
 /// The two ways to send.
 enum Either {
-    Loan(Ours),
+    Loan(Box<Ours>),
     Copy(Stream, Vec<u8>),
 }
 

@@ -54,7 +54,7 @@ pub(super) fn on_stream(
     buffer: usize,
     eye: &mut Eye,
 ) -> io::Result<Counted> {
-    stream.set_low_water(client.low_water);
+    stream.set_low_water(client.low_water)?;
     match client.mode {
         Mode::Copy => copy(
             buffer,
@@ -63,9 +63,9 @@ pub(super) fn on_stream(
             |out| {
                 let mut stream = stream;
                 // The mark was waited for; a read that waits again would be timed.
-                stream.set_low_water(1);
+                stream.set_low_water(1)?;
                 let got = stream.read(out);
-                stream.set_low_water(client.low_water);
+                stream.set_low_water(client.low_water)?;
                 got
             },
         ),

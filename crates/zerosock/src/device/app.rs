@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ReserveError, Shard};
+use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::{Chain, Memory, Piece};
@@ -22,7 +22,7 @@ use super::join::{AppEnd, End, Join};
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::vsock::engine::SendFault;
+use crate::vsock::engine::{CreditInfo, SendFault};
 use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
 
 /// No pool yet.
@@ -250,6 +250,10 @@ impl Device {
             let _ = self.shard.reject(flow);
             return true;
         }
+        if let Some(bytes) = listener.buffer {
+            // The RESPONSE, which tells of it, has not left: it cannot fail.
+            let _ = self.shard.set_buf_alloc(flow, bytes);
+        }
         let pool = self.app_pool(app);
         let state = StreamState::Connected;
         let id = app.sockets.insert(pool, flow, state, local, peer);
@@ -407,6 +411,24 @@ impl Device {
             Some(fault) if sent == 0 => Err(fault),
             _ => Ok(sent),
         }
+    }
+
+    /// Changes how a connection is; one that has ended needs nothing.
+    pub(crate) fn app_tune(
+        &mut self,
+        flow: FlowId,
+        act: impl FnOnce(&mut Shard, FlowId) -> Result<(), FlowError>,
+    ) {
+        let _ = act(&mut self.shard, flow);
+    }
+
+    /// A connection's credit.
+    pub(crate) fn app_credit(&self, flow: FlowId) -> Option<CreditInfo> {
+        let info = self.shard.flow(flow)?;
+        Some(CreditInfo {
+            buffer: info.buf_alloc,
+            unsent: info.tx_cnt.wrapping_sub(info.peer_fwd_cnt),
+        })
     }
 
     /// Shuts one way down, or both.

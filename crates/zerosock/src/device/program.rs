@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use slab::Slab;
-use zerosock_proto::Port;
-use zerosock_proto::vsock::RefuseReason;
+use zerosock_proto::vsock::{PortTable, RefuseReason};
+use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
 use super::lending::Loan;
@@ -45,9 +45,15 @@ pub(crate) struct Tally {
 pub(super) struct Listener {
     port: Port,
     pub(super) backlog: usize,
+    /// The receive buffer of its connections, if it is not what the device was told.
+    pub(super) buffer: Option<u32>,
     pub(super) waiting: VecDeque<StreamId>,
     /// In the list of ports with news.
     stirred: bool,
+}
+
+fn of_host(port: Port) -> Address {
+    Address::new(Cid::HOST, port)
 }
 
 /// The program's side of all devices of a worker.
@@ -57,6 +63,8 @@ pub(crate) struct App {
     /// Readers may have plain slices of what processes share.
     pub(crate) trust_processes: bool,
     listeners: Vec<Listener>,
+    /// Ports that sockets have without listening on them.
+    bound: PortTable,
     stirred: VecDeque<Port>,
     /// The device of each pool.
     pub(crate) pools: Vec<Option<u32>>,
@@ -79,6 +87,7 @@ impl App {
             sockets: Sockets::new(words, hold, most_copied),
             trust_processes,
             listeners: Vec::new(),
+            bound: PortTable::new(),
             stirred: VecDeque::new(),
             pools: Vec::new(),
             loans: Slab::new(),
@@ -124,14 +133,46 @@ impl App {
         self.listeners.iter().any(|l| l.port == port)
     }
 
-    /// False: somebody listens there.
+    /// Takes a port that nobody listens on or has bound, and which; `None`: it is in use.
+    pub(crate) fn bind(&mut self, port: Port) -> Option<Port> {
+        if self.listens(port) {
+            return None;
+        }
+        if port != Port::ANY {
+            return self.bound.bind(of_host(port));
+        }
+        loop {
+            // Ends: there are more ports than listeners can be.
+            let port = self.bound.bind(of_host(Port::ANY))?;
+            if !self.listens(port) {
+                return Some(port);
+            }
+            self.bound.unbind(of_host(port));
+        }
+    }
+
+    pub(crate) fn unbind(&mut self, port: Port) {
+        self.bound.unbind(of_host(port));
+    }
+
+    /// The receive buffer of connections that come to `port` from now on.
+    pub(crate) fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
+        if let Some(listener) = self.listener(port) {
+            listener.buffer = Some(bytes);
+        }
+    }
+
+    /// False: somebody listens there, or has bound it.
     pub(crate) fn listen(&mut self, port: Port, backlog: usize) -> bool {
-        if self.listener(port).is_some() {
+        // To have it for a moment shows that nobody else has.
+        if self.bind(port).is_none() {
             return false;
         }
+        self.unbind(port);
         self.listeners.push(Listener {
             port,
             backlog,
+            buffer: None,
             waiting: VecDeque::new(),
             stirred: false,
         });

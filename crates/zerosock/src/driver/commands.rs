@@ -48,6 +48,7 @@ impl Driver {
         self.listeners.push(Listener {
             port,
             backlog,
+            buffer: None,
             waiting: VecDeque::new(),
             untold: 0,
         });
@@ -110,14 +111,15 @@ impl Driver {
 
     /// Gives a connection up in good order: what was sent still arrives, what
     /// was not read is thrown away. The handle is dead afterwards.
+    /// One that the peer has not answered can only be reset.
     pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
-        self.shutdown(
-            stream,
-            How {
-                receive: true,
-                send: true,
-            },
-        );
+        let now = self.now();
+        if let Some(flow) = self.sockets.get(stream).and_then(|entry| entry.flow)
+            && self.store.shard.shutdown(now, flow, How::BOTH).is_err()
+        {
+            // A flow that ended meanwhile needs no reset.
+            let _ = self.store.shard.reset(flow);
+        }
         self.sockets.remove(stream, &mut self.store);
         Ok(self.store.check()?)
     }

@@ -3,16 +3,16 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError};
 use zerosock_proto::{Address, Port};
 
 use super::{Driver, DriverError, StreamId, loans};
 use crate::attach::Fault;
 use crate::vsock::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, ShowBounds,
-    Stirred, copy_shown,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
+    ShowBounds, Stirred, copy_shown,
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
@@ -29,6 +29,10 @@ impl Driver {
     fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
         conn.why_empty()
+    }
+
+    fn flow_of(&self, id: StreamId) -> Option<FlowId> {
+        self.sockets.get(id)?.flow
     }
 
     /// Copies to `out` what has arrived for a connection of which nothing is held.
@@ -122,6 +126,21 @@ impl Engine for Driver {
         Driver::unlisten(self, port);
     }
 
+    fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
+        self.store.shard.bind(port)
+    }
+
+    fn unbind(&mut self, port: Port) {
+        self.store.shard.unbind(port);
+    }
+
+    fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
+        let mut listeners = self.listeners.iter_mut();
+        if let Some(listener) = listeners.find(|listener| listener.port == port) {
+            listener.buffer = Some(bytes);
+        }
+    }
+
     fn accept(&mut self, port: Port) -> Option<StreamId> {
         Driver::accept(self, port)
     }
@@ -180,6 +199,37 @@ impl Engine for Driver {
 
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         self.sockets.set_low_water(id, bytes);
+        if let Some(flow) = self.flow_of(id) {
+            // A flow that ended meanwhile needs no credit; the same goes for the calls below.
+            let _ = self.store.shard.set_low_water(flow, bytes);
+        }
+    }
+
+    fn set_buffer(&mut self, id: StreamId, bytes: u32) {
+        if let Some(flow) = self.flow_of(id) {
+            let _ = self.store.shard.set_buf_alloc(flow, bytes);
+        }
+    }
+
+    fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
+        if let Some(flow) = self.flow_of(id) {
+            let now = self.now();
+            let _ = self.store.shard.set_connect_timeout(now, flow, timeout);
+        }
+    }
+
+    fn credit(&self, id: StreamId) -> Option<CreditInfo> {
+        let flow = self.store.shard.flow(self.flow_of(id)?)?;
+        Some(CreditInfo {
+            buffer: flow.buf_alloc,
+            unsent: flow.tx_cnt.wrapping_sub(flow.peer_fwd_cnt),
+        })
+    }
+
+    fn ask_progress(&mut self, id: StreamId) {
+        if let Some(flow) = self.flow_of(id) {
+            let _ = self.store.shard.ask_progress(flow);
+        }
     }
 
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {

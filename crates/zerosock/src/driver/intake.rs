@@ -304,6 +304,10 @@ impl Driver {
             return;
         };
         if self.store.shard.accept(now, flow).is_ok() {
+            if let Some(bytes) = listener.buffer {
+                // The RESPONSE, which tells of it, has not left: it cannot fail.
+                let _ = self.store.shard.set_buf_alloc(flow, bytes);
+            }
             let state = StreamState::Connected;
             let stream = self.sockets.insert(POOL, flow, state, local, peer);
             self.flows.insert(flow, stream);

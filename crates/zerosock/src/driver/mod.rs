@@ -134,6 +134,8 @@ pub struct Driver {
 struct Listener {
     port: Port,
     backlog: usize,
+    /// The receive buffer of its connections, if it is not what the driver was told.
+    buffer: Option<u32>,
     waiting: VecDeque<StreamId>,
     /// Connections in `waiting` not told of yet.
     untold: usize,

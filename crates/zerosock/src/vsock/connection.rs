@@ -6,10 +6,13 @@
 //! What must hold: a call that says that it would block has armed the endpoint's descriptor; what
 //! was sent before a shutdown or a close still arrives.
 
+mod options;
+pub(super) use options::option_calls;
+
 use std::io;
 use std::net::Shutdown;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
@@ -19,7 +22,9 @@ use zerosock_ring::Trust;
 use super::endpoint::outcome;
 use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
 use super::errors::{StreamError, of_recv, of_send};
-use super::hub::{Core, Ending, Interest, Manner, Patience};
+use super::hub::{Core, Interest, Manner, Patience};
+use super::options::Options;
+use super::socket::Bound;
 use super::sockets::{StreamId, StreamState};
 use super::waiting::Wait;
 
@@ -36,6 +41,10 @@ pub(super) struct Connection {
     write_timeout: AtomicU64,
     /// As [`encode`] has it.
     wait: AtomicU64,
+    /// Apart, as few sockets are asked for them often.
+    options: Box<Mutex<Options>>,
+    /// The port that it was connected from, if that was chosen.
+    bound: Option<Bound>,
 }
 
 /// Whether calls wait.
@@ -70,6 +79,7 @@ impl Blocking {
 impl Connection {
     pub(super) fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Connection {
         let trust = core.trust().filter(|_| info.trusted);
+        let options = Box::new(Mutex::new(Options::new(core.window())));
         Connection {
             core,
             id,
@@ -80,15 +90,9 @@ impl Connection {
             read_timeout: AtomicU64::new(0),
             write_timeout: AtomicU64::new(0),
             wait: AtomicU64::new(encode(wait)),
+            options,
+            bound: None,
         }
-    }
-
-    pub(super) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        set_timeout(&self.read_timeout, timeout)
-    }
-
-    pub(super) fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        set_timeout(&self.write_timeout, timeout)
     }
 
     pub(super) fn set_wait(&self, wait: Wait) {
@@ -200,20 +204,16 @@ impl Connection {
 }
 
 impl Drop for Connection {
+    /// Waits if it was told to linger.
     fn drop(&mut self) {
-        self.core.end(Ending::Stream(self.id));
+        self.end();
     }
 }
 
-fn set_timeout(place: &AtomicU64, timeout: Option<Duration>) -> io::Result<()> {
-    if timeout == Some(Duration::ZERO) {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let nanos = timeout.map_or(0, |timeout| {
-        u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX / 4)
-    });
-    place.store(nanos.min(u64::MAX / 4), Ordering::Relaxed);
-    Ok(())
+/// A time-out in nanoseconds; 0 is none. What no clock reaches is for ever.
+fn encode_timeout(timeout: Option<Duration>) -> u64 {
+    let nanos = timeout.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    nanos.min(u64::MAX / 4)
 }
 
 /// A way to wait as one word: 0 sleeps, 1 spins, others are the adaptive limit in nanoseconds

@@ -120,9 +120,9 @@ pub struct Endpoint {
     pub(super) core: Arc<Core>,
     cid: Cid,
     /// Those at which we can be reached; empty: all, unless we are a service.
-    ports: Mutex<Vec<Port>>,
-    wait: Wait,
-    connect_timeout: Duration,
+    pub(super) ports: Arc<Mutex<Vec<Port>>>,
+    pub(super) wait: Wait,
+    pub(super) connect_timeout: Duration,
     huge_pages: bool,
 }
 
@@ -232,15 +232,19 @@ impl Endpoint {
         begin_connect(&self.core, peer, self.wait)
     }
 
-    /// Listens on `port` of our CID. At most `backlog` connections wait to be accepted; further
+    /// Listens on `port` of our CID, or with [`Port::ANY`] on one that is free, which
+    /// [`Listener::local_addr`] tells. At most `backlog` connections wait to be accepted; further
     /// ones are refused.
     ///
     /// # Errors
-    /// With a [`ListenError`] inside: `AddrInUse` when somebody listens there already,
-    /// `InvalidInput` for a port that is not among the [`ports`](EndpointBuilder::ports) that the
+    /// With a [`ListenError`] inside: `AddrInUse` when somebody listens there already, or has bound
+    /// the port, `InvalidInput` for a port that is not among the [`ports`](EndpointBuilder::ports) that the
     /// endpoint was opened with, or, of a service, that it has [claimed](Self::claim), as nobody
     /// would reach it.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
+        if port == Port::ANY {
+            return self.socket().listen(backlog);
+        }
         let ports = self.named();
         if !ports.contains(&port) && (self.is_service() || !ports.is_empty()) {
             return Err(ListenError::NotNamed(port).into());
@@ -505,10 +509,12 @@ impl EndpointBuilder {
     fn open(self, mut driver: Driver, place: Option<Client>) -> Result<Endpoint, OpenError> {
         driver.set_trusted(self.trust.is_some());
         let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
+        let core = Core::new(Box::new(driver), self.trust, place)?;
+        core.set_window(self.config.buf_alloc);
         Ok(Endpoint {
-            core: Arc::new(Core::new(Box::new(driver), self.trust, place)?),
+            core: Arc::new(core),
             cid,
-            ports: Mutex::new(self.request.ports),
+            ports: Arc::new(Mutex::new(self.request.ports)),
             wait: self.wait,
             connect_timeout: self.config.connect_timeout,
             huge_pages,
@@ -559,23 +565,30 @@ pub(super) fn connect(
     timeout: Duration,
 ) -> io::Result<Stream> {
     let stream = begin_connect(core, peer, wait)?;
+    match await_connected(&stream, wait, timeout) {
+        Ok(()) => Ok(stream),
+        Err(error) => {
+            stream.reset();
+            Err(error)
+        }
+    }
+}
+
+/// Waits for the answer to a request.
+pub(super) fn await_connected(stream: &Stream, wait: Wait, timeout: Duration) -> io::Result<()> {
     // The protocol core gives up first; this is for a peer whose side does not move at all.
     let patience = Patience {
         manner: Manner::Waits(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
-    let outcome = core.wait(Interest::Conn(stream.conn.id), patience, |engine| {
-        outcome(&engine.info(stream.conn.id)?)
+    let conn = &stream.conn;
+    let outcome = conn.core.wait(Interest::Conn(conn.id), patience, |engine| {
+        outcome(&engine.info(conn.id)?)
     });
     match outcome {
-        Ok(outcome) => Ok(outcome.map(|()| stream)?),
-        Err(fault) => {
-            stream.reset();
-            Err(match fault {
-                WaitFault::TimedOut => ConnectError::TimedOut.into(),
-                fault => fault.into(),
-            })
-        }
+        Ok(outcome) => Ok(outcome?),
+        Err(WaitFault::TimedOut) => Err(ConnectError::TimedOut.into()),
+        Err(fault) => Err(fault.into()),
     }
 }
 

@@ -10,7 +10,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError, RefuseReason};
 use zerosock_proto::{Address, Port};
@@ -74,6 +74,15 @@ pub(crate) struct ConnInfo {
     pub(crate) peer_deaf: bool,
     /// Who opened the endpoint has declared that this peer writes nothing that is on lease.
     pub(crate) trusted: bool,
+}
+
+/// The credit of a connection that has not ended.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct CreditInfo {
+    /// Our receive buffer, in bytes.
+    pub(crate) buffer: u32,
+    /// Bytes that were sent and that the peer has not said to have consumed.
+    pub(crate) unsent: u32,
 }
 
 /// What lies ahead of the reader of a connection.
@@ -297,6 +306,16 @@ pub(crate) trait Engine: Send {
     /// Begins to listen.
     fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError>;
 
+    /// Takes a port, or with [`Port::ANY`] one that nobody has, so that nobody else can listen on
+    /// it or bind it; which one it is.
+    fn bind(&mut self, port: Port) -> Result<Port, ListenError>;
+
+    /// Gives a bound port up.
+    fn unbind(&mut self, port: Port);
+
+    /// The receive buffer of connections that come to `port`, which is listened on, from now on.
+    fn set_accept_buffer(&mut self, port: Port, bytes: u32);
+
     /// Listens no more, and resets what waits to be accepted.
     fn unlisten(&mut self, port: Port);
 
@@ -326,6 +345,19 @@ pub(crate) trait Engine: Send {
 
     /// From how many unread bytes on a connection has something to read: fewer are no news.
     fn set_low_water(&mut self, id: StreamId, bytes: u32);
+
+    /// Changes a connection's receive buffer, and with it the most that it has under way to the
+    /// peer; the peer is told.
+    fn set_buffer(&mut self, id: StreamId, bytes: u32);
+
+    /// How long the request of a connection may go unanswered from now on.
+    fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration);
+
+    /// A connection's credit; `None` for one that has ended.
+    fn credit(&self, id: StreamId) -> Option<CreditInfo>;
+
+    /// Asks the peer how much of what was sent it has consumed, unless that is known to be all.
+    fn ask_progress(&mut self, id: StreamId);
 
     /// Lends the next packet's bytes out. `Ok(None)`: end of file.
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;

@@ -5,8 +5,8 @@
 
 use std::io::{Error, ErrorKind};
 
-use zerosock_proto::Port;
 use zerosock_proto::vsock::{ConnectError as Denied, ListenError as Occupied, RefuseReason};
+use zerosock_proto::{Cid, Port};
 
 use super::engine::{RecvFault, SendFault};
 use crate::attach::Fault;
@@ -52,7 +52,8 @@ pub enum ConnectError {
     /// `HostUnreachable`.
     #[error("nobody can be reached at that CID")]
     Unreachable,
-    /// The system: all local ports have a connection with that address. `AddrInUse`.
+    /// The system: all local ports have a connection with that address, or the one that was chosen
+    /// has. `AddrInUse`.
     #[error("no local port is left for that address")]
     NoPort,
     /// The caller: it has as many connections as it may. `OutOfMemory`.
@@ -240,7 +241,7 @@ impl From<EndpointOver> for Error {
     }
 }
 
-/// Why a port cannot be listened on; always the caller's fault.
+/// Why a port cannot be listened on, or bound; always the caller's fault.
 ///
 /// ```
 /// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
@@ -263,12 +264,18 @@ impl From<EndpointOver> for Error {
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ListenError {
-    /// Somebody listens there. `AddrInUse`.
+    /// Somebody listens there, or has the port for a connection. `AddrInUse`.
     #[error("the port is in use")]
     InUse,
     /// The wildcard is no port to listen on. `InvalidInput`.
     #[error("a port is needed to listen on")]
     AnyPort,
+    /// The CID is not the endpoint's own. `AddrNotAvailable`.
+    #[error("{0} is not the CID of this endpoint")]
+    ForeignCid(Cid),
+    /// The socket has a port already. `InvalidInput`.
+    #[error("the socket is bound already")]
+    AlreadyBound,
     /// The endpoint was opened with [`ports`](super::EndpointBuilder::ports), and this one was not
     /// among them: nobody would reach it. `InvalidInput`.
     #[error("port {0} is not among those that the endpoint was opened with")]
@@ -279,7 +286,10 @@ impl From<ListenError> for Error {
     fn from(error: ListenError) -> Error {
         let kind = match error {
             ListenError::InUse => ErrorKind::AddrInUse,
-            ListenError::AnyPort | ListenError::NotNamed(_) => ErrorKind::InvalidInput,
+            ListenError::ForeignCid(_) => ErrorKind::AddrNotAvailable,
+            ListenError::AnyPort | ListenError::AlreadyBound | ListenError::NotNamed(_) => {
+                ErrorKind::InvalidInput
+            }
         };
         Error::new(kind, error)
     }

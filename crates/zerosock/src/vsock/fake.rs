@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
@@ -11,7 +11,8 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
 use super::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, Stirred,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
+    Stirred,
 };
 use super::errors::EndpointOver;
 use super::hub::Core;
@@ -145,6 +146,14 @@ impl Engine for Fake {
         self.script().unlistened.push(port);
     }
 
+    fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
+        Ok(port)
+    }
+
+    fn unbind(&mut self, _: Port) {}
+
+    fn set_accept_buffer(&mut self, _: Port, _: u32) {}
+
     fn accept(&mut self, _: Port) -> Option<StreamId> {
         None
     }
@@ -180,6 +189,16 @@ impl Engine for Fake {
     }
 
     fn set_low_water(&mut self, _: StreamId, _: u32) {}
+
+    fn set_buffer(&mut self, _: StreamId, _: u32) {}
+
+    fn set_connect_timeout(&mut self, _: StreamId, _: Duration) {}
+
+    fn credit(&self, _: StreamId) -> Option<CreditInfo> {
+        None
+    }
+
+    fn ask_progress(&mut self, _: StreamId) {}
 
     fn lease(&mut self, _: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
         Err(RecvFault::WouldBlock)

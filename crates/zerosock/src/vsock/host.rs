@@ -80,8 +80,8 @@ use crate::engine::host::{HostConfig, HostEngine};
 /// ```
 pub struct Host {
     pub(super) core: Arc<Core>,
-    wait: Wait,
-    connect_timeout: Duration,
+    pub(super) wait: Wait,
+    pub(super) connect_timeout: Duration,
     places: Arc<Directory>,
     faults: FaultCounts,
     _files: Vec<SocketFile>,
@@ -174,13 +174,17 @@ impl Host {
         begin_connect(&self.core, peer, self.wait)
     }
 
-    /// Listens on `port` of CID 2. At most `backlog` connections wait to be accepted; further
+    /// Listens on `port` of CID 2, or with [`Port::ANY`] on one that is free, which
+    /// [`Listener::local_addr`] tells. At most `backlog` connections wait to be accepted; further
     /// ones are refused.
     ///
     /// # Errors
     /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when somebody listens there
-    /// already.
+    /// already, or has bound the port.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
+        if port == Port::ANY {
+            return self.socket().listen(backlog);
+        }
         let local = Address::new(Cid::HOST, port);
         listen(&self.core, local, backlog, self.wait)
     }
@@ -408,6 +412,7 @@ impl HostBuilder {
                 what: "duplicate a descriptor",
                 source,
             })?;
+        core.set_window(self.window.unwrap_or(WINDOW));
         Ok(Host {
             core: Arc::new(core),
             wait: self.wait,

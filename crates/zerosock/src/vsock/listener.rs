@@ -4,14 +4,15 @@ use std::fmt;
 use std::io;
 use std::iter::FusedIterator;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
 use super::connection::{Blocking, decode, encode};
 use super::hub::{Core, Ending, Interest, Patience};
+use super::options::Options;
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::deadline::deadline_in;
@@ -49,11 +50,13 @@ pub struct Listener {
     local: Address,
     pub(super) blocking: Blocking,
     wait: AtomicU64,
+    options: Mutex<Options>,
 }
 
 impl Listener {
     pub(super) fn new(core: Arc<Core>, local: Address, wait: Wait) -> Listener {
         Listener {
+            options: Mutex::new(Options::new(core.window())),
             core,
             local,
             blocking: Blocking::new(),
@@ -80,6 +83,35 @@ impl Listener {
     /// otherwise. At first as the endpoint was told.
     pub fn set_wait(&self, wait: Wait) {
         self.wait.store(encode(wait), Ordering::Relaxed);
+    }
+
+    /// The receive buffer of connections that come from now on, in bytes; see
+    /// [`Stream::set_buffer_size`]. What else they begin with is told a
+    /// [`Socket`](super::Socket) before it listens.
+    ///
+    /// # Errors
+    /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for 0.
+    pub fn set_buffer_size(&self, bytes: u32) -> io::Result<()> {
+        let bytes = self.options().set_buffer(bytes)?;
+        let mut locked = self.core.lock();
+        locked.engine().set_accept_buffer(self.local.port, bytes);
+        Ok(())
+    }
+
+    /// The receive buffer of connections that come, in bytes.
+    pub fn buffer_size(&self) -> u32 {
+        self.options().buffer.unwrap_or(self.core.window())
+    }
+
+    /// What the socket was told of which it has become.
+    pub(super) fn adopt(&self, options: Options) {
+        *self.options() = options;
+    }
+
+    /// What an accepted socket begins with.
+    pub(super) fn options(&self) -> MutexGuard<'_, Options> {
+        // What is kept is whole whenever it can be seen.
+        self.options.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The oldest connection that waits, and who it is from.
@@ -111,7 +143,8 @@ impl Listener {
             engine.flush();
             Some((id, info))
         })?;
-        let stream = Stream::new(self.core.clone(), id, &info, wait);
+        let mut stream = Stream::new(self.core.clone(), id, &info, wait);
+        stream.adopt(*self.options(), None);
         Ok((stream, info.peer))
     }
 

@@ -24,6 +24,7 @@
 //!
 //! # What each file is for
 //! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets.
+//! `socket`: one before it is a connection or a listener, with `options` for what it may be told.
 //! `connection`: what all connected sockets have; `stream`, `listener`, `lease`, `loan`, `message`:
 //! what the user has in hand; `poller` and `tokio` wait for many of them, `waiting` says how;
 //! `errors`: what goes wrong, and by whose fault. `hub`: the lock, who drives and who sleeps.
@@ -44,8 +45,10 @@ pub(crate) mod leases;
 mod listener;
 mod loan;
 mod message;
+pub(crate) mod options;
 mod poller;
 pub mod rxmap;
+mod socket;
 pub(crate) mod socket_file;
 pub(crate) mod sockets;
 mod stream;
@@ -63,8 +66,10 @@ pub use lease::{Lease, OwnedLease, Reading};
 pub use listener::{Incoming, Listener};
 pub use loan::{Filling, Loan};
 pub use message::Message;
+pub use options::OptionError;
 pub use poller::{Poller, Readiness, Ready};
 pub use rxmap::{PagedRxMap, RxMap, RxMapError};
+pub use socket::Socket;
 pub use sockets::StreamState;
 pub use stream::{Batch, Stream};
 pub use waiting::Wait;

@@ -45,7 +45,7 @@ fn what_a_map_holds_is_bounded() {
         let mut maps: Vec<_> = (0..20)
             .map(|_| RxMap::new(&hoarded, RxMapConfig::default()).unwrap())
             .collect();
-        hoarded.set_low_water(100_000);
+        hoarded.set_low_water(100_000).unwrap();
         hoarded.wait_readable().unwrap();
         let mut seen = Vec::new();
         for map in &mut maps {

@@ -74,7 +74,7 @@ fn wait_for_word(mut stream: &Stream) {
 
 /// Waits until `len` bytes are there.
 fn wait_for(stream: &Stream, len: usize) {
-    stream.set_low_water(len as u32);
+    stream.set_low_water(len as u32).unwrap();
     stream.wait_readable().unwrap();
-    stream.set_low_water(1);
+    stream.set_low_water(1).unwrap();
 }

@@ -115,7 +115,7 @@ fn polling_sees_what_comes_and_heeds_the_low_water_mark() {
                 }
             };
             assert_eq!(spin(&mut map), DATA);
-            stream.set_low_water(100);
+            stream.set_low_water(100).unwrap();
             assert_eq!(map.poll_value().unwrap(), EMPTY, "10 bytes are not 100");
             stream
                 .set_read_timeout(Some(Duration::from_millis(20)))
@@ -150,7 +150,7 @@ fn a_reset_is_told_behind_what_had_come() {
             let mut native = RxMap::new(&stream, RxMapConfig::default()).unwrap();
             map.wait().unwrap();
             (&stream).write_all(b"!").unwrap();
-            stream.set_low_water(301);
+            stream.set_low_water(301).unwrap();
             assert_eq!(map.wait().unwrap(), CLOSED);
             assert_eq!(map.fill().unwrap(), 1);
             assert_eq!(map.packets().next().unwrap().1.unwrap(), bytes(0, 300));

@@ -138,9 +138,9 @@ impl Dequeue for Receiver<'_> {
         let rest = self.rest.as_ref().map_or(self.left.len(), Part::len);
         if rest < len {
             let low_water = u32::try_from(len - rest).map_err(|_| "too large a message")?;
-            self.stream.set_low_water(low_water);
+            self.stream.set_low_water(low_water).map_err(text)?;
             self.stream.peek(&mut [0]).map_err(text)?;
-            self.stream.set_low_water(1);
+            self.stream.set_low_water(1).map_err(text)?;
         }
         Ok(())
     }

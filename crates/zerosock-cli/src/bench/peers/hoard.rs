@@ -61,7 +61,9 @@ pub(crate) fn run(
     }
     // An endpoint is driven by its calls alone: what it does not get must come all the same, or
     // its peer would wait for room.
-    second.set_low_water((WINDOW as usize - held) as u32);
+    second
+        .set_low_water((WINDOW as usize - held) as u32)
+        .map_err(text)?;
     if held < WINDOW as usize {
         second.wait_readable().map_err(text)?;
     }

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Instant as StdInstant;
+use std::time::{Duration, Instant as StdInstant};
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
 use zerosock_proto::{Address, Port};
@@ -14,8 +14,8 @@ use crate::deadline::earlier;
 use crate::device::program::App;
 use crate::engine::worker::Worker;
 use crate::vsock::engine::{
-    Ahead, ConnInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault, ShowBounds,
-    Stirred,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
+    ShowBounds, Stirred,
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
@@ -156,6 +156,24 @@ impl Engine for HostEngine {
         }
     }
 
+    fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
+        let app = self.worker.app.as_deref_mut();
+        let bound = app.and_then(|app| app.bind(port));
+        bound.ok_or(ListenError::InUse)
+    }
+
+    fn unbind(&mut self, port: Port) {
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.unbind(port);
+        }
+    }
+
+    fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.set_accept_buffer(port, bytes);
+        }
+    }
+
     fn accept(&mut self, port: Port) -> Option<StreamId> {
         self.worker.app.as_deref_mut()?.accept(port)
     }
@@ -250,6 +268,32 @@ impl Engine for HostEngine {
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.sockets.set_low_water(id, bytes);
         }
+        // A flow that ended meanwhile needs no credit; the same goes for the calls below.
+        self.tune(id, |shard, flow| shard.set_low_water(flow, bytes));
+    }
+
+    fn set_buffer(&mut self, id: StreamId, bytes: u32) {
+        self.tune(id, |shard, flow| shard.set_buf_alloc(flow, bytes));
+    }
+
+    fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
+        let now = self.worker.clock.now();
+        self.tune(id, |shard, flow| {
+            shard.set_connect_timeout(now, flow, timeout)
+        });
+        // There is another timer to note.
+        if let Some(vm) = self.device_of(id) {
+            self.worker.activate(vm);
+        }
+    }
+
+    fn credit(&self, id: StreamId) -> Option<CreditInfo> {
+        let (vm, flow) = self.flow_of(id)?;
+        self.worker.devices.get(vm)?.app_credit(flow)
+    }
+
+    fn ask_progress(&mut self, id: StreamId) {
+        self.tune(id, |shard, flow| shard.ask_progress(flow));
     }
 
     #[inline]

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::FlowId;
+use zerosock_proto::vsock::{FlowError, FlowId, Shard};
 
 use super::worker::Worker;
 use crate::attach::Fault;
@@ -221,6 +221,21 @@ impl HostEngine {
             }
             _ => Err(SendFault::Reset),
         }
+    }
+
+    /// Acts on the flow of a connection, if it has one; what comes of it waits for the next flush.
+    fn tune(
+        &mut self,
+        id: StreamId,
+        act: impl FnOnce(&mut Shard, FlowId) -> Result<(), FlowError>,
+    ) {
+        let Some((vm, flow)) = self.flow_of(id) else {
+            return;
+        };
+        if let Some(device) = self.worker.devices.get_mut(vm) {
+            device.app_tune(flow, act);
+        }
+        self.touch(vm);
     }
 
     /// The time for an act on a device: read from the clock only if the act may set timers.

@@ -33,6 +33,7 @@ use zerosock_ring::Trust;
 use super::engine::Engine;
 use super::errors::EndpointOver;
 use super::leases::{Leases, NONE};
+use super::options::DEFAULT_BUFFER;
 use super::sockets::StreamId;
 use super::waiting::Learned;
 use crate::attach::Client;
@@ -88,6 +89,8 @@ pub(crate) struct Core {
     reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
     /// Connections from now on may have receive maps.
     rx_map: AtomicBool,
+    /// Bytes of a connection's receive buffer, unless it is told otherwise.
+    window: AtomicU32,
 }
 
 /// The lock, taken. What was dropped before is given back at the beginning, and what was dropped
@@ -103,7 +106,11 @@ pub(crate) struct Locked<'a> {
 #[derive(Debug)]
 pub(crate) enum Ending {
     Stream(StreamId),
+    /// It is reset.
+    Reset(StreamId),
     Listener(Port),
+    /// It was bound.
+    Port(Port),
     /// Whoever was enlisted by this ticket is told no more.
     #[cfg(feature = "tokio")]
     Task(u64),
@@ -146,6 +153,7 @@ impl Core {
             #[cfg(feature = "tokio")]
             reactor: Mutex::default(),
             rx_map: AtomicBool::new(false),
+            window: AtomicU32::new(DEFAULT_BUFFER),
             state: Mutex::new(State {
                 engine,
                 sleeper: None,
@@ -182,6 +190,16 @@ impl Core {
     /// See [`set_rx_map`](Self::set_rx_map).
     pub(crate) fn rx_map(&self) -> bool {
         self.rx_map.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of a connection's receive buffer, unless it is told otherwise.
+    pub(crate) fn window(&self) -> u32 {
+        self.window.load(Ordering::Relaxed)
+    }
+
+    /// See [`window`](Self::window).
+    pub(crate) fn set_window(&self, bytes: u32) {
+        self.window.store(bytes, Ordering::Relaxed);
     }
 
     /// Takes the lock.
@@ -346,7 +364,9 @@ impl<'a> Locked<'a> {
     fn end(&mut self, ending: &Ending) {
         match ending {
             Ending::Stream(id) => self.engine().close(*id),
+            Ending::Reset(id) => self.engine().abort(*id),
             Ending::Listener(port) => self.engine().unlisten(*port),
+            Ending::Port(port) => return self.engine().unbind(*port),
             #[cfg(feature = "tokio")]
             Ending::Task(ticket) => return self.delist(*ticket),
             #[cfg(feature = "tokio")]

@@ -10,6 +10,7 @@
 
 mod batch;
 mod buffered;
+mod options;
 
 use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
@@ -17,7 +18,6 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
 
 use zerosock_proto::Address;
 
@@ -102,39 +102,9 @@ impl Stream {
         Ok(())
     }
 
-    /// How long a read or receive may wait; `None`: for ever.
-    ///
-    /// # Errors
-    /// `InvalidInput` for a time of zero, as in `std::net`.
-    pub fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.conn.set_read_timeout(timeout)
-    }
-
-    /// How long a write or loan may wait; `None`: for ever.
-    ///
-    /// # Errors
-    /// `InvalidInput` for a time of zero, as in `std::net`.
-    pub fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
-        self.conn.set_write_timeout(timeout)
-    }
-
     /// How the calls of this stream wait. At first as its endpoint was told.
     pub fn set_wait(&self, wait: Wait) {
         self.conn.set_wait(wait);
-    }
-
-    /// How many bytes a read waits for, as SO_RCVLOWAT does: it returns with fewer only at the end
-    /// of the stream. 0 is 1. More than the connection's receive buffer is never there at once.
-    /// Pollers and maps go by it as well.
-    pub fn set_low_water(&self, bytes: u32) {
-        self.low_water.store(bytes.max(1), Ordering::Relaxed);
-        let mut locked = self.conn.core.lock();
-        locked.engine().set_low_water(self.conn.id, bytes);
-    }
-
-    /// See [`set_low_water`](Self::set_low_water).
-    pub(super) fn low_water(&self) -> u32 {
-        self.low_water.load(Ordering::Relaxed)
     }
 
     /// Waits, as a read would, until the answer to
@@ -165,15 +135,6 @@ impl Stream {
             .conn
             .core
             .wait(Interest::Conn(self.conn.id), patience, attempt)?)
-    }
-
-    /// Bytes that a read would give at once.
-    pub fn unread(&self) -> usize {
-        let mut locked = self.conn.core.lock();
-        locked
-            .engine()
-            .info(self.conn.id)
-            .map_or(0, |info| info.unread)
     }
 
     /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.

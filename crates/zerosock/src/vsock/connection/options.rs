@@ -1,0 +1,282 @@
+//! What a connection can be told, and asked, beside what it carries: its buffer, its time-outs, its
+//! end. [`option_calls`] gives each kind of socket the calls for it.
+//!
+//! What must hold: what is set here is in force when the call returns, and the peer hears of what
+//! concerns it; an end that lingers has shut both ways down before it waits. Options are locked
+//! behind the endpoint, never the other way round.
+
+use std::io;
+use std::net::Shutdown;
+use std::sync::atomic::Ordering;
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Connection, encode_timeout};
+use crate::deadline::deadline_in;
+use crate::vsock::errors::StreamError;
+use crate::vsock::hub::{Ending, Interest, Manner, Patience};
+use crate::vsock::options::{Options, timeout};
+use crate::vsock::socket::Bound;
+use crate::vsock::sockets::StreamState;
+use crate::vsock::waiting::Wait;
+
+impl Connection {
+    pub(in crate::vsock) fn options(&self) -> MutexGuard<'_, Options> {
+        // What is kept is whole whenever it can be seen.
+        self.options.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes over what its listener, or the socket that it was made of, was told; the receive
+    /// buffer is so already.
+    pub(in crate::vsock) fn adopt(&mut self, options: Options, bound: Option<Bound>) {
+        self.bound = bound;
+        *self.options() = options;
+        self.read_timeout
+            .store(encode_timeout(options.read_timeout), Ordering::Relaxed);
+        self.write_timeout
+            .store(encode_timeout(options.write_timeout), Ordering::Relaxed);
+    }
+
+    /// Gives up the port that it was connected from, if that was chosen.
+    pub(in crate::vsock) fn unbind(&mut self) -> Option<Bound> {
+        self.bound.take()
+    }
+
+    pub(in crate::vsock) fn set_read_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+        let time = timeout(time)?;
+        self.options().read_timeout = time;
+        self.read_timeout
+            .store(encode_timeout(time), Ordering::Relaxed);
+        Ok(())
+    }
+
+    pub(in crate::vsock) fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+        let time = timeout(time)?;
+        self.options().write_timeout = time;
+        self.write_timeout
+            .store(encode_timeout(time), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// A buffer of `bytes`, brought within its bounds; of how many it is then.
+    pub(in crate::vsock) fn set_buffer_size(&self, bytes: u32) -> io::Result<u32> {
+        let bytes = self.options().set_buffer(bytes)?;
+        self.resize(bytes);
+        Ok(bytes)
+    }
+
+    pub(in crate::vsock) fn buffer_size(&self) -> u32 {
+        let mut locked = self.core.lock();
+        let credit = locked.engine().credit(self.id);
+        drop(locked);
+        match credit {
+            Some(credit) => credit.buffer,
+            None => self.options().buffer.unwrap_or(self.core.window()),
+        }
+    }
+
+    /// How many bytes the buffer has then, if that has changed.
+    pub(in crate::vsock) fn set_buffer_bounds(
+        &self,
+        min: u32,
+        max: u32,
+    ) -> io::Result<Option<u32>> {
+        let now = self.buffer_size();
+        let changed = self.options().set_bounds(min, max, now)?;
+        if let Some(bytes) = changed {
+            self.resize(bytes);
+        }
+        Ok(changed)
+    }
+
+    fn resize(&self, bytes: u32) {
+        let mut locked = self.core.lock();
+        locked.engine().set_buffer(self.id, bytes);
+        locked.engine().flush();
+    }
+
+    /// How many bytes a read waits for.
+    pub(in crate::vsock) fn set_low_water(&self, bytes: u32) -> io::Result<u32> {
+        let mut locked = self.core.lock();
+        let engine = locked.engine();
+        let buffer = engine.credit(self.id).map_or(u32::MAX, |it| it.buffer);
+        let bytes = self.options().set_low_water(bytes, buffer)?;
+        engine.set_low_water(self.id, bytes);
+        engine.settle();
+        Ok(bytes)
+    }
+
+    pub(in crate::vsock) fn unread(&self) -> usize {
+        let mut locked = self.core.lock();
+        // What has come counts; an endpoint that is over still has what came before.
+        let _ = locked.turn();
+        locked.engine().info(self.id).map_or(0, |info| info.unread)
+    }
+
+    pub(in crate::vsock) fn unsent(&self) -> usize {
+        let mut locked = self.core.lock();
+        let _ = locked.turn();
+        let engine = locked.engine();
+        let unsent = engine.credit(self.id).map_or(0, |credit| credit.unsent);
+        if unsent > 0 {
+            engine.ask_progress(self.id);
+            engine.flush();
+        }
+        unsent as usize
+    }
+
+    /// Waits as long as it was told to linger. What is left to do is done by the drop.
+    pub(in crate::vsock) fn close(&self) -> io::Result<()> {
+        let linger = self.options().linger;
+        let Some(time) = linger.filter(|time| !time.is_zero()) else {
+            return Ok(());
+        };
+        // Not twice.
+        self.options().linger = None;
+        match self.waiting() {
+            Some(wait) => self.await_end(wait, deadline_in(time)),
+            None => Ok(()),
+        }
+    }
+
+    /// The end, when it is dropped.
+    pub(super) fn end(&self) {
+        let linger = self.options().linger;
+        match linger {
+            None => {}
+            Some(Duration::ZERO) => return self.core.end(Ending::Reset(self.id)),
+            Some(time) => {
+                if let Some(wait) = self.waiting().filter(|_| !self.core.is_mine()) {
+                    // There is nobody to be told.
+                    let _ = self.await_end(wait, deadline_in(time));
+                }
+            }
+        }
+        self.core.end(Ending::Stream(self.id));
+    }
+
+    /// How calls wait, if they do.
+    fn waiting(&self) -> Option<Wait> {
+        match self.read_patience().manner {
+            Manner::Waits(wait) => Some(wait),
+            _ => None,
+        }
+    }
+
+    /// Shuts both ways down and waits until the peer has answered that: it does when it has taken
+    /// everything.
+    fn await_end(&self, wait: Wait, deadline: Option<Instant>) -> io::Result<()> {
+        // Not connected: there is nothing to wait for.
+        let _ = self.shutdown(Shutdown::Both);
+        let patience = Patience {
+            manner: Manner::Waits(wait),
+            deadline,
+        };
+        let ended = self
+            .core
+            .wait(Interest::Conn(self.id), patience, |engine| {
+                match engine.info(self.id).map(|info| info.state) {
+                    Some(StreamState::Connected) => None,
+                    Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
+                    // One that was never connected has sent nothing.
+                    _ => Some(Ok(())),
+                }
+            })?;
+        Ok(ended?)
+    }
+}
+
+/// The calls for options that every kind of connected socket has, for a type with a `conn`.
+macro_rules! option_calls {
+    ($socket:ident) => {
+        impl $socket {
+            /// The smallest and the largest receive buffer, in bytes.
+            pub fn buffer_bounds(&self) -> (u32, u32) {
+                self.conn.options().bounds()
+            }
+
+            /// Bytes of the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE).
+            pub fn buffer_size(&self) -> u32 {
+                self.conn.buffer_size()
+            }
+
+            /// How long a read or receive may wait; `None`: for ever.
+            ///
+            /// # Errors
+            /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for a time
+            /// of zero, as in `std::net`.
+            pub fn set_read_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+                self.conn.set_read_timeout(time)
+            }
+
+            /// How long a read or receive may wait.
+            pub fn read_timeout(&self) -> Option<Duration> {
+                self.conn.options().read_timeout
+            }
+
+            /// How long a write, a send or a loan may wait; `None`: for ever.
+            ///
+            /// # Errors
+            /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for a time
+            /// of zero, as in `std::net`.
+            pub fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+                self.conn.set_write_timeout(time)
+            }
+
+            /// How long a write, a send or a loan may wait.
+            pub fn write_timeout(&self) -> Option<Duration> {
+                self.conn.options().write_timeout
+            }
+
+            /// What becomes of what was sent when the socket is dropped or [closed](Self::close)
+            /// (SO_LINGER).
+            ///
+            /// - `None`, at first: it still arrives, and nobody waits for it.
+            /// - Some time: the end waits so long for the peer to take all of it and to say so; what
+            ///   it has not taken by then still arrives. Only for sockets that wait: a
+            ///   [non-blocking](Self::set_nonblocking) one ends as with `None`.
+            /// - [`Duration::ZERO`]: the connection is reset, and what is under way is lost.
+            pub fn set_linger(&self, linger: Option<Duration>) {
+                self.conn.options().linger = linger;
+            }
+
+            /// See [`set_linger`](Self::set_linger).
+            pub fn linger(&self) -> Option<Duration> {
+                self.conn.options().linger
+            }
+
+            /// Ends the connection as dropping the socket does, and says how that went.
+            ///
+            /// ```
+            /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+            /// use std::io::{ErrorKind, Read, Write};
+            /// use std::time::Duration;
+            ///
+            /// (&process).write_all(b"read me")?;
+            /// process.set_linger(Some(Duration::from_millis(10)));
+            /// // Nobody reads it.
+            /// assert_eq!(process.close().unwrap_err().kind(), ErrorKind::TimedOut);
+            /// let mut late = String::new();
+            /// (&host).read_to_string(&mut late)?;
+            /// assert_eq!(late, "read me");
+            /// # Ok::<(), Box<dyn std::error::Error>>(())
+            /// ```
+            ///
+            /// # Errors
+            /// Only with [`set_linger`](Self::set_linger): `TimedOut` when the peer has not taken
+            /// all in time, `ConnectionReset` when it has reset the connection, and may not have
+            /// taken all.
+            pub fn close(self) -> io::Result<()> {
+                self.conn.close()
+            }
+
+            /// Bytes that were sent and that the peer is not known to have taken (SIOCOUTQ). A peer
+            /// tells of itself only now and then what it has taken, so this asks it: call again to
+            /// see the answer.
+            pub fn unsent(&self) -> usize {
+                self.conn.unsent()
+            }
+        }
+    };
+}
+pub(in crate::vsock) use option_calls;

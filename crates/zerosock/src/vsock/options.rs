@@ -1,0 +1,180 @@
+//! Options of sockets, whatever their kind: how large a buffer is, how long calls and ends wait.
+//!
+//! What must hold: they are checked where they are set, so that what is kept can be used as it is;
+//! an accepted socket begins with what its listener has; a peer hears of each change of a buffer.
+
+use std::io::{Error, ErrorKind};
+use std::time::Duration;
+
+/// The receive buffer of a vsock socket that was told nothing (Linux: the same), in bytes.
+pub(super) const DEFAULT_BUFFER: u32 = 256 << 10;
+/// The smallest that it may become, unless it was told otherwise (Linux: the same), in bytes.
+const DEFAULT_MIN: u32 = 128;
+
+/// Why an option cannot be set; always the caller's fault, and always `InvalidInput`. Nothing was
+/// changed.
+///
+/// ```
+/// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+/// use std::io::ErrorKind;
+/// use zerosock::vsock::OptionError;
+///
+/// process.set_buffer_size(64 << 10)?;
+/// let error = process.set_low_water(64 * 1024 + 1).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::InvalidInput);
+/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<OptionError>());
+/// let above = OptionError::LowWaterAboveBuffer { low_water: 65537, buffer: 65536 };
+/// assert_eq!(reason, Some(&above));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OptionError {
+    /// A receive buffer of no bytes would never receive anything.
+    #[error("a receive buffer has at least one byte")]
+    EmptyBuffer,
+    /// The smallest buffer is to be larger than the largest.
+    #[error("the smallest buffer, {min} bytes, is larger than the largest, {max} bytes")]
+    MinAboveMax {
+        /// Bytes.
+        min: u32,
+        /// Bytes.
+        max: u32,
+    },
+    /// So many bytes are never there at once, and a read would wait for ever.
+    #[error("a low-water mark of {low_water} bytes, above the buffer of {buffer} bytes")]
+    LowWaterAboveBuffer {
+        /// Bytes.
+        low_water: u32,
+        /// Bytes.
+        buffer: u32,
+    },
+    /// A time-out of no time. For a call that does not wait there is `set_nonblocking`.
+    #[error("a time-out of no time")]
+    ZeroTimeout,
+}
+
+impl From<OptionError> for Error {
+    fn from(error: OptionError) -> Error {
+        Error::new(ErrorKind::InvalidInput, error)
+    }
+}
+
+/// What a socket was told, and hands on to those that it accepts.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Options {
+    /// Bytes of the receive buffer; `None`: as the endpoint was told.
+    pub(super) buffer: Option<u32>,
+    /// Bounds of the buffer.
+    min: u32,
+    max: u32,
+    /// `None`: as the endpoint was told.
+    pub(super) connect_timeout: Option<Duration>,
+    /// How long an end waits; zero resets.
+    pub(super) linger: Option<Duration>,
+    /// At least 1.
+    pub(super) low_water: u32,
+    pub(super) read_timeout: Option<Duration>,
+    pub(super) write_timeout: Option<Duration>,
+}
+
+impl Options {
+    /// Of a socket of an endpoint whose buffers have `window` bytes.
+    pub(super) fn new(window: u32) -> Options {
+        Options {
+            buffer: None,
+            min: DEFAULT_MIN.min(window),
+            max: DEFAULT_BUFFER.max(window),
+            connect_timeout: None,
+            linger: None,
+            low_water: 1,
+            read_timeout: None,
+            write_timeout: None,
+        }
+    }
+
+    /// Smallest and largest buffer.
+    pub(super) fn bounds(&self) -> (u32, u32) {
+        (self.min, self.max)
+    }
+
+    /// A buffer of `bytes`, or what the bounds make of it.
+    pub(super) fn set_buffer(&mut self, bytes: u32) -> Result<u32, OptionError> {
+        if bytes == 0 {
+            return Err(OptionError::EmptyBuffer);
+        }
+        let bytes = bytes.clamp(self.min, self.max);
+        self.buffer = Some(bytes);
+        Ok(bytes)
+    }
+
+    /// Bounds, for a buffer that has `now` bytes; how many it has then.
+    pub(super) fn set_bounds(
+        &mut self,
+        min: u32,
+        max: u32,
+        now: u32,
+    ) -> Result<Option<u32>, OptionError> {
+        if min == 0 {
+            return Err(OptionError::EmptyBuffer);
+        }
+        if min > max {
+            return Err(OptionError::MinAboveMax { min, max });
+        }
+        (self.min, self.max) = (min, max);
+        let bytes = now.clamp(min, max);
+        if bytes == now {
+            return Ok(None);
+        }
+        self.buffer = Some(bytes);
+        Ok(Some(bytes))
+    }
+
+    /// A mark, for a buffer of `buffer` bytes. 0 is 1.
+    pub(super) fn set_low_water(&mut self, bytes: u32, buffer: u32) -> Result<u32, OptionError> {
+        if bytes > buffer {
+            return Err(OptionError::LowWaterAboveBuffer {
+                low_water: bytes,
+                buffer,
+            });
+        }
+        self.low_water = bytes.max(1);
+        Ok(self.low_water)
+    }
+}
+
+/// Some time, if any.
+pub(super) fn timeout(timeout: Option<Duration>) -> Result<Option<Duration>, OptionError> {
+    match timeout {
+        Some(Duration::ZERO) => Err(OptionError::ZeroTimeout),
+        timeout => Ok(timeout),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_is_brought_within_its_bounds() {
+        let mut options = Options::new(DEFAULT_BUFFER);
+        assert_eq!(options.bounds(), (128, 262_144));
+        assert_eq!(options.set_buffer(1), Ok(128));
+        assert_eq!(options.set_buffer(u32::MAX), Ok(262_144));
+        assert_eq!(options.set_buffer(0), Err(OptionError::EmptyBuffer));
+        assert_eq!(options.buffer, Some(262_144), "as it was");
+        assert_eq!(options.set_bounds(64, 4096, 262_144), Ok(Some(4096)));
+        assert_eq!(options.set_buffer(1), Ok(64));
+        assert_eq!(options.set_bounds(64, 1 << 20, 64), Ok(None));
+        let above = OptionError::MinAboveMax { min: 2, max: 1 };
+        assert_eq!(options.set_bounds(2, 1, 64), Err(above));
+        assert_eq!(options.set_bounds(0, 1, 64), Err(OptionError::EmptyBuffer));
+        assert_eq!(options.bounds(), (64, 1 << 20), "as they were");
+    }
+
+    #[test]
+    fn an_endpoint_of_large_windows_may_have_large_buffers() {
+        assert_eq!(Options::new(8 << 20).bounds(), (128, 8 << 20));
+        assert_eq!(Options::new(64).bounds(), (64, 262_144));
+    }
+}

@@ -1,0 +1,336 @@
+//! A socket before it is a connection or a listener: where it is told what both will be.
+//!
+//! What must hold: a bound port is its socket's alone, and that of what becomes of it, until the
+//! last of them is dropped.
+
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use zerosock_proto::{Address, Cid, Port};
+
+use super::endpoint::{Endpoint, await_connected};
+use super::errors::{ListenError, of_connect, of_listen};
+use super::host::Host;
+use super::hub::{Core, Ending};
+use super::listener::Listener;
+use super::options::{Options, timeout};
+use super::stream::Stream;
+use super::waiting::Wait;
+
+/// A socket that is neither connected nor listening, to be told how it is to be: from which port it
+/// connects, how large its buffer is.
+///
+/// Where nothing is to be told, [`Endpoint::connect`] and [`Endpoint::listen`] do. What it was told
+/// stays with it, so that it can be used again: only a port that it was bound to goes over to the
+/// connection or the listener, and comes back when the connection fails.
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::time::Duration;
+/// use zerosock::{Address, Cid, Port};
+///
+/// let mut socket = db.socket();
+/// // Any port that is free.
+/// socket.bind(Address::new(Cid::ANY, Port::ANY))?;
+/// // Those that it accepts have it as well.
+/// socket.set_buffer_bounds(128, 1 << 20)?;
+/// socket.set_buffer_size(1 << 20)?;
+/// let listener = socket.listen(16)?;
+///
+/// let mut socket = web.socket();
+/// socket.bind(Address::new(Cid::ANY, Port::new(1023)))?;
+/// socket.set_connect_timeout(Duration::from_millis(500))?;
+/// let client = socket.begin_connect(listener.local_addr())?;
+/// let (served, from) = listener.accept()?;
+/// client.wait_connected()?;
+/// assert_eq!(from, Address::new(web.cid(), Port::new(1023)));
+/// assert_eq!(served.buffer_size(), 1 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Socket {
+    core: Arc<Core>,
+    cid: Cid,
+    /// Those that can be listened on; empty: all, unless we are a service.
+    ports: Arc<Mutex<Vec<Port>>>,
+    service: bool,
+    wait: Wait,
+    connect_timeout: Duration,
+    options: Options,
+    bound: Option<Bound>,
+}
+
+/// A port that is a socket's alone.
+#[derive(Debug)]
+pub(super) struct Bound {
+    core: Arc<Core>,
+    port: Port,
+    /// It has not become a listener's, who gives it up.
+    ours: bool,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if self.ours {
+            self.core.end(Ending::Port(self.port));
+        }
+    }
+}
+
+impl Endpoint {
+    /// A socket of this endpoint, to be connected or to listen.
+    pub fn socket(&self) -> Socket {
+        Socket {
+            core: self.core.clone(),
+            cid: self.cid(),
+            ports: self.ports.clone(),
+            service: self.is_service(),
+            wait: self.wait,
+            connect_timeout: self.connect_timeout,
+            options: Options::new(self.core.window()),
+            bound: None,
+        }
+    }
+}
+
+impl Host {
+    /// A socket of the host, CID 2, to be connected or to listen.
+    pub fn socket(&self) -> Socket {
+        Socket {
+            core: self.core.clone(),
+            cid: Cid::HOST,
+            ports: Arc::default(),
+            service: false,
+            wait: self.wait,
+            connect_timeout: self.connect_timeout,
+            options: Options::new(self.core.window()),
+            bound: None,
+        }
+    }
+}
+
+impl Socket {
+    /// Takes a port: to connect from, or to listen on. [`Port::ANY`] takes one that nobody has,
+    /// [`Cid::ANY`] is our own CID. Until it listens, requests to the port are refused. It is free
+    /// again when the socket, or what has become of it, is dropped.
+    ///
+    /// # Errors
+    /// With a [`ListenError`] inside: `AddrInUse` when somebody listens on the port, has bound it,
+    /// or has connected from it; `AddrNotAvailable` for a CID that is not ours; `InvalidInput` for a
+    /// socket that has a port, and for one that a service has not [claimed](Endpoint::claim).
+    pub fn bind(&mut self, local: Address) -> io::Result<()> {
+        if self.bound.is_some() {
+            return Err(ListenError::AlreadyBound.into());
+        }
+        if local.cid != Cid::ANY && local.cid != self.cid {
+            return Err(ListenError::ForeignCid(local.cid).into());
+        }
+        if self.service && local.port != Port::ANY {
+            self.check_named(local.port)?;
+        }
+        let mut locked = self.core.lock();
+        let port = locked.engine().bind(local.port).map_err(of_listen)?;
+        drop(locked);
+        let core = self.core.clone();
+        let ours = true;
+        self.bound = Some(Bound { core, port, ours });
+        Ok(())
+    }
+
+    /// The address that it is bound to.
+    pub fn local_addr(&self) -> Option<Address> {
+        let bound = self.bound.as_ref()?;
+        Some(Address::new(self.cid, bound.port))
+    }
+
+    /// See [`Stream::set_buffer_size`]. The peer knows it from the first packet on; sockets that a
+    /// listener accepts have it as well, as all that is set here.
+    ///
+    /// # Errors
+    /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for 0.
+    pub fn set_buffer_size(&mut self, bytes: u32) -> io::Result<()> {
+        self.options.set_buffer(bytes)?;
+        Ok(())
+    }
+
+    /// Bytes of the receive buffer.
+    pub fn buffer_size(&self) -> u32 {
+        self.options.buffer.unwrap_or(self.core.window())
+    }
+
+    /// See [`Stream::set_buffer_bounds`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_buffer_bounds(&mut self, min: u32, max: u32) -> io::Result<()> {
+        self.options.set_bounds(min, max, self.buffer_size())?;
+        Ok(())
+    }
+
+    /// The smallest and the largest receive buffer, in bytes.
+    pub fn buffer_bounds(&self) -> (u32, u32) {
+        self.options.bounds()
+    }
+
+    /// How long a connect waits for an answer (SO_VM_SOCKETS_CONNECT_TIMEOUT); at first as the
+    /// endpoint was told.
+    ///
+    /// # Errors
+    /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for a time of zero.
+    pub fn set_connect_timeout(&mut self, time: Duration) -> io::Result<()> {
+        self.options.connect_timeout = timeout(Some(time))?;
+        Ok(())
+    }
+
+    /// How long a connect waits for an answer.
+    pub fn connect_timeout(&self) -> Duration {
+        self.options.connect_timeout.unwrap_or(self.connect_timeout)
+    }
+
+    /// See [`Stream::set_linger`].
+    pub fn set_linger(&mut self, linger: Option<Duration>) {
+        self.options.linger = linger;
+    }
+
+    /// See [`Stream::set_low_water`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_low_water(&mut self, bytes: u32) -> io::Result<()> {
+        let buffer = self.buffer_size();
+        self.options.set_low_water(bytes, buffer)?;
+        Ok(())
+    }
+
+    /// See [`Stream::set_read_timeout`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_read_timeout(&mut self, time: Option<Duration>) -> io::Result<()> {
+        self.options.read_timeout = timeout(time)?;
+        Ok(())
+    }
+
+    /// See [`Stream::set_write_timeout`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_write_timeout(&mut self, time: Option<Duration>) -> io::Result<()> {
+        self.options.write_timeout = timeout(time)?;
+        Ok(())
+    }
+
+    /// Connects to `peer`.
+    ///
+    /// # Errors
+    /// As [`Endpoint::connect`]; `AddrInUse` also when the socket is bound to a port from which
+    /// there is a connection to `peer` already. One that has been closed counts until the peer has
+    /// answered that, which [`Stream::set_linger`] can wait for.
+    pub fn connect(&mut self, peer: Address) -> io::Result<Stream> {
+        let mut stream = self.begin_connect(peer)?;
+        match await_connected(&stream, self.wait, self.connect_timeout()) {
+            Ok(()) => Ok(stream),
+            Err(error) => {
+                // For another try.
+                self.bound = stream.conn.unbind();
+                stream.reset();
+                Err(error)
+            }
+        }
+    }
+
+    /// Sends the request and waits for nothing; see [`Endpoint::begin_connect`].
+    ///
+    /// # Errors
+    /// Those of [`connect`](Self::connect) that are known at once.
+    pub fn begin_connect(&mut self, peer: Address) -> io::Result<Stream> {
+        let from = self.bound.as_ref().map_or(Port::ANY, |bound| bound.port);
+        let mut locked = self.core.lock();
+        let engine = locked.engine();
+        let id = engine.connect(from, peer).map_err(of_connect)?;
+        // Before the request leaves, which tells of it.
+        if let Some(bytes) = self.options.buffer {
+            engine.set_buffer(id, bytes);
+        }
+        if let Some(time) = self.options.connect_timeout {
+            engine.set_connect_timeout(id, time);
+        }
+        engine.flush();
+        let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
+        drop(locked);
+        let mut stream = Stream::new(self.core.clone(), id, &info, self.wait);
+        stream.adopt(self.options, self.bound.take());
+        Ok(stream)
+    }
+
+    /// Listens, on a port that is free if the socket has none. At most `backlog` connections wait
+    /// to be accepted; further ones are refused.
+    ///
+    /// # Errors
+    /// As [`Endpoint::listen`].
+    pub fn listen(&mut self, backlog: usize) -> io::Result<Listener> {
+        if self.bound.is_none() {
+            self.bind_any()?;
+        }
+        let port = self.bound.as_ref().map_or(Port::ANY, |bound| bound.port);
+        self.check_named(port)?;
+        let mut locked = self.core.lock();
+        let engine = locked.engine();
+        engine.unbind(port);
+        if let Err(error) = engine.listen(port, backlog) {
+            // It was ours a moment ago, and so it is again.
+            let _ = engine.bind(port);
+            return Err(of_listen(error).into());
+        }
+        if let Some(bytes) = self.options.buffer {
+            engine.set_accept_buffer(port, bytes);
+        }
+        drop(locked);
+        // The port is the listener's from now on.
+        if let Some(mut bound) = self.bound.take() {
+            bound.ours = false;
+        }
+        let local = Address::new(self.cid, port);
+        let listener = Listener::new(self.core.clone(), local, self.wait);
+        listener.adopt(self.options);
+        Ok(listener)
+    }
+
+    fn named(&self) -> MutexGuard<'_, Vec<Port>> {
+        // What is kept is whole whenever it can be seen.
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether anybody would reach us there.
+    fn check_named(&self, port: Port) -> Result<(), ListenError> {
+        let ports = self.named();
+        if ports.contains(&port) || (ports.is_empty() && !self.service) {
+            Ok(())
+        } else {
+            Err(ListenError::NotNamed(port))
+        }
+    }
+
+    /// Takes any port that can be listened on.
+    fn bind_any(&mut self) -> io::Result<()> {
+        let any = Address::new(Cid::ANY, Port::ANY);
+        let ports = self.named().clone();
+        if ports.is_empty() && !self.service {
+            return self.bind(any);
+        }
+        let free = |port: &Port| self.bind(Address::new(Cid::ANY, *port)).is_ok();
+        match ports.iter().any(free) {
+            true => Ok(()),
+            false => Err(ListenError::InUse.into()),
+        }
+    }
+}
+
+impl fmt::Debug for Socket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Socket")
+            .field("local", &self.local_addr())
+            .finish_non_exhaustive()
+    }
+}

@@ -14,9 +14,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+use zerosock_cli::vm::calls::Call;
 use zerosock_cli::vm::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
 use zerosock_sys::vsock;
 
+use super::calls::{self, Made};
 use super::stream::{self, elapsed, errno_name};
 
 /// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
@@ -163,6 +165,7 @@ impl Agent {
                 locked(&self.sockets).open.remove(&socket);
                 Ok(Outcome::default())
             }
+            Command::Call(call) => self.call(&call),
             Command::Run { argv } => program(&argv),
             Command::Start { argv } => start_program(&argv),
             Command::Reboot => program(&["/bin/busybox".into(), "reboot".into(), "-f".into()]),
@@ -175,6 +178,25 @@ impl Agent {
                 outcome.elapsed_us
             },
             ..outcome
+        })
+    }
+
+    fn call(&self, call: &Call) -> Answer {
+        let start = Instant::now();
+        let socket = match call.socket() {
+            Some(socket) => Some(self.socket(socket)?),
+            None => None,
+        };
+        let made = calls::make(call, socket.as_deref());
+        Ok(match made {
+            Ok(Made::Socket(fd, peer)) => Outcome {
+                peer,
+                ..self.made(start, Ok(fd))
+            },
+            other => Outcome {
+                elapsed_us: elapsed(start),
+                ..calls::outcome(other)
+            },
         })
     }
 

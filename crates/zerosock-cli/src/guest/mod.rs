@@ -2,6 +2,7 @@
 //! Hidden from the help, because nobody else needs it.
 
 mod agent;
+mod calls;
 mod forward;
 mod leash;
 mod stream;

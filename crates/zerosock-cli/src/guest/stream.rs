@@ -162,6 +162,12 @@ pub(super) fn errno_name(error: &io::Error) -> String {
         (Errno::ADDRINUSE, "EADDRINUSE"),
         (Errno::HOSTUNREACH, "EHOSTUNREACH"),
         (Errno::NETUNREACH, "ENETUNREACH"),
+        (Errno::AGAIN, "EAGAIN"),
+        (Errno::FAULT, "EFAULT"),
+        (Errno::NOMEM, "ENOMEM"),
+        (Errno::NOTTY, "ENOTTY"),
+        (Errno::MSGSIZE, "EMSGSIZE"),
+        (Errno::OPNOTSUPP, "EOPNOTSUPP"),
     ];
     if error.kind() == io::ErrorKind::TimedOut {
         return "ETIMEDOUT".to_owned();

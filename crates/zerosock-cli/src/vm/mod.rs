@@ -12,6 +12,7 @@
 
 pub mod accel;
 pub mod cache;
+pub mod calls;
 pub mod children;
 pub mod cpio;
 pub mod device;

@@ -6,6 +6,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::calls::Call;
+
 /// A step with the number under which it is answered.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Request {
@@ -140,6 +142,8 @@ pub enum Command {
         /// Which socket.
         socket: Socket,
     },
+    /// One call on a socket.
+    Call(Call),
     /// Runs a program to its end; its output is in `text`, its status in `bytes`.
     Run {
         /// Program and arguments.

@@ -1,0 +1,185 @@
+//! Who may connect, from where to where, and how many.
+
+use std::time::{Duration, Instant};
+
+use zerosock_cli::vm::calls::Call;
+
+use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, Verdict, port};
+
+pub(crate) fn connection_reset_to_no_listener(pair: &Pair) -> Verdict {
+    pair.client_socket()
+        .connect(pair.server.cid(), port())
+        .refused();
+    Ok(())
+}
+
+pub(crate) fn connection_reset_to_a_port_that_is_only_bound(pair: &Pair) -> Verdict {
+    let port = port();
+    let bound = pair.server_socket();
+    bound.bind(Some(port)).ok();
+    pair.client_socket()
+        .connect(pair.server.cid(), port)
+        .refused();
+    Ok(())
+}
+
+pub(crate) fn hundred_connections_at_once(pair: &Pair) -> Verdict {
+    const MANY: usize = 100;
+    let port = port();
+    let listener = pair.listener(port, MANY as u32);
+    let clients: Vec<End> = (0..MANY).map(|_| pair.client_socket()).collect();
+    let asking: Vec<_> = clients
+        .iter()
+        .map(|client| {
+            client
+                .side
+                .start(zerosock_cli::vm::protocol::Command::Call(Call::Connect {
+                    socket: client.id(),
+                    cid: pair.server.cid(),
+                    port,
+                }))
+        })
+        .collect();
+    let served: Vec<End> = (0..MANY).map(|_| listener.accept()).collect();
+    asking.into_iter().for_each(|one| one.wait().ok());
+    // Each says who it is; all are there at the same time.
+    for (seed, client) in clients.iter().enumerate() {
+        client.send(seed as u64, 8).ok();
+    }
+    let mut said: Vec<_> = served.iter().map(|one| one.receive(8).sha256).collect();
+    let mut expected: Vec<_> = (0..MANY as u64)
+        .map(|seed| {
+            let bytes = zerosock_cli::vm::pattern::Pattern::bytes(seed, 8);
+            Some(zerosock_cli::vm::pattern::sha256(&bytes))
+        })
+        .collect();
+    said.sort();
+    expected.sort();
+    assert_eq!(said, expected);
+    Ok(())
+}
+
+pub(crate) fn retry_after_a_failed_connect(pair: &Pair) -> Verdict {
+    let port = port();
+    let client = pair.client_socket();
+    client.connect(pair.server.cid(), port).refused();
+    let listener = pair.listener(port, 1);
+    let served = pair.join(&client, &listener, port);
+    client.send(1, 100).ok();
+    served.receive_all(100).is_pattern(1, 100);
+    Ok(())
+}
+
+pub(crate) fn chosen_source_port(pair: &Pair) -> Verdict {
+    let (from, to) = (port(), port());
+    let listener = pair.listener(to, 1);
+    let client = pair.client_socket();
+    client.bind(Some(from)).ok();
+    client.connect(pair.server.cid(), to).ok();
+    let (_served, peer) = listener.accept_from();
+    assert_eq!(peer, (pair.client.cid(), from));
+    assert_eq!(client.name().1, from);
+    Ok(())
+}
+
+pub(crate) fn same_source_port_after_close(pair: &Pair) -> Verdict {
+    let (from, to) = (port(), port());
+    let listener = pair.listener(to, 4);
+    for seed in 0..3 {
+        let give_up = Instant::now() + BEFORE_CLOSING_TIMES_OUT;
+        // The connection of before lasts until its end is confirmed, which nobody is told.
+        let client = loop {
+            let client = pair.client_socket();
+            let bound = client.bind(Some(from));
+            let tried = match bound.errno {
+                None => client.connect(pair.server.cid(), to),
+                Some(_) => bound,
+            };
+            match tried.errno.as_deref() {
+                None => break client,
+                Some("EADDRINUSE") => assert!(Instant::now() < give_up, "still in use"),
+                other => panic!("{other:?}"),
+            }
+        };
+        let (served, peer) = listener.accept_from();
+        assert_eq!(peer, (pair.client.cid(), from));
+        client.send(seed, 10).ok();
+        served.receive_all(10).is_pattern(seed, 10);
+        client.close().ok();
+        served.receive(1).is(&[]);
+        // What is left of the old connection here must not be in the way of the next one.
+        if seed == 1 {
+            std::mem::drop(served);
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn a_taken_port_cannot_be_bound(pair: &Pair) -> Verdict {
+    let port = port();
+    let first = pair.server_socket();
+    first.bind(Some(port)).ok();
+    let second = pair.server_socket();
+    second.bind(Some(port)).fails("EADDRINUSE");
+    first.listen(1).ok();
+    second.bind(Some(port)).fails("EADDRINUSE");
+    first.close().ok();
+    second.bind(Some(port)).ok();
+    Ok(())
+}
+
+pub(crate) fn a_port_that_is_free_to_listen_on(pair: &Pair) -> Verdict {
+    let listener = pair.server_socket();
+    listener.bind(None).ok();
+    listener.listen(1).ok();
+    let other = pair.server_socket();
+    other.bind(None).ok();
+    let port = listener.name().1;
+    assert!(port >= 1024, "{port} is for those who ask for it");
+    assert_ne!(port, other.name().1);
+    let client = pair.client_socket();
+    let served = pair.join(&client, &listener, port);
+    assert_eq!(served.name().1, port);
+    Ok(())
+}
+
+pub(crate) fn no_more_wait_than_the_backlog(pair: &Pair) -> Verdict {
+    const BACKLOG: u32 = 2;
+    let port = port();
+    let listener = pair.listener(port, BACKLOG);
+    let clients: Vec<End> = (0..8).map(|_| pair.client_socket()).collect();
+    let outcomes: Vec<_> = clients
+        .iter()
+        .map(|client| client.connect(pair.server.cid(), port))
+        .collect();
+    let waiting = outcomes.iter().filter(|one| one.errno.is_none()).count() as u32;
+    // Linux lets one more wait than it was told.
+    assert!((BACKLOG..=BACKLOG + 1).contains(&waiting), "{waiting} wait");
+    outcomes[waiting as usize..]
+        .iter()
+        .for_each(Expect::refused);
+    // Who is accepted makes room.
+    let _served = listener.accept();
+    pair.client_socket().connect(pair.server.cid(), port).ok();
+    Ok(())
+}
+
+/// The accept queue's leak: a request and its end that meet the listener at about the same time
+/// left a place in the backlog taken for ever.
+pub(crate) fn connects_closed_at_once_leave_the_backlog_free(pair: &Pair) -> Verdict {
+    let port = port();
+    let listener = pair.listener(port, 4);
+    let (cid, times) = (pair.server.cid(), 64);
+    pair.client
+        .call(Call::ConnectAndClose { cid, port, times })
+        .ok();
+    // Some were there long enough to be accepted; they are over.
+    while let Ok((over, _)) = listener.accept_for(100) {
+        assert!(over.poll(Duration::from_secs(10)), "it ends");
+    }
+    let client = pair.client_socket();
+    let served = pair.join(&client, &listener, port);
+    client.send(7, 5).ok();
+    served.receive_all(5).is_pattern(7, 5);
+    Ok(())
+}

@@ -1,0 +1,472 @@
+//! The library's sockets as a side: each step is a call of [`zerosock::vsock`] on a thread of its
+//! own, and what it says is given the name that a kernel has for it.
+
+use std::collections::HashMap;
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+use zerosock::vsock::{Endpoint, Host, Listener, Poller, Readiness, Stream, Wait};
+use zerosock::{Address, Cid, Port};
+use zerosock_cli::vm::calls::{Call, Kind, Manner, Number, Setting};
+use zerosock_cli::vm::pattern::{Pattern, hex};
+use zerosock_cli::vm::protocol::{Command, How, Outcome, Socket, Source};
+
+use super::side::{Side, Started};
+
+/// What an endpoint and a host have in common.
+pub(crate) trait Place: Send + Sync {
+    fn cid(&self) -> Cid;
+    fn socket(&self) -> zerosock::vsock::Socket;
+    fn turn(&self) -> bool;
+}
+
+impl Place for Endpoint {
+    fn cid(&self) -> Cid {
+        Endpoint::cid(self)
+    }
+    fn socket(&self) -> zerosock::vsock::Socket {
+        Endpoint::socket(self)
+    }
+    fn turn(&self) -> bool {
+        Endpoint::turn(self).is_ok()
+    }
+}
+
+impl Place for Host {
+    fn cid(&self) -> Cid {
+        Cid::HOST
+    }
+    fn socket(&self) -> zerosock::vsock::Socket {
+        Host::socket(self)
+    }
+    fn turn(&self) -> bool {
+        Host::turn(self).is_ok()
+    }
+}
+
+/// An endpoint or a host, and what its user has in hand.
+pub(crate) struct Library {
+    shared: Arc<Shared>,
+    /// Lets it work while nobody calls: a kernel has threads for that.
+    pump: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    place: Box<dyn Place>,
+    table: Mutex<Table>,
+    over: AtomicBool,
+}
+
+#[derive(Default)]
+struct Table {
+    last: Socket,
+    open: HashMap<Socket, Open>,
+}
+
+#[derive(Clone)]
+enum Open {
+    Idle(Arc<Mutex<zerosock::vsock::Socket>>),
+    Stream(Arc<Stream>),
+    Listener(Arc<Listener>),
+}
+
+impl Library {
+    pub(crate) fn new(place: impl Place + 'static) -> Library {
+        let shared = Arc::new(Shared {
+            place: Box::new(place),
+            table: Mutex::default(),
+            over: AtomicBool::new(false),
+        });
+        let driven = shared.clone();
+        let pump = thread::spawn(move || {
+            while !driven.over.load(Ordering::Relaxed) && driven.place.turn() {
+                thread::sleep(Duration::from_micros(200));
+            }
+        });
+        Library {
+            shared,
+            pump: Some(pump),
+        }
+    }
+}
+
+impl Drop for Library {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Relaxed);
+        if let Some(pump) = self.pump.take() {
+            let _ = pump.join();
+        }
+    }
+}
+
+impl Side for Library {
+    fn cid(&self) -> u32 {
+        self.shared.place.cid().get()
+    }
+
+    fn start(&self, command: Command) -> Started {
+        let (sender, answer) = channel();
+        let shared = self.shared.clone();
+        thread::spawn(move || {
+            let start = Instant::now();
+            let outcome = shared.run(command).map(|outcome| Outcome {
+                elapsed_us: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
+                ..outcome
+            });
+            // Who began it may have given up.
+            let _ = sender.send(outcome);
+        });
+        Started::Here(answer)
+    }
+
+    fn kernel(&self) -> Option<(u32, u32)> {
+        None
+    }
+}
+
+type Answer = Result<Outcome, String>;
+
+impl Shared {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn add(&self, open: Open) -> Outcome {
+        let mut table = self.table();
+        table.last += 1;
+        let socket = table.last;
+        table.open.insert(socket, open);
+        Outcome {
+            socket: Some(socket),
+            ..Outcome::default()
+        }
+    }
+
+    fn find(&self, socket: Socket) -> Result<Open, String> {
+        let found = self.table().open.get(&socket).cloned();
+        found.ok_or(format!("no socket {socket}"))
+    }
+
+    fn stream(&self, socket: Socket) -> Result<Arc<Stream>, String> {
+        match self.find(socket)? {
+            Open::Stream(stream) => Ok(stream),
+            _ => Err(format!("socket {socket} is not connected")),
+        }
+    }
+
+    fn idle(&self, socket: Socket) -> Result<Arc<Mutex<zerosock::vsock::Socket>>, String> {
+        match self.find(socket)? {
+            Open::Idle(idle) => Ok(idle),
+            _ => Err(format!("socket {socket} is in use")),
+        }
+    }
+
+    fn run(&self, command: Command) -> Answer {
+        Ok(match command {
+            Command::Call(call) => return self.call(call),
+            Command::Send {
+                socket,
+                source: Source::Pattern { seed, len },
+                chunks,
+            } => send_all(&*self.stream(socket)?, seed, len, &chunks),
+            Command::Receive { socket, limit, .. } => receive_all(&*self.stream(socket)?, limit),
+            Command::Poll { socket, timeout_ms } => {
+                let stream = self.stream(socket)?;
+                let mut poller = Poller::new(Wait::Sleep);
+                poller.add_stream(&stream, 1, Readiness::READABLE);
+                match poller.wait(Some(Duration::from_millis(timeout_ms.into()))) {
+                    Ok(ready) => Outcome {
+                        end: !ready.is_empty(),
+                        ..Outcome::default()
+                    },
+                    Err(error) => of(Err(error)),
+                }
+            }
+            Command::Shutdown { socket, how } => {
+                let how = match how {
+                    How::Receive => Shutdown::Read,
+                    How::Send => Shutdown::Write,
+                    How::Both => Shutdown::Both,
+                };
+                of(self.stream(socket)?.shutdown(how))
+            }
+            Command::Close { socket } => {
+                // The last one who has it closes it.
+                let open = self.table().open.remove(&socket);
+                drop(open);
+                Outcome::default()
+            }
+            other => return Err(format!("not a step of the library's: {other:?}")),
+        })
+    }
+
+    fn call(&self, call: Call) -> Answer {
+        Ok(match call {
+            Call::Socket { kind: Kind::Stream } => {
+                self.add(Open::Idle(Arc::new(Mutex::new(self.place.socket()))))
+            }
+            Call::Socket { .. } => Outcome {
+                errno: Some("ESOCKTNOSUPPORT".into()),
+                ..Outcome::default()
+            },
+            Call::Bind { socket, port } => {
+                let port = port.map_or(Port::ANY, Port::new);
+                let idle = self.idle(socket)?;
+                of(locked(&idle).bind(Address::new(Cid::ANY, port)))
+            }
+            Call::Connect { socket, cid, port } => {
+                let idle = self.idle(socket)?;
+                let connected = locked(&idle).connect(address(cid, port));
+                self.becomes(socket, connected.map(|it| Open::Stream(Arc::new(it))))
+            }
+            Call::ConnectAndClose { cid, port, times } => {
+                for _ in 0..times {
+                    let begun = self.place.socket().begin_connect(address(cid, port));
+                    if let Err(error) = begun {
+                        return Ok(of(Err(error)));
+                    }
+                }
+                Outcome::default()
+            }
+            Call::Listen { socket, backlog } => {
+                let idle = self.idle(socket)?;
+                let listener = locked(&idle).listen(backlog as usize);
+                self.becomes(socket, listener.map(|it| Open::Listener(Arc::new(it))))
+            }
+            Call::Accept { socket, timeout_ms } => match self.find(socket)? {
+                Open::Listener(listener) => {
+                    let time = Duration::from_millis(timeout_ms.into());
+                    match listener.accept_timeout(time) {
+                        Ok((stream, peer)) => Outcome {
+                            peer: Some((peer.cid.get(), peer.port.get())),
+                            ..self.add(Open::Stream(Arc::new(stream)))
+                        },
+                        Err(error) if error.kind() == ErrorKind::TimedOut => Outcome {
+                            errno: Some("ETIMEDOUT".into()),
+                            ..Outcome::default()
+                        },
+                        Err(error) => of(Err(error)),
+                    }
+                }
+                _ => return Err(format!("socket {socket} does not listen")),
+            },
+            Call::Name { socket } => {
+                let address = match self.find(socket)? {
+                    Open::Idle(idle) => locked(&idle).local_addr(),
+                    Open::Stream(stream) => Some(stream.local_addr()),
+                    Open::Listener(listener) => Some(listener.local_addr()),
+                };
+                Outcome {
+                    peer: address.map(|it| (it.cid.get(), it.port.get())),
+                    ..Outcome::default()
+                }
+            }
+            Call::Send {
+                socket,
+                seed,
+                len,
+                now,
+            } => {
+                let stream = self.stream(socket)?;
+                let bytes = Pattern::bytes(seed, len);
+                if now {
+                    return Ok(nonblocking(&stream, |mut stream| stream.write(&bytes)));
+                }
+                match (&*stream).write_all(&bytes) {
+                    Ok(()) => counted(len),
+                    Err(error) => of(Err(error)),
+                }
+            }
+            Call::Receive { socket, len, how } => receive(&*self.stream(socket)?, len, how),
+            Call::Set { socket, setting } => self.set(socket, setting)?,
+            Call::Get { socket, number } => {
+                let number = match (self.find(socket)?, number) {
+                    (Open::Stream(stream), Number::Unsent) => stream.unsent(),
+                    (Open::Stream(stream), Number::Unread) => stream.unread(),
+                    (Open::Stream(stream), Number::BufferSize) => stream.buffer_size() as usize,
+                    (Open::Idle(idle), Number::BufferSize) => locked(&idle).buffer_size() as usize,
+                    (Open::Listener(it), Number::BufferSize) => it.buffer_size() as usize,
+                    _ => return Err(format!("socket {socket} has no {number:?}")),
+                };
+                counted(number)
+            }
+            Call::SendParts { .. }
+            | Call::Completions { .. }
+            | Call::ReceiveNowhere { .. }
+            | Call::SocketsUsed => return Err("only a kernel can".into()),
+        })
+    }
+
+    /// A socket has become something, or not.
+    fn becomes(&self, socket: Socket, open: std::io::Result<Open>) -> Outcome {
+        match open {
+            Ok(open) => {
+                self.table().open.insert(socket, open);
+                Outcome::default()
+            }
+            Err(error) => of(Err(error)),
+        }
+    }
+
+    fn set(&self, socket: Socket, setting: Setting) -> Answer {
+        let linger = |seconds: Option<u32>| seconds.map(|it| Duration::from_secs(it.into()));
+        let time = |ms: u32| (ms > 0).then(|| Duration::from_millis(ms.into()));
+        Ok(of(match self.find(socket)? {
+            Open::Idle(idle) => {
+                let mut idle = locked(&idle);
+                match setting {
+                    Setting::BufferBounds(min, max) => idle.set_buffer_bounds(min, max),
+                    Setting::BufferSize(bytes) => idle.set_buffer_size(bytes),
+                    Setting::ConnectTimeout(ms) => {
+                        idle.set_connect_timeout(Duration::from_millis(ms.into()))
+                    }
+                    Setting::LowWater(bytes) => idle.set_low_water(bytes),
+                    Setting::Linger(seconds) => {
+                        idle.set_linger(linger(seconds));
+                        Ok(())
+                    }
+                    Setting::ReceiveTimeout(ms) => idle.set_read_timeout(time(ms)),
+                    Setting::ZeroCopy => return Err("only a kernel can".into()),
+                }
+            }
+            Open::Stream(stream) => match setting {
+                Setting::BufferBounds(min, max) => stream.set_buffer_bounds(min, max),
+                Setting::BufferSize(bytes) => stream.set_buffer_size(bytes),
+                Setting::LowWater(bytes) => stream.set_low_water(bytes),
+                Setting::Linger(seconds) => {
+                    stream.set_linger(linger(seconds));
+                    Ok(())
+                }
+                Setting::ReceiveTimeout(ms) => stream.set_read_timeout(time(ms)),
+                Setting::ConnectTimeout(_) | Setting::ZeroCopy => {
+                    return Err("not of a stream".into());
+                }
+            },
+            Open::Listener(listener) => match setting {
+                Setting::BufferSize(bytes) => listener.set_buffer_size(bytes),
+                _ => return Err("not of a listener".into()),
+            },
+        }))
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn address(cid: u32, port: u32) -> Address {
+    Address::new(Cid::new(cid), Port::new(port))
+}
+
+fn counted(bytes: usize) -> Outcome {
+    Outcome {
+        bytes: bytes as u64,
+        ..Outcome::default()
+    }
+}
+
+/// What a kernel calls it.
+fn of(result: std::io::Result<()>) -> Outcome {
+    let name = |error: std::io::Error| match error.kind() {
+        ErrorKind::BrokenPipe => "EPIPE".to_owned(),
+        ErrorKind::ConnectionReset => "ECONNRESET".to_owned(),
+        ErrorKind::ConnectionRefused => "ECONNREFUSED".to_owned(),
+        ErrorKind::AddrInUse => "EADDRINUSE".to_owned(),
+        ErrorKind::HostUnreachable => "EHOSTUNREACH".to_owned(),
+        // A kernel has no other name for a receive that has waited long enough.
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => "EAGAIN".to_owned(),
+        _ => error.to_string(),
+    };
+    Outcome {
+        errno: result.err().map(name),
+        ..Outcome::default()
+    }
+}
+
+/// A call that does not wait.
+fn nonblocking(stream: &Stream, call: impl FnOnce(&Stream) -> std::io::Result<usize>) -> Outcome {
+    let set = |on| stream.set_nonblocking(on).expect("never fails");
+    set(true);
+    let result = call(stream);
+    set(false);
+    match result {
+        Ok(bytes) => counted(bytes),
+        Err(error) => of(Err(error)),
+    }
+}
+
+fn receive(stream: &Stream, len: usize, how: Manner) -> Outcome {
+    let mut buffer = vec![0; len];
+    let mut call = |mut stream: &Stream| {
+        if how.peek {
+            stream.peek(&mut buffer)
+        } else {
+            stream.read(&mut buffer)
+        }
+    };
+    let outcome = if how.now {
+        nonblocking(stream, &mut call)
+    } else {
+        match call(stream) {
+            Ok(bytes) => counted(bytes),
+            Err(error) => of(Err(error)),
+        }
+    };
+    let got = usize::try_from(outcome.bytes).unwrap_or(0);
+    Outcome {
+        sha256: Some(hex(Sha256::digest(&buffer[..got]).as_slice())),
+        ..outcome
+    }
+}
+
+fn send_all(mut stream: &Stream, seed: u64, len: u64, chunks: &[usize]) -> Outcome {
+    let mut pattern = Pattern::new(seed);
+    let mut sizes = chunks.iter().copied().filter(|size| *size > 0).cycle();
+    let mut sent = 0;
+    while let (true, Some(size)) = (sent < len, sizes.next()) {
+        let mut chunk = vec![0; size.min((len - sent) as usize)];
+        pattern.fill(&mut chunk);
+        if let Err(error) = stream.write_all(&chunk) {
+            return Outcome {
+                bytes: sent,
+                ..of(Err(error))
+            };
+        }
+        sent += chunk.len() as u64;
+    }
+    counted(sent as usize)
+}
+
+fn receive_all(mut stream: &Stream, limit: Option<u64>) -> Outcome {
+    let limit = limit.unwrap_or(u64::MAX);
+    let mut digest = Sha256::new();
+    let mut buffer = vec![0; 256 << 10];
+    let mut outcome = Outcome::default();
+    while outcome.bytes < limit {
+        let want = usize::try_from(limit - outcome.bytes)
+            .unwrap_or(usize::MAX)
+            .min(buffer.len());
+        match stream.read(&mut buffer[..want]) {
+            Ok(0) => {
+                outcome.end = true;
+                break;
+            }
+            Ok(count) => {
+                digest.update(&buffer[..count]);
+                outcome.bytes += count as u64;
+            }
+            Err(error) => {
+                outcome.errno = of(Err(error)).errno;
+                break;
+            }
+        }
+    }
+    outcome.sha256 = Some(hex(digest.finalize().as_slice()));
+    outcome
+}

@@ -1,0 +1,74 @@
+//! What programs expect of vsock, shown between processes: through a daemon, and with a program
+//! that embeds the device on either side. `tests/vm` shows the same list with guests.
+
+mod behaviour;
+
+use std::path::Path;
+
+use behaviour::library::Library;
+use behaviour::{each_behaviour, show};
+use zerosock::Cid;
+use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
+use zerosock::vsock::{Endpoint, Host};
+
+/// Two processes' endpoints at a daemon, which copies once from one to the other.
+mod process_to_process {
+    super::each_behaviour!(super::between_processes);
+}
+
+/// A process connects to the program that embeds the device.
+mod process_to_host {
+    super::each_behaviour!(super::with_a_host);
+}
+
+/// A program that embeds the device connects to a process.
+mod host_to_process {
+    super::each_behaviour!(super::from_a_host);
+}
+
+fn vm(dir: &Path, cid: u64) -> VmConfig {
+    let socket = dir.join(format!("{cid}.sock"));
+    VmConfig {
+        cid: Cid::guest(cid).expect("a guest's CID"),
+        listener: std::os::unix::net::UnixListener::bind(socket).expect("a socket"),
+        host: HostSide::None,
+        buf_alloc: 262_144,
+        queue_size: 1024,
+        groups: vec!["default".into()],
+    }
+}
+
+fn endpoint(dir: &Path, cid: u64) -> Library {
+    let endpoint = Endpoint::builder().attach_device(dir.join(format!("{cid}.sock")));
+    Library::new(endpoint.expect("an endpoint"))
+}
+
+fn between_processes(name: &str) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let vms = vec![vm(dir.path(), 3), vm(dir.path(), 4)];
+    let config = DaemonConfig {
+        vms,
+        ..DaemonConfig::default()
+    };
+    let daemon = Daemon::start(config).expect("a daemon");
+    show(name, &endpoint(dir.path(), 3), &endpoint(dir.path(), 4));
+    daemon.shutdown();
+}
+
+/// A host, and a process at it.
+fn hosted(test: impl FnOnce(&Library, &Library)) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("attach.sock");
+    let host = Host::builder().attach(&path).start().expect("a host");
+    let host = Library::new(host);
+    let process = Library::new(Endpoint::attach(&path).expect("a process"));
+    test(&host, &process);
+}
+
+fn with_a_host(name: &str) {
+    hosted(|host, process| show(name, process, host));
+}
+
+fn from_a_host(name: &str) {
+    hosted(|host, process| show(name, host, process));
+}

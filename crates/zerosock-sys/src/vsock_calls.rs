@@ -1,0 +1,317 @@
+//! Calls on kernel vsock sockets one by one, for tests inside guests of what each of them does.
+//!
+//! As in [`vsock`](crate::vsock): nothing here is called on a machine that builds.
+
+use std::io;
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr;
+
+use libc::{c_int, c_void, iovec, msghdr, sockaddr, sockaddr_vm, socklen_t};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+
+/// SO_VM_SOCKETS_BUFFER_MIN_SIZE.
+const MIN_SIZE: c_int = 1;
+/// SO_VM_SOCKETS_BUFFER_MAX_SIZE.
+const MAX_SIZE: c_int = 2;
+/// SO_VM_SOCKETS_BUFFER_SIZE.
+const SIZE: c_int = 0;
+/// SO_VM_SOCKETS_CONNECT_TIMEOUT with a 64-bit time.
+const CONNECT_TIMEOUT: c_int = 8;
+/// SIOCINQ: what is unread.
+const SIOCINQ: libc::c_ulong = 0x541b;
+/// SIOCOUTQ: what is unsent.
+const SIOCOUTQ: libc::c_ulong = 0x5411;
+
+/// A part of what is sent.
+#[derive(Copy, Clone, Debug)]
+pub enum Part<'a> {
+    /// Bytes.
+    Bytes(&'a [u8]),
+    /// So many bytes of addresses at which there is no memory.
+    Unmapped(usize),
+}
+
+/// A socket that blocks, of records (SOCK_SEQPACKET) or of bytes (SOCK_STREAM).
+///
+/// # Errors
+/// What socket(2) answers.
+pub fn socket(records: bool) -> io::Result<OwnedFd> {
+    let kind = if records {
+        SocketType::SEQPACKET
+    } else {
+        SocketType::STREAM
+    };
+    let flags = SocketFlags::CLOEXEC;
+    Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
+}
+
+/// Binds to a port of any CID of ours; [`u32::MAX`] is any port that is free.
+///
+/// # Errors
+/// What bind(2) answers.
+pub fn bind(fd: impl AsFd, port: u32) -> io::Result<()> {
+    let address = address(u32::MAX, port);
+    // SAFETY: `address` is a complete `sockaddr_vm` that outlives the call, its length is given,
+    // and the kernel only reads it.
+    checked(unsafe {
+        libc::bind(
+            fd.as_fd().as_raw_fd(),
+            ptr::from_ref(&address).cast::<sockaddr>(),
+            size_of::<sockaddr_vm>() as socklen_t,
+        )
+    } as isize)?;
+    Ok(())
+}
+
+/// Connects, as long as that takes if the socket blocks.
+///
+/// # Errors
+/// What connect(2) answers.
+pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
+    let address = address(cid, port);
+    // SAFETY: as in `bind`.
+    checked(unsafe {
+        libc::connect(
+            fd.as_fd().as_raw_fd(),
+            ptr::from_ref(&address).cast::<sockaddr>(),
+            size_of::<sockaddr_vm>() as socklen_t,
+        )
+    } as isize)?;
+    Ok(())
+}
+
+/// Sets how many bytes the kernel buffers for receiving; its bounds stay (SO_VM_SOCKETS_BUFFER_SIZE).
+///
+/// # Errors
+/// What setsockopt(2) answers.
+pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
+    set_option(&fd, libc::AF_VSOCK, SIZE, &bytes)
+}
+
+/// Sets the bounds of the receive buffer (SO_VM_SOCKETS_BUFFER_MIN_SIZE and _MAX_SIZE).
+///
+/// # Errors
+/// What setsockopt(2) answers.
+pub fn set_buffer_bounds(fd: impl AsFd, min: u64, max: u64) -> io::Result<()> {
+    set_option(&fd, libc::AF_VSOCK, MIN_SIZE, &min)?;
+    set_option(&fd, libc::AF_VSOCK, MAX_SIZE, &max)
+}
+
+/// Sets how long a connect waits (SO_VM_SOCKETS_CONNECT_TIMEOUT_NEW).
+///
+/// # Errors
+/// What setsockopt(2) answers.
+pub fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
+    let seconds = i64::from(milliseconds / 1000);
+    let micros = i64::from(milliseconds % 1000) * 1000;
+    set_option(&fd, libc::AF_VSOCK, CONNECT_TIMEOUT, &[seconds, micros])
+}
+
+/// Lets sends be made without a copy (SO_ZEROCOPY).
+///
+/// # Errors
+/// What setsockopt(2) answers: EOPNOTSUPP before Linux 6.7.
+pub fn set_zero_copy(fd: impl AsFd) -> io::Result<()> {
+    set_option(&fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, &1i32)
+}
+
+/// Bytes that were sent and that the device has not taken (SIOCOUTQ).
+///
+/// # Errors
+/// What ioctl(2) answers: ENOTTY before Linux 6.11.
+pub fn unsent(fd: impl AsFd) -> io::Result<u32> {
+    ask(&fd, SIOCOUTQ)
+}
+
+/// Bytes that a read would give (SIOCINQ).
+///
+/// # Errors
+/// What ioctl(2) answers: ENOTTY before Linux 6.17.
+pub fn unread(fd: impl AsFd) -> io::Result<u32> {
+    ask(&fd, SIOCINQ)
+}
+
+/// Sends parts with one call, with MSG_ZEROCOPY if `zero_copy`; how many bytes were taken. The
+/// bytes are read when the kernel likes, until the [`completions`] say that it is done: who changes
+/// them before sends something else.
+///
+/// # Errors
+/// What sendmsg(2) answers: EFAULT for a part that is not mapped.
+pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Result<usize> {
+    let hole = parts.iter().map(|part| match part {
+        Part::Unmapped(len) => *len,
+        Part::Bytes(_) => 0,
+    });
+    let hole = Hole::new(hole.max().unwrap_or(0).max(1))?;
+    let mut vectors: Vec<iovec> = parts
+        .iter()
+        .map(|part| match part {
+            Part::Bytes(bytes) => iovec {
+                iov_base: bytes.as_ptr().cast_mut().cast::<c_void>(),
+                iov_len: bytes.len(),
+            },
+            Part::Unmapped(len) => iovec {
+                iov_base: hole.address,
+                iov_len: *len,
+            },
+        })
+        .collect();
+    let mut message = empty_message();
+    message.msg_iov = vectors.as_mut_ptr();
+    message.msg_iovlen = vectors.len() as _;
+    let zero_copy = if zero_copy { libc::MSG_ZEROCOPY } else { 0 };
+    // SAFETY: `message` names no address and no control bytes; its vectors name slices that outlive
+    // the call, which the kernel only reads, and addresses without memory, for which it answers
+    // EFAULT. Pages of a slice that the kernel still has afterwards are kept by it.
+    checked(unsafe {
+        libc::sendmsg(
+            fd.as_fd().as_raw_fd(),
+            &message,
+            libc::MSG_NOSIGNAL | zero_copy,
+        )
+    })
+}
+
+/// Reads the error queue once, without waiting: how many sends are complete.
+///
+/// # Errors
+/// EAGAIN when it is empty; `InvalidData` for what is no completion.
+pub fn completions(fd: impl AsFd) -> io::Result<u32> {
+    /// SOL_VSOCK and VSOCK_RECVERR.
+    const VSOCK_RECVERR: (c_int, c_int) = (287, 1);
+    /// SO_EE_ORIGIN_ZEROCOPY.
+    const ZEROCOPY: u8 = 5;
+    let mut control = [0u64; 32];
+    let mut message = empty_message();
+    message.msg_control = control.as_mut_ptr().cast::<c_void>();
+    message.msg_controllen = size_of_val(&control) as _;
+    // SAFETY: `message` names no address and no vectors; its control bytes are `control`, aligned
+    // for a header, which the kernel writes within the length that is given.
+    checked(unsafe {
+        libc::recvmsg(
+            fd.as_fd().as_raw_fd(),
+            &mut message,
+            libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT,
+        )
+    })?;
+    // SAFETY: the kernel has filled `message` in; its control bytes are still there.
+    let header = unsafe { libc::CMSG_FIRSTHDR(&message).as_ref() };
+    let odd = || io::Error::new(io::ErrorKind::InvalidData, "no completion");
+    let header = header.ok_or_else(odd)?;
+    let room = size_of::<libc::sock_extended_err>() + size_of::<libc::cmsghdr>();
+    if (header.cmsg_level, header.cmsg_type) != VSOCK_RECVERR || (header.cmsg_len as usize) < room {
+        return Err(odd());
+    }
+    // SAFETY: the header says that so many bytes follow it, and the kernel keeps within `control`;
+    // the struct consists of integers, and is read without regard to its alignment.
+    let error =
+        unsafe { ptr::read_unaligned(libc::CMSG_DATA(header).cast::<libc::sock_extended_err>()) };
+    if error.ee_origin != ZEROCOPY || error.ee_errno != 0 {
+        return Err(odd());
+    }
+    // From the first to the last, both counted.
+    Ok(error.ee_data.wrapping_sub(error.ee_info).wrapping_add(1))
+}
+
+/// Receives, with the flags of recv(2), which tells what it answers: with MSG_TRUNC that may be
+/// more than there is room for.
+///
+/// # Errors
+/// What recv(2) answers.
+pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<usize> {
+    // SAFETY: the kernel writes at most `buffer.len()` bytes to `buffer`.
+    checked(unsafe {
+        libc::recv(
+            fd.as_fd().as_raw_fd(),
+            buffer.as_mut_ptr().cast::<c_void>(),
+            buffer.len(),
+            flags,
+        )
+    })
+}
+
+/// Receives to addresses at which there is no memory.
+///
+/// # Errors
+/// EFAULT, or what else the kernel makes of it.
+pub fn receive_nowhere(fd: impl AsFd, len: usize) -> io::Result<usize> {
+    let hole = Hole::new(len.max(1))?;
+    // SAFETY: `len` bytes from the hole's address on are reserved and have no memory: the kernel
+    // finds that it cannot write there.
+    checked(unsafe { libc::recv(fd.as_fd().as_raw_fd(), hole.address, len, 0) })
+}
+
+/// Addresses without memory.
+struct Hole {
+    address: *mut c_void,
+    len: usize,
+}
+
+impl Hole {
+    fn new(len: usize) -> io::Result<Hole> {
+        // SAFETY: a new mapping of the kernel's choice, in nobody's way.
+        let address = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Hole { address, len })
+    }
+}
+
+impl Drop for Hole {
+    fn drop(&mut self) {
+        // SAFETY: what `new` has mapped; nobody else knows the address.
+        unsafe { libc::munmap(self.address, self.len) };
+    }
+}
+
+fn ask(fd: &impl AsFd, request: libc::c_ulong) -> io::Result<u32> {
+    let mut bytes: c_int = 0;
+    // SAFETY: both requests write one `int` to the address.
+    let result = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), request as _, &mut bytes) };
+    checked(result as isize)?;
+    Ok(u32::try_from(bytes).unwrap_or(0))
+}
+
+fn set_option<T: Copy>(fd: &impl AsFd, level: c_int, name: c_int, value: &T) -> io::Result<()> {
+    // SAFETY: the kernel reads `size_of::<T>()` bytes from `value`, integers of the callers above.
+    let result = unsafe {
+        libc::setsockopt(
+            fd.as_fd().as_raw_fd(),
+            level,
+            name,
+            ptr::from_ref(value).cast::<c_void>(),
+            size_of::<T>() as socklen_t,
+        )
+    };
+    checked(result as isize)?;
+    Ok(())
+}
+
+fn address(cid: u32, port: u32) -> sockaddr_vm {
+    // SAFETY: `sockaddr_vm` consists of integers, for which all zeroes is a value.
+    let mut address: sockaddr_vm = unsafe { MaybeUninit::zeroed().assume_init() };
+    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    address.svm_cid = cid;
+    address.svm_port = port;
+    address
+}
+
+fn empty_message() -> msghdr {
+    // SAFETY: `msghdr` consists of integers and of pointers that may be null.
+    unsafe { MaybeUninit::zeroed().assume_init() }
+}
+
+fn checked(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}

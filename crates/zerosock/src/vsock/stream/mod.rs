@@ -140,7 +140,7 @@ impl Stream {
     /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
+    /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
     pub fn recv(&self) -> io::Result<Option<Lease<'_>>> {
         let got = self.receive(|engine| engine.lease(self.conn.id))?;
         Ok(got.map(|parts| Lease::new(&self.conn.core, parts, self.conn.trust)))
@@ -185,7 +185,7 @@ impl Stream {
     /// sends a length first.
     ///
     /// # Errors
-    /// `WouldBlock`, `TimedOut`; else a [`StreamError`] is the source.
+    /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
     pub fn loan(&self, max: usize) -> io::Result<Loan<'_>> {
         let parts = self
             .conn

@@ -327,6 +327,9 @@ impl Device {
             _ => return,
         }
         join.readable |= readiness.readable();
+        if readiness.readable() {
+            join.hold_back_no_more();
+        }
         join.writable |= readiness.writable();
         join.urgent |= readiness.urgent();
         join.host_finished |= readiness.peer_finished();

@@ -212,6 +212,8 @@ pub(crate) struct Join {
     pub(crate) in_dirty: bool,
     /// Waits for credit: the shard will say `Writable`.
     pub(crate) no_credit: bool,
+    /// Does so only because it has few bytes: more of them end it.
+    pub(crate) holds_back: bool,
     /// Since when chains of the guest are held or lent without progress; `None`: none are.
     pub(crate) held_since: Option<Instant>,
     /// A hold timer is set. It may find that nothing is held any more: one for many holds.
@@ -245,12 +247,21 @@ impl Join {
             in_ready: false,
             in_dirty: false,
             no_credit: false,
+            holds_back: false,
             held_since: None,
             hold_timer: false,
             no_memory: false,
             urgent: false,
             read_chains: 1,
             counted: (0, 0),
+        }
+    }
+
+    /// There are more bytes: perhaps enough to be sent.
+    #[inline]
+    pub(crate) fn hold_back_no_more(&mut self) {
+        if std::mem::take(&mut self.holds_back) {
+            self.no_credit = false;
         }
     }
 

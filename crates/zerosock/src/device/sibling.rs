@@ -3,11 +3,11 @@
 //! See [`crate::switch`] for what is said and why. What must hold here: a chain that was lent
 //! comes back exactly once, whichever side ends first; bytes and ends keep their order.
 
-use super::join::{End, Inbound, Join, SiblingEnd};
-use super::outbound::copy_out;
+use super::join::{End, Inbound, Join, SiblingEnd, Waiting};
+use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
 use crate::switch::{Message, Peer};
-use zerosock_proto::vsock::{FlowId, How};
+use zerosock_proto::vsock::{FlowId, How, SMALL};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -31,6 +31,35 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
             chain,
         },
     );
+}
+
+/// Makes small packets that wait for our guest one piece; how many bytes wait. Copies, because the
+/// guest would not take as many packets, and the sender's chains have waited for long enough.
+pub(super) fn merge_inbound(
+    sibling: &mut SiblingEnd,
+    spares: &mut Spares<Waiting>,
+    cx: &mut Context<'_>,
+) -> u32 {
+    let mut sizes = sibling.parts().map(|part| part.len());
+    let (first, others) = (sizes.next().unwrap_or(0), sizes.sum::<usize>());
+    if first < SMALL as usize && others > 0 {
+        let Peer { device, flow } = sibling.peer;
+        let mut bytes = Vec::with_capacity(first + others);
+        for inbound in sibling.take_all() {
+            match &inbound {
+                Inbound::Lent { memory, held, .. } => {
+                    copy_out(memory, held, &mut bytes);
+                    cx.counters.copied_bytes.add(held.len.into());
+                    cx.outbox.send(device, give_back(flow, inbound, false));
+                }
+                Inbound::Copied { bytes: more, taken } => {
+                    bytes.extend_from_slice(more.get(*taken..).unwrap_or_default());
+                }
+            }
+        }
+        sibling.push(Inbound::Copied { bytes, taken: 0 }, spares);
+    }
+    u32::try_from(first + others).unwrap_or(u32::MAX)
 }
 
 /// Gives back everything from the sibling: `read`, because our guest will never read it and that
@@ -244,6 +273,7 @@ impl Device {
                 if !join.read_closed {
                     s.push(inbound, &mut self.spare_inbound);
                     join.readable = true;
+                    join.hold_back_no_more();
                     self.enqueue(key);
                     return self.settle(key, cx);
                 }
@@ -338,6 +368,7 @@ impl Device {
             s.finish = true;
             // With nothing left to deliver, the end is what there is to "read".
             join.readable = true;
+            join.hold_back_no_more();
             self.enqueue(key);
         }
     }

@@ -205,16 +205,17 @@ impl Device {
                 return None;
             }
         };
+        let mut wanted = None;
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None => self.shard.handle_packet(cx.time(), &header),
         };
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
-            // Neither messages nor moves are negotiated.
+            Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
+            // Messages are not negotiated, and the last two are for drivers.
             Disposition::Handled
             | Disposition::Part { .. }
-            | Disposition::Move { .. }
             | Disposition::Moved { .. }
             | Disposition::MovedStray { .. } => {}
             Disposition::Dropped(reason) => {
@@ -228,6 +229,10 @@ impl Device {
         tx.complete(chain, 0);
         // At once, because the next packet may reuse what this one has ended.
         self.drain_events(cx);
+        if let Some((flow, pair)) = wanted {
+            cx.time();
+            self.driver_wants(flow, pair, cx);
+        }
         None
     }
 
@@ -395,7 +400,10 @@ impl Device {
         let size = tx.queue.size();
         let others = self.stalled_chains - join.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
-        let most = if sibling.stalled {
+        let most = if sibling.move_to.is_some() {
+            // Those that are out are awaited.
+            0
+        } else if sibling.stalled {
             share_of(size).min(half)
         } else {
             half

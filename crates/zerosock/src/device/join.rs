@@ -5,7 +5,9 @@
 //! the order of bytes and ends in each direction, and that a join which is stuck is on exactly
 //! the list that its cure will look at (`ready`, a timer, an edge, a credit event).
 
+use super::lanes::Parked;
 use super::outbound::{Held, Outbound, Spare, Spares};
+
 use crate::switch::Peer;
 use crate::vsock::sockets::StreamId;
 use rustix::fd::OwnedFd;
@@ -54,6 +56,10 @@ pub(crate) struct SiblingEnd {
     pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
+    /// It is to go on at this queue pair once no chain of our guest is out.
+    pub(crate) move_to: Option<u16>,
+    /// It has come from another pair, and what its sibling sends has to wait.
+    pub(crate) parked: Option<Box<Parked>>,
 }
 
 impl SiblingEnd {
@@ -65,6 +71,8 @@ impl SiblingEnd {
             younger: 0,
             stalled: false,
             finish: false,
+            move_to: None,
+            parked: None,
         }
     }
 

@@ -110,7 +110,7 @@ impl Device {
     /// would be one address, and what a guest answers would have two ends.
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
-            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.addr),
+            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.lanes.first()),
             None => true,
         }
     }
@@ -149,8 +149,12 @@ impl Device {
 
     /// A sibling's device has something to say.
     pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
+        let Some(message) = self.route_message(message, cx) else {
+            return;
+        };
         match message {
             Message::Connect { from, local, peer } => self.sibling_connects(from, local, peer, cx),
+            Message::Relocated { to, from, old } => self.relocated(to, from, old, cx),
             Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
             Message::Lent {
                 to,
@@ -178,6 +182,13 @@ impl Device {
                 self.sibling_ended(to, cx);
             }
             Message::Reset { to } => self.sibling_ended(to, cx),
+            Message::Adopt(arrival) => self.unpack(*arrival, cx),
+            Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
+            // Those about lanes have been dealt with; the worker takes `Depart`.
+            Message::Arrived { .. }
+            | Message::Flushed { .. }
+            | Message::SentOn(_)
+            | Message::Depart { .. } => {}
         }
     }
 
@@ -218,6 +229,9 @@ impl Device {
         peer: Address,
         cx: &mut Context<'_>,
     ) {
+        if let Some(lane) = self.lane_for(peer, local) {
+            return cx.outbox.send(lane, Message::Connect { from, local, peer });
+        }
         let running = self.rx.as_ref().is_some_and(|rx| rx.live());
         let flow = match self.shard.connect(cx.now, local, peer, SocketType::Stream) {
             Ok(flow) if running => flow,
@@ -323,6 +337,7 @@ impl Device {
         }
         self.drain_events(cx);
         self.settle(key, cx);
+        self.chains_are_back(key, cx);
     }
 
     /// A sibling wants its chains back now.

@@ -16,6 +16,7 @@
 
 mod bounds;
 mod lent;
+mod moving;
 mod news;
 mod parts;
 

@@ -69,6 +69,8 @@ counters! {
     bad_handshakes,
     /// Connections reset because too many bytes were waiting for their receiver.
     overflow_resets,
+    /// Connections reset because a message was longer than its receiver can take.
+    message_resets,
     /// Devices lost because their memory or their rings went away.
     devices_lost,
     /// Connections that exist now, those included that are being made, and those whose end a guest

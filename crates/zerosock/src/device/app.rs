@@ -23,7 +23,7 @@ use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
 use crate::vsock::engine::{CreditInfo, SendFault};
-use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
+use crate::vsock::sockets::{Ends, Held, News, Sockets, Store, StreamId, StreamState};
 
 /// No pool yet.
 const NONE: u32 = u32::MAX;
@@ -64,6 +64,13 @@ impl Store for QueueStore<'_> {
         if let Some(shard) = &mut self.shard {
             // A flow that ended meanwhile wants no credit.
             let _ = shard.consume(flow, bytes);
+        }
+    }
+
+    fn consumed_empty(&mut self, _pool: u32, flow: FlowId, messages: u16) {
+        if let Some(shard) = &mut self.shard {
+            // As above.
+            let _ = shard.consume_empty(flow, messages);
         }
     }
 }
@@ -205,6 +212,34 @@ impl Device {
         len: u32,
         cx: &mut Context<'_>,
     ) {
+        self.app_hold(chain, len, Ends::Nothing, cx, |sockets, held, store| {
+            sockets.deliver(id, held, store);
+        });
+    }
+
+    /// As `app_deliver`, a part of a message.
+    pub(super) fn app_deliver_part(
+        &mut self,
+        id: StreamId,
+        chain: Chain,
+        len: u32,
+        ends: Ends,
+        cx: &mut Context<'_>,
+    ) {
+        self.app_hold(chain, len, ends, cx, |sockets, held, store| {
+            sockets.deliver_part(id, held, store);
+        });
+    }
+
+    #[inline]
+    fn app_hold(
+        &mut self,
+        chain: Chain,
+        len: u32,
+        ends: Ends,
+        cx: &mut Context<'_>,
+        deliver: impl FnOnce(&mut Sockets<HostToken>, Held<HostToken>, &mut QueueStore<'_>),
+    ) {
         let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
             return;
         };
@@ -222,13 +257,14 @@ impl Device {
             offset: HEADER_LEN as u32,
             len,
             since: cx.now,
+            ends,
         };
         let shard = Some(&mut self.shard);
         let mut store = QueueStore {
             tx: Some(tx),
             shard,
         };
-        app.sockets.deliver(id, held, &mut store);
+        deliver(&mut app.sockets, held, &mut store);
     }
 
     /// The guest wants to reach a port of the host. False: the program does not listen there.
@@ -237,6 +273,7 @@ impl Device {
         flow: FlowId,
         local: Address,
         peer: Address,
+        socket_type: SocketType,
         cx: &mut Context<'_>,
     ) -> bool {
         let Some(app) = cx.app.as_deref_mut() else {
@@ -245,7 +282,10 @@ impl Device {
         let Some(listener) = app.listener(local.port) else {
             return false;
         };
-        if listener.waiting.len() >= listener.backlog || self.shard.accept(cx.now, flow).is_err() {
+        if listener.socket_type != socket_type
+            || listener.waiting.len() >= listener.backlog
+            || self.shard.accept(cx.now, flow).is_err()
+        {
             cx.counters.conns_refused.add(1);
             let _ = self.shard.reject(flow);
             return true;
@@ -257,6 +297,9 @@ impl Device {
         let pool = self.app_pool(app);
         let state = StreamState::Connected;
         let id = app.sockets.insert(pool, flow, state, local, peer);
+        if socket_type == SocketType::SeqPacket {
+            app.sockets.carry_messages(id);
+        }
         app.wait_on(local.port, id);
         let key = self.add_join(flow, End::App(AppEnd { id, loans: 0 }), cx);
         if let Some(join) = self.joins.get_mut(key as usize) {
@@ -270,6 +313,7 @@ impl Device {
         &mut self,
         from: Port,
         to: Address,
+        socket_type: SocketType,
         cx: &mut Context<'_>,
     ) -> Result<StreamId, ConnectError> {
         let running = self.rx.as_ref().is_some_and(Ring::live);
@@ -279,7 +323,7 @@ impl Device {
         let local = Address::new(Cid::HOST, from);
         let flow = self
             .shard
-            .connect(cx.now, local, to, SocketType::Stream)
+            .connect(cx.now, local, to, socket_type)
             .inspect_err(|_| cx.counters.conns_refused.add(1))?;
         let local = self.shard.flow(flow).map_or(local, |info| info.local);
         let Some(app) = cx.app.as_deref_mut() else {
@@ -288,6 +332,9 @@ impl Device {
         let pool = self.app_pool(app);
         let state = StreamState::Connecting;
         let id = app.sockets.insert(pool, flow, state, local, to);
+        if socket_type == SocketType::SeqPacket {
+            app.sockets.carry_messages(id);
+        }
         self.add_join(flow, End::App(AppEnd { id, loans: 0 }), cx);
         Ok(id)
     }
@@ -303,12 +350,21 @@ impl Device {
     }
 
     /// The guest will not receive, or not send, any more.
-    pub(super) fn app_shut(id: StreamId, receive: bool, send: bool, cx: &mut Context<'_>) {
+    pub(super) fn app_shut(
+        &mut self,
+        id: StreamId,
+        receive: bool,
+        send: bool,
+        cx: &mut Context<'_>,
+    ) {
         if let Some(app) = cx.app.as_deref_mut()
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.peer_finished |= send;
             conn.peer_deaf |= receive;
+            if send {
+                app.sockets.drop_half(id, &mut self.store());
+            }
             app.sockets.announce(id, News::PeerShutdown);
         }
     }
@@ -324,10 +380,11 @@ impl Device {
     }
 
     /// A join is gone: the program is told how.
-    pub(super) fn app_ended(join: &Join, orderly: bool, cx: &mut Context<'_>) {
+    pub(super) fn app_ended(&mut self, join: &Join, orderly: bool, cx: &mut Context<'_>) {
         if let End::App(end) = &join.end
             && let Some(app) = cx.app.as_deref_mut()
         {
+            app.sockets.drop_half(end.id, &mut self.store());
             app.ended(end.id, orderly);
         }
     }

@@ -31,18 +31,21 @@ impl Device {
     fn event(&mut self, event: Event, cx: &mut Context<'_>) {
         match event {
             Event::Incoming {
-                flow, local, peer, ..
+                flow,
+                local,
+                peer,
+                socket_type,
             } => {
                 if local.cid != Cid::HOST {
-                    self.ask_sibling(flow, local, peer, cx);
+                    self.ask_sibling(flow, local, peer, socket_type, cx);
                 } else if !cx.routes.may_reach(self.cid, local) {
                     cx.counters.conns_refused.add(1);
                     let _ = self.shard.reject(flow);
-                } else if self.app_incoming(flow, local, peer, cx) {
+                } else if self.app_incoming(flow, local, peer, socket_type, cx) {
                 } else if cx.routes.service(local.port).is_some() {
-                    self.ask_sibling(flow, local, peer, cx);
+                    self.ask_sibling(flow, local, peer, socket_type, cx);
                 } else {
-                    self.guest_connects(flow, local.port, cx);
+                    self.guest_connects(flow, local.port, socket_type, cx);
                 }
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),
@@ -70,7 +73,6 @@ impl Device {
                 if let Some(key) = self.key_of(flow) {
                     if let Some(join) = self.joins.get_mut(key as usize) {
                         join.no_credit = false;
-                        join.holds_back = false;
                         if let End::App(end) = &join.end {
                             Self::app_writable(end.id, cx);
                         }
@@ -126,7 +128,8 @@ impl Device {
             return;
         };
         if let End::App(end) = &join.end {
-            return Self::app_shut(end.id, receive, send, cx);
+            let id = end.id;
+            return self.app_shut(id, receive, send, cx);
         }
         if receive && !join.read_closed {
             // Nothing more goes to the guest: the host learns it by EPIPE.
@@ -175,7 +178,7 @@ impl Device {
                 relay::stop_reading(socket);
             }
             sibling::tell_end(&join, orderly, cx);
-            Self::app_ended(&join, orderly, cx);
+            self.app_ended(&join, orderly, cx);
         }
     }
 
@@ -221,7 +224,7 @@ impl Device {
         if let Some(join) = self.remove_join(key, cx) {
             let orderly = join.guest_finished;
             sibling::tell_end(&join, orderly, cx);
-            Self::app_ended(&join, orderly, cx);
+            self.app_ended(&join, orderly, cx);
         }
     }
 
@@ -229,7 +232,7 @@ impl Device {
     pub(super) fn end_join(&mut self, key: u32, cx: &mut Context<'_>) {
         if let Some(join) = self.remove_join(key, cx) {
             sibling::tell_end(&join, false, cx);
-            Self::app_ended(&join, false, cx);
+            self.app_ended(&join, false, cx);
         }
     }
 

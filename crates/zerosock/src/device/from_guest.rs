@@ -205,17 +205,19 @@ impl Device {
                 return None;
             }
         };
-        let mut wanted = None;
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None => self.shard.handle_packet(cx.time(), &header),
         };
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((chain, flow, len)),
-            Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
-            // Messages are not negotiated, and the last two are for drivers.
+            Disposition::Part { flow, len, flags } => {
+                self.part(chain, flow, len, flags, cx);
+                return None;
+            }
+            // Moves are not negotiated.
             Disposition::Handled
-            | Disposition::Part { .. }
+            | Disposition::Move { .. }
             | Disposition::Moved { .. }
             | Disposition::MovedStray { .. } => {}
             Disposition::Dropped(reason) => {
@@ -229,10 +231,6 @@ impl Device {
         tx.complete(chain, 0);
         // At once, because the next packet may reuse what this one has ended.
         self.drain_events(cx);
-        if let Some((flow, pair)) = wanted {
-            cx.time();
-            self.driver_wants(flow, pair, cx);
-        }
         None
     }
 
@@ -400,10 +398,7 @@ impl Device {
         let size = tx.queue.size();
         let others = self.stalled_chains - join.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
-        let most = if sibling.move_to.is_some() {
-            // Those that are out are awaited.
-            0
-        } else if sibling.stalled {
+        let most = if sibling.stalled {
             share_of(size).min(half)
         } else {
             half
@@ -431,6 +426,7 @@ impl Device {
         if !bytes.is_empty() {
             cx.outbox.send(device, Message::Copied { to, bytes });
         }
+        self.tell_sibling_of_messages(key, cx);
         self.settle(key, cx);
     }
 
@@ -478,7 +474,9 @@ impl Device {
             _ => 0,
         };
         // A queue has 32768 chains at most, and credit keeps the bytes below 2^31.
-        let bytes = u32::try_from(join.outbound.overflow_len() + inbound).unwrap_or(u32::MAX);
+        let lengths = join.messages.as_ref().map_or(0, |messages| messages.cost());
+        let bytes = join.outbound.overflow_len() + inbound + lengths;
+        let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
         let now_counted = (out as u32, bytes);
         let before = std::mem::replace(&mut join.counted, now_counted);
         self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
@@ -548,7 +546,7 @@ impl Device {
 }
 
 /// How many chains of a queue of `size` one stalled connection may hold.
-fn share_of(size: u16) -> usize {
+pub(super) fn share_of(size: u16) -> usize {
     usize::from(size / 8).max(1)
 }
 

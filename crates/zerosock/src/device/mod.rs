@@ -10,10 +10,10 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
+//! - `messages`: connections that carry messages;
 //! - `program`, `app`, `lending`: the program that embeds the device, and connections with it;
 //! - `command`: what the VMM says, through [`control`];
-//! - `member`: the device as one of many that come and go;
-//! - `lanes`: the device as one of several queue pairs.
+//! - `member`: the device as one of many that come and go.
 //!
 //! What must hold: a turn works to a budget and never blocks; each chain popped is completed
 //! once; no allocation, lock or search on the way of a packet.
@@ -23,11 +23,11 @@ mod command;
 pub mod control;
 mod events;
 mod from_guest;
-pub(crate) mod host;
+mod host;
 mod join;
-pub(crate) mod lanes;
 pub(crate) mod lending;
 mod member;
+mod messages;
 pub(crate) mod outbound;
 pub(crate) mod program;
 mod ring;
@@ -41,6 +41,7 @@ use crate::engine::poller::Poller;
 use crate::relay::hybrid::OkConvention;
 use crate::stats::{Counters, Holdings};
 use crate::switch::{DeviceAddr, Outbox, Routes};
+use crate::vsock::outgoing::Outgoing;
 use control::FrontendLink;
 use host::Handshake;
 pub(crate) use host::HostEnd;
@@ -54,6 +55,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use timers::Timers;
 use zerosock_proto::vsock::{FlowId, Shard};
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Cid, Instant, Port};
 use zerosock_ring::Memory;
 use zerosock_sys::bell::Ringer;
@@ -130,7 +132,6 @@ pub(crate) struct Device {
     /// The guest is a host service: it is CID 2, and may connect from these ports and from those
     /// that it has claimed, so that no two services have the same.
     service: Option<RangeInclusive<Port>>,
-    lanes: lanes::Lanes,
 
     link: Option<FrontendLink>,
     memory: Option<Arc<Memory>>,
@@ -155,6 +156,8 @@ pub(crate) struct Device {
     handshakes: Slab<Handshake>,
     /// Joins that have something for the guest, in turn.
     ready: VecDeque<u32>,
+    /// Messages that have begun and found no buffer for the rest.
+    outgoing: VecDeque<Outgoing>,
     /// Joins that got bytes from the guest in this turn.
     dirty: Vec<u32>,
     /// Lists of joins that are at rest.
@@ -202,7 +205,6 @@ impl Device {
             shard,
             host,
             service,
-            lanes: lanes::Lanes::one(addr),
             link: None,
             memory: None,
             rx: None,
@@ -218,6 +220,7 @@ impl Device {
             lingering: 0,
             handshakes: Slab::new(),
             ready: VecDeque::new(),
+            outgoing: VecDeque::new(),
             dirty: Vec::new(),
             spare_outbound: Spares::default(),
             spare_inbound: Spares::default(),
@@ -341,7 +344,7 @@ impl Device {
     fn has_work_for_guest(&self) -> bool {
         !self.starved
             && self.rx.as_ref().is_some_and(Ring::live)
-            && (self.shard.has_transmit() || !self.ready.is_empty())
+            && (self.shard.has_transmit() || !self.ready.is_empty() || !self.outgoing.is_empty())
     }
 
     /// The join of `flow`, if it is still there.
@@ -352,18 +355,20 @@ impl Device {
     }
 
     fn add_join(&mut self, flow: FlowId, end: End, cx: &Context<'_>) -> u32 {
-        let key = self.joins.insert(Join::new(flow, end)) as u32;
-        self.name_join(flow, key);
-        cx.counters.conns_added.add(1);
-        key
-    }
-
-    /// From now on the join at `key` is found by its flow.
-    fn name_join(&mut self, flow: FlowId, key: u32) {
+        let mut join = Join::new(flow, end);
+        let info = self.shard.flow(flow);
+        if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket)
+            && !matches!(join.end, End::App(_))
+        {
+            join.messages = Some(Box::default());
+        }
+        let key = self.joins.insert(join) as u32;
         if self.by_flow.len() <= flow.index() {
             self.by_flow.resize(flow.index() + 1, u32::MAX);
         }
         self.by_flow[flow.index()] = key;
+        cx.counters.conns_added.add(1);
+        key
     }
 
     /// Puts a join on the ready list if it may have something for the guest.
@@ -420,9 +425,6 @@ impl Device {
         });
         if let End::Sibling(sibling) = &mut join.end {
             sibling::return_inbound(sibling, false, cx);
-            if let Some(parked) = sibling.parked.take() {
-                self.abandon_parked(*parked, cx);
-            }
         }
         cx.counters.conns_removed.add(1);
         if self.joins.is_empty() && self.joins.capacity() > KEPT {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use slab::Slab;
 use zerosock_proto::vsock::{PortTable, RefuseReason};
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
@@ -44,6 +45,7 @@ pub(crate) struct Tally {
 #[derive(Debug)]
 pub(super) struct Listener {
     port: Port,
+    pub(super) socket_type: SocketType,
     pub(super) backlog: usize,
     /// The receive buffer of its connections, if it is not what the device was told.
     pub(super) buffer: Option<u32>,
@@ -163,7 +165,7 @@ impl App {
     }
 
     /// False: somebody listens there, or has bound it.
-    pub(crate) fn listen(&mut self, port: Port, backlog: usize) -> bool {
+    pub(crate) fn listen(&mut self, port: Port, backlog: usize, socket_type: SocketType) -> bool {
         // To have it for a moment shows that nobody else has.
         if self.bind(port).is_none() {
             return false;
@@ -171,6 +173,7 @@ impl App {
         self.unbind(port);
         self.listeners.push(Listener {
             port,
+            socket_type,
             backlog,
             buffer: None,
             waiting: VecDeque::new(),

@@ -3,11 +3,11 @@
 //! See [`crate::switch`] for what is said and why. What must hold here: a chain that was lent
 //! comes back exactly once, whichever side ends first; bytes and ends keep their order.
 
-use super::join::{End, Inbound, Join, SiblingEnd, Waiting};
-use super::outbound::{Spares, copy_out};
+use super::join::{End, Inbound, Join, SiblingEnd};
+use super::outbound::copy_out;
 use super::{Context, Device};
 use crate::switch::{Message, Peer};
-use zerosock_proto::vsock::{FlowId, How, SMALL};
+use zerosock_proto::vsock::{FlowId, How};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -31,35 +31,6 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
             chain,
         },
     );
-}
-
-/// Makes small packets that wait for our guest one piece; how many bytes wait. Copies, because the
-/// guest would not take as many packets, and the sender's chains have waited for long enough.
-pub(super) fn merge_inbound(
-    sibling: &mut SiblingEnd,
-    spares: &mut Spares<Waiting>,
-    cx: &mut Context<'_>,
-) -> u32 {
-    let mut sizes = sibling.parts().map(|part| part.len());
-    let (first, others) = (sizes.next().unwrap_or(0), sizes.sum::<usize>());
-    if first < SMALL as usize && others > 0 {
-        let Peer { device, flow } = sibling.peer;
-        let mut bytes = Vec::with_capacity(first + others);
-        for inbound in sibling.take_all() {
-            match &inbound {
-                Inbound::Lent { memory, held, .. } => {
-                    copy_out(memory, held, &mut bytes);
-                    cx.counters.copied_bytes.add(held.len.into());
-                    cx.outbox.send(device, give_back(flow, inbound, false));
-                }
-                Inbound::Copied { bytes: more, taken } => {
-                    bytes.extend_from_slice(more.get(*taken..).unwrap_or_default());
-                }
-            }
-        }
-        sibling.push(Inbound::Copied { bytes, taken: 0 }, spares);
-    }
-    u32::try_from(first + others).unwrap_or(u32::MAX)
 }
 
 /// Gives back everything from the sibling: `read`, because our guest will never read it and that
@@ -110,7 +81,7 @@ impl Device {
     /// would be one address, and what a guest answers would have two ends.
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
-            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.lanes.first()),
+            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.addr),
             None => true,
         }
     }
@@ -121,6 +92,7 @@ impl Device {
         flow: FlowId,
         local: Address,
         peer: Address,
+        socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
         let may = self.unanswered < MAX_UNANSWERED
@@ -143,18 +115,20 @@ impl Device {
                 from,
                 local: peer,
                 peer: local,
+                socket_type,
             },
         );
     }
 
     /// A sibling's device has something to say.
     pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
-        let Some(message) = self.route_message(message, cx) else {
-            return;
-        };
         match message {
-            Message::Connect { from, local, peer } => self.sibling_connects(from, local, peer, cx),
-            Message::Relocated { to, from, old } => self.relocated(to, from, old, cx),
+            Message::Connect {
+                from,
+                local,
+                peer,
+                socket_type,
+            } => self.sibling_connects(from, local, peer, socket_type, cx),
             Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
             Message::Lent {
                 to,
@@ -173,6 +147,11 @@ impl Device {
             Message::Copied { to, bytes } => {
                 self.inbound(to, None, Inbound::Copied { bytes, taken: 0 }, cx);
             }
+            Message::Ended { to, len, ends } => self.sibling_ended_message(to, len, ends, cx),
+            Message::ReadEmpty { to } => {
+                // A flow that ended meanwhile wants no credit.
+                let _ = self.shard.consume_empty(to, 1);
+            }
             Message::Returned { to, bytes, chain } => self.returned(to, bytes, chain, cx),
             Message::Recall { to } => self.recall(to, cx),
             Message::Shutdown { to, receive, send } => self.sibling_shut(to, receive, send, cx),
@@ -182,13 +161,6 @@ impl Device {
                 self.sibling_ended(to, cx);
             }
             Message::Reset { to } => self.sibling_ended(to, cx),
-            Message::Adopt(arrival) => self.unpack(*arrival, cx),
-            Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
-            // Those about lanes have been dealt with; the worker takes `Depart`.
-            Message::Arrived { .. }
-            | Message::Flushed { .. }
-            | Message::SentOn(_)
-            | Message::Depart { .. } => {}
         }
     }
 
@@ -227,13 +199,11 @@ impl Device {
         from: Peer,
         local: Address,
         peer: Address,
+        socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        if let Some(lane) = self.lane_for(peer, local) {
-            return cx.outbox.send(lane, Message::Connect { from, local, peer });
-        }
         let running = self.rx.as_ref().is_some_and(|rx| rx.live());
-        let flow = match self.shard.connect(cx.now, local, peer, SocketType::Stream) {
+        let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
             Ok(flow) if running => flow,
             other => {
                 if let Ok(flow) = other {
@@ -287,7 +257,6 @@ impl Device {
                 if !join.read_closed {
                     s.push(inbound, &mut self.spare_inbound);
                     join.readable = true;
-                    join.hold_back_no_more();
                     self.enqueue(key);
                     return self.settle(key, cx);
                 }
@@ -337,7 +306,6 @@ impl Device {
         }
         self.drain_events(cx);
         self.settle(key, cx);
-        self.chains_are_back(key, cx);
     }
 
     /// A sibling wants its chains back now.
@@ -383,7 +351,6 @@ impl Device {
             s.finish = true;
             // With nothing left to deliver, the end is what there is to "read".
             join.readable = true;
-            join.hold_back_no_more();
             self.enqueue(key);
         }
     }

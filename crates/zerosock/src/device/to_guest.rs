@@ -9,7 +9,6 @@
 use super::events::emit;
 use super::join::{End, Inbound, Join};
 use super::ring::Ring;
-use super::sibling as siblings;
 use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
@@ -19,7 +18,7 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
 /// Buffers filled by one read.
-const GATHER: usize = 32;
+pub(super) const GATHER: usize = 32;
 /// Pieces of memory given to one `recvmsg`.
 const SLICES: usize = 64;
 /// Reads (of whatever size) in one turn of a device.
@@ -29,7 +28,7 @@ const READ_MAX: usize = 256 * 1024;
 
 /// How a join's turn ended.
 #[derive(Debug, Eq, PartialEq)]
-enum Fill {
+pub(super) enum Fill {
     /// There may be more: back to the end of the list.
     Again,
     /// Nothing more until an edge, credit, or the sibling.
@@ -48,6 +47,9 @@ impl Device {
             return false;
         }
         self.transmit_control(cx);
+        if !self.outgoing.is_empty() {
+            self.send_kept(cx);
+        }
         for _ in 0..BUDGET {
             if self.starved || self.moved >= TURN_BYTES {
                 break;
@@ -64,6 +66,9 @@ impl Device {
                         continue;
                     }
                     match join.end {
+                        End::Sibling(_) if join.messages.is_some() => {
+                            self.fill_messages_from_sibling(key, cx)
+                        }
                         End::Socket { .. } => self.fill_from_socket(key, cx),
                         End::Sibling(_) => self.fill_from_sibling(key, cx),
                         _ => Fill::Idle,
@@ -89,7 +94,7 @@ impl Device {
         }
         self.transmit_control(cx);
         self.tell_of_room(cx);
-        !self.starved && !self.ready.is_empty()
+        !self.starved && (!self.ready.is_empty() || !self.outgoing.is_empty())
     }
 
     /// Hands the guest the packets that carry no payload.
@@ -117,15 +122,6 @@ impl Device {
         let (End::Socket { socket, .. }, Some(flow)) = (&join.end, join.flow) else {
             return Fill::Idle;
         };
-        if self.shard.is_short(flow) && !join.host_finished {
-            // Many small writes of a program go as one packet when the guest does not read them.
-            let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
-            let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
-            if bytes > 0 && self.shard.holds_back(flow, bytes) {
-                (join.holds_back, join.no_credit) = (true, true);
-                return Fill::Idle;
-            }
-        }
         let mut gathered = ArrayVec::<Slot, GATHER>::new();
         let stop = gather(rx, &mut self.shard, flow, join.read_chains, &mut gathered);
         if gathered.is_empty() {
@@ -203,15 +199,6 @@ impl Device {
         let (End::Sibling(sibling), Some(flow)) = (&mut join.end, join.flow) else {
             return Fill::Idle;
         };
-        if self.shard.is_short(flow) {
-            // Many small packets go as one when the guest does not read them.
-            let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
-            if bytes > 0 && !sibling.finish && self.shard.holds_back(flow, bytes) {
-                (join.holds_back, join.no_credit) = (true, true);
-                self.settle(key, cx);
-                return Fill::Idle;
-            }
-        }
         let mut fill = Fill::Again;
         for _ in 0..GATHER {
             let Some(front) = sibling.front() else {
@@ -255,7 +242,7 @@ impl Device {
             cx.counters.tx_bytes.add(len as u64);
             self.moved += len;
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
-            siblings::return_read(sibling, len as u32, used_up, cx);
+            super::sibling::return_read(sibling, len as u32, used_up, cx);
         }
         let sibling_finished = sibling.finish && sibling.is_drained();
         if sibling_finished && !join.read_closed {

@@ -40,6 +40,7 @@ pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let frontend = Frontend::from_stream(ours, config.control_timeout).unwrap();
     let link = Link {
+        seqpacket: true,
         frontend,
         event_idx: true,
         cid: CID,
@@ -85,7 +86,7 @@ pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
 
 /// A connection from the driver to its device.
 pub(super) fn connect(driver: &mut Driver, peer: &mut Peer) -> StreamId {
-    let id = Engine::connect(driver, Port::ANY, SERVER).unwrap();
+    let id = Engine::connect(driver, Port::ANY, SERVER, SocketType::Stream).unwrap();
     Engine::flush(driver);
     let request = peer.take_op(Op::Request);
     peer.header.dst = request.src;

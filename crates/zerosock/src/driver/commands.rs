@@ -21,6 +21,16 @@ impl Driver {
 
     /// As [`connect`](Driver::connect), from a port of our choice.
     pub fn connect_from(&mut self, port: Port, peer: Address) -> Result<StreamId, ConnectError> {
+        self.connect_for(port, peer, SocketType::Stream)
+    }
+
+    /// As [`connect_from`](Driver::connect_from), for a stream or for messages.
+    pub fn connect_for(
+        &mut self,
+        port: Port,
+        peer: Address,
+        socket_type: SocketType,
+    ) -> Result<StreamId, ConnectError> {
         if self.link.is_none() {
             return Err(ConnectError::Unreachable);
         }
@@ -29,14 +39,14 @@ impl Driver {
             cid: self.cid,
             port,
         };
-        let flow = self
-            .store
-            .shard
-            .connect(now, local, peer, SocketType::Stream)?;
+        let flow = self.store.shard.connect(now, local, peer, socket_type)?;
         let local = self.store.shard.flow(flow).map_or(local, |info| info.local);
         let stream = self
             .sockets
             .insert(POOL, flow, StreamState::Connecting, local, peer);
+        if socket_type == SocketType::SeqPacket {
+            self.sockets.carry_messages(stream);
+        }
         self.flows.insert(flow, stream);
         Ok(stream)
     }
@@ -44,9 +54,21 @@ impl Driver {
     /// Listens on `port`. At most `backlog` connections wait to be accepted;
     /// further requests are answered with RST.
     pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
+        self.listen_for(port, backlog, SocketType::Stream)
+    }
+
+    /// As [`listen`](Driver::listen), for streams or for messages; requests of the other kind are
+    /// answered with RST as well.
+    pub fn listen_for(
+        &mut self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> Result<(), ListenError> {
         self.store.shard.listen(port, backlog)?;
         self.listeners.push(Listener {
             port,
+            socket_type,
             backlog,
             buffer: None,
             waiting: VecDeque::new(),

@@ -1,14 +1,16 @@
 //! The driver as the engine of an endpoint: each call on the connections and the slots as they
 //! are, without a clock, a sleep or an event.
 
+use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError};
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
-use super::{Driver, DriverError, StreamId, loans};
+use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::attach::Fault;
 use crate::vsock::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
@@ -16,7 +18,8 @@ use crate::vsock::engine::{
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease};
+use crate::vsock::outgoing::Outgoing;
+use crate::vsock::sockets::{Copied, LeaseParts, Message, News, NoLease};
 
 impl Driver {
     /// Who opened the endpoint has declared whether the peer writes what is on lease.
@@ -114,12 +117,22 @@ impl Engine for Driver {
         self.next_due().map(|at| self.wall(at))
     }
 
-    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError> {
-        self.connect_from(from, to)
+    fn connect(
+        &mut self,
+        from: Port,
+        to: Address,
+        socket_type: SocketType,
+    ) -> Result<StreamId, ConnectError> {
+        self.connect_for(from, to, socket_type)
     }
 
-    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
-        Driver::listen(self, port, backlog)
+    fn listen(
+        &mut self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> Result<(), ListenError> {
+        self.listen_for(port, backlog, socket_type)
     }
 
     fn unlisten(&mut self, port: Port) {
@@ -157,6 +170,7 @@ impl Engine for Driver {
             low_water: conn.low_water(),
             peer_finished: conn.peer_finished,
             peer_deaf: conn.peer_deaf,
+            messages: conn.messages(),
             trusted: self.trusted,
         })
     }
@@ -299,6 +313,64 @@ impl Engine for Driver {
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
         self.send_lent(index, len, private)
+    }
+
+    fn read_message(
+        &mut self,
+        id: StreamId,
+        out: &mut [u8],
+        peek: bool,
+    ) -> Result<Option<Message>, RecvFault> {
+        let message = self.sockets.read_message(id, out, peek, &mut self.store);
+        match message {
+            Some(message) => Ok(Some(message)),
+            None => self.nothing(id).map(|()| None),
+        }
+    }
+
+    fn lease_message(
+        &mut self,
+        id: StreamId,
+    ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
+        match self.sockets.lease_message(id, &mut self.store) {
+            Ok(message) => Ok(Some(message)),
+            Err(NoLease::Empty) => self.nothing(id).map(|()| None),
+            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
+        }
+    }
+
+    fn send_message(
+        &mut self,
+        id: StreamId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault> {
+        self.put_message(id, slices, ends_record)
+            .map_err(loans::fault)
+    }
+
+    fn is_sending(&self, id: StreamId) -> bool {
+        let flow = self.sockets.get(id).and_then(|conn| conn.flow);
+        let kept = |kept: &Outgoing| Some(kept.room.flow()) == flow;
+        self.outgoing.iter().any(kept)
+    }
+
+    fn may_send_message(&mut self, id: StreamId) -> bool {
+        match self.sendable(id) {
+            Ok(flow) => {
+                if !self.tx.has_data_slot() {
+                    // A ring that is broken is told by the next turn.
+                    let _ = self.tx.reap();
+                    if !self.tx.has_data_slot() {
+                        self.wait_for_slot(id);
+                        return false;
+                    }
+                }
+                self.store.shard.may_reserve_message(flow)
+            }
+            Err(SendError::NotConnected) => false,
+            Err(_) => true,
+        }
     }
 
     fn is_acceptable(&self, port: Port) -> bool {

@@ -6,15 +6,16 @@
 //! device or on its way there.
 
 use zerosock_proto::vsock::{Disposition, Event, FlowId};
-use zerosock_proto::wire::vsock::HEADER_LEN;
+use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Cid, Instant};
 
 use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
+use super::messages::ends;
 use super::{Driver, POOL};
 use crate::header;
 use crate::vsock::engine::{Payload, ShowBounds};
-use crate::vsock::sockets::{Held, News, Store, StreamId, StreamState};
+use crate::vsock::sockets::{Ends, Held, News, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
 const TURN_BUDGET: u16 = 256;
@@ -139,9 +140,26 @@ impl Driver {
             offset: 0,
             len,
             since: now,
+            ends: Ends::Nothing,
         };
         match self.flow(flow) {
             Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
+            // Closed by us, and the peer does not know yet.
+            None => self.store.release(slot),
+        }
+    }
+
+    /// As `hold`, a part of a message.
+    fn hold_part(&mut self, now: Instant, slot: u16, flow: FlowId, len: u32, flags: u32) {
+        let held = Held {
+            token: slot,
+            offset: 0,
+            len,
+            since: now,
+            ends: ends(flags),
+        };
+        match self.flow(flow) {
+            Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),
             // Closed by us, and the peer does not know yet.
             None => self.store.release(slot),
         }
@@ -184,9 +202,13 @@ impl Driver {
         match disposition {
             Disposition::Deliver { flow, len, .. } => return Some((flow, len)),
             Disposition::Handled => {}
-            // Neither messages nor moves are negotiated.
-            Disposition::Part { .. }
-            | Disposition::Move { .. }
+            Disposition::Part { flow, len, flags } => {
+                let now = now.unwrap_or_else(|| self.now());
+                self.hold_part(now, slot, flow, len, flags);
+                return None;
+            }
+            // Moves are not negotiated.
+            Disposition::Move { .. }
             | Disposition::Moved { .. }
             | Disposition::MovedStray { .. }
             | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
@@ -252,8 +274,11 @@ impl Driver {
         while let Some(event) = self.store.shard.poll_event() {
             match event {
                 Event::Incoming {
-                    flow, local, peer, ..
-                } => self.incoming(now, flow, local, peer),
+                    flow,
+                    local,
+                    peer,
+                    socket_type,
+                } => self.incoming(now, flow, local, peer, socket_type),
                 Event::Connected { flow } => {
                     if let Some(stream) = self.flow(flow) {
                         self.set_state(stream, StreamState::Connected);
@@ -280,6 +305,9 @@ impl Driver {
                     {
                         entry.peer_finished |= send;
                         entry.peer_deaf |= receive;
+                        if send {
+                            self.sockets.drop_half(stream, &mut self.store);
+                        }
                         self.sockets.announce(stream, News::PeerShutdown);
                     }
                 }
@@ -293,12 +321,21 @@ impl Driver {
         }
     }
 
-    fn incoming(&mut self, now: Instant, flow: FlowId, local: Address, peer: Address) {
+    fn incoming(
+        &mut self,
+        now: Instant,
+        flow: FlowId,
+        local: Address,
+        peer: Address,
+        socket_type: SocketType,
+    ) {
         let listener = self
             .listeners
             .iter_mut()
             .find(|listener| listener.port == local.port);
-        let Some(listener) = listener.filter(|one| one.waiting.len() < one.backlog) else {
+        let Some(listener) = listener
+            .filter(|one| one.socket_type == socket_type && one.waiting.len() < one.backlog)
+        else {
             // A flow that ended meanwhile needs no answer.
             let _ = self.store.shard.reject(flow);
             return;
@@ -310,6 +347,9 @@ impl Driver {
             }
             let state = StreamState::Connected;
             let stream = self.sockets.insert(POOL, flow, state, local, peer);
+            if socket_type == SocketType::SeqPacket {
+                self.sockets.carry_messages(stream);
+            }
             self.flows.insert(flow, stream);
             listener.waiting.push_back(stream);
             listener.untold += 1;
@@ -329,6 +369,7 @@ impl Driver {
         } else {
             StreamState::Reset
         };
+        self.sockets.drop_half(stream, &mut self.store);
         self.sockets.announce(stream, News::Closed);
     }
 

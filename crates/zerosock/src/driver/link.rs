@@ -25,6 +25,8 @@ const F_VERSION_1: u64 = 1 << 32;
 const F_EVENT_IDX: u64 = 1 << 29;
 /// VIRTIO_VSOCK_F_STREAM.
 const F_STREAM: u64 = 1;
+/// VIRTIO_VSOCK_F_SEQPACKET.
+const F_SEQPACKET: u64 = 2;
 
 /// The CID of the host, which a service's device has.
 const HOST: u64 = 2;
@@ -147,6 +149,8 @@ pub(crate) struct Link {
     pub(crate) frontend: Frontend,
     /// Whether event-index suppression was agreed on.
     pub(crate) event_idx: bool,
+    /// Whether there are connections that carry messages.
+    pub(crate) seqpacket: bool,
     /// Our CID, by the device's configuration space.
     pub(crate) cid: Cid,
 }
@@ -165,7 +169,7 @@ impl Link {
     }
 
     fn negotiate(mut frontend: Frontend, config: &DriverConfig) -> Result<Link, AttachError> {
-        let mut wanted = F_VERSION_1 | F_STREAM;
+        let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
         if config.event_idx {
             wanted |= F_EVENT_IDX;
         }
@@ -186,6 +190,7 @@ impl Link {
         Ok(Link {
             frontend,
             event_idx: features & F_EVENT_IDX != 0,
+            seqpacket: features & F_SEQPACKET != 0,
             cid,
         })
     }

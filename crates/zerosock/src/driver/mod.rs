@@ -46,6 +46,7 @@ mod hostile_tests;
 mod intake;
 mod link;
 mod loans;
+pub(crate) mod messages;
 mod queues;
 mod store;
 #[cfg(test)]
@@ -61,7 +62,7 @@ use std::time;
 
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
-use zerosock_proto::wire::vsock::Repr;
+use zerosock_proto::wire::vsock::{Repr, SocketType};
 
 pub use crate::vsock::sockets::{StreamId, StreamState};
 pub use arena::ArenaError;
@@ -79,6 +80,7 @@ pub use zerosock_proto::{Address, Cid, Port};
 use crate::deadline::earlier;
 use crate::header;
 use crate::vsock::leases::Leases;
+use crate::vsock::outgoing::Outgoing;
 use crate::vsock::sockets::{News, Sockets};
 use arena::Arena;
 use flows::Flows;
@@ -121,6 +123,9 @@ pub struct Driver {
     gone_seen: bool,
     /// Connections that wait for a transmit slot, oldest first.
     waiting_for_slot: VecDeque<StreamId>,
+    /// Messages that have begun and found no slot for the rest. While there are any, somebody waits
+    /// for slots.
+    outgoing: VecDeque<Outgoing>,
     stats: DriverStats,
     /// Calls were asked for, and somebody may be asleep.
     armed: bool,
@@ -133,6 +138,7 @@ pub struct Driver {
 #[derive(Debug)]
 struct Listener {
     port: Port,
+    socket_type: SocketType,
     backlog: usize,
     /// The receive buffer of its connections, if it is not what the driver was told.
     buffer: Option<u32>,
@@ -191,6 +197,8 @@ impl Driver {
         bells.kick(RX);
         bells.kick(EVENT);
         let cid = link.cid;
+        let mut shard = new_shard(&config, cid);
+        shard.set_seqpacket(link.seqpacket);
         let slots = config.slots();
         // Each slot can be out on a lease or a loan, and as many copies beside.
         let words = Arc::new(Leases::new((4 * usize::from(slots)).max(256)));
@@ -199,7 +207,7 @@ impl Driver {
         // The first one: POOL.
         sockets.add_pool(u32::from(slots));
         Ok(Driver {
-            store: Buffers::new(arena, rx, new_shard(&config, cid)),
+            store: Buffers::new(arena, rx, shard),
             sockets,
             flows: Flows::default(),
             loans,
@@ -214,6 +222,7 @@ impl Driver {
             reset_seen: false,
             gone_seen: false,
             waiting_for_slot: VecDeque::new(),
+            outgoing: VecDeque::new(),
             stats: DriverStats::default(),
             armed: false,
             blocked: false,
@@ -242,6 +251,7 @@ impl Driver {
         for queue in [RX, TX, EVENT] {
             self.bells.kick(queue);
         }
+        self.store.shard.set_seqpacket(link.seqpacket);
         self.link = Some(link);
         Ok(())
     }
@@ -541,6 +551,12 @@ impl Driver {
         if self.waiting_for_slot.is_empty() || !self.tx.has_data_slot() {
             return;
         }
+        if !self.outgoing.is_empty() {
+            self.send_kept();
+            if !self.outgoing.is_empty() {
+                return;
+            }
+        }
         while let Some(stream) = self.waiting_for_slot.pop_front() {
             if let Some(entry) = self.sockets.get_mut(stream) {
                 entry.wants_room = false;
@@ -584,9 +600,13 @@ impl Drop for Driver {
     /// sees us gone. One that does not get to it in time is left alone.
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
-        while self.link.is_some() && self.tx.is_busy() && time::Instant::now() < give_up {
+        while self.link.is_some()
+            && (self.tx.is_busy() || !self.outgoing.is_empty())
+            && time::Instant::now() < give_up
+        {
             self.flush();
             let returned = self.tx.reap().unwrap_or(true);
+            self.tell_of_slots();
             if returned || self.tx.want_calls(true) {
                 continue;
             }

@@ -85,4 +85,9 @@ impl Store for Buffers {
         // A flow that ended meanwhile wants no credit.
         let _ = self.shard.consume(flow, bytes);
     }
+
+    fn consumed_empty(&mut self, _: u32, flow: FlowId, messages: u16) {
+        // As above.
+        let _ = self.shard.consume_empty(flow, messages);
+    }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use zerosock_proto::Port;
 use zerosock_proto::vsock::ConnectError;
-use zerosock_proto::wire::vsock::Op;
+use zerosock_proto::wire::vsock::{Op, SocketType};
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
@@ -59,7 +59,7 @@ fn packets_beyond_three_quarters_wait_in_the_ring_and_keep_nobody_awake() {
 #[test]
 fn a_reset_and_a_connection_pass_a_reader_that_never_reads() {
     let (mut driver, mut peer, id) = small();
-    Engine::listen(&mut driver, Port::new(7), 4).unwrap();
+    Engine::listen(&mut driver, Port::new(7), 4, SocketType::Stream).unwrap();
     for _ in 0..30 {
         peer.say(Op::Rw, b"x");
     }
@@ -164,7 +164,7 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     assert_eq!(driver.write(id, b"x"), Err(SendFault::Reset));
     let sent = driver.send_loan(loan.index, 8, None);
     assert_eq!(sent, Err(SendFault::Reset));
-    let connect = Engine::connect(&mut driver, Port::ANY, SERVER);
+    let connect = Engine::connect(&mut driver, Port::ANY, SERVER, SocketType::Stream);
     assert_eq!(connect, Err(ConnectError::Unreachable));
     assert!(!driver.pending());
     assert!(!is_told(&driver));

@@ -253,7 +253,7 @@ impl Driver {
     }
 }
 
-fn refused(error: ReserveError) -> SendError {
+pub(super) fn refused(error: ReserveError) -> SendError {
     match error {
         ReserveError::NoCredit => SendError::WouldBlock,
         ReserveError::NotConnected => SendError::NotConnected,

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 use zerosock_proto::vsock::How;
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_ring::Trust;
 
 use super::endpoint::outcome;
@@ -24,9 +25,66 @@ use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
 use super::errors::{StreamError, of_recv, of_send};
 use super::hub::{Core, Interest, Manner, Patience};
 use super::options::Options;
+use super::seqpacket::SeqPacket;
 use super::socket::Bound;
 use super::sockets::{StreamId, StreamState};
+use super::stream::Stream;
 use super::waiting::Wait;
+
+/// A kind of connected socket.
+pub(super) trait Connected: Sized {
+    const TYPE: SocketType;
+
+    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Self;
+
+    fn conn(&self) -> &Connection;
+
+    /// See [`Connection::adopt`].
+    fn adopt(&mut self, options: Options, bound: Option<Bound>);
+
+    /// Gives up the port that it was connected from, if that was chosen.
+    fn unbind(&mut self) -> Option<Bound>;
+}
+
+impl Connected for Stream {
+    const TYPE: SocketType = SocketType::Stream;
+
+    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> Stream {
+        Stream::new(core, id, info, wait)
+    }
+
+    fn conn(&self) -> &Connection {
+        &self.conn
+    }
+
+    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
+        Stream::adopt(self, options, bound);
+    }
+
+    fn unbind(&mut self) -> Option<Bound> {
+        self.conn.unbind()
+    }
+}
+
+impl Connected for SeqPacket {
+    const TYPE: SocketType = SocketType::SeqPacket;
+
+    fn new(core: Arc<Core>, id: StreamId, info: &ConnInfo, wait: Wait) -> SeqPacket {
+        SeqPacket::new(core, id, info, wait)
+    }
+
+    fn conn(&self) -> &Connection {
+        &self.conn
+    }
+
+    fn adopt(&mut self, options: Options, bound: Option<Bound>) {
+        self.conn.adopt(options, bound);
+    }
+
+    fn unbind(&mut self) -> Option<Bound> {
+        self.conn.unbind()
+    }
+}
 
 /// See the module. Dropping it closes the connection.
 pub(super) struct Connection {

@@ -10,13 +10,16 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
+use super::connection::{Connected, Connection};
 use super::engine::{ConnInfo, EndpointStats};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
 use super::hub::{Core, Interest, Manner, Patience, WaitFault};
 use super::listener::Listener;
+use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
@@ -242,15 +245,51 @@ impl Endpoint {
     /// endpoint was opened with, or, of a service, that it has [claimed](Self::claim), as nobody
     /// would reach it.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
+        self.listen_for(port, backlog, SocketType::Stream)
+    }
+
+    fn listen_for(
+        &self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> io::Result<Listener> {
         if port == Port::ANY {
-            return self.socket().listen(backlog);
+            return self.socket().listen_for(backlog, socket_type);
         }
         let ports = self.named();
         if !ports.contains(&port) && (self.is_service() || !ports.is_empty()) {
             return Err(ListenError::NotNamed(port).into());
         }
         drop(ports);
-        listen(&self.core, Address::new(self.cid, port), backlog, self.wait)
+        let local = Address::new(self.cid, port);
+        listen(&self.core, local, backlog, socket_type, self.wait)
+    }
+
+    /// As [`connect`](Self::connect), for messages.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect); `Unsupported` when the device has none.
+    pub fn connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
+        connect(&self.core, peer, self.wait, self.connect_timeout)
+    }
+
+    /// As [`begin_connect`](Self::begin_connect), for messages.
+    ///
+    /// # Errors
+    /// As [`begin_connect`](Self::begin_connect); `Unsupported` when the device has none.
+    pub fn begin_connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
+        begin_connect(&self.core, peer, self.wait)
+    }
+
+    /// As [`listen`](Self::listen), for connections that carry messages. Streams are refused there;
+    /// a port is listened on for one kind.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_seqpacket(&self, port: Port, backlog: usize) -> io::Result<SeqPacketListener> {
+        let listener = self.listen_for(port, backlog, SocketType::SeqPacket)?;
+        Ok(SeqPacketListener::new(listener))
     }
 
     /// Whether we are a service of the host, opened with
@@ -548,40 +587,45 @@ impl Endpoint {
 }
 
 /// Sends the request. The stream that it gives is connecting.
-pub(super) fn begin_connect(core: &Arc<Core>, peer: Address, wait: Wait) -> io::Result<Stream> {
+pub(super) fn begin_connect<S: Connected>(
+    core: &Arc<Core>,
+    peer: Address,
+    wait: Wait,
+) -> io::Result<S> {
     let mut locked = core.lock();
     let engine = locked.engine();
-    let id = engine.connect(Port::ANY, peer).map_err(of_connect)?;
+    let id = engine
+        .connect(Port::ANY, peer, S::TYPE)
+        .map_err(of_connect)?;
     engine.flush();
     let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
-    Ok(Stream::new(core.clone(), id, &info, wait))
+    Ok(S::new(core.clone(), id, &info, wait))
 }
 
 /// Connects and waits for the answer.
-pub(super) fn connect(
+pub(super) fn connect<S: Connected>(
     core: &Arc<Core>,
     peer: Address,
     wait: Wait,
     timeout: Duration,
-) -> io::Result<Stream> {
-    let stream = begin_connect(core, peer, wait)?;
-    match await_connected(&stream, wait, timeout) {
-        Ok(()) => Ok(stream),
+) -> io::Result<S> {
+    let socket: S = begin_connect(core, peer, wait)?;
+    match await_connected(socket.conn(), wait, timeout) {
+        Ok(()) => Ok(socket),
         Err(error) => {
-            stream.reset();
+            socket.conn().reset();
             Err(error)
         }
     }
 }
 
 /// Waits for the answer to a request.
-pub(super) fn await_connected(stream: &Stream, wait: Wait, timeout: Duration) -> io::Result<()> {
+pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) -> io::Result<()> {
     // The protocol core gives up first; this is for a peer whose side does not move at all.
     let patience = Patience {
         manner: Manner::Waits(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
-    let conn = &stream.conn;
     let outcome = conn.core.wait(Interest::Conn(conn.id), patience, |engine| {
         outcome(&engine.info(conn.id)?)
     });
@@ -609,11 +653,12 @@ pub(super) fn listen(
     core: &Arc<Core>,
     local: Address,
     backlog: usize,
+    socket_type: SocketType,
     wait: Wait,
 ) -> io::Result<Listener> {
     core.lock()
         .engine()
-        .listen(local.port, backlog)
+        .listen(local.port, backlog, socket_type)
         .map_err(of_listen)?;
     Ok(Listener::new(core.clone(), local, wait))
 }

@@ -8,17 +8,19 @@
 //! notification. After [`Engine::arm`] has answered false, whatever the peer does makes
 //! [`Engine::fd`] readable.
 
+use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError, RefuseReason};
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
 use super::errors::EndpointOver;
 use super::leases::Leases;
-use super::sockets::{Copied, LeaseParts, Place, StreamId, StreamState};
+use super::sockets::{Copied, LeaseParts, Message, Place, StreamId, StreamState};
 
 /// Why there is nothing to read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -72,6 +74,8 @@ pub(crate) struct ConnInfo {
     pub(crate) peer_finished: bool,
     /// The peer will read no more.
     pub(crate) peer_deaf: bool,
+    /// Unread messages, for a connection that carries them; `None`: a stream.
+    pub(crate) messages: Option<u32>,
     /// Who opened the endpoint has declared that this peer writes nothing that is on lease.
     pub(crate) trusted: bool,
 }
@@ -301,10 +305,20 @@ pub(crate) trait Engine: Send {
     fn next_timeout(&self) -> Option<Instant>;
 
     /// Begins to connect.
-    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError>;
+    fn connect(
+        &mut self,
+        from: Port,
+        to: Address,
+        socket_type: SocketType,
+    ) -> Result<StreamId, ConnectError>;
 
-    /// Begins to listen.
-    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError>;
+    /// Begins to listen for connections of that type; others are refused.
+    fn listen(
+        &mut self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> Result<(), ListenError>;
 
     /// Takes a port, or with [`Port::ANY`] one that nobody has, so that nobody else can listen on
     /// it or bind it; which one it is.
@@ -394,9 +408,41 @@ pub(crate) trait Engine: Send {
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault>;
 
+    /// Copies the first message to `out`, as much of it as fits, and takes it; with `peek` leaves
+    /// it. `Ok(None)`: there will be no other.
+    fn read_message(
+        &mut self,
+        id: StreamId,
+        out: &mut [u8],
+        peek: bool,
+    ) -> Result<Option<Message>, RecvFault>;
+
+    /// Lends the first message out, in one lease for each part that it lies in; whether a record
+    /// ends with it. `Ok(None)`: there will be no other.
+    fn lease_message(&mut self, id: StreamId)
+    -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault>;
+
+    /// Sends the bytes of `slices` as one message: all of it, or nothing. False: what there is no
+    /// buffer for now is kept, and sent by turns when there is. Not visible before the next flush.
+    fn send_message(
+        &mut self,
+        id: StreamId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault>;
+
+    /// Whether something of a message is kept.
+    fn is_sending(&self, id: StreamId) -> bool;
+
+    /// Whether a message may be sent now: see [`is_writable`](Engine::is_writable).
+    fn may_send_message(&mut self, id: StreamId) -> bool;
+
     /// Whether a write would do something now: send, or fail. If not, the connection is named by
     /// [`next_stirred`](Engine::next_stirred) when it would.
     fn is_writable(&mut self, id: StreamId) -> bool {
+        if self.info(id).is_some_and(|info| info.messages.is_some()) {
+            return self.may_send_message(id);
+        }
         match self.loan(id, 1) {
             Ok(parts) => {
                 self.give_back(parts.index);

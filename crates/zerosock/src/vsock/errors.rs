@@ -52,6 +52,10 @@ pub enum ConnectError {
     /// `HostUnreachable`.
     #[error("nobody can be reached at that CID")]
     Unreachable,
+    /// The peer, or the device between: it has no sockets of that kind (it did not accept the
+    /// feature). `Unsupported`.
+    #[error("the peer has no sockets of that kind")]
+    Unsupported,
     /// The system: all local ports have a connection with that address, or the one that was chosen
     /// has. `AddrInUse`.
     #[error("no local port is left for that address")]
@@ -71,6 +75,7 @@ impl ConnectError {
             ConnectError::Refused
             | ConnectError::TimedOut
             | ConnectError::Protocol
+            | ConnectError::Unsupported
             | ConnectError::Gone => Fault::Peer,
             ConnectError::Unreachable
             | ConnectError::TooManyConnections
@@ -88,6 +93,7 @@ impl From<ConnectError> for Error {
             ConnectError::Protocol => ErrorKind::InvalidData,
             ConnectError::Gone => ErrorKind::ConnectionReset,
             ConnectError::Unreachable => ErrorKind::HostUnreachable,
+            ConnectError::Unsupported => ErrorKind::Unsupported,
             ConnectError::NoPort => ErrorKind::AddrInUse,
             ConnectError::TooManyConnections => ErrorKind::OutOfMemory,
             ConnectError::GivenUp => ErrorKind::ConnectionAborted,
@@ -184,7 +190,8 @@ pub(super) fn of_connect(error: Denied) -> ConnectError {
         Denied::InUse => ConnectError::NoPort,
         Denied::TooManyConnections => ConnectError::TooManyConnections,
         // The other two are never asked for: our own CID, and streams.
-        Denied::Unreachable | Denied::LocalCid | Denied::SocketType => ConnectError::Unreachable,
+        Denied::Unreachable | Denied::LocalCid => ConnectError::Unreachable,
+        Denied::SocketType => ConnectError::Unsupported,
     }
 }
 

@@ -1,12 +1,14 @@
 //! An engine without queues, for tests of those who wait: a script says what it finds.
 
 use std::collections::VecDeque;
+use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
@@ -17,7 +19,7 @@ use super::engine::{
 use super::errors::EndpointOver;
 use super::hub::Core;
 use super::leases::Leases;
-use super::sockets::{Copied, LeaseParts, StreamId, StreamState};
+use super::sockets::{Copied, LeaseParts, Message, StreamId, StreamState};
 
 /// What has happened to an engine, and what it is to find.
 #[derive(Debug, Default)]
@@ -67,6 +69,7 @@ pub(crate) fn info(state: StreamState) -> ConnInfo {
         local: Address::new(Cid::new(3), Port::new(1)),
         peer: Address::new(Cid::new(4), Port::new(1)),
         unread: 0,
+        messages: None,
         taken: 0,
         low_water: 1,
         peer_finished: false,
@@ -133,12 +136,12 @@ impl Engine for Fake {
         self.script().due
     }
 
-    fn connect(&mut self, _: Port, _: Address) -> Result<StreamId, ConnectError> {
+    fn connect(&mut self, _: Port, _: Address, _: SocketType) -> Result<StreamId, ConnectError> {
         self.script().connected += 1;
         Ok(StreamId::FIRST)
     }
 
-    fn listen(&mut self, _: Port, _: usize) -> Result<(), ListenError> {
+    fn listen(&mut self, _: Port, _: usize, _: SocketType) -> Result<(), ListenError> {
         Ok(())
     }
 
@@ -233,6 +236,31 @@ impl Engine for Fake {
 
     fn send_loan(&mut self, _: u32, _: usize, _: Option<&[u8]>) -> Result<usize, SendFault> {
         Err(SendFault::Unknown)
+    }
+
+    fn read_message(
+        &mut self,
+        _: StreamId,
+        _: &mut [u8],
+        _: bool,
+    ) -> Result<Option<Message>, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    fn lease_message(&mut self, _: StreamId) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
+        Err(RecvFault::WouldBlock)
+    }
+
+    fn send_message(&mut self, _: StreamId, _: &[IoSlice<'_>], _: bool) -> Result<bool, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn is_sending(&self, _: StreamId) -> bool {
+        false
+    }
+
+    fn may_send_message(&mut self, _: StreamId) -> bool {
+        false
     }
 
     fn is_acceptable(&self, _: Port) -> bool {

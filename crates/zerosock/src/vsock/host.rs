@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
@@ -18,6 +19,7 @@ use super::endpoint::{begin_connect, connect, listen, turn};
 use super::engine::EndpointStats;
 use super::hub::Core;
 use super::listener::Listener;
+use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::socket_file::{SocketFile, SocketKind};
 use super::stream::Stream;
 use super::waiting::Wait;
@@ -182,11 +184,46 @@ impl Host {
     /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when somebody listens there
     /// already, or has bound the port.
     pub fn listen(&self, port: Port, backlog: usize) -> io::Result<Listener> {
+        self.listen_for(port, backlog, SocketType::Stream)
+    }
+
+    fn listen_for(
+        &self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> io::Result<Listener> {
         if port == Port::ANY {
-            return self.socket().listen(backlog);
+            return self.socket().listen_for(backlog, socket_type);
         }
         let local = Address::new(Cid::HOST, port);
-        listen(&self.core, local, backlog, self.wait)
+        listen(&self.core, local, backlog, socket_type, self.wait)
+    }
+
+    /// As [`connect`](Self::connect), for messages.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect); `Unsupported` when the guest has none.
+    pub fn connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
+        connect(&self.core, peer, self.wait, self.connect_timeout)
+    }
+
+    /// As [`begin_connect`](Self::begin_connect), for messages.
+    ///
+    /// # Errors
+    /// As [`begin_connect`](Self::begin_connect); `Unsupported` when the guest has none.
+    pub fn begin_connect_seqpacket(&self, peer: Address) -> io::Result<SeqPacket> {
+        begin_connect(&self.core, peer, self.wait)
+    }
+
+    /// As [`listen`](Self::listen), for connections that carry messages. Streams are refused there;
+    /// a port is listened on for one kind.
+    ///
+    /// # Errors
+    /// As [`listen`](Self::listen).
+    pub fn listen_seqpacket(&self, port: Port, backlog: usize) -> io::Result<SeqPacketListener> {
+        let listener = self.listen_for(port, backlog, SocketType::SeqPacket)?;
+        Ok(SeqPacketListener::new(listener))
     }
 
     /// The CID of the attached process of this name.
@@ -308,14 +345,6 @@ impl HostBuilder {
     /// [`vm`](Self::vm), and for processes. At first 262144.
     pub fn window(mut self, bytes: u32) -> HostBuilder {
         self.window = Some(bytes);
-        self
-    }
-
-    /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), 1 to 16. At
-    /// first 1. One thread at a time drives them all: more of them serve to try things out here, and
-    /// to share work out in [`Daemon`](crate::daemon::Daemon)s.
-    pub fn queue_pairs(mut self, most: u16) -> HostBuilder {
-        self.config.queue_pairs = most;
         self
     }
 

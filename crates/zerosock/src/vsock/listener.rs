@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Address;
 
-use super::connection::{Blocking, decode, encode};
+use super::connection::{Blocking, Connected, decode, encode};
 use super::hub::{Core, Ending, Interest, Patience};
 use super::options::Options;
 use super::stream::Stream;
@@ -130,7 +130,11 @@ impl Listener {
         self.accept_until(deadline_in(timeout))
     }
 
-    fn accept_until(&self, deadline: Option<Instant>) -> io::Result<(Stream, Address)> {
+    /// As `accept`, for any kind of socket.
+    pub(super) fn accept_until<S: Connected>(
+        &self,
+        deadline: Option<Instant>,
+    ) -> io::Result<(S, Address)> {
         let wait = decode(self.wait.load(Ordering::Relaxed));
         let patience = Patience {
             manner: self.blocking.manner(wait),
@@ -143,9 +147,9 @@ impl Listener {
             engine.flush();
             Some((id, info))
         })?;
-        let mut stream = Stream::new(self.core.clone(), id, &info, wait);
-        stream.adopt(*self.options(), None);
-        Ok((stream, info.peer))
+        let mut socket = S::new(self.core.clone(), id, &info, wait);
+        socket.adopt(*self.options(), None);
+        Ok((socket, info.peer))
     }
 
     /// Connections, as they come; never `None`.

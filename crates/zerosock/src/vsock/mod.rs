@@ -6,7 +6,7 @@
 //!   and is a guest without a virtual machine there;
 //! - a [`Host`]: the program has the device in itself, and is CID 2 to VMs and processes.
 //!
-//! Both give the same [`Stream`]s and [`Listener`]s. Bytes move in two ways that may be mixed: by
+//! Both give the same [`Stream`]s and [`Listener`]s, and [`SeqPacket`]s for messages. Bytes move in two ways that may be mixed: by
 //! copying ([`std::io::Read`], [`std::io::Write`]), or in place ([`Lease`], [`Loan`]).
 //!
 //! # Whom it trusts
@@ -25,7 +25,8 @@
 //! # What each file is for
 //! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets.
 //! `socket`: one before it is a connection or a listener, with `options` for what it may be told.
-//! `connection`: what all connected sockets have; `stream`, `listener`, `lease`, `loan`, `message`:
+//! `connection`: what all connected sockets have; `stream`, `seqpacket`, `listener`, `lease`, `loan`,
+//! `message`, and `outgoing` for what of a message has not left:
 //! what the user has in hand; `poller` and `tokio` wait for many of them, `waiting` says how;
 //! `errors`: what goes wrong, and by whose fault. `hub`: the lock, who drives and who sleeps.
 //! `engine`: what the hub drives. `sockets`: the table of connections that both engines share, with
@@ -46,8 +47,10 @@ mod listener;
 mod loan;
 mod message;
 pub(crate) mod options;
+pub(crate) mod outgoing;
 mod poller;
 pub mod rxmap;
+mod seqpacket;
 mod socket;
 pub(crate) mod socket_file;
 pub(crate) mod sockets;
@@ -69,6 +72,7 @@ pub use message::Message;
 pub use options::OptionError;
 pub use poller::{Poller, Readiness, Ready};
 pub use rxmap::{PagedRxMap, RxMap, RxMapError};
+pub use seqpacket::{MessageLeases, Received, SeqPacket, SeqPacketIncoming, SeqPacketListener};
 pub use socket::Socket;
 pub use sockets::StreamState;
 pub use stream::{Batch, Stream};

@@ -15,6 +15,7 @@ use zerosock_proto::Port;
 
 use super::hub::{Bell, Come, Core, Locked};
 use super::listener::Listener;
+use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
 use super::waiting::{Learned, Wait};
@@ -155,6 +156,19 @@ impl Poller {
     pub fn add_stream(&mut self, stream: &Stream, key: u64, wanted: Readiness) {
         let what = What::Stream(stream.conn.core.clone(), stream.conn.id);
         self.sources.push(Source { key, wanted, what });
+    }
+
+    /// Adds a connection that carries messages, as [`add_stream`](Self::add_stream) adds a stream:
+    /// readable when there is one as a whole, writable when the next one may be sent, or the one for
+    /// which there was no room.
+    pub fn add_seqpacket(&mut self, socket: &SeqPacket, key: u64, wanted: Readiness) {
+        let what = What::Stream(socket.conn.core.clone(), socket.conn.id);
+        self.sources.push(Source { key, wanted, what });
+    }
+
+    /// Adds a listener for such connections, as [`add_listener`](Self::add_listener).
+    pub fn add_seqpacket_listener(&mut self, listener: &SeqPacketListener, key: u64) {
+        self.add_listener(listener.port(), key);
     }
 
     /// Adds a listener: readable when a connection waits.
@@ -394,7 +408,10 @@ fn of_stream(locked: &mut Locked<'_>, id: StreamId, wanted: Readiness) -> Readin
         return wanted;
     };
     let ended = matches!(info.state, StreamState::Finished | StreamState::Reset);
-    let enough = info.unread >= info.low_water as usize;
+    let enough = match info.messages {
+        Some(messages) => messages > 0,
+        None => info.unread >= info.low_water as usize,
+    };
     Readiness {
         readable: wanted.readable && (enough || info.peer_finished || ended),
         writable: wanted.writable && (ended || engine.is_writable(id)),

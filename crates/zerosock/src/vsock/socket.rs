@@ -8,14 +8,17 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
+use super::connection::Connected;
 use super::endpoint::{Endpoint, await_connected};
 use super::errors::{ListenError, of_connect, of_listen};
 use super::host::Host;
 use super::hub::{Core, Ending};
 use super::listener::Listener;
 use super::options::{Options, timeout};
+use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
 use super::waiting::Wait;
 
@@ -228,13 +231,25 @@ impl Socket {
     /// there is a connection to `peer` already. One that has been closed counts until the peer has
     /// answered that, which [`Stream::set_linger`] can wait for.
     pub fn connect(&mut self, peer: Address) -> io::Result<Stream> {
-        let mut stream = self.begin_connect(peer)?;
-        match await_connected(&stream, self.wait, self.connect_timeout()) {
-            Ok(()) => Ok(stream),
+        self.connect_as(peer)
+    }
+
+    /// As [`connect`](Self::connect), for messages.
+    ///
+    /// # Errors
+    /// As there; `Unsupported` when the peer, or the device between, has none.
+    pub fn connect_seqpacket(&mut self, peer: Address) -> io::Result<SeqPacket> {
+        self.connect_as(peer)
+    }
+
+    fn connect_as<S: Connected>(&mut self, peer: Address) -> io::Result<S> {
+        let mut socket: S = self.begin_connect_as(peer)?;
+        match await_connected(socket.conn(), self.wait, self.connect_timeout()) {
+            Ok(()) => Ok(socket),
             Err(error) => {
                 // For another try.
-                self.bound = stream.conn.unbind();
-                stream.reset();
+                self.bound = socket.unbind();
+                socket.conn().reset();
                 Err(error)
             }
         }
@@ -245,10 +260,22 @@ impl Socket {
     /// # Errors
     /// Those of [`connect`](Self::connect) that are known at once.
     pub fn begin_connect(&mut self, peer: Address) -> io::Result<Stream> {
+        self.begin_connect_as(peer)
+    }
+
+    /// As [`begin_connect`](Self::begin_connect), for messages.
+    ///
+    /// # Errors
+    /// Those of [`connect_seqpacket`](Self::connect_seqpacket) that are known at once.
+    pub fn begin_connect_seqpacket(&mut self, peer: Address) -> io::Result<SeqPacket> {
+        self.begin_connect_as(peer)
+    }
+
+    fn begin_connect_as<S: Connected>(&mut self, peer: Address) -> io::Result<S> {
         let from = self.bound.as_ref().map_or(Port::ANY, |bound| bound.port);
         let mut locked = self.core.lock();
         let engine = locked.engine();
-        let id = engine.connect(from, peer).map_err(of_connect)?;
+        let id = engine.connect(from, peer, S::TYPE).map_err(of_connect)?;
         // Before the request leaves, which tells of it.
         if let Some(bytes) = self.options.buffer {
             engine.set_buffer(id, bytes);
@@ -259,9 +286,9 @@ impl Socket {
         engine.flush();
         let info = engine.info(id).ok_or(io::ErrorKind::NotConnected)?;
         drop(locked);
-        let mut stream = Stream::new(self.core.clone(), id, &info, self.wait);
-        stream.adopt(self.options, self.bound.take());
-        Ok(stream)
+        let mut socket = S::new(self.core.clone(), id, &info, self.wait);
+        socket.adopt(self.options, self.bound.take());
+        Ok(socket)
     }
 
     /// Listens, on a port that is free if the socket has none. At most `backlog` connections wait
@@ -270,6 +297,23 @@ impl Socket {
     /// # Errors
     /// As [`Endpoint::listen`].
     pub fn listen(&mut self, backlog: usize) -> io::Result<Listener> {
+        self.listen_for(backlog, SocketType::Stream)
+    }
+
+    /// As [`listen`](Self::listen), for connections that carry messages.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn listen_seqpacket(&mut self, backlog: usize) -> io::Result<SeqPacketListener> {
+        let listener = self.listen_for(backlog, SocketType::SeqPacket)?;
+        Ok(SeqPacketListener::new(listener))
+    }
+
+    pub(super) fn listen_for(
+        &mut self,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> io::Result<Listener> {
         if self.bound.is_none() {
             self.bind_any()?;
         }
@@ -278,7 +322,7 @@ impl Socket {
         let mut locked = self.core.lock();
         let engine = locked.engine();
         engine.unbind(port);
-        if let Err(error) = engine.listen(port, backlog) {
+        if let Err(error) = engine.listen(port, backlog, socket_type) {
             // It was ours a moment ago, and so it is again.
             let _ = engine.bind(port);
             return Err(of_listen(error).into());

@@ -1,11 +1,13 @@
 //! What the sockets of a host call: each finds the device that it is about and acts on its queues
 //! at once.
 
+use std::io::IoSlice;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant as StdInstant};
 
 use zerosock_proto::vsock::{ConnectError, How, ListenError};
+use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
@@ -19,7 +21,7 @@ use crate::vsock::engine::{
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copied, LeaseParts, News, NoLease, Sockets, StreamId};
+use crate::vsock::sockets::{Copied, LeaseParts, Message, News, NoLease, Sockets, StreamId};
 
 impl Engine for HostEngine {
     fn words(&self) -> Arc<Leases> {
@@ -119,30 +121,36 @@ impl Engine for HostEngine {
         Some(self.worker.clock.at(at))
     }
 
-    fn connect(&mut self, from: Port, to: Address) -> Result<StreamId, ConnectError> {
+    fn connect(
+        &mut self,
+        from: Port,
+        to: Address,
+        socket_type: SocketType,
+    ) -> Result<StreamId, ConnectError> {
         let device = self.worker.routes.device(to.cid);
         let vm = device.ok_or(ConnectError::Unreachable)?.vm;
         if self.app().is_some_and(|app| app.listens(from)) {
             return Err(ConnectError::InUse);
         }
-        let device = self.worker.devices.get(vm);
-        let device = device.ok_or(ConnectError::Unreachable)?;
-        let (lane, from) = device.lane_of_app(from, to);
-        let vm = lane.vm;
         let now = self.worker.clock.now();
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(ConnectError::Unreachable)?;
-        let id = device.app_connect(from, to, &mut cx)?;
+        let id = device.app_connect(from, to, socket_type, &mut cx)?;
         self.stir(vm);
         Ok(id)
     }
 
-    fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
+    fn listen(
+        &mut self,
+        port: Port,
+        backlog: usize,
+        socket_type: SocketType,
+    ) -> Result<(), ListenError> {
         if port == Port::ANY {
             return Err(ListenError::AnyPort);
         }
         let app = self.worker.app.as_deref_mut();
-        if app.is_some_and(|app| app.listen(port, backlog)) {
+        if app.is_some_and(|app| app.listen(port, backlog, socket_type)) {
             Ok(())
         } else {
             Err(ListenError::InUse)
@@ -198,6 +206,7 @@ impl Engine for HostEngine {
             low_water: conn.low_water(),
             peer_finished: conn.peer_finished,
             peer_deaf: conn.peer_deaf,
+            messages: conn.messages(),
             trusted: self.trust_processes && self.is_process(conn.pool),
         })
     }
@@ -302,13 +311,7 @@ impl Engine for HostEngine {
 
     #[inline]
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault> {
-        if let Some(vm) = self.device_of(id) {
-            let now = self.now;
-            let (device, mut cx) = self.worker.lend(vm, now);
-            if let Some(device) = device {
-                device.weigh_old(&mut cx);
-            }
-        }
+        self.weigh_old(id);
         let mut result = Err(NoLease::Empty);
         self.received(id, |sockets, store| {
             result = sockets.lease(id, store);
@@ -435,6 +438,74 @@ impl Engine for HostEngine {
         let sent = device.app_send_loan(index, flow, len, private, &mut cx);
         self.touch(vm);
         sent
+    }
+
+    fn read_message(
+        &mut self,
+        id: StreamId,
+        out: &mut [u8],
+        peek: bool,
+    ) -> Result<Option<Message>, RecvFault> {
+        let mut message = None;
+        self.received(id, |sockets, store| {
+            message = sockets.read_message(id, out, peek, store);
+            message.is_some() && !peek
+        });
+        if message.is_none() {
+            self.why_empty(id)?;
+        }
+        Ok(message)
+    }
+
+    fn lease_message(
+        &mut self,
+        id: StreamId,
+    ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
+        self.weigh_old(id);
+        let mut result = Err(NoLease::Empty);
+        self.received(id, |sockets, store| {
+            result = sockets.lease_message(id, store);
+            result.is_ok()
+        });
+        match result {
+            Ok(message) => Ok(Some(message)),
+            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
+        }
+    }
+
+    fn send_message(
+        &mut self,
+        id: StreamId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault> {
+        let (vm, flow) = self.sender(id)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let sent = device.app_send_message(id, flow, slices, ends_record, &mut cx);
+        self.touch(vm);
+        sent
+    }
+
+    fn is_sending(&self, id: StreamId) -> bool {
+        let Some((vm, flow)) = self.flow_of(id) else {
+            return false;
+        };
+        let device = self.worker.devices.get(vm);
+        device.is_some_and(|device| device.is_sending(flow))
+    }
+
+    fn may_send_message(&mut self, id: StreamId) -> bool {
+        let (vm, flow) = match self.sender(id) {
+            Ok(sender) => sender,
+            Err(SendFault::NotConnected) => return false,
+            Err(_) => return true,
+        };
+        let now = self.now;
+        let (device, mut cx) = self.worker.lend(vm, now);
+        device.is_none_or(|device| device.app_may_send(id, flow, &mut cx))
     }
 
     fn stats(&self) -> EndpointStats {

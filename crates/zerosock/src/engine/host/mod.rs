@@ -198,6 +198,18 @@ impl HostEngine {
         got
     }
 
+    /// Notes whether old memory that leases keep alive allows more of them in place.
+    #[inline]
+    fn weigh_old(&mut self, id: StreamId) {
+        if let Some(vm) = self.device_of(id) {
+            let now = self.now;
+            let (device, mut cx) = self.worker.lend(vm, now);
+            if let Some(device) = device {
+                device.weigh_old(&mut cx);
+            }
+        }
+    }
+
     /// Why nothing was received: `Ok` is the end.
     fn why_empty(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets().and_then(|sockets| sockets.get(id));

@@ -57,4 +57,11 @@ impl Store for AllStores<'_> {
             device.store().consumed(pool, flow, bytes);
         }
     }
+
+    fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16) {
+        let vm = self.pools.get(pool as usize).copied().flatten();
+        if let Some(device) = vm.and_then(|vm| self.device(vm)) {
+            device.store().consumed_empty(pool, flow, messages);
+        }
+    }
 }

@@ -22,6 +22,7 @@
 //! The holders of a pool are looked through when its oldest buffer may be due, not more often:
 //! there are never more of them than buffers.
 
+use super::messages::cost;
 use super::parts::{Part, copy_out};
 use super::{NONE, News, Sockets, Store, StreamId, StreamState, due};
 use crate::deadline::earlier;
@@ -55,6 +56,11 @@ pub(crate) struct Pool {
 impl Pool {
     fn limit(&self) -> u32 {
         (self.size / 4 * 3).max(1)
+    }
+
+    /// What one connection may lease in place, or hold of a message that has not ended.
+    pub(super) fn eighth(&self) -> u32 {
+        (self.size / 8).max(1)
     }
 }
 
@@ -121,7 +127,7 @@ impl<T> Sockets<T> {
 
     pub(super) fn may_lease(&self, pool: u32, leased: u32) -> bool {
         self.pools.get(pool as usize).is_some_and(|pool| {
-            !pool.copied && leased < (pool.size / 8).max(1) && pool.leased < pool.size / 8 * 3 + 1
+            !pool.copied && leased < pool.eighth() && pool.leased < pool.size / 8 * 3 + 1
         })
     }
 
@@ -408,26 +414,33 @@ impl<T> Sockets<T> {
     }
 
     /// Copies out all unread parts of a connection.
-    pub(super) fn spill(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    fn spill(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id) else { return };
         let parts = std::mem::take(&mut conn.parts);
         let mut released = 0;
         let mut copied = 0;
+        let mut costs = 0;
         for part in parts {
             match part {
                 Part::Held(held) => {
-                    conn.push_copy(|bytes| copy_out(store, &held, bytes));
+                    conn.push_copy(held.ends, |bytes| copy_out(store, &held, bytes));
                     copied += u64::from(held.len);
+                    costs += cost(held.ends);
                     released += 1;
                     store.release(held.token);
                 }
-                Part::Copied { bytes, taken } => {
-                    conn.push_copy(|to| to.extend_from_slice(bytes.get(taken..).unwrap_or(&[])));
+                Part::Copied { bytes, taken, ends } => {
+                    conn.push_copy(ends, |to| {
+                        to.extend_from_slice(bytes.get(taken..).unwrap_or(&[]))
+                    });
                 }
             }
         }
         self.counted.copied_aside += copied;
-        self.copied(id.index, copied as usize);
+        if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
+            messages.half_held = 0;
+        }
+        self.copied(id.index, copied as usize + costs);
         if released > 0 {
             self.unhold(id.index, released);
         }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use arrayvec::ArrayVec;
 use zerosock_ring::{Memory, Piece};
 
+use super::messages::cost;
 use super::parts::{Held, Part, copy_out};
 use super::{NONE, Sockets, Store, StreamId, StreamState};
 use crate::vsock::engine::{Ahead, Next, NextKind};
@@ -147,8 +148,8 @@ impl<T> Sockets<T> {
             conn.taken += len as u64;
         }
         let (held, place) = match part {
-            Part::Copied { bytes, taken } => {
-                self.uncopy(id.index, len);
+            Part::Copied { bytes, taken, ends } => {
+                self.uncopy(id.index, len + cost(ends));
                 (None, Place::Copied((Arc::new(bytes), taken)))
             }
             Part::Held(held) => match self.may_lease(pool, leased).then(|| place(store, &held)) {
@@ -371,6 +372,11 @@ impl<T> Sockets<T> {
         lent.what = What::Nothing;
         self.free_lent.push(index);
         true
+    }
+
+    /// Words that are free.
+    pub(super) fn free_lent(&self) -> usize {
+        self.free_lent.len()
     }
 
     /// Leases and loans that are out.

@@ -4,9 +4,9 @@
 //! Received bytes lie where the peer's side wrote them, in buffers of a [`Pool`] (a device's
 //! transmit queue, a driver's receive queue), each known here by a token of the engine's. A
 //! connection is a list of [`Part`]s in order: buffers held in place, and copies. What each file
-//! does: `parts` reads them, `lent` lends them out and takes them back, `bounds` keeps the number
-//! and the time of what is held within limits, `news` says what has happened; here they come and
-//! go.
+//! does: `parts` reads them, `messages` those of connections that carry messages, `lent` lends them
+//! out and takes them back, `bounds` keeps the number and the time of what is held within limits,
+//! `news` says what has happened; here they come and go.
 //!
 //! What must hold: every token that came in goes back to the engine exactly once
 //! ([`Store::release`]), whatever happens to the connection (but for buffers of a peer that is
@@ -16,7 +16,7 @@
 
 mod bounds;
 mod lent;
-mod moving;
+mod messages;
 mod news;
 mod parts;
 
@@ -33,6 +33,7 @@ use super::leases::Leases;
 use bounds::Pool;
 use lent::Lent;
 pub(crate) use lent::{Copied, LeaseParts, NoLease, PIECES, Place};
+pub(crate) use messages::{Ends, Message, Messages};
 pub(crate) use news::News;
 pub(crate) use parts::{Held, Part};
 
@@ -55,6 +56,9 @@ pub(crate) trait Store {
 
     /// `bytes` of a connection were read, or never will be: the sender gets credit for them.
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32);
+
+    /// `messages` without a byte of a connection were read.
+    fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16);
 }
 
 /// A connection of one endpoint. Valid until the connection is closed by its owner.
@@ -118,6 +122,8 @@ pub(crate) struct Conn<T> {
     pub(crate) deaf: bool,
     /// A send found no room: tell when there is some.
     pub(crate) wants_room: bool,
+    /// It carries messages.
+    messages: Option<Box<Messages>>,
     parts: VecDeque<Part<T>>,
     /// Bytes received and not read, wherever they lie; leased ones are counted as read.
     unread: usize,
@@ -227,6 +233,7 @@ impl<T> Sockets<T> {
             finished: false,
             deaf: false,
             wants_room: false,
+            messages: None,
             parts: VecDeque::new(),
             unread: 0,
             taken: 0,

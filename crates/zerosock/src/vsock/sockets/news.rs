@@ -41,7 +41,7 @@ impl<T> Sockets<T> {
             let index = self.with_news.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
-            if conn.unread == 0 {
+            if conn.unread == 0 && conn.messages().unwrap_or(0) == 0 {
                 conn.news &= !(1 << News::Readable as u8);
             }
             let Some(news) = NEWS

@@ -1,6 +1,7 @@
 //! What a connection has received: buffers in place and copies, in order; taking in and reading.
 
-use super::{Conn, Counted, Sockets, Store, StreamId};
+use super::messages::cost;
+use super::{Conn, Counted, Ends, Sockets, Store, StreamId};
 use crate::vsock::engine::Payload;
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
@@ -16,6 +17,8 @@ pub(crate) struct Held<T> {
     pub(crate) len: u32,
     /// When they came.
     pub(crate) since: Instant,
+    /// What ends with them.
+    pub(crate) ends: Ends,
 }
 
 /// A stretch of received bytes.
@@ -24,14 +27,18 @@ pub(crate) enum Part<T> {
     /// Where the peer's side wrote them.
     Held(Held<T>),
     /// In a copy: the first `taken` bytes have been read.
-    Copied { bytes: Vec<u8>, taken: usize },
+    Copied {
+        bytes: Vec<u8>,
+        taken: usize,
+        ends: Ends,
+    },
 }
 
 impl<T> Part<T> {
     pub(crate) fn len(&self) -> usize {
         match self {
             Part::Held(held) => held.len as usize,
-            Part::Copied { bytes, taken } => bytes.len() - taken,
+            Part::Copied { bytes, taken, .. } => bytes.len() - taken,
         }
     }
 }
@@ -51,19 +58,29 @@ pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mu
 
 impl<T> Conn<T> {
     /// Appends bytes to the copies at the end: into one buffer, however many small packets they
-    /// were; what has been read of it is dropped when it is half, so that it stays below twice the
-    /// bytes that wait.
-    pub(super) fn push_copy(&mut self, copy: impl FnOnce(&mut Vec<u8>)) {
-        if let Some(Part::Copied { bytes, taken }) = self.parts.back_mut() {
+    /// were, unless a message ended there; what has been read of it is dropped when it is half, so
+    /// that it stays below twice the bytes that wait.
+    pub(super) fn push_copy(&mut self, ends: Ends, copy: impl FnOnce(&mut Vec<u8>)) {
+        if let Some(Part::Copied {
+            bytes,
+            taken,
+            ends: end @ Ends::Nothing,
+        }) = self.parts.back_mut()
+        {
             if *taken >= bytes.len() / 2 {
                 bytes.drain(..*taken);
                 *taken = 0;
             }
             copy(bytes);
+            *end = ends;
         } else {
             let mut bytes = Vec::new();
             copy(&mut bytes);
-            self.parts.push_back(Part::Copied { bytes, taken: 0 });
+            self.parts.push_back(Part::Copied {
+                bytes,
+                taken: 0,
+                ends,
+            });
         }
     }
 }
@@ -98,7 +115,7 @@ impl<T> Sockets<T> {
             return self.hold_one(id.index);
         }
         self.counted.copied_aside += u64::from(held.len);
-        conn.push_copy(|bytes| copy_out(store, &held, bytes));
+        conn.push_copy(Ends::Nothing, |bytes| copy_out(store, &held, bytes));
         self.copied(id.index, held.len as usize);
         store.release(held.token);
     }
@@ -131,7 +148,7 @@ impl<T> Sockets<T> {
                     held.offset += len as u32;
                     held.len -= len as u32;
                 }
-                Part::Copied { bytes, taken } => {
+                Part::Copied { bytes, taken, .. } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                     *taken += len;
                     uncopied += len;
@@ -200,7 +217,7 @@ impl<T> Sockets<T> {
                         memory.read(pieces, held.offset as usize, &mut rest[..len]);
                     }
                 }
-                Part::Copied { bytes, taken } => {
+                Part::Copied { bytes, taken, .. } => {
                     rest[..len].copy_from_slice(&bytes[*taken..*taken + len]);
                 }
             }
@@ -234,7 +251,7 @@ impl<T> Sockets<T> {
             shown.bytes += part.len();
             shown.showing = true;
             let go_on = match part {
-                Part::Copied { bytes, taken } => look(Payload::copied(&bytes[*taken..])),
+                Part::Copied { bytes, taken, .. } => look(Payload::copied(&bytes[*taken..])),
                 Part::Held(held) => {
                     let mut slices = SliceBuf::<4>::new();
                     let (offset, len) = (held.offset as usize, held.len as usize);
@@ -295,7 +312,9 @@ impl<T> Sockets<T> {
                 store.release(held.token);
                 self.unhold(id.index, 1);
             }
-            Part::Copied { bytes, taken } => self.uncopy(id.index, bytes.len() - taken),
+            Part::Copied { bytes, taken, ends } => {
+                self.uncopy(id.index, bytes.len() - taken + cost(ends));
+            }
         }
         self.catch_up(id.index);
     }
@@ -325,10 +344,14 @@ impl<T> Sockets<T> {
         let Some(unread) = self.get(id).map(|conn| conn.unread) else {
             return;
         };
+        self.drop_half(id, store);
         while self.get(id).is_some_and(|conn| !conn.parts.is_empty()) {
             self.drop_front(id, store);
         }
         self.consumed(id, unread, store);
+        if let Some(messages) = self.get_mut(id).and_then(|conn| conn.messages.as_mut()) {
+            messages.whole = 0;
+        }
     }
 }
 

@@ -84,6 +84,8 @@ impl Store for Slots {
     fn consumed(&mut self, _: u32, flow: FlowId, bytes: u32) {
         *self.consumed.entry(flow.index()).or_default() += u64::from(bytes);
     }
+
+    fn consumed_empty(&mut self, _: u32, _: FlowId, _: u16) {}
 }
 
 struct Table {
@@ -136,6 +138,7 @@ impl Table {
             offset,
             len: bytes.len() as u32,
             since: self.now,
+            ends: Ends::Nothing,
         };
         self.sockets.deliver(id, held, &mut self.slots);
         true

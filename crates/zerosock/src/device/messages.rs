@@ -1,0 +1,410 @@
+//! Connections of the guest that carry messages (SEQPACKET).
+//!
+//! Their bytes go the ways of a stream's: held, lent, copied, within the same bounds. Beside them go
+//! the lengths of messages, which are told when a message has come as a whole. So whoever takes
+//! bytes up knows how long a message is before it begins to pass it on, and begins only what can be
+//! ended: a guest takes it with credit for all of it, or is reset for it; a host socket takes it
+//! with one call.
+//!
+//! What must hold: a length is told behind all of its bytes; a message that has not ended when its
+//! sender says that it sends no more is nobody's; what is kept for want of buffers leaves before
+//! anything else of its connection.
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+
+use zerosock_proto::vsock::{FlowId, How, MessageRoom, ReserveError};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
+use zerosock_ring::{Chain, Memory};
+
+use super::app::send_fault;
+use super::events::emit;
+use super::from_guest::share_of;
+use super::join::{End, Inbound};
+use super::outbound::Held;
+use super::sibling;
+use super::to_guest::{Fill, GATHER};
+use super::{Context, Device, TURN_BYTES};
+use crate::driver::messages::ends;
+use crate::switch::Message;
+use crate::vsock::engine::SendFault;
+use crate::vsock::outgoing::{Outgoing, Slices, end};
+use crate::vsock::sockets::{Ends, StreamId};
+
+/// What a join has beside a stream's.
+#[derive(Debug, Default)]
+pub(crate) struct Messages {
+    /// From the guest: those that lie in `outbound` as a whole, oldest first.
+    pub(super) outbound: VecDeque<(u32, Ends)>,
+    /// Bytes of the one that has not ended, behind them.
+    pub(super) half: u32,
+    /// From a sibling: those that are here as a whole.
+    pub(super) inbound: VecDeque<(u32, Ends)>,
+    /// The one that the guest is given.
+    pub(super) sending: Option<Sending>,
+}
+
+/// A message that has begun.
+#[derive(Debug)]
+pub(super) struct Sending {
+    room: MessageRoom,
+    left: u32,
+    ends: Ends,
+}
+
+impl Messages {
+    /// Bytes that the lists take.
+    pub(super) fn cost(&self) -> usize {
+        (self.outbound.len() + self.inbound.len()) * size_of::<(u32, Ends)>()
+    }
+}
+
+impl Device {
+    /// A part of a message of the guest's.
+    pub(super) fn part(
+        &mut self,
+        chain: Chain,
+        flow: FlowId,
+        len: u32,
+        flags: u32,
+        cx: &mut Context<'_>,
+    ) {
+        cx.time();
+        self.moved += len as usize;
+        let ends = ends(flags);
+        let key = self.key_of(flow);
+        let Some(tx) = self.tx.as_mut() else { return };
+        let Some((key, join)) = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?))) else {
+            // The shard knows a flow that the device does not: end it rather than lose bytes.
+            tx.complete(chain, 0);
+            let _ = self.shard.reset(flow);
+            return;
+        };
+        if let End::App(end) = &join.end {
+            let id = end.id;
+            return self.app_deliver_part(id, chain, len, ends, cx);
+        }
+        let Some(messages) = join.messages.as_deref_mut().filter(|_| !join.write_closed) else {
+            tx.complete(chain, 0);
+            let _ = match len {
+                0 => self.shard.consume_empty(flow, 1),
+                len => self.shard.consume(flow, len),
+            };
+            return;
+        };
+        messages.half += len;
+        if ends.any() {
+            let whole = std::mem::take(&mut messages.half);
+            messages.outbound.push_back((whole, ends));
+        }
+        if len == 0 {
+            tx.complete(chain, 0);
+        } else {
+            let share = if join.writable {
+                usize::MAX
+            } else {
+                share_of(tx.queue.size())
+            };
+            let offset = HEADER_LEN as u32;
+            let held = Held { chain, offset, len };
+            if let Some(chain) =
+                join.outbound
+                    .push(tx.queue.memory(), held, share, &mut self.spare_outbound)
+            {
+                cx.counters.copied_bytes.add(u64::from(len));
+                tx.complete(chain, 0);
+            }
+        }
+        if !join.in_dirty {
+            join.in_dirty = true;
+            self.dirty.push(key);
+        }
+    }
+
+    /// Tells the sibling of the messages whose bytes it has been given.
+    pub(super) fn tell_sibling_of_messages(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let (End::Sibling(sibling), Some(messages)) = (&join.end, &mut join.messages) else {
+            return;
+        };
+        if !join.outbound.is_empty() {
+            return;
+        }
+        let to = sibling.peer.flow;
+        for (len, ends) in messages.outbound.drain(..) {
+            let message = Message::Ended { to, len, ends };
+            cx.outbox.send(sibling.peer.device, message);
+        }
+    }
+
+    /// The sibling's last bytes were a message.
+    pub(super) fn sibling_ended_message(
+        &mut self,
+        to: FlowId,
+        len: u32,
+        ends: Ends,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(key) = self.key_of(to) else { return };
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        let (End::Sibling(sibling), Some(messages)) = (&join.end, &mut join.messages) else {
+            return;
+        };
+        if join.read_closed {
+            if len == 0 {
+                let to = sibling.peer.flow;
+                cx.outbox
+                    .send(sibling.peer.device, Message::ReadEmpty { to });
+            }
+            return;
+        }
+        messages.inbound.push_back((len, ends));
+        join.readable = true;
+        self.enqueue(key);
+        self.settle(key, cx);
+    }
+
+    /// Gives the guest messages of its sibling.
+    pub(super) fn fill_messages_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+            return Fill::Idle;
+        };
+        let (End::Sibling(sibling), Some(flow), Some(messages)) =
+            (&mut join.end, join.flow, &mut join.messages)
+        else {
+            return Fill::Idle;
+        };
+        let mut fill = Fill::Again;
+        for _ in 0..GATHER {
+            if messages.sending.is_none() {
+                let Some(&(left, ends)) = messages.inbound.front() else {
+                    join.readable = false;
+                    fill = Fill::Idle;
+                    break;
+                };
+                match self.shard.reserve_message(flow, left) {
+                    Ok(room) => messages.sending = Some(Sending { room, left, ends }),
+                    Err(ReserveError::TooLong) => {
+                        self.too_long(key, left as usize, cx);
+                        return Fill::Idle;
+                    }
+                    // The guest will not receive, which an event has said or will say.
+                    Err(_) => {
+                        join.no_credit = true;
+                        fill = Fill::Idle;
+                        break;
+                    }
+                }
+                messages.inbound.pop_front();
+            }
+            let Some(sending) = &mut messages.sending else {
+                break;
+            };
+            let Some(chain) = rx.pop_if(HEADER_LEN + 1, true) else {
+                fill = Fill::Starved;
+                break;
+            };
+            let room = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+            let mut len = room.min(sending.left as usize);
+            let empty = len == 0;
+            let from = HEADER_LEN;
+            match sibling.front().filter(|_| !empty) {
+                Some(Inbound::Lent { memory, held, .. }) => {
+                    len = len.min(held.len as usize);
+                    let source = (&**memory, held.chain.readable(), held.offset as usize);
+                    let target = (&**rx.queue.memory(), chain.writable(), from);
+                    Memory::copy(source, target, len);
+                    held.offset += len as u32;
+                    held.len -= len as u32;
+                    cx.counters.in_place_bytes.add(len as u64);
+                }
+                Some(Inbound::Copied { bytes, taken }) => {
+                    let rest = bytes.get(*taken..).unwrap_or(&[]);
+                    let rest = rest.get(..len).unwrap_or(rest);
+                    len = rest.len();
+                    rx.queue.memory().write(chain.writable(), from, rest);
+                    *taken += len;
+                    sibling.change_copied(|copied| copied.saturating_sub(len));
+                }
+                None => {}
+            }
+            sending.left -= len as u32;
+            let last = end(sending.left as usize, sending.ends == Ends::Record);
+            match self.shard.commit_part(&mut sending.room, len as u32, last) {
+                Ok(header) => {
+                    emit(rx, chain, &header, len);
+                    cx.counters.tx_packets.add(1);
+                }
+                // The flow has ended: an event says so.
+                Err(_) => rx.complete(chain, 0),
+            }
+            cx.counters.tx_bytes.add(len as u64);
+            self.moved += len;
+            if last.is_some() {
+                messages.sending = None;
+            }
+            if empty {
+                let to = sibling.peer.flow;
+                cx.outbox
+                    .send(sibling.peer.device, Message::ReadEmpty { to });
+            } else {
+                let used_up = sibling.front().is_some_and(|one| one.len() == 0);
+                sibling::return_read(sibling, len as u32, used_up, cx);
+            }
+        }
+        let done = messages.inbound.is_empty() && messages.sending.is_none();
+        if sibling.finish && done && !join.read_closed {
+            // What is left has no end.
+            sibling::return_inbound(sibling, true, cx);
+            join.read_closed = true;
+            let _ = self.shard.shutdown(cx.now, flow, How::SEND);
+        }
+        // What was copied has become less.
+        self.settle(key, cx);
+        fill
+    }
+
+    /// A message that the guest's buffer can never take: its connection ends.
+    pub(super) fn too_long(&mut self, key: u32, len: usize, cx: &mut Context<'_>) {
+        cx.counters.message_resets.add(1);
+        tracing::warn!(
+            cid = %self.cid, len,
+            "a connection was reset: a message is longer than its receiver can take"
+        );
+        self.reset_join(key, cx);
+    }
+
+    /// Copies a message of the program's into buffers of the guest: all of it, or nothing. What
+    /// there is no buffer for is kept.
+    pub(crate) fn app_send_message(
+        &mut self,
+        id: StreamId,
+        flow: FlowId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+        cx: &mut Context<'_>,
+    ) -> Result<bool, SendFault> {
+        if self.shard.has_transmit() {
+            self.transmit_control(cx);
+        }
+        let mut slices = Slices::new(slices);
+        let total = u32::try_from(slices.left()).map_err(|_| SendFault::TooLong)?;
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
+        let Some((mut chain, rx)) = popped else {
+            self.wait_for_room(id, cx);
+            return Err(SendFault::WouldBlock);
+        };
+        let mut room = match self.shard.reserve_message(flow, total) {
+            Ok(room) => room,
+            Err(error) => {
+                rx.queue.unpop(chain);
+                return Err(send_fault(error));
+            }
+        };
+        let mut packets = 0;
+        let rest = loop {
+            let most = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+            let len = slices.left().min(most);
+            slices.take(len, |at, bytes| {
+                let (memory, pieces) = (rx.queue.memory(), chain.writable());
+                memory.write(pieces, HEADER_LEN + at, bytes);
+            });
+            let last = end(slices.left(), ends_record);
+            match self.shard.commit_part(&mut room, len as u32, last) {
+                Ok(header) => emit(rx, chain, &header, len),
+                // Nothing ran since the credit was taken.
+                Err(_) => {
+                    rx.complete(chain, 0);
+                    return Err(SendFault::Reset);
+                }
+            }
+            packets += 1;
+            if last.is_some() {
+                break None;
+            }
+            match rx.pop_if(HEADER_LEN + 1, true) {
+                Some(next) => chain = next,
+                None => break Some(Outgoing::rest(room, slices, ends_record)),
+            }
+        };
+        let all = rest.is_none();
+        if let Some(rest) = rest {
+            self.keep(rest);
+        }
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.sent += u64::from(total);
+            app.tally.copied_in += u64::from(total);
+            app.tally.packets_sent += packets;
+        }
+        Ok(all)
+    }
+
+    /// Keeps a message, or the rest of one, until there are buffers for it.
+    pub(super) fn keep(&mut self, rest: Outgoing) {
+        self.starved = true;
+        self.outgoing.push_back(rest);
+    }
+
+    /// Whether the program may send a message: see
+    /// [`Engine::is_writable`](crate::vsock::engine::Engine::is_writable).
+    pub(crate) fn app_may_send(
+        &mut self,
+        id: StreamId,
+        flow: FlowId,
+        cx: &mut Context<'_>,
+    ) -> bool {
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        if !rx.is_some_and(|rx| rx.live() && rx.queue.posted() > 0) {
+            self.wait_for_room(id, cx);
+            return false;
+        }
+        self.shard.may_reserve_message(flow)
+    }
+
+    /// Whether something of a message is kept.
+    pub(crate) fn is_sending(&self, flow: FlowId) -> bool {
+        self.outgoing.iter().any(|kept| kept.room.flow() == flow)
+    }
+
+    /// Gives the guest what was kept, as far as there are buffers.
+    pub(super) fn send_kept(&mut self, cx: &mut Context<'_>) {
+        let Some(rx) = self.rx.as_mut() else { return };
+        while self.moved < TURN_BYTES
+            && let Some(mut kept) = self.outgoing.pop_front()
+        {
+            let Some(chain) = rx.pop_if(HEADER_LEN + 1, true) else {
+                self.starved = true;
+                self.outgoing.push_front(kept);
+                return;
+            };
+            let most = (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize);
+            let len = kept.left().len().min(most);
+            let bytes = kept.left().get(..len).unwrap_or(&[]);
+            rx.queue.memory().write(chain.writable(), HEADER_LEN, bytes);
+            let last = kept.end(len);
+            match self.shard.commit_part(&mut kept.room, len as u32, last) {
+                Ok(header) => emit(rx, chain, &header, len),
+                // The connection has ended: it needs the rest no more.
+                Err(_) => {
+                    rx.complete(chain, 0);
+                    continue;
+                }
+            }
+            kept.advance(len);
+            self.moved += len;
+            cx.counters.tx_packets.add(1);
+            cx.counters.tx_bytes.add(len as u64);
+            if let Some(app) = cx.app.as_deref_mut() {
+                app.tally.packets_sent += 1;
+            }
+            if last.is_none() {
+                self.outgoing.push_front(kept);
+            }
+        }
+    }
+}

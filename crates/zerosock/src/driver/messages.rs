@@ -1,0 +1,144 @@
+//! Messages in and out of a driver's connections.
+//!
+//! What must hold: a message leaves as a whole or not at all. What of one finds no slot is kept, and
+//! leaves before anything else of its connection, its end included.
+
+use std::io::IoSlice;
+
+use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom, ReserveError};
+use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
+
+use super::Driver;
+use super::errors::{DriverError, SendError};
+use super::transfer::refused;
+use crate::vsock::outgoing::{Outgoing, Slices, end};
+use crate::vsock::sockets::{Ends, StreamId};
+
+/// What ends with a packet that has these flags.
+pub(crate) fn ends(flags: u32) -> Ends {
+    match flags {
+        _ if flags & SEQ_EOM == 0 => Ends::Nothing,
+        _ if flags & SEQ_EOR == 0 => Ends::Message,
+        _ => Ends::Record,
+    }
+}
+
+impl Driver {
+    /// Credit for a message of `len` bytes.
+    pub(super) fn reserve_message(
+        &mut self,
+        flow: FlowId,
+        len: u32,
+    ) -> Result<MessageRoom, SendError> {
+        let mut result = self.store.shard.reserve_message(flow, len);
+        if matches!(result, Err(ReserveError::NoCredit)) && self.store.shard.has_transmit() {
+            // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
+            let now = self.now();
+            self.transmit_control(now)?;
+            result = self.store.shard.reserve_message(flow, len);
+        }
+        result.map_err(refused)
+    }
+
+    /// See [`Engine::send_message`](crate::vsock::engine::Engine::send_message).
+    pub(super) fn put_message(
+        &mut self,
+        stream: StreamId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendError> {
+        let flow = self.sendable(stream)?;
+        let mut slices = Slices::new(slices);
+        let total = u32::try_from(slices.left()).map_err(|_| SendError::TooLong)?;
+        // A slot for its first part, or it is not begun.
+        let most = self.store.arena.tx_data.len();
+        let Some(mut slot) = self
+            .tx
+            .data_slot(total.min(most))
+            .map_err(DriverError::from)?
+        else {
+            self.wait_for_slot(stream);
+            return Err(SendError::WouldBlock);
+        };
+        let mut room = match self.reserve_message(flow, total) {
+            Ok(room) => room,
+            Err(error) => {
+                self.tx.put_back(slot);
+                return Err(error);
+            }
+        };
+        self.loans.copied_in += u64::from(total);
+        loop {
+            let len = slices.left().min(most as usize);
+            let arena = &self.store.arena;
+            slices.take(len, |at, bytes| {
+                arena.memory.write(arena.tx_data.pieces(slot), at, bytes);
+            });
+            let last = end(slices.left(), ends_record);
+            self.send_part(slot, &mut room, len as u32, last)?;
+            if last.is_some() {
+                return Ok(true);
+            }
+            let want = most.min(u32::try_from(slices.left()).unwrap_or(most));
+            match self.tx.data_slot(want).map_err(DriverError::from)? {
+                Some(next) => slot = next,
+                None => {
+                    let rest = Outgoing::rest(room, slices, ends_record);
+                    self.keep(stream, rest);
+                    return Ok(false);
+                }
+            }
+        }
+    }
+
+    /// Keeps what there is no slot for.
+    pub(super) fn keep(&mut self, stream: StreamId, rest: Outgoing) {
+        self.outgoing.push_back(rest);
+        // Whether or not the stream is still somebody's.
+        self.waiting_for_slot.push_back(stream);
+    }
+
+    /// Sends the first `len` bytes of a slot as a part of a message.
+    fn send_part(
+        &mut self,
+        slot: u16,
+        room: &mut MessageRoom,
+        len: u32,
+        last: Option<u32>,
+    ) -> Result<(), SendError> {
+        match self.store.shard.commit_part(room, len, last) {
+            Ok(header) => Ok(self.transmit(slot, &header)?),
+            Err(error) => {
+                self.tx.put_back(slot);
+                Err(match error {
+                    CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
+                    // Nobody else sends while one is kept.
+                    _ => SendError::Reset,
+                })
+            }
+        }
+    }
+
+    /// Sends what was kept, as far as there are slots. Connections take turns by message.
+    pub(super) fn send_kept(&mut self) {
+        while let Some(mut kept) = self.outgoing.pop_front() {
+            // What goes wrong here goes wrong again in the next turn, which says so.
+            let most = self.store.arena.tx_data.len() as usize;
+            let len = kept.left().len().min(most);
+            let Ok(Some(slot)) = self.tx.data_slot(len as u32) else {
+                self.outgoing.push_front(kept);
+                return;
+            };
+            let arena = &self.store.arena;
+            let bytes = kept.left().get(..len).unwrap_or(&[]);
+            arena.memory.write(arena.tx_data.pieces(slot), 0, bytes);
+            let last = kept.end(len);
+            let sent = self.send_part(slot, &mut kept.room, len as u32, last);
+            kept.advance(len);
+            // A connection that has ended needs the rest no more.
+            if sent.is_ok() && last.is_none() {
+                self.outgoing.push_front(kept);
+            }
+        }
+    }
+}

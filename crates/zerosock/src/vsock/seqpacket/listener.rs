@@ -1,0 +1,131 @@
+//! Connections that carry messages, as they come in.
+
+use std::io;
+use std::iter::FusedIterator;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::time::Duration;
+
+use zerosock_proto::Address;
+
+use super::SeqPacket;
+use crate::deadline::deadline_in;
+use crate::vsock::listener::Listener;
+use crate::vsock::waiting::Wait;
+
+/// A port on which connections that carry messages are listened for; those for streams are refused
+/// there. Dropping it ends that, and resets connections that wait to be accepted.
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use zerosock::{Address, Port};
+///
+/// let there = Address::new(db.cid(), Port::new(1024));
+/// let listener = db.listen_seqpacket(Port::new(1024), 16)?;
+/// let client = std::thread::spawn(move || -> std::io::Result<Vec<u8>> {
+///     let connection = web.connect_seqpacket(there)?;
+///     connection.send(b"louder")?;
+///     Ok(connection.recv_leases()?.expect("an answer").to_vec())
+/// });
+/// let (connection, _peer) = listener.accept()?;
+/// let question = connection.recv_leases()?.expect("a question").to_vec();
+/// connection.send(&question.to_ascii_uppercase())?;
+/// assert_eq!(client.join().unwrap()?, b"LOUDER");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct SeqPacketListener(Listener);
+
+impl SeqPacketListener {
+    pub(in crate::vsock) fn new(listener: Listener) -> SeqPacketListener {
+        SeqPacketListener(listener)
+    }
+
+    pub(in crate::vsock) fn port(&self) -> &Listener {
+        &self.0
+    }
+
+    /// The address that is listened on.
+    pub fn local_addr(&self) -> Address {
+        self.0.local_addr()
+    }
+
+    /// [`accept`](Self::accept) answers `WouldBlock` instead of waiting; see
+    /// [`Stream::set_nonblocking`](crate::vsock::Stream::set_nonblocking).
+    ///
+    /// # Errors
+    /// None; as in `std::net`, the result is there for the future.
+    pub fn set_nonblocking(&self, nonblocking: bool) -> io::Result<()> {
+        self.0.set_nonblocking(nonblocking)
+    }
+
+    /// How [`accept`](Self::accept) waits, and connections that it gives, until they are told
+    /// otherwise. At first as the endpoint was told.
+    pub fn set_wait(&self, wait: Wait) {
+        self.0.set_wait(wait);
+    }
+
+    /// The oldest connection that waits, and who it is from.
+    ///
+    /// # Errors
+    /// `WouldBlock`, if the listener does not wait; `ConnectionAborted` when the endpoint is over.
+    pub fn accept(&self) -> io::Result<(SeqPacket, Address)> {
+        self.0.accept_until(None)
+    }
+
+    /// As [`accept`](Self::accept), for at most `timeout`.
+    ///
+    /// # Errors
+    /// `TimedOut` as well.
+    pub fn accept_timeout(&self, timeout: Duration) -> io::Result<(SeqPacket, Address)> {
+        self.0.accept_until(deadline_in(timeout))
+    }
+
+    /// Connections, as they come; never `None`.
+    pub fn incoming(&self) -> SeqPacketIncoming<'_> {
+        SeqPacketIncoming { listener: self }
+    }
+}
+
+/// Connections of a [`SeqPacketListener`], as they come: each step is an
+/// [`accept`](SeqPacketListener::accept), and there is no end.
+#[derive(Debug)]
+pub struct SeqPacketIncoming<'a> {
+    listener: &'a SeqPacketListener,
+}
+
+impl Iterator for SeqPacketIncoming<'_> {
+    type Item = io::Result<SeqPacket>;
+
+    fn next(&mut self) -> Option<io::Result<SeqPacket>> {
+        Some(self.listener.accept().map(|(connection, _)| connection))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (usize::MAX, None)
+    }
+}
+
+impl FusedIterator for SeqPacketIncoming<'_> {}
+
+impl<'a> IntoIterator for &'a SeqPacketListener {
+    type Item = io::Result<SeqPacket>;
+    type IntoIter = SeqPacketIncoming<'a>;
+
+    fn into_iter(self) -> SeqPacketIncoming<'a> {
+        self.incoming()
+    }
+}
+
+impl AsFd for SeqPacketListener {
+    /// The endpoint's descriptor; see
+    /// [`Stream::set_nonblocking`](crate::vsock::Stream::set_nonblocking).
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for SeqPacketListener {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}

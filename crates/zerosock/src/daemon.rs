@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 use zerosock_proto::Cid;
+use zerosock_proto::vsock::QueuePairs;
 
 /// What a daemon is made of.
 ///
@@ -60,6 +61,9 @@ pub struct DaemonConfig {
     pub ok: OkConvention,
     /// How long a connect may take, and a CONNECT line.
     pub connect_timeout: Duration,
+    /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), each on the
+    /// next worker: 1 to 16. `max_connections` is for each of them.
+    pub queue_pairs: u16,
     /// Whether processes may attach without a VM, and on what terms.
     pub attach: Option<AttachConfig>,
     /// Who may reach whom, beyond what groups say.
@@ -77,6 +81,7 @@ impl Default for DaemonConfig {
             hold: HOLD,
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
+            queue_pairs: 1,
             attach: None,
             access: AccessList::default(),
         }
@@ -144,6 +149,7 @@ impl Daemon {
             workers: config.workers,
             limits,
             max_connections: config.max_connections,
+            queue_pairs: QueuePairs::new(config.queue_pairs).map_err(StartError::QueuePairs)?,
             attach: config.attach,
             access: config.access,
             // The loss of one VM's memory is survived, and nobody else notices.

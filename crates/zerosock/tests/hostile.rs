@@ -411,7 +411,11 @@ fn a_thread_that_scribbles_over_the_rings_harms_nobody() {
         program.set_nonblocking(true).unwrap();
         let stop = Arc::new(AtomicBool::new(false));
         let scribbler = {
-            let (stop, memory, rings) = (Arc::clone(&stop), Arc::clone(&guest.memory), guest.rings);
+            let (stop, memory, rings) = (
+                Arc::clone(&stop),
+                Arc::clone(&guest.memory),
+                guest.rings.clone(),
+            );
             let buffers = guest.buffer(TX, 0);
             thread::spawn(move || {
                 let mut x = 0x1234_5678_9abc_def1u64 + round;

@@ -120,6 +120,11 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 131_072)]
     pub(crate) max_connections: u64,
 
+    /// Queue pairs that a driver may use which knows of them, each on the next worker, 1 to 16;
+    /// stock guests know of one
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 1)]
+    pub(crate) queue_pairs: u64,
+
     /// How long a connection may take to come about, either way, and a CONNECT line to arrive
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]
     pub(crate) connect_timeout: Duration,

@@ -29,6 +29,7 @@ pub(super) fn start(
         workers: settings.workers,
         cpus: settings.cpus.clone(),
         max_connections: settings.max_connections,
+        queue_pairs: settings.queue_pairs,
         ok: match settings.ok_port {
             OkPort::Guest => OkConvention::GuestPort,
             OkPort::Host => OkConvention::HostPort,

@@ -27,6 +27,8 @@ pub(crate) struct Settings {
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     pub(crate) max_connections: usize,
+    /// 1 to 16.
+    pub(crate) queue_pairs: u16,
     /// Not zero.
     pub(crate) connect_timeout: Duration,
     /// 1 up to the number of VMs, or more if processes may attach.
@@ -255,6 +257,13 @@ fn daemon(
             let fix = format!("give a number from 1 to {MAX_CONNECTIONS}");
             wrong("--max-connections", &flags.max_connections, fix)
         })?;
+    let queue_pairs = u16::try_from(flags.queue_pairs)
+        .ok()
+        .filter(|pairs| (1..=16).contains(pairs))
+        .ok_or_else(|| {
+            let fix = "give a number from 1 to 16".to_string();
+            wrong("--queue-pairs", &flags.queue_pairs, fix)
+        })?;
     if flags.connect_timeout.is_zero() {
         let fix = "no connection can come about in no time; give seconds, such as 2".to_string();
         return Err(wrong("--connect-timeout", &0, fix));
@@ -275,7 +284,10 @@ fn daemon(
         // A worker without a VM would only cost memory.
         workers: match &attach {
             // A worker without a VM may get processes.
-            Some(attach) => workers.min(vms.len() + attach.max + attach.service_max),
+            Some(attach) => {
+                let most = vms.len() + attach.max + attach.service_max;
+                workers.min(most.saturating_mul(queue_pairs.into()))
+            }
             None => workers.min(vms.len()),
         },
         vms,
@@ -286,6 +298,7 @@ fn daemon(
             gid: gid.map(Gid::from_raw),
         },
         max_connections,
+        queue_pairs,
         connect_timeout: flags.connect_timeout,
         cpus: pinned,
     })

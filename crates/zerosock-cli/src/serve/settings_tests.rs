@@ -80,7 +80,7 @@ fn every_flag_of_a_vm_is_heard() {
 #[test]
 fn every_flag_of_the_daemon_is_heard() {
     let settings = settings(&format!(
-        "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 \
+        "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 --queue-pairs 4 \
          --connect-timeout 0.5 --workers 9 \
          --cpus 0 --log-level debug --log-format json"
     ));
@@ -88,6 +88,7 @@ fn every_flag_of_the_daemon_is_heard() {
     assert_eq!(settings.access.mode, Some(Mode::from_raw_mode(0o660)));
     assert_eq!(settings.access.gid, Some(Gid::from_raw(77)));
     assert_eq!(settings.max_connections, 5);
+    assert_eq!(settings.queue_pairs, 4);
     assert_eq!(settings.connect_timeout, Duration::from_millis(500));
     assert_eq!(settings.workers, 1, "never more than VMs");
     assert_eq!(settings.cpus, [0]);
@@ -340,6 +341,10 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         (
             &format!("{VM} --max-connections 0"),
             "--max-connections 0: give a number from 1 to",
+        ),
+        (
+            &format!("{VM} --queue-pairs 17"),
+            "--queue-pairs 17: give a number from 1 to 16",
         ),
         (
             &format!("{VM} --connect-timeout 0"),

@@ -251,6 +251,12 @@ pub(crate) struct Connection {
     pub(crate) wants_credit: bool,
     /// The caller was told QueueFull.
     pub(crate) wants_space: bool,
+    /// The caller was told to wait until it has more to send, or the peer has read.
+    pub(crate) holds_back: bool,
+    /// It has waited for long enough: the next packet may be small.
+    pub(crate) passes: bool,
+    /// How often in a row it had to.
+    pub(crate) passed: u8,
     /// This stall's CREDIT_REQUEST has been queued.
     pub(crate) asked: bool,
     /// The peer was asked what it has consumed, and has not answered since.
@@ -292,6 +298,9 @@ impl Connection {
             has_queued: false,
             wants_credit: false,
             wants_space: false,
+            holds_back: false,
+            passes: false,
+            passed: 0,
             asked: false,
             probe_wait: 0,
             probe_at: None,
@@ -391,7 +400,10 @@ impl Connection {
     /// What is in the way of what is wanted next: as a rule, of one more byte.
     pub(crate) fn stall(&self) -> Stall {
         let Some(messages) = &self.messages else {
-            return self.tx.stall();
+            return match self.tx.stall() {
+                Stall::None if self.holds_back && self.tx.is_short() => Stall::Limit,
+                stall => stall,
+            };
         };
         if self.cuts_message() {
             return self.tx.stall_within();

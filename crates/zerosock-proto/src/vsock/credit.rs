@@ -13,6 +13,12 @@ use crate::wire::vsock::MAX_PAYLOAD;
 /// each, exceed `buf_alloc`; this stays clear of it.
 pub const PACKET_OVERHEAD: u32 = 640;
 
+/// Bytes from which a packet is not small. A receiver's buffer has room for so many packets of this
+/// size that they fill it: what is left of the bound on packets when small ones have had theirs.
+/// Else a reader that waits for many bytes (SO_RCVLOWAT) and a sender that may send no packet more
+/// would wait for each other. The receive buffers of Linux guests take 3.7 KB.
+pub const SMALL: u32 = 2048;
+
 /// How finely the outstanding packets are released, see [`TxCredit`].
 const EPOCHS: usize = 4;
 
@@ -209,6 +215,15 @@ impl TxCredit {
     #[inline]
     pub fn packets(&self) -> u32 {
         self.packets
+    }
+
+    /// Whether so many packets are outstanding that another one should not be [`SMALL`].
+    #[inline]
+    pub fn is_short(&self) -> bool {
+        let most_small = self
+            .most_packets
+            .saturating_sub(self.peer_buf_alloc.div_ceil(SMALL));
+        self.packets + self.reserved_packets >= most_small
     }
 
     /// The most bytes that may ever be under way at once.

@@ -15,6 +15,7 @@ pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
 pub use connection::{FlowId, FlowInfo, MessageRoom, Reservation};
+pub use credit::SMALL;
 pub use endpoint::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, Parcel,
     ReserveError, SendError, Shard, ShardStats,

@@ -381,10 +381,20 @@ impl Device {
 
     /// A join is gone: the program is told how.
     pub(super) fn app_ended(&mut self, join: &Join, orderly: bool, cx: &mut Context<'_>) {
+        Self::app_ended_in(&mut self.store(), join, orderly, cx);
+    }
+
+    /// As `app_ended`, of a join whose device has this store.
+    pub(super) fn app_ended_in(
+        store: &mut QueueStore<'_>,
+        join: &Join,
+        orderly: bool,
+        cx: &mut Context<'_>,
+    ) {
         if let End::App(end) = &join.end
             && let Some(app) = cx.app.as_deref_mut()
         {
-            app.sockets.drop_half(end.id, &mut self.store());
+            app.sockets.drop_half(end.id, store);
             app.ended(end.id, orderly);
         }
     }

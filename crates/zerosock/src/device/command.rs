@@ -9,7 +9,7 @@
 //! not so, and has not got its buffer back. A front-end that goes waits for nothing: what siblings
 //! still read stays mapped, and comes back to a queue that is gone.
 
-use super::control::session::F_SEQPACKET;
+use super::control::session::{F_PAIRS, F_SEQPACKET};
 use super::control::{DeviceCommand, Reply};
 use super::join::End;
 use super::ring::Ring;
@@ -51,7 +51,12 @@ impl Device {
             }
             // The rings get what they need of it in their configuration.
             DeviceCommand::SetFeatures(features) => {
+                self.shard.set_moves(features & F_PAIRS != 0);
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
+                reply.done();
+            }
+            DeviceCommand::SetPairs(pairs) => {
+                self.lanes.used = pairs;
                 reply.done();
             }
             DeviceCommand::SetMemory(memory) => {
@@ -155,7 +160,7 @@ impl Device {
         }
         // A front-end whose first queue goes on in the middle has a driver that knew an earlier
         // device, with connections that we know nothing of.
-        self.announce_reset |= self.fresh && config.base != 0;
+        self.announce_reset |= self.fresh && config.base != 0 && self.lanes.pair == 0;
         self.fresh = false;
         Ok(())
     }
@@ -314,6 +319,7 @@ impl Device {
         {
             close(ring, cx);
         }
+        self.forget_those_who_left(cx);
         self.announce_reset = false;
         self.starved = false;
         self.stopped_at = [None; 2];

@@ -73,6 +73,7 @@ impl Device {
                 if let Some(key) = self.key_of(flow) {
                     if let Some(join) = self.joins.get_mut(key as usize) {
                         join.no_credit = false;
+                        join.holds_back = false;
                         if let End::App(end) = &join.end {
                             Self::app_writable(end.id, cx);
                         }

@@ -205,6 +205,7 @@ impl Device {
                 return None;
             }
         };
+        let mut wanted = None;
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
             None => self.shard.handle_packet(cx.time(), &header),
@@ -215,11 +216,9 @@ impl Device {
                 self.part(chain, flow, len, flags, cx);
                 return None;
             }
-            // Moves are not negotiated.
-            Disposition::Handled
-            | Disposition::Move { .. }
-            | Disposition::Moved { .. }
-            | Disposition::MovedStray { .. } => {}
+            Disposition::Move { flow, pair } => wanted = Some((flow, pair)),
+            // The last two are for drivers.
+            Disposition::Handled | Disposition::Moved { .. } | Disposition::MovedStray { .. } => {}
             Disposition::Dropped(reason) => {
                 tracing::debug!(cid = %self.cid, ?reason, ?header, "packet dropped");
                 // What crosses our own SHUTDOWN is in order.
@@ -231,6 +230,10 @@ impl Device {
         tx.complete(chain, 0);
         // At once, because the next packet may reuse what this one has ended.
         self.drain_events(cx);
+        if let Some((flow, pair)) = wanted {
+            cx.time();
+            self.driver_wants(flow, pair, cx);
+        }
         None
     }
 
@@ -398,7 +401,10 @@ impl Device {
         let size = tx.queue.size();
         let others = self.stalled_chains - join.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
-        let most = if sibling.stalled {
+        let most = if sibling.move_to.is_some() {
+            // Those that are out are awaited.
+            0
+        } else if sibling.stalled {
             share_of(size).min(half)
         } else {
             half

@@ -6,12 +6,13 @@ use super::{Context, Device};
 use crate::engine::poller::{Readiness, Source};
 use crate::relay::hybrid::{self, Line, OkConvention};
 use crate::relay::{Attempt, forward};
+use crate::switch::Message;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use std::path::PathBuf;
 use std::time::Duration;
-use zerosock_proto::vsock::{FlowId, How};
+use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 
@@ -40,11 +41,38 @@ pub(crate) enum HostEnd {
     None,
 }
 
+impl HostEnd {
+    /// The way from the guest to the host, without those by which programs come.
+    pub(crate) fn outward(&self) -> HostEnd {
+        match self {
+            HostEnd::Hybrid { path, .. } => HostEnd::Hybrid {
+                path: path.clone(),
+                listener: None,
+            },
+            HostEnd::Forward { cid, .. } => HostEnd::Forward {
+                cid: *cid,
+                listeners: Vec::new(),
+            },
+            HostEnd::None => HostEnd::None,
+        }
+    }
+}
+
 /// A host program that has not yet said CONNECT.
 #[derive(Debug)]
 pub(crate) struct Handshake {
     socket: OwnedFd,
     deadline: Instant,
+}
+
+/// A host program that wants to reach the guest.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    socket: OwnedFd,
+    /// The guest's port.
+    to: Port,
+    /// It has said CONNECT and waits for OK.
+    wants_ok: bool,
 }
 
 impl Device {
@@ -90,7 +118,14 @@ impl Device {
             match rustix::net::accept_with(listener, flags) {
                 Ok(socket) => match port {
                     None => self.begin_handshake(socket, cx),
-                    Some(port) => self.connect_guest(socket, Port::new(port), None, cx),
+                    Some(port) => {
+                        let caller = Caller {
+                            socket,
+                            to: Port::new(port),
+                            wants_ok: false,
+                        };
+                        self.call_guest(caller, None, cx);
+                    }
                 },
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
@@ -140,7 +175,15 @@ impl Device {
         }
         let socket = self.handshakes.remove(key as usize).socket;
         match line {
-            Line::Connect(port) => self.connect_guest(socket, port, Some(key), cx),
+            Line::Connect(to) => {
+                let wants_ok = true;
+                let caller = Caller {
+                    socket,
+                    to,
+                    wants_ok,
+                };
+                self.call_guest(caller, Some(key), cx);
+            }
             Line::Bad(reason) => {
                 tracing::debug!(cid = %self.cid, reason, "a host program was turned away");
                 cx.counters.bad_handshakes.add(1);
@@ -161,24 +204,46 @@ impl Device {
         }
     }
 
-    /// Connects a host program to the guest's `port`. If it cannot be, the socket closes, which
-    /// is how the program learns it.
-    fn connect_guest(
+    /// Connects a host program to the guest, at the queue pair to which the connection belongs.
+    /// `handshake`: the program's socket is watched as such.
+    fn call_guest(&mut self, caller: Caller, handshake: Option<u32>, cx: &mut Context<'_>) {
+        let guest = Address::new(self.cid, caller.to);
+        if self.lanes.used == QueuePairs::ONE {
+            return self.connect_guest(caller, Port::ANY, handshake.is_some(), cx);
+        }
+        let local = Address::new(Cid::HOST, self.shard.spare_port());
+        match self.lane_for(guest, local) {
+            Some(lane) => {
+                if handshake.is_some() {
+                    cx.poller.remove(&caller.socket);
+                }
+                let local = local.port;
+                cx.outbox.send(lane, Message::Call { caller, local });
+            }
+            None => self.connect_guest(caller, local.port, handshake.is_some(), cx),
+        }
+    }
+
+    /// Connects a host program to the guest, from port `local`. If it cannot be, the socket closes,
+    /// which is how the program learns it.
+    pub(super) fn connect_guest(
         &mut self,
-        socket: OwnedFd,
-        port: Port,
-        handshake: Option<u32>,
+        caller: Caller,
+        local: Port,
+        watched: bool,
         cx: &mut Context<'_>,
     ) {
+        let Caller {
+            socket,
+            to: port,
+            wants_ok,
+        } = caller;
         if !self.rx.as_ref().is_some_and(|rx| rx.live()) {
             cx.counters.conns_refused.add(1);
             tracing::debug!(cid = %self.cid, %port, "no driver to connect to");
             return;
         }
-        let local = Address {
-            cid: Cid::HOST,
-            port: Port::ANY,
-        };
+        let local = Address::new(Cid::HOST, local);
         let peer = Address {
             cid: self.cid,
             port,
@@ -196,7 +261,7 @@ impl Device {
             }
         };
         let given = self.shard.flow(flow).map_or(port, |f| f.local.port);
-        let ok = handshake.map(|_| match cx.limits.ok {
+        let ok = wants_ok.then_some(match cx.limits.ok {
             OkConvention::GuestPort => port,
             OkConvention::HostPort => given,
         });
@@ -208,9 +273,9 @@ impl Device {
         let Some(End::Socket { socket, .. }) = self.joins.get(key as usize).map(|j| &j.end) else {
             return;
         };
-        let watched = match handshake {
-            Some(_) => cx.poller.change(socket, source),
-            None => cx.poller.add(socket, source),
+        let watched = match watched {
+            true => cx.poller.change(socket, source),
+            false => cx.poller.add(socket, source),
         };
         if let Err(error) = watched {
             tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
@@ -338,6 +403,9 @@ impl Device {
             _ => return,
         }
         join.readable |= readiness.readable();
+        if readiness.readable() {
+            join.hold_back_no_more();
+        }
         join.writable |= readiness.writable();
         join.urgent |= readiness.urgent();
         join.host_finished |= readiness.peer_finished();

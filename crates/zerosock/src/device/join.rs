@@ -5,8 +5,10 @@
 //! the order of bytes and ends in each direction, and that a join which is stuck is on exactly
 //! the list that its cure will look at (`ready`, a timer, an edge, a credit event).
 
+use super::lanes::Parked;
 use super::messages::Messages;
 use super::outbound::{Held, Outbound, Spare, Spares};
+
 use crate::switch::Peer;
 use crate::vsock::sockets::StreamId;
 use rustix::fd::OwnedFd;
@@ -55,6 +57,10 @@ pub(crate) struct SiblingEnd {
     pub(crate) stalled: bool,
     /// The sibling's guest will send no more once `inbound` is empty.
     pub(crate) finish: bool,
+    /// It is to go on at this queue pair once no chain of our guest is out.
+    pub(crate) move_to: Option<u16>,
+    /// It has come from another pair, and what its sibling sends has to wait.
+    pub(crate) parked: Option<Box<Parked>>,
 }
 
 impl SiblingEnd {
@@ -66,6 +72,8 @@ impl SiblingEnd {
             younger: 0,
             stalled: false,
             finish: false,
+            move_to: None,
+            parked: None,
         }
     }
 
@@ -215,6 +223,8 @@ pub(crate) struct Join {
     pub(crate) in_dirty: bool,
     /// Waits for credit: the shard will say `Writable`.
     pub(crate) no_credit: bool,
+    /// Does so only because it has few bytes: more of them end it.
+    pub(crate) holds_back: bool,
     /// Since when chains of the guest are held or lent without progress; `None`: none are.
     pub(crate) held_since: Option<Instant>,
     /// A hold timer is set. It may find that nothing is held any more: one for many holds.
@@ -249,12 +259,21 @@ impl Join {
             in_ready: false,
             in_dirty: false,
             no_credit: false,
+            holds_back: false,
             held_since: None,
             hold_timer: false,
             no_memory: false,
             urgent: false,
             read_chains: 1,
             counted: (0, 0),
+        }
+    }
+
+    /// There are more bytes: perhaps enough to be sent.
+    #[inline]
+    pub(crate) fn hold_back_no_more(&mut self) {
+        if std::mem::take(&mut self.holds_back) {
+            self.no_credit = false;
         }
     }
 

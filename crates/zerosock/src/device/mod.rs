@@ -13,7 +13,8 @@
 //! - `messages`: connections that carry messages;
 //! - `program`, `app`, `lending`: the program that embeds the device, and connections with it;
 //! - `command`: what the VMM says, through [`control`];
-//! - `member`: the device as one of many that come and go.
+//! - `member`: the device as one of many that come and go;
+//! - `lanes`: the device as one of several queue pairs.
 //!
 //! What must hold: a turn works to a budget and never blocks; each chain popped is completed
 //! once; no allocation, lock or search on the way of a packet.
@@ -23,8 +24,9 @@ mod command;
 pub mod control;
 mod events;
 mod from_guest;
-mod host;
+pub(crate) mod host;
 mod join;
+pub(crate) mod lanes;
 pub(crate) mod lending;
 mod member;
 mod messages;
@@ -132,6 +134,7 @@ pub(crate) struct Device {
     /// The guest is a host service: it is CID 2, and may connect from these ports and from those
     /// that it has claimed, so that no two services have the same.
     service: Option<RangeInclusive<Port>>,
+    lanes: lanes::Lanes,
 
     link: Option<FrontendLink>,
     memory: Option<Arc<Memory>>,
@@ -205,6 +208,7 @@ impl Device {
             shard,
             host,
             service,
+            lanes: lanes::Lanes::one(addr),
             link: None,
             memory: None,
             rx: None,
@@ -363,12 +367,17 @@ impl Device {
             join.messages = Some(Box::default());
         }
         let key = self.joins.insert(join) as u32;
+        self.name_join(flow, key);
+        cx.counters.conns_added.add(1);
+        key
+    }
+
+    /// From now on the join at `key` is found by its flow.
+    fn name_join(&mut self, flow: FlowId, key: u32) {
         if self.by_flow.len() <= flow.index() {
             self.by_flow.resize(flow.index() + 1, u32::MAX);
         }
         self.by_flow[flow.index()] = key;
-        cx.counters.conns_added.add(1);
-        key
     }
 
     /// Puts a join on the ready list if it may have something for the guest.
@@ -425,6 +434,9 @@ impl Device {
         });
         if let End::Sibling(sibling) = &mut join.end {
             sibling::return_inbound(sibling, false, cx);
+            if let Some(parked) = sibling.parked.take() {
+                self.abandon_parked(*parked, cx);
+            }
         }
         cx.counters.conns_removed.add(1);
         if self.joins.is_empty() && self.joins.capacity() > KEPT {

@@ -3,11 +3,11 @@
 //! See [`crate::switch`] for what is said and why. What must hold here: a chain that was lent
 //! comes back exactly once, whichever side ends first; bytes and ends keep their order.
 
-use super::join::{End, Inbound, Join, SiblingEnd};
-use super::outbound::copy_out;
+use super::join::{End, Inbound, Join, SiblingEnd, Waiting};
+use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
 use crate::switch::{Message, Peer};
-use zerosock_proto::vsock::{FlowId, How};
+use zerosock_proto::vsock::{FlowId, How, SMALL};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -31,6 +31,35 @@ pub(super) fn return_read(sibling: &mut SiblingEnd, len: u32, used_up: bool, cx:
             chain,
         },
     );
+}
+
+/// Makes small packets that wait for our guest one piece; how many bytes wait. Copies, because the
+/// guest would not take as many packets, and the sender's chains have waited for long enough.
+pub(super) fn merge_inbound(
+    sibling: &mut SiblingEnd,
+    spares: &mut Spares<Waiting>,
+    cx: &mut Context<'_>,
+) -> u32 {
+    let mut sizes = sibling.parts().map(|part| part.len());
+    let (first, others) = (sizes.next().unwrap_or(0), sizes.sum::<usize>());
+    if first < SMALL as usize && others > 0 {
+        let Peer { device, flow } = sibling.peer;
+        let mut bytes = Vec::with_capacity(first + others);
+        for inbound in sibling.take_all() {
+            match &inbound {
+                Inbound::Lent { memory, held, .. } => {
+                    copy_out(memory, held, &mut bytes);
+                    cx.counters.copied_bytes.add(held.len.into());
+                    cx.outbox.send(device, give_back(flow, inbound, false));
+                }
+                Inbound::Copied { bytes: more, taken } => {
+                    bytes.extend_from_slice(more.get(*taken..).unwrap_or_default());
+                }
+            }
+        }
+        sibling.push(Inbound::Copied { bytes, taken: 0 }, spares);
+    }
+    u32::try_from(first + others).unwrap_or(u32::MAX)
 }
 
 /// Gives back everything from the sibling: `read`, because our guest will never read it and that
@@ -81,7 +110,7 @@ impl Device {
     /// would be one address, and what a guest answers would have two ends.
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
-            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.addr),
+            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.lanes.first()),
             None => true,
         }
     }
@@ -122,6 +151,9 @@ impl Device {
 
     /// A sibling's device has something to say.
     pub(crate) fn sibling_says(&mut self, message: Message, cx: &mut Context<'_>) {
+        let Some(message) = self.route_message(message, cx) else {
+            return;
+        };
         match message {
             Message::Connect {
                 from,
@@ -129,6 +161,7 @@ impl Device {
                 peer,
                 socket_type,
             } => self.sibling_connects(from, local, peer, socket_type, cx),
+            Message::Relocated { to, from, old } => self.relocated(to, from, old, cx),
             Message::Accepted { to, from } => self.sibling_accepted(to, from, cx),
             Message::Lent {
                 to,
@@ -161,6 +194,13 @@ impl Device {
                 self.sibling_ended(to, cx);
             }
             Message::Reset { to } => self.sibling_ended(to, cx),
+            Message::Adopt(arrival) => self.unpack(*arrival, cx),
+            Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
+            // Those about lanes have been dealt with; the worker takes `Depart`.
+            Message::Arrived { .. }
+            | Message::Flushed { .. }
+            | Message::SentOn(_)
+            | Message::Depart { .. } => {}
         }
     }
 
@@ -202,6 +242,15 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
+        if let Some(lane) = self.lane_for(peer, local) {
+            let connect = Message::Connect {
+                from,
+                local,
+                peer,
+                socket_type,
+            };
+            return cx.outbox.send(lane, connect);
+        }
         let running = self.rx.as_ref().is_some_and(|rx| rx.live());
         let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
             Ok(flow) if running => flow,
@@ -257,6 +306,7 @@ impl Device {
                 if !join.read_closed {
                     s.push(inbound, &mut self.spare_inbound);
                     join.readable = true;
+                    join.hold_back_no_more();
                     self.enqueue(key);
                     return self.settle(key, cx);
                 }
@@ -306,6 +356,7 @@ impl Device {
         }
         self.drain_events(cx);
         self.settle(key, cx);
+        self.chains_are_back(key, cx);
     }
 
     /// A sibling wants its chains back now.
@@ -351,6 +402,7 @@ impl Device {
             s.finish = true;
             // With nothing left to deliver, the end is what there is to "read".
             join.readable = true;
+            join.hold_back_no_more();
             self.enqueue(key);
         }
     }

@@ -9,6 +9,7 @@
 use super::events::emit;
 use super::join::{End, Inbound, Join};
 use super::ring::Ring;
+use super::sibling as siblings;
 use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
@@ -122,6 +123,15 @@ impl Device {
         let (End::Socket { socket, .. }, Some(flow)) = (&join.end, join.flow) else {
             return Fill::Idle;
         };
+        if self.shard.is_short(flow) && !join.host_finished {
+            // Many small writes of a program go as one packet when the guest does not read them.
+            let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
+            let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+            if bytes > 0 && self.shard.holds_back(flow, bytes) {
+                (join.holds_back, join.no_credit) = (true, true);
+                return Fill::Idle;
+            }
+        }
         let mut gathered = ArrayVec::<Slot, GATHER>::new();
         let stop = gather(rx, &mut self.shard, flow, join.read_chains, &mut gathered);
         if gathered.is_empty() {
@@ -199,6 +209,15 @@ impl Device {
         let (End::Sibling(sibling), Some(flow)) = (&mut join.end, join.flow) else {
             return Fill::Idle;
         };
+        if self.shard.is_short(flow) {
+            // Many small packets go as one when the guest does not read them.
+            let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
+            if bytes > 0 && !sibling.finish && self.shard.holds_back(flow, bytes) {
+                (join.holds_back, join.no_credit) = (true, true);
+                self.settle(key, cx);
+                return Fill::Idle;
+            }
+        }
         let mut fill = Fill::Again;
         for _ in 0..GATHER {
             let Some(front) = sibling.front() else {
@@ -242,7 +261,7 @@ impl Device {
             cx.counters.tx_bytes.add(len as u64);
             self.moved += len;
             let used_up = sibling.front().is_some_and(|front| front.len() == 0);
-            super::sibling::return_read(sibling, len as u32, used_up, cx);
+            siblings::return_read(sibling, len as u32, used_up, cx);
         }
         let sibling_finished = sibling.finish && sibling.is_drained();
         if sibling_finished && !join.read_closed {

@@ -325,6 +325,24 @@ impl Frontend {
         Ok(())
     }
 
+    /// GET_CONFIG (needs CONFIG): the most queue pairs that can be used, of a device that offers
+    /// them (docs/queue-pairs.md).
+    pub fn max_queue_pairs(&mut self) -> Result<u16, FrontendError> {
+        let mut pairs = [0u8; 2];
+        self.get_config(8, &mut pairs)?;
+        Ok(u16::from_le_bytes(pairs))
+    }
+
+    /// SET_CONFIG (needs CONFIG): how many queue pairs are used from now on, of a device that offers
+    /// them (docs/queue-pairs.md). Before any queue is started.
+    pub fn set_queue_pairs(&mut self, pairs: u16) -> Result<(), FrontendError> {
+        let mut payload = [0u8; 14];
+        payload[0..4].copy_from_slice(&10u32.to_ne_bytes());
+        payload[4..8].copy_from_slice(&2u32.to_ne_bytes());
+        payload[12..].copy_from_slice(&pairs.to_le_bytes());
+        self.tell(FrontendReq::SET_CONFIG, &payload, &[])
+    }
+
     /// Waits until the device has worked off every request sent so far, also
     /// where REPLY_ACK was not negotiated.
     pub fn sync(&mut self) -> Result<(), FrontendError> {
@@ -549,6 +567,7 @@ fn name(request: FrontendReq) -> &'static str {
         FrontendReq::GET_QUEUE_NUM => "GET_QUEUE_NUM",
         FrontendReq::SET_VRING_ENABLE => "SET_VRING_ENABLE",
         FrontendReq::GET_CONFIG => "GET_CONFIG",
+        FrontendReq::SET_CONFIG => "SET_CONFIG",
         FrontendReq::RESET_DEVICE => "RESET_DEVICE",
         _ => "a vhost-user request",
     }

@@ -24,6 +24,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::Instant;
+use zerosock_proto::vsock::FlowId;
 use zerosock_sys::bell::Ringer;
 
 /// Messages taken before devices have their turn.
@@ -267,17 +268,39 @@ impl Worker {
 
     /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
     fn deliver(&mut self, vm: u32, message: Message, now: Instant) {
+        if let Message::Depart { to, pair } = message {
+            return self.depart(vm, to, pair, now);
+        }
         let (device, mut cx) = self.lend(vm, now);
-        match device {
-            Some(device) => {
+        match (device, message) {
+            (Some(device), message) => {
                 device.sibling_says(message, &mut cx);
                 self.activate(vm);
             }
-            None => {
+            (None, Message::Adopt(arrival)) => arrival.abandon(&mut cx),
+            (None, message) => {
                 if let Some((to, answer)) = message.undeliverable() {
                     cx.outbox.send(to, answer);
                 }
             }
+        }
+    }
+
+    /// Takes a connection from one lane of a device to another: at once if that is here, so that the
+    /// program that embeds the device never finds it nowhere.
+    fn depart(&mut self, vm: u32, flow: FlowId, pair: u16, now: Instant) {
+        let (Some(device), mut cx) = self.lend(vm, now) else {
+            return;
+        };
+        let here = device.addr().worker;
+        let Some((lane, arrival)) = device.pack(flow, pair, &mut cx) else {
+            return self.activate(vm);
+        };
+        self.activate(vm);
+        if lane.worker == here {
+            self.deliver(lane.vm, Message::Adopt(arrival), now);
+        } else {
+            self.outbox.send(lane, Message::Adopt(arrival));
         }
     }
 
@@ -456,6 +479,7 @@ mod tests {
         let terms = Terms {
             max_connections: 8,
             connect_timeout: Duration::from_secs(1),
+            queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
         let mut roster = Roster::new(vec![sender.clone()], terms);
         worker.start().unwrap();
@@ -470,7 +494,8 @@ mod tests {
                 service: None,
                 process: true,
             };
-            let device = Box::new(roster.device(addr, member));
+            let [device] = roster.devices(addr, member).try_into().unwrap();
+            let device = Box::new(device);
             sender.send(WorkerMessage::AddDevice(device)).unwrap();
             assert!(worker.step(None).unwrap());
             assert_eq!(worker.devices.numbers(), [addr.vm]);

@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use zerosock_proto::Cid;
+use zerosock_proto::vsock::pairs::BadPairs;
 
 /// How a guest meets the host.
 #[derive(Debug)]
@@ -109,6 +110,9 @@ pub enum StartError {
     /// More VMs than can be told apart.
     #[error("more than {MAX_DEVICES} VMs for each worker")]
     TooManyVms,
+    /// As many queue pairs as there cannot be.
+    #[error(transparent)]
+    QueuePairs(BadPairs),
     /// A port of the machine's AF_VSOCK cannot be listened on.
     #[error("cannot listen on vsock port {port}: {source}")]
     Forward {

@@ -173,6 +173,7 @@ impl Keeper {
                 cid,
                 socket: FrontendSocket::Listener(listener),
                 max_queue_size: vm,
+                queue_pairs: self.roster().queue_pairs(),
                 sealed_memory: self.sealed_memory,
                 port,
             };

@@ -29,6 +29,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
+use zerosock_proto::vsock::QueuePairs;
 
 /// What is to be made.
 #[derive(Debug)]
@@ -37,6 +38,7 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) limits: Limits,
     pub(crate) max_connections: usize,
+    pub(crate) queue_pairs: QueuePairs,
     pub(crate) attach: Option<AttachConfig>,
     pub(crate) access: AccessList,
     /// Refuse a VM's memory that can shrink. A process's is refused in any case.
@@ -75,6 +77,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     let terms = Terms {
         max_connections: setup.max_connections,
         connect_timeout: setup.limits.connect,
+        queue_pairs: setup.queue_pairs,
     };
     let mut roster = Roster::new(senders.clone(), terms);
     roster.set_access(setup.access);
@@ -105,8 +108,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     let mut vms = BTreeMap::new();
     for (n, (vm, addr)) in setup.vms.into_iter().zip(places).enumerate() {
         let cid = vm.cid;
-        let (Some(worker), Some(port)) = (workers.get_mut(addr.worker as usize), roster.port(addr))
-        else {
+        let Some(port) = roster.port(addr) else {
             continue;
         };
         let member = Member {
@@ -116,18 +118,23 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             service: None,
             process: false,
         };
-        worker.add(roster.device(addr, member));
         let place = Place {
             vm: n,
             addr,
             stage: Stage::In,
         };
         vms.insert(cid, place);
+        for device in roster.devices(addr, member) {
+            if let Some(worker) = workers.get_mut(device.addr().worker as usize) {
+                worker.add(device);
+            }
+        }
         specs.push(VmSpec {
             name: format!("vm{n}"),
             cid,
             socket: FrontendSocket::Listener(vm.listener),
             max_queue_size: vm.queue_size,
+            queue_pairs: setup.queue_pairs,
             sealed_memory: setup.sealed_memory,
             port,
         });

@@ -7,17 +7,18 @@
 
 use crate::access::AccessList;
 use crate::attach::Name;
-use crate::device::control::{DeviceCommand, DevicePort, Notice, Reply};
+use crate::device::control::{DeviceCommand, DevicePort, LanePorts, Notice, Reply};
 use crate::device::{Device, HostEnd};
 use crate::engine::mailbox::Sender;
 use crate::engine::numbers::Numbers;
 use crate::engine::worker::WorkerMessage;
 use crate::switch::{DeviceAddr, Routes};
 use std::collections::BTreeSet;
+use std::collections::HashMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
-use zerosock_proto::vsock::{LocalCids, PortTable, Shard, ShardConfig};
+use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
 
 /// Resets that may wait for a buffer of the guest before its packets must wait.
@@ -28,6 +29,8 @@ const MAX_PENDING_RESETS: usize = 1024;
 pub(crate) struct Terms {
     pub(crate) max_connections: usize,
     pub(crate) connect_timeout: Duration,
+    /// Most queue pairs of a device.
+    pub(crate) queue_pairs: QueuePairs,
 }
 
 /// What a device is to be.
@@ -60,6 +63,8 @@ pub(crate) struct Roster {
     /// CIDs of those that leave.
     reserved: BTreeSet<Cid>,
     terms: Terms,
+    /// The places of all queue pairs of a device, by that of its first.
+    lanes: HashMap<DeviceAddr, Arc<[DeviceAddr]>>,
 }
 
 impl Roster {
@@ -72,12 +77,18 @@ impl Roster {
             routes: Arc::default(),
             reserved: BTreeSet::new(),
             terms,
+            lanes: HashMap::new(),
         }
     }
 
     /// Whether a device has this CID, or it is reserved.
     pub(crate) fn contains(&self, cid: Cid) -> bool {
         self.routes.contains(cid) || self.reserved.contains(&cid)
+    }
+
+    /// Most queue pairs of each device.
+    pub(crate) fn queue_pairs(&self) -> QueuePairs {
+        self.terms.queue_pairs
     }
 
     /// Devices that have a route, and CIDs that are reserved.
@@ -120,7 +131,7 @@ impl Roster {
     /// Gives `cid` a place on the worker that has the fewest devices, and a route. The workers are
     /// not told: for those who are there before a worker starts. `None`: all places are taken.
     pub(crate) fn enrol(&mut self, cid: Cid, entry: Entry<'_>) -> Option<DeviceAddr> {
-        let addr = self.place()?;
+        let addr = self.take_places()?;
         let routes = Arc::make_mut(&mut self.routes);
         routes.add(cid, addr, entry.groups);
         if !entry.ports.is_empty() {
@@ -132,18 +143,37 @@ impl Roster {
         Some(addr)
     }
 
-    fn place(&mut self) -> Option<DeviceAddr> {
-        let workers = self.numbers.iter_mut().enumerate();
-        let (worker, numbers) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
-        let vm = numbers.take()?;
-        Some(DeviceAddr {
-            worker: worker as u32,
-            vm,
-        })
+    /// A place for each queue pair, on one worker after the other; that of the first.
+    fn take_places(&mut self) -> Option<DeviceAddr> {
+        let workers = self.numbers.iter().enumerate();
+        let (least, _) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
+        let mut lanes = Vec::new();
+        for pair in 0..usize::from(self.terms.queue_pairs.get()) {
+            let worker = (least + pair) % self.numbers.len();
+            let Some(vm) = self.numbers.get_mut(worker).and_then(Numbers::take) else {
+                for lane in lanes {
+                    self.release_one(lane);
+                }
+                return None;
+            };
+            lanes.push(DeviceAddr {
+                worker: worker as u32,
+                vm,
+            });
+        }
+        let addr = *lanes.first()?;
+        self.lanes.insert(addr, lanes.into());
+        Some(addr)
     }
 
-    /// The device for a place.
-    pub(crate) fn device(&self, addr: DeviceAddr, member: Member) -> Device {
+    /// The places of a device's queue pairs.
+    fn lanes(&self, addr: DeviceAddr) -> Arc<[DeviceAddr]> {
+        let lanes = self.lanes.get(&addr).cloned();
+        lanes.unwrap_or_else(|| Arc::new([addr]))
+    }
+
+    /// The devices for a place: one for each queue pair, the first first.
+    pub(crate) fn devices(&self, addr: DeviceAddr, member: Member) -> Vec<Device> {
         let Member {
             cid,
             host,
@@ -151,33 +181,55 @@ impl Roster {
             service,
             process,
         } = member;
-        let shard = Shard::new(
-            ShardConfig {
-                buf_alloc,
-                max_connections: self.terms.max_connections,
-                connect_timeout: self.terms.connect_timeout,
-                max_pending_resets: MAX_PENDING_RESETS,
-                accept_all: true,
-                // Who is there, and may be reached, the switch knows when it is asked.
-                local: LocalCids::All,
-                // The guest's own buffer is the only bound on what goes to it.
-                send_limit: Some(u32::MAX),
-                ..ShardConfig::device(cid)
-            },
-            Arc::new(PortTable::new()),
-        );
-        let mut device = Device::new(addr, cid, shard, host, service);
-        device.process = process;
-        device
+        let ports = Arc::new(PortTable::new());
+        let lanes = self.lanes(addr);
+        // Host programs come to the first; from each the guest goes to them.
+        let outward = host.outward();
+        let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
+        let devices = (0..).zip(lanes.iter()).zip(hosts);
+        devices
+            .map(|((pair, &lane), host)| {
+                let shard = self.shard(cid, buf_alloc, &ports);
+                let mut device = Device::new(lane, cid, shard, host, service.clone());
+                device.process = process;
+                device.set_lane(pair, lanes.clone());
+                device
+            })
+            .collect()
+    }
+
+    fn shard(&self, cid: Cid, buf_alloc: u32, ports: &Arc<PortTable>) -> Shard {
+        let config = ShardConfig {
+            buf_alloc,
+            max_connections: self.terms.max_connections,
+            connect_timeout: self.terms.connect_timeout,
+            max_pending_resets: MAX_PENDING_RESETS,
+            accept_all: true,
+            // Who is there, and may be reached, the switch knows when it is asked.
+            local: LocalCids::All,
+            // The guest's own buffer is the only bound on what goes to it.
+            send_limit: Some(u32::MAX),
+            ..ShardConfig::device(cid)
+        };
+        Shard::new(config, ports.clone())
     }
 
     /// The way to the worker of a device.
     pub(crate) fn port(&self, addr: DeviceAddr) -> Option<Box<dyn DevicePort>> {
-        let worker = self.workers.get(addr.worker as usize)?.clone();
-        Some(Box::new(WorkerPort {
-            vm: addr.vm,
-            worker,
-        }))
+        let lanes = self.lanes(addr);
+        let mut ports = Vec::new();
+        for lane in lanes.iter() {
+            let worker = self.workers.get(lane.worker as usize)?.clone();
+            let port: Box<dyn DevicePort> = Box::new(WorkerPort {
+                vm: lane.vm,
+                worker,
+            });
+            ports.push(port);
+        }
+        match ports.len() {
+            1 => ports.pop(),
+            _ => Some(Box::new(LanePorts::new(self.terms.queue_pairs, ports))),
+        }
     }
 
     /// Adds a device while the workers run. When `taken` comes back, every worker knows it, and
@@ -189,8 +241,7 @@ impl Roster {
         taken: &Arc<Notice>,
     ) -> Option<DeviceAddr> {
         let addr = self.enrol(member.cid, entry)?;
-        let device = self.device(addr, member);
-        self.send(addr.worker, WorkerMessage::AddDevice(Box::new(device)));
+        self.start(addr, member);
         self.tell_routes(taken);
         Some(addr)
     }
@@ -203,11 +254,23 @@ impl Roster {
         ports: &[Port],
         taken: &Arc<Notice>,
     ) -> Option<DeviceAddr> {
-        let addr = self.place()?;
-        let device = self.device(addr, member);
-        self.send(addr.worker, WorkerMessage::AddDevice(Box::new(device)));
+        let addr = self.take_places()?;
+        self.start(addr, member);
         self.claim(addr, ports, taken);
         Some(addr)
+    }
+
+    fn start(&self, addr: DeviceAddr, member: Member) {
+        for device in self.devices(addr, member) {
+            let worker = device.addr().worker;
+            self.send(worker, WorkerMessage::AddDevice(Box::new(device)));
+        }
+    }
+
+    fn stop(&self, addr: DeviceAddr) {
+        for &DeviceAddr { worker, vm } in self.lanes(addr).iter() {
+            self.send(worker, WorkerMessage::RemoveDevice { vm });
+        }
     }
 
     /// From now on these ports of the host belong to a service. When `taken` comes back, every
@@ -237,8 +300,7 @@ impl Roster {
         ports: impl IntoIterator<Item = Port>,
         taken: &Arc<Notice>,
     ) {
-        let vm = addr.vm;
-        self.send(addr.worker, WorkerMessage::RemoveDevice { vm });
+        self.stop(addr);
         self.unclaim(ports, taken);
     }
 
@@ -246,13 +308,18 @@ impl Roster {
     /// its place can be [released](Roster::release).
     pub(crate) fn remove(&mut self, cid: Cid, addr: DeviceAddr, taken: &Arc<Notice>) {
         Arc::make_mut(&mut self.routes).remove(cid);
-        let vm = addr.vm;
-        self.send(addr.worker, WorkerMessage::RemoveDevice { vm });
+        self.stop(addr);
         self.tell_routes(taken);
     }
 
     /// The device that had this place is gone, by word of its worker.
     pub(crate) fn release(&mut self, addr: DeviceAddr) {
+        let lanes = self.lanes(addr);
+        self.lanes.remove(&addr);
+        lanes.iter().for_each(|&lane| self.release_one(lane));
+    }
+
+    fn release_one(&mut self, addr: DeviceAddr) {
         if let Some(numbers) = self.numbers.get_mut(addr.worker as usize) {
             numbers.give_back(addr.vm);
         }

@@ -17,8 +17,11 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Memory;
 
+use crate::device::host::Caller;
+use crate::device::lanes::Arrival;
 use crate::device::outbound::Held;
 use crate::vsock::sockets::Ends;
+use zerosock_proto::wire::vsock::Repr;
 
 /// A device, wherever it runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Hash)]
@@ -81,9 +84,80 @@ pub(crate) enum Message {
     },
     /// The connection is gone, or the guest has refused it.
     Reset { to: FlowId },
+
+    /// From lane to lane of a device with several queue pairs: this host program's connection belongs
+    /// to you, from that port.
+    Call { caller: Caller, local: Port },
+    /// From a device to itself, that is to its worker: the connection goes to the lane of that queue
+    /// pair.
+    Depart { to: FlowId, pair: u16 },
+    /// From lane to lane: take this connection.
+    Adopt(Box<Arrival>),
+    /// The answer: it is there, or nowhere. With what the driver is to be told.
+    Arrived {
+        to: FlowId,
+        now: Option<Peer>,
+        answer: Repr,
+    },
+    /// From the lane that has a connection now, to its sibling: send to me. `old` is who had it.
+    Relocated { to: FlowId, from: Peer, old: Peer },
+    /// The answer, to `old`: nothing more will come to you.
+    Flushed { to: FlowId },
+    /// From the old lane to the new one: what was sent to me.
+    SentOn(Box<Message>),
 }
 
 impl Message {
+    /// The connection that it is for, if it is for one that exists.
+    pub(crate) fn to(&self) -> Option<FlowId> {
+        match self {
+            Message::Asking { to, .. }
+            | Message::Refused { to }
+            | Message::Accepted { to, .. }
+            | Message::Lent { to, .. }
+            | Message::Copied { to, .. }
+            | Message::Ended { to, .. }
+            | Message::ReadEmpty { to, .. }
+            | Message::Returned { to, .. }
+            | Message::Recall { to }
+            | Message::Shutdown { to, .. }
+            | Message::Reset { to }
+            | Message::Depart { to, .. }
+            | Message::Arrived { to, .. }
+            | Message::Relocated { to, .. }
+            | Message::Flushed { to } => Some(*to),
+            Message::Connect { .. }
+            | Message::Call { .. }
+            | Message::Adopt(_)
+            | Message::SentOn(_) => None,
+        }
+    }
+
+    /// The connection that it is for has this name now.
+    pub(crate) fn set_to(&mut self, now: FlowId) {
+        match self {
+            Message::Asking { to, .. }
+            | Message::Refused { to }
+            | Message::Accepted { to, .. }
+            | Message::Lent { to, .. }
+            | Message::Copied { to, .. }
+            | Message::Ended { to, .. }
+            | Message::ReadEmpty { to, .. }
+            | Message::Returned { to, .. }
+            | Message::Recall { to }
+            | Message::Shutdown { to, .. }
+            | Message::Reset { to }
+            | Message::Depart { to, .. }
+            | Message::Arrived { to, .. }
+            | Message::Relocated { to, .. }
+            | Message::Flushed { to } => *to = now,
+            Message::Connect { .. }
+            | Message::Call { .. }
+            | Message::Adopt(_)
+            | Message::SentOn(_) => {}
+        }
+    }
+
     /// What is to be said, and to whom, when the device that this was for is gone: whoever asked
     /// it gets an answer, whoever lent it something gets it back. All others know already, or will
     /// when they have read what the device said before it went.
@@ -107,7 +181,20 @@ impl Message {
                 };
                 Some((from.device, message))
             }
-            Message::Refused { .. }
+            // Who had it sends on the news that nothing more will come.
+            Message::Relocated { old, .. } => {
+                let to = old.flow;
+                Some((old.device, Message::Flushed { to }))
+            }
+            Message::SentOn(message) => message.undeliverable(),
+            // Whoever has one sees to it: it is more than one answer.
+            Message::Adopt(_) => None,
+            // The program sees its socket close.
+            Message::Call { .. }
+            | Message::Depart { .. }
+            | Message::Arrived { .. }
+            | Message::Flushed { .. }
+            | Message::Refused { .. }
             | Message::Copied { .. }
             | Message::Ended { .. }
             | Message::ReadEmpty { .. }

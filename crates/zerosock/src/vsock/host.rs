@@ -348,6 +348,14 @@ impl HostBuilder {
         self
     }
 
+    /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), 1 to 16. At
+    /// first 1. One thread at a time drives them all: more of them serve to try things out here, and
+    /// to share work out in [`Daemon`](crate::daemon::Daemon)s.
+    pub fn queue_pairs(mut self, most: u16) -> HostBuilder {
+        self.config.queue_pairs = most;
+        self
+    }
+
     /// How its sockets wait, until they are told otherwise. At first [`Wait::Sleep`].
     pub fn wait(mut self, wait: Wait) -> HostBuilder {
         self.wait = wait;

@@ -10,7 +10,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
+use zerosock::device::control::session::F_PAIRS;
 use zerosock::driver::{Address, Cid, Frontend, FrontendError, Port, VringAddr};
+use zerosock_proto::vsock::QueuePairs;
+use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
 use zerosock_ring::{DriverLayout, Memory, RegionConfig};
 use zerosock_sys::memfd;
@@ -28,25 +31,26 @@ pub(crate) const EVENT: usize = 2;
 /// Guest address of the first byte, and the user address that stands for it.
 pub(crate) const GUEST: u64 = 0x4000_0000;
 const USER: u64 = 0x7a00_0000_0000;
-const LEN: u64 = 4 << 20;
+const LEN: u64 = 8 << 20;
 /// Descriptors of each queue.
 pub(crate) const SIZE: u16 = 64;
 /// Payload bytes of each receive buffer.
 pub(crate) const RX_LEN: u32 = 4096;
 /// Where rings end and buffers begin.
-const BUFFERS: u64 = 0x1_0000;
+const BUFFERS: u64 = 0x4_0000;
 
 pub(crate) struct RawGuest {
     pub(crate) frontend: Frontend,
     pub(crate) memory: Arc<Memory>,
     pub(crate) fd: OwnedFd,
-    pub(crate) rings: [DriverLayout; 3],
+    pub(crate) rings: Vec<DriverLayout>,
     pub(crate) cid: Cid,
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
-    avail: [u16; 3],
-    used: [u16; 3],
-    next_tx: u16,
+    avail: Vec<u16>,
+    used: Vec<u16>,
+    /// For each transmit queue, by its number.
+    next_tx: Vec<u16>,
 }
 
 /// Connects, with the patience that a device needs which is still seeing its last guest off.
@@ -89,12 +93,26 @@ impl RawGuest {
     }
 
     /// As the guest of a device that is there already.
-    pub(crate) fn over(mut frontend: Frontend, seal: bool) -> RawGuest {
+    pub(crate) fn over(frontend: Frontend, seal: bool) -> RawGuest {
+        RawGuest::with_pairs(frontend, seal, QueuePairs::ONE)
+    }
+
+    /// As `over`, with so many queue pairs.
+    pub(crate) fn with_pairs(mut frontend: Frontend, seal: bool, pairs: QueuePairs) -> RawGuest {
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;
         // VERSION_1 and INDIRECT_DESC.
-        frontend.negotiate(1 << 32 | 1 << 28, protocol).unwrap();
+        let mut features = 1 << 32 | 1 << 28;
+        if pairs != QueuePairs::ONE {
+            features |= F_PAIRS;
+        }
+        let (agreed, _) = frontend.negotiate(features, protocol).unwrap();
+        if pairs != QueuePairs::ONE {
+            assert_eq!(agreed & F_PAIRS, F_PAIRS, "no queue pairs are offered");
+            frontend.set_queue_pairs(pairs.get()).unwrap();
+        }
+        let queues = usize::from(pairs.queues());
         let cid = Cid::guest(frontend.guest_cid().unwrap()).unwrap();
         let fd = memfd::create("raw-guest", LEN, seal).unwrap();
         let region = RegionConfig {
@@ -104,32 +122,34 @@ impl RawGuest {
             fd_offset: 0,
         };
         let memory = Arc::new(Memory::map(vec![(fd.try_clone().unwrap(), region)]).unwrap());
-        let rings = [0, 1, 2].map(|n| DriverLayout::at(GUEST + n * 0x4000, SIZE));
+        let rings = (0..queues as u64).map(|n| DriverLayout::at(GUEST + n * 0x4000, SIZE));
         let make = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let mut guest = RawGuest {
             frontend,
             memory,
             fd,
-            rings,
+            rings: rings.collect(),
             cid,
-            kicks: (0..3).map(|_| make()).collect(),
-            calls: (0..3).map(|_| make()).collect(),
-            avail: [0; 3],
-            used: [0; 3],
-            next_tx: 0,
+            kicks: (0..queues).map(|_| make()).collect(),
+            calls: (0..queues).map(|_| make()).collect(),
+            avail: vec![0; queues],
+            used: vec![0; queues],
+            next_tx: vec![0; queues],
         };
         guest
             .frontend
             .set_mem_table(&[(guest.fd.as_fd(), region)])
             .unwrap();
-        guest.start([0; 3]).unwrap();
-        guest.post_rx(SIZE);
+        guest.start(&vec![0; queues]).unwrap();
+        for pair in 0..pairs.get() {
+            guest.post_on(rx_queue(pair).into(), SIZE);
+        }
         guest
     }
 
     /// Starts the queues at `bases`.
-    pub(crate) fn start(&mut self, bases: [u16; 3]) -> Result<(), FrontendError> {
-        for index in 0..3u32 {
+    pub(crate) fn start(&mut self, bases: &[u16]) -> Result<(), FrontendError> {
+        for index in 0..bases.len() as u32 {
             let at = index as usize;
             self.frontend.set_vring_num(index, SIZE)?;
             self.frontend.set_vring_base(index, bases[at])?;
@@ -139,7 +159,7 @@ impl RawGuest {
             self.frontend
                 .set_vring_kick(index, Some(self.kicks[at].as_fd()))?;
         }
-        for index in 0..3 {
+        for index in 0..bases.len() as u32 {
             self.frontend.set_vring_enable(index, true)?;
         }
         self.frontend.sync()
@@ -245,29 +265,39 @@ impl RawGuest {
 
     /// Posts `count` receive buffers, header and payload in one descriptor each.
     pub(crate) fn post_rx(&mut self, count: u16) {
+        self.post_on(RX, count);
+    }
+
+    fn post_on(&mut self, queue: usize, count: u16) {
         for _ in 0..count {
-            let index = self.avail[RX] % SIZE;
+            let index = self.avail[queue] % SIZE;
             let len = HEADER_LEN as u32 + RX_LEN;
-            self.desc(RX, index, self.buffer(RX, index), len, WRITE, 0);
-            self.make_available(RX, index);
+            self.desc(queue, index, self.buffer(queue, index), len, WRITE, 0);
+            self.make_available(queue, index);
         }
-        self.kick(RX);
+        self.kick(queue);
     }
 
     /// The next packet from the device, if one is there now.
     pub(crate) fn try_recv(&mut self) -> Option<(Repr, Vec<u8>)> {
+        self.try_recv_on(0)
+    }
+
+    /// As `try_recv`, of one queue pair.
+    pub(crate) fn try_recv_on(&mut self, pair: u16) -> Option<(Repr, Vec<u8>)> {
+        let rx = usize::from(rx_queue(pair));
         fence(Ordering::SeqCst);
-        if self.used_index(RX) == self.used[RX] {
+        if self.used_index(rx) == self.used[rx] {
             return None;
         }
-        let at = self.rings[RX].used + 4 + u64::from(self.used[RX] % SIZE) * 8;
+        let at = self.rings[rx].used + 4 + u64::from(self.used[rx] % SIZE) * 8;
         let (id, len) = (self.read_u32(at) as u16, self.read_u32(at + 4));
-        self.used[RX] = self.used[RX].wrapping_add(1);
+        self.used[rx] = self.used[rx].wrapping_add(1);
         let mut bytes = vec![0u8; len as usize];
         if len > 0 {
-            self.read(self.buffer(RX, id), &mut bytes);
+            self.read(self.buffer(rx, id), &mut bytes);
         }
-        self.post_rx(1);
+        self.post_on(rx, 1);
         let header = Repr::parse(&Packet::new_checked(bytes.get(..HEADER_LEN)?).ok()?).unwrap();
         Some((header, bytes[HEADER_LEN..].to_vec()))
     }
@@ -310,31 +340,61 @@ impl RawGuest {
     /// A free transmit descriptor pair; waits until the device has returned enough.
     pub(crate) fn tx_pair(&mut self) -> u16 {
         let give_up = deadline();
-        while self.avail[TX].wrapping_sub(self.used_index(TX)) >= SIZE / 2 - 1 {
+        while !self.has_tx_pair(TX) {
             assert!(
                 Instant::now() < give_up,
                 "the device returns no transmit buffers"
             );
             std::thread::sleep(Duration::from_micros(200));
         }
-        let index = self.next_tx;
-        self.next_tx = (self.next_tx + 2) % SIZE;
+        self.take_tx_pair(TX)
+    }
+
+    fn has_tx_pair(&self, tx: usize) -> bool {
+        self.avail[tx].wrapping_sub(self.used_index(tx)) < SIZE / 2 - 1
+    }
+
+    fn take_tx_pair(&mut self, tx: usize) -> u16 {
+        let index = self.next_tx[tx];
+        self.next_tx[tx] = (index + 2) % SIZE;
         index
     }
 
     /// Sends raw header bytes with payload in a descriptor of its own.
     pub(crate) fn send_bytes(&mut self, header: &[u8], payload: &[u8]) {
         let index = self.tx_pair();
-        let (at, data) = (self.buffer(TX, index), self.buffer(TX, index + 1));
+        self.send_at(TX, index, header, payload);
+    }
+
+    fn send_at(&mut self, tx: usize, index: u16, header: &[u8], payload: &[u8]) {
+        let (at, data) = (self.buffer(tx, index), self.buffer(tx, index + 1));
         self.write(at, header);
         let flags = if payload.is_empty() { 0 } else { NEXT };
-        self.desc(TX, index, at, header.len() as u32, flags, index + 1);
+        self.desc(tx, index, at, header.len() as u32, flags, index + 1);
         if !payload.is_empty() {
             self.write(data, payload);
-            self.desc(TX, index + 1, data, payload.len() as u32, 0, 0);
+            self.desc(tx, index + 1, data, payload.len() as u32, 0, 0);
         }
-        self.make_available(TX, index);
-        self.kick(TX);
+        self.make_available(tx, index);
+        self.kick(tx);
+    }
+
+    /// Whether one more packet can be sent through queue pair `pair` now.
+    pub(crate) fn may_send_on(&self, pair: u16) -> bool {
+        self.has_tx_pair(tx_queue(pair).into())
+    }
+
+    /// Whether the device has returned everything that was sent through queue pair `pair`.
+    pub(crate) fn is_idle_on(&self, pair: u16) -> bool {
+        let tx = usize::from(tx_queue(pair));
+        self.used_index(tx) == self.avail[tx]
+    }
+
+    /// Sends a packet as its header says through queue pair `pair`, which has room.
+    pub(crate) fn send_on(&mut self, pair: u16, header: &Repr, payload: &[u8]) {
+        let tx = usize::from(tx_queue(pair));
+        let index = self.take_tx_pair(tx);
+        self.send_at(tx, index, &emit(header), payload);
     }
 
     /// Sends a packet; `header.len` is set from the payload.

@@ -16,6 +16,7 @@ use zerosock::Cid;
 use zerosock::device::control::{
     Control, DeviceCommand, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
 };
+use zerosock_proto::vsock::QueuePairs;
 
 /// Beyond this a test has failed.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
@@ -102,6 +103,7 @@ impl Lab {
                     UnixListener::bind(socket_path(dir.path(), index)).unwrap(),
                 ),
                 max_queue_size: MAX_QUEUE_SIZE,
+                queue_pairs: QueuePairs::ONE,
                 sealed_memory: false,
                 port: Box::new(Port(sender)),
             });

@@ -91,6 +91,11 @@ impl Hosted {
         guest_at(&self.sockets[index])
     }
 
+    /// The socket of a VM.
+    pub(crate) fn socket_path(&self, index: usize) -> &Path {
+        &self.sockets[index]
+    }
+
     /// A guest for the first VM that writes its rings by hand.
     pub(crate) fn raw_guest(&self) -> RawGuest {
         RawGuest::attach(&self.sockets[0])

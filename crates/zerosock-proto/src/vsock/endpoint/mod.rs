@@ -15,6 +15,7 @@
 
 mod commands;
 mod error;
+mod holding;
 mod list;
 mod messages;
 mod moving;
@@ -516,6 +517,7 @@ impl<S: BuildHasher> Shard<S> {
         if connection.stall() == Stall::None {
             connection.asked = false;
             connection.probe_wait = 0;
+            connection.holds_back = false;
             connection.control.credit_request = false;
             if connection.wants_credit
                 && connection.may_send()

@@ -87,7 +87,12 @@ impl<S: BuildHasher> Shard<S> {
                     Stall::Limit => LIMIT_PROBE,
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
-                let wait = connection.probe_wait.clamp(first, most);
+                let wait = if connection.holds_back {
+                    // 2 ms, 4 ms, and so on.
+                    (first << connection.passed.min(16)).min(most)
+                } else {
+                    connection.probe_wait.clamp(first, most)
+                };
                 let probe = now + Duration::from_millis(wait.into());
                 connection.probe_at = Some(connection.probe_at.map_or(probe, |at| at.min(probe)));
                 connection.probe_wait = (wait * 2).min(most);
@@ -224,6 +229,7 @@ impl<S: BuildHasher> Shard<S> {
                 self.act(now, index, next, action);
             } else if connection.probe_at.is_some_and(|probe| probe <= now) {
                 connection.probe_at = None;
+                self.let_pass(index);
                 self.ask_for_credit(index);
             }
             self.rearm(index);

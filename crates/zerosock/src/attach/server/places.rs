@@ -269,6 +269,7 @@ impl Server {
             cid,
             socket: FrontendSocket::Connected(ours),
             max_queue_size: config.queue_size,
+            queue_pairs: self.roster.queue_pairs(),
             sealed_memory: true,
             port,
         });

@@ -6,8 +6,9 @@
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
@@ -97,20 +98,53 @@ impl AsFd for Mailbox {
 /// any thread. Dropping it answers `Failed`.
 #[must_use = "a reply that is dropped answers that the command failed"]
 pub struct Reply {
-    sender: MailSender,
-    vm: usize,
-    sequence: u64,
+    to: To,
     answered: bool,
+}
+
+/// Where an answer goes.
+enum To {
+    Control {
+        sender: MailSender,
+        vm: usize,
+        sequence: u64,
+    },
+    /// It is one of several, and the last of them is given on.
+    Joint(Arc<Joint>),
+}
+
+/// Several answers that make one.
+struct Joint {
+    /// Taken by the last.
+    whole: Mutex<Option<Reply>>,
+    left: AtomicUsize,
+    failed: Mutex<Option<String>>,
 }
 
 impl Reply {
     pub(super) fn new(sender: MailSender, vm: usize, sequence: u64) -> Reply {
         Reply {
-            sender,
-            vm,
-            sequence,
+            to: To::Control {
+                sender,
+                vm,
+                sequence,
+            },
             answered: false,
         }
+    }
+
+    /// As many tokens, all of which are to be answered before this one is: `Done`, or with a failure
+    /// if there is one.
+    pub(super) fn split(self, count: usize) -> impl Iterator<Item = Reply> {
+        let joint = Arc::new(Joint {
+            whole: Mutex::new(Some(self)),
+            left: AtomicUsize::new(count),
+            failed: Mutex::new(None),
+        });
+        (0..count).map(move |_| Reply {
+            to: To::Joint(Arc::clone(&joint)),
+            answered: false,
+        })
     }
 
     /// Answers, and wakes the control thread. Never blocks.
@@ -135,12 +169,41 @@ impl Reply {
 
     fn answer(&mut self, reply: DeviceReply) {
         self.answered = true;
-        self.sender.send(Mail::Reply {
-            vm: self.vm,
-            sequence: self.sequence,
-            reply,
-        });
+        match &self.to {
+            To::Control {
+                sender,
+                vm,
+                sequence,
+            } => sender.send(Mail::Reply {
+                vm: *vm,
+                sequence: *sequence,
+                reply,
+            }),
+            To::Joint(joint) => joint.answer(reply),
+        }
     }
+}
+
+impl Joint {
+    fn answer(&self, reply: DeviceReply) {
+        if let DeviceReply::Failed(reason) = reply {
+            *lock(&self.failed) = Some(reason);
+        }
+        // Pairs with itself: the last sees what the others have noted.
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1
+            && let Some(whole) = lock(&self.whole).take()
+        {
+            match lock(&self.failed).take() {
+                Some(reason) => whole.failed(reason),
+                None => whole.done(),
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What is in there is whole, whoever has panicked meanwhile.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Reply {
@@ -153,10 +216,14 @@ impl Drop for Reply {
 
 impl fmt::Debug for Reply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reply")
-            .field("vm", &self.vm)
-            .field("sequence", &self.sequence)
-            .finish()
+        match &self.to {
+            To::Control { vm, sequence, .. } => f
+                .debug_struct("Reply")
+                .field("vm", vm)
+                .field("sequence", sequence)
+                .finish(),
+            To::Joint(_) => f.write_str("Reply(one of several)"),
+        }
     }
 }
 

@@ -26,6 +26,7 @@
 pub mod codec;
 mod fds;
 mod house;
+mod lanes;
 mod mailbox;
 pub mod session;
 mod stats;
@@ -38,18 +39,17 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
 use zerosock_proto::Cid;
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, QueueConfig};
 
 pub(crate) use self::house::{House, Lodger};
+pub(crate) use self::lanes::LanePorts;
 pub(crate) use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
 pub(crate) use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
 pub(crate) use self::vm::LogLimit;
-
-/// The number of queues of a vsock device: receive 0, transmit 1, event 2 (virtio 1.3, 5.10.2).
-pub const QUEUES: u16 = 3;
 
 /// What the front-end wants of the device; answered through the [`Reply`] that comes with it.
 #[derive(Debug)]
@@ -61,13 +61,16 @@ pub enum DeviceCommand {
     },
     /// The virtio features that the driver accepted: a subset of those offered. Answer: `Done`.
     SetFeatures(u64),
+    /// How many queue pairs the driver uses from now on; 1 until it says so. No queue runs. Answer:
+    /// `Done`.
+    SetPairs(QueuePairs),
     /// A new memory table replaces the old one. Queues that run go on with it: their addresses
     /// are user addresses and translate anew. Answer `Done` when nothing of the old table is used
     /// any more, or `Failed` when a running queue no longer lies in it.
     SetMemory(Arc<Memory>),
     /// Start a queue. Answer: `Done`, or `Failed` when the rings do not lie in memory.
     StartQueue {
-        /// Queue index, below [`QUEUES`].
+        /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
         /// Size, user addresses of the rings, next available index, and what was negotiated.
         config: QueueConfig,
@@ -83,21 +86,21 @@ pub enum DeviceCommand {
     },
     /// Replace the call descriptor of a running queue. Answer: `Done`.
     SetCall {
-        /// Queue index, below [`QUEUES`].
+        /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
         /// The new descriptor; `None`: the driver polls.
         call: Option<OwnedFd>,
     },
     /// Replace the error descriptor of a running queue. Answer: `Done`.
     SetErr {
-        /// Queue index, below [`QUEUES`].
+        /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
         /// The new descriptor, or none.
         err: Option<OwnedFd>,
     },
     /// Let data pass through a running queue, or stop it from doing so. Answer: `Done`.
     EnableQueue {
-        /// Queue index, below [`QUEUES`].
+        /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
         /// Whether data may pass.
         enabled: bool,
@@ -105,7 +108,7 @@ pub enum DeviceCommand {
     /// Stop a running queue: complete every chain that is held, close its descriptors. Answer:
     /// `Base` with the index of the next available entry.
     StopQueue {
-        /// Queue index, below [`QUEUES`].
+        /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
     },
     /// Stop all queues and reset all connections; the memory stays. Answer: `Done`.
@@ -121,6 +124,7 @@ impl DeviceCommand {
         match self {
             DeviceCommand::Connected { .. } => "Connected",
             DeviceCommand::SetFeatures(_) => "SetFeatures",
+            DeviceCommand::SetPairs(_) => "SetPairs",
             DeviceCommand::SetMemory(_) => "SetMemory",
             DeviceCommand::StartQueue { .. } => "StartQueue",
             DeviceCommand::SetCall { .. } => "SetCall",
@@ -164,6 +168,8 @@ pub struct VmSpec {
     pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
+    /// Most queue pairs that its driver may use.
+    pub queue_pairs: QueuePairs,
     /// Refuse memory that can shrink (no F_SEAL_SHRINK). Where it is taken as it is, what vanishes
     /// costs that VM alone, as long as the guard against SIGBUS is the process's handler.
     pub sealed_memory: bool,
@@ -187,6 +193,7 @@ impl fmt::Debug for VmSpec {
             .field("cid", &self.cid)
             .field("socket", &self.socket)
             .field("max_queue_size", &self.max_queue_size)
+            .field("queue_pairs", &self.queue_pairs)
             .field("sealed_memory", &self.sealed_memory)
             .finish_non_exhaustive()
     }

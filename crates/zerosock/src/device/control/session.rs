@@ -24,17 +24,21 @@ use vhost::vhost_user::message::{
 };
 use vm_memory::ByteValued;
 use zerosock_proto::Cid;
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, RegionConfig};
 use zerosock_sys::memfd;
 
 use super::codec::{Message, encode_reply, request_name};
 use super::fds;
 use super::stats::Fault;
-use super::{DeviceCommand, DeviceReply, QUEUES};
+use super::{DeviceCommand, DeviceReply};
 use requests::{Arguments, Rule};
 
 /// VIRTIO_VSOCK_F_STREAM (virtio 1.3, 5.10.3). Linux accepts none, which means streams.
 pub const F_STREAM: u64 = 1 << 0;
+/// VIRTIO_VSOCK_F_ZS_PAIRS: several queue pairs (docs/queue-pairs.md). Offered to whom there is
+/// more than one for.
+pub const F_PAIRS: u64 = 1 << 22;
 /// VIRTIO_VSOCK_F_SEQPACKET.
 pub const F_SEQPACKET: u64 = 1 << 1;
 /// VIRTIO_F_INDIRECT_DESC (virtio 1.3, 6).
@@ -44,7 +48,7 @@ pub const F_EVENT_IDX: u64 = 1 << 29;
 /// VIRTIO_F_VERSION_1.
 pub const F_VERSION_1: u64 = 1 << 32;
 
-/// The features that we offer, VHOST_USER_F_PROTOCOL_FEATURES among them.
+/// The features that we offer to everybody, VHOST_USER_F_PROTOCOL_FEATURES among them.
 pub const FEATURES: u64 = F_STREAM
     | F_SEQPACKET
     | F_INDIRECT_DESC
@@ -112,6 +116,7 @@ enum Then {
     Start(u16),
     Stop(u16),
     Enable(u16, bool),
+    Pairs(QueuePairs),
     Reset,
     Nothing,
 }
@@ -158,24 +163,33 @@ pub struct Session {
     protocol: Protocol,
     has_memory: bool,
     slots: Vec<Slot>,
-    queues: [Queue; QUEUES as usize],
+    /// As many as there can be.
+    queues: Vec<Queue>,
+    most_pairs: QueuePairs,
+    /// How many the driver has chosen.
+    pairs: QueuePairs,
     /// The back-end request channel: kept open, as the front-end expects, and not used.
     channel: Option<OwnedFd>,
     pending: Option<Pending>,
 }
 
 impl Session {
-    /// A front-end that has said nothing yet. `cid` is shown in the configuration space.
-    pub fn new(cid: Cid, max_queue_size: u16) -> Session {
+    /// A front-end that has said nothing yet. `cid` is shown in the configuration space, and
+    /// `most_pairs` to a driver that knows of queue pairs.
+    pub fn new(cid: Cid, max_queue_size: u16, most_pairs: QueuePairs) -> Session {
+        let mut queues = Vec::new();
+        queues.resize_with(usize::from(most_pairs.queues()), Queue::default);
         Session {
             cid,
             max_queue_size,
+            most_pairs,
+            pairs: QueuePairs::ONE,
             sealed_memory: false,
             features: 0,
             protocol: Protocol::empty(),
             has_memory: false,
             slots: Vec::new(),
-            queues: Default::default(),
+            queues,
             channel: None,
             pending: None,
         }
@@ -290,7 +304,13 @@ impl Session {
     /// Notes what the worker has carried out.
     fn carry_out(&mut self, then: Then) {
         match then {
-            Then::Features(features) => self.features = features,
+            Then::Features(features) => {
+                self.features = features;
+                if features & F_PAIRS == 0 {
+                    self.pairs = QueuePairs::ONE;
+                }
+            }
+            Then::Pairs(pairs) => self.pairs = pairs,
             Then::Memory(slots) => {
                 self.has_memory = true;
                 self.slots = slots;
@@ -306,6 +326,7 @@ impl Session {
                 }
             }
             Then::Reset => {
+                self.pairs = QueuePairs::ONE;
                 for queue in &mut self.queues {
                     let (call, err) = (queue.call.take(), queue.err.take());
                     *queue = Queue {
@@ -350,14 +371,24 @@ impl Session {
         }
     }
 
+    /// What is offered to this front-end's driver.
+    fn offered(&self) -> u64 {
+        match self.most_pairs {
+            QueuePairs::ONE => FEATURES,
+            _ => FEATURES | F_PAIRS,
+        }
+    }
+
     fn queue(&mut self, index: u32) -> Result<(u16, &mut Queue), Denied> {
+        let count = self.pairs.queues();
         u16::try_from(index)
             .ok()
+            .filter(|&index| index < count)
             .and_then(|index| Some((index, self.queues.get_mut(usize::from(index))?)))
             .ok_or_else(|| {
                 (
                     Fault::Payload,
-                    format!("queue {index}, but there are {QUEUES}"),
+                    format!("queue {index}, but there are {count}"),
                 )
             })
     }

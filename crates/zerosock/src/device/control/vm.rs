@@ -20,6 +20,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 use zerosock_proto::Cid;
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::fd_passing;
 
 use super::codec::{DecodeError, Decoder};
@@ -41,6 +42,7 @@ pub(super) struct Vm {
     /// `None`: nobody comes after the front-end that is there.
     listener: Option<UnixListener>,
     max_queue_size: u16,
+    queue_pairs: QueuePairs,
     sealed_memory: bool,
     port: Box<dyn DevicePort>,
     mail: MailSender,
@@ -136,6 +138,7 @@ impl Vm {
             index,
             listener,
             max_queue_size: spec.max_queue_size,
+            queue_pairs: spec.queue_pairs,
             sealed_memory: spec.sealed_memory,
             port: spec.port,
             mail,
@@ -236,7 +239,7 @@ impl Vm {
         }
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
-        let mut session = Session::new(self.cid, self.max_queue_size);
+        let mut session = Session::new(self.cid, self.max_queue_size, self.queue_pairs);
         if self.sealed_memory {
             session.require_sealed_memory();
         }

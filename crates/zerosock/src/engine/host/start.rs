@@ -16,6 +16,7 @@ use crate::plane::config::{StartError, VmConfig, system};
 use crate::plane::{self, Setup};
 use crate::relay::hybrid::OkConvention;
 use crate::vsock::leases::Leases;
+use zerosock_proto::vsock::QueuePairs;
 
 /// Host programs of one VM that may be connected without having said CONNECT, and ended
 /// connections of which a host program is still taking bytes.
@@ -33,6 +34,7 @@ pub(crate) struct HostConfig {
     pub(crate) access: AccessList,
     /// Connections that one VM may have.
     pub(crate) max_connections: usize,
+    pub(crate) queue_pairs: u16,
     /// Bytes that the connections of a VM to stalled host programs together may have copied; and
     /// those with the program itself that it does not read.
     pub(crate) max_overflow: usize,
@@ -58,6 +60,7 @@ impl Default for HostConfig {
             attach: None,
             access: AccessList::default(),
             max_connections: 131_072,
+            queue_pairs: 1,
             max_overflow: 64 << 20,
             old_memory: 1 << 30,
             hold: Duration::from_millis(20),
@@ -94,6 +97,7 @@ impl HostEngine {
             workers: 1,
             limits,
             max_connections: config.max_connections,
+            queue_pairs: QueuePairs::new(config.queue_pairs).map_err(StartError::QueuePairs)?,
             attach: config.attach,
             access: config.access,
             sealed_memory: !config.unsealed_memory,

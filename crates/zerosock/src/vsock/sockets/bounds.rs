@@ -414,7 +414,7 @@ impl<T> Sockets<T> {
     }
 
     /// Copies out all unread parts of a connection.
-    fn spill(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+    pub(super) fn spill(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         let Some(conn) = self.get_mut(id) else { return };
         let parts = std::mem::take(&mut conn.parts);
         let mut released = 0;

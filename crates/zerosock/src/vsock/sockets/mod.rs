@@ -17,6 +17,7 @@
 mod bounds;
 mod lent;
 mod messages;
+mod moving;
 mod news;
 mod parts;
 

@@ -13,14 +13,15 @@ use vhost::vhost_user::message::{
     VhostUserVirtioFeatures, VhostUserVringAddr, VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vm_memory::ByteValued;
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{QueueConfig, RegionConfig};
 
+use super::super::DeviceCommand;
 use super::super::codec::{MAX_FDS, MAX_PAYLOAD};
 use super::super::fds;
 use super::super::stats::Fault;
-use super::super::{DeviceCommand, QUEUES};
 use super::{
-    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, FEATURES, PROTOCOL_FEATURES, Session, Slot,
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_PAIRS, PROTOCOL_FEATURES, Session, Slot,
     Then, duplicate,
 };
 
@@ -218,14 +219,14 @@ fn ignore(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
     Ok(Accepted::Ack)
 }
 
-fn get_features(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    answer(VhostUserU64::new(FEATURES))
+fn get_features(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(session.offered()))
 }
 
 fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let features = arguments.body::<VhostUserU64>()?.value;
-    if features & !FEATURES != 0 {
-        let unknown = features & !FEATURES;
+    let unknown = features & !session.offered();
+    if unknown != 0 {
         return Err((
             Fault::Unsupported,
             format!("features {unknown:#x} were not offered"),
@@ -261,8 +262,8 @@ fn set_protocol_features(
     Ok(Accepted::Ack)
 }
 
-fn get_queue_num(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    answer(VhostUserU64::new(QUEUES.into()))
+fn get_queue_num(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(session.most_pairs.queues().into()))
 }
 
 fn region(region: &VhostUserMemoryRegion) -> RegionConfig {
@@ -510,11 +511,20 @@ fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<A
     Ok(Accepted::Ack)
 }
 
-/// The configuration space is the guest's CID as le64 (virtio 1.3, 5.10.4). A range beyond it is
+/// Where `queue_pairs` lies in the configuration space (docs/queue-pairs.md).
+const QUEUE_PAIRS: (u32, u32) = (10, 2);
+
+/// The configuration space is the guest's CID as le64 (virtio 1.3, 5.10.4), and, for a device with
+/// more than one queue pair, how many there can be and how many are used. A range beyond it is
 /// answered with a size of zero, "to indicate an error".
 fn get_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let mut head = arguments.body::<VhostUserConfig>()?;
-    let space = u64::from(session.cid.get()).to_le_bytes();
+    let mut space = u64::from(session.cid.get()).to_le_bytes().to_vec();
+    if session.most_pairs != QueuePairs::ONE {
+        space.extend(session.most_pairs.get().to_le_bytes());
+        space.extend(session.pairs.get().to_le_bytes());
+        space.extend([0; 4]);
+    }
     let range = usize::try_from(head.offset)
         .ok()
         .zip(usize::try_from(head.size).ok())
@@ -528,10 +538,31 @@ fn get_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepte
     Ok(Accepted::Answer(reply))
 }
 
-fn set_config(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    Err((
-        Fault::Unsupported,
-        "the configuration space of a vsock device is read-only".into(),
+/// Only `queue_pairs` is the driver's to write, before any queue runs.
+fn set_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    let head = arguments.body::<VhostUserConfig>()?;
+    if session.features & F_PAIRS == 0 || (head.offset, head.size) != QUEUE_PAIRS {
+        let text = "there is nothing to be written in the configuration space but queue_pairs";
+        return Err((Fault::Unsupported, text.into()));
+    }
+    let bytes = arguments.payload.get(size_of::<VhostUserConfig>()..);
+    let Some(&[low, high]) = bytes else {
+        return Err((Fault::Payload, "queue_pairs has two bytes".into()));
+    };
+    let most = session.most_pairs;
+    let pairs = QueuePairs::new(u16::from_le_bytes([low, high]))
+        .ok()
+        .filter(|pairs| pairs.get() <= most.get())
+        .ok_or_else(|| {
+            let text = format!("queue_pairs is 1 to {}", most.get());
+            (Fault::Payload, text)
+        })?;
+    if session.any_started() {
+        return Err((Fault::Order, "a queue runs".into()));
+    }
+    Ok(Accepted::Command(
+        DeviceCommand::SetPairs(pairs),
+        Then::Pairs(pairs),
     ))
 }
 

@@ -1,0 +1,303 @@
+//! A sender beside a model of Linux's receiver (6.12.92 and later), which resets a connection that
+//! has too many packets in its queue, however small they are, and whose reader may wait for many
+//! bytes (SO_RCVLOWAT). What must hold: it never has to, and the reader gets what it waits for.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use zerosock_proto::vsock::{Event, FlowId, PortTable, ReserveError, Shard, ShardConfig};
+use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
+use zerosock_proto::{Address, Cid, Instant, Port};
+
+const GUEST: Cid = Cid::new(3);
+/// Bytes of book-keeping that Linux counts for a packet.
+const OVERHEAD: u64 = 576;
+/// Payload bytes that the buffers of a Linux guest take.
+const BUFFER: u32 = 3732;
+/// Bytes that the socket takes from which the sender has its bytes.
+const SOCKET: u32 = 200 << 10;
+
+/// Longer than all that is waited for.
+const HOUR: Instant = Instant::from_nanos(3_600_000_000_000);
+
+/// The receiver.
+struct Linux {
+    buf_alloc: u32,
+    low_water: u32,
+    /// Bytes of each packet that has not been read to its end, and how many are not read.
+    queue: VecDeque<(u32, u32)>,
+    unread: u32,
+    received: u64,
+    read: u64,
+    fwd_cnt: u32,
+    told: u32,
+    answers: VecDeque<Op>,
+}
+
+impl Linux {
+    fn receive(&mut self, header: &Repr) {
+        match header.op.known() {
+            Some(Op::Rw) => {
+                let packets = self.queue.len() as u64 + 1;
+                assert!(
+                    packets * OVERHEAD <= u64::from(self.buf_alloc).max(OVERHEAD),
+                    "reset: {packets} packets in a buffer of {}",
+                    self.buf_alloc
+                );
+                self.queue.push_back((header.len, header.len));
+                self.unread += header.len;
+                self.received += u64::from(header.len);
+                assert!(self.unread <= self.buf_alloc, "more than the credit");
+            }
+            Some(Op::CreditRequest) => self.answers.push_back(Op::CreditUpdate),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The reader wakes and reads up to `most` bytes, if as many are there as it waits for, or the
+    /// last of `all`. Whether it did.
+    fn read(&mut self, most: u32, all: u64) -> bool {
+        let enough = self.unread >= self.low_water || self.received == all;
+        let mut left = most.min(self.unread);
+        if !enough || left == 0 {
+            return false;
+        }
+        self.read += u64::from(left);
+        self.unread -= left;
+        while let Some((len, unread)) = self.queue.front_mut().filter(|_| left > 0) {
+            let part = left.min(*unread);
+            *unread -= part;
+            left -= part;
+            if *unread == 0 {
+                // It moves by whole packets.
+                self.fwd_cnt += *len;
+                self.queue.pop_front();
+            }
+        }
+        let window = self.buf_alloc - self.fwd_cnt.abs_diff(self.told).min(self.buf_alloc);
+        if window < 64 << 10 || self.unread < self.low_water {
+            self.answers.push_back(Op::CreditUpdate);
+        }
+        true
+    }
+
+    fn header(&mut self, op: Op) -> Repr {
+        self.told = self.fwd_cnt;
+        Repr {
+            src: Address::new(GUEST, Port::new(9)),
+            dst: Address::new(Cid::HOST, Port::new(1)),
+            len: 0,
+            socket_type: SocketType::Stream.into(),
+            op: op.into(),
+            flags: 0,
+            buf_alloc: self.buf_alloc,
+            fwd_cnt: self.fwd_cnt,
+        }
+    }
+}
+
+/// The sender: a relay from a socket.
+struct Relay {
+    shard: Shard,
+    flow: FlowId,
+    now: Instant,
+    /// Writes that the socket has not taken.
+    writes: VecDeque<u32>,
+    /// Bytes in the socket.
+    pending: u32,
+    waits: bool,
+}
+
+impl Relay {
+    fn connected(linux: &mut Linux) -> Relay {
+        let mut config = ShardConfig::device(GUEST);
+        config.accept_all = true;
+        config.send_limit = Some(u32::MAX);
+        let mut shard = Shard::new(config, Arc::new(PortTable::new()));
+        let now = Instant::ZERO;
+        let _ = shard.handle_packet(now, &linux.header(Op::Request));
+        let Some(Event::Incoming { flow, .. }) = shard.poll_event() else {
+            panic!("no connection")
+        };
+        shard.accept(now, flow).unwrap();
+        let response = shard.poll_transmit(now, 0).unwrap();
+        assert_eq!(response.header.op.known(), Some(Op::Response));
+        Relay {
+            shard,
+            flow,
+            now,
+            writes: VecDeque::new(),
+            pending: 0,
+            waits: false,
+        }
+    }
+
+    /// The program writes while its socket has room. Whether there was more.
+    fn write(&mut self) -> bool {
+        let mut any = false;
+        while let Some(&write) = self.writes.front() {
+            if self.pending + write > SOCKET {
+                break;
+            }
+            self.writes.pop_front();
+            self.pending += write;
+            any = true;
+        }
+        any
+    }
+
+    /// What a device does with a socket that has bytes.
+    fn send(&mut self) -> Option<Repr> {
+        if self.waits || self.pending == 0 {
+            return None;
+        }
+        if self.shard.is_short(self.flow) && self.shard.holds_back(self.flow, self.pending) {
+            self.waits = true;
+            return None;
+        }
+        match self.shard.reserve(self.flow, BUFFER) {
+            Ok(reservation) => {
+                let len = self.pending.min(reservation.len());
+                self.pending -= len;
+                Some(self.shard.commit(reservation, len, 0).unwrap())
+            }
+            Err(ReserveError::NoCredit) => {
+                self.waits = true;
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Control packets. Whether there were any.
+    fn control(&mut self, linux: &mut Linux) -> bool {
+        let mut any = false;
+        while let Some(packet) = self.shard.poll_transmit(self.now, 0) {
+            linux.receive(&packet.header);
+            any = true;
+        }
+        any
+    }
+
+    fn events(&mut self) {
+        while let Some(event) = self.shard.poll_event() {
+            match event {
+                Event::Writable { .. } => self.waits = false,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+/// Writes of these sizes reach a reader who waits for `low_water` bytes and reads `most` at a time.
+/// `eager`: the program writes before the relay reads, and not one write at a time. Returns how many
+/// packets it took, and when the last byte was read.
+fn stream(
+    buf_alloc: u32,
+    low_water: u32,
+    most: u32,
+    writes: &[u32],
+    eager: bool,
+) -> (usize, Instant) {
+    let mut linux = Linux {
+        buf_alloc,
+        low_water,
+        queue: VecDeque::new(),
+        unread: 0,
+        received: 0,
+        read: 0,
+        fwd_cnt: 0,
+        told: 0,
+        answers: VecDeque::new(),
+    };
+    let mut relay = Relay::connected(&mut linux);
+    let all: u64 = writes.iter().copied().map(u64::from).sum();
+    let mut later: VecDeque<u32> = writes.iter().copied().collect();
+    let mut packets = 0;
+    while linux.read < all {
+        let mut busy = false;
+        if eager {
+            relay.writes.append(&mut later);
+        } else if relay.writes.is_empty() {
+            relay.writes.extend(later.pop_front());
+        }
+        busy |= relay.write();
+        while let Some(header) = relay.send() {
+            linux.receive(&header);
+            packets += 1;
+            busy = true;
+        }
+        busy |= relay.control(&mut linux);
+        if busy && !eager {
+            // The next write comes before the reader does.
+            continue;
+        }
+        busy |= linux.read(most, all);
+        while let Some(op) = linux.answers.pop_front() {
+            let header = linux.header(op);
+            let _ = relay.shard.handle_packet(relay.now, &header);
+            busy = true;
+        }
+        relay.events();
+        if !busy && relay.waits {
+            // Time passes only when nothing else can happen.
+            let Some(at) = relay.shard.poll_timeout() else {
+                panic!("both wait for ever: {} of {all} read", linux.read);
+            };
+            assert!(at < HOUR, "both wait: {} of {all} read", linux.read);
+            relay.now = at;
+            relay.shard.handle_timeout(at);
+            relay.events();
+        } else if !busy && later.is_empty() && relay.pending == 0 {
+            panic!("bytes are lost: {} of {all} read", linux.read);
+        }
+    }
+    (packets, relay.now)
+}
+
+/// The public test suite's small packets under back-pressure, without a reader.
+#[test]
+fn small_writes_become_long_packets_when_nobody_reads() {
+    let writes: Vec<u32> = (0..2000).map(|n| 129 + n % 384).collect();
+    let all: u32 = writes.iter().sum();
+    let (packets, _) = stream(262_144, 262_144, u32::MAX, &writes, false);
+    // Those that were written first went as they were.
+    assert!(packets < 281 + 2 * (all / 2048) as usize, "{packets}");
+}
+
+#[test]
+fn a_reader_who_waits_for_a_full_buffer_gets_it() {
+    for size in [1, 100, 129, 512, 1500, 2047] {
+        let writes = vec![size; 300_000 / size as usize];
+        stream(262_144, 262_144, u32::MAX, &writes, false);
+        stream(131_072, 131_072, u32::MAX, &writes, false);
+    }
+}
+
+/// The last bytes of what somebody waits for may be few, and nothing comes behind them.
+#[test]
+fn few_bytes_at_the_end_are_not_held_back_for_ever() {
+    let mut writes = vec![200; 300];
+    writes.push(262_144 - 60_000 - 10_000);
+    writes.extend([1000; 10]);
+    let (_, done) = stream(262_144, 262_144, u32::MAX, &writes, false);
+    assert!(done <= Instant::from_nanos(100_000_000), "{done:?}");
+}
+
+proptest! {
+    #[test]
+    fn no_receiver_has_too_many_packets_and_none_waits_for_ever(
+        buf_alloc in prop_oneof![Just(262_144u32), Just(65_536u32), 4096u32..300_000],
+        low_water in 0.0f64..=1.0,
+        most in prop_oneof![200u32..5000, Just(u32::MAX)],
+        sizes in prop::collection::vec(prop_oneof![8 => 1u32..600, 2 => 1u32..5000], 1..30),
+        times in 1usize..25,
+        eager in any::<bool>(),
+    ) {
+        // A packet that was read in part keeps its place: of a buffer that it fills nothing is left.
+        let low_water = (f64::from(buf_alloc.saturating_sub(BUFFER)) * low_water) as u32;
+        let low_water = low_water.max(1);
+        stream(buf_alloc, low_water, most, &sizes.repeat(times), eager);
+    }
+}

@@ -1,0 +1,72 @@
+//! The way to a device that has several queue pairs: each pair is a lane, a `Device` of its own, on
+//! whichever worker.
+//!
+//! What must hold: what is said of a queue goes to the lane that has it, as the lane knows it (each
+//! has the queues of the standard's device; events are the first one's); what is said of the whole
+//! goes to all, in the same order, and is answered when all have answered.
+
+use zerosock_proto::vsock::QueuePairs;
+use zerosock_proto::vsock::pairs::{EVENT_QUEUE, QueueUse, RX_QUEUE, TX_QUEUE};
+
+use super::{DeviceCommand, DevicePort, Reply};
+
+/// The lanes of one device, as the control thread reaches them.
+pub(crate) struct LanePorts {
+    lanes: Vec<Box<dyn DevicePort>>,
+    most: QueuePairs,
+}
+
+impl LanePorts {
+    /// One port for each of `most` pairs.
+    pub(crate) fn new(most: QueuePairs, lanes: Vec<Box<dyn DevicePort>>) -> LanePorts {
+        LanePorts { lanes, most }
+    }
+
+    /// The lane that has queue `index`, and which queue it is there.
+    fn of_queue(&mut self, index: u16) -> Option<(&mut Box<dyn DevicePort>, u16)> {
+        let (pair, index) = match self.most.queue_use(index)? {
+            QueueUse::Receive(pair) => (pair, RX_QUEUE),
+            QueueUse::Transmit(pair) => (pair, TX_QUEUE),
+            QueueUse::Events => (0, EVENT_QUEUE),
+        };
+        Some((self.lanes.get_mut(usize::from(pair))?, index))
+    }
+}
+
+impl DevicePort for LanePorts {
+    fn submit(&mut self, mut command: DeviceCommand, reply: Reply) {
+        use DeviceCommand as C;
+        match &mut command {
+            C::StartQueue { index, .. }
+            | C::SetCall { index, .. }
+            | C::SetErr { index, .. }
+            | C::EnableQueue { index, .. }
+            | C::StopQueue { index } => {
+                let Some((lane, there)) = self.of_queue(*index) else {
+                    return reply.failed(format!("no queue {index}"));
+                };
+                *index = there;
+                lane.submit(command, reply);
+            }
+            C::Connected { .. }
+            | C::SetFeatures(_)
+            | C::SetPairs(_)
+            | C::SetMemory(_)
+            | C::ResetDevice
+            | C::Disconnected => {
+                let replies = reply.split(self.lanes.len());
+                for (lane, reply) in self.lanes.iter_mut().zip(replies) {
+                    let command = match &command {
+                        C::Connected { link } => C::Connected { link: link.clone() },
+                        C::SetFeatures(features) => C::SetFeatures(*features),
+                        C::SetPairs(pairs) => C::SetPairs(*pairs),
+                        C::SetMemory(memory) => C::SetMemory(memory.clone()),
+                        C::ResetDevice => C::ResetDevice,
+                        _ => C::Disconnected,
+                    };
+                    lane.submit(command, reply);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,482 @@
+//! The device as one of several queue pairs (docs/queue-pairs.md), and connections that go from one
+//! to another.
+//!
+//! A device with several pairs is several `Device`s, its lanes, each with a shard, two queues and a
+//! worker of its own; the first is the one that others know by address. What they share is the
+//! memory and the front-end, which the control thread sees to.
+//!
+//! A connection leaves when its driver has asked and no chain of it is out any more: what is held
+//! is copied, what a sibling has is called back. It goes as a message, with its join and the
+//! protocol core's half; only when the other lane has it, its driver is told, at the pair that it
+//! has left.
+//!
+//! # The sibling's side
+//! A sibling sends to the lane that it knows. What comes to the old one is sent on from there. The
+//! sibling is told of the new one by the new one, says to the old one that nothing more will come,
+//! and from then on sends to the new one: which leaves that alone until the last of what was sent
+//! on has come. So both may be moved at once.
+//!
+//! What must hold: bytes and ends keep their order; a chain goes back to the ring that it is of; a
+//! connection that finds no place is ended for everybody.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
+use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_proto::{Address, Cid, Port};
+
+use super::app::QueueStore;
+use super::join::{End, Join};
+use super::sibling;
+use super::{Context, Device};
+use crate::engine::poller::Source;
+use crate::switch::{DeviceAddr, Message, Peer};
+
+/// Which of its device's lanes this is.
+#[derive(Debug)]
+pub(crate) struct Lanes {
+    /// The number of its pair.
+    pub(super) pair: u16,
+    own: DeviceAddr,
+    /// All of them.
+    all: Arc<[DeviceAddr]>,
+    /// How many the driver uses.
+    pub(super) used: QueuePairs,
+    /// Connections that have left, to which siblings may still send here.
+    left: HashMap<FlowId, Left>,
+    /// Connections that have come and wait for the last of what their siblings had sent elsewhere.
+    parking: usize,
+}
+
+/// Where a connection went.
+#[derive(Debug)]
+enum Left {
+    /// It has not arrived: what is to be sent on.
+    OnItsWay(Vec<Message>),
+    There(Peer),
+}
+
+/// A connection between two lanes.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    parcel: Parcel,
+    join: Join,
+    /// Who it was.
+    old: Peer,
+    /// What its driver is told at the old pair when it has arrived.
+    answer: Repr,
+}
+
+/// What a sibling sends to a connection that has arrived, before the last of what it had sent to
+/// where that was.
+#[derive(Debug)]
+pub(crate) struct Parked {
+    messages: Vec<Message>,
+}
+
+impl Lanes {
+    /// The only lane, or the first of those that there will be.
+    pub(super) fn one(addr: DeviceAddr) -> Lanes {
+        Lanes::new(0, addr, Arc::new([addr]))
+    }
+
+    fn new(pair: u16, own: DeviceAddr, all: Arc<[DeviceAddr]>) -> Lanes {
+        Lanes {
+            pair,
+            own,
+            all,
+            used: QueuePairs::ONE,
+            left: HashMap::new(),
+            parking: 0,
+        }
+    }
+
+    /// The one that others know the device by.
+    pub(super) fn first(&self) -> DeviceAddr {
+        self.all.first().copied().unwrap_or(self.own)
+    }
+
+    /// The lane of pair `pair`, if the driver uses it and it is another one.
+    fn other(&self, pair: u32) -> Option<DeviceAddr> {
+        let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
+        self.all.get(pair as usize).copied().filter(|_| other)
+    }
+}
+
+impl Device {
+    /// Makes it the lane of pair `pair` among `all`.
+    pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
+        self.lanes = Lanes::new(pair, self.addr, all);
+    }
+
+    /// The lane where a connection begins whose guest has port `guest`; `None`: here.
+    pub(super) fn lane_for(&self, guest: Address, peer: Address) -> Option<DeviceAddr> {
+        self.lanes
+            .other(u32::from(self.lanes.used.of_flow(guest.port, peer)))
+    }
+
+    /// The lane of a connection that the program asks for, and the port that it is from: that matters
+    /// to which lane it is only if there are several.
+    pub(crate) fn lane_of_app(&self, from: Port, to: Address) -> (DeviceAddr, Port) {
+        if self.lanes.used == QueuePairs::ONE {
+            return (self.addr, from);
+        }
+        let from = match from {
+            Port::ANY => self.shard.spare_port(),
+            from => from,
+        };
+        let lane = self.lane_for(to, Address::new(Cid::HOST, from));
+        (lane.unwrap_or(self.addr), from)
+    }
+
+    /// The driver wants a connection to go on at pair `pair`.
+    pub(super) fn driver_wants(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
+        let key = self.key_of(flow).filter(|_| self.waiting.is_none());
+        let lane = self.lanes.other(pair);
+        let (Some(key), Some(_)) = (key, lane) else {
+            return self.stay(flow);
+        };
+        self.flush(key, cx);
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return self.stay(flow);
+        };
+        match &mut join.end {
+            End::Socket { .. } if join.open => self.depart(flow, pair as u16, cx),
+            End::App(end) if end.loans == 0 => self.depart(flow, pair as u16, cx),
+            // Where it came from last, something may be on its way still.
+            End::Sibling(s) if join.open && s.parked.is_none() => {
+                s.move_to = Some(pair as u16);
+                if s.out > 0 {
+                    let (device, to) = (s.peer.device, s.peer.flow);
+                    cx.outbox.send(device, Message::Recall { to });
+                } else {
+                    self.depart(flow, pair as u16, cx);
+                }
+            }
+            _ => self.stay(flow),
+        }
+    }
+
+    fn stay(&mut self, flow: FlowId) {
+        // One that has ended meanwhile stays nowhere.
+        let _ = self.shard.keep(flow, self.lanes.pair);
+    }
+
+    /// The chains that a sibling had are back: a connection that waited for that goes.
+    pub(super) fn chains_are_back(&mut self, key: u32, cx: &mut Context<'_>) {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        if let End::Sibling(s) = &mut join.end
+            && s.out == 0
+            && let Some(pair) = s.move_to.take()
+            && let Some(flow) = join.flow
+        {
+            self.depart(flow, pair, cx);
+        }
+    }
+
+    /// The worker is to take the connection to the other lane.
+    fn depart(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
+        cx.outbox
+            .send(self.addr, Message::Depart { to: flow, pair });
+    }
+
+    /// Takes a connection out for another lane, and says for which. `None`: it stays, or has ended.
+    pub(crate) fn pack(
+        &mut self,
+        flow: FlowId,
+        pair: u16,
+        cx: &mut Context<'_>,
+    ) -> Option<(DeviceAddr, Box<Arrival>)> {
+        let key = self.key_of(flow)?;
+        let lane = self.lanes.other(u32::from(pair));
+        let Some(lane) = lane.filter(|_| self.waiting.is_none()) else {
+            self.stay(flow);
+            return None;
+        };
+        // Lent chains are back, and what is held is copied: none of it is of this ring any more.
+        self.spill(key, 0, cx);
+        if let Some(End::App(end)) = self.joins.get(key as usize).map(|join| &join.end)
+            && let Some(app) = cx.app.as_deref_mut()
+        {
+            app.sockets.leave_pool(end.id, &mut self.store());
+        }
+        let (parcel, answer) = match self.shard.extract(flow, pair) {
+            Ok((parcel, Some(answer))) => (parcel, answer),
+            // A loan is out, or it is being closed.
+            _ => {
+                self.stay(flow);
+                return None;
+            }
+        };
+        let mut join = self.joins.try_remove(key as usize)?;
+        self.by_flow[flow.index()] = u32::MAX;
+        if std::mem::take(&mut join.in_ready) {
+            self.forget_ready();
+        }
+        join.in_dirty = false;
+        join.hold_timer = false;
+        join.held_since = None;
+        join.flow = None;
+        let counted = std::mem::take(&mut join.counted);
+        self.stalled_chains -= counted.0 as usize;
+        self.overflow_bytes -= counted.1 as usize;
+        match &join.end {
+            End::Socket { socket, .. } => cx.poller.remove(socket),
+            End::Sibling(_) => {
+                self.lanes.left.insert(flow, Left::OnItsWay(Vec::new()));
+            }
+            _ => {}
+        }
+        let old = Peer {
+            device: self.addr,
+            flow,
+        };
+        let arrival = Arrival {
+            parcel,
+            join,
+            old,
+            answer,
+        };
+        Some((lane, Box::new(arrival)))
+    }
+
+    /// Takes a connection in. The lane that it comes from is told, and a sibling.
+    pub(crate) fn unpack(&mut self, arrival: Arrival, cx: &mut Context<'_>) {
+        let running = self.rx.as_ref().is_some_and(|rx| rx.live()) && self.waiting.is_none();
+        if !running {
+            return arrival.abandon(cx);
+        }
+        let Arrival {
+            parcel,
+            mut join,
+            old,
+            answer,
+        } = arrival;
+        let flow = match self.shard.adopt(parcel) {
+            Ok(flow) => flow,
+            Err(parcel) => {
+                let arrival = Arrival {
+                    parcel,
+                    join,
+                    old,
+                    answer,
+                };
+                return arrival.abandon(cx);
+            }
+        };
+        join.flow = Some(flow);
+        let key = self.joins.insert(join) as u32;
+        self.name_join(flow, key);
+        let now = Peer {
+            device: self.addr,
+            flow,
+        };
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return;
+        };
+        // Edges may have passed meanwhile: look again.
+        join.readable = true;
+        join.writable = true;
+        match &mut join.end {
+            End::Socket { socket, .. } => {
+                let vm = self.addr.vm;
+                if let Err(error) = cx.poller.add(&*socket, Source::Join { vm, key }) {
+                    tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
+                    self.reset_join(key, cx);
+                }
+            }
+            End::Sibling(s) => {
+                let messages = Vec::new();
+                s.parked = Some(Box::new(Parked { messages }));
+                self.lanes.parking += 1;
+                let Peer { device, flow: to } = s.peer;
+                let relocated = Message::Relocated { to, from: now, old };
+                cx.outbox.send(device, relocated);
+            }
+            End::App(end) => {
+                let id = end.id;
+                if let Some(app) = cx.app.as_deref_mut() {
+                    let pool = self.app_pool(app);
+                    app.sockets.enter_pool(id, pool, flow);
+                }
+                Self::app_writable(id, cx);
+            }
+            _ => {}
+        }
+        let arrived = Message::Arrived {
+            to: old.flow,
+            now: Some(now),
+            answer,
+        };
+        cx.outbox.send(old.device, arrived);
+        self.enqueue(key);
+        self.flush(key, cx);
+    }
+
+    /// A connection that has left has arrived, or found no place: now its driver is told.
+    fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
+        match now {
+            Some(now) => {
+                if let Some(left) = self.lanes.left.get_mut(&flow) {
+                    let waiting = std::mem::replace(left, Left::There(now));
+                    if let Left::OnItsWay(messages) = waiting {
+                        for message in messages {
+                            self.send_on(flow, message, cx);
+                        }
+                    }
+                }
+                self.shard.answer_moved(answer);
+            }
+            None => {
+                if let Some(Left::OnItsWay(messages)) = self.lanes.left.remove(&flow) {
+                    messages
+                        .into_iter()
+                        .for_each(|message| turn_back(message, cx));
+                }
+                self.shard.answer_moved(Repr {
+                    op: Op::Rst.into(),
+                    flags: 0,
+                    buf_alloc: 0,
+                    fwd_cnt: 0,
+                    ..answer
+                });
+            }
+        }
+    }
+
+    /// Deals with what is about lanes, or is for a connection that is on its way: nothing is left.
+    pub(super) fn route_message(
+        &mut self,
+        message: Message,
+        cx: &mut Context<'_>,
+    ) -> Option<Message> {
+        match message {
+            Message::Arrived { to, now, answer } => self.arrived(to, now, answer, cx),
+            Message::SentOn(message) => match *message {
+                Message::Flushed { to } => self.unpark(to, cx),
+                message => return Some(message),
+            },
+            message if self.lanes.left.is_empty() && self.lanes.parking == 0 => {
+                return Some(message);
+            }
+            message => {
+                let Some(to) = message.to() else {
+                    return Some(message);
+                };
+                if self.lanes.left.contains_key(&to) {
+                    self.send_on(to, message, cx);
+                } else if let Some(parked) = self.parked(to) {
+                    parked.messages.push(message);
+                } else {
+                    return Some(message);
+                }
+            }
+        }
+        None
+    }
+
+    fn parked(&mut self, flow: FlowId) -> Option<&mut Parked> {
+        let key = self.key_of(flow)?;
+        match &mut self.joins.get_mut(key as usize)?.end {
+            End::Sibling(s) => s.parked.as_deref_mut(),
+            _ => None,
+        }
+    }
+
+    /// Sends on what a sibling has sent here for a connection that has left.
+    fn send_on(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
+        let now = match self.lanes.left.get_mut(&flow) {
+            Some(Left::There(now)) => *now,
+            Some(Left::OnItsWay(messages)) => return messages.push(message),
+            None => return,
+        };
+        if let Message::Flushed { .. } = message {
+            // Nothing more will come here.
+            self.lanes.left.remove(&flow);
+        }
+        message.set_to(now.flow);
+        cx.outbox
+            .send(now.device, Message::SentOn(Box::new(message)));
+    }
+
+    /// All that a sibling had sent to the old lane is here.
+    fn unpark(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+        let Some(key) = self.key_of(flow) else { return };
+        if let Some(End::Sibling(s)) = self.joins.get_mut(key as usize).map(|join| &mut join.end)
+            && let Some(parked) = s.parked.take()
+        {
+            self.lanes.parking -= 1;
+            for message in parked.messages {
+                self.sibling_says(message, cx);
+            }
+        }
+    }
+
+    /// A sibling's connection is somewhere else now.
+    pub(super) fn relocated(&mut self, to: FlowId, from: Peer, old: Peer, cx: &mut Context<'_>) {
+        if let Some(key) = self.key_of(to)
+            && let Some(End::Sibling(s)) =
+                self.joins.get_mut(key as usize).map(|join| &mut join.end)
+        {
+            s.peer = from;
+        }
+        let to = old.flow;
+        cx.outbox.send(old.device, Message::Flushed { to });
+    }
+
+    /// A connection has ended before all was here that its sibling had sent.
+    pub(super) fn abandon_parked(&mut self, parked: Parked, cx: &mut Context<'_>) {
+        self.lanes.parking -= 1;
+        for message in parked.messages {
+            turn_back(message, cx);
+        }
+    }
+
+    /// Nobody comes back to what has left: the front-end is gone.
+    pub(super) fn forget_those_who_left(&mut self, cx: &mut Context<'_>) {
+        for (_, left) in self.lanes.left.drain() {
+            if let Left::OnItsWay(messages) = left {
+                messages
+                    .into_iter()
+                    .for_each(|message| turn_back(message, cx));
+            }
+        }
+        self.lanes.used = QueuePairs::ONE;
+    }
+}
+
+impl Arrival {
+    /// It finds no place: everybody is told, and what is lent goes back.
+    pub(crate) fn abandon(self, cx: &mut Context<'_>) {
+        let Arrival {
+            parcel,
+            mut join,
+            old,
+            answer,
+        } = self;
+        drop(parcel);
+        if let End::Sibling(s) = &mut join.end {
+            sibling::return_inbound(s, false, cx);
+        }
+        sibling::tell_end(&join, false, cx);
+        // What is held was the old lane's, and went back when it left.
+        Device::app_ended_in(&mut QueueStore::default(), &join, false, cx);
+        cx.counters.conns_removed.add(1);
+        let arrived = Message::Arrived {
+            to: old.flow,
+            now: None,
+            answer,
+        };
+        cx.outbox.send(old.device, arrived);
+    }
+}
+
+/// Answers for a connection that is not there any more.
+fn turn_back(message: Message, cx: &mut Context<'_>) {
+    if let Some((device, answer)) = message.undeliverable() {
+        cx.outbox.send(device, answer);
+    }
+}

@@ -1,0 +1,235 @@
+//! A guest with several queue pairs: rings written by hand, and a shard of the protocol core for
+//! each pair.
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock::driver::{Address, Cid, Port};
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::{
+    Disposition, Event, FlowId, How, PortTable, QueuePairs, Shard, ShardConfig,
+};
+use zerosock_proto::wire::vsock::SocketType;
+
+use super::common::raw::{RawGuest, connect};
+
+const NOW: Instant = Instant::ZERO;
+
+/// A connection, as its program sees it.
+#[derive(Default)]
+pub(crate) struct Conn {
+    /// Where it is; `None` when it has ended.
+    pub(crate) at: Option<(u16, FlowId)>,
+    pub(crate) connected: bool,
+    pub(crate) received: Vec<u8>,
+    /// The peer sends no more.
+    pub(crate) finished: bool,
+    /// What is to be sent, and how much of it has a header.
+    outgoing: Vec<u8>,
+    sent: usize,
+    pub(crate) moves: usize,
+}
+
+/// See the module.
+pub(crate) struct PairsGuest {
+    pub(crate) raw: RawGuest,
+    pub(crate) shards: Vec<Shard>,
+    pub(crate) conns: Vec<Conn>,
+    by_id: HashMap<(u16, FlowId), usize>,
+    pairs: QueuePairs,
+}
+
+impl PairsGuest {
+    /// Attaches with `pairs` queue pairs, and listens on `port`.
+    pub(crate) fn attach(socket: &Path, pairs: u16, port: u32) -> PairsGuest {
+        let pairs = QueuePairs::new(pairs).unwrap();
+        let raw = RawGuest::with_pairs(connect(socket), true, pairs);
+        let ports = Arc::new(PortTable::new());
+        let shard = |_| {
+            let config = ShardConfig {
+                buf_alloc: 16384,
+                ..ShardConfig::driver(raw.cid)
+            };
+            let mut shard = Shard::new(config, ports.clone());
+            shard.set_moves(true);
+            shard
+        };
+        let mut shards: Vec<Shard> = (0..pairs.get()).map(shard).collect();
+        shards[0].listen(Port::new(port), 64).unwrap();
+        PairsGuest {
+            raw,
+            shards,
+            conns: Vec::new(),
+            by_id: HashMap::new(),
+            pairs,
+        }
+    }
+
+    /// The pair of a connection's hash.
+    pub(crate) fn pair_of(&self, port: Port, peer: Address) -> u16 {
+        self.pairs.of_flow(port, peer)
+    }
+
+    /// Begins to connect, at the pair of the hash; the connection's number.
+    pub(crate) fn connect(&mut self, from: u32, to: Address) -> usize {
+        let from = Port::new(from);
+        let pair = self.pairs.of_flow(from, to);
+        let local = Address::new(Cid::ANY, from);
+        let shard = &mut self.shards[usize::from(pair)];
+        let flow = shard.connect(NOW, local, to, SocketType::Stream).unwrap();
+        self.add(pair, flow)
+    }
+
+    fn add(&mut self, pair: u16, flow: FlowId) -> usize {
+        let conn = Conn {
+            at: Some((pair, flow)),
+            ..Conn::default()
+        };
+        self.conns.push(conn);
+        self.by_id.insert((pair, flow), self.conns.len() - 1);
+        self.conns.len() - 1
+    }
+
+    /// Sends these bytes, as there is room.
+    pub(crate) fn send(&mut self, conn: usize, bytes: &[u8]) {
+        let conn = &mut self.conns[conn];
+        let (pair, flow) = conn.at.unwrap();
+        conn.outgoing.extend_from_slice(bytes);
+        let shard = &mut self.shards[usize::from(pair)];
+        shard.send(flow, bytes.len() as u32, 0).unwrap();
+    }
+
+    /// Bytes that have not left.
+    pub(crate) fn unsent(&self, conn: usize) -> usize {
+        self.conns[conn].outgoing.len() - self.conns[conn].sent
+    }
+
+    pub(crate) fn shutdown(&mut self, conn: usize, how: How) {
+        let (pair, flow) = self.conns[conn].at.unwrap();
+        let shard = &mut self.shards[usize::from(pair)];
+        shard.shutdown(NOW, flow, how).unwrap();
+    }
+
+    /// Asks that it go on at `pair`. False: not now.
+    pub(crate) fn ask_move(&mut self, conn: usize, pair: u16) -> bool {
+        match self.conns[conn].at {
+            Some((at, flow)) if at != pair => {
+                let shard = &mut self.shards[usize::from(at)];
+                shard.ask_move(flow, pair).is_ok()
+            }
+            _ => false,
+        }
+    }
+
+    /// Takes in what has come, and sends what there is room for. False: nothing was done.
+    pub(crate) fn pump(&mut self) -> bool {
+        let mut busy = false;
+        for pair in 0..self.pairs.get() {
+            while let Some((header, payload)) = self.raw.try_recv_on(pair) {
+                busy = true;
+                self.packet(pair, &header, &payload);
+            }
+            self.events(pair);
+            while self.raw.may_send_on(pair) {
+                let shard = &mut self.shards[usize::from(pair)];
+                let Some(packet) = shard.poll_transmit(NOW, 4096) else {
+                    break;
+                };
+                busy = true;
+                let payload = packet.span.map(|span| {
+                    shard.handle_released(span);
+                    let conn = &mut self.conns[self.by_id[&(pair, span.flow)]];
+                    let at = conn.sent;
+                    conn.sent += span.len as usize;
+                    conn.outgoing[at..conn.sent].to_vec()
+                });
+                self.raw
+                    .send_on(pair, &packet.header, &payload.unwrap_or_default());
+            }
+        }
+        busy
+    }
+
+    fn packet(&mut self, pair: u16, header: &zerosock_proto::wire::vsock::Repr, payload: &[u8]) {
+        let shard = &mut self.shards[usize::from(pair)];
+        match shard.handle_packet(NOW, header) {
+            Disposition::Deliver { flow, len, .. } => {
+                shard.consume(flow, len).unwrap();
+                let conn = &mut self.conns[self.by_id[&(pair, flow)]];
+                assert_eq!(conn.at, Some((pair, flow)));
+                conn.received.extend_from_slice(payload);
+            }
+            Disposition::Moved { flow, pair: there } if there == u32::from(pair) => {
+                shard.resume(flow).unwrap();
+            }
+            Disposition::Moved { flow, pair: there } => {
+                let there = there as u16;
+                let (parcel, answer) = shard.extract(flow, there).unwrap();
+                assert!(answer.is_none());
+                let now = self.shards[usize::from(there)].adopt(parcel).unwrap();
+                let conn = self.by_id.remove(&(pair, flow)).unwrap();
+                self.by_id.insert((there, now), conn);
+                self.conns[conn].at = Some((there, now));
+                self.conns[conn].moves += 1;
+            }
+            Disposition::MovedStray { pair: there } => {
+                self.shards[there as usize].reset_stray(header);
+            }
+            Disposition::Handled | Disposition::Dropped(_) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn events(&mut self, pair: u16) {
+        while let Some(event) = self.shards[usize::from(pair)].poll_event() {
+            match event {
+                Event::Incoming { flow, .. } => {
+                    self.shards[usize::from(pair)].accept(NOW, flow).unwrap();
+                    let conn = self.add(pair, flow);
+                    self.conns[conn].connected = true;
+                }
+                Event::Connected { flow } => {
+                    let conn = self.by_id[&(pair, flow)];
+                    self.conns[conn].connected = true;
+                }
+                Event::PeerShutdown { flow, send, .. } => {
+                    let conn = self.by_id[&(pair, flow)];
+                    self.conns[conn].finished |= send;
+                }
+                Event::Closed { flow, .. } | Event::Refused { flow, .. } => {
+                    if let Some(conn) = self.by_id.remove(&(pair, flow)) {
+                        self.conns[conn].at = None;
+                        self.conns[conn].finished = true;
+                    }
+                }
+                Event::Writable { .. } => {}
+            }
+        }
+    }
+}
+
+/// Pumps all guests until `done`.
+#[track_caller]
+pub(crate) fn until(
+    guests: &mut [&mut PairsGuest],
+    mut done: impl FnMut(&mut [&mut PairsGuest]) -> bool,
+) {
+    let give_up = super::common::deadline();
+    loop {
+        let busy = guests
+            .iter_mut()
+            .fold(false, |busy, guest| guest.pump() | busy);
+        if done(guests) {
+            return;
+        }
+        assert!(
+            std::time::Instant::now() < give_up,
+            "it does not come about"
+        );
+        if !busy {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! Drivers that move what they have not, to where nothing is, or go away in the middle.
+
+use std::io::Write;
+
+use zerosock::daemon::DaemonConfig;
+use zerosock::driver::{Address, Cid, Port};
+use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
+
+use super::common::{TestDaemon, connect_guest};
+use super::guest::{PairsGuest, until};
+
+const PORT: u32 = 7000;
+
+fn tune(config: &mut DaemonConfig) {
+    config.workers = 2;
+    config.queue_pairs = 3;
+}
+
+fn move_header(guest: &PairsGuest, from: u32, pair: u32) -> Repr {
+    Repr {
+        flags: pair,
+        ..guest.raw.header(from, PORT, Op::Move)
+    }
+}
+
+/// The next packet at `pair`.
+fn next(guest: &mut PairsGuest, pair: u16) -> Repr {
+    let give_up = super::common::deadline();
+    loop {
+        if let Some((header, _)) = guest.raw.try_recv_on(pair) {
+            return header;
+        }
+        assert!(std::time::Instant::now() < give_up, "no packet");
+        std::thread::sleep(std::time::Duration::from_micros(200));
+    }
+}
+
+#[test]
+fn a_pair_that_is_not_there_is_refused_and_the_connection_goes_on() {
+    let daemon = TestDaemon::with(1, tune);
+    let listener = daemon.host_listener(PORT);
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    let conn = guest.connect(6000, Address::new(Cid::HOST, Port::new(PORT)));
+    until(&mut [&mut guest], |guests| guests[0].conns[conn].connected);
+    let mut program = listener.accept().unwrap().0;
+    let (pair, _) = guest.conns[conn].at.unwrap();
+    for wanted in [3, 16, 65_536 + 1, u32::MAX, u32::from(pair)] {
+        let header = move_header(&guest, 6000, wanted);
+        guest.raw.send_on(pair, &header, &[]);
+        let answer = next(&mut guest, pair);
+        assert_eq!(answer.op.known(), Some(Op::Moved), "{answer}");
+        assert_eq!(answer.flags, u32::from(pair), "it stays");
+    }
+    program.write_all(b"still here").unwrap();
+    until(&mut [&mut guest], |guests| {
+        guests[0].conns[conn].received == b"still here"
+    });
+}
+
+#[test]
+fn a_connection_that_is_not_there_cannot_be_moved() {
+    let daemon = TestDaemon::with(1, tune);
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    for pair in 0..3 {
+        let header = move_header(&guest, 6000, u32::from((pair + 1) % 3));
+        guest.raw.send_on(pair, &header, &[]);
+        assert_eq!(next(&mut guest, pair).op.known(), Some(Op::Rst));
+    }
+}
+
+#[test]
+fn one_who_keeps_asking_and_never_comes_harms_only_himself() {
+    let daemon = TestDaemon::with(2, tune);
+    let listener = daemon.host_listener(PORT);
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    let to = Address::new(Cid::HOST, Port::new(PORT));
+    let (bad, good) = (guest.connect(6000, to), guest.connect(6001, to));
+    until(&mut [&mut guest], |guests| {
+        guests[0].conns[bad].connected && guests[0].conns[good].connected
+    });
+    let mut programs = [listener.accept().unwrap().0, listener.accept().unwrap().0];
+    let (pair, _) = guest.conns[bad].at.unwrap();
+    for n in 0..200 {
+        let header = move_header(&guest, 6000, (u32::from(pair) + 1 + n % 2) % 3);
+        while !guest.raw.may_send_on(pair) {
+            std::thread::yield_now();
+        }
+        guest.raw.send_on(pair, &header, &[]);
+    }
+    // It is at another pair now, whose driver never says a word there; and the other one lives.
+    for program in &mut programs {
+        program.write_all(b"hello").unwrap();
+    }
+    until(&mut [&mut guest], |guests| {
+        guests[0].conns[good].received == b"hello"
+    });
+    drop(guest);
+    // The device is free for the next front-end.
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    let conn = guest.connect(6000, to);
+    until(&mut [&mut guest], |guests| guests[0].conns[conn].connected);
+}
+
+#[test]
+fn who_goes_away_in_the_middle_leaves_nothing_behind() {
+    for _ in 0..10 {
+        let daemon = TestDaemon::with(2, tune);
+        let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+        let mut two = PairsGuest::attach(&daemon.vms[1].socket, 3, PORT);
+        let cid = two.raw.cid;
+        let conns: Vec<usize> = (0..8)
+            .map(|n| one.connect(6000 + n, Address::new(cid, Port::new(PORT))))
+            .collect();
+        until(&mut [&mut one, &mut two], |guests| {
+            guests[0].conns.iter().all(|conn| conn.connected)
+        });
+        for &conn in &conns {
+            one.send(conn, &[7; 5000]);
+            let (at, _) = one.conns[conn].at.unwrap();
+            one.ask_move(conn, (at + 1) % 3);
+        }
+        one.pump();
+        drop(one);
+        // The other's connections end, and each of its chains comes back.
+        until(&mut [&mut two], |guests| {
+            guests[0].conns.iter().all(|conn| conn.at.is_none())
+                && (0..3).all(|pair| guests[0].raw.is_idle_on(pair))
+        });
+        let stats = daemon.stats().unwrap();
+        assert_eq!(stats.conns_added, stats.conns_removed, "{stats:?}");
+    }
+}
+
+#[test]
+fn queue_pairs_are_chosen_once_and_within_bounds() {
+    use zerosock::device::control::session::F_PAIRS;
+    use zerosock::driver::FrontendError;
+    let daemon = TestDaemon::with(1, tune);
+    let mut frontend = super::common::raw::connect(&daemon.vms[0].socket);
+    let protocol = vhost::vhost_user::message::VhostUserProtocolFeatures::all();
+    frontend.negotiate(1 << 32 | F_PAIRS, protocol).unwrap();
+    assert_eq!(frontend.max_queue_pairs().unwrap(), 3);
+    assert_eq!(frontend.get_queue_num().unwrap(), 7);
+    for wrong in [0, 4, 17, u16::MAX] {
+        let refused = frontend.set_queue_pairs(wrong).unwrap_err();
+        assert!(
+            matches!(refused, FrontendError::Refused { .. }),
+            "{refused}"
+        );
+    }
+    // Queues beyond those that are used cannot be set up.
+    assert!(frontend.set_vring_num(3, 64).is_err());
+    frontend.set_queue_pairs(2).unwrap();
+    frontend.set_vring_num(4, 64).unwrap();
+    assert!(frontend.set_vring_num(5, 64).is_err());
+}
+
+#[test]
+fn a_type_that_does_not_match_moves_nothing() {
+    let daemon = TestDaemon::with(1, tune);
+    let path = daemon.uds_path();
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    let program = std::thread::spawn(move || connect_guest(&path, PORT).unwrap());
+    until(&mut [&mut guest], |guests| {
+        guests[0].conns.len() == 1 && program.is_finished()
+    });
+    let (pair, flow) = guest.conns[0].at.unwrap();
+    let info = guest.shards[usize::from(pair)].flow(flow).unwrap();
+    let header = Repr {
+        src: info.local,
+        dst: info.peer,
+        socket_type: SocketType::SeqPacket.into(),
+        flags: u32::from((pair + 1) % 3),
+        ..guest.raw.header(0, 0, Op::Move)
+    };
+    guest.raw.send_on(pair, &header, &[]);
+    assert_eq!(next(&mut guest, pair).op.known(), Some(Op::Rst));
+    program.join().unwrap().write_all(b"as before").unwrap();
+    until(&mut [&mut guest], |guests| {
+        guests[0].conns[0].received == b"as before"
+    });
+}

@@ -1,6 +1,7 @@
-//! SIGTERM and SIGINT as something to wait for, so that an end can be orderly.
+//! SIGTERM and SIGINT as something to wait for, so that an end can be orderly; and SIGHUP, which
+//! asks for a new look at the configuration.
 
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -8,13 +9,15 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// What ended a [`Signals::wait`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Wake {
     /// The signal of this name.
     Signal(&'static str),
+    /// SIGHUP, once or several times.
+    Hangup,
     /// The other descriptor.
     Other,
     /// Nothing.
@@ -29,6 +32,8 @@ pub(crate) enum Wake {
 pub(crate) struct Signals {
     terminate: UnixStream,
     interrupt: UnixStream,
+    /// Only if it is caught: else it does what it always did.
+    hangup: Option<UnixStream>,
 }
 
 impl Signals {
@@ -46,7 +51,17 @@ impl Signals {
         Ok(Signals {
             terminate: watch(SIGTERM)?,
             interrupt: watch(SIGINT)?,
+            hangup: None,
         })
+    }
+
+    /// Catches SIGHUP as well.
+    pub(crate) fn catch_hangup(&mut self) -> io::Result<()> {
+        let (ours, handlers) = UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        signal_hook::low_level::pipe::register(SIGHUP, handlers)?;
+        self.hangup = Some(ours);
+        Ok(())
     }
 
     /// Waits for a signal, for `other` to become readable, or for the time to be up.
@@ -61,21 +76,31 @@ impl Signals {
                 tv_nsec: 0,
             })
         });
-        let mut watched = [
+        let mut watched = vec![
             PollFd::new(&self.terminate, PollFlags::IN),
             PollFd::new(&self.interrupt, PollFlags::IN),
             PollFd::from_borrowed_fd(other, PollFlags::IN),
         ];
+        if let Some(hangup) = &self.hangup {
+            watched.push(PollFd::new(hangup, PollFlags::IN));
+        }
         match rustix::event::poll(&mut watched, timeout.as_ref()) {
             // Interrupted by the very signal: the next look finds it in the pipe.
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        let [terminate, interrupt, other] = watched.map(|fd| !fd.revents().is_empty());
-        Ok(match (terminate, interrupt, other) {
-            (true, _, _) => Wake::Signal("SIGTERM"),
-            (_, true, _) => Wake::Signal("SIGINT"),
-            (_, _, true) => Wake::Other,
+        let mut came = watched.iter().map(|fd| !fd.revents().is_empty());
+        let mut came = || came.next().unwrap_or(false);
+        let (terminate, interrupt, other, hangup) = (came(), came(), came(), came());
+        if hangup && let Some(mut socket) = self.hangup.as_ref() {
+            // All that have come so far ask for the same.
+            while matches!(socket.read(&mut [0; 64]), Ok(1..)) {}
+        }
+        Ok(match (terminate, interrupt, other, hangup) {
+            (true, _, _, _) => Wake::Signal("SIGTERM"),
+            (_, true, _, _) => Wake::Signal("SIGINT"),
+            (_, _, true, _) => Wake::Other,
+            (_, _, _, true) => Wake::Hangup,
             _ => Wake::TimeIsUp,
         })
     }

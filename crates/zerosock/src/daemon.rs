@@ -233,7 +233,7 @@ impl Daemon {
     /// ```
     ///
     /// # Errors
-    /// [`ReloadError`]; nothing has changed, but for the two that say so.
+    /// [`ReloadError`]; nothing has changed.
     pub fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
         self.plane.reload(reload)
     }

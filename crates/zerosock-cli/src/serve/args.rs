@@ -20,7 +20,7 @@ use crate::number;
 /// The device connects programs in a guest (AF_VSOCK sockets, CID 2 is the host) with programs on
 /// the host (Unix sockets). Give one VM with --socket and --uds-path, several with --vm, or write
 /// them into a file and give --config.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(after_long_help = AFTER_HELP, next_line_help = false)]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
@@ -40,7 +40,13 @@ pub(crate) struct ServeArgs {
     pub(crate) vm: Vec<RawVm>,
 
     /// A YAML file with a list `vms`, one entry per VM, keys as for --vm, and perhaps `attach` with
-    /// the keys socket, mode, uid, groups, max
+    /// the keys socket, mode, uid, groups, max, uds_path, service_uid, service_max, and a list
+    /// `access`
+    ///
+    /// The file is read again on SIGHUP: VMs that are new in it are added and those that are gone
+    /// are removed, groups, access, users and numbers of processes are as it says from then on.
+    /// Connections that exist go on. What cannot change while it runs is named in the log and
+    /// stays; a file with an error changes nothing.
     #[arg(long, value_name = "FILE", help_heading = "Virtual machines")]
     pub(crate) config: Option<PathBuf>,
 
@@ -52,7 +58,7 @@ pub(crate) struct ServeArgs {
 }
 
 /// The flags that describe one VM. Each excludes --vm and --config.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "One virtual machine")]
 pub(crate) struct VmFlags {
     /// The guest's address: a number from 3 to 4294967294 that no other VM here has [default: 3]
@@ -101,7 +107,7 @@ pub(crate) struct VmFlags {
 }
 
 /// The flags that hold for the whole daemon and go with every way of naming VMs.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "The daemon")]
 pub(crate) struct DaemonFlags {
     /// Which port the line `OK PORT` names after CONNECT
@@ -172,6 +178,14 @@ Examples:
         socket: /tmp/3.vhost
         uds_path: /tmp/3.vsock
         groups: web
+
+Who may reach whom, beyond groups (in the file; the first rule that fits decides; where none does,
+those in a common group reach each other, and the host and everybody reach each other):
+
+    access:
+      - allow: {from: 'name:web', to: 'group:db', ports: 5432}
+      - deny:  {from: any, to: 'group:db', ports: 5432+6000-6010}
+      - deny:  {from: 3-9, to: host, ports: 22}
 
 Processes without a VM (docs/attach.md has the protocol, zerosock::attach the library's side):
   zerosock serve --vm guest-cid=3,socket=/tmp/3.vhost,uds-path=/tmp/3.vsock \\

@@ -1,6 +1,6 @@
 //! The attach socket as it was written, by flags or in a file, and what it means.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use rustix::fs::Mode;
@@ -12,7 +12,7 @@ use crate::number;
 use crate::sockets;
 
 /// The flags about processes that attach without a VM.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Processes without a virtual machine")]
 pub(crate) struct AttachFlags {
     /// The Unix socket (SOCK_SEQPACKET) on which processes ask to attach, each as an endpoint with
@@ -184,6 +184,13 @@ impl Attach {
 }
 
 impl Hybrid {
+    /// As it was written.
+    pub(super) fn path(&self) -> &Path {
+        match self {
+            Hybrid::Shared(path) | Hybrid::Each(path) => path,
+        }
+    }
+
     fn new(source: Source<'_>, path: PathBuf) -> Result<Hybrid, SettingsError> {
         let wrong = |fix: String| source.wrong_attach("uds-path", path.display(), fix);
         let text = path.to_str();

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::fs::{Gid, Mode};
 use zerosock::Cid;
-use zerosock::attach::{AttachConfig, AttachHost};
+use zerosock::attach::{AttachConfig, AttachHost, AttachTerms};
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, OkConvention, StartError, VmConfig};
 
 use super::Listeners;
@@ -40,17 +40,29 @@ pub(super) fn start(
             .as_ref()
             .zip(attach)
             .map(|(attach, listener)| convert_attach(attach, listener, settings.access)),
+        access: settings.rules.clone(),
         ..DaemonConfig::default()
     })
 }
 
+/// What may change later of the terms on which processes attach.
+pub(super) fn terms(attach: &Attach) -> AttachTerms {
+    let or_ours = |uids: &[u32]| match uids {
+        [] => vec![rustix::process::geteuid().as_raw()],
+        uids => uids.to_vec(),
+    };
+    AttachTerms {
+        allowed_uids: or_ours(&attach.uids),
+        groups: attach.groups.clone(),
+        max_processes: attach.max,
+        service_uids: or_ours(&attach.service_uids),
+        max_services: attach.service_max,
+    }
+}
+
 fn convert_attach(attach: &Attach, listener: OwnedFd, access: sockets::Access) -> AttachConfig {
     let mut config = AttachConfig::new(listener);
-    if !attach.uids.is_empty() {
-        config.allowed_uids = attach.uids.clone();
-    }
-    config.groups = attach.groups.clone();
-    config.max_processes = attach.max;
+    config.set_terms(terms(attach));
     config.host = match &attach.hybrid {
         None => AttachHost::None,
         Some(Hybrid::Shared(path)) => AttachHost::Hybrid { path: path.clone() },
@@ -60,15 +72,10 @@ fn convert_attach(attach: &Attach, listener: OwnedFd, access: sockets::Access) -
             group: access.gid.map(Gid::as_raw),
         },
     };
-    config.max_services = attach.service_max;
-    config.service_uids = match attach.service_uids.is_empty() {
-        true => vec![rustix::process::geteuid().as_raw()],
-        false => attach.service_uids.clone(),
-    };
     config
 }
 
-fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
+pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
     let host = match (&vm.host, listeners.hybrid) {
         (Host::Hybrid(path), Some(listener)) => HostSide::Hybrid {
             path: path.clone(),

@@ -1,10 +1,12 @@
-//! `--config FILE`: a YAML file whose list `vms` has one entry per VM, and perhaps `attach`.
+//! `--config FILE`: a YAML file whose list `vms` has one entry per VM, and perhaps `attach` and
+//! `access`.
 
 use std::fs;
 use std::path::Path;
 
 use serde::Deserialize;
 
+use super::access::Entry;
 use super::attach::RawAttach;
 use super::vm::RawVm;
 
@@ -37,6 +39,8 @@ pub(crate) struct File {
     #[serde(default)]
     pub(crate) vms: Vec<RawVm>,
     pub(crate) attach: Option<RawAttach>,
+    #[serde(default)]
+    pub(crate) access: Vec<Entry>,
 }
 
 /// What is in the file: at least one VM, or the attach socket.
@@ -143,6 +147,10 @@ mod tests {
             ("vms: []", "the list `vms` is empty"),
             ("vm: []", "unknown field `vm`"),
             ("attach: {sockets: a}", "attach: unknown field `sockets`"),
+            (
+                "vms:\n  - socket: a\naccess:\n  - deny: {from: x, to: any}",
+                "access[0].deny: `x` names nobody",
+            ),
             ("vms:\n  - sockets: a", "unknown field `sockets`"),
             ("vms:\n  - guest_cid: three", "guest_cid: invalid type"),
             (

@@ -2,8 +2,9 @@
 //!
 //! Order of work: judge all options; claim all sockets; start the devices; say READY; wait for a
 //! signal; say STOPPING; stop the devices; remove the sockets. Whatever fails before READY leaves
-//! nothing behind.
+//! nothing behind. SIGHUP in between is a new look at the file that --config names.
 
+mod access;
 mod activation;
 pub(crate) mod args;
 mod attach;
@@ -11,9 +12,11 @@ mod backend;
 mod cpus;
 mod file;
 mod group;
+mod reload;
 mod settings;
 pub(crate) mod vm;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
@@ -25,6 +28,8 @@ use tracing::{info, warn};
 use zerosock::daemon::Daemon;
 
 use self::activation::{ActivationError, Inherited};
+use self::args::ServeArgs;
+use self::reload::Running;
 use self::settings::{Host, Settings, Vm};
 use crate::failure::Failure;
 use crate::logging;
@@ -32,11 +37,11 @@ use crate::signals::{Signals, Wake};
 use crate::sockets::{self, SocketFile};
 
 /// Runs until a signal asks to stop.
-pub(crate) fn main(args: args::ServeArgs) -> Result<(), Failure> {
+pub(crate) fn main(args: ServeArgs) -> Result<(), Failure> {
     let (level, format) = (args.daemon.log_level, args.daemon.log_format);
-    let settings = Settings::new(args).map_err(Failure::usage)?;
+    let settings = Settings::new(args.clone()).map_err(Failure::usage)?;
     logging::start(level, format);
-    run(settings).map_err(Failure::runtime)
+    run(&args, settings).map_err(Failure::runtime)
 }
 
 /// Why serving could not start, or ended.
@@ -58,8 +63,9 @@ enum ServeError {
 struct Claimed {
     vms: Vec<Listeners>,
     attach: Option<OwnedFd>,
-    /// Those made here, to be removed at the end.
-    files: Vec<SocketFile>,
+    /// Those made here, to be removed at the end, or with their VM.
+    files: BTreeMap<u32, Vec<SocketFile>>,
+    attach_file: Option<SocketFile>,
 }
 
 /// The two sockets of one VM.
@@ -69,8 +75,11 @@ struct Listeners {
     hybrid: Option<UnixListener>,
 }
 
-fn run(settings: Settings) -> Result<(), ServeError> {
-    let signals = Signals::catch().map_err(ServeError::Signals)?;
+fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
+    let mut signals = Signals::catch().map_err(ServeError::Signals)?;
+    if args.config.is_some() {
+        signals.catch_hangup().map_err(ServeError::Signals)?;
+    }
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
     let daemon = backend::start(&settings, claimed.vms, claimed.attach)?;
@@ -81,7 +90,18 @@ fn run(settings: Settings) -> Result<(), ServeError> {
         info!(socket = %attach.socket.display(), uids = ?attach.uids, "processes may attach");
     }
     notify(&[NotifyState::Ready, NotifyState::Status(&status(&settings))]);
-    let signal = wait_for_signal(&signals, &daemon)?;
+    let mut running = Running {
+        settings,
+        files: claimed.files,
+    };
+    let signal = wait_for_signal(&signals, &daemon, || {
+        // Both in one message, or the service manager takes neither (sd_notify(3)).
+        let now = NotifyState::monotonic_usec_now().ok();
+        notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());
+        running.reload(args, &daemon);
+        let status = status(&running.settings);
+        notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
+    })?;
     info!("{signal}: stopping");
     notify(&[NotifyState::Stopping]);
     let stats = daemon.stats();
@@ -104,53 +124,66 @@ fn run(settings: Settings) -> Result<(), ServeError> {
         attach_refused = stats.attach_refused,
         "stopped"
     );
-    drop(claimed.files);
+    drop((running, claimed.attach_file));
     Ok(())
 }
 
 fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> {
     let mut inherited = Inherited::take()?;
-    let mut files = Vec::new();
+    let mut files = BTreeMap::new();
     let mut listeners = Vec::with_capacity(settings.vms.len());
     let only_vm = settings.vms.len() == 1;
     for vm in &settings.vms {
-        let mut claim = |path: &Path, role: &str| -> Result<UnixListener, ServeError> {
-            let mut names = vec![format!("{role}-{}", vm.cid)];
-            if only_vm {
-                names.push(role.to_string());
-            }
-            if let Some(listener) = inherited.claim(path, &names) {
-                return Ok(listener);
-            }
-            let (listener, file) = sockets::bind(path, settings.access)?;
-            files.push(file);
-            Ok(listener)
-        };
-        let control = claim(&vm.socket, "socket")?;
-        let hybrid = match &vm.host {
-            Host::Hybrid(path) => Some(claim(path, "uds-path")?),
-            Host::Forward { .. } => None,
-        };
-        listeners.push(Listeners { control, hybrid });
+        let (claimed, made) = claim_vm(vm, &mut inherited, settings.access, only_vm)?;
+        listeners.push(claimed);
+        files.insert(vm.cid, made);
     }
     inherited.finish()?;
-    let attach = match &settings.attach {
+    let (attach, attach_file) = match &settings.attach {
         Some(attach) => {
             let access = sockets::Access {
                 mode: attach.mode.or(settings.access.mode),
                 ..settings.access
             };
             let (socket, file) = sockets::bind_packets(&attach.socket, access)?;
-            files.push(file);
-            Some(socket)
+            (Some(socket), Some(file))
         }
-        None => None,
+        None => (None, None),
     };
     Ok(Claimed {
         vms: listeners,
         attach,
         files,
+        attach_file,
     })
+}
+
+/// The sockets of one VM, and the files that were made for them.
+fn claim_vm(
+    vm: &Vm,
+    inherited: &mut Inherited,
+    access: sockets::Access,
+    only_vm: bool,
+) -> Result<(Listeners, Vec<SocketFile>), ServeError> {
+    let mut files = Vec::new();
+    let mut claim = |path: &Path, role: &str| -> Result<UnixListener, ServeError> {
+        let mut names = vec![format!("{role}-{}", vm.cid)];
+        if only_vm {
+            names.push(role.to_string());
+        }
+        if let Some(listener) = inherited.claim(path, &names) {
+            return Ok(listener);
+        }
+        let (listener, file) = sockets::bind(path, access)?;
+        files.push(file);
+        Ok(listener)
+    };
+    let control = claim(&vm.socket, "socket")?;
+    let hybrid = match &vm.host {
+        Host::Hybrid(path) => Some(claim(path, "uds-path")?),
+        Host::Forward { .. } => None,
+    };
+    Ok((Listeners { control, hybrid }, files))
 }
 
 /// Every connection of a guest is a descriptor here; the usual soft limit of 1024 is for programs
@@ -204,7 +237,11 @@ fn status(settings: &Settings) -> String {
     }
 }
 
-fn wait_for_signal(signals: &Signals, daemon: &Daemon) -> Result<&'static str, ServeError> {
+fn wait_for_signal(
+    signals: &Signals,
+    daemon: &Daemon,
+    mut reload: impl FnMut(),
+) -> Result<&'static str, ServeError> {
     // Twice as often as the service manager wants to hear from us.
     let beat = sd_notify::watchdog_enabled().map(|interval| interval / 2);
     loop {
@@ -212,6 +249,7 @@ fn wait_for_signal(signals: &Signals, daemon: &Daemon) -> Result<&'static str, S
         match wake.map_err(ServeError::Signals)? {
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
+            Wake::Hangup => reload(),
             Wake::TimeIsUp => {}
         }
         if beat.is_some() {

@@ -3,17 +3,18 @@
 //! Every complaint names the option as it was written, its value and what would be right: the
 //! reader should not need the manual to mend it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::fs::{Gid, Mode};
+use zerosock::access::AccessList;
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
 use super::vm::RawVm;
-use super::{cpus, group};
+use super::{access, cpus, group};
 use crate::sockets;
 
 /// All that `serve` needs to start.
@@ -24,6 +25,8 @@ pub(crate) struct Settings {
     pub(crate) vms: Vec<Vm>,
     /// Whether processes may attach, and on what terms.
     pub(crate) attach: Option<Attach>,
+    /// Its groups are some VM's, or those of processes.
+    pub(crate) rules: AccessList,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
     pub(crate) max_connections: usize,
@@ -174,6 +177,7 @@ impl Settings {
     pub(crate) fn new(args: ServeArgs) -> Result<Settings, SettingsError> {
         let config = args.config;
         let mut written = Vec::new();
+        let mut rules = Vec::new();
         let attach = args.attach.into_raw();
         let mut attach = attach.map(|raw| (Source::Flags, raw));
         if let Some(path) = &config {
@@ -181,6 +185,7 @@ impl Settings {
             for (index, vm) in file.vms.into_iter().enumerate() {
                 written.push((Source::File { path, index }, vm));
             }
+            rules = file.access;
             let source = Source::File { path, index: 0 };
             attach = match (attach, file.attach) {
                 (Some(_), Some(_)) => {
@@ -213,7 +218,19 @@ impl Settings {
                 Some(attach)
             }
         };
-        daemon(args.daemon, vms, attach)
+        let groups = vms.iter().flat_map(|vm| &vm.groups);
+        let groups = groups.chain(attach.iter().flat_map(|attach| &attach.groups));
+        let groups: BTreeSet<&str> = groups.map(String::as_str).collect();
+        if let Some((index, group)) = access::unknown_group(&rules, &groups) {
+            let path = config.as_deref().unwrap_or(Path::new(""));
+            let known = groups.into_iter().collect::<Vec<_>>().join(", ");
+            return Err(SettingsError::Wrong {
+                option: format!("{}: access[{index}]", path.display()),
+                value: format!("group:{group}"),
+                fix: format!("nobody is in this group; the groups are {known}"),
+            });
+        }
+        daemon(args.daemon, vms, attach, access::list(rules))
     }
 }
 
@@ -221,6 +238,7 @@ fn daemon(
     flags: DaemonFlags,
     vms: Vec<Vm>,
     attach: Option<Attach>,
+    rules: AccessList,
 ) -> Result<Settings, SettingsError> {
     let wrong = |option: &str, value: &dyn fmt::Display, fix: String| SettingsError::Wrong {
         option: option.to_string(),
@@ -292,6 +310,7 @@ fn daemon(
         },
         vms,
         attach,
+        rules,
         ok_port: flags.ok_port,
         access: sockets::Access {
             mode,

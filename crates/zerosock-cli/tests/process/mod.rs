@@ -90,6 +90,7 @@ impl Running {
             "TERM" => Signal::TERM,
             "INT" => Signal::INT,
             "KILL" => Signal::KILL,
+            "HUP" => Signal::HUP,
             other => panic!("no signal {other}"),
         };
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();

@@ -176,6 +176,15 @@ impl AttachConfig {
             max_services: self.max_services,
         }
     }
+
+    /// Goes by other terms.
+    pub fn set_terms(&mut self, terms: AttachTerms) {
+        self.allowed_uids = terms.allowed_uids;
+        self.groups = terms.groups;
+        self.max_processes = terms.max_processes;
+        self.service_uids = terms.service_uids;
+        self.max_services = terms.max_services;
+    }
 }
 
 /// Binds an attach socket at `path`, where nothing may be, and listens. Who may connect is a matter

@@ -109,22 +109,10 @@ impl Server {
     /// Goes by other terms from now on. Whoever is attached stays; the groups are those of all
     /// processes, also of those who are there. The workers are not told.
     pub(crate) fn set_terms(&mut self, terms: AttachTerms) {
-        let AttachTerms {
-            allowed_uids,
-            groups,
-            max_processes,
-            service_uids,
-            max_services,
-        } = terms;
         for &cid in self.by_cid.keys() {
-            self.roster.set_groups(cid, &groups);
+            self.roster.set_groups(cid, &terms.groups);
         }
-        let config = &mut self.config;
-        config.allowed_uids = allowed_uids;
-        config.groups = groups;
-        config.max_processes = max_processes;
-        config.service_uids = service_uids;
-        config.max_services = max_services;
+        self.config.set_terms(terms);
     }
 
     /// Handles what a client has said.

@@ -65,7 +65,7 @@ pub struct Reload {
     pub attach: Option<AttachTerms>,
 }
 
-/// Why a daemon has not changed. It is as it was, unless the error says otherwise.
+/// Why a daemon has not changed: it is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum ReloadError {
     /// There is no such VM, or it is about to go.
@@ -85,7 +85,7 @@ pub enum ReloadError {
         /// Why.
         source: Box<StartError>,
     },
-    /// A VM's socket cannot be used. If it cannot be watched, everything else has changed.
+    /// A VM's socket cannot be used.
     #[error("the socket of the VM with CID {cid}: {source}")]
     Socket {
         /// The VM.
@@ -93,7 +93,7 @@ pub enum ReloadError {
         /// Why.
         source: io::Error,
     },
-    /// There are as many VMs as there can be. Everything else has changed.
+    /// There are as many VMs as there can be.
     #[error("no worker has a place for the VM with CID {0}")]
     Full(Cid),
     /// The daemon is ending.

@@ -6,6 +6,8 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
@@ -16,7 +18,7 @@ use super::config::{Reload, ReloadError, VmConfig};
 use super::host_end;
 use super::roster::{Entry, Member, Roster};
 use crate::attach::server::Server;
-use crate::device::control::{FrontendSocket, House, Lodger, VmSpec};
+use crate::device::control::{FrontendSocket, House, Lodger, Notice, VmSpec};
 use crate::switch::DeviceAddr;
 
 /// An order to the keeper.
@@ -139,13 +141,28 @@ impl Keeper {
                 }
             }
         }
-        for cid in &reload.remove {
-            if let Some(place) = self.vms.get_mut(cid) {
-                place.stage = Stage::Leaving;
-                let vm = place.vm;
-                self.roster().reserve(*cid);
-                house.close(vm, "it is not configured any more");
+        let (number, notice) = house.notice();
+        let mut added = Vec::new();
+        for (queue_size, member, listener, groups) in ready {
+            let cid = member.cid;
+            let entry = Entry {
+                groups: &groups,
+                ..Entry::default()
+            };
+            match self.add(queue_size, member, listener, entry, &notice, house) {
+                Ok(()) => added.push(cid),
+                Err(error) => {
+                    // The others go as they came.
+                    for cid in added {
+                        self.send_off(cid, house);
+                    }
+                    let _ = answer.send(Err(error));
+                    return;
+                }
             }
+        }
+        for cid in &reload.remove {
+            self.send_off(*cid, house);
         }
         for (cid, groups) in &reload.groups {
             self.roster().set_groups(*cid, groups);
@@ -154,48 +171,54 @@ impl Keeper {
             server.set_terms(terms);
         }
         self.roster().set_access(reload.access);
-        let (number, notice) = house.notice();
-        let mut failed = None;
-        for (vm, member, listener, groups) in ready {
-            let entry = Entry {
-                groups: &groups,
-                ..Entry::default()
-            };
-            let cid = member.cid;
-            let added = self.roster().add(member, entry, &notice);
-            let port = added.and_then(|addr| Some((addr, self.roster().port(addr)?)));
-            let Some((addr, port)) = port else {
-                failed = Some(ReloadError::Full(cid));
-                continue;
-            };
-            let spec = VmSpec {
-                name: format!("vm {cid}"),
-                cid,
-                socket: FrontendSocket::Listener(listener),
-                max_queue_size: vm,
-                queue_pairs: self.roster().queue_pairs(),
-                sealed_memory: self.sealed_memory,
-                port,
-            };
-            match house.add(spec) {
-                Ok(vm) => {
-                    let stage = Stage::In;
-                    self.vms.insert(cid, Place { vm, addr, stage });
-                }
-                Err(source) => {
-                    // Its place is not given out again: this happens when memory is at its end.
-                    let (_, notice) = house.notice();
-                    self.roster().remove(cid, addr, &notice);
-                    failed = Some(ReloadError::Socket { cid, source });
-                }
+        self.roster().tell(&notice);
+        self.told.push((number, answer));
+    }
+
+    fn add(
+        &mut self,
+        queue_size: u16,
+        member: Member,
+        listener: UnixListener,
+        entry: Entry<'_>,
+        notice: &Arc<Notice>,
+        house: &mut House,
+    ) -> Result<(), ReloadError> {
+        let cid = member.cid;
+        let added = self.roster().add(member, entry, notice);
+        let addr = added.ok_or(ReloadError::Full(cid))?;
+        let port = self.roster().port(addr).ok_or(ReloadError::Full(cid))?;
+        let spec = VmSpec {
+            name: format!("vm {cid}"),
+            cid,
+            socket: FrontendSocket::Listener(listener),
+            max_queue_size: queue_size,
+            queue_pairs: self.roster().queue_pairs(),
+            sealed_memory: self.sealed_memory,
+            port,
+        };
+        match house.add(spec) {
+            Ok(vm) => {
+                let stage = Stage::In;
+                self.vms.insert(cid, Place { vm, addr, stage });
+                Ok(())
+            }
+            Err(source) => {
+                // Its place is not given out again: this happens when memory is at its end.
+                let (_, notice) = house.notice();
+                self.roster().remove(cid, addr, &notice);
+                Err(ReloadError::Socket { cid, source })
             }
         }
-        self.roster().tell(&notice);
-        match failed {
-            Some(error) => {
-                let _ = answer.send(Err(error));
-            }
-            None => self.told.push((number, answer)),
+    }
+
+    /// A VM is to leave.
+    fn send_off(&mut self, cid: Cid, house: &mut House) {
+        if let Some(place) = self.vms.get_mut(&cid) {
+            place.stage = Stage::Leaving;
+            let vm = place.vm;
+            self.roster().reserve(cid);
+            house.close(vm, "it is not configured any more");
         }
     }
 
@@ -203,7 +226,7 @@ impl Keeper {
     fn prepare(
         &mut self,
         vm: VmConfig,
-    ) -> Result<(u16, Member, std::os::unix::net::UnixListener, Vec<String>), ReloadError> {
+    ) -> Result<(u16, Member, UnixListener, Vec<String>), ReloadError> {
         let cid = vm.cid;
         let host = host_end(vm.host).map_err(|source| ReloadError::Host {
             cid,

@@ -1,0 +1,266 @@
+//! `access` in the configuration file: who may reach whom, read straight into rules in which
+//! nothing illegal can be said.
+//!
+//! What is wrong is told while it is read, so that the file's reader says in which line.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use serde::de::{Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use zerosock::access::{AccessList, Cids, Party, Ports, RangeError, Rule, Verdict};
+use zerosock::{Cid, Port};
+
+use super::vm::joined_by_plus;
+
+/// One entry of the list.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Entry(Rule);
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawRule {
+    #[serde(deserialize_with = "parties")]
+    from: Vec<Party>,
+    #[serde(deserialize_with = "parties")]
+    to: Vec<Party>,
+    #[serde(default = "Ports::all", deserialize_with = "ports")]
+    ports: Ports,
+}
+
+impl<'de> Deserialize<'de> for Entry {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Entry, D::Error> {
+        input.deserialize_map(OneKey)
+    }
+}
+
+/// An entry's one key says what becomes of those of whom its value speaks.
+struct OneKey;
+
+impl<'de> Visitor<'de> for OneKey {
+    type Value = Entry;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("`allow: {from: ..., to: ..., ports: ...}`, or `deny:` with the same")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entry, A::Error> {
+        let key: Option<String> = map.next_key()?;
+        let verdict = match key.as_deref() {
+            Some("allow") => Verdict::Allow,
+            Some("deny") => Verdict::Deny,
+            Some(other) => return Err(A::Error::unknown_field(other, &["allow", "deny"])),
+            None => return Err(A::Error::custom("neither `allow` nor `deny`: give one")),
+        };
+        let RawRule { from, to, ports } = map.next_value()?;
+        if let Some(key) = map.next_key::<String>()? {
+            let what = format!("`{key}` beside another rule: make two entries of it");
+            return Err(A::Error::custom(what));
+        }
+        Ok(Entry(Rule {
+            verdict,
+            from,
+            to,
+            ports,
+        }))
+    }
+}
+
+/// The list that the entries make.
+pub(super) fn list(entries: Vec<Entry>) -> AccessList {
+    AccessList::new(entries.into_iter().map(|Entry(rule)| rule))
+}
+
+/// The first group that a rule names and that is none of `known`.
+pub(super) fn unknown_group<'a>(
+    entries: &'a [Entry],
+    known: &BTreeSet<&str>,
+) -> Option<(usize, &'a str)> {
+    entries.iter().enumerate().find_map(|(index, Entry(rule))| {
+        let parties = rule.from.iter().chain(&rule.to);
+        let mut groups = parties.filter_map(|party| match party {
+            Party::Group(group) => Some(group.as_str()),
+            _ => None,
+        });
+        groups
+            .find(|group| !known.contains(group))
+            .map(|group| (index, group))
+    })
+}
+
+const PARTIES: &str = "any, host, a CID such as 3, CIDs such as 3-9, group:NAME or name:NAME, \
+                       several joined by `+` or as a list";
+
+fn parties<'de, D: Deserializer<'de>>(input: D) -> Result<Vec<Party>, D::Error> {
+    let text = joined_by_plus(input)?.unwrap_or_default();
+    text.split('+')
+        .map(|item| party(item.trim()))
+        .collect::<Result<_, _>>()
+        .map_err(D::Error::custom)
+}
+
+fn party(text: &str) -> Result<Party, String> {
+    let wrong = |what: &dyn fmt::Display| Err(format!("`{text}` {what}; give {PARTIES}"));
+    if let Some((kind, name)) = text.split_once(':') {
+        return match (kind, name.parse()) {
+            ("group", _) if !name.is_empty() => Ok(Party::Group(name.into())),
+            ("name", Ok(name)) => Ok(Party::Name(name)),
+            ("name", Err(error)) => wrong(&format!("names no process: {error}")),
+            _ => wrong(&"names nobody"),
+        };
+    }
+    match text {
+        "any" => return Ok(Party::Any),
+        "host" => return Ok(Party::Host),
+        _ => {}
+    }
+    let Some(range) = range(text) else {
+        return wrong(&"names nobody");
+    };
+    let (first, last) = (Cid::new(*range.start()), Cid::new(*range.end()));
+    match Cids::new(first, last) {
+        Ok(cids) => Ok(Party::Cids(cids)),
+        Err(RangeError::Reserved) if range == (2..=2) => wrong(&"is the host: write `host`"),
+        Err(RangeError::Reserved) => {
+            wrong(&"has a reserved CID; those of guests are 3 to 4294967294")
+        }
+        Err(error) => wrong(&error),
+    }
+}
+
+const PORTS: &str = "a port such as 22, ports such as 6000-6010, several joined by `+` or as a \
+                     list, 0 to 4294967294";
+
+fn ports<'de, D: Deserializer<'de>>(input: D) -> Result<Ports, D::Error> {
+    let text = joined_by_plus(input)?.unwrap_or_default();
+    let wrong = |item: &str, what: &dyn fmt::Display| {
+        D::Error::custom(format!("ports: `{item}` {what}; give {PORTS}"))
+    };
+    let mut ranges = Vec::new();
+    for item in text.split('+').map(str::trim) {
+        let range = range(item).ok_or_else(|| wrong(item, &"is no port"))?;
+        let range = Port::new(*range.start())..=Port::new(*range.end());
+        // One by one, to know which is wrong.
+        Ports::new([range.clone()])
+            .map_err(|error| wrong(item, &format!("is no range: {error}")))?;
+        ranges.push(range);
+    }
+    Ports::new(ranges).map_err(|error| wrong(&text, &error))
+}
+
+/// `5` or `5-9`.
+fn range(text: &str) -> Option<RangeInclusive<u32>> {
+    let number = |text: &str| {
+        let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        digits.then(|| text.parse().ok()).flatten()
+    };
+    match text.split_once('-') {
+        Some((first, last)) => Some(number(first)?..=number(last)?),
+        None => number(text).map(|number| number..=number),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Vec<Entry>, String> {
+        serde_yaml_ng::from_str(text).map_err(|error| error.to_string())
+    }
+
+    fn cids(first: u32, last: u32) -> Party {
+        Party::Cids(Cids::new(Cid::new(first), Cid::new(last)).unwrap())
+    }
+
+    #[test]
+    fn rules_are_read_in_their_order() {
+        let entries = read(
+            "
+- allow: {from: 'name:web', to: 'group:db', ports: 5432}
+- deny:
+    from: [any]
+    to: [host, 3, 5-9, 'group:a b']
+    ports: [22, 6000-6010]
+- allow: {from: host + 4, to: any}
+- deny: {from: '7', to: any, ports: 1+2}
+",
+        )
+        .unwrap();
+        let port = Port::new;
+        let wanted = AccessList::new([
+            Rule {
+                verdict: Verdict::Allow,
+                from: vec![Party::Name("web".parse().unwrap())],
+                to: vec![Party::Group("db".into())],
+                ports: Ports::one(port(5432)).unwrap(),
+            },
+            Rule {
+                verdict: Verdict::Deny,
+                from: vec![Party::Any],
+                to: vec![
+                    Party::Host,
+                    cids(3, 3),
+                    cids(5, 9),
+                    Party::Group("a b".into()),
+                ],
+                ports: Ports::new([port(22)..=port(22), port(6000)..=port(6010)]).unwrap(),
+            },
+            Rule {
+                verdict: Verdict::Allow,
+                from: vec![Party::Host, cids(4, 4)],
+                to: vec![Party::Any],
+                ports: Ports::all(),
+            },
+            Rule {
+                verdict: Verdict::Deny,
+                from: vec![cids(7, 7)],
+                to: vec![Party::Any],
+                ports: Ports::new([port(1)..=port(1), port(2)..=port(2)]).unwrap(),
+            },
+        ]);
+        assert_eq!(
+            unknown_group(&entries, &BTreeSet::from(["db", "a b"])),
+            None
+        );
+        let known = BTreeSet::from(["db"]);
+        assert_eq!(unknown_group(&entries, &known), Some((1, "a b")));
+        assert_eq!(list(entries), wanted);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_value_and_line() {
+        let rule = |from: &str, to: &str, ports: &str| {
+            format!(
+                "- allow: {{from: any, to: any}}\n- deny: {{from: {from}, to: {to}, ports: {ports}}}"
+            )
+        };
+        for (text, wanted) in [
+            (rule("hosts", "any", "1"), "`hosts` names nobody; give any, host, a CID"),
+            (rule("any", "2", "1"), "`2` is the host: write `host`"),
+            (rule("any", "0-9", "1"), "`0-9` has a reserved CID"),
+            (rule("any", "9-8", "1"), "`9-8` the last comes before the first"),
+            (rule("any", "5+", "1"), "`` names nobody"),
+            (rule("any", "'name:a b'", "1"), "`name:a b` names no process: a name has"),
+            (rule("any", "'group:'", "1"), "`group:` names nobody"),
+            (rule("any", "any", "ssh"), "ports: `ssh` is no port; give a port"),
+            (rule("any", "any", "1+-2"), "ports: `-2` is no port"),
+            (rule("any", "any", "7-6"), "ports: `7-6` is no range"),
+            (rule("any", "any", "4294967295"), "ports: `4294967295` is no range: an end"),
+            (rule("any", "any", "4294967296"), "ports: `4294967296` is no port"),
+            (rule("any", "any", "[]"), "ports: `` is no port"),
+            ("- allow: {from: any, to: any}\n- deny: {from: any}".into(), "missing field `to`"),
+            ("- allow: {from: any, to: any}\n- {}".into(), "neither `allow` nor `deny`"),
+            ("- allow: {from: any, to: any}\n- permit: {}".into(), "unknown field `permit`"),
+            (
+                "- allow: {from: any, to: any}\n- {allow: {from: any, to: any}, deny: {from: any, to: any}}"
+                    .into(),
+                "`deny` beside another rule",
+            ),
+        ] {
+            let said = read(&text).unwrap_err();
+            assert!(said.contains(wanted), "{text}: {said}");
+            assert!(said.contains("line 2"), "{text}: {said}");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! SIGHUP: the configuration file is read again, and what can change does.
+//!
+//! What must hold: a file with an error, or a socket that cannot be had, changes nothing and says
+//! why; what cannot change while it runs is named and stays; connections that exist go on.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use tracing::{error, info, warn};
+use zerosock::Cid;
+use zerosock::daemon::{Daemon, Reload};
+
+use super::activation::Inherited;
+use super::args::ServeArgs;
+use super::attach::Attach;
+use super::settings::{Host, Settings, Vm};
+use super::{ServeError, announce, backend, claim_vm};
+use crate::sockets::SocketFile;
+
+/// What runs now: the settings as they are, not as the file would have them, and the socket files
+/// that were made.
+pub(super) struct Running {
+    pub(super) settings: Settings,
+    /// By the VM's CID.
+    pub(super) files: BTreeMap<u32, Vec<SocketFile>>,
+}
+
+/// What the file wants changed.
+#[derive(Debug, Default, Eq, PartialEq)]
+struct Changes {
+    add: Vec<Vm>,
+    remove: Vec<u32>,
+    groups: BTreeMap<u32, Vec<String>>,
+    /// The attach socket's settings as they would be.
+    attach: Option<Attach>,
+    /// What cannot change, and what it stays.
+    fixed: Vec<String>,
+}
+
+impl Running {
+    /// Reads the file anew and makes it so.
+    pub(super) fn reload(&mut self, args: &ServeArgs, daemon: &Daemon) {
+        match self.try_reload(args, daemon) {
+            Ok(()) => {}
+            Err(reason) => error!("not reloaded, nothing has changed: {reason}"),
+        }
+    }
+
+    fn try_reload(&mut self, args: &ServeArgs, daemon: &Daemon) -> Result<(), String> {
+        let wanted = Settings::new(args.clone()).map_err(|error| error.to_string())?;
+        let changes = Changes::between(&self.settings, &wanted);
+        let mut files = BTreeMap::new();
+        let mut add = Vec::new();
+        for vm in &changes.add {
+            let mut none = Inherited::default();
+            let claimed = claim_vm(vm, &mut none, self.settings.access, false);
+            let (listeners, made) = claimed.map_err(|error: ServeError| error.to_string())?;
+            add.push(backend::convert(vm, listeners));
+            files.insert(vm.cid, made);
+        }
+        let order = Reload {
+            add,
+            remove: changes.remove.iter().copied().map(Cid::new).collect(),
+            groups: changes
+                .groups
+                .iter()
+                .map(|(&cid, groups)| (Cid::new(cid), groups.clone()))
+                .collect(),
+            access: wanted.rules.clone(),
+            attach: changes.attach.as_ref().map(backend::terms),
+        };
+        daemon.reload(order).map_err(|error| error.to_string())?;
+        for fixed in &changes.fixed {
+            warn!("{fixed}");
+        }
+        changes.add.iter().for_each(announce);
+        info!(
+            added = ?changes.add.iter().map(|vm| vm.cid).collect::<Vec<_>>(),
+            removed = ?changes.remove,
+            regrouped = ?changes.groups.keys().collect::<Vec<_>>(),
+            attach = changes.attach.is_some(),
+            rules = wanted.rules.rules().len(),
+            "reloaded"
+        );
+        self.files.append(&mut files);
+        for cid in &changes.remove {
+            self.files.remove(cid);
+        }
+        self.settings.rules = wanted.rules;
+        changes.note_in(&mut self.settings);
+        Ok(())
+    }
+}
+
+impl Changes {
+    fn between(now: &Settings, wanted: &Settings) -> Changes {
+        let mut changes = Changes::default();
+        for vm in &now.vms {
+            match wanted.vms.iter().find(|other| other.cid == vm.cid) {
+                None => changes.remove.push(vm.cid),
+                Some(other) => changes.compare(vm, other),
+            }
+        }
+        let is_new = |vm: &&Vm| !now.vms.iter().any(|other| other.cid == vm.cid);
+        changes
+            .add
+            .extend(wanted.vms.iter().filter(is_new).cloned());
+        match (&now.attach, &wanted.attach) {
+            (None, None) => {}
+            (Some(attach), Some(other)) => changes.compare_attach(attach, other),
+            (None, Some(_)) => changes.fix("attach", "there is none", "an attach socket"),
+            (Some(attach), None) => {
+                let path = attach.socket.display();
+                changes.fix("attach", &format!("socket {path}"), "none");
+            }
+        }
+        changes
+    }
+
+    fn compare(&mut self, vm: &Vm, other: &Vm) {
+        let name = |key: &str| format!("VM {}: {key}", vm.cid);
+        let (a, b) = (vm.socket.display(), other.socket.display());
+        self.keep(&name("socket"), &a, &b);
+        self.keep(
+            &name("its way to the host"),
+            &shown(&vm.host),
+            &shown(&other.host),
+        );
+        let (a, b) = (vm.tx_buffer_size, other.tx_buffer_size);
+        self.keep(&name("tx_buffer_size"), &a, &b);
+        self.keep(&name("queue_size"), &vm.queue_size, &other.queue_size);
+        if vm.groups != other.groups {
+            self.groups.insert(vm.cid, other.groups.clone());
+        }
+    }
+
+    fn compare_attach(&mut self, attach: &Attach, other: &Attach) {
+        let (a, b) = (attach.socket.display(), other.socket.display());
+        self.keep("attach: socket", &a, &b);
+        let mode = |attach: &Attach| match attach.mode {
+            Some(mode) => format!("{:04o}", mode.as_raw_mode()),
+            None => "that of the other sockets".into(),
+        };
+        self.keep("attach: mode", &mode(attach), &mode(other));
+        let path = |attach: &Attach| match &attach.hybrid {
+            Some(hybrid) => hybrid.path().display().to_string(),
+            None => "none".into(),
+        };
+        self.keep("attach: uds_path", &path(attach), &path(other));
+        let changed = Attach {
+            socket: attach.socket.clone(),
+            mode: attach.mode,
+            hybrid: attach.hybrid.clone(),
+            ..other.clone()
+        };
+        self.attach = (changed != *attach).then_some(changed);
+    }
+
+    /// Compares what cannot change.
+    fn keep(&mut self, what: &str, now: &dyn std::fmt::Display, wanted: &dyn std::fmt::Display) {
+        let (now, wanted) = (now.to_string(), wanted.to_string());
+        if now != wanted {
+            self.fix(what, &now, &wanted);
+        }
+    }
+
+    fn fix(&mut self, what: &str, now: &str, wanted: &str) {
+        self.fixed.push(format!(
+            "{what} cannot change while it runs: it stays {now}, not {wanted}; for that, start anew"
+        ));
+    }
+
+    /// The settings after the changes.
+    fn note_in(self, settings: &mut Settings) {
+        settings.vms.retain(|vm| !self.remove.contains(&vm.cid));
+        for vm in &mut settings.vms {
+            if let Some(groups) = self.groups.get(&vm.cid) {
+                vm.groups = groups.clone();
+            }
+        }
+        settings.vms.extend(self.add);
+        if self.attach.is_some() {
+            settings.attach = self.attach;
+        }
+    }
+}
+
+fn shown(host: &Host) -> String {
+    match host {
+        Host::Hybrid(path) => format!("uds_path {}", path.display()),
+        Host::Forward { cid, listen } => {
+            let mut text = format!("forward_cid {cid}");
+            for port in listen {
+                // Writing to a string does not fail.
+                let _ = write!(text, " and port {port}");
+            }
+            text
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    fn settings(yaml: &str) -> Settings {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vms.yaml");
+        std::fs::write(&path, yaml).unwrap();
+        let words = ["zerosock", "serve", "--config", path.to_str().unwrap()];
+        match Cli::try_parse_from(words).unwrap().command {
+            Command::Serve(args) => Settings::new(*args).unwrap(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    const NOW: &str = "
+vms:
+  - {guest_cid: 3, socket: /3, uds_path: /u3, groups: a}
+  - {guest_cid: 4, socket: /4, uds_path: /u4}
+attach: {socket: /a, uid: [7], max: 5}
+";
+
+    #[test]
+    fn what_can_change_is_told_from_what_cannot() {
+        let mut now = settings(NOW);
+        let same = Changes::between(&now, &settings(NOW));
+        assert_eq!(same, Changes::default());
+        let wanted = settings(
+            "
+vms:
+  - {guest_cid: 5, socket: /5, uds_path: /u5}
+  - {guest_cid: 3, socket: /x3, forward_cid: 1, forward_listen: 9, groups: b, queue_size: 64,
+     tx_buffer_size: 4096}
+attach: {socket: /b, mode: '0600', uid: [8], max: 6, groups: c, uds_path: '/p{cid}',
+         service_uid: 9, service_max: 1}
+"
+            .replace("service_uid: 9", "service_uid: [9]")
+            .as_str(),
+        );
+        let changes = Changes::between(&now, &wanted);
+        assert_eq!(changes.add, [wanted.vms[0].clone()]);
+        assert_eq!(changes.remove, [4]);
+        assert_eq!(changes.groups, BTreeMap::from([(3, vec!["b".to_owned()])]));
+        for (fixed, wanted) in changes.fixed.iter().zip([
+            "VM 3: socket cannot change while it runs: it stays /3, not /x3;",
+            "VM 3: its way to the host cannot change while it runs: it stays uds_path /u3, not \
+             forward_cid 1 and port 9;",
+            "VM 3: tx_buffer_size cannot change while it runs: it stays 262144, not 4096;",
+            "VM 3: queue_size cannot change while it runs: it stays 1024, not 64;",
+            "attach: socket cannot change while it runs: it stays /a, not /b;",
+            "attach: mode cannot change while it runs: it stays that of the other sockets, not 0600;",
+            "attach: uds_path cannot change while it runs: it stays none, not /p{cid};",
+        ]) {
+            assert!(fixed.starts_with(wanted), "{fixed}");
+        }
+        assert_eq!(changes.fixed.len(), 7);
+        let attach = changes.attach.clone().unwrap();
+        assert_eq!((attach.socket, attach.mode), ("/a".into(), None));
+        assert_eq!((attach.uids, attach.max), (vec![8], 6));
+        assert_eq!((attach.service_uids, attach.service_max), (vec![9], 1));
+        // Once it is so, nothing is to change but what cannot.
+        changes.note_in(&mut now);
+        let again = Changes::between(&now, &wanted);
+        assert_eq!(again.fixed.len(), 7);
+        let fixed = again.fixed.clone();
+        assert_eq!(
+            again,
+            Changes {
+                fixed,
+                ..Changes::default()
+            }
+        );
+        let none = Changes::between(&now, &settings("vms: [{socket: /3, uds_path: /u3}]"));
+        assert!(
+            none.fixed[0].starts_with("attach cannot change"),
+            "{none:?}"
+        );
+    }
+}

@@ -1,0 +1,349 @@
+//! SIGHUP to a running `zerosock serve --config`: what changes, what stays, and whom it does not
+//! disturb.
+
+mod process;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use process::{DEADLINE, Running, wait_until, zerosock};
+use sha2::{Digest, Sha256};
+use zerosock::vsock::{Endpoint, Listener, Stream};
+use zerosock::{Address, Cid, Port};
+
+/// A server with a file that can be written anew.
+struct Room {
+    dir: tempfile::TempDir,
+    serve: Option<Running>,
+    /// How often it has said what came of a reload.
+    said: usize,
+}
+
+impl Room {
+    fn new(file: &str) -> Room {
+        let mut room = Room {
+            dir: tempfile::tempdir().unwrap(),
+            serve: None,
+            said: 0,
+        };
+        room.write(file);
+        let mut serve = zerosock();
+        serve.args(["serve", "--workers", "2", "--config"]);
+        serve.arg(room.at("vms.yaml"));
+        serve.env("NOTIFY_SOCKET", room.at("notify"));
+        let manager = UnixDatagram::bind(room.at("notify")).unwrap();
+        manager.set_read_timeout(Some(DEADLINE)).unwrap();
+        room.serve = Some(Running::start(&mut serve));
+        let mut message = [0; 1024];
+        let length = manager.recv(&mut message).unwrap();
+        assert!(String::from_utf8_lossy(&message[..length]).contains("READY=1"));
+        room
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Writes the file; `@` stands for the directory.
+    fn write(&self, file: &str) {
+        let file = file.replace('@', &self.dir.path().display().to_string());
+        std::fs::write(self.at("vms.yaml"), file).unwrap();
+    }
+
+    fn stderr(&self) -> String {
+        self.serve.as_ref().unwrap().stderr()
+    }
+
+    /// Has the server read its file, and returns what it has said of it.
+    fn reload(&mut self) -> String {
+        let before = self.stderr().len();
+        self.serve.as_ref().unwrap().signal("HUP");
+        let outcomes = |said: &str| said.matches("reloaded").count();
+        wait_until("an answer", || outcomes(&self.stderr()) > self.said);
+        let all = self.stderr();
+        self.said = outcomes(&all);
+        all[before..].to_owned()
+    }
+
+    /// As the guest of the VM.
+    fn guest(&self, cid: u32) -> Endpoint {
+        let guest = Endpoint::builder().attach_device(self.at(&format!("vm{cid}")));
+        let guest = guest.unwrap();
+        assert_eq!(guest.cid(), Cid::new(cid));
+        guest
+    }
+
+    fn stop(mut self) -> String {
+        let serve = self.serve.take().unwrap();
+        serve.signal("TERM");
+        let ended = serve.finish();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        ended.stderr
+    }
+}
+
+fn at(cid: u32, port: u32) -> Address {
+    Address::new(Cid::new(cid), Port::new(port))
+}
+
+/// Connects one to a port of the other, where this listens.
+fn pair(from: &Endpoint, to: Address, listener: &Listener) -> (Stream, Stream) {
+    thread::scope(|scope| {
+        let connecting = scope.spawn(|| from.connect(to).unwrap());
+        let (accepted, _) = listener.accept_timeout(DEADLINE).unwrap();
+        (connecting.join().unwrap(), accepted)
+    })
+}
+
+/// Accepts whoever comes, for as long as the endpoint lasts: without it nobody drives it.
+fn keep_accepting(listener: Listener) {
+    thread::spawn(move || while listener.accept().is_ok() {});
+}
+
+/// Whether the port can be connected to, where nobody but the switch refuses.
+fn reaches(from: &Endpoint, to: Address) -> bool {
+    match from.connect(to) {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
+            false
+        }
+    }
+}
+
+const THREE: &str = "{guest_cid: 3, socket: @/vm3, uds_path: @/u3";
+const FOUR: &str = "{guest_cid: 4, socket: @/vm4, uds_path: @/u4";
+const ATTACH: &str = "attach: {socket: @/attach";
+
+#[test]
+fn a_live_stream_does_not_notice() {
+    let vms = format!("vms: [{THREE}}}, {FOUR}}}]\n{ATTACH}}}\n");
+    let forbidden = format!("{vms}access: [deny: {{from: any, to: any}}]");
+    let apart = format!("vms: [{THREE}, groups: a}}, {FOUR}, groups: b}}]\n{ATTACH}}}\n");
+    let mut room = Room::new(&vms);
+    let (three, four) = (room.guest(3), room.guest(4));
+    let listener = four.listen(Port::new(1), 64).unwrap();
+    let (stream, accepted) = pair(&three, at(4, 1), &listener);
+    keep_accepting(listener);
+    let (stop, moved) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (sent, received) = thread::scope(|scope| {
+        let sending = scope.spawn(|| {
+            let (mut hash, mut round) = (Sha256::new(), 0u64);
+            while !stop.load(Ordering::Relaxed) {
+                let part: Vec<u8> = (0..8192u64)
+                    .flat_map(|n| (n * round).to_le_bytes())
+                    .collect();
+                (&mut &stream).write_all(&part).unwrap();
+                hash.update(&part);
+                round += 1;
+            }
+            stream.shutdown(Shutdown::Write).unwrap();
+            hash.finalize()
+        });
+        let receiving = scope.spawn(|| {
+            let (mut hash, mut part) = (Sha256::new(), vec![0; 65536]);
+            loop {
+                match (&mut &accepted).read(&mut part).unwrap() {
+                    0 => return hash.finalize(),
+                    more => {
+                        hash.update(&part[..more]);
+                        moved.fetch_add(more as u64, Ordering::Relaxed);
+                    }
+                }
+            }
+        });
+        for _ in 0..5 {
+            for (file, allowed) in [(&forbidden, false), (&vms, true), (&apart, false)] {
+                room.write(file);
+                let said = room.reload();
+                assert!(!said.contains("ERROR"), "{said}");
+                assert_eq!(reaches(&three, at(4, 1)), allowed, "{said}");
+                // Bytes move under each of them.
+                let before = moved.load(Ordering::Relaxed);
+                wait_until("bytes", || {
+                    moved.load(Ordering::Relaxed) > before + (1 << 20)
+                });
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        (sending.join().unwrap(), receiving.join().unwrap())
+    });
+    assert_eq!(sent, received);
+    room.stop();
+}
+
+#[test]
+fn vms_come_and_go_and_others_stay() {
+    let mut room = Room::new(&format!("vms: [{THREE}}}]"));
+    let three = room.guest(3);
+    let listener = three.listen(Port::new(1), 64).unwrap();
+    room.write(&format!("vms: [{THREE}}}, {FOUR}}}]"));
+    let said = room.reload();
+    assert!(said.contains("added=[4] removed=[]"), "{said}");
+    let four = room.guest(4);
+    let (stream, mut accepted) = pair(&four, at(3, 1), &listener);
+    keep_accepting(listener);
+    // Its way to the host is there too.
+    let program = UnixListener::bind(room.at("u4_7")).unwrap();
+    let out = four.connect(at(2, 7)).unwrap();
+    let (mut socket, _) = program.accept().unwrap();
+    room.write(&format!("vms: [{THREE}}}]"));
+    let said = room.reload();
+    assert!(said.contains("added=[] removed=[4]"), "{said}");
+    let mut byte = [0];
+    assert_eq!(
+        accepted.read(&mut byte).unwrap_err().kind(),
+        ErrorKind::ConnectionReset
+    );
+    assert_eq!(socket.read(&mut byte).unwrap_or(0), 0);
+    wait_until("its sockets to go", || {
+        !room.at("vm4").exists() && !room.at("u4").exists()
+    });
+    drop((four, stream, out));
+    assert!(!reaches(&three, at(4, 1)));
+    // And comes again.
+    room.write(&format!("vms: [{FOUR}}}, {THREE}}}]"));
+    let said = room.reload();
+    assert!(said.contains("added=[4] removed=[]"), "{said}");
+    assert!(reaches(&room.guest(4), at(3, 1)));
+    let said = room.stop();
+    assert!(!said.contains("cannot change"), "{said}");
+}
+
+#[test]
+fn a_file_with_an_error_changes_nothing_and_says_where() {
+    let good = format!("vms: [{THREE}}}, {FOUR}}}]\n");
+    let mut room = Room::new(&good);
+    let (three, four) = (room.guest(3), room.guest(4));
+    keep_accepting(four.listen(Port::new(1), 64).unwrap());
+    let used = UnixListener::bind(room.at("used")).unwrap();
+    for (file, wanted) in [
+        ("vms: [".to_owned(), "vms.yaml: "),
+        (String::new(), "the list `vms` is empty"),
+        (format!("{good}acces: []"), "unknown field `acces`"),
+        (
+            format!(
+                "{good}access:\n  - deny: {{from: any, to: any}}\n  - deny: {{from: 1, to: any}}"
+            ),
+            "access[1].deny: `1` has a reserved CID; those of guests are 3 to 4294967294; give any",
+        ),
+        (
+            format!("{good}access:\n  - deny: {{from: 'group:kvm', to: any}}"),
+            "access[0] group:kvm: nobody is in this group; the groups are default",
+        ),
+        (
+            format!("vms: [{THREE}, queue_size: 5}}]"),
+            "vms[0].queue_size 5: give a power of two",
+        ),
+        // Nothing wrong with the file, but with the world.
+        (
+            format!(
+                "vms: [{THREE}, groups: x}}, {{guest_cid: 9, socket: @/used, uds_path: @/u9}}]"
+            ),
+            "in use by a live process",
+        ),
+    ] {
+        room.write(&file);
+        let said = room.reload();
+        assert!(
+            said.contains("not reloaded, nothing has changed"),
+            "{file}: {said}"
+        );
+        assert!(said.contains(wanted), "{file}: {said}");
+        assert!(reaches(&three, at(4, 1)), "{file}");
+        assert!(!room.at("u9").exists());
+    }
+    let lines = room.stderr();
+    assert!(lines.contains("at line 4"), "the line of a rule: {lines}");
+    drop(used);
+    std::fs::remove_file(room.at("vms.yaml")).unwrap();
+    assert!(room.reload().contains("cannot be read"));
+    room.write(&good);
+    assert!(!room.reload().contains("nothing has changed"));
+    room.stop();
+}
+
+#[test]
+fn what_cannot_change_is_named_and_stays() {
+    let mut room = Room::new(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
+    let three = room.guest(3);
+    let refused = Endpoint::attach(room.at("attach")).unwrap_err();
+    let kind = std::io::Error::from(refused).kind();
+    assert_eq!(kind, ErrorKind::PermissionDenied);
+    room.write(
+        "vms: [{guest_cid: 3, socket: @/other, uds_path: @/u3, queue_size: 64}]
+attach: {socket: @/attach, mode: '0600', max: 1, service_max: 0}
+access: [deny: {from: 3, to: host, ports: 5}]",
+    );
+    let said = room.reload();
+    for wanted in [
+        "VM 3: socket cannot change while it runs: it stays ",
+        "VM 3: queue_size cannot change while it runs: it stays 1024, not 64",
+        "attach: mode cannot change while it runs: it stays that of the other sockets, not 0600",
+        "attach=true rules=1",
+    ] {
+        assert!(said.contains(wanted), "{said}");
+    }
+    assert!(room.at("vm3").exists() && !room.at("other").exists());
+    // The rest has changed: the users, the numbers, the list.
+    let process = Endpoint::attach(room.at("attach")).unwrap();
+    let full = Endpoint::attach(room.at("attach")).unwrap_err();
+    assert!(full.to_string().contains("no place free"), "{full}");
+    let full = Endpoint::builder().attach_as_host(room.at("attach"));
+    assert!(full.is_err());
+    let programs = [5, 6].map(|port| UnixListener::bind(room.at(&format!("u3_{port}"))).unwrap());
+    assert!(!reaches(&three, at(2, 5)) && reaches(&three, at(2, 6)));
+    // Asked again, it names the same again; who is attached stays although nobody may attach.
+    room.write(&format!("vms: [{THREE}}}]\n{ATTACH}, uid: [4000000001]}}"));
+    let said = room.reload();
+    assert!(!said.contains("cannot change"), "{said}");
+    keep_accepting(process.listen(Port::new(1), 4).unwrap());
+    assert!(reaches(&three, Address::new(process.cid(), Port::new(1))));
+    assert!(reaches(&three, at(2, 5)));
+    drop(programs);
+    room.stop();
+}
+
+#[test]
+fn without_a_file_a_hangup_ends_it_as_ever() {
+    let dir = tempfile::tempdir().unwrap();
+    let attach = dir.path().join("attach");
+    let running = Running::start(zerosock().arg("serve").arg("--attach-socket").arg(&attach));
+    wait_until("the socket", || Endpoint::attach(&attach).is_ok());
+    running.signal("HUP");
+    assert_eq!(running.finish().code, None);
+}
+
+#[test]
+fn the_service_manager_is_told_of_a_reload() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let file = format!("attach: {{socket: {}}}", at("attach").display());
+    std::fs::write(at("vms.yaml"), file).unwrap();
+    let manager = UnixDatagram::bind(at("notify")).unwrap();
+    manager.set_read_timeout(Some(DEADLINE)).unwrap();
+    let hear = || {
+        let mut message = [0; 1024];
+        let length = manager.recv(&mut message).unwrap();
+        String::from_utf8(message[..length].to_vec()).unwrap()
+    };
+    let mut serve = zerosock();
+    serve.arg("serve").arg("--config").arg(at("vms.yaml"));
+    let running = Running::start(serve.env("NOTIFY_SOCKET", at("notify")));
+    assert!(hear().contains("READY=1"));
+    UnixStream::connect(at("attach")).unwrap_err();
+    running.signal("HUP");
+    let reloading = hear();
+    assert!(
+        reloading.contains("RELOADING=1") && reloading.contains("MONOTONIC_USEC="),
+        "{reloading}"
+    );
+    assert!(hear().contains("READY=1"));
+    running.signal("TERM");
+    while !hear().contains("STOPPING=1") {}
+    assert_eq!(running.finish().code, Some(0));
+}

@@ -30,6 +30,7 @@ pub(super) fn start(
         cpus: settings.cpus.clone(),
         max_connections: settings.max_connections,
         queue_pairs: settings.queue_pairs,
+        spin: settings.spin,
         ok: match settings.ok_port {
             OkPort::Guest => OkConvention::GuestPort,
             OkPort::Host => OkConvention::HostPort,

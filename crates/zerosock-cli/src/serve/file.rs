@@ -41,6 +41,7 @@ pub(crate) struct File {
     pub(crate) attach: Option<RawAttach>,
     #[serde(default)]
     pub(crate) access: Vec<Entry>,
+    pub(crate) spin_us: Option<u64>,
 }
 
 /// What is in the file: at least one VM, or the attach socket.

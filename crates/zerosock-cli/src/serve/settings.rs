@@ -32,6 +32,8 @@ pub(crate) struct Settings {
     pub(crate) max_connections: usize,
     /// 1 to 16.
     pub(crate) queue_pairs: u16,
+    /// At most a second; zero: never.
+    pub(crate) spin: Duration,
     /// Not zero.
     pub(crate) connect_timeout: Duration,
     /// 1 up to the number of VMs, or more if processes may attach.
@@ -176,12 +178,20 @@ impl Settings {
     /// --socket-group and this process's CPUs, and touches nothing.
     pub(crate) fn new(args: ServeArgs) -> Result<Settings, SettingsError> {
         let config = args.config;
+        let mut flags = args.daemon;
         let mut written = Vec::new();
         let mut rules = Vec::new();
         let attach = args.attach.into_raw();
         let mut attach = attach.map(|raw| (Source::Flags, raw));
         if let Some(path) = &config {
             let file = super::file::read(path)?;
+            if let (Some(_), Some(_)) = (flags.spin_us, file.spin_us) {
+                return Err(SettingsError::Both {
+                    option: "--spin-us".into(),
+                    other: format!("{}: spin_us", path.display()),
+                });
+            }
+            flags.spin_us = flags.spin_us.or(file.spin_us);
             for (index, vm) in file.vms.into_iter().enumerate() {
                 written.push((Source::File { path, index }, vm));
             }
@@ -230,7 +240,7 @@ impl Settings {
                 fix: format!("nobody is in this group; the groups are {known}"),
             });
         }
-        daemon(args.daemon, vms, attach, access::list(rules))
+        daemon(flags, vms, attach, access::list(rules))
     }
 }
 
@@ -282,6 +292,11 @@ fn daemon(
             let fix = "give a number from 1 to 16".to_string();
             wrong("--queue-pairs", &flags.queue_pairs, fix)
         })?;
+    let spin = flags.spin_us.unwrap_or(0);
+    if spin > MAX_SPIN_US {
+        let fix = format!("give microseconds from 0 (never) to {MAX_SPIN_US}, such as 50");
+        return Err(wrong("--spin-us", &spin, fix));
+    }
     if flags.connect_timeout.is_zero() {
         let fix = "no connection can come about in no time; give seconds, such as 2".to_string();
         return Err(wrong("--connect-timeout", &0, fix));
@@ -318,11 +333,14 @@ fn daemon(
         },
         max_connections,
         queue_pairs,
+        spin: Duration::from_micros(spin),
         connect_timeout: flags.connect_timeout,
         cpus: pinned,
     })
 }
 
+/// A pause that lasts longer costs more than it saves by far.
+const MAX_SPIN_US: u64 = 1_000_000;
 /// More would not fit the descriptors that Linux gives a process (fs.nr_open).
 const MAX_CONNECTIONS: usize = 1 << 20;
 

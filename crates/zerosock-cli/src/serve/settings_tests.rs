@@ -80,7 +80,8 @@ fn every_flag_of_a_vm_is_heard() {
 #[test]
 fn every_flag_of_the_daemon_is_heard() {
     let settings = settings(&format!(
-        "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 --queue-pairs 4 \
+        "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 \
+         --queue-pairs 4 --spin-us 50 \
          --connect-timeout 0.5 --workers 9 \
          --cpus 0 --log-level debug --log-format json"
     ));
@@ -89,6 +90,7 @@ fn every_flag_of_the_daemon_is_heard() {
     assert_eq!(settings.access.gid, Some(Gid::from_raw(77)));
     assert_eq!(settings.max_connections, 5);
     assert_eq!(settings.queue_pairs, 4);
+    assert_eq!(settings.spin, Duration::from_micros(50));
     assert_eq!(settings.connect_timeout, Duration::from_millis(500));
     assert_eq!(settings.workers, 1, "never more than VMs");
     assert_eq!(settings.cpus, [0]);
@@ -256,6 +258,21 @@ fn ways_of_naming_vms_exclude_each_other() {
 }
 
 #[test]
+fn the_time_to_look_for_work_is_in_the_file_or_in_a_flag() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vms.yaml");
+    std::fs::write(&path, "vms: [{socket: /s, uds_path: /u}]\nspin_us: 70\n").unwrap();
+    let line = format!("--config {}", path.display());
+    assert_eq!(settings(&line).spin, Duration::from_micros(70));
+    let said = complaint(&format!("{line} --spin-us 50"));
+    assert!(
+        said.contains("--spin-us and") && said.contains("spin_us exclude each other"),
+        "{said}"
+    );
+    assert_eq!(settings(VM).spin, Duration::ZERO);
+}
+
+#[test]
 fn a_complaint_names_the_option_the_value_and_the_fix() {
     let long = "x".repeat(108);
     let cases = [
@@ -337,6 +354,10 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         (
             &format!("{VM} --socket-group no-such-group"),
             "--socket-group no-such-group: no such group in /etc/group; give a name from there",
+        ),
+        (
+            &format!("{VM} --spin-us 1000001"),
+            "--spin-us 1000001: give microseconds from 0 (never) to 1000000",
         ),
         (
             &format!("{VM} --max-connections 0"),

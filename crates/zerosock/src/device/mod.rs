@@ -109,6 +109,8 @@ pub(crate) struct Context<'a> {
     pub(crate) counters: &'a Counters,
     pub(crate) ringer: &'a Ringer,
     pub(crate) limits: &'a Limits,
+    /// The worker looks at the rings before it sleeps: no kicks are asked for.
+    pub(crate) spins: bool,
     /// The program that embeds the device, if one does.
     pub(crate) app: Option<&'a mut program::App>,
 }
@@ -275,7 +277,7 @@ impl Device {
         }
         self.count(cx);
         // A program that embeds the device asks for kicks itself, when it is about to sleep.
-        more || (cx.app.is_none() && self.rearm(false)) || self.has_work_for_guest()
+        more || (cx.app.is_none() && !cx.spins && self.rearm(false)) || self.has_work_for_guest()
     }
 
     /// Has the counters say what there is.
@@ -320,6 +322,21 @@ impl Device {
     /// The next time at which [`turn`](Self::turn) has something to do of itself.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
         earlier(self.timers.next(), self.shard.poll_timeout())
+    }
+
+    /// Whether the guest has put something into a ring that a turn would take.
+    pub(crate) fn has_come(&mut self) -> bool {
+        let blocked = self.receive_blocked();
+        let tx = self.tx.as_mut().filter(|ring| ring.live() && !blocked);
+        let starved = self.starved;
+        let rx = self.rx.as_mut().filter(|ring| ring.live() && starved);
+        let mut rings = tx.into_iter().chain(rx);
+        rings.any(|ring| ring.queue.available() > 0)
+    }
+
+    /// Asks the driver for kicks. True: something came meanwhile.
+    pub(crate) fn ask_for_kicks(&mut self) -> bool {
+        self.rearm(false)
     }
 
     /// Asks the driver for kicks before the worker sleeps. True: something came meanwhile. With

@@ -10,6 +10,7 @@ pub(crate) mod host;
 pub(crate) mod mailbox;
 pub(crate) mod numbers;
 pub(crate) mod poller;
+pub(crate) mod spin;
 pub(crate) mod worker;
 
 use std::time::{Duration, Instant as StdInstant};

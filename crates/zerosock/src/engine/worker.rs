@@ -13,6 +13,7 @@ use super::Clock;
 use super::mailbox::Mailbox;
 use super::numbers::Table;
 use super::poller::{Poller, Readiness, Source};
+use super::spin::Spin;
 use crate::device::control::{DeviceCommand, Notice, Reply};
 use crate::device::program::App;
 use crate::device::{Context, Device, Limits};
@@ -29,6 +30,9 @@ use zerosock_sys::bell::Ringer;
 
 /// Messages taken before devices have their turn.
 const MESSAGES: usize = 1024;
+
+/// Devices whose rings a worker looks at while it looks for work: more would take as long as a kick.
+const UNARMED: usize = 8;
 
 /// What other threads say to a worker.
 #[derive(Debug)]
@@ -67,6 +71,12 @@ pub(crate) struct Worker {
     pub(crate) limits: Limits,
     pub(crate) clock: Clock,
     ringer: Ringer,
+    /// Of a worker that [runs](Worker::run) by itself.
+    spin: Spin,
+    /// Devices whose drivers were not asked for kicks, because their rings are looked at.
+    unarmed: Vec<u32>,
+    /// When it was last looked for edges.
+    looked_at: Instant,
     /// The mailbox may have more than was taken.
     more_messages: bool,
     pub(super) active: VecDeque<u32>,
@@ -103,6 +113,9 @@ impl Worker {
             limits,
             clock: Clock::new(),
             ringer,
+            spin: Spin::new(Duration::ZERO),
+            unarmed: Vec::new(),
+            looked_at: Instant::ZERO,
             more_messages: false,
             active: VecDeque::new(),
             deadlines: BTreeSet::new(),
@@ -115,11 +128,76 @@ impl Worker {
         self.devices.insert(device.addr().vm, device);
     }
 
-    /// Runs until it is told to stop.
-    pub(crate) fn run(mut self) -> io::Result<()> {
+    /// Runs until it is told to stop. Before it sleeps it looks for work for at most `spin`, while
+    /// that pays.
+    pub(crate) fn run(mut self, spin: Duration) -> io::Result<()> {
+        self.spin = Spin::new(spin);
         self.start()?;
-        while self.step(None)? {}
-        Ok(())
+        loop {
+            let idle = self.is_idle() && self.spin.is_on() && !self.look_around()?;
+            let before = if idle {
+                self.clock.now()
+            } else {
+                Instant::ZERO
+            };
+            if !self.step(None)? {
+                return Ok(());
+            }
+            if idle {
+                let slept = self.looked_at.saturating_duration_since(before);
+                self.spin.slept(slept);
+            }
+        }
+    }
+
+    /// Looks for work if that pays, and if there is none asks for kicks. Whether there is some.
+    fn look_around(&mut self) -> io::Result<bool> {
+        if let Some(most) = self.spin.pays() {
+            let from = self.clock.now();
+            let until = match self.next_deadline() {
+                Some(at) => at.min(from + most),
+                None => from + most,
+            };
+            loop {
+                if self.look_at_rings() || self.has_messages() {
+                    self.spin.hit();
+                    return Ok(true);
+                }
+                let (now, any) = self.look(Some(Duration::ZERO))?;
+                if any {
+                    self.spin.hit();
+                    return Ok(true);
+                }
+                if now >= until {
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            if until == from + most {
+                self.spin.missed();
+            }
+        }
+        let mut more = false;
+        for vm in std::mem::take(&mut self.unarmed) {
+            if self.devices.get_mut(vm).is_some_and(Device::ask_for_kicks) {
+                self.activate(vm);
+                more = true;
+            }
+        }
+        Ok(more)
+    }
+
+    /// Whether a device has something whose driver was not asked for kicks; it is active then.
+    fn look_at_rings(&mut self) -> bool {
+        let mut any = false;
+        for at in 0..self.unarmed.len() {
+            let vm = self.unarmed[at];
+            if self.devices.get_mut(vm).is_some_and(Device::has_come) {
+                self.activate(vm);
+                any = true;
+            }
+        }
+        any
     }
 
     /// Watches the listeners of the devices that were added. To be called once, before the first
@@ -165,6 +243,7 @@ impl Worker {
         let mut events = std::mem::take(&mut self.events);
         let waited = self.poller.wait(timeout, &mut events);
         let now = self.clock.now();
+        self.looked_at = now;
         let any = !events.is_empty();
         for (source, readiness) in events.drain(..) {
             self.dispatch(source, readiness, now);
@@ -242,8 +321,10 @@ impl Worker {
             let Some(vm) = self.active.pop_front() else {
                 break;
             };
+            let spins = self.spin.pays().is_some() && self.may_leave_unarmed(vm);
             let (device, mut cx) = self.lend(vm, now);
             let Some(device) = device else { continue };
+            cx.spins = spins;
             let more = device.turn(&mut cx);
             device.active = more;
             if more {
@@ -252,6 +333,16 @@ impl Worker {
             self.note_deadline(vm);
         }
         self.deliver_local(now);
+    }
+
+    /// Notes that a device's rings will be looked at before the next sleep; no, if there are many.
+    fn may_leave_unarmed(&mut self, vm: u32) -> bool {
+        let known = self.unarmed.contains(&vm);
+        if !known && self.unarmed.len() < UNARMED {
+            self.unarmed.push(vm);
+            return true;
+        }
+        known
     }
 
     /// Hands over what devices of this worker had to say to each other. Each message makes its
@@ -414,6 +505,7 @@ impl Worker {
             counters: &self.counters,
             ringer: &self.ringer,
             limits: &self.limits,
+            spins: false,
             app: self.app.as_deref_mut(),
         };
         (self.devices.get_mut(vm), cx)

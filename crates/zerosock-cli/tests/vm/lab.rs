@@ -35,6 +35,8 @@ pub(crate) struct Lab {
     pub(crate) b: Vm,
     /// A place at the device for a process of this machine.
     pub(crate) process: Endpoint,
+    /// Where processes attach, unless the device is another program.
+    pub(crate) attach: PathBuf,
     pub(crate) device: Mutex<Device>,
     pub(crate) release: String,
     kernel: Kernel,
@@ -129,8 +131,13 @@ impl Lab {
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
 
         let endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
-        let device =
-            Device::start(&device_program(), &endpoints, echo("device")).expect("a device");
+        let attach = dir.path().join("attach");
+        let mut program = device_program();
+        if std::env::var_os("ZEROSOCK_DEVICE").is_none() {
+            program.arguments.push("--attach-socket".into());
+            program.arguments.push(attach.clone().into());
+        }
+        let device = Device::start(&program, &endpoints, echo("device")).expect("a device");
         let [a, b, _] = &endpoints;
         let dirs = [dir.path().join("a"), dir.path().join("b")];
         for dir in &dirs {
@@ -166,6 +173,7 @@ impl Lab {
                 guest: Mutex::new(second),
             },
             process,
+            attach,
             device: Mutex::new(device),
             release,
             kernel,

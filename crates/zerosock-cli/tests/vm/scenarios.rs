@@ -6,6 +6,7 @@ mod credit;
 mod life;
 mod perf;
 mod refusal;
+mod services;
 
 use crate::Scenario;
 
@@ -30,6 +31,10 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("qemu_guest_agent", life::qemu_guest_agent),
     ("forward_to_kernel_vsock", life::forward),
     ("siblings", life::siblings),
+    (
+        "services_and_the_hybrid_socket",
+        services::two_and_the_hybrid_socket,
+    ),
     ("perf_guest_is_server", perf::guest_is_server),
     ("perf_guest_is_client", perf::guest_is_client),
     ("perf_from_a_guest_of_its_own", perf::from_own_guest),

@@ -113,14 +113,13 @@ impl World {
 
     fn read(&mut self, sink: usize) -> Option<()> {
         let len = self.model[sink].pop_front()?;
-        let now = self.now;
-        self.receiver.taken(self.sinks[sink], len, || now);
+        self.receiver.taken(self.sinks[sink], len);
         Some(())
     }
 
     fn words(&mut self, lost: bool) {
         let now = self.now;
-        while let Some(word) = self.receiver.poll_control(|| now) {
+        while let Some(word) = self.receiver.poll_control(now, |_| true) {
             if !lost {
                 assert!(self.sender.handle_control(now, &word));
             }

@@ -7,15 +7,15 @@
 
 use hashbrown::HashMap;
 
-use super::STOP_HOLDS;
+use super::{Place, STOP_HOLDS};
 use crate::addr::{Address, Port};
 use crate::time::Instant;
 
 /// Why nothing is to be sent to a destination.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum Block {
-    /// It has enough, and says when it has room.
-    Full,
+    /// It has enough, and says when it has room; or a queue on the way does.
+    Full(Place),
     /// Nobody there takes datagrams.
     Deaf,
 }
@@ -23,9 +23,45 @@ pub enum Block {
 /// See the module.
 #[derive(Debug, Default)]
 pub struct Blocks {
-    of: HashMap<(Port, Address), (Block, Instant)>,
+    of: HashMap<(Port, Address), Until>,
     /// Not later than the first that ends.
     next: Option<Instant>,
+}
+
+/// When each kind of block ends.
+#[derive(Copy, Clone, Debug, Default)]
+struct Until {
+    receiver: Option<Instant>,
+    on_the_way: Option<Instant>,
+    deaf: Option<Instant>,
+}
+
+impl Until {
+    fn of(&mut self, block: Block) -> &mut Option<Instant> {
+        match block {
+            Block::Full(Place::Receiver) => &mut self.receiver,
+            Block::Full(Place::OnTheWay) => &mut self.on_the_way,
+            Block::Deaf => &mut self.deaf,
+        }
+    }
+
+    fn all(&self) -> [(Block, Option<Instant>); 3] {
+        [
+            (Block::Deaf, self.deaf),
+            (Block::Full(Place::Receiver), self.receiver),
+            (Block::Full(Place::OnTheWay), self.on_the_way),
+        ]
+    }
+
+    /// Forgets what is over; when the first of the rest is.
+    fn end(&mut self, now: Instant) -> Option<Instant> {
+        for (block, until) in self.all() {
+            if until.is_some_and(|at| at <= now) {
+                *self.of(block) = None;
+            }
+        }
+        self.all().into_iter().filter_map(|(_, until)| until).min()
+    }
 }
 
 impl Blocks {
@@ -52,15 +88,16 @@ impl Blocks {
 
     /// Why nothing is to be sent from our port `from` to `to` now.
     pub fn of(&self, now: Instant, from: Port, to: Address) -> Option<Block> {
-        let (block, until) = self.of.get(&(from, to))?;
-        (*until > now).then_some(*block)
+        let all = self.of.get(&(from, to))?.all().into_iter();
+        let mut in_force = all.filter(|(_, until)| until.is_some_and(|at| at > now));
+        in_force.next().map(|(block, _)| block)
     }
 
     /// `by` has said STOP to our port `port`. False: it is not heeded.
     pub fn stop(&mut self, now: Instant, port: Port, by: Address, block: Block) -> bool {
         let until = now + STOP_HOLDS;
         if let Some(known) = self.of.get_mut(&(port, by)) {
-            *known = (block, until);
+            *known.of(block) = Some(until);
             return true;
         }
         self.end(now, |_| {});
@@ -68,14 +105,24 @@ impl Blocks {
         if self.of.len() >= Blocks::MOST || of_one.count() >= Blocks::MOST_OF_ONE {
             return false;
         }
-        self.of.insert((port, by), (block, until));
+        let mut new = Until::default();
+        *new.of(block) = Some(until);
+        self.of.insert((port, by), new);
         self.next = Some(self.next.map_or(until, |next| next.min(until)));
         true
     }
 
-    /// `by` has said START to our port `port`. True: it was blocked.
-    pub fn start(&mut self, port: Port, by: Address) -> bool {
-        self.of.remove(&(port, by)).is_some()
+    /// `by` has said START to our port `port`. True: nothing of it is blocked any more, and was.
+    pub fn start(&mut self, port: Port, by: Address, place: Place) -> bool {
+        let Some(known) = self.of.get_mut(&(port, by)) else {
+            return false;
+        };
+        *known.of(Block::Full(place)) = None;
+        let free = known.all().iter().all(|(_, until)| until.is_none());
+        if free {
+            self.of.remove(&(port, by));
+        }
+        free
     }
 
     /// When the next block may end by itself.
@@ -89,14 +136,14 @@ impl Blocks {
             return;
         }
         let mut next: Option<Instant> = None;
-        self.of.retain(|(port, _), (_, until)| {
-            let over = *until <= now;
-            if over {
-                ended(*port);
-            } else {
-                next = Some(next.map_or(*until, |next| next.min(*until)));
+        self.of.retain(|(port, _), until| {
+            let first = until.end(now);
+            match (first, next) {
+                (None, _) => ended(*port),
+                (Some(first), Some(at)) => next = Some(at.min(first)),
+                (first, None) => next = first,
             }
-            !over
+            first.is_some()
         });
         self.next = next;
     }
@@ -117,13 +164,14 @@ mod tests {
     }
 
     const OURS: Port = Port::new(7);
+    const FULL: Block = Block::Full(Place::Receiver);
 
     #[test]
     fn a_block_is_of_one_destination_and_ends_by_itself() {
         let mut blocks = Blocks::new();
         let now = Instant::ZERO;
-        assert!(blocks.stop(now, OURS, at(3, 1), Block::Full));
-        assert_eq!(blocks.of(now, OURS, at(3, 1)), Some(Block::Full));
+        assert!(blocks.stop(now, OURS, at(3, 1), FULL));
+        assert_eq!(blocks.of(now, OURS, at(3, 1)), Some(FULL));
         assert_eq!(blocks.of(now, OURS, at(3, 2)), None);
         assert_eq!(blocks.of(now, OURS, at(4, 1)), None);
         assert_eq!(blocks.of(now, Port::new(8), at(3, 1)), None);
@@ -139,11 +187,30 @@ mod tests {
     fn a_repeated_stop_lasts_and_a_start_ends_it() {
         let mut blocks = Blocks::new();
         let (zero, later) = (Instant::ZERO, Instant::ZERO + STOP_HOLDS / 2);
-        blocks.stop(zero, OURS, at(3, 1), Block::Full);
-        blocks.stop(later, OURS, at(3, 1), Block::Full);
+        blocks.stop(zero, OURS, at(3, 1), FULL);
+        blocks.stop(later, OURS, at(3, 1), FULL);
         blocks.end(zero + STOP_HOLDS, |_| panic!("too early"));
-        assert!(blocks.start(OURS, at(3, 1)) && !blocks.start(OURS, at(3, 1)));
+        assert!(
+            blocks.start(OURS, at(3, 1), Place::Receiver)
+                && !blocks.start(OURS, at(3, 1), Place::Receiver)
+        );
         assert!(blocks.is_empty() && blocks.poll_timeout().is_none());
+    }
+
+    #[test]
+    fn a_receiver_and_the_way_to_it_are_blocked_each_by_itself() {
+        let mut blocks = Blocks::new();
+        let (now, to) = (Instant::ZERO, at(3, 1));
+        let way = Block::Full(Place::OnTheWay);
+        blocks.stop(now, OURS, to, FULL);
+        blocks.stop(now, OURS, to, way);
+        assert!(!blocks.start(OURS, to, Place::OnTheWay));
+        assert_eq!(blocks.of(now, OURS, to), Some(FULL), "still");
+        blocks.stop(now, OURS, to, way);
+        assert!(!blocks.start(OURS, to, Place::Receiver));
+        assert_eq!(blocks.of(now, OURS, to), Some(way));
+        assert!(blocks.start(OURS, to, Place::OnTheWay));
+        assert_eq!(blocks.of(now, OURS, to), None);
     }
 
     #[test]
@@ -151,17 +218,17 @@ mod tests {
         let mut blocks = Blocks::new();
         let now = Instant::ZERO;
         for port in 0..10_000 {
-            blocks.stop(now, OURS, at(3, port), Block::Full);
+            blocks.stop(now, OURS, at(3, port), FULL);
         }
         assert_eq!(blocks.len(), Blocks::MOST_OF_ONE);
-        assert!(blocks.stop(now, OURS, at(4, 1), Block::Full));
+        assert!(blocks.stop(now, OURS, at(4, 1), FULL));
         for cid in 5..100 {
             (0..100).for_each(|port| {
-                blocks.stop(now, OURS, at(cid, port), Block::Full);
+                blocks.stop(now, OURS, at(cid, port), FULL);
             });
         }
         assert_eq!(blocks.len(), Blocks::MOST);
-        assert!(blocks.stop(now + STOP_HOLDS, OURS, at(3, 70_000), Block::Full));
+        assert!(blocks.stop(now + STOP_HOLDS, OURS, at(3, 70_000), FULL));
         assert_eq!(blocks.len(), 1, "those that are over make room");
     }
 }

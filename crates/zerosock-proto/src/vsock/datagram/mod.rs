@@ -30,7 +30,7 @@ pub use table::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, DatagramTable, DropCause,
     Refusal,
 };
-pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, data};
+pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, Place, data};
 
 use core::time::Duration;
 

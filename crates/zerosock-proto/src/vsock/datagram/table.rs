@@ -11,7 +11,7 @@ use hashbrown::{DefaultHashBuilder, HashMap};
 
 use super::blocks::{Block, Blocks};
 use super::stops::Stops;
-use super::wire::Control;
+use super::wire::{Control, Place};
 use super::{MAX_DATAGRAM, OVERHEAD};
 use crate::addr::{Address, Cid, Port};
 use crate::time::Instant;
@@ -148,6 +148,8 @@ struct Socket {
     stopping: bool,
     /// A send was refused for now.
     waits: bool,
+    /// Because as much is under way as may be.
+    throttled: bool,
     /// In the list of those that may send again.
     listed: bool,
     stats: DatagramStats,
@@ -167,6 +169,8 @@ pub struct DatagramTable {
     blocks: Blocks,
     drops: DatagramDrops,
     writable: VecDeque<u32>,
+    /// Sockets that are throttled.
+    throttled: usize,
 }
 
 impl DatagramTable {
@@ -180,10 +184,11 @@ impl DatagramTable {
             by_port: HashMap::new(),
             last: (Port::ANY, 0),
             next_ephemeral: start % EPHEMERAL_COUNT,
-            stops: Stops::new(),
+            stops: Stops::new(Place::Receiver),
             blocks: Blocks::new(),
             drops: DatagramDrops::default(),
             writable: VecDeque::new(),
+            throttled: 0,
         }
     }
 
@@ -239,6 +244,7 @@ impl DatagramTable {
             sending: 0,
             stopping: false,
             waits: false,
+            throttled: false,
             listed: false,
             stats: DatagramStats::default(),
         };
@@ -271,16 +277,17 @@ impl DatagramTable {
     }
 
     /// Ends a socket. Who was told to stop is told to start: what he sends is dropped.
-    pub fn close(&mut self, now: Instant, id: DatagramId) {
+    pub fn close(&mut self, id: DatagramId) {
         let Some(socket) = self.get_mut(id) else {
             return;
         };
         socket.used = false;
         let local = socket.local;
+        self.wake(id.index);
         self.by_port.remove(&local.port);
         self.last = (Port::ANY, 0);
         self.free.push(id.index);
-        self.stops.start(now, local);
+        self.stops.start(local);
         self.blocks.forget(|port, _| port == local.port);
     }
 
@@ -374,14 +381,14 @@ impl DatagramTable {
         }
         if flow && socket.queued > socket.limits.receive / 4 {
             socket.stopping = true;
-            self.stops.stop(now(), dst, src, false);
+            self.stops.stop(now(), dst, src);
         }
         if fits { Ok(id) } else { Err(DropCause::Full) }
     }
 
     /// A datagram of `len` bytes was read, or thrown away.
     #[inline]
-    pub fn taken(&mut self, id: DatagramId, len: u32, now: impl FnOnce() -> Instant) {
+    pub fn taken(&mut self, id: DatagramId, len: u32) {
         let Some(socket) = self.get_mut(id) else {
             return;
         };
@@ -391,7 +398,7 @@ impl DatagramTable {
         if socket.stopping && socket.queued <= socket.limits.receive / 8 {
             socket.stopping = false;
             let local = socket.local;
-            self.stops.start(now(), local);
+            self.stops.start(local);
         }
     }
 
@@ -421,7 +428,7 @@ impl DatagramTable {
         if !blocks.is_empty() {
             match blocks.of(now(), socket.local.port, to) {
                 Some(Block::Deaf) => return Err(Refusal::Deaf),
-                Some(Block::Full) => {
+                Some(Block::Full(_)) => {
                     socket.waits = true;
                     return Err(Refusal::Stopped);
                 }
@@ -430,6 +437,9 @@ impl DatagramTable {
         }
         if socket.sending >= socket.limits.send {
             socket.waits = true;
+            if !core::mem::replace(&mut socket.throttled, true) {
+                self.throttled += 1;
+            }
             return Err(Refusal::Throttled);
         }
         Ok(socket.local)
@@ -474,12 +484,19 @@ impl DatagramTable {
     }
 
     fn wake(&mut self, index: u32) {
-        if let Some(socket) = self.sockets.get_mut(index as usize)
-            && core::mem::take(&mut socket.waits)
-            && !core::mem::replace(&mut socket.listed, true)
-        {
+        let Some(socket) = self.sockets.get_mut(index as usize) else {
+            return;
+        };
+        self.throttled -= usize::from(core::mem::take(&mut socket.throttled));
+        if core::mem::take(&mut socket.waits) && !core::mem::replace(&mut socket.listed, true) {
             self.writable.push_back(index);
         }
+    }
+
+    /// Whether a socket waits for what it has under way to be taken.
+    #[inline]
+    pub fn has_throttled(&self) -> bool {
+        self.throttled > 0
     }
 
     /// The next socket that was told to wait and may try again.
@@ -507,35 +524,38 @@ impl DatagramTable {
         let Some(id) = self.find(port) else {
             return false;
         };
-        match control {
-            Control::Stop { deaf } => {
-                let block = if deaf { Block::Deaf } else { Block::Full };
-                if self.blocks.stop(now, port, header.src, block)
-                    && let Some(socket) = self.get_mut(id)
-                {
-                    socket.stats.stopped += 1;
-                    if deaf {
-                        // Who waits is to hear of it.
-                        self.wake(id.index);
-                    }
-                }
-            }
-            Control::Start => {
-                if self.blocks.start(port, header.src) {
+        let block = match control {
+            Control::Stop(place) => Block::Full(place),
+            Control::Deaf => Block::Deaf,
+            Control::Start(place) => {
+                if self.blocks.start(port, header.src, place) {
                     self.wake(id.index);
                 }
+                return true;
+            }
+        };
+        if self.blocks.stop(now, port, header.src, block)
+            && let Some(socket) = self.get_mut(id)
+        {
+            socket.stats.stopped += 1;
+            if block == Block::Deaf {
+                // Who waits is to hear of it.
+                self.wake(id.index);
             }
         }
         true
     }
 
-    /// The next packet of the flow control to be sent.
+    /// Whether packets of the flow control are known to be due: to be asked first, as it needs no
+    /// clock.
     #[inline]
-    pub fn poll_control(&mut self, now: impl FnOnce() -> Instant) -> Option<Repr> {
-        if self.stops.is_empty() {
-            return None;
-        }
-        self.stops.poll(now())
+    pub fn has_control(&self) -> bool {
+        self.stops.is_fresh()
+    }
+
+    /// The next packet of the flow control to be sent, of those to a source of which `of` says so.
+    pub fn poll_control(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
+        self.stops.poll(now, of)
     }
 
     /// A packet of [`poll_control`](Self::poll_control) found no buffer: it comes again soon.

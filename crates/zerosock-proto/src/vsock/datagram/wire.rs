@@ -8,34 +8,49 @@ use crate::wire::vsock::{Op, Repr, SocketType, WireOp};
 /// specification.
 pub const F_DGRAM: u64 = 1 << 3;
 /// Ours: they take [`Control`] as well. Only with [`F_DGRAM`].
-pub const F_DGRAM_FLOW: u64 = 1 << 20;
+pub const F_DGRAM_FLOW: u64 = 1 << 22;
 
 const STOP: u16 = 0x7a20;
 const START: u16 = 0x7a21;
 /// STOP, bit 0: nobody there takes datagrams at all.
 const STOP_DEAF: u32 = 1 << 0;
+/// STOP and START, bit 1: it is about a queue on the way.
+const ON_THE_WAY: u32 = 1 << 1;
 
-/// What a receiver, the source of the packet, tells one of its sources, the packet's destination.
+/// What has enough, or room again.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
+pub enum Place {
+    /// The receiver itself.
+    Receiver,
+    /// A queue on the way to it, which is a switch's.
+    OnTheWay,
+}
+
+/// What a receiver, the source of the packet, tells one of its sources, the packet's destination;
+/// or what a switch tells it in the receiver's name.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum Control {
-    /// Send no more to me until START, or for [`STOP_HOLDS`](super::STOP_HOLDS).
-    Stop {
-        /// The endpoint has not negotiated datagrams: nothing ever arrives.
-        deaf: bool,
-    },
+    /// Send no more to me until START for the same place, or for
+    /// [`STOP_HOLDS`](super::STOP_HOLDS).
+    Stop(Place),
+    /// The endpoint has not negotiated datagrams: nothing ever arrives.
+    Deaf,
     /// Send again.
-    Start,
+    Start(Place),
 }
 
 impl Control {
     /// What a packet of type DGRAM says; `None`: it is no word of the flow control.
     #[inline]
     pub fn parse(header: &Repr) -> Option<Control> {
+        let place = match header.flags & ON_THE_WAY {
+            0 => Place::Receiver,
+            _ => Place::OnTheWay,
+        };
         match header.op.get() {
-            STOP => Some(Control::Stop {
-                deaf: header.flags & STOP_DEAF != 0,
-            }),
-            START => Some(Control::Start),
+            STOP if header.flags & STOP_DEAF != 0 => Some(Control::Deaf),
+            STOP => Some(Control::Stop(place)),
+            START => Some(Control::Start(place)),
             _ => None,
         }
     }
@@ -43,9 +58,11 @@ impl Control {
     /// The packet by which `about`, the receiver, says so to `to`.
     pub fn emit(self, about: Address, to: Address) -> Repr {
         let (op, flags) = match self {
-            Control::Stop { deaf: false } => (STOP, 0),
-            Control::Stop { deaf: true } => (STOP, STOP_DEAF),
-            Control::Start => (START, 0),
+            Control::Stop(Place::Receiver) => (STOP, 0),
+            Control::Stop(Place::OnTheWay) => (STOP, ON_THE_WAY),
+            Control::Deaf => (STOP, STOP_DEAF),
+            Control::Start(Place::Receiver) => (START, 0),
+            Control::Start(Place::OnTheWay) => (START, ON_THE_WAY),
         };
         header(about, to, 0, WireOp::from(op), flags)
     }
@@ -104,23 +121,28 @@ mod tests {
         assert_eq!(bytes(data(A, B, 5, false)), want);
         want[24] = 0;
         want[30..32].copy_from_slice(&[0x20, 0x7a]);
-        assert_eq!(bytes(Control::Stop { deaf: false }.emit(A, B)), want);
+        assert_eq!(bytes(Control::Stop(Place::Receiver).emit(A, B)), want);
         want[32] = 1;
-        assert_eq!(bytes(Control::Stop { deaf: true }.emit(A, B)), want);
-        want[32] = 0;
+        assert_eq!(bytes(Control::Deaf.emit(A, B)), want);
+        want[32] = 2;
+        assert_eq!(bytes(Control::Stop(Place::OnTheWay).emit(A, B)), want);
         want[30] = 0x21;
-        assert_eq!(bytes(Control::Start.emit(A, B)), want);
+        assert_eq!(bytes(Control::Start(Place::OnTheWay).emit(A, B)), want);
+        want[32] = 0;
+        assert_eq!(bytes(Control::Start(Place::Receiver).emit(A, B)), want);
     }
 
     #[test]
     fn words_are_understood_whatever_else_their_flags_say() {
         for control in [
-            Control::Stop { deaf: false },
-            Control::Stop { deaf: true },
-            Control::Start,
+            Control::Stop(Place::Receiver),
+            Control::Stop(Place::OnTheWay),
+            Control::Deaf,
+            Control::Start(Place::Receiver),
+            Control::Start(Place::OnTheWay),
         ] {
             let mut header = control.emit(A, B);
-            header.flags |= 0xfffe;
+            header.flags |= 0xfffc;
             assert_eq!(Control::parse(&header), Some(control));
         }
         assert_eq!(Control::parse(&data(A, B, 0, true)), None);

@@ -21,6 +21,10 @@ fn small() -> DatagramLimits {
     }
 }
 
+fn word(table: &mut DatagramTable) -> Option<Repr> {
+    table.poll_control(now(), |_| true)
+}
+
 fn at(port: u32) -> Address {
     Address::new(US, Port::new(port))
 }
@@ -34,11 +38,11 @@ fn a_port_has_one_socket_and_is_free_again() {
     let (local, _) = table.addresses(any).unwrap();
     assert!(local.port.get() >= EPHEMERAL_FIRST && local.cid == US);
     assert_eq!(table.find(Port::new(9)), Some(id));
-    table.close(now(), id);
+    table.close(id);
     assert_eq!(table.find(Port::new(9)), None);
     let next = table.bind(Port::new(9), small()).unwrap();
     assert!(next != id && table.addresses(id).is_none());
-    table.close(now(), id);
+    table.close(id);
     assert_eq!(table.find(Port::new(9)), Some(next), "of the one before");
 }
 
@@ -64,7 +68,7 @@ fn a_socket_is_dropped_on_only_when_it_was_over_before() {
     assert_eq!(put(8192 - OVERHEAD), Ok(id));
     assert_eq!(put(MAX_DATAGRAM), Ok(id), "one may overshoot");
     assert_eq!(put(0), Err(DropCause::Full));
-    table.taken(id, MAX_DATAGRAM, now);
+    table.taken(id, MAX_DATAGRAM);
     assert_eq!(table.receive(THEM, at(9), 0, false, now), Ok(id));
     let stats = table.stats(id).unwrap();
     assert_eq!((stats.received, stats.dropped_full), (3, 1));
@@ -96,7 +100,7 @@ fn what_is_for_nobody_or_from_a_stranger_is_counted() {
     assert_eq!(table.receive(THEM, at(9), 1, true, now), Ok(id));
     let drops = table.drops();
     assert_eq!((drops.no_socket, drops.not_peer, drops.full), (2, 1, 0));
-    assert!(table.poll_control(now).is_none(), "nobody was told a thing");
+    assert!(word(&mut table).is_none(), "nobody was told a thing");
 }
 
 #[test]
@@ -107,15 +111,15 @@ fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
     for _ in 0..2 {
         table.receive(THEM, at(9), len, true, now).unwrap();
     }
-    assert_eq!(table.poll_control(now), None);
+    assert_eq!(word(&mut table), None);
     table.receive(THEM, at(9), len, true, now).unwrap();
-    let stop = Control::Stop { deaf: false }.emit(at(9), THEM);
-    assert_eq!(table.poll_control(now), Some(stop));
-    table.taken(id, len, now);
-    assert_eq!(table.poll_control(now), None);
-    table.taken(id, len, now);
-    let start = Control::Start.emit(at(9), THEM);
-    assert_eq!(table.poll_control(now), Some(start));
+    let stop = Control::Stop(Place::Receiver).emit(at(9), THEM);
+    assert_eq!(word(&mut table), Some(stop));
+    table.taken(id, len);
+    assert_eq!(word(&mut table), None);
+    table.taken(id, len);
+    let start = Control::Start(Place::Receiver).emit(at(9), THEM);
+    assert_eq!(word(&mut table), Some(start));
     assert_eq!(table.poll_timeout(), None);
 }
 
@@ -126,7 +130,7 @@ fn a_source_that_cannot_be_told_is_not() {
     for _ in 0..100 {
         let _ = table.receive(THEM, at(9), 100, false, now);
     }
-    assert_eq!(table.poll_control(now), None);
+    assert_eq!(word(&mut table), None);
 }
 
 #[test]
@@ -134,10 +138,10 @@ fn who_closes_lets_his_sources_go() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.receive(THEM, at(9), 5000, true, now).unwrap();
-    assert!(table.poll_control(now).is_some());
-    table.close(now(), id);
-    let start = Control::Start.emit(at(9), THEM);
-    assert_eq!(table.poll_control(now), Some(start));
+    assert!(word(&mut table).is_some());
+    table.close(id);
+    let start = Control::Start(Place::Receiver).emit(at(9), THEM);
+    assert_eq!(word(&mut table), Some(start));
 }
 
 #[test]
@@ -168,12 +172,12 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
 fn a_stop_blocks_one_destination_until_its_start() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let stop = Control::Stop { deaf: false }.emit(THEM, at(9));
+    let stop = Control::Stop(Place::Receiver).emit(THEM, at(9));
     let other = Address::new(THEM.cid, Port::new(2));
     assert!(table.handle_control(now(), &stop));
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
     assert_eq!(table.may_send(id, other, 1, now), Ok(at(9)));
-    let start = Control::Start.emit(THEM, at(9));
+    let start = Control::Start(Place::Receiver).emit(THEM, at(9));
     assert!(table.handle_control(now(), &start));
     assert_eq!(table.poll_writable(), Some(id));
     assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
@@ -183,7 +187,7 @@ fn a_stop_blocks_one_destination_until_its_start() {
 fn a_lost_start_costs_time_only() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    table.handle_control(now(), &Control::Stop { deaf: false }.emit(THEM, at(9)));
+    table.handle_control(now(), &Control::Stop(Place::Receiver).emit(THEM, at(9)));
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
     let end = now() + STOP_HOLDS;
     assert_eq!(table.poll_timeout(), Some(end));
@@ -200,7 +204,7 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
     ours.receive(THEM, at(9), 5000, true, now).unwrap();
     let mut time = now();
     for _ in 0..100 {
-        while let Some(word) = ours.poll_control(|| time) {
+        while let Some(word) = ours.poll_control(time, |_| true) {
             assert!(theirs.handle_control(time, &word));
         }
         theirs.handle_timeout(time);
@@ -217,12 +221,12 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
 fn words_about_nothing_are_not_heeded() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let stop = Control::Stop { deaf: false };
+    let stop = Control::Stop(Place::Receiver);
     assert!(!table.handle_control(now(), &stop.emit(THEM, at(8))));
     let elsewhere = Address::new(Cid::new(7), Port::new(9));
     assert!(!table.handle_control(now(), &stop.emit(THEM, elsewhere)));
     assert!(!table.handle_control(now(), &super::super::data(THEM, at(9), 0, true)));
-    assert!(table.handle_control(now(), &Control::Start.emit(THEM, at(9))));
+    assert!(table.handle_control(now(), &Control::Start(Place::Receiver).emit(THEM, at(9))));
     assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
     assert_eq!(table.poll_timeout(), None);
 }
@@ -231,7 +235,7 @@ fn words_about_nothing_are_not_heeded() {
 fn a_deaf_destination_is_an_error_and_not_a_wait() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    table.handle_control(now(), &Control::Stop { deaf: true }.emit(THEM, at(9)));
+    table.handle_control(now(), &Control::Deaf.emit(THEM, at(9)));
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Deaf));
     let end = now() + STOP_HOLDS;
     assert_eq!(

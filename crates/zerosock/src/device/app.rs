@@ -36,6 +36,15 @@ pub(crate) struct QueueStore<'a> {
     shard: Option<&'a mut Shard>,
 }
 
+impl<'a> QueueStore<'a> {
+    pub(super) fn new(tx: &'a mut Ring, shard: &'a mut Shard) -> QueueStore<'a> {
+        QueueStore {
+            tx: Some(tx),
+            shard: Some(shard),
+        }
+    }
+}
+
 impl Store for QueueStore<'_> {
     type Token = HostToken;
 
@@ -98,6 +107,18 @@ impl Default for AppState {
             waiters: Vec::new(),
             loans: 0,
             old: Default::default(),
+        }
+    }
+}
+
+impl AppState {
+    /// A chain has so many descriptors: as many fewer of them are there.
+    #[inline]
+    pub(super) fn note_descriptors(&mut self, descriptors: u16, tx: &Ring, app: &mut App) {
+        if descriptors > self.descriptors {
+            self.descriptors = descriptors;
+            let chains = u32::from(tx.queue.size() / descriptors).max(1);
+            app.sockets.resize_pool(self.pool, chains);
         }
     }
 }
@@ -243,11 +264,7 @@ impl Device {
         let (Some(tx), Some(app)) = (self.tx.as_mut(), cx.app.as_deref_mut()) else {
             return;
         };
-        if chain.descriptors() > self.app.descriptors {
-            self.app.descriptors = chain.descriptors();
-            let chains = u32::from(tx.queue.size() / chain.descriptors()).max(1);
-            app.sockets.resize_pool(self.app.pool, chains);
-        }
+        self.app.note_descriptors(chain.descriptors(), tx, app);
         let held = Held {
             token: HostToken {
                 chain,
@@ -525,6 +542,7 @@ impl Device {
         if control {
             self.transmit_control(cx);
         }
+        self.put_app_words(cx);
         if self.shard.has_events() {
             self.drain_events(cx);
         }

@@ -53,6 +53,7 @@ impl Device {
             DeviceCommand::SetFeatures(features) => {
                 self.shard.set_moves(features & F_PAIRS != 0);
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
+                self.datagrams.negotiated(features);
                 reply.done();
             }
             DeviceCommand::SetPairs(pairs) => {
@@ -305,6 +306,7 @@ impl Device {
         self.outgoing.clear();
         self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
+        self.forget_datagrams(cx);
         while self.shard.poll_event().is_some() {}
     }
 
@@ -352,6 +354,7 @@ impl Device {
         let waiting = self.waiting.take();
         self.take_last(cx);
         self.stop_all(cx);
+        self.datagrams.negotiated(0);
         let old = self.memory.take();
         self.note_old(old, cx);
         drop(waiting);

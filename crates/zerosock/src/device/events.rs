@@ -253,6 +253,9 @@ impl Device {
             self.shard.handle_timeout(cx.now);
             self.drain_events(cx);
         }
+        if self.datagrams.next_timeout().is_some_and(|t| t <= cx.now) {
+            self.datagram_timeout(cx);
+        }
     }
 
     /// A join has held chains for long enough.

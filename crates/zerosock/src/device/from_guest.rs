@@ -15,7 +15,7 @@ use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use zerosock_proto::vsock::{Disposition, DropReason, FlowId, How};
-use zerosock_proto::wire::vsock::HEADER_LEN;
+use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_ring::{Chain, SliceBuf};
 
 /// Packets taken in one turn.
@@ -108,12 +108,14 @@ impl Device {
             taken += 1;
         }
         cx.counters.rx_packets.add(taken as u64);
-        cx.counters.rx_bytes.add(self.moved as u64);
+        let moved = self.moved - std::mem::take(&mut self.datagrams.charged).min(self.moved);
+        cx.counters.rx_bytes.add(moved as u64);
         if let Some(app) = cx.app.as_deref_mut() {
             app.tally.packets_received += taken as u64;
         }
         self.drain_events(cx);
         self.flush_dirty(cx);
+        self.put_app_words(cx);
         taken == BUDGET || self.moved >= TURN_BYTES
     }
 
@@ -180,7 +182,7 @@ impl Device {
         (seen, shown.bytes)
     }
 
-    fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
+    pub(super) fn packet(&mut self, chain: Chain, cx: &mut Context<'_>) {
         if let Some((chain, flow, len)) = self.open(chain, cx) {
             self.deliver(chain, flow, len, cx);
         }
@@ -208,6 +210,12 @@ impl Device {
         let mut wanted = None;
         let disposition = match self.shard.handle_payload(&header) {
             Some(disposition) => disposition,
+            None if header.socket_type.get() == SocketType::Datagram as u16
+                && self.datagrams.are_agreed() =>
+            {
+                self.guest_datagram(chain, header, cx);
+                return None;
+            }
             None => self.shard.handle_packet(cx.time(), &header),
         };
         match disposition {

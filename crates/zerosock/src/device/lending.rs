@@ -13,15 +13,20 @@
 use std::sync::{Arc, Weak};
 
 use arrayvec::ArrayVec;
+use zerosock_proto::Address;
+use zerosock_proto::vsock::datagram::{DatagramId, data};
 use zerosock_proto::vsock::{FlowId, Reservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
 use super::app::send_fault;
+use super::datagrams::NotPut;
 use super::events::emit;
 use super::join::End;
 use super::program::App;
+use super::ring::Ring;
 use super::{Context, Device};
+use crate::vsock::datagram::engine::DatagramFault;
 use crate::vsock::engine::{LoanParts, SendFault};
 use crate::vsock::sockets::{Copied, PIECES, Place, StreamId};
 
@@ -33,7 +38,7 @@ const NONE: u32 = u32::MAX;
 pub(crate) struct Loan {
     /// Its word.
     index: u32,
-    pub(crate) id: StreamId,
+    pub(crate) of: LoanOf,
     pub(crate) vm: u32,
     len: u32,
     /// The buffer, while the loan is in place.
@@ -42,6 +47,14 @@ pub(crate) struct Loan {
     reservation: Option<Reservation>,
     /// What was in the buffer when it was taken back.
     copy: Option<Copied>,
+}
+
+/// Whose a loan is.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum LoanOf {
+    Stream(StreamId),
+    /// A datagram's of this socket, to this address.
+    Datagram(DatagramId, Address),
 }
 
 #[derive(Debug)]
@@ -72,11 +85,11 @@ impl App {
         self.loans.get_mut(key as usize)
     }
 
-    /// The connection and the device of a loan.
-    pub(crate) fn loan_at(&self, index: u32) -> Option<(StreamId, u32)> {
+    /// Whose a loan is, and its device.
+    pub(crate) fn loan_at(&self, index: u32) -> Option<(LoanOf, u32)> {
         let key = *self.loan_of.get(index as usize)?;
         let loan = self.loans.get(key as usize)?;
-        Some((loan.id, loan.vm))
+        Some((loan.of, loan.vm))
     }
 
     /// What was in the buffer of a loan when it was taken back.
@@ -106,6 +119,34 @@ impl App {
     pub(crate) fn forget_loan(&mut self, index: u32) {
         self.remove_loan(index);
     }
+}
+
+/// Lends the payload part of a chain, if it may be; else the chain goes back.
+fn lend_chain(rx: &mut Ring, chain: Chain, in_place: bool) -> (Option<Lent>, Option<Place>) {
+    let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
+    let Some(mut pieces) = pieces.filter(|_| in_place) else {
+        rx.queue.unpop(chain);
+        return (None, None);
+    };
+    // What has the header to itself is not lent: the rest is one piece then, and those we trust
+    // have it as a slice.
+    let mut offset = HEADER_LEN;
+    while let Some(header) = pieces.first().filter(|piece| piece.len() <= offset) {
+        offset -= header.len();
+        pieces.remove(0);
+    }
+    let place = Place::InPlace {
+        memory: rx.queue.memory().clone(),
+        pieces,
+        offset,
+    };
+    let lent = Lent {
+        chain,
+        epoch: rx.epoch,
+        base: rx.queue.base(),
+        taken: rx.taken,
+    };
+    (Some(lent), Some(place))
 }
 
 impl Device {
@@ -147,40 +188,13 @@ impl Device {
             return Err(SendFault::TooManyLoans);
         };
         let len = reservation.len();
-        let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
-        let (chain, place) = match pieces.filter(|_| in_place) {
-            Some(mut pieces) => {
-                // What has the header to itself is not lent: the rest is one piece then, and
-                // those we trust have it as a slice.
-                let mut offset = HEADER_LEN;
-                while let Some(header) = pieces.first().filter(|piece| piece.len() <= offset) {
-                    offset -= header.len();
-                    pieces.remove(0);
-                }
-                let place = Place::InPlace {
-                    memory: rx.queue.memory().clone(),
-                    pieces,
-                    offset,
-                };
-                let lent = Lent {
-                    chain,
-                    epoch: rx.epoch,
-                    base: rx.queue.base(),
-                    taken: rx.taken,
-                };
-                (Some(lent), Some(place))
-            }
-            None => {
-                rx.queue.unpop(chain);
-                (None, None)
-            }
-        };
+        let (chain, place) = lend_chain(rx, chain, in_place);
         if chain.is_some() {
-            self.count_loan(flow, true);
+            self.count_loan(Some(flow), true);
         }
         app.add_loan(Loan {
             index,
-            id,
+            of: LoanOf::Stream(id),
             vm,
             len,
             chain,
@@ -191,7 +205,7 @@ impl Device {
         Ok(LoanParts { index, len, place })
     }
 
-    fn count_loan(&mut self, flow: FlowId, out: bool) {
+    fn count_loan(&mut self, flow: Option<FlowId>, out: bool) {
         let step = |count: u16| {
             if out {
                 count.saturating_add(1)
@@ -200,12 +214,115 @@ impl Device {
             }
         };
         self.app.loans = step(self.app.loans);
-        let join = self.key_of(flow);
+        let join = flow.and_then(|flow| self.key_of(flow));
         if let Some(join) = join.and_then(|key| self.joins.get_mut(key as usize))
             && let End::App(end) = &mut join.end
         {
             end.loans = step(end.loans);
         }
+    }
+
+    /// Lends a buffer of the guest's for a datagram of at most `len` bytes. One that needs several
+    /// is a private buffer, and so is one beyond the bounds.
+    pub(crate) fn app_loan_datagram(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+        cx: &mut Context<'_>,
+    ) -> Result<LoanParts, DatagramFault> {
+        let room = self.weigh_old(cx) && self.leaves_a_quarter();
+        let vm = self.addr.vm;
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
+        let Some((chain, rx)) = popped else {
+            self.want_datagram_room();
+            return Err(DatagramFault::WouldBlock);
+        };
+        let in_place = room && chain.writable_len() as usize - HEADER_LEN >= len;
+        let word = cx.app.as_deref_mut().and_then(|app| {
+            let index = app.sockets.begin_loan()?;
+            Some((index, app))
+        });
+        let Some((index, app)) = word else {
+            rx.queue.unpop(chain);
+            return Err(DatagramFault::TooManyLoans);
+        };
+        let (chain, place) = lend_chain(rx, chain, in_place);
+        let lent = chain.is_some();
+        app.add_loan(Loan {
+            index,
+            of: LoanOf::Datagram(id, to),
+            vm,
+            len: len as u32,
+            chain,
+            reservation: None,
+            copy: None,
+        });
+        if lent {
+            self.count_loan(None, true);
+        }
+        Ok(LoanParts { index, len, place })
+    }
+
+    /// Sends the first `len` bytes of a datagram's loan. Unless there is no room, the loan is over.
+    pub(crate) fn app_send_datagram_loan(
+        &mut self,
+        index: u32,
+        from: Address,
+        len: usize,
+        private: Option<&[u8]>,
+        cx: &mut Context<'_>,
+    ) -> Result<(), DatagramFault> {
+        let app = cx.app.as_deref_mut().ok_or(DatagramFault::Unknown)?;
+        let loan = app.loan_mut(index).ok_or(DatagramFault::Unknown)?;
+        let LoanOf::Datagram(_, to) = loan.of else {
+            return Err(DatagramFault::Unknown);
+        };
+        let len = len.min(loan.len as usize);
+        if loan.chain.is_none() {
+            let bytes = private.unwrap_or_default();
+            let bytes = bytes.get(..len).unwrap_or(bytes);
+            let put = self.app_send_datagram(from, to, bytes, cx);
+            if put != Err(NotPut::NoRoom)
+                && let Some(app) = cx.app.as_deref_mut()
+            {
+                app.remove_loan(index);
+            }
+            return put.map_err(|error| match error {
+                NotPut::NoRoom => DatagramFault::WouldBlock,
+                NotPut::TooLong => DatagramFault::TooLong(len),
+            });
+        }
+        let lent = app.remove_loan(index).and_then(|loan| loan.chain);
+        self.count_loan(None, false);
+        let (Some(lent), Some(rx)) = (lent, self.rx.as_mut()) else {
+            return Err(DatagramFault::Unreachable);
+        };
+        if lent.epoch != rx.epoch {
+            return Err(DatagramFault::Unreachable);
+        }
+        emit(rx, lent.chain, &data(from, to, len as u32, true), len);
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.sent += len as u64;
+            app.tally.sent_in_place += len as u64;
+            app.tally.packets_sent += 1;
+        }
+        Ok(())
+    }
+
+    /// Whether with one more loan a quarter of the posted buffers is left.
+    fn leaves_a_quarter(&mut self) -> bool {
+        let loans = self.app.loans;
+        let Some(rx) = self.rx.as_mut() else {
+            return false;
+        };
+        let fits = |posted: u16| {
+            let all = posted.saturating_add(loans);
+            loans < all - all.div_ceil(4)
+        };
+        // What is known is a lower bound: only when that does not do is it worth a look.
+        fits(rx.queue.available()) || fits(rx.queue.posted())
     }
 
     /// Whether one more buffer may be lent in place, to this connection.
@@ -217,19 +334,10 @@ impl Device {
         let Some(join) = join.and_then(|key| self.joins.get(key as usize)) else {
             return false;
         };
-        let (End::App(end), Some(rx)) = (&join.end, self.rx.as_mut()) else {
+        let (End::App(end), Some(rx)) = (&join.end, &self.rx) else {
             return false;
         };
-        if end.loans >= (rx.queue.size() / 8).max(1) {
-            return false;
-        }
-        let loans = self.app.loans;
-        let fits = |posted: u16| {
-            let all = posted.saturating_add(loans);
-            loans < all - all.div_ceil(4)
-        };
-        // What is known is a lower bound: only when that does not do is it worth a look.
-        fits(rx.queue.available()) || fits(rx.queue.posted())
+        end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
     }
 
     /// See [`Engine::send_loan`](crate::vsock::engine::Engine::send_loan). One whose buffer was
@@ -264,7 +372,7 @@ impl Device {
         else {
             return Err(SendFault::Unknown);
         };
-        self.count_loan(flow, false);
+        self.count_loan(Some(flow), false);
         let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
         let (Some(rx), Some(reservation)) = (rx, reservation) else {
             return Err(SendFault::Reset);
@@ -299,7 +407,9 @@ impl Device {
     ) -> Result<usize, SendFault> {
         let loan = cx.app.as_deref_mut().and_then(|app| app.loan_mut(index));
         let loan = loan.ok_or(SendFault::Unknown)?;
-        let id = loan.id;
+        let LoanOf::Stream(id) = loan.of else {
+            return Err(SendFault::Unknown);
+        };
         if let Some(reservation) = loan.reservation.take() {
             self.shard.cancel(reservation);
         }
@@ -329,9 +439,7 @@ impl Device {
             self.shard.cancel(reservation);
         }
         let Some(lent) = loan.chain else { return };
-        if let Some(flow) = flow {
-            self.count_loan(flow, false);
-        }
+        self.count_loan(flow, false);
         if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
             // Both: indices come again after 65536 chains, and numbers after an un-pop.
             if rx.queue.base() == lent.base && rx.taken == lent.taken {
@@ -376,8 +484,8 @@ impl Device {
             if !moved {
                 words.tear(loan.index);
             }
-            let chain = loan.chain.take().zip(flow);
-            back.extend(chain.map(|(lent, flow)| (lent, flow, moved)));
+            let chain = loan.chain.take();
+            back.extend(chain.map(|lent| (lent, flow, moved)));
         }
         for (lent, flow, moved) in back {
             self.count_loan(flow, false);

@@ -22,6 +22,7 @@
 pub(crate) mod app;
 mod command;
 pub mod control;
+pub(crate) mod datagrams;
 mod events;
 mod from_guest;
 pub(crate) mod host;
@@ -183,6 +184,7 @@ pub(crate) struct Device {
     /// There was something for the guest and no buffer for it.
     starved: bool,
     app: app::AppState,
+    datagrams: datagrams::Datagrams,
 
     /// Its guest is a process that has attached.
     pub(crate) process: bool,
@@ -239,6 +241,7 @@ impl Device {
             moved: 0,
             starved: false,
             app: app::AppState::default(),
+            datagrams: datagrams::Datagrams::new(),
             process: false,
             touched: false,
             active: false,
@@ -321,7 +324,8 @@ impl Device {
 
     /// The next time at which [`turn`](Self::turn) has something to do of itself.
     pub(crate) fn next_timeout(&self) -> Option<Instant> {
-        earlier(self.timers.next(), self.shard.poll_timeout())
+        let streams = earlier(self.timers.next(), self.shard.poll_timeout());
+        earlier(streams, self.datagrams.next_timeout())
     }
 
     /// Whether the guest has put something into a ring that a turn would take.
@@ -365,7 +369,10 @@ impl Device {
     fn has_work_for_guest(&self) -> bool {
         !self.starved
             && self.rx.as_ref().is_some_and(Ring::live)
-            && (self.shard.has_transmit() || !self.ready.is_empty() || !self.outgoing.is_empty())
+            && (self.shard.has_transmit()
+                || !self.ready.is_empty()
+                || !self.outgoing.is_empty()
+                || self.datagrams.has_some())
     }
 
     /// The join of `flow`, if it is still there.

@@ -8,12 +8,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use slab::Slab;
+use zerosock_proto::vsock::datagram::DatagramTable;
 use zerosock_proto::vsock::{PortTable, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
 use super::lending::Loan;
+use crate::vsock::inboxes::Inboxes;
 use crate::vsock::leases::Leases;
 use crate::vsock::sockets::{News, Sockets, StreamId, StreamState};
 
@@ -62,6 +64,7 @@ fn of_host(port: Port) -> Address {
 #[derive(Debug)]
 pub(crate) struct App {
     pub(crate) sockets: Sockets<HostToken>,
+    pub(crate) inboxes: Inboxes,
     /// Readers may have plain slices of what processes share.
     pub(crate) trust_processes: bool,
     listeners: Vec<Listener>,
@@ -87,6 +90,7 @@ impl App {
         let capacity = words.capacity();
         App {
             sockets: Sockets::new(words, hold, most_copied),
+            inboxes: Inboxes::new(DatagramTable::new(Cid::HOST)),
             trust_processes,
             listeners: Vec::new(),
             bound: PortTable::new(),

@@ -194,6 +194,13 @@ impl Device {
                 self.sibling_ended(to, cx);
             }
             Message::Reset { to } => self.sibling_ended(to, cx),
+            Message::Datagram(datagram) => self.sibling_datagram(datagram, cx),
+            Message::DatagramDone {
+                chain,
+                epoch,
+                answer,
+            } => self.datagram_done(chain, epoch, answer),
+            Message::DatagramWord(word) => self.datagram_word(word),
             Message::Adopt(arrival) => self.unpack(*arrival, cx),
             Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
             // Those about lanes have been dealt with; the worker takes `Depart`.

@@ -51,6 +51,7 @@ impl Device {
         if !self.outgoing.is_empty() {
             self.send_kept(cx);
         }
+        self.transmit_datagrams(cx);
         for _ in 0..BUDGET {
             if self.starved || self.moved >= TURN_BYTES {
                 break;
@@ -95,6 +96,7 @@ impl Device {
         }
         self.transmit_control(cx);
         self.tell_of_room(cx);
+        self.tell_of_datagram_room(cx);
         !self.starved && (!self.ready.is_empty() || !self.outgoing.is_empty())
     }
 

@@ -43,6 +43,8 @@ pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
         seqpacket: true,
         frontend,
         event_idx: true,
+        datagrams: true,
+        datagram_flow: true,
         cid: CID,
     };
     let size = config.queue_size;

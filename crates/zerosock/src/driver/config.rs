@@ -39,6 +39,8 @@ pub struct DriverConfig {
     pub control_timeout: Duration,
     /// Whether to negotiate VIRTIO_RING_F_EVENT_IDX.
     pub event_idx: bool,
+    /// Whether to negotiate datagrams and their flow control (docs/datagrams.md).
+    pub datagrams: bool,
     /// Whether to take the memory from the system's pool of huge pages, if that
     /// has enough; [`Driver::huge_pages`](super::Driver::huge_pages) tells what
     /// became of it. Only with `seal`.
@@ -69,6 +71,7 @@ impl DriverConfig {
             connect_timeout: Duration::from_secs(2),
             control_timeout: Duration::from_secs(10),
             event_idx: true,
+            datagrams: true,
             huge_pages: true,
             seal: true,
         }

@@ -12,6 +12,7 @@ use zerosock_proto::{Address, Port};
 
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::attach::Fault;
+use crate::vsock::datagram::engine::DatagramEngine;
 use crate::vsock::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
     ShowBounds, Stirred, copy_shown,
@@ -82,7 +83,11 @@ impl Engine for Driver {
     #[inline]
     fn settle(&mut self) {
         let enough = (self.config.slots() / 8).max(1);
-        if self.store.rx.unshown() >= enough || self.store.shard.has_transmit() || self.blocked {
+        if self.store.rx.unshown() >= enough
+            || self.store.shard.has_transmit()
+            || self.blocked
+            || self.datagrams.inboxes.table.has_control()
+        {
             Driver::flush(self);
         }
     }
@@ -110,7 +115,10 @@ impl Engine for Driver {
             listener.untold = 0;
             return Some(Stirred::Port(listener.port));
         }
-        self.sockets.next_stirred().map(Stirred::Conn)
+        if let Some(stream) = self.sockets.next_stirred() {
+            return Some(Stirred::Conn(stream));
+        }
+        self.datagrams.inboxes.next_stirred().map(Stirred::Datagram)
     }
 
     fn next_timeout(&self) -> Option<Instant> {
@@ -292,7 +300,7 @@ impl Engine for Driver {
     }
 
     fn give_back(&mut self, index: u32) {
-        if !self.sockets.give_back(index, &mut self.store) {
+        if !self.sockets.give_back(index, &mut self.store) && !self.end_datagram_loan(index) {
             self.end_lent(index);
         }
     }
@@ -393,5 +401,9 @@ impl Engine for Driver {
             packets_sent: self.stats.tx_packets,
             notifications: self.stats.kicks,
         }
+    }
+
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+        Some(self)
     }
 }

@@ -53,14 +53,16 @@ impl Drop for Shown<'_> {
 impl Driver {
     /// Takes packets from the receive queue into the protocol core.
     pub(super) fn take_packets(&mut self, now: Instant) -> Result<bool, DriverError> {
-        let mut taken = 0;
-        while taken < TURN_BUDGET && !self.is_blocked() {
+        let (mut taken, mut cost) = (0, 0);
+        while taken + cost < TURN_BUDGET && !self.is_blocked() {
             let Some((slot, written)) = self.store.rx.take()? else {
                 break;
             };
             taken += 1;
             if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
                 self.hold(now, slot, flow, len);
+            } else {
+                cost += self.datagrams.take_cost();
             }
         }
         self.stats.rx_packets += u64::from(taken);
@@ -134,7 +136,7 @@ impl Driver {
 
     /// Payload for a connection, if it still is one of ours.
     #[inline]
-    fn hold(&mut self, now: Instant, slot: u16, flow: FlowId, len: u32) {
+    pub(super) fn hold(&mut self, now: Instant, slot: u16, flow: FlowId, len: u32) {
         let held = Held {
             token: slot,
             offset: 0,
@@ -168,7 +170,7 @@ impl Driver {
     /// One packet. Its slot goes back, unless it has payload for a connection: then it is the
     /// caller's. Without `now` the clock is looked at if the packet needs it, as few do.
     #[inline]
-    fn take_packet(
+    pub(super) fn take_packet(
         &mut self,
         now: Option<Instant>,
         slot: u16,
@@ -194,6 +196,12 @@ impl Driver {
         }
         let disposition = match self.store.shard.handle_payload(&repr) {
             Some(disposition) => disposition,
+            None if repr.socket_type.get() == SocketType::Datagram as u16
+                && self.datagrams.are_offered() =>
+            {
+                self.take_datagram(now, slot, &repr);
+                return None;
+            }
             None => {
                 let now = now.unwrap_or_else(|| self.now());
                 self.store.shard.handle_packet(now, &repr)
@@ -267,6 +275,7 @@ impl Driver {
         };
         self.cid = cid;
         self.store.shard.set_driver_cid(cid);
+        self.datagrams.reset(cid);
     }
 
     /// Turns the protocol core's events into ours.

@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::CidError;
+use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
 
 use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
@@ -151,6 +152,10 @@ pub(crate) struct Link {
     pub(crate) event_idx: bool,
     /// Whether there are connections that carry messages.
     pub(crate) seqpacket: bool,
+    /// Datagrams were agreed on.
+    pub(crate) datagrams: bool,
+    /// And their flow control.
+    pub(crate) datagram_flow: bool,
     /// Our CID, by the device's configuration space.
     pub(crate) cid: Cid,
 }
@@ -170,6 +175,9 @@ impl Link {
 
     fn negotiate(mut frontend: Frontend, config: &DriverConfig) -> Result<Link, AttachError> {
         let mut wanted = F_VERSION_1 | F_STREAM | F_SEQPACKET;
+        if config.datagrams {
+            wanted |= F_DGRAM | F_DGRAM_FLOW;
+        }
         if config.event_idx {
             wanted |= F_EVENT_IDX;
         }
@@ -191,6 +199,8 @@ impl Link {
             frontend,
             event_idx: features & F_EVENT_IDX != 0,
             seqpacket: features & F_SEQPACKET != 0,
+            datagrams: features & F_DGRAM != 0,
+            datagram_flow: features & F_DGRAM_FLOW != 0,
             cid,
         })
     }

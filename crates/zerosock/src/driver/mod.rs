@@ -36,6 +36,7 @@ mod bare;
 mod blocking;
 mod commands;
 mod config;
+mod datagrams;
 mod engine;
 mod errors;
 mod events;
@@ -83,6 +84,7 @@ use crate::vsock::leases::Leases;
 use crate::vsock::outgoing::Outgoing;
 use crate::vsock::sockets::{News, Sockets};
 use arena::Arena;
+use datagrams::Datagrams;
 use flows::Flows;
 use link::{Doorbells, EVENT, Link, RX, TX};
 use loans::Loans;
@@ -117,6 +119,7 @@ pub struct Driver {
     sockets: Sockets<u16>,
     flows: Flows,
     loans: Loans,
+    datagrams: Datagrams,
     listeners: Vec<Listener>,
     /// Told before anything else.
     reset_seen: bool,
@@ -203,6 +206,8 @@ impl Driver {
         // Each slot can be out on a lease or a loan, and as many copies beside.
         let words = Arc::new(Leases::new((4 * usize::from(slots)).max(256)));
         let loans = Loans::new(words.capacity(), slots);
+        let mut datagrams = Datagrams::new(cid, words.capacity());
+        datagrams.negotiated(link.datagrams, link.datagram_flow);
         let mut sockets = Sockets::new(words, HOLD, MOST_COPIED);
         // The first one: POOL.
         sockets.add_pool(u32::from(slots));
@@ -211,6 +216,7 @@ impl Driver {
             sockets,
             flows: Flows::default(),
             loans,
+            datagrams,
             bells,
             watch,
             link: Some(link),
@@ -252,6 +258,8 @@ impl Driver {
             self.bells.kick(queue);
         }
         self.store.shard.set_seqpacket(link.seqpacket);
+        self.datagrams
+            .negotiated(link.datagrams, link.datagram_flow);
         self.link = Some(link);
         Ok(())
     }
@@ -314,6 +322,8 @@ impl Driver {
         DriverStats {
             rx_bytes: counted.received,
             rx_overflow_bytes: counted.copied_aside,
+            rx_malformed: self.stats.rx_malformed + self.datagrams.malformed,
+            rx_dropped: self.stats.rx_dropped + self.datagrams.dropped,
             ..self.stats
         }
     }
@@ -343,6 +353,7 @@ impl Driver {
         let mut busy = false;
         if self.wants_slots() || self.tx.is_low() {
             busy |= self.tx.reap()?;
+            self.land();
         }
         let timer = self.next_due();
         // Reading, too, may have ended a connection.
@@ -364,6 +375,7 @@ impl Driver {
         }
         self.take_core_events(now);
         self.transmit_control(now)?;
+        self.transmit_words(now)?;
         self.idle(busy)?;
         self.tell_of_slots();
         self.flush();
@@ -387,12 +399,15 @@ impl Driver {
     /// Whether something waits for transmit slots.
     #[inline]
     fn wants_slots(&self) -> bool {
-        !self.waiting_for_slot.is_empty() || self.store.shard.has_transmit()
+        !self.waiting_for_slot.is_empty()
+            || self.store.shard.has_transmit()
+            || self.datagrams.want_slots()
     }
 
     /// When a turn has something to do of itself.
     fn next_due(&self) -> Option<Instant> {
-        earlier(self.store.shard.poll_timeout(), self.sockets.next_timeout())
+        let streams = earlier(self.store.shard.poll_timeout(), self.sockets.next_timeout());
+        earlier(streams, self.datagrams.next_due())
     }
 
     fn handle_timeout(&mut self, now: Instant) {
@@ -400,6 +415,7 @@ impl Driver {
         if self.store.shard.poll_timeout().is_some_and(|at| at <= now) {
             self.store.shard.handle_timeout(now);
         }
+        self.datagrams.handle_timeout(now);
     }
 
     /// Resets the connections with most unread copies: there are too many of those.
@@ -439,6 +455,7 @@ impl Driver {
             self.take_last(now);
             self.store.shard.handle_transport_reset(now);
             self.take_core_events(now);
+            self.datagrams.reset(self.cid);
         }
     }
 
@@ -459,10 +476,11 @@ impl Driver {
 
     /// Shows the device what is queued, without taking anything in.
     pub fn flush(&mut self) {
-        if self.store.shard.has_transmit() {
+        if self.store.shard.has_transmit() || self.datagrams.inboxes.table.has_control() {
             let now = self.now();
             // What goes wrong here goes wrong again in the next turn, which says so.
             let _ = self.transmit_control(now);
+            let _ = self.transmit_words(now);
         }
         // What is sent first: each publishing waits until its stores have reached the device, and
         // nobody waits for buffers as he does for bytes.
@@ -548,6 +566,7 @@ impl Driver {
 
     /// Tells those who wait for a slot that there are some.
     fn tell_of_slots(&mut self) {
+        self.tell_of_datagram_slots();
         if self.waiting_for_slot.is_empty() || !self.tx.has_data_slot() {
             return;
         }
@@ -580,14 +599,19 @@ impl Driver {
     }
 
     fn now(&self) -> Instant {
-        let since = self.epoch.elapsed().as_nanos();
-        Instant::from_nanos(u64::try_from(since).unwrap_or(u64::MAX))
+        since(self.epoch)
     }
 
     /// A time of the protocol core's on the system's clock.
     fn wall(&self, at: Instant) -> time::Instant {
         self.epoch + time::Duration::from_nanos(at.as_nanos())
     }
+}
+
+/// The time of a protocol core that began at `epoch`.
+fn since(epoch: time::Instant) -> Instant {
+    let since = epoch.elapsed().as_nanos();
+    Instant::from_nanos(u64::try_from(since).unwrap_or(u64::MAX))
 }
 
 /// How long a driver that goes waits for a device to take what was sent. A device in `serve` needs

@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::wire::vsock::HEADER_LEN;
 use zerosock_ring::{AddError, Buffer, DriverError as RingError, DriverLayout, DriverQueue};
 use zerosock_ring::{FixedChain, Memory, QueueError, Used};
@@ -154,6 +155,12 @@ pub(crate) struct TxQueue {
     /// Slots that data leaves for control packets.
     spare: u16,
     dirty: bool,
+    /// Whose datagram a slot ends, and its bytes, while the device has it.
+    flying: Vec<Option<(DatagramId, u32)>>,
+    /// How many there are.
+    in_flight: usize,
+    /// Those that the device has taken.
+    landed: Vec<(DatagramId, u32)>,
 }
 
 impl TxQueue {
@@ -176,6 +183,9 @@ impl TxQueue {
             reserve: (round..slots).rev().collect(),
             spare: (slots / 8).clamp(1, 8),
             dirty: false,
+            flying: vec![None; usize::from(slots)],
+            in_flight: 0,
+            landed: Vec::new(),
         })
     }
 
@@ -183,14 +193,56 @@ impl TxQueue {
     /// any.
     pub(crate) fn reap(&mut self) -> Result<bool, RingError> {
         let mut any = false;
+        if self.in_flight > 0 {
+            return self.reap_datagrams();
+        }
         while let Some(used) = self.queue.poll()? {
-            match slot_of(&used) {
-                slot if slot < self.round => self.free.push_back(slot),
-                slot => self.reserve.push(slot),
-            }
+            self.put_back(slot_of(&used));
             any = true;
         }
         Ok(any)
+    }
+
+    /// As `reap`, and notes which of them were ends of datagrams.
+    fn reap_datagrams(&mut self) -> Result<bool, RingError> {
+        let mut any = false;
+        while let Some(used) = self.queue.poll()? {
+            let slot = slot_of(&used);
+            let ends = self.flying.get_mut(usize::from(slot));
+            if let Some(ended) = ends.and_then(Option::take) {
+                self.in_flight -= 1;
+                self.landed.push(ended);
+            }
+            self.put_back(slot);
+            any = true;
+        }
+        Ok(any)
+    }
+
+    /// The packet in `slot` is the last of a datagram of `len` bytes.
+    #[inline]
+    pub(crate) fn fly(&mut self, slot: u16, id: DatagramId, len: u32) {
+        if let Some(ends) = self.flying.get_mut(usize::from(slot)) {
+            self.in_flight += usize::from(ends.is_none());
+            *ends = Some((id, len));
+        }
+    }
+
+    /// A datagram that the device has taken.
+    #[inline]
+    pub(crate) fn landed(&mut self) -> Option<(DatagramId, u32)> {
+        self.landed.pop()
+    }
+
+    /// Slots that there are for data at most.
+    pub(crate) fn most_data_slots(&self) -> usize {
+        self.chains.len().saturating_sub(usize::from(self.spare))
+    }
+
+    /// Whether [`TxQueue::data_slot`] would give so many.
+    #[inline]
+    pub(crate) fn has_data_slots(&self, count: usize) -> bool {
+        self.count_free() >= usize::from(self.spare) + count
     }
 
     /// Free slots.
@@ -263,6 +315,7 @@ impl TxQueue {
     }
 
     /// Gives a slot back unused.
+    #[inline]
     pub(crate) fn put_back(&mut self, slot: u16) {
         if slot < self.round {
             self.free.push_back(slot);

@@ -119,6 +119,18 @@ impl<T> Table<T> {
         entry.take().map(|(_, value)| value)
     }
 
+    /// Places that there are, used or not.
+    pub(crate) fn places(&self) -> usize {
+        self.places.len()
+    }
+
+    /// The number of what has this place now.
+    #[inline]
+    pub(crate) fn at_place(&self, place: usize) -> Option<u32> {
+        let (number, _) = self.places.get(place)?.as_ref()?;
+        Some(*number)
+    }
+
     /// The numbers in use.
     pub(crate) fn numbers(&self) -> Vec<u32> {
         let used = self.places.iter().flatten();

@@ -17,6 +17,7 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Memory;
 
+use crate::device::datagrams::returned;
 use crate::device::host::Caller;
 use crate::device::lanes::Arrival;
 use crate::device::outbound::Held;
@@ -105,6 +106,40 @@ pub(crate) enum Message {
     Flushed { to: FlowId },
     /// From the old lane to the new one: what was sent to me.
     SentOn(Box<Message>),
+
+    /// A datagram, or a word of their flow control, for your guest. Give the chain back at once.
+    Datagram(Datagram),
+    /// The answer to `Datagram`: the chain, and a word for your guest.
+    DatagramDone {
+        chain: zerosock_ring::Chain,
+        epoch: u32,
+        answer: Option<Repr>,
+    },
+    /// A word of the flow control for your guest.
+    DatagramWord(Repr),
+}
+
+/// A packet of type DGRAM on its way from one guest to another.
+#[derive(Debug)]
+pub(crate) struct Datagram {
+    pub(crate) from: DeviceAddr,
+    /// Its sender understands words of the flow control.
+    pub(crate) flow: bool,
+    /// As the guest has sent it; of one that was put together, with the length of all of it.
+    pub(crate) header: Repr,
+    pub(crate) payload: Payload,
+    /// The chain that it came in, the last of those.
+    pub(crate) chain: zerosock_ring::Chain,
+    pub(crate) epoch: u32,
+}
+
+/// Where a datagram lies.
+#[derive(Debug)]
+pub(crate) enum Payload {
+    /// In its chain, behind the header.
+    Lent(Arc<Memory>),
+    /// It was put together.
+    Copied(Vec<u8>),
 }
 
 impl Message {
@@ -129,7 +164,10 @@ impl Message {
             Message::Connect { .. }
             | Message::Call { .. }
             | Message::Adopt(_)
-            | Message::SentOn(_) => None,
+            | Message::SentOn(_)
+            | Message::Datagram(_)
+            | Message::DatagramDone { .. }
+            | Message::DatagramWord(_) => None,
         }
     }
 
@@ -154,7 +192,10 @@ impl Message {
             Message::Connect { .. }
             | Message::Call { .. }
             | Message::Adopt(_)
-            | Message::SentOn(_) => {}
+            | Message::SentOn(_)
+            | Message::Datagram(_)
+            | Message::DatagramDone { .. }
+            | Message::DatagramWord(_) => {}
         }
     }
 
@@ -187,6 +228,7 @@ impl Message {
                 Some((old.device, Message::Flushed { to }))
             }
             Message::SentOn(message) => message.undeliverable(),
+            Message::Datagram(datagram) => Some(returned(datagram)),
             // Whoever has one sees to it: it is more than one answer.
             Message::Adopt(_) => None,
             // The program sees its socket close.
@@ -194,6 +236,8 @@ impl Message {
             | Message::Depart { .. }
             | Message::Arrived { .. }
             | Message::Flushed { .. }
+            | Message::DatagramDone { .. }
+            | Message::DatagramWord(_)
             | Message::Refused { .. }
             | Message::Copied { .. }
             | Message::Ended { .. }

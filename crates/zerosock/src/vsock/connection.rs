@@ -269,7 +269,7 @@ impl Drop for Connection {
 }
 
 /// A time-out in nanoseconds; 0 is none. What no clock reaches is for ever.
-fn encode_timeout(timeout: Option<Duration>) -> u64 {
+pub(super) fn encode_timeout(timeout: Option<Duration>) -> u64 {
     let nanos = timeout.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     nanos.min(u64::MAX / 4)
 }

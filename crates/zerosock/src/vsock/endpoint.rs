@@ -213,6 +213,19 @@ impl Endpoint {
         self.cid
     }
 
+    /// What a datagram socket needs of it.
+    pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
+        (&self.core, self.wait)
+    }
+
+    /// Whether a datagram socket may have this port: a service's those that it has claimed, for
+    /// all others are the host's; and of named ports those alone, and any that nobody is to reach.
+    pub(super) fn may_bind(&self, port: Port) -> bool {
+        let ports = self.named();
+        let free = !self.is_service() && (ports.is_empty() || port == Port::ANY);
+        free || ports.contains(&port)
+    }
+
     /// Connects to `peer`.
     ///
     /// # Errors
@@ -422,6 +435,13 @@ impl EndpointBuilder {
     /// hundred bytes, taken when it comes.
     pub fn max_connections(mut self, connections: usize) -> EndpointBuilder {
         self.config.max_connections = connections;
+        self
+    }
+
+    /// Whether to negotiate datagrams ([`Datagram`](super::Datagram)); at first, yes. Without, it is
+    /// as stock guests are.
+    pub fn datagrams(mut self, datagrams: bool) -> EndpointBuilder {
+        self.config.datagrams = datagrams;
         self
     }
 

@@ -13,11 +13,13 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::vsock::{ConnectError, How, ListenError, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
+use super::datagram::engine::DatagramEngine;
 use super::errors::EndpointOver;
 use super::leases::Leases;
 use super::sockets::{Copied, LeaseParts, Message, Place, StreamId, StreamState};
@@ -171,6 +173,15 @@ pub(crate) fn copy_shown(
 }
 
 impl<'m> Payload<'m> {
+    /// Bytes.
+    #[inline]
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Payload::Copied(bytes) => bytes.len(),
+            Payload::InPlace(slices) => slices.iter().map(|slice| slice.len()).sum(),
+        }
+    }
+
     pub(crate) fn in_place(slices: &'m [GuestSlice<'m>]) -> Payload<'m> {
         Payload::InPlace(slices)
     }
@@ -211,6 +222,8 @@ pub(crate) enum Stirred {
     Conn(StreamId),
     /// A port that is listened on.
     Port(Port),
+    /// A datagram socket.
+    Datagram(DatagramId),
 }
 
 /// Bytes that went through an endpoint.
@@ -458,4 +471,9 @@ pub(crate) trait Engine: Send {
 
     /// What was counted.
     fn stats(&self) -> EndpointStats;
+
+    /// The datagram sockets, if the engine has any.
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+        None
+    }
 }

@@ -226,6 +226,11 @@ impl Host {
         Ok(SeqPacketListener::new(listener))
     }
 
+    /// What a datagram socket needs of it.
+    pub(super) fn home(&self) -> (&Arc<Core>, Wait) {
+        (&self.core, self.wait)
+    }
+
     /// The CID of the attached process of this name.
     ///
     /// # Errors

@@ -34,6 +34,7 @@
 //! interface of memory-mapped receive.
 
 mod connection;
+pub(crate) mod datagram;
 pub(crate) mod endpoint;
 pub(crate) mod engine;
 pub(crate) mod errors;
@@ -41,6 +42,7 @@ pub(crate) mod errors;
 mod fake;
 mod host;
 pub(crate) mod hub;
+pub(crate) mod inboxes;
 mod lease;
 pub(crate) mod leases;
 mod listener;
@@ -61,6 +63,10 @@ mod waiting;
 
 pub use crate::attach::Fault;
 pub use crate::device::control::Fault as FrontendFault;
+pub use datagram::{
+    BindError, Datagram, DatagramDrops, DatagramError, DatagramHome, DatagramLease, DatagramLoan,
+    DatagramStats, MAX_DATAGRAM,
+};
 pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
 pub use engine::EndpointStats;
 pub use errors::{ConnectError, EndpointOver, ListenError, StreamError};

@@ -11,8 +11,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use zerosock_proto::Port;
+use zerosock_proto::vsock::datagram::DatagramId;
+use zerosock_proto::{Address, Port};
 
+use super::datagram::Datagram;
 use super::hub::{Bell, Come, Core, Locked};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
@@ -136,6 +138,8 @@ struct Source {
 enum What {
     Stream(Arc<Core>, StreamId),
     Listener(Arc<Core>, Port),
+    /// With the destination of which it is asked whether it may be sent to.
+    Datagram(Arc<Core>, DatagramId, Option<Address>),
     Fd(OwnedFd),
 }
 
@@ -175,6 +179,15 @@ impl Poller {
     pub fn add_listener(&mut self, listener: &Listener, key: u64) {
         let what = What::Listener(listener.core.clone(), listener.local_addr().port);
         let wanted = Readiness::READABLE;
+        self.sources.push(Source { key, wanted, what });
+    }
+
+    /// Adds a datagram socket: readable when a datagram is there, writable when one could be sent to
+    /// whom it is [connected](Datagram::connect) to now (or, if to nobody, when there is room at
+    /// all). It should be non-blocking.
+    pub fn add_datagram(&mut self, socket: &Datagram, key: u64, wanted: Readiness) {
+        let (core, id) = socket.polled();
+        let what = What::Datagram(core.clone(), id, socket.peer_addr());
         self.sources.push(Source { key, wanted, what });
     }
 
@@ -233,7 +246,8 @@ impl Poller {
     fn cores(&self) -> Vec<Arc<Core>> {
         let mut cores: Vec<Arc<Core>> = Vec::new();
         for source in &self.sources {
-            if let What::Stream(core, _) | What::Listener(core, _) = &source.what
+            if let What::Stream(core, _) | What::Listener(core, _) | What::Datagram(core, ..) =
+                &source.what
                 && !cores.iter().any(|known| Arc::ptr_eq(known, core))
             {
                 cores.push(core.clone());
@@ -255,6 +269,9 @@ impl Poller {
                         readable: source.wanted.readable && there,
                         writable: false,
                     }
+                }
+                What::Datagram(core, id, to) => {
+                    of_datagram(&mut core.lock(), *id, *to, source.wanted)
                 }
                 What::Fd(_) => continue,
             };
@@ -415,6 +432,22 @@ fn of_stream(locked: &mut Locked<'_>, id: StreamId, wanted: Readiness) -> Readin
     Readiness {
         readable: wanted.readable && (enough || info.peer_finished || ended),
         writable: wanted.writable && (ended || engine.is_writable(id)),
+    }
+}
+
+fn of_datagram(
+    locked: &mut Locked<'_>,
+    id: DatagramId,
+    to: Option<Address>,
+    wanted: Readiness,
+) -> Readiness {
+    let is_over = locked.is_over();
+    let Some(engine) = locked.engine().datagrams().filter(|_| !is_over) else {
+        return wanted;
+    };
+    Readiness {
+        readable: wanted.readable && engine.has_some(id),
+        writable: wanted.writable && engine.may_send(id, to),
     }
 }
 

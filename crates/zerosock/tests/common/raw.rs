@@ -92,18 +92,30 @@ impl RawGuest {
         RawGuest::over(connect(socket), seal)
     }
 
-    /// As the guest of a device that is there already.
+    /// As the guest of a device that is there already. VERSION_1 and INDIRECT_DESC.
     pub(crate) fn over(frontend: Frontend, seal: bool) -> RawGuest {
-        RawGuest::with_pairs(frontend, seal, QueuePairs::ONE)
+        RawGuest::with_features(frontend, seal, 1 << 32 | 1 << 28)
+    }
+
+    /// As `over`, with other features.
+    pub(crate) fn with_features(frontend: Frontend, seal: bool, features: u64) -> RawGuest {
+        RawGuest::with_all(frontend, seal, features, QueuePairs::ONE)
     }
 
     /// As `over`, with so many queue pairs.
-    pub(crate) fn with_pairs(mut frontend: Frontend, seal: bool, pairs: QueuePairs) -> RawGuest {
+    pub(crate) fn with_pairs(frontend: Frontend, seal: bool, pairs: QueuePairs) -> RawGuest {
+        RawGuest::with_all(frontend, seal, 1 << 32 | 1 << 28, pairs)
+    }
+
+    fn with_all(
+        mut frontend: Frontend,
+        seal: bool,
+        mut features: u64,
+        pairs: QueuePairs,
+    ) -> RawGuest {
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;
-        // VERSION_1 and INDIRECT_DESC.
-        let mut features = 1 << 32 | 1 << 28;
         if pairs != QueuePairs::ONE {
             features |= F_PAIRS;
         }

@@ -28,6 +28,8 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, RegionConfig};
 use zerosock_sys::memfd;
 
+use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
+
 use super::codec::{Message, encode_reply, request_name};
 use super::fds;
 use super::stats::Fault;
@@ -51,6 +53,8 @@ pub const F_VERSION_1: u64 = 1 << 32;
 /// The features that we offer to everybody, VHOST_USER_F_PROTOCOL_FEATURES among them.
 pub const FEATURES: u64 = F_STREAM
     | F_SEQPACKET
+    | F_DGRAM
+    | F_DGRAM_FLOW
     | F_INDIRECT_DESC
     | F_EVENT_IDX
     | F_VERSION_1

@@ -13,8 +13,10 @@ use zerosock_proto::{Address, Port};
 use super::stores::AllStores;
 use super::{HostEngine, IDLE_LOOKS};
 use crate::deadline::earlier;
+use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::engine::worker::Worker;
+use crate::vsock::datagram::engine::DatagramEngine;
 use crate::vsock::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
     ShowBounds, Stirred,
@@ -51,6 +53,7 @@ impl Engine for HostEngine {
 
     #[inline]
     fn settle(&mut self) {
+        self.say_words();
         let mut at = 0;
         while let Some(&vm) = self.touched.get(at) {
             let device = self.worker.devices.get_mut(vm);
@@ -109,7 +112,10 @@ impl Engine for HostEngine {
         if let Some(port) = app.next_port() {
             return Some(Stirred::Port(port));
         }
-        app.sockets.next_stirred().map(Stirred::Conn)
+        if let Some(id) = app.sockets.next_stirred() {
+            return Some(Stirred::Conn(id));
+        }
+        app.inboxes.next_stirred().map(Stirred::Datagram)
     }
 
     fn next_timeout(&self) -> Option<StdInstant> {
@@ -117,7 +123,9 @@ impl Engine for HostEngine {
             return Some(StdInstant::now());
         }
         let held = self.sockets().and_then(Sockets::next_timeout);
-        let at = earlier(self.worker.next_deadline(), held)?;
+        let streams = earlier(self.worker.next_deadline(), held);
+        let datagrams = self.app().and_then(|app| app.inboxes.table.poll_timeout());
+        let at = earlier(streams, datagrams)?;
         Some(self.worker.clock.at(at))
     }
 
@@ -424,7 +432,9 @@ impl Engine for HostEngine {
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
         let loan = self.app().and_then(|app| app.loan_at(index));
-        let (id, vm) = loan.ok_or(SendFault::Unknown)?;
+        let Some((LoanOf::Stream(id), vm)) = loan else {
+            return Err(SendFault::Unknown);
+        };
         let (_, flow) = match self.sender(id) {
             Ok(sender) => sender,
             Err(fault) => {
@@ -529,5 +539,9 @@ impl Engine for HostEngine {
             packets_sent: tally.packets_sent,
             notifications: tally.notifications,
         }
+    }
+
+    fn datagrams(&mut self) -> Option<&mut dyn DatagramEngine> {
+        Some(self)
     }
 }

@@ -11,6 +11,7 @@
 //! host sockets are joined); a clock is read once in a turn, and for no look.
 
 mod calls;
+mod datagrams;
 mod start;
 mod stores;
 
@@ -59,6 +60,8 @@ pub(crate) struct HostEngine {
     /// Devices of which nothing more could be taken in when the guests were asked for kicks.
     full: usize,
     trust_processes: bool,
+    /// Where the next look for a datagram begins.
+    next_datagram: usize,
     plane: Plane,
 }
 
@@ -253,8 +256,10 @@ impl HostEngine {
     /// The time for an act on a device: read from the clock only if the act may set timers.
     #[inline]
     fn time_for(&mut self, vm: u32) -> Instant {
+        let words = self.worker.app.as_deref();
+        let words = words.is_some_and(|app| app.inboxes.table.has_control());
         let device = self.worker.devices.get_mut(vm);
-        if device.is_some_and(|device| device.has_control()) {
+        if words || device.is_some_and(|device| device.has_control()) {
             self.now = self.worker.clock.now();
             self.worker.activate(vm);
         }
@@ -288,6 +293,7 @@ impl HostEngine {
     /// Shows what is queued.
     #[inline]
     fn show(&mut self) {
+        self.say_words();
         while let Some(vm) = self.touched.pop() {
             self.show_one(vm);
         }
@@ -326,6 +332,7 @@ impl HostEngine {
         let now = self.now;
         self.worker.fire(now);
         self.relieve(now);
+        self.end_blocks(now);
         // A device that takes packets in asks for no kicks while it does so.
         self.armed &= self.worker.is_idle();
         self.worker.turn_devices(now);

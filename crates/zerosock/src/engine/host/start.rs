@@ -126,6 +126,7 @@ impl HostEngine {
             armed: false,
             full: 0,
             trust_processes: config.trust_processes,
+            next_datagram: 0,
             plane: prepared.foundation.start()?,
         };
         engine.look().map_err(system("wait for events"))?;

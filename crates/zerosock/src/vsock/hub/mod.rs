@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use zerosock_proto::Port;
+use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
 
 use super::engine::Engine;
@@ -111,6 +112,7 @@ pub(crate) enum Ending {
     Listener(Port),
     /// It was bound.
     Port(Port),
+    Datagram(DatagramId),
     /// Whoever was enlisted by this ticket is told no more.
     #[cfg(feature = "tokio")]
     Task(u64),
@@ -367,6 +369,11 @@ impl<'a> Locked<'a> {
             Ending::Reset(id) => self.engine().abort(*id),
             Ending::Listener(port) => self.engine().unlisten(*port),
             Ending::Port(port) => return self.engine().unbind(*port),
+            Ending::Datagram(id) => {
+                if let Some(datagrams) = self.engine().datagrams() {
+                    datagrams.close(*id);
+                }
+            }
             #[cfg(feature = "tokio")]
             Ending::Task(ticket) => return self.delist(*ticket),
             #[cfg(feature = "tokio")]

@@ -18,6 +18,7 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 use zerosock_proto::Port;
+use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
 use crate::driver::timespec;
@@ -32,6 +33,7 @@ const TICK: Duration = Duration::from_nanos(1);
 pub(crate) enum Interest {
     Conn(StreamId),
     Port(Port),
+    Datagram(DatagramId),
     Anything,
 }
 
@@ -40,6 +42,7 @@ impl Interest {
         match (self, stirred) {
             (Interest::Conn(one), Stirred::Conn(other)) => one == other,
             (Interest::Port(one), Stirred::Port(other)) => one == other,
+            (Interest::Datagram(one), Stirred::Datagram(other)) => one == other,
             (Interest::Anything, _) => true,
             _ => false,
         }

@@ -112,6 +112,14 @@ impl<T> Sockets<T> {
             .is_some_and(|pool| pool.held < pool.limit())
     }
 
+    /// Whether one more buffer of `pool` may be held by a datagram: at most half are held then, so
+    /// that datagrams alone never keep packets from being taken in.
+    #[inline]
+    pub(crate) fn has_place(&self, pool: u32) -> bool {
+        let pool = self.pools.get(pool as usize);
+        pool.is_some_and(|pool| pool.held < pool.size / 2)
+    }
+
     /// Buffers of `pool` that are held.
     #[cfg(test)]
     pub(crate) fn held(&self, pool: u32) -> u32 {

@@ -172,6 +172,28 @@ impl<T> Sockets<T> {
         Ok(LeaseParts { index, len, place })
     }
 
+    /// A lease on a copy that is no connection's.
+    pub(crate) fn lend_copy(&mut self, bytes: Vec<u8>) -> Result<LeaseParts, (NoLease, Vec<u8>)> {
+        // As much is left to all others as connections leave.
+        if self.free_lent.len() <= self.lent.len() / 4 {
+            return Err((NoLease::TooMany, bytes));
+        }
+        let Some(index) = self.free_lent.pop() else {
+            return Err((NoLease::TooMany, bytes));
+        };
+        self.words.begin(index);
+        let len = bytes.len();
+        if let Some(lent) = self.lent.get_mut(index as usize) {
+            *lent = Lent {
+                what: What::Lease,
+                len: len as u32,
+                ..Lent::default()
+            };
+        }
+        let place = Place::Copied((Arc::new(bytes), 0));
+        Ok(LeaseParts { index, len, place })
+    }
+
     fn begin(&mut self, index: u32, id: StreamId, pool: u32, len: usize, held: Option<Held<T>>) {
         self.words.begin(index);
         if held.is_some() {

@@ -144,6 +144,8 @@ pub(crate) struct Conn<T> {
     lent: u32,
     /// It held buffers for too long and has not caught up since: what comes is copied.
     stalled: bool,
+    /// Its parts are not to be joined: each is a datagram.
+    whole: bool,
     /// Its place among those who hold buffers of the pool.
     holder: u32,
 }
@@ -217,6 +219,28 @@ impl<T> Sockets<T> {
         local: Address,
         peer: Address,
     ) -> StreamId {
+        self.add(pool, Some(flow), state, local, peer)
+    }
+
+    /// A connection that nobody else knows of, for the datagrams that come for one socket in
+    /// buffers of `pool`: each delivery is one part, and none is news of itself.
+    pub(crate) fn insert_datagrams(&mut self, pool: u32, local: Address) -> StreamId {
+        let id = self.add(pool, None, StreamState::Connected, local, local);
+        if let Some(conn) = self.get_mut(id) {
+            conn.whole = true;
+            conn.low_water = 0;
+        }
+        id
+    }
+
+    fn add(
+        &mut self,
+        pool: u32,
+        flow: Option<FlowId>,
+        state: StreamState,
+        local: Address,
+        peer: Address,
+    ) -> StreamId {
         let index = self.free.pop().unwrap_or(self.conns.len() as u32);
         let conn = Conn {
             generation: 0,
@@ -224,7 +248,7 @@ impl<T> Sockets<T> {
             news: 0,
             listed: false,
             pool,
-            flow: Some(flow),
+            flow,
             state,
             refused: None,
             local,
@@ -245,6 +269,7 @@ impl<T> Sockets<T> {
             copied: 0,
             leases: NONE,
             stalled: false,
+            whole: false,
             holder: NONE,
         };
         match self.conns.get_mut(index as usize) {

@@ -61,11 +61,12 @@ impl<T> Conn<T> {
     /// were, unless a message ended there; what has been read of it is dropped when it is half, so
     /// that it stays below twice the bytes that wait.
     pub(super) fn push_copy(&mut self, ends: Ends, copy: impl FnOnce(&mut Vec<u8>)) {
-        if let Some(Part::Copied {
-            bytes,
-            taken,
-            ends: end @ Ends::Nothing,
-        }) = self.parts.back_mut()
+        if !self.whole
+            && let Some(Part::Copied {
+                bytes,
+                taken,
+                ends: end @ Ends::Nothing,
+            }) = self.parts.back_mut()
         {
             if *taken >= bytes.len() / 2 {
                 bytes.drain(..*taken);
@@ -298,6 +299,17 @@ impl<T> Sockets<T> {
     #[inline]
     pub(crate) fn count_read(&mut self, bytes: usize) {
         self.counted.received += bytes as u64;
+        self.counted.copied_out += bytes as u64;
+    }
+
+    /// Bytes were copied aside before anybody read them, without having been held.
+    pub(crate) fn count_copied(&mut self, bytes: usize) {
+        self.counted.received += bytes as u64;
+        self.counted.copied_aside += bytes as u64;
+    }
+
+    /// Bytes of such a copy were copied to a reader.
+    pub(crate) fn count_copied_out(&mut self, bytes: usize) {
         self.counted.copied_out += bytes as u64;
     }
 

@@ -1,0 +1,626 @@
+//! Datagrams through the driver's queues (docs/datagrams.md).
+//!
+//! What comes in branches off where a packet is not payload of a connection. What goes out takes
+//! transmit slots, as many as it needs at once, and counts against its socket's buffer until the
+//! device has given the last of them back.
+//!
+//! What must hold: streams pay nothing for this but a look at a type that they do not have; a
+//! datagram's fragments lie in the queue one after the other; a word of the flow control that has
+//! arrived is heard before the next datagram is sent.
+
+use zerosock_proto::vsock::datagram::{
+    Assembler, BindError, Control, DatagramDrops, DatagramId, DatagramLimits, DatagramStats,
+    DatagramTable, MAX_DATAGRAM, Piece, data,
+};
+use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_proto::{Address, Cid, Instant, Port};
+
+use super::errors::DriverError;
+use super::{Driver, POOL};
+use crate::deadline::earlier;
+use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
+use crate::vsock::engine::{LoanParts, Payload, RecvFault};
+use crate::vsock::inboxes::{Got, GotLease, Inboxes};
+use crate::vsock::sockets::{Ends, Held, Place, Store};
+
+/// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
+/// reader leaves in the queue he will have in place.
+const COPY: u16 = 16;
+
+/// What the driver has for its datagram sockets.
+#[derive(Debug)]
+pub(crate) struct Datagrams {
+    /// The device takes datagrams.
+    offered: bool,
+    /// And words of the flow control.
+    flow: bool,
+    pub(super) inboxes: Inboxes,
+    assembler: Assembler,
+    /// The fragments of the set at hand.
+    kept: Vec<u8>,
+    /// What a turn may take in less, because something was copied.
+    cost: u16,
+    /// A send found fewer slots than these.
+    wanted: usize,
+    /// By the loan's word.
+    loans: Vec<Option<Lent>>,
+    /// Slots that are out on loan.
+    lent: u16,
+    pub(super) malformed: u64,
+    pub(super) dropped: u64,
+}
+
+/// A loan that is out.
+#[derive(Debug)]
+struct Lent {
+    id: DatagramId,
+    to: Address,
+    /// `None`: it is a private buffer.
+    slot: Option<u16>,
+}
+
+impl Datagrams {
+    pub(super) fn new(cid: Cid, words: usize) -> Datagrams {
+        Datagrams {
+            offered: false,
+            flow: false,
+            inboxes: Inboxes::new(DatagramTable::new(cid)),
+            assembler: Assembler::new(),
+            kept: Vec::new(),
+            cost: 0,
+            wanted: 0,
+            loans: (0..words).map(|_| None).collect(),
+            lent: 0,
+            malformed: 0,
+            dropped: 0,
+        }
+    }
+
+    /// What was negotiated with the device.
+    pub(super) fn negotiated(&mut self, offered: bool, flow: bool) {
+        self.offered = offered;
+        self.flow = offered && flow;
+    }
+
+    #[inline]
+    pub(super) fn are_offered(&self) -> bool {
+        self.offered
+    }
+
+    /// What the packet that was taken in last counts for beside itself.
+    #[inline]
+    pub(super) fn take_cost(&mut self) -> u16 {
+        std::mem::take(&mut self.cost)
+    }
+
+    /// Whether somebody waits for slots to come back.
+    #[inline]
+    pub(super) fn want_slots(&self) -> bool {
+        self.wanted > 0 || self.inboxes.table.has_throttled()
+    }
+
+    pub(super) fn next_due(&self) -> Option<Instant> {
+        earlier(
+            self.inboxes.table.poll_timeout(),
+            self.assembler.poll_timeout(),
+        )
+    }
+
+    pub(super) fn handle_timeout(&mut self, now: Instant) {
+        self.inboxes.table.handle_timeout(now);
+        if self.assembler.handle_timeout(now) {
+            self.kept = Vec::new();
+        }
+    }
+
+    /// The transport was reset: nobody waits for anybody, and what is not complete will not be.
+    pub(super) fn reset(&mut self, cid: Cid) {
+        self.inboxes.table.reset(cid);
+        self.assembler.forget();
+        self.kept = Vec::new();
+    }
+}
+
+impl Driver {
+    /// A packet of type DGRAM. Its slot goes back, or is held by a socket.
+    #[cold]
+    pub(super) fn take_datagram(&mut self, now: Option<Instant>, slot: u16, header: &Repr) {
+        let clock = self.epoch;
+        let now = move || now.unwrap_or_else(|| super::since(clock));
+        let datagrams = &mut self.datagrams;
+        if header.op.get() != Op::Rw as u16 {
+            let heard = datagrams.flow
+                && Control::parse(header).is_some()
+                && datagrams.inboxes.table.handle_control(now(), header);
+            datagrams.malformed += u64::from(!heard);
+            return self.store.release(slot);
+        }
+        let len = match datagrams.assembler.handle(header, now) {
+            Piece::Whole => {
+                return self.whole_datagram(now, slot, header);
+            }
+            Piece::First => {
+                datagrams.kept.clear();
+                None
+            }
+            Piece::More => None,
+            Piece::Last { len } => Some(len),
+            Piece::TooLong => {
+                datagrams.kept = Vec::new();
+                return self.store.release(slot);
+            }
+        };
+        let arena = &self.store.arena;
+        let start = datagrams.kept.len();
+        datagrams.kept.resize(start + header.len as usize, 0);
+        let pieces = arena.rx_data.pieces(slot);
+        arena.memory.read(
+            pieces,
+            0,
+            datagrams.kept.get_mut(start..).unwrap_or(&mut []),
+        );
+        self.store.release(slot);
+        let Some(len) = len else { return };
+        let bytes = std::mem::take(&mut datagrams.kept);
+        let flow = datagrams.flow;
+        let table = &mut datagrams.inboxes.table;
+        match table.receive(header.src, header.dst, len, flow, now) {
+            Ok(id) => {
+                let inboxes = &mut datagrams.inboxes;
+                inboxes.deliver_copy(id, header.src, bytes, &mut self.sockets);
+            }
+            Err(_) => datagrams.dropped += 1,
+        }
+    }
+
+    fn whole_datagram(&mut self, now: impl Fn() -> Instant, slot: u16, header: &Repr) {
+        let datagrams = &mut self.datagrams;
+        let flow = datagrams.flow;
+        let table = &mut datagrams.inboxes.table;
+        match table.receive(header.src, header.dst, header.len, flow, &now) {
+            Ok(id) => {
+                let held = Held {
+                    token: slot,
+                    offset: 0,
+                    len: header.len,
+                    since: now(),
+                    ends: Ends::Nothing,
+                };
+                let inboxes = &mut datagrams.inboxes;
+                let (sockets, store) = (&mut self.sockets, &mut self.store);
+                if inboxes.deliver(id, header.src, POOL, held, sockets, store) {
+                    datagrams.cost = COPY;
+                }
+            }
+            Err(_) => {
+                datagrams.dropped += 1;
+                self.store.release(slot);
+            }
+        }
+    }
+
+    /// Words of the flow control that are due, while there are slots.
+    pub(super) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
+        while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
+            match self.tx.control_slot()? {
+                Some(slot) => self.transmit(slot, &word)?,
+                None => {
+                    self.datagrams.inboxes.table.control_again(now, &word);
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of datagrams that the device has taken.
+    #[inline]
+    pub(super) fn land(&mut self) {
+        while let Some((id, len)) = self.tx.landed() {
+            self.datagrams.inboxes.table.arrived(id, len);
+        }
+    }
+
+    /// Tells those who found too few slots that there are some.
+    #[inline]
+    pub(super) fn tell_of_datagram_slots(&mut self) {
+        if self.datagrams.wanted > 0 && self.tx.has_data_slots(self.datagrams.wanted) {
+            self.datagrams.wanted = 0;
+            self.datagrams.inboxes.table.wake_all();
+        }
+    }
+
+    /// Whether a datagram may be sent; from which address.
+    #[inline]
+    fn may_send_datagram(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+    ) -> Result<Address, DatagramFault> {
+        if !self.datagrams.offered || self.link.is_none() {
+            return Err(DatagramFault::NoDatagrams);
+        }
+        if self.store.rx.has_used() && !self.is_blocked() {
+            // Among it may be a word about this destination. What goes wrong here goes wrong again
+            // in the next turn, which says so.
+            let _ = self.take_packets(self.now());
+        }
+        let epoch = self.epoch;
+        let now = || super::since(epoch);
+        let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
+        if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
+            // Perhaps the device has taken some.
+            let _ = self.tx.reap();
+            self.land();
+            may = self.datagrams.inboxes.table.may_send(id, to, len, now);
+        }
+        Ok(may?)
+    }
+
+    /// A send found too few slots: it is told when there are some.
+    #[cold]
+    fn wait_for_datagram_slots(&mut self, id: DatagramId, slots: usize) -> DatagramFault {
+        self.datagrams.wanted = self.datagrams.wanted.max(slots);
+        self.datagrams.inboxes.table.wait(id);
+        DatagramFault::WouldBlock
+    }
+
+    /// Sends a datagram in as many slots as it needs.
+    fn send_datagram(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        bytes: &[u8],
+    ) -> Result<(), DatagramFault> {
+        let from = self.may_send_datagram(id, to, bytes.len())?;
+        let most = self.store.arena.tx_data.len().max(1) as usize;
+        let slots = bytes.len().div_ceil(most).max(1);
+        if slots > self.tx.most_data_slots() {
+            return Err(DatagramFault::TooLong(bytes.len()));
+        }
+        if !self.tx.has_data_slots(slots) {
+            let _ = self.tx.reap();
+            self.land();
+            if !self.tx.has_data_slots(slots) {
+                return Err(self.wait_for_datagram_slots(id, slots));
+            }
+        }
+        let mut at = 0;
+        for left in (0..slots).rev() {
+            let rest = bytes.get(at..).unwrap_or(&[]);
+            let part = rest.get(..most).unwrap_or(rest);
+            let Ok(Some(slot)) = self.tx.data_slot(part.len() as u32) else {
+                // The ring is broken, which the next turn says.
+                return Err(DatagramFault::WouldBlock);
+            };
+            let arena = &self.store.arena;
+            if let Some(later) = self.tx.later() {
+                arena.tx_headers.prefetch_write(&arena.memory, later);
+                arena.tx_data.prefetch_write(&arena.memory, later);
+            }
+            arena.memory.write(arena.tx_data.pieces(slot), 0, part);
+            let header = data(from, to, part.len() as u32, left == 0);
+            if left == 0 {
+                self.tx.fly(slot, id, bytes.len() as u32);
+            }
+            if self.transmit(slot, &header).is_err() {
+                return Err(DatagramFault::WouldBlock);
+            }
+            at += part.len();
+        }
+        self.datagrams
+            .inboxes
+            .table
+            .sent(id, bytes.len() as u32, true);
+        Ok(())
+    }
+
+    /// A loan of a datagram's was dropped unsent. False: it is none.
+    pub(super) fn end_datagram_loan(&mut self, index: u32) -> bool {
+        let place = self.datagrams.loans.get_mut(index as usize);
+        let Some(lent) = place.and_then(Option::take) else {
+            return false;
+        };
+        if let Some(slot) = lent.slot {
+            self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
+            self.tx.put_back(slot);
+        }
+        self.sockets.end_loan(index);
+        true
+    }
+
+    /// Takes the next packets in, up to one for this socket, of which nothing is held: that one is
+    /// shown, and its slot goes back at once. `None`: there was none.
+    fn show_datagram(
+        &mut self,
+        id: DatagramId,
+        look: &mut dyn FnMut(Address, Payload<'_>),
+    ) -> Option<()> {
+        const MOST: u16 = 256;
+        let mut taken = 0;
+        // One of several packets may come before.
+        while taken < MOST
+            && self.store.rx.has_used()
+            && !self.is_blocked()
+            && self.datagrams.inboxes.is_empty(id)
+        {
+            let Ok(Some((slot, written))) = self.store.rx.take() else {
+                break;
+            };
+            taken += 1;
+            self.stats.rx_packets += 1;
+            let Some(header) = self.peek_datagram(slot, written) else {
+                if let Some((flow, len)) = self.take_packet(None, slot, written) {
+                    self.hold(self.now(), slot, flow, len);
+                }
+                taken += self.datagrams.take_cost();
+                continue;
+            };
+            let table = &mut self.datagrams.inboxes.table;
+            if table.find(header.dst.port) != Some(id) || header.dst.cid != table.cid() {
+                self.take_datagram(None, slot, &header);
+                taken += self.datagrams.take_cost();
+                continue;
+            }
+            let (flow, epoch) = (self.datagrams.flow, self.epoch);
+            let now = || super::since(epoch);
+            if table
+                .receive(header.src, header.dst, header.len, flow, now)
+                .is_err()
+            {
+                self.datagrams.dropped += 1;
+                self.store.release(slot);
+                continue;
+            }
+            table.taken(id, header.len);
+            let arena = &self.store.arena;
+            let piece = arena.rx_data.pieces(slot).first();
+            let slice = piece.and_then(|piece| arena.memory.slice(*piece));
+            let slice = slice.map(|slice| slice.part(0, header.len as usize));
+            look(header.src, Payload::in_place(slice.as_slice()));
+            self.store.release(slot);
+            return Some(());
+        }
+        None
+    }
+
+    /// The header of a packet that is a whole datagram, while no set is open.
+    #[inline]
+    fn peek_datagram(&mut self, slot: u16, written: u32) -> Option<Repr> {
+        use zerosock_proto::vsock::datagram::DGRAM_EOM;
+        use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
+        let arena = &self.store.arena;
+        arena.rx_data.prefetch(&arena.memory, slot);
+        if let Some(later) = self.store.rx.guess() {
+            arena.rx_headers.prefetch(&arena.memory, later);
+            arena.rx_data.prefetch(&arena.memory, later);
+        }
+        let header = crate::header::read(&arena.memory, arena.rx_headers.pieces(slot)).ok()?;
+        let whole = header.socket_type.get() == SocketType::Datagram as u16
+            && header.op.get() == Op::Rw as u16
+            && header.flags & DGRAM_EOM != 0
+            && !self.datagrams.assembler.is_open();
+        let payload = written.checked_sub(HEADER_LEN as u32)?;
+        (whole && header.len <= payload.min(arena.rx_data.len())).then_some(header)
+    }
+}
+
+impl DatagramEngine for Driver {
+    fn bind(
+        &mut self,
+        port: Port,
+        limits: DatagramLimits,
+    ) -> Result<(DatagramId, Address), BindError> {
+        let inboxes = &mut self.datagrams.inboxes;
+        let id = inboxes.table.bind(port, limits)?;
+        inboxes.open(id);
+        let local = inboxes.table.addresses(id).map(|(local, _)| local);
+        Ok((id, local.unwrap_or(Address::new(self.cid, port))))
+    }
+
+    fn close(&mut self, id: DatagramId) {
+        self.datagrams.inboxes.table.close(id);
+        let (sockets, store) = (&mut self.sockets, &mut self.store);
+        self.datagrams.inboxes.close(id, sockets, store);
+    }
+
+    fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
+        self.datagrams.inboxes.table.connect(id, peer);
+    }
+
+    fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
+        self.datagrams.inboxes.table.limits(id)
+    }
+
+    fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
+        self.datagrams.inboxes.table.set_limits(id, limits);
+    }
+
+    fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
+        self.send_datagram(id, to, bytes)?;
+        self.loans.copied_in += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn loan(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+    ) -> Result<LoanParts, DatagramFault> {
+        self.may_send_datagram(id, to, len)?;
+        let most = self.store.arena.tx_data.len() as usize;
+        // A quarter of the slots is never out.
+        let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
+        let slot = match in_place {
+            true => match self.tx.data_slot(len as u32) {
+                Ok(Some(slot)) => Some(slot),
+                _ => return Err(self.wait_for_datagram_slots(id, 1)),
+            },
+            false => None,
+        };
+        let Some(index) = self.sockets.begin_loan() else {
+            if let Some(slot) = slot {
+                self.tx.put_back(slot);
+            }
+            return Err(DatagramFault::TooManyLoans);
+        };
+        self.datagrams.lent += u16::from(slot.is_some());
+        let arena = &self.store.arena;
+        let place = slot.map(|slot| Place::InPlace {
+            memory: arena.memory.clone(),
+            pieces: arena.tx_data.pieces(slot).iter().copied().collect(),
+            offset: 0,
+        });
+        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
+            *place = Some(Lent { id, to, slot });
+        }
+        Ok(LoanParts { index, len, place })
+    }
+
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), DatagramFault> {
+        let place = self.datagrams.loans.get(index as usize);
+        let Some(Lent { id, to, slot }) = place.and_then(Option::as_ref) else {
+            return Err(DatagramFault::Unknown);
+        };
+        let (id, to, slot) = (*id, *to, *slot);
+        let Some(slot) = slot else {
+            let bytes = private.unwrap_or_default();
+            let bytes = bytes.get(..len).unwrap_or(bytes);
+            let sent = DatagramEngine::send(self, id, to, bytes);
+            if sent != Err(DatagramFault::WouldBlock) {
+                self.end_datagram_loan(index);
+            }
+            return sent;
+        };
+        let from = match self.may_send_datagram(id, to, len) {
+            Ok(from) => from,
+            Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
+            Err(fault) => {
+                self.end_datagram_loan(index);
+                return Err(fault);
+            }
+        };
+        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
+            *place = None;
+        }
+        self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
+        self.sockets.end_loan(index);
+        let len = (len as u32).min(self.store.arena.tx_data.len());
+        self.tx.fly(slot, id, len);
+        if self.transmit(slot, &data(from, to, len, true)).is_err() {
+            return Err(DatagramFault::Unknown);
+        }
+        self.datagrams.inboxes.table.sent(id, len, true);
+        self.loans.sent_in_place += u64::from(len);
+        Ok(())
+    }
+
+    fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
+        let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
+        match self.may_send_datagram(id, to, 0) {
+            Ok(_) if self.tx.has_data_slots(1) => true,
+            Ok(_) => {
+                self.wait_for_datagram_slots(id, 1);
+                false
+            }
+            Err(fault) => fault != DatagramFault::WouldBlock,
+        }
+    }
+
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
+        if self.datagrams.inboxes.is_empty(id) && !peek {
+            let mut got = None;
+            self.show_datagram(id, &mut |source, payload| {
+                let copied = payload.copy_to(0, out);
+                let len = payload.len();
+                got = Some(Got {
+                    copied,
+                    len,
+                    source,
+                });
+            });
+            if let Some(got) = got {
+                self.sockets.count_read(got.len);
+                return Some(got);
+            }
+        }
+        let (sockets, store) = (&mut self.sockets, &mut self.store);
+        self.datagrams.inboxes.read(id, out, peek, sockets, store)
+    }
+
+    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
+        if self.datagrams.inboxes.is_empty(id) {
+            let mut taken = 0;
+            while taken < 256 && !self.is_blocked() && self.datagrams.inboxes.is_empty(id) {
+                let Ok(Some((slot, written))) = self.store.rx.take() else {
+                    break;
+                };
+                taken += 1;
+                self.stats.rx_packets += 1;
+                let now = self.now();
+                if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
+                    self.hold(now, slot, flow, len);
+                } else {
+                    taken += self.datagrams.take_cost();
+                }
+            }
+        }
+        let (sockets, store) = (&mut self.sockets, &mut self.store);
+        self.datagrams.inboxes.lease(id, sockets, store)
+    }
+
+    fn trusts(&self, _: Option<u32>) -> bool {
+        self.trusted
+    }
+
+    fn each(
+        &mut self,
+        id: DatagramId,
+        most: usize,
+        look: &mut dyn FnMut(Address, Payload<'_>) -> bool,
+    ) -> usize {
+        let mut seen = 0;
+        while seen < most {
+            let mut go_on = None;
+            if self.datagrams.inboxes.is_empty(id) {
+                let mut bytes = 0;
+                self.show_datagram(id, &mut |source, payload| {
+                    bytes = payload.len();
+                    go_on = Some(look(source, payload));
+                });
+                self.sockets.count_shown(bytes);
+            }
+            if go_on.is_none() {
+                let (sockets, store) = (&mut self.sockets, &mut self.store);
+                go_on = self.datagrams.inboxes.show(id, look, sockets, store);
+            }
+            match go_on {
+                Some(true) => seen += 1,
+                Some(false) => return seen + 1,
+                None => break,
+            }
+        }
+        seen
+    }
+
+    fn has_some(&self, id: DatagramId) -> bool {
+        !self.datagrams.inboxes.is_empty(id)
+    }
+
+    fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
+        self.datagrams.inboxes.table.stats(id)
+    }
+
+    fn drops(&self) -> DatagramDrops {
+        self.datagrams.inboxes.table.drops()
+    }
+}
+
+const _: () = assert!(MAX_DATAGRAM == 65536, "what a transmit buffer may have");

@@ -1,0 +1,390 @@
+//! The datagram sockets of a host: CID 2 to every device. Each call finds the device of the
+//! destination, or the one that a datagram lies in, and acts on its queues at once.
+
+use zerosock_proto::vsock::datagram::{
+    BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats,
+};
+use zerosock_proto::{Address, Cid, Instant, Port};
+
+use super::HostEngine;
+use super::stores::AllStores;
+use crate::device::datagrams::NotPut;
+use crate::device::lending::LoanOf;
+use crate::device::program::{App, HostToken};
+use crate::engine::worker::Worker;
+use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
+use crate::vsock::engine::{LoanParts, Payload, RecvFault};
+use crate::vsock::inboxes::{Got, GotLease, Inboxes};
+use crate::vsock::sockets::Sockets;
+
+impl HostEngine {
+    /// Acts on what the sockets have received.
+    #[inline]
+    fn with_inboxes<T>(
+        &mut self,
+        act: impl FnOnce(&mut Inboxes, &mut Sockets<HostToken>, &mut AllStores<'_>) -> Option<T>,
+    ) -> Option<T> {
+        let Worker { devices, app, .. } = &mut self.worker;
+        let App {
+            inboxes,
+            sockets,
+            pools,
+            ..
+        } = app.as_deref_mut()?;
+        let mut store = AllStores {
+            devices,
+            pools,
+            touched: &mut self.touched,
+        };
+        act(inboxes, sockets, &mut store)
+    }
+
+    /// Whether a datagram may be sent to `to`: from which address, and by which device.
+    #[inline]
+    fn may_send_datagram(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+    ) -> Result<(Address, u32), DatagramFault> {
+        let routes = &self.worker.routes;
+        let vm = match routes.device(to.cid) {
+            Some(device) if routes.may_reach(Cid::HOST, to) => device.vm,
+            _ => return Err(DatagramFault::Unreachable),
+        };
+        let device = self.worker.devices.get_mut(vm);
+        match device.and_then(|device| device.takes_datagrams()) {
+            Some(true) => {}
+            Some(false) => return Err(DatagramFault::Deaf),
+            None => return Err(DatagramFault::Unreachable),
+        }
+        let clock = self.worker.clock;
+        let app = self.worker.app.as_deref_mut();
+        let app = app.ok_or(DatagramFault::Unknown)?;
+        let from = app.inboxes.table.may_send(id, to, len, || clock.now())?;
+        Ok((from, vm))
+    }
+
+    /// A send found no buffer.
+    #[cold]
+    fn wait_for_datagram_room(&mut self, id: DatagramId, vm: u32) -> DatagramFault {
+        // There may be a timer to note.
+        self.worker.activate(vm);
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.inboxes.table.wait(id);
+        }
+        DatagramFault::WouldBlock
+    }
+
+    fn count_sent(&mut self, id: DatagramId, len: usize) {
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            // It lies in the receiver's buffers: nothing is under way.
+            app.inboxes.table.sent(id, len as u32, false);
+        }
+    }
+
+    /// Puts words of the flow control that are due into the queues of those whom they are for.
+    #[inline]
+    pub(super) fn say_words(&mut self) {
+        if self
+            .app()
+            .is_some_and(|app| app.inboxes.table.has_control())
+        {
+            self.say_them();
+        }
+    }
+
+    #[cold]
+    fn say_them(&mut self) {
+        let now = self.worker.clock.now();
+        loop {
+            let app = self.worker.app.as_deref_mut();
+            let poll = |app: &mut App| app.inboxes.table.poll_control(now, |_| true);
+            let Some(word) = app.and_then(poll) else {
+                return;
+            };
+            // Nobody need be told who is gone.
+            let Some(device) = self.worker.routes.device(word.dst.cid) else {
+                continue;
+            };
+            let (device, mut cx) = self.worker.lend(device.vm, now);
+            let Some(device) = device else { continue };
+            let vm = device.addr().vm;
+            if device.put_word(&word, &mut cx) {
+                self.touch(vm);
+            } else if let Some(app) = self.worker.app.as_deref_mut() {
+                app.inboxes.table.control_again(now, &word);
+            }
+        }
+    }
+
+    /// Ends blocks whose time is over, and repeats words that are due.
+    #[inline]
+    pub(super) fn end_blocks(&mut self, now: Instant) {
+        if let Some(app) = self.worker.app.as_deref_mut()
+            && app.inboxes.table.poll_timeout().is_some_and(|at| at <= now)
+        {
+            app.inboxes.table.handle_timeout(now);
+            self.say_them();
+        }
+    }
+
+    /// Shows the next datagram for a socket of which nothing is held, as it is taken in.
+    fn show_datagram(
+        &mut self,
+        id: DatagramId,
+        look: &mut dyn FnMut(Address, Payload<'_>),
+    ) -> bool {
+        // The devices take turns.
+        for _ in 0..self.worker.devices.places() {
+            if self.next_datagram >= self.worker.devices.places() {
+                self.next_datagram = 0;
+            }
+            let vm = self.worker.devices.at_place(self.next_datagram);
+            let device = vm.and_then(|vm| Some((vm, self.worker.devices.get_mut(vm)?)));
+            let Some((vm, _)) =
+                device.and_then(|(vm, device)| device.has_arrivals().then_some((vm, ())))
+            else {
+                self.next_datagram += 1;
+                continue;
+            };
+            // Beforehand: who looks may panic.
+            self.touch(vm);
+            let (device, mut cx) = self.worker.lend_late(vm, self.now);
+            let shown = device.is_some_and(|device| device.app_show_datagram(id, look, &mut cx));
+            if cx.clock.is_none() {
+                // There was more than plain datagrams: timers may have been set.
+                self.worker.activate(vm);
+            }
+            if shown {
+                return true;
+            }
+            self.next_datagram += 1;
+        }
+        false
+    }
+}
+
+impl DatagramEngine for HostEngine {
+    fn bind(
+        &mut self,
+        port: Port,
+        limits: DatagramLimits,
+    ) -> Result<(DatagramId, Address), BindError> {
+        let app = self.worker.app.as_deref_mut().ok_or(BindError::TooMany)?;
+        let id = app.inboxes.table.bind(port, limits)?;
+        app.inboxes.open(id);
+        let local = app.inboxes.table.addresses(id).map(|(local, _)| local);
+        Ok((id, local.unwrap_or(Address::new(Cid::HOST, port))))
+    }
+
+    fn close(&mut self, id: DatagramId) {
+        self.with_inboxes(|inboxes, sockets, store| {
+            inboxes.table.close(id);
+            inboxes.close(id, sockets, store);
+            Some(())
+        });
+    }
+
+    fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.inboxes.table.connect(id, peer);
+        }
+    }
+
+    fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
+        self.app()?.inboxes.table.limits(id)
+    }
+
+    fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
+        if let Some(app) = self.worker.app.as_deref_mut() {
+            app.inboxes.table.set_limits(id, limits);
+        }
+    }
+
+    #[inline]
+    fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
+        let (from, vm) = self.may_send_datagram(id, to, bytes.len())?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(DatagramFault::Unreachable)?;
+        let put = device.app_send_datagram(from, to, bytes, &mut cx);
+        self.touch(vm);
+        match put {
+            Ok(()) => {
+                self.count_sent(id, bytes.len());
+                Ok(())
+            }
+            Err(NotPut::NoRoom) => Err(self.wait_for_datagram_room(id, vm)),
+            Err(NotPut::TooLong) => Err(DatagramFault::TooLong(bytes.len())),
+        }
+    }
+
+    fn loan(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+    ) -> Result<LoanParts, DatagramFault> {
+        let (_, vm) = self.may_send_datagram(id, to, len)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(DatagramFault::Unreachable)?;
+        let parts = device.app_loan_datagram(id, to, len, &mut cx);
+        self.touch(vm);
+        if matches!(parts, Err(DatagramFault::WouldBlock)) {
+            self.wait_for_datagram_room(id, vm);
+        }
+        parts
+    }
+
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), DatagramFault> {
+        let loan = self.app().and_then(|app| app.loan_at(index));
+        let Some((LoanOf::Datagram(id, to), vm)) = loan else {
+            return Err(DatagramFault::Unknown);
+        };
+        let (from, vm) = match self.may_send_datagram(id, to, len) {
+            // Another device has the CID now.
+            Ok((_, other)) if other != vm => {
+                self.drop_loan(index, vm);
+                return Err(DatagramFault::Unreachable);
+            }
+            Ok(may) => may,
+            Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
+            Err(fault) => {
+                self.drop_loan(index, vm);
+                return Err(fault);
+            }
+        };
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(DatagramFault::Unreachable)?;
+        let sent = device.app_send_datagram_loan(index, from, len, private, &mut cx);
+        self.touch(vm);
+        match sent {
+            Ok(()) => self.count_sent(id, len),
+            Err(DatagramFault::WouldBlock) => {
+                self.wait_for_datagram_room(id, vm);
+            }
+            Err(_) => {}
+        }
+        sent
+    }
+
+    fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
+        let Some(to) = to else {
+            // To whom is not known: the table alone can say that it would wait.
+            return true;
+        };
+        match self.may_send_datagram(id, to, 0) {
+            Ok((_, vm)) => {
+                let device = self.worker.devices.get_mut(vm);
+                let room = device.is_none_or(|device| {
+                    let room = device.has_datagram_room();
+                    if !room {
+                        device.want_datagram_room();
+                    }
+                    room
+                });
+                if !room {
+                    self.wait_for_datagram_room(id, vm);
+                }
+                room
+            }
+            Err(fault) => fault != DatagramFault::WouldBlock,
+        }
+    }
+
+    #[inline]
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
+        let empty = self.app().is_some_and(|app| app.inboxes.is_empty(id));
+        if empty && !peek {
+            let mut got = None;
+            self.show_datagram(id, &mut |source, payload| {
+                let copied = payload.copy_to(0, out);
+                let len = payload.len();
+                got = Some(Got {
+                    copied,
+                    len,
+                    source,
+                });
+            });
+            if let (Some(got), Some(app)) = (got, self.worker.app.as_deref_mut()) {
+                app.sockets.count_read(got.len);
+                return Some(got);
+            }
+        }
+        self.with_inboxes(|inboxes, sockets, store| inboxes.read(id, out, peek, sockets, store))
+    }
+
+    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
+        if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
+            // What has come is taken in and held.
+            let news = self.find_news();
+            if news {
+                let now = self.worker.clock.now();
+                self.now = now;
+                self.worker.turn_devices(now);
+            }
+        }
+        let lease =
+            self.with_inboxes(|inboxes, sockets, store| Some(inboxes.lease(id, sockets, store)));
+        lease.unwrap_or(Err(RecvFault::Unknown))
+    }
+
+    fn trusts(&self, pool: Option<u32>) -> bool {
+        // A copy is our own.
+        pool.is_none_or(|pool| self.trust_processes && self.is_process(pool))
+    }
+
+    fn each(
+        &mut self,
+        id: DatagramId,
+        most: usize,
+        look: &mut dyn FnMut(Address, Payload<'_>) -> bool,
+    ) -> usize {
+        let mut seen = 0;
+        while seen < most {
+            let mut go_on = None;
+            if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
+                let mut bytes = 0;
+                self.show_datagram(id, &mut |source, payload| {
+                    bytes = payload.len();
+                    go_on = Some(look(source, payload));
+                });
+                if let Some(app) = self.worker.app.as_deref_mut() {
+                    app.sockets.count_shown(bytes);
+                }
+            }
+            if go_on.is_none() {
+                go_on = self
+                    .with_inboxes(|inboxes, sockets, store| inboxes.show(id, look, sockets, store));
+            }
+            match go_on {
+                Some(true) => seen += 1,
+                Some(false) => return seen + 1,
+                None => break,
+            }
+        }
+        seen
+    }
+
+    fn has_some(&self, id: DatagramId) -> bool {
+        self.app().is_some_and(|app| !app.inboxes.is_empty(id))
+    }
+
+    fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
+        self.app()?.inboxes.table.stats(id)
+    }
+
+    fn drops(&self) -> DatagramDrops {
+        self.app()
+            .map(|app| app.inboxes.table.drops())
+            .unwrap_or_default()
+    }
+}

@@ -1,0 +1,148 @@
+//! Many datagrams with one call: the endpoint is locked once for all of them, and its peer is
+//! notified once.
+
+use std::io;
+
+use zerosock_proto::Address;
+
+use super::{Datagram, RecvFault};
+use crate::vsock::message::Message;
+
+impl Datagram {
+    /// Sends as many of `datagrams` as there is room for, in their order, each to its address; how
+    /// many. Waits for the first one only. One that cannot be sent ends it: the error is that of
+    /// the first, or comes with the next call, whose first it is.
+    ///
+    /// ```
+    /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+    /// use zerosock::vsock::Datagram;
+    /// use zerosock::Port;
+    ///
+    /// let ours = Datagram::bind(&db, Port::new(514))?;
+    /// let theirs = Datagram::bind(&web, Port::ANY)?;
+    /// let to = ours.local_addr();
+    /// assert_eq!(theirs.send_many(&[("one", to), ("two", to), ("three", to)])?, 3);
+    ///
+    /// let mut buffers = [[0; 8]; 4];
+    /// let mut got = Vec::new();
+    /// while got.len() < 3 {
+    ///     let first = got.len();
+    ///     got.extend(ours.recv_many(&mut buffers[first..])?);
+    /// }
+    /// assert_eq!(got, [3, 3, 5].map(|len| (len, theirs.local_addr())));
+    /// assert_eq!(&buffers[2][..5], b"three");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`send_to`](Self::send_to).
+    pub fn send_many<B: AsRef<[u8]>>(&self, datagrams: &[(B, Address)]) -> io::Result<usize> {
+        if datagrams.is_empty() {
+            return Ok(0);
+        }
+        self.transmit(|engine| {
+            let mut sent = 0;
+            for (bytes, to) in datagrams {
+                match engine.send(self.id, *to, bytes.as_ref()) {
+                    Ok(()) => sent += 1,
+                    Err(fault) if sent == 0 => return Err(fault),
+                    Err(_) => break,
+                }
+            }
+            Ok(sent)
+        })
+    }
+
+    /// As [`send_many`](Self::send_many), all to whom we are [connected](Self::connect) to.
+    ///
+    /// # Errors
+    /// As there; `NotConnected`.
+    pub fn send_all<B: AsRef<[u8]>>(&self, datagrams: &[B]) -> io::Result<usize> {
+        let to = self.peer()?;
+        if datagrams.is_empty() {
+            return Ok(0);
+        }
+        self.transmit(|engine| {
+            let mut sent = 0;
+            for bytes in datagrams {
+                match engine.send(self.id, to, bytes.as_ref()) {
+                    Ok(()) => sent += 1,
+                    Err(fault) if sent == 0 => return Err(fault),
+                    Err(_) => break,
+                }
+            }
+            Ok(sent)
+        })
+    }
+
+    /// Receives as many datagrams as have come, one into each of `buffers`; for each the length of
+    /// all of it and who it is from, as [`recv_from`](Self::recv_from) does. Waits for the first
+    /// one only.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn recv_many<B: AsMut<[u8]>>(
+        &self,
+        buffers: &mut [B],
+    ) -> io::Result<Vec<(usize, Address)>> {
+        if buffers.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.receive(|engine| {
+            let mut all = Vec::new();
+            for buffer in &mut *buffers {
+                match engine.recv(self.id, buffer.as_mut(), false) {
+                    Some(got) => all.push((got.len, got.source)),
+                    None if all.is_empty() => return Err(RecvFault::WouldBlock),
+                    None => break,
+                }
+            }
+            Ok(all)
+        })
+    }
+
+    /// Shows up to `most` datagrams to `look`, each where it lies and with its source, and takes
+    /// them; how many. Waits for the first one only. The way for many small ones: nothing is
+    /// copied, and no lease is kept. `look` may drop what it likes, but not use this endpoint.
+    ///
+    /// ```
+    /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+    /// use zerosock::vsock::Datagram;
+    /// use zerosock::Port;
+    ///
+    /// let ours = Datagram::bind(&db, Port::new(514))?;
+    /// let theirs = Datagram::bind(&web, Port::ANY)?;
+    /// theirs.send_to(b"shown", ours.local_addr())?;
+    /// let seen = ours.recv_each(64, |datagram, source| {
+    ///     assert_eq!((datagram.to_vec(), source), (b"shown".to_vec(), theirs.local_addr()));
+    /// })?;
+    /// assert_eq!(seen, 1);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`recv_from`](Self::recv_from).
+    ///
+    /// # Panics
+    /// When `look` makes a call of this endpoint.
+    pub fn recv_each(
+        &self,
+        most: usize,
+        mut look: impl FnMut(Message<'_>, Address),
+    ) -> io::Result<usize> {
+        if most == 0 {
+            return Ok(0);
+        }
+        self.receive(|engine| {
+            let seen = engine.each(self.id, most, &mut |source, payload| {
+                // Of many peers some may be trusted: plain slices are had from leases.
+                look(Message::new(payload, None), source);
+                true
+            });
+            match seen {
+                0 => Err(RecvFault::WouldBlock),
+                seen => Ok(seen),
+            }
+        })
+    }
+}

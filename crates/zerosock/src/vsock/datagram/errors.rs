@@ -1,0 +1,127 @@
+//! What goes wrong with datagrams, and by whose fault.
+
+use std::io::{Error, ErrorKind};
+
+use zerosock_proto::Port;
+use zerosock_proto::vsock::datagram;
+
+use super::engine::DatagramFault;
+
+/// Why a datagram is not sent, and will not be by waiting. Inside the [`std::io::Error`].
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::io::ErrorKind;
+/// use zerosock::vsock::{Datagram, DatagramError};
+/// use zerosock::Port;
+///
+/// let ours = Datagram::bind(&db, Port::new(514))?;
+/// let theirs = Datagram::bind(&web, Port::ANY)?;
+/// let error = theirs.send_to(&[0; 65537], ours.local_addr()).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::InvalidInput);
+/// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<DatagramError>());
+/// assert_eq!(reason, Some(&DatagramError::TooLong(65537)));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DatagramError {
+    /// The caller: it has more than 65536 bytes, or more than all buffers of its receiver's queue.
+    /// `InvalidInput`; EMSGSIZE on a kernel's socket.
+    #[error("a datagram of {0} bytes is too long")]
+    TooLong(usize),
+    /// The system: the device that we are attached to has not negotiated datagrams. `Unsupported`.
+    #[error("the device does not take datagrams")]
+    NoDatagrams,
+    /// The peer: it has not negotiated datagrams, as no stock kernel does. `Unsupported`.
+    #[error("the destination does not take datagrams")]
+    Deaf,
+    /// The caller: there is nobody with that CID, nobody has started there yet, or it may not be
+    /// reached from here. `HostUnreachable`.
+    #[error("there is nobody to be reached at that address")]
+    Unreachable,
+    /// The caller: as many leases and loans are out as the endpoint can count. `OutOfMemory`.
+    #[error("too many leases and loans are out at once: drop some")]
+    TooManyLoans,
+    /// The peer: it took the memory of a loan back, or is gone. `ConnectionReset`.
+    #[error("the memory went back to the peer")]
+    Torn,
+}
+
+impl DatagramError {
+    /// `None`: not now.
+    pub(super) fn of(fault: DatagramFault) -> Option<DatagramError> {
+        Some(match fault {
+            DatagramFault::WouldBlock => return None,
+            DatagramFault::TooLong(len) => DatagramError::TooLong(len),
+            DatagramFault::NoDatagrams => DatagramError::NoDatagrams,
+            DatagramFault::Deaf => DatagramError::Deaf,
+            DatagramFault::Unreachable => DatagramError::Unreachable,
+            DatagramFault::TooManyLoans => DatagramError::TooManyLoans,
+            DatagramFault::Unknown => DatagramError::Torn,
+        })
+    }
+}
+
+impl From<DatagramError> for Error {
+    fn from(error: DatagramError) -> Error {
+        let kind = match error {
+            DatagramError::TooLong(_) => ErrorKind::InvalidInput,
+            DatagramError::NoDatagrams | DatagramError::Deaf => ErrorKind::Unsupported,
+            DatagramError::Unreachable => ErrorKind::HostUnreachable,
+            DatagramError::TooManyLoans => ErrorKind::OutOfMemory,
+            DatagramError::Torn => ErrorKind::ConnectionReset,
+        };
+        Error::new(kind, error)
+    }
+}
+
+/// Why there is no datagram socket; always the caller's fault.
+///
+/// ```
+/// # let (db, _web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::io::ErrorKind;
+/// use zerosock::Port;
+/// use zerosock::vsock::Datagram;
+///
+/// let _first = Datagram::bind(&db, Port::new(514))?;
+/// let error = Datagram::bind(&db, Port::new(514)).unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::AddrInUse);
+/// // A listener is something else.
+/// let _listener = db.listen(Port::new(514), 1)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// Another socket has the port. `AddrInUse`.
+    #[error("the port is in use")]
+    InUse,
+    /// There are as many sockets as there may be. `OutOfMemory`.
+    #[error("too many datagram sockets")]
+    TooMany,
+    /// The endpoint was opened with [`ports`](crate::vsock::EndpointBuilder::ports), and this one
+    /// was not among them; or it is a service that has not claimed it. `InvalidInput`.
+    #[error("port {0} is not among those that the endpoint was opened with")]
+    NotNamed(Port),
+}
+
+impl From<datagram::BindError> for BindError {
+    fn from(error: datagram::BindError) -> BindError {
+        match error {
+            datagram::BindError::InUse => BindError::InUse,
+            datagram::BindError::TooMany => BindError::TooMany,
+        }
+    }
+}
+
+impl From<BindError> for Error {
+    fn from(error: BindError) -> Error {
+        let kind = match error {
+            BindError::InUse => ErrorKind::AddrInUse,
+            BindError::TooMany => ErrorKind::OutOfMemory,
+            BindError::NotNamed(_) => ErrorKind::InvalidInput,
+        };
+        Error::new(kind, error)
+    }
+}

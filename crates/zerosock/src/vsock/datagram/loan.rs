@@ -1,0 +1,202 @@
+//! Datagrams written where they will be read.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use zerosock_proto::Address;
+
+use super::engine::DatagramFault;
+use super::{Datagram, DatagramError};
+use crate::vsock::engine::{Engine, LoanParts};
+use crate::vsock::hub::Interest;
+use crate::vsock::leases::Entered;
+use crate::vsock::sockets::Place;
+
+/// The right to write a datagram where its receiver's side will read it. It is sent with
+/// [`send`](Self::send); dropped, it goes back unsent. Beyond the bounds on loans, or for a datagram
+/// that takes several of the receiver's buffers, it is a private buffer, which is copied when it is
+/// sent.
+///
+/// ```
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::Datagram;
+/// use zerosock::Port;
+///
+/// let ours = Datagram::bind(&db, Port::new(514))?;
+/// let theirs = Datagram::bind(&web, Port::ANY)?;
+/// let mut loan = theirs.loan(ours.local_addr(), 100)?;
+/// write!(loan, "written where it {} read", "is")?;
+/// assert_eq!(loan.send()?, 24);
+/// assert_eq!(ours.recv_lease()?.to_vec(), b"written where it is read");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct DatagramLoan<'a> {
+    socket: &'a Datagram,
+    index: u32,
+    len: usize,
+    place: Option<Place>,
+    /// The buffer of a loan that is not in place (any more).
+    private: Vec<u8>,
+    filled: usize,
+    over: bool,
+}
+
+impl Datagram {
+    /// Borrows a buffer for a datagram of at most `len` bytes to `to`.
+    ///
+    /// # Errors
+    /// As [`send_to`](Self::send_to).
+    pub fn loan(&self, to: Address, len: usize) -> io::Result<DatagramLoan<'_>> {
+        let parts = self.transmit(|engine| engine.loan(self.id, to, len))?;
+        let LoanParts { index, len, place } = parts;
+        let private = match place {
+            Some(_) => Vec::new(),
+            None => vec![0; len],
+        };
+        Ok(DatagramLoan {
+            socket: self,
+            index,
+            len,
+            place,
+            private,
+            filled: 0,
+            over: false,
+        })
+    }
+}
+
+impl DatagramLoan<'_> {
+    /// Bytes that it takes at most.
+    pub fn capacity(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes written so far.
+    pub fn filled(&self) -> usize {
+        self.filled
+    }
+
+    /// Whether it is in place.
+    pub fn is_in_place(&self) -> bool {
+        self.place.is_some()
+    }
+
+    /// Writes `bytes` at `offset`; how many fitted. [`filled`](Self::filled) is at least their end
+    /// then.
+    ///
+    /// # Errors
+    /// [`DatagramError::Torn`]: the peer took its memory back, and what was written before is lost.
+    pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
+        let offset = offset.min(self.len);
+        let fits = bytes.len().min(self.len - offset);
+        let bytes = bytes.get(..fits).unwrap_or(bytes);
+        let core = &self.socket.core;
+        let mut written = bytes.len();
+        if self.place.is_some() && !self.enter() {
+            self.moved(core.lock().engine())?;
+        }
+        if let Some(Place::InPlace {
+            memory,
+            pieces,
+            offset: start,
+        }) = &self.place
+        {
+            written = memory.write(pieces, start + offset, bytes);
+            core.leave(self.index);
+        } else if let Some(to) = self.private.get_mut(offset..offset + fits) {
+            to.copy_from_slice(bytes);
+        }
+        self.filled = self.filled.max(offset + written);
+        Ok(written)
+    }
+
+    /// Sends what was written so far, as one datagram; how many bytes. One in which nothing was
+    /// written is empty, and is sent as well.
+    ///
+    /// # Errors
+    /// As [`Datagram::send_to`]; [`DatagramError::Torn`].
+    pub fn send(mut self) -> io::Result<usize> {
+        let socket = self.socket;
+        let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
+            Ok(()) => {
+                engine.flush();
+                Some(Ok(self.filled))
+            }
+            Err(fault) => DatagramError::of(fault).map(Err),
+        };
+        let interest = Interest::Datagram(socket.id);
+        let patience = socket.patience(&socket.write_timeout);
+        Ok(socket.core.wait(interest, patience, attempt)??)
+    }
+
+    fn queue(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramFault> {
+        if self.place.is_some() {
+            if self.enter() {
+                // Not by way of the core: the lock is ours, and is given back soon.
+                self.socket.core.leases().leave(self.index);
+            } else {
+                self.moved(engine).map_err(|_| DatagramFault::Unknown)?;
+            }
+        }
+        let private = self.place.is_none().then_some(&self.private[..]);
+        let private = private.map(|all| all.get(..self.filled).unwrap_or(all));
+        let engine = engine.datagrams().ok_or(DatagramFault::Unknown)?;
+        let sent = engine.send_loan(self.index, self.filled, private);
+        if sent != Err(DatagramFault::WouldBlock) {
+            // The engine has it back, and its word is somebody else's.
+            self.over = true;
+        }
+        sent
+    }
+
+    /// False: the endpoint has taken its place away.
+    fn enter(&self) -> bool {
+        self.socket.core.leases().enter_to_write(self.index) == Entered::InPlace
+    }
+
+    /// The endpoint has taken the place away: what was written is in a copy, if there is one.
+    fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramError> {
+        match engine.copy_of(self.index) {
+            Some((bytes, start)) => {
+                let bytes = bytes.get(start..).unwrap_or(&[]);
+                self.private.extend_from_slice(bytes);
+            }
+            None if self.filled > 0 => return Err(DatagramError::Torn),
+            None => {}
+        }
+        self.private.resize(self.len, 0);
+        self.place = None;
+        Ok(())
+    }
+}
+
+impl Write for DatagramLoan<'_> {
+    /// Appends; 0 when it is full.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_at(self.filled, bytes)
+    }
+
+    /// Nothing to do: it is sent by [`DatagramLoan::send`].
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for DatagramLoan<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            self.socket.core.give_back(self.index);
+        }
+    }
+}
+
+impl fmt::Debug for DatagramLoan<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DatagramLoan")
+            .field("capacity", &self.len)
+            .field("filled", &self.filled)
+            .field("in_place", &self.is_in_place())
+            .finish_non_exhaustive()
+    }
+}

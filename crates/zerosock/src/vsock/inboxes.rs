@@ -1,0 +1,350 @@
+//! What the datagram sockets of an endpoint have received and nobody has read, whichever half of
+//! the queues it came through.
+//!
+//! The protocol core's table says whose a datagram is and how many bytes a socket may have; here is
+//! where they lie. In place first: in a hidden connection of the table of [`Sockets`], one for each
+//! socket and pool, so that the bounds on what is held, in number and in time, are those of
+//! streams, and leases come from there. Beyond half of a pool they are copied, and beyond the
+//! socket's limit they were dropped before: so nothing that is not read keeps a queue from being
+//! worked off.
+//!
+//! What must hold: a socket's datagrams are read in the order in which they came; each is reported
+//! to the table as taken once.
+
+use std::collections::VecDeque;
+
+use zerosock_proto::Address;
+use zerosock_proto::vsock::datagram::{DatagramId, DatagramTable};
+
+use super::engine::{Payload, RecvFault};
+use super::sockets::{Held, LeaseParts, NoLease, Sockets, Store, StreamId, StreamState};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Inboxes {
+    pub(crate) table: DatagramTable,
+    boxes: Vec<Inbox>,
+    /// Those with news, oldest first.
+    stirred: VecDeque<DatagramId>,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    /// The socket that it is of.
+    id: Option<DatagramId>,
+    entries: VecDeque<Entry>,
+    /// A connection for each pool that something has come from.
+    conns: Vec<(u32, StreamId)>,
+    /// In the list of those with news.
+    listed: bool,
+}
+
+#[derive(Debug)]
+struct Entry {
+    source: Address,
+    len: u32,
+    place: At,
+}
+
+#[derive(Debug)]
+enum At {
+    /// It is the next part of this connection.
+    Conn(StreamId),
+    Copy(Vec<u8>),
+}
+
+/// What was read.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Got {
+    /// Bytes that were copied.
+    pub(crate) copied: usize,
+    /// Bytes that the datagram has.
+    pub(crate) len: usize,
+    pub(crate) source: Address,
+}
+
+/// A datagram that was lent out.
+#[derive(Debug)]
+pub(crate) struct GotLease {
+    /// `None`: it is empty.
+    pub(crate) parts: Option<LeaseParts>,
+    pub(crate) source: Address,
+    /// The pool that it came in, for who asks whether its peer is trusted.
+    pub(crate) pool: Option<u32>,
+}
+
+impl Inboxes {
+    pub(crate) fn new(table: DatagramTable) -> Inboxes {
+        Inboxes {
+            table,
+            boxes: Vec::new(),
+            stirred: VecDeque::new(),
+        }
+    }
+
+    #[inline]
+    fn inbox(&mut self, id: DatagramId) -> Option<&mut Inbox> {
+        let inbox = self.boxes.get_mut(id.index() as usize)?;
+        (inbox.id == Some(id)).then_some(inbox)
+    }
+
+    /// A new socket has this id.
+    pub(crate) fn open(&mut self, id: DatagramId) {
+        let index = id.index() as usize;
+        if self.boxes.len() <= index {
+            self.boxes.resize_with(index + 1, Inbox::default);
+        }
+        if let Some(inbox) = self.boxes.get_mut(index) {
+            inbox.id = Some(id);
+        }
+    }
+
+    /// Throws away what a socket has, which is closed.
+    pub(crate) fn close<T>(
+        &mut self,
+        id: DatagramId,
+        sockets: &mut Sockets<T>,
+        store: &mut impl Store<Token = T>,
+    ) {
+        if let Some(inbox) = self.inbox(id) {
+            for (_, conn) in std::mem::take(inbox).conns {
+                sockets.remove(conn, store);
+            }
+        }
+    }
+
+    /// Whether nothing waits for its reader.
+    #[inline]
+    pub(crate) fn is_empty(&self, id: DatagramId) -> bool {
+        let inbox = self.boxes.get(id.index() as usize);
+        inbox.is_none_or(|inbox| inbox.entries.is_empty())
+    }
+
+    /// Something has happened to a socket that somebody may wait for.
+    #[inline]
+    pub(crate) fn stir(&mut self, id: DatagramId) {
+        if let Some(inbox) = self.inbox(id)
+            && !std::mem::replace(&mut inbox.listed, true)
+        {
+            self.stirred.push_back(id);
+        }
+    }
+
+    /// The next socket that something has happened to.
+    #[inline]
+    pub(crate) fn next_stirred(&mut self) -> Option<DatagramId> {
+        while let Some(id) = self.stirred.pop_front() {
+            if let Some(inbox) = self.inbox(id) {
+                inbox.listed = false;
+                return Some(id);
+            }
+        }
+        self.table.poll_writable()
+    }
+
+    /// Takes in a datagram that the table has found a socket for, and that lies in a buffer of
+    /// `pool`. True: it had to be copied.
+    pub(crate) fn deliver<T>(
+        &mut self,
+        id: DatagramId,
+        source: Address,
+        pool: u32,
+        held: Held<T>,
+        sockets: &mut Sockets<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> bool {
+        let len = held.len;
+        let local = self.table.addresses(id).map(|(local, _)| local);
+        let (Some(inbox), Some(local)) = (self.inbox(id), local) else {
+            store.release(held.token);
+            return false;
+        };
+        let (place, copied) = if len > 0 && sockets.has_place(pool) {
+            let conn = inbox.conn(pool, local, sockets, store);
+            sockets.deliver(conn, held, store);
+            (At::Conn(conn), false)
+        } else {
+            let mut bytes = vec![0; len as usize];
+            if let Some(memory) = store.memory(&held.token) {
+                let pieces = store.pieces(&held.token);
+                memory.read(pieces, held.offset as usize, &mut bytes);
+            }
+            store.release(held.token);
+            sockets.count_copied(bytes.len());
+            (At::Copy(bytes), len > 0)
+        };
+        inbox.entries.push_back(Entry { source, len, place });
+        self.stir(id);
+        copied
+    }
+
+    /// As [`deliver`](Self::deliver), for one that was put together.
+    pub(crate) fn deliver_copy<T>(
+        &mut self,
+        id: DatagramId,
+        source: Address,
+        bytes: Vec<u8>,
+        sockets: &mut Sockets<T>,
+    ) {
+        if let Some(inbox) = self.inbox(id) {
+            sockets.count_copied(bytes.len());
+            inbox.entries.push_back(Entry {
+                source,
+                len: bytes.len() as u32,
+                place: At::Copy(bytes),
+            });
+            self.stir(id);
+        }
+    }
+
+    /// The next datagram that is still there. One of a connection that had to give up its copies,
+    /// because there were too many, is not.
+    fn front<T>(&mut self, id: DatagramId, sockets: &Sockets<T>) -> Option<&mut Entry> {
+        loop {
+            let entry = self.inbox(id)?.entries.front()?;
+            match entry.place {
+                At::Conn(conn) if sockets.unread(conn) < entry.len as usize => {
+                    let len = entry.len;
+                    self.inbox(id)?.entries.pop_front();
+                    self.table.taken(id, len);
+                }
+                _ => return self.inbox(id)?.entries.front_mut(),
+            }
+        }
+    }
+
+    /// Copies the next datagram to `out`, as far as it fits, and takes it, all of it.
+    pub(crate) fn read<T>(
+        &mut self,
+        id: DatagramId,
+        out: &mut [u8],
+        peek: bool,
+        sockets: &mut Sockets<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> Option<Got> {
+        let entry = self.front(id, sockets)?;
+        let (source, len) = (entry.source, entry.len);
+        let copied = (len as usize).min(out.len());
+        let out = out.get_mut(..copied).unwrap_or(&mut []);
+        match &entry.place {
+            At::Copy(bytes) => {
+                out.copy_from_slice(bytes.get(..copied).unwrap_or(&[]));
+                if !peek {
+                    sockets.count_copied_out(copied);
+                }
+            }
+            At::Conn(conn) => {
+                let conn = *conn;
+                sockets.read(conn, out, peek, store);
+                if !peek && copied < len as usize {
+                    sockets.skip(conn, len as usize - copied, store);
+                }
+            }
+        }
+        if !peek {
+            self.inbox(id)?.entries.pop_front();
+            self.table.taken(id, len);
+        }
+        Some(Got {
+            copied,
+            len: len as usize,
+            source,
+        })
+    }
+
+    /// Lends the next datagram out.
+    pub(crate) fn lease<T>(
+        &mut self,
+        id: DatagramId,
+        sockets: &mut Sockets<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> Result<GotLease, RecvFault> {
+        let entry = self.front(id, sockets).ok_or(RecvFault::WouldBlock)?;
+        let (source, len) = (entry.source, entry.len);
+        let mut pool = None;
+        let parts = match &mut entry.place {
+            At::Copy(bytes) if bytes.is_empty() => None,
+            At::Copy(bytes) => match sockets.lend_copy(std::mem::take(bytes)) {
+                Ok(parts) => Some(parts),
+                Err((_, back)) => {
+                    *bytes = back;
+                    return Err(RecvFault::TooManyLeases);
+                }
+            },
+            At::Conn(conn) => {
+                pool = sockets.get(*conn).map(|conn| conn.pool);
+                match sockets.lease(*conn, store) {
+                    Ok(parts) => Some(parts),
+                    Err(NoLease::TooMany) => return Err(RecvFault::TooManyLeases),
+                    Err(NoLease::Empty) => return Err(RecvFault::WouldBlock),
+                }
+            }
+        };
+        if let Some(inbox) = self.inbox(id) {
+            inbox.entries.pop_front();
+        }
+        self.table.taken(id, len);
+        Ok(GotLease {
+            parts,
+            source,
+            pool,
+        })
+    }
+
+    /// Shows the next datagram to `look`, where it lies, and takes it.
+    pub(crate) fn show<T>(
+        &mut self,
+        id: DatagramId,
+        look: &mut dyn FnMut(Address, Payload<'_>) -> bool,
+        sockets: &mut Sockets<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> Option<bool> {
+        self.front(id, sockets)?;
+        let Entry { source, len, place } = self.inbox(id)?.entries.pop_front()?;
+        // Beforehand: who looks may panic.
+        self.table.taken(id, len);
+        let mut go_on = true;
+        match place {
+            At::Copy(bytes) => {
+                sockets.count_copied_out(bytes.len());
+                go_on = look(source, Payload::copied(&bytes));
+            }
+            At::Conn(conn) => {
+                let mut one = |payload: Payload<'_>| {
+                    go_on = look(source, payload);
+                    false
+                };
+                sockets.each(conn, 1, &mut one, store);
+            }
+        }
+        Some(go_on)
+    }
+}
+
+impl Inbox {
+    /// The connection for what comes in buffers of `pool`.
+    fn conn<T>(
+        &mut self,
+        pool: u32,
+        local: Address,
+        sockets: &mut Sockets<T>,
+        store: &mut impl Store<Token = T>,
+    ) -> StreamId {
+        let at = self.conns.iter().position(|(of, _)| *of == pool);
+        if let Some((_, conn)) = at.and_then(|at| self.conns.get(at)) {
+            let conn = *conn;
+            let known = sockets.get(conn);
+            if known.is_some_and(|conn| conn.state == StreamState::Connected) {
+                return conn;
+            }
+            // It had to give up what it had; its leases stay.
+            sockets.remove(conn, store);
+        }
+        let conn = sockets.insert_datagrams(pool, local);
+        match at.and_then(|at| self.conns.get_mut(at)) {
+            Some(place) => place.1 = conn,
+            None => self.conns.push((pool, conn)),
+        }
+        conn
+    }
+}

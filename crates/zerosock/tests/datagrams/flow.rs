@@ -1,0 +1,183 @@
+//! Full receivers, and senders that are asked to stop.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use super::common::{assert_bytes, bytes, eventually};
+use super::*;
+
+const LEN: usize = 2000;
+
+/// Sends numbered datagrams until `stop`, or `most` of them; how many.
+fn pour(from: &Datagram, to: Address, most: u64, stop: &AtomicBool) -> u64 {
+    let mut sent = 0;
+    while sent < most && !stop.load(Ordering::Relaxed) {
+        from.send_to(&bytes(sent, LEN), to).unwrap();
+        sent += 1;
+    }
+    sent
+}
+
+/// **The showpiece.** One sender, two receivers: one reads as it comes, the other not at all until
+/// the fast one has had many times what the slow one may keep; then it reads slowly. Nothing is
+/// lost at either, and the fast one never waits for the slow one.
+fn slow_and_fast(sender: &Datagram, other: &Datagram, slow: &Datagram, fast: &Datagram) {
+    const FAST: u64 = 5000;
+    const SLOW: u64 = 1000;
+    // Three quarters of it take what is under way: both senders' buffers, and the queues of a
+    // switch and of a process that does not look.
+    slow.set_receive_buffer(700 << 10);
+    for socket in [sender, other] {
+        socket.set_send_buffer(32 << 10);
+    }
+    let (to_slow, to_fast) = (slow.local_addr(), fast.local_addr());
+    let never = AtomicBool::new(false);
+    let fast_done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let never = &never;
+        scope.spawn(move || assert_eq!(pour(sender, to_slow, SLOW, never), SLOW));
+        scope.spawn(move || assert_eq!(pour(other, to_fast, FAST, never), FAST));
+        let fast_done = &fast_done;
+        scope.spawn(move || {
+            let mut buffer = vec![0; LEN];
+            for number in 0..FAST {
+                assert_eq!(fast.recv(&mut buffer).unwrap(), LEN);
+                assert_bytes(&buffer, &bytes(number, LEN));
+            }
+            fast_done.store(true, Ordering::Relaxed);
+        });
+        eventually("the fast one is done", || fast_done.load(Ordering::Relaxed));
+        // The slow one's sender was told to stop long before it had sent all.
+        let held = sender.stats();
+        assert!(held.stopped > 0, "told to stop");
+        assert!(held.sent < SLOW, "{} of {SLOW} sent", held.sent);
+        let mut buffer = vec![0; LEN];
+        for number in 0..SLOW {
+            assert_eq!(slow.recv(&mut buffer).unwrap(), LEN);
+            assert_bytes(&buffer, &bytes(number, LEN));
+            if number.is_multiple_of(64) {
+                // Slow, and now and then slower than a STOP holds.
+                thread::sleep(Duration::from_millis(if number == 512 { 700 } else { 5 }));
+            }
+        }
+    });
+    for socket in [slow, fast] {
+        let stats = socket.stats();
+        assert_eq!((stats.dropped_full, socket.drops().full), (0, 0));
+    }
+}
+
+#[test]
+fn a_slow_receiver_loses_nothing_while_a_fast_one_runs_on() {
+    let hub = Hub::with(|builder| builder);
+    let process = hub.process();
+    let (slow, fast) = (at_host(&hub, PORT), at_host(&hub, Port::ANY));
+    let (sender, other) = (at(&process, Port::ANY), at(&process, Port::ANY));
+    slow_and_fast(&sender, &other, &slow, &fast);
+}
+
+#[test]
+fn nor_does_a_slow_process_of_the_host_s() {
+    let hub = Hub::with(|builder| builder);
+    let process = hub.process();
+    let (slow, fast) = (at(&process, PORT), at(&process, Port::ANY));
+    let (sender, other) = (at_host(&hub, Port::ANY), at_host(&hub, Port::ANY));
+    slow_and_fast(&sender, &other, &slow, &fast);
+}
+
+#[test]
+fn nor_does_one_behind_the_switch() {
+    let serve = Serve::new(2);
+    let (from, to) = (serve.process(), serve.process());
+    let (slow, fast) = (at(&to, PORT), at(&to, Port::ANY));
+    let (sender, other) = (at(&from, Port::ANY), at(&from, Port::ANY));
+    slow_and_fast(&sender, &other, &slow, &fast);
+}
+
+#[test]
+fn nor_one_that_does_not_even_look_while_another_process_does() {
+    let serve = Serve::new(1);
+    let (from, idle, busy) = (serve.process(), serve.process(), serve.process());
+    let (slow, fast) = (at(&idle, PORT), at(&busy, PORT));
+    let (sender, other) = (at(&from, Port::ANY), at(&from, Port::ANY));
+    slow_and_fast(&sender, &other, &slow, &fast);
+    assert!(serve.stats().copied_bytes > 0, "the switch kept some");
+}
+
+#[test]
+fn a_full_receiver_drops_what_comes_without_flow_control() {
+    let hub = Hub::with(|builder| builder);
+    let ours = at_host(&hub, PORT);
+    ours.set_receive_buffer(20_000);
+    let mut guest = super::hostile::guest(&hub, true, false);
+    for _ in 0..100 {
+        guest.datagram(PORT, &[1; 1000]);
+    }
+    guest.raw.wait_tx_done();
+    // 18 of 1000 bytes and 128, and the one that overshoots.
+    let mut got = 0;
+    ours.set_nonblocking(true).unwrap();
+    while ours.recv_from(&mut [0; 1000]).is_ok() {
+        got += 1;
+    }
+    assert_eq!((got, ours.stats().dropped_full), (18, 82));
+    assert_eq!(ours.drops().full, 82);
+}
+
+#[test]
+fn a_blocked_destination_says_would_block_and_others_are_not() {
+    let hub = Hub::new();
+    let process = hub.process();
+    let (full, free) = (at_host(&hub, PORT), at_host(&hub, Port::ANY));
+    full.set_receive_buffer(40_000);
+    let theirs = at(&process, Port::ANY);
+    theirs.set_nonblocking(true).unwrap();
+    let send = |to: &Datagram| theirs.send_to(&[0; 1000], to.local_addr());
+    eventually("it is blocked", || {
+        process.turn().unwrap();
+        send(&full).is_err() && theirs.stats().stopped > 0
+    });
+    let error = send(&full).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    // The host takes it before the other's words come: the send buffer has room.
+    eventually("another is sent to", || {
+        process.turn().unwrap();
+        send(&free).is_ok()
+    });
+    theirs.set_nonblocking(false).unwrap();
+    theirs
+        .set_write_timeout(Some(Duration::from_millis(50)))
+        .unwrap();
+    let error = send(&full).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
+    assert_eq!(full.stats().dropped_full, 0);
+    // Read empty, it says START.
+    full.set_nonblocking(true).unwrap();
+    while full.recv_from(&mut [0; 1000]).is_ok() {}
+    theirs.set_write_timeout(Some(PATIENCE)).unwrap();
+    let began = Instant::now();
+    send(&full).unwrap();
+    assert!(began.elapsed() < PATIENCE);
+}
+
+#[test]
+fn a_receiver_that_dies_lets_its_sources_go() {
+    let serve = Serve::new(1);
+    let (from, to) = (serve.process(), serve.process());
+    let theirs = at(&to, PORT);
+    theirs.set_receive_buffer(40_000);
+    let there = theirs.local_addr();
+    let ours = at(&from, Port::ANY);
+    ours.set_nonblocking(true).unwrap();
+    eventually("it is blocked", || {
+        from.turn().unwrap();
+        to.turn().unwrap();
+        let refused = ours.send_to(&[0; 1000], there).is_err();
+        refused && ours.stats().stopped > 0
+    });
+    drop((theirs, to));
+    // Nobody says START; the time-out does.
+    ours.set_nonblocking(false).unwrap();
+    ours.send_to(&[0; 1000], there).unwrap();
+}

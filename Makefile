@@ -29,7 +29,7 @@ test:
 
 bench:
 	@scripts/need build
-	cargo run --release -p zerosock-cli -- bench --install-peers $(or $(ARGS),local device rx hold)
+	cargo run --release -p zerosock-cli -- bench --install-peers $(or $(ARGS),local device rx hold scale)
 
 bench-vm:
 	@scripts/need demo

@@ -186,3 +186,31 @@ fn hold_measures_beside_a_hoarder_and_alone() {
         }
     }
 }
+
+#[test]
+fn scale_has_its_rows_and_everything_it_made_is_gone() {
+    let (table, text) = bench(&["scale"]);
+    check_rows(&table);
+    assert!(is_missing(&table, "vhost-device-vsock"));
+    let rows = table["rows"].as_array().unwrap();
+    for (name, metric, has_peer) in [
+        ("connections between two processes", "resident memory", true),
+        ("connections with a socket each", "resident memory", false),
+        (
+            "1000 connections beside one bulk stream",
+            "round trip p99",
+            true,
+        ),
+        ("guest to host", "connects and closes", false),
+        ("64 B, --spin-us 50", "round trip p50", true),
+    ] {
+        let found = rows
+            .iter()
+            .find(|row| row["name"].as_str().unwrap().ends_with(name) && row["metric"] == metric);
+        let row = found.unwrap_or_else(|| panic!("no {name} in {rows:#?}"));
+        assert!(row["ours"].is_number(), "{row}");
+        assert_eq!(row["peer"].is_number(), has_peer, "{row}");
+    }
+    let gone = "connections 0, ends 0, timers 0, ports 0";
+    assert!(text.contains(gone), "{text}");
+}

@@ -66,6 +66,8 @@ pub(crate) enum TableName {
     Rx,
     /// A connection's rate beside a reader that never gives back what it holds
     Hold,
+    /// Very many connections: memory, how fast they come and go, and beside a bulk stream
+    Scale,
 }
 
 /// The order of a worker, word by word.
@@ -102,7 +104,7 @@ impl Settings {
         }
         if tables.is_empty() {
             return Err(Failure::usage(
-                "which table? give one or more of local, device, rx and hold",
+                "which table? give one or more of local, device, rx, hold and scale",
             ));
         }
         let mut seen = Vec::new();

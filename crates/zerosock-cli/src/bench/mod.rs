@@ -36,6 +36,7 @@ pub(crate) fn main(args: BenchArgs) -> Result<(), Failure> {
             TableName::Device => tables::device::run(&settings, cores, &machine),
             TableName::Rx => tables::rx::run(&settings, cores, &machine),
             TableName::Hold => tables::hold::run(&settings, cores, &machine),
+            TableName::Scale => tables::scale::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());
@@ -57,7 +58,7 @@ fn install(tables: &[TableName]) {
     for table in tables {
         let outcome = match table {
             TableName::Local => peers::iceoryx2::install(),
-            TableName::Device => tables::device::install_peer(),
+            TableName::Device | TableName::Scale => tables::device::install_peer(),
             TableName::Rx | TableName::Hold => Ok(()),
         };
         if let Err(reason) = outcome {

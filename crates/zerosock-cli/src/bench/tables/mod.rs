@@ -4,3 +4,4 @@ pub(crate) mod device;
 pub(crate) mod hold;
 pub(crate) mod local;
 pub(crate) mod rx;
+pub(crate) mod scale;

@@ -4,8 +4,8 @@
 //! do the same work. Each measurement starts its device afresh. Beside each stands the ceiling: the
 //! same writes over a bare Unix socket between the same two cores.
 
-mod program;
-mod traffic;
+pub(crate) mod program;
+pub(crate) mod traffic;
 
 use crate::bench::args::Settings;
 use crate::bench::pair::{self, Cores, Task};
@@ -13,7 +13,7 @@ use crate::bench::peers::{Contestant, unix};
 use crate::bench::report::{Metric, Row, Table};
 use crate::bench::rounds::{Spread, alternate};
 use crate::bench::worker::order::{Job, Outcome, Wait};
-use program::Device;
+use program::{Device, OURS};
 use traffic::{Case, Direction, Figures, TRIP};
 
 pub(crate) use program::install_peer;
@@ -56,7 +56,6 @@ const PROBE: u64 = 2 << 20;
 /// Bytes of a stream at most.
 const MOST: u64 = 8 << 30;
 
-const OURS: &str = "zerosock";
 const BARE: &str = "bare Unix socket";
 
 /// Who takes part: indices of the rounds.

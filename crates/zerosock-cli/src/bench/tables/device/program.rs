@@ -20,22 +20,27 @@ const START: Duration = Duration::from_secs(20);
 
 /// A program that serves a vhost-user vsock device.
 #[derive(Clone, Debug)]
-pub(super) struct Device {
+pub(crate) struct Device {
     program: PathBuf,
     arguments: &'static [&'static str],
 }
 
+/// Our name in the tables.
+pub(crate) const OURS: &str = "zerosock";
+
 /// Ourselves: this very program.
-pub(super) fn ours() -> Result<Device, String> {
+pub(crate) fn ours() -> Result<Device, String> {
+    ours_with(&["serve", "--log-level", "off"])
+}
+
+/// Ourselves, with these arguments before those that every device gets.
+pub(crate) fn ours_with(arguments: &'static [&'static str]) -> Result<Device, String> {
     let program = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
-    Ok(Device {
-        program,
-        arguments: &["serve", "--log-level", "off"],
-    })
+    Ok(Device { program, arguments })
 }
 
 /// vhost-device-vsock, or why it is not there.
-pub(super) fn peer() -> Result<Device, String> {
+pub(crate) fn peer() -> Result<Device, String> {
     install::find(VARIABLE, PEER).map(|program| Device {
         program,
         arguments: &[],
@@ -43,7 +48,7 @@ pub(super) fn peer() -> Result<Device, String> {
 }
 
 /// Its name with the version that it says it has.
-pub(super) fn peer_title() -> String {
+pub(crate) fn peer_title() -> String {
     let version = peer().ok().and_then(|device| {
         let output = Command::new(device.program)
             .arg("--version")
@@ -66,18 +71,23 @@ pub(crate) fn install_peer() -> Result<(), String> {
 
 /// A device that runs; killed when dropped.
 #[derive(Debug)]
-pub(super) struct Running {
+pub(crate) struct Running {
     child: Child,
     /// Its vhost-user socket.
-    pub(super) socket: PathBuf,
+    pub(crate) socket: PathBuf,
     /// Its hybrid socket.
-    pub(super) uds_path: PathBuf,
+    pub(crate) uds_path: PathBuf,
 }
 
 impl Device {
+    /// Where its program is.
+    pub(crate) fn program(&self) -> &Path {
+        &self.program
+    }
+
     /// Starts the device with its sockets in `dir`, all its threads on core `cpu`, and waits until
     /// its control socket is there.
-    pub(super) fn start(&self, dir: &Path, cpu: Option<usize>) -> Result<Running, String> {
+    pub(crate) fn start(&self, dir: &Path, cpu: Option<usize>) -> Result<Running, String> {
         let socket = dir.join("vhost.sock");
         let uds_path = dir.join("vm.vsock");
         let mut command = Command::new(&self.program);
@@ -110,8 +120,13 @@ impl Device {
 }
 
 impl Running {
+    /// Its process.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// CPU time so far, in seconds: of all threads, user and system.
-    pub(super) fn cpu_seconds(&self) -> Result<f64, String> {
+    pub(crate) fn cpu_seconds(&self) -> Result<f64, String> {
         let tasks = format!("/proc/{}/task", self.child.id());
         let wrong = |error: io::Error| format!("{tasks}: {error}");
         let mut nanoseconds = 0;
@@ -145,7 +160,7 @@ impl Running {
     }
 
     /// Connects to the hybrid socket, which may not listen yet.
-    pub(super) fn connect_hybrid(&self) -> Result<UnixStream, String> {
+    pub(crate) fn connect_hybrid(&self) -> Result<UnixStream, String> {
         let deadline = Instant::now() + START;
         loop {
             match UnixStream::connect(&self.uds_path) {

@@ -20,17 +20,17 @@ use crate::bench::worker::jobs::percentile;
 use crate::bench::worker::order::Outcome;
 use crate::bench::worker::touch::stream as pattern;
 
-const PORT: u32 = 1234;
+pub(crate) const PORT: u32 = 1234;
 /// No measurement takes as long.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// What a receiver takes at once.
 const BLOCK: usize = 256 << 10;
 /// Bytes of a message of a round trip.
-pub(super) const TRIP: usize = 64;
+pub(crate) const TRIP: usize = 64;
 
 /// Which way the bytes go.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Direction {
+pub(crate) enum Direction {
     /// Packets of the given size from the driver.
     ToHost,
     /// Writes of the given size on the host.
@@ -39,23 +39,23 @@ pub(super) enum Direction {
 
 /// What is streamed.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Case {
-    pub(super) direction: Direction,
-    pub(super) size: usize,
+pub(crate) struct Case {
+    pub(crate) direction: Direction,
+    pub(crate) size: usize,
     /// Payload bytes of each of the driver's receive buffers.
-    pub(super) rx_buffer: u32,
+    pub(crate) rx_buffer: u32,
 }
 
 /// What one measurement of a stream gave.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Figures {
-    pub(super) mb_s: f64,
+pub(crate) struct Figures {
+    pub(crate) mb_s: f64,
     /// CPU seconds of the device's process for each 10^9 bytes.
-    pub(super) cpu_s_per_gb: f64,
+    pub(crate) cpu_s_per_gb: f64,
 }
 
 /// Streams `bytes` bytes through a fresh device.
-pub(super) fn stream(
+pub(crate) fn stream(
     device: &Device,
     case: Case,
     bytes: u64,
@@ -77,7 +77,7 @@ pub(super) fn stream(
 
 /// Sends a message of [`TRIP`] bytes to a program on the host and waits until it is back, again
 /// and again; each round trip is timed.
-pub(super) fn round_trips(
+pub(crate) fn round_trips(
     device: &Device,
     warm: Duration,
     time: Duration,
@@ -132,11 +132,11 @@ pub(super) fn round_trips(
 
 impl Case {
     /// What Linux guests post.
-    pub(super) const STOCK_RX_BUFFER: u32 = 4096;
+    pub(crate) const STOCK_RX_BUFFER: u32 = 4096;
 }
 
 /// Starts the device on one core and does the rest on the other.
-fn with_device<T: Send>(
+pub(crate) fn with_device<T: Send>(
     device: &Device,
     rx_buffer: u32,
     cores: Cores,
@@ -170,7 +170,7 @@ fn attach(running: &Running, rx_buffer_size: u32) -> Result<Driver, String> {
     }
 }
 
-fn listen(running: &Running) -> Result<UnixListener, String> {
+pub(crate) fn listen(running: &Running) -> Result<UnixListener, String> {
     let mut path = running.uds_path.clone().into_os_string();
     path.push(format!("_{PORT}"));
     UnixListener::bind(PathBuf::from(path)).map_err(text)

@@ -1,0 +1,233 @@
+//! Connections that come and go as fast as can be, and connections that are all busy at once.
+
+use std::collections::HashMap;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use zerosock::driver::{Driver, DriverEvent, RecvError, SendError, StreamId};
+use zerosock::{Address, Cid, Port};
+
+use crate::bench::args::Settings;
+use crate::bench::pair::Cores;
+use crate::bench::tables::device::program::{Device, Running};
+use crate::bench::tables::device::traffic::{self, Case};
+use crate::bench::worker::jobs::percentile;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Connects under way at a time.
+const AT_A_TIME: usize = 16;
+/// Connections that play ping-pong.
+const PLAYERS: usize = 1000;
+const MESSAGE: usize = 64;
+/// The port of the program that takes the bulk stream.
+const SINK: u32 = 4321;
+
+/// Connects and closes in a second.
+pub(super) fn connects(device: &Device, settings: &Settings, cores: Cores) -> Result<f64, String> {
+    let (warm, time) = (settings.warm, settings.time);
+    traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
+        let listener = traffic::listen(running)?;
+        // It ends with the process: nobody connects any more.
+        thread::spawn(move || {
+            // The guest closes first, as a client does.
+            let mut recent = std::collections::VecDeque::new();
+            while let Ok((stream, _)) = listener.accept() {
+                recent.push_back(stream);
+                if recent.len() > 4 * AT_A_TIME {
+                    recent.pop_front();
+                }
+            }
+        });
+        let to = Address::new(Cid::HOST, Port::new(traffic::PORT));
+        let begin = Instant::now();
+        let give_up = begin + PATIENCE;
+        let (mut under_way, mut done) = (0, 0u64);
+        let mut counted_from = None;
+        loop {
+            let now = Instant::now();
+            if now > begin + warm && counted_from.is_none() {
+                counted_from = Some((now, done));
+            }
+            if let Some((from, before)) = counted_from
+                && now > from + time
+                && done > before
+            {
+                return Ok((done - before) as f64 / (now - from).as_secs_f64());
+            }
+            if now > give_up {
+                return Err(format!("{done} connections in {PATIENCE:?}"));
+            }
+            while under_way < AT_A_TIME {
+                driver.connect(to).map_err(text)?;
+                under_way += 1;
+            }
+            let event = driver.poll(Some(now + Duration::from_millis(50)));
+            match event.map_err(text)? {
+                Some(DriverEvent::Connected { stream }) => {
+                    driver.close(stream).map_err(text)?;
+                    under_way -= 1;
+                    done += 1;
+                }
+                Some(DriverEvent::Refused { .. }) => return Err("a connect was refused".into()),
+                _ => {}
+            }
+        }
+    })
+}
+
+/// The p99 of round trips of all players, in microseconds.
+pub(super) fn ping_pong(
+    device: &Device,
+    beside_bulk: bool,
+    settings: &Settings,
+    cores: Cores,
+) -> Result<f64, String> {
+    let (warm, time) = (settings.warm, settings.time);
+    let players = if settings.quick {
+        PLAYERS / 10
+    } else {
+        PLAYERS
+    };
+    traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
+        let listener = traffic::listen(running)?;
+        // Both end when the device closes their connections, and that at the latest when it is killed.
+        thread::spawn(move || echo(&listener, players));
+        let deadline = Instant::now() + PATIENCE;
+        let to = |port| Address::new(Cid::HOST, Port::new(port));
+        let mut streams = Vec::new();
+        for _ in 0..players {
+            let stream = driver.wait_connect(to(traffic::PORT), deadline);
+            streams.push(stream.map_err(text)?);
+        }
+        let bulk = if beside_bulk {
+            Some(bulk(driver, running, to(SINK), deadline)?)
+        } else {
+            None
+        };
+        play(driver, &streams, bulk, warm, time)
+    })
+}
+
+fn bulk(
+    driver: &mut Driver,
+    running: &Running,
+    to: Address,
+    deadline: Instant,
+) -> Result<StreamId, String> {
+    let mut path = running.uds_path.clone().into_os_string();
+    path.push(format!("_{SINK}"));
+    let sink = UnixListener::bind(path).map_err(text)?;
+    let stream = driver.wait_connect(to, deadline).map_err(text)?;
+    let (mut program, _) = sink.accept().map_err(text)?;
+    thread::spawn(move || {
+        let mut buffer = vec![0; 256 << 10];
+        while program.read(&mut buffer).is_ok_and(|bytes| bytes > 0) {}
+    });
+    Ok(stream)
+}
+
+fn play(
+    driver: &mut Driver,
+    streams: &[StreamId],
+    bulk: Option<StreamId>,
+    warm: Duration,
+    time: Duration,
+) -> Result<f64, String> {
+    let begin = Instant::now();
+    let give_up = begin + PATIENCE;
+    let block = vec![7; 64 << 10];
+    let message = [5; MESSAGE];
+    // When each message was sent, and how much of it is back.
+    let mut players = HashMap::new();
+    for &stream in streams {
+        driver.wait_send(stream, &message, give_up).map_err(text)?;
+        players.insert(stream, (Instant::now(), 0));
+    }
+    let mut times = Vec::new();
+    let (mut bytes, mut sent) = ([0; MESSAGE], 0u64);
+    loop {
+        let now = Instant::now();
+        if now > give_up {
+            return Err(format!("{} round trips in {PATIENCE:?}", times.len()));
+        }
+        if now > begin + warm + time && times.len() >= streams.len() {
+            break;
+        }
+        if let Some(stream) = bulk {
+            for _ in 0..4 {
+                match driver.send(stream, &block) {
+                    Ok(more) => sent += more as u64,
+                    Err(SendError::WouldBlock) => break,
+                    Err(error) => return Err(format!("the bulk stream: {error}")),
+                }
+            }
+        }
+        let mut event = driver.poll(Some(now + Duration::from_millis(50)));
+        while let Some(DriverEvent::Readable { stream }) = event.map_err(text)? {
+            if let Some((begun, back)) = players.get_mut(&stream) {
+                loop {
+                    match driver.recv(stream, &mut bytes[*back..]) {
+                        Ok(0) => return Err("a player has left".to_owned()),
+                        Ok(got) => *back += got,
+                        Err(RecvError::WouldBlock) => break,
+                        Err(error) => return Err(error.to_string()),
+                    }
+                    if *back == MESSAGE {
+                        let now = Instant::now();
+                        if now > begin + warm {
+                            times.push((now - *begun).as_nanos() as u64);
+                        }
+                        (*begun, *back) = (now, 0);
+                        driver.wait_send(stream, &message, give_up).map_err(text)?;
+                    }
+                }
+            }
+            event = Ok(driver.next_event());
+        }
+    }
+    if bulk.is_some() && sent == 0 {
+        return Err("the bulk stream sent nothing".to_owned());
+    }
+    times.sort_unstable();
+    let p99 = percentile(&times, 99).ok_or("no round trip")?;
+    Ok(p99 as f64 / 1e3)
+}
+
+/// A program that sends back what comes, on `count` connections at once.
+fn echo(listener: &UnixListener, count: usize) -> Result<(), String> {
+    let poller = epoll::create(CreateFlags::CLOEXEC).map_err(text)?;
+    let mut streams: Vec<UnixStream> = Vec::new();
+    for n in 0..count {
+        let (stream, _) = listener.accept().map_err(text)?;
+        stream.set_nonblocking(true).map_err(text)?;
+        let data = EventData::new_u64(n as u64);
+        epoll::add(&poller, &stream, data, EventFlags::IN).map_err(text)?;
+        streams.push(stream);
+    }
+    let mut events = Vec::with_capacity(256);
+    let mut bytes = [0; 4096];
+    loop {
+        events.clear();
+        let spare = rustix::buffer::spare_capacity(&mut events);
+        epoll::wait(&poller, spare, None).map_err(text)?;
+        for event in &events {
+            let Event { data, .. } = *event;
+            let Some(stream) = streams.get_mut(data.u64() as usize) else {
+                continue;
+            };
+            match stream.read(&mut bytes) {
+                Ok(0) => return Ok(()),
+                Ok(got) => stream.write_all(&bytes[..got]).map_err(text)?,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) => return Err(text(error)),
+            }
+        }
+    }
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}

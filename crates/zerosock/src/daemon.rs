@@ -9,7 +9,9 @@ use crate::device::Limits;
 use crate::engine::mailbox::Sender;
 use crate::engine::worker::{Worker, WorkerMessage};
 use crate::plane::config::system;
-pub use crate::plane::config::{HostSide, Reload, ReloadError, StartError, VmConfig};
+pub use crate::plane::config::{
+    HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,
+};
 use crate::plane::{self, Plane, Setup};
 pub use crate::relay::hybrid::OkConvention;
 use crate::stats::Counters;

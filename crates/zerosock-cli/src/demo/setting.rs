@@ -143,6 +143,7 @@ fn own_device(endpoint: &Endpoint) -> Result<Running, Failure> {
         host: HostSide::Hybrid {
             path: endpoint.uds.clone(),
             listener: bind(&endpoint.uds)?,
+            messages: None,
         },
         buf_alloc: BUF_ALLOC,
         queue_size: QUEUE_SIZE,

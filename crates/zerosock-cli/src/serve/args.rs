@@ -28,8 +28,8 @@ pub(crate) struct ServeArgs {
 
     /// One VM as key=value pairs joined by commas; repeat for more VMs
     ///
-    /// Keys: guest-cid, socket, uds-path, forward-cid, forward-listen, tx-buffer-size, queue-size,
-    /// groups. They mean what the flags of the same name mean, and may be written with `_`.
+    /// Keys: guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen,
+    /// tx-buffer-size, queue-size, groups. They mean what the flags of the same name mean, and may be written with `_`.
     #[arg(
         long,
         value_name = "KEY=VALUE,...",
@@ -76,6 +76,14 @@ pub(crate) struct VmFlags {
         conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
     )]
     pub(crate) uds_path: Option<PathBuf>,
+
+    /// With --uds-path: the same for messages, over sockets of type SOCK_SEQPACKET
+    #[arg(
+        long,
+        value_name = "PATH",
+        conflicts_with_all = ["forward_cid", "forward_listen", "vm", "config"]
+    )]
+    pub(crate) uds_path_seqpacket: Option<PathBuf>,
 
     /// Instead of --uds-path: send the guest's connections on to this CID of the host's own
     /// AF_VSOCK, same port
@@ -219,6 +227,8 @@ send `CONNECT PORT` and a newline, read `OK PORT` and a newline; then the connec
 guest's. If nobody listens on that port in the guest, the socket closes without an OK.
   zerosock nc hybrid:/tmp/vm3.vsock:1234          or: socat - UNIX:/tmp/vm3.vsock
 Guest to host: the guest connects to CID 2, port 1234; the daemon connects to PATH_1234.
+Messages (SOCK_SEQPACKET): the same at --uds-path-seqpacket, with Unix sockets of that type. Each
+message is one packet, and so are the CONNECT and the OK line.
   zerosock nc unix-listen:/tmp/vm3.vsock_1234
 
 Sockets: a path in use by a live process is refused, a stale one is replaced, anything else than

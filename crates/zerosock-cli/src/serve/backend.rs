@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use rustix::fs::{Gid, Mode};
 use zerosock::Cid;
 use zerosock::attach::{AttachConfig, AttachHost, AttachTerms};
-use zerosock::daemon::{Daemon, DaemonConfig, HostSide, OkConvention, StartError, VmConfig};
+use zerosock::daemon::{
+    Daemon, DaemonConfig, HostSide, HybridMessages, OkConvention, StartError, VmConfig,
+};
 
 use super::Listeners;
 use super::args::OkPort;
@@ -78,12 +80,16 @@ fn convert_attach(attach: &Attach, listener: OwnedFd, access: sockets::Access) -
 
 pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
     let host = match (&vm.host, listeners.hybrid) {
-        (Host::Hybrid(path), Some(listener)) => HostSide::Hybrid {
+        (Host::Hybrid { path, messages }, Some(listener)) => HostSide::Hybrid {
             path: path.clone(),
             listener,
+            messages: messages
+                .clone()
+                .zip(listeners.messages)
+                .map(|(path, listener)| HybridMessages { path, listener }),
         },
         // Every hybrid side has been given its listener; without one, siblings remain.
-        (Host::Hybrid(_), None) => HostSide::None,
+        (Host::Hybrid { .. }, None) => HostSide::None,
         (Host::Forward { cid, listen }, _) => HostSide::Forward {
             cid: *cid,
             listen: listen.clone(),

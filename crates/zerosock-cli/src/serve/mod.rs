@@ -73,6 +73,8 @@ struct Listeners {
     control: UnixListener,
     /// `None` when the VM's connections go to the kernel's AF_VSOCK.
     hybrid: Option<UnixListener>,
+    /// For messages, if they are wanted.
+    messages: Option<OwnedFd>,
 }
 
 fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
@@ -180,10 +182,26 @@ fn claim_vm(
     };
     let control = claim(&vm.socket, "socket")?;
     let hybrid = match &vm.host {
-        Host::Hybrid(path) => Some(claim(path, "uds-path")?),
+        Host::Hybrid { path, .. } => Some(claim(path, "uds-path")?),
         Host::Forward { .. } => None,
     };
-    Ok((Listeners { control, hybrid }, files))
+    let messages = match &vm.host {
+        Host::Hybrid {
+            messages: Some(path),
+            ..
+        } => {
+            let (listener, file) = sockets::bind_packets(path, access)?;
+            files.push(file);
+            Some(listener)
+        }
+        _ => None,
+    };
+    let listeners = Listeners {
+        control,
+        hybrid,
+        messages,
+    };
+    Ok((listeners, files))
 }
 
 /// Every connection of a guest is a descriptor here; the usual soft limit of 1024 is for programs
@@ -205,9 +223,15 @@ fn raise_descriptor_limit() {
 fn announce(vm: &Vm) {
     let socket = vm.socket.display();
     match &vm.host {
-        Host::Hybrid(path) => {
-            info!(cid = vm.cid, %socket, uds_path = %path.display(), "serving");
+        Host::Hybrid { path, messages } => {
+            let messages = messages.as_deref();
+            let shown = messages.map(|path| tracing::field::display(path.display()));
+            let uds_path = path.display();
+            info!(cid = vm.cid, %socket, %uds_path, uds_path_seqpacket = shown, "serving");
             warn_about_long_ports(path);
+            if let Some(path) = messages {
+                warn_about_long_ports(path);
+            }
         }
         Host::Forward { cid, listen } => {
             info!(cid = vm.cid, %socket, forward_cid = cid, forward_listen = ?listen, "serving");

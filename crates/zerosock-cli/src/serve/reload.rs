@@ -187,7 +187,15 @@ impl Changes {
 
 fn shown(host: &Host) -> String {
     match host {
-        Host::Hybrid(path) => format!("uds_path {}", path.display()),
+        Host::Hybrid { path, messages } => {
+            let messages = messages.as_deref();
+            let messages = messages.map(|path| format!(", uds_path_seqpacket {}", path.display()));
+            format!(
+                "uds_path {}{}",
+                path.display(),
+                messages.unwrap_or_default()
+            )
+        }
         Host::Forward { cid, listen } => {
             let mut text = format!("forward_cid {cid}");
             for port in listen {

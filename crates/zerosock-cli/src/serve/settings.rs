@@ -60,7 +60,11 @@ pub(crate) struct Vm {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) enum Host {
     /// To Unix sockets, by the hybrid convention around this path.
-    Hybrid(PathBuf),
+    Hybrid {
+        path: PathBuf,
+        /// The same for messages.
+        messages: Option<PathBuf>,
+    },
     /// To the AF_VSOCK of the host's own kernel.
     Forward { cid: u32, listen: Vec<u32> },
 }
@@ -345,7 +349,7 @@ const MAX_SPIN_US: u64 = 1_000_000;
 const MAX_CONNECTIONS: usize = 1 << 20;
 
 impl Vm {
-    fn new(source: Source<'_>, raw: RawVm) -> Result<Vm, SettingsError> {
+    fn new(source: Source<'_>, mut raw: RawVm) -> Result<Vm, SettingsError> {
         let cid = raw.guest_cid.unwrap_or(DEFAULT_CID);
         let cid = parse_cid(cid).map_err(|fix| source.wrong("guest-cid", cid, fix))?;
         let socket = raw.socket.ok_or_else(|| SettingsError::Missing {
@@ -356,7 +360,11 @@ impl Vm {
         let host = match (raw.uds_path, raw.forward_cid, raw.forward_listen) {
             (Some(path), None, None) => {
                 check_path(source, "uds-path", &path)?;
-                Host::Hybrid(path)
+                let messages = raw.uds_path_seqpacket.take();
+                if let Some(path) = &messages {
+                    check_path(source, "uds-path-seqpacket", path)?;
+                }
+                Host::Hybrid { path, messages }
             }
             (None, Some(cid), listen) => Host::Forward {
                 cid: match cid {
@@ -394,6 +402,12 @@ impl Vm {
                 });
             }
         };
+        if raw.uds_path_seqpacket.is_some() {
+            return Err(SettingsError::Missing {
+                option: source.option("uds-path"),
+                fix: "uds-path-seqpacket needs it",
+            });
+        }
         let tx_buffer_size = raw.tx_buffer_size.unwrap_or(DEFAULT_TX_BUFFER_SIZE);
         if !(MIN_TX_BUFFER_SIZE..=MAX_TX_BUFFER_SIZE).contains(&tx_buffer_size) {
             let fix = format!("give bytes from {MIN_TX_BUFFER_SIZE} to {MAX_TX_BUFFER_SIZE}");
@@ -533,7 +547,13 @@ impl Taken {
         };
         take_path("socket", &vm.socket)?;
         match &vm.host {
-            Host::Hybrid(path) => take_path("uds-path", path),
+            Host::Hybrid { path, messages } => {
+                take_path("uds-path", path)?;
+                match messages {
+                    Some(path) => take_path("uds-path-seqpacket", path),
+                    None => Ok(()),
+                }
+            }
             Host::Forward { listen, .. } => {
                 let key = "forward-listen";
                 listen

@@ -42,7 +42,10 @@ fn the_least_that_can_be_said_gets_the_defaults() {
         [Vm {
             cid: 3,
             socket: "/run/a".into(),
-            host: Host::Hybrid("/run/b".into()),
+            host: Host::Hybrid {
+                path: "/run/b".into(),
+                messages: None,
+            },
             tx_buffer_size: 262144,
             queue_size: 1024,
             groups: vec!["default".into()],
@@ -245,6 +248,20 @@ fn ways_of_naming_vms_exclude_each_other() {
         let said = complaint(&words);
         assert!(said.contains("cannot be used with"), "{words}: {said}");
     }
+    let messages = settings(&format!("{VM} --uds-path-seqpacket /run/c"));
+    assert_eq!(
+        messages.vms[0].host,
+        Host::Hybrid {
+            path: "/run/b".into(),
+            messages: Some("/run/c".into()),
+        }
+    );
+    let said = complaint("--socket /run/a --forward-cid 1 --vm uds-path-seqpacket=/c");
+    assert!(!said.is_empty());
+    let said = complaint("--vm socket=/a,forward-cid=1,uds-path-seqpacket=/c");
+    assert!(said.contains("uds-path-seqpacket needs it"), "{said}");
+    let said = complaint(&format!("{VM} --uds-path-seqpacket /run/b"));
+    assert!(said.contains("uds-path-seqpacket"), "{said}");
     let said = complaint("--vm socket=/a,uds-path=/b,forward-cid=1");
     assert_eq!(
         said,

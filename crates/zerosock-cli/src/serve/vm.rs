@@ -1,4 +1,4 @@
-//! One VM as it was written, by flags, by `--vm` or in a file: the same eight keys, unjudged.
+//! One VM as it was written, by flags, by `--vm` or in a file: the same nine keys, unjudged.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -18,6 +18,8 @@ pub(crate) struct RawVm {
     pub(crate) socket: Option<PathBuf>,
     #[serde(alias = "uds-path")]
     pub(crate) uds_path: Option<PathBuf>,
+    #[serde(alias = "uds-path-seqpacket")]
+    pub(crate) uds_path_seqpacket: Option<PathBuf>,
     #[serde(alias = "forward-cid")]
     pub(crate) forward_cid: Option<u32>,
     #[serde(alias = "forward-listen", default, deserialize_with = "joined_by_plus")]
@@ -37,6 +39,7 @@ impl VmFlags {
             guest_cid: self.guest_cid,
             socket: self.socket,
             uds_path: self.uds_path,
+            uds_path_seqpacket: self.uds_path_seqpacket,
             forward_cid: self.forward_cid,
             forward_listen: self.forward_listen,
             tx_buffer_size: self.tx_buffer_size,
@@ -64,8 +67,8 @@ pub(crate) enum VmTextError {
     },
 }
 
-const KEYS: &str = "guest-cid, socket, uds-path, forward-cid, forward-listen, tx-buffer-size, \
-                    queue-size, groups";
+const KEYS: &str = "guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen, \
+                    tx-buffer-size, queue-size, groups";
 
 /// Reads `guest-cid=3,socket=PATH,...`; a key may be written with `-` or `_`.
 pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
@@ -78,6 +81,10 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
             "guest-cid" => set_number(&mut vm.guest_cid, "guest-cid", value, u64::MAX)?,
             "socket" => set(&mut vm.socket, "socket", PathBuf::from(value))?,
             "uds-path" => set(&mut vm.uds_path, "uds-path", PathBuf::from(value))?,
+            "uds-path-seqpacket" => {
+                let key = "uds-path-seqpacket";
+                set(&mut vm.uds_path_seqpacket, key, PathBuf::from(value))?;
+            }
             "forward-cid" => {
                 set_number(&mut vm.forward_cid, "forward-cid", value, u32::MAX.into())?;
             }
@@ -160,12 +167,13 @@ mod tests {
 
     #[test]
     fn every_key_is_read_with_either_spelling() {
-        let dashes = "guest-cid=7,socket=/a,uds-path=/b,forward-cid=1,forward-listen=5+6,\
+        let dashes = "guest-cid=7,socket=/a,uds-path=/b,uds-path-seqpacket=/c,forward-cid=1,forward-listen=5+6,\
                       tx-buffer-size=4096,queue-size=256,groups=x+y";
         let wanted = RawVm {
             guest_cid: Some(7),
             socket: Some("/a".into()),
             uds_path: Some("/b".into()),
+            uds_path_seqpacket: Some("/c".into()),
             forward_cid: Some(1),
             forward_listen: Some("5+6".into()),
             tx_buffer_size: Some(4096),

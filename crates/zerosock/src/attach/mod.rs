@@ -76,7 +76,13 @@ impl AttachHost {
             AttachHost::None => return Ok((HostEnd::None, None)),
             AttachHost::Hybrid { path } => {
                 let (path, listener) = (path.clone(), None);
-                return Ok((HostEnd::Hybrid { path, listener }, None));
+                let messages = None;
+                let end = HostEnd::Hybrid {
+                    path,
+                    listener,
+                    messages,
+                };
+                return Ok((end, None));
             }
             AttachHost::HybridEach { path, mode, group } => (path, *mode, *group),
         };
@@ -87,7 +93,13 @@ impl AttachHost {
         let (listener, file) = SocketFile::bind(&path, SocketKind::Stream, mode, group)?;
         rustix::io::ioctl_fionbio(&listener, true)?;
         let listener = Some(listener);
-        Ok((HostEnd::Hybrid { path, listener }, Some(file)))
+        let messages = None;
+        let end = HostEnd::Hybrid {
+            path,
+            listener,
+            messages,
+        };
+        Ok((end, Some(file)))
     }
 }
 

@@ -45,7 +45,7 @@ impl Device {
                 } else if cx.routes.service(local.port).is_some() {
                     self.ask_sibling(flow, local, peer, socket_type, cx);
                 } else {
-                    self.guest_connects(flow, local.port, socket_type, cx);
+                    self.guest_connects(flow, local.port, cx);
                 }
             }
             Event::Connected { flow } => self.guest_accepted(flow, cx),

@@ -307,6 +307,7 @@ impl Device {
             return self.settle(key, cx);
         }
         match join.end {
+            End::Socket { .. } if join.messages.is_some() => self.flush_messages(key, cx),
             End::Socket { .. } => self.flush_socket(key, cx),
             End::Sibling(_) => self.flush_sibling(key, cx),
             _ => self.settle(key, cx),
@@ -374,7 +375,7 @@ impl Device {
     }
 
     /// The host takes nothing any more: drop what waits for it and tell the guest.
-    fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
+    pub(super) fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };

@@ -9,7 +9,7 @@ use crate::relay::{Attempt, forward};
 use crate::switch::Message;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
+use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::path::PathBuf;
 use std::time::Duration;
 use zerosock_proto::vsock::{FlowId, How, QueuePairs};
@@ -31,6 +31,8 @@ pub(crate) enum HostEnd {
     Hybrid {
         path: PathBuf,
         listener: Option<OwnedFd>,
+        /// The same for messages, if they are wanted: sockets of type SOCK_SEQPACKET.
+        messages: Option<(PathBuf, Option<OwnedFd>)>,
     },
     /// The machine's own AF_VSOCK: a CID to connect to, and listeners with their ports.
     Forward {
@@ -45,9 +47,10 @@ impl HostEnd {
     /// The way from the guest to the host, without those by which programs come.
     pub(crate) fn outward(&self) -> HostEnd {
         match self {
-            HostEnd::Hybrid { path, .. } => HostEnd::Hybrid {
+            HostEnd::Hybrid { path, messages, .. } => HostEnd::Hybrid {
                 path: path.clone(),
                 listener: None,
+                messages: messages.as_ref().map(|(path, _)| (path.clone(), None)),
             },
             HostEnd::Forward { cid, .. } => HostEnd::Forward {
                 cid: *cid,
@@ -62,13 +65,19 @@ impl HostEnd {
 #[derive(Debug)]
 pub(crate) struct Handshake {
     socket: OwnedFd,
+    socket_type: SocketType,
     deadline: Instant,
 }
+
+/// Where a hybrid device's listeners are in its poller.
+const STREAMS: u32 = 0;
+const MESSAGES: u32 = 1;
 
 /// A host program that wants to reach the guest.
 #[derive(Debug)]
 pub(crate) struct Caller {
     socket: OwnedFd,
+    socket_type: SocketType,
     /// The guest's port.
     to: Port,
     /// It has said CONNECT and waits for OK.
@@ -81,9 +90,18 @@ impl Device {
         let vm = self.addr.vm;
         match &self.host {
             HostEnd::Hybrid {
-                listener: Some(listener),
-                ..
-            } => cx.poller.add(listener, Source::Listener { vm, key: 0 }),
+                listener, messages, ..
+            } => {
+                if let Some(listener) = listener {
+                    let source = Source::Listener { vm, key: STREAMS };
+                    cx.poller.add(listener, source)?;
+                }
+                if let Some((_, Some(listener))) = messages {
+                    let source = Source::Listener { vm, key: MESSAGES };
+                    cx.poller.add(listener, source)?;
+                }
+                Ok(())
+            }
             HostEnd::Forward { listeners, .. } => {
                 for (key, (_, listener)) in listeners.iter().enumerate() {
                     cx.poller.add(
@@ -96,31 +114,40 @@ impl Device {
                 }
                 Ok(())
             }
-            HostEnd::Hybrid { listener: None, .. } | HostEnd::None => Ok(()),
+            HostEnd::None => Ok(()),
         }
     }
 
     /// Accepts everything that waits on a listener.
     pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
         for _ in 0..ACCEPT_BUDGET {
-            let (listener, port) = match &self.host {
+            let mut socket_type = SocketType::Stream;
+            let found = match &self.host {
                 HostEnd::Hybrid {
-                    listener: Some(listener),
+                    messages: Some((_, Some(listener))),
                     ..
-                } => (listener, None),
-                HostEnd::Forward { listeners, .. } => match listeners.get(key as usize) {
-                    Some((port, listener)) => (listener, Some(*port)),
-                    None => return,
-                },
-                HostEnd::Hybrid { listener: None, .. } | HostEnd::None => return,
+                } if key == MESSAGES => {
+                    socket_type = SocketType::SeqPacket;
+                    Some((listener, None))
+                }
+                HostEnd::Hybrid { listener, .. } => listener.as_ref().map(|one| (one, None)),
+                HostEnd::Forward { listeners, .. } => {
+                    let of_port = listeners.get(key as usize);
+                    of_port.map(|(port, listener)| (listener, Some(*port)))
+                }
+                HostEnd::None => None,
+            };
+            let Some((listener, port)) = found else {
+                return;
             };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match rustix::net::accept_with(listener, flags) {
                 Ok(socket) => match port {
-                    None => self.begin_handshake(socket, cx),
+                    None => self.begin_handshake(socket, socket_type, cx),
                     Some(port) => {
                         let caller = Caller {
                             socket,
+                            socket_type,
                             to: Port::new(port),
                             wants_ok: false,
                         };
@@ -142,7 +169,7 @@ impl Device {
         self.timers.set(next, Timer::Accept(key));
     }
 
-    fn begin_handshake(&mut self, socket: OwnedFd, cx: &mut Context<'_>) {
+    fn begin_handshake(&mut self, socket: OwnedFd, socket_type: SocketType, cx: &mut Context<'_>) {
         if self.handshakes.len() >= cx.limits.handshakes {
             cx.counters.bad_handshakes.add(1);
             return;
@@ -158,7 +185,11 @@ impl Device {
             tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
             return;
         }
-        entry.insert(Handshake { socket, deadline });
+        entry.insert(Handshake {
+            socket,
+            socket_type,
+            deadline,
+        });
         self.timers.set(deadline, Timer::Handshake(key));
         // Most programs have said it by now.
         self.handshake_ready(key, cx);
@@ -169,16 +200,24 @@ impl Device {
         let Some(handshake) = self.handshakes.get(key as usize) else {
             return;
         };
-        let line = hybrid::read_line(&handshake.socket);
+        let line = match handshake.socket_type {
+            SocketType::SeqPacket => hybrid::read_packet(&handshake.socket),
+            _ => hybrid::read_line(&handshake.socket),
+        };
         if line == Line::Partial {
             return;
         }
-        let socket = self.handshakes.remove(key as usize).socket;
+        let Handshake {
+            socket,
+            socket_type,
+            ..
+        } = self.handshakes.remove(key as usize);
         match line {
             Line::Connect(to) => {
                 let wants_ok = true;
                 let caller = Caller {
                     socket,
+                    socket_type,
                     to,
                     wants_ok,
                 };
@@ -235,6 +274,7 @@ impl Device {
     ) {
         let Caller {
             socket,
+            socket_type,
             to: port,
             wants_ok,
         } = caller;
@@ -252,7 +292,7 @@ impl Device {
             cx.counters.conns_refused.add(1);
             return;
         }
-        let flow = match self.shard.connect(cx.now, local, peer, SocketType::Stream) {
+        let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
             Ok(flow) => flow,
             Err(error) => {
                 cx.counters.conns_refused.add(1);
@@ -284,18 +324,7 @@ impl Device {
     }
 
     /// The guest wants to reach `port` on the host.
-    pub(super) fn guest_connects(
-        &mut self,
-        flow: FlowId,
-        port: Port,
-        socket_type: SocketType,
-        cx: &mut Context<'_>,
-    ) {
-        if socket_type != SocketType::Stream {
-            cx.counters.conns_refused.add(1);
-            let _ = self.shard.reject(flow);
-            return;
-        }
+    pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
         let deadline = cx.now + cx.limits.connect;
         let key = self.add_join(flow, End::Retrying { port, deadline }, cx);
         self.try_connect(key, cx);
@@ -309,7 +338,14 @@ impl Device {
             return;
         };
         let attempt = match &self.host {
-            HostEnd::Hybrid { path, .. } => hybrid::connect(path, port),
+            HostEnd::Hybrid { messages, .. } if join.messages.is_some() => match messages {
+                Some((path, _)) => hybrid::connect(path, port, SocketKind::SEQPACKET),
+                None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
+            },
+            HostEnd::Hybrid { path, .. } => hybrid::connect(path, port, SocketKind::STREAM),
+            HostEnd::Forward { .. } if join.messages.is_some() => {
+                Attempt::Refused(std::io::ErrorKind::Unsupported.into())
+            }
             HostEnd::Forward { cid, .. } => forward::connect(*cid, port),
             HostEnd::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
         };

@@ -404,6 +404,16 @@ impl Device {
             }
             if last.is_none() {
                 self.outgoing.push_front(kept);
+                continue;
+            }
+            // Its sender may wait for that, and nothing else tells.
+            let flow = kept.room.flow();
+            let key = self.by_flow.get(flow.index());
+            let join = key.and_then(|key| self.joins.get(*key as usize));
+            if let Some(join) = join.filter(|join| join.flow == Some(flow))
+                && let End::App(end) = &join.end
+            {
+                Self::app_writable(end.id, cx);
             }
         }
     }

@@ -10,7 +10,7 @@
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
-//! - `messages`: connections that carry messages;
+//! - `messages`, `message_sockets`: connections that carry messages;
 //! - `program`, `app`, `lending`: the program that embeds the device, and connections with it;
 //! - `command`: what the VMM says, through [`control`];
 //! - `member`: the device as one of many that come and go;
@@ -30,6 +30,7 @@ mod join;
 pub(crate) mod lanes;
 pub(crate) mod lending;
 mod member;
+mod message_sockets;
 mod messages;
 pub(crate) mod outbound;
 pub(crate) mod program;

@@ -159,6 +159,25 @@ impl Outbound {
         total
     }
 
+    /// As `gather`, no more than `len` bytes.
+    pub(crate) fn gather_first<'m, const N: usize>(
+        &self,
+        mem: &'m Memory,
+        len: usize,
+        out: &mut SliceBuf<'m, N>,
+    ) -> usize {
+        let mut total = 0;
+        for held in self.0.iter().flat_map(|bytes| &bytes.held) {
+            let want = (held.len as usize).min(len - total);
+            let covered = mem.slices(held.chain.readable(), held.offset as usize, want, out);
+            total += covered;
+            if covered < want || total == len {
+                break;
+            }
+        }
+        total
+    }
+
     /// The copied bytes; to be sent once nothing is held.
     pub(crate) fn overflow(&self) -> &[u8] {
         let bytes = self.0.as_deref();

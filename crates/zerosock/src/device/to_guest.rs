@@ -71,6 +71,9 @@ impl Device {
                         End::Sibling(_) if join.messages.is_some() => {
                             self.fill_messages_from_sibling(key, cx)
                         }
+                        End::Socket { .. } if join.messages.is_some() => {
+                            self.fill_messages_from_socket(key, cx)
+                        }
                         End::Socket { .. } => self.fill_from_socket(key, cx),
                         End::Sibling(_) => self.fill_from_sibling(key, cx),
                         _ => Fill::Idle,
@@ -187,7 +190,7 @@ impl Device {
     }
 
     /// The host has sent its last byte.
-    fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+    pub(super) fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
         if let Some(join) = self.joins.get_mut(key as usize) {
             join.read_closed = true;
             if let Some(flow) = join.flow {

@@ -5,6 +5,7 @@ use crate::attach::AttachTerms;
 use crate::engine::numbers::MAX_DEVICES;
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use zerosock_proto::Cid;
@@ -19,6 +20,8 @@ pub enum HostSide {
         path: PathBuf,
         /// The bound socket on which programs say `CONNECT <port>`.
         listener: UnixListener,
+        /// The same for connections that carry messages, if there are to be any.
+        messages: Option<HybridMessages>,
     },
     /// The machine's own AF_VSOCK.
     Forward {
@@ -29,6 +32,21 @@ pub enum HostSide {
     },
     /// The guest reaches siblings only.
     None,
+}
+
+/// Hybrid vsock for messages, over Unix sockets of type SOCK_SEQPACKET: each message is one packet,
+/// either way. The first packet that a program sends is its `CONNECT <port>` line, and the first that
+/// it gets the `OK <port>` line.
+///
+/// A packet without a byte is a message as well: a program that wants to tell it from the end, at
+/// which recv(2) gives 0 too, sets SO_PASSCRED and finds no credentials with the end. MSG_EOR does
+/// not cross, since Unix sockets have none.
+#[derive(Debug)]
+pub struct HybridMessages {
+    /// Programs that serve the guest's port P listen on `path_P`.
+    pub path: PathBuf,
+    /// The bound and listening socket, of type SOCK_SEQPACKET.
+    pub listener: OwnedFd,
 }
 
 /// One VM.

@@ -232,13 +232,22 @@ impl Plane {
 
 fn host_end(host: HostSide) -> Result<HostEnd, StartError> {
     Ok(match host {
-        HostSide::Hybrid { path, listener } => {
+        HostSide::Hybrid {
+            path,
+            listener,
+            messages,
+        } => {
             listener
                 .set_nonblocking(true)
                 .map_err(system("prepare a host socket"))?;
+            if let Some(messages) = &messages {
+                rustix::io::ioctl_fionbio(&messages.listener, true)
+                    .map_err(|error| system("prepare a host socket")(error.into()))?;
+            }
             HostEnd::Hybrid {
                 path,
                 listener: Some(OwnedFd::from(listener)),
+                messages: messages.map(|it| (it.path, Some(it.listener))),
             }
         }
         HostSide::Forward { cid, listen } => {

@@ -5,11 +5,17 @@
 //! to port P of the host reaches the program that listens on `uds_path_P`. Whatever follows the
 //! newline is payload: the line is looked at with `MSG_PEEK` and only the line is taken, so that
 //! the payload stays in the socket, from where it is received into guest memory.
+//!
+//! For messages the sockets are of type SOCK_SEQPACKET, and the lines are packets of their own. What
+//! tells a packet without a byte from the end of all packets, at both of which a receive gives 0:
+//! with SO_PASSCRED the kernel has credentials to give with every packet and none with the end, and
+//! says so (MSG_CTRUNC) when there is no room for them.
 
 use super::Attempt;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
+use std::io::IoSliceMut;
 use std::path::{Path, PathBuf};
 use zerosock_proto::Port;
 
@@ -62,6 +68,59 @@ pub(crate) fn read_line(socket: impl AsFd) -> Line {
         Parsed::Port(port, _) => Line::Connect(port),
         Parsed::Partial => Line::Partial,
         Parsed::Bad => Line::Bad("did not say CONNECT <port>"),
+    }
+}
+
+/// As [`read_line`], for a socket of packets: the line is the whole of the first one.
+pub(crate) fn read_packet(socket: impl AsFd) -> Line {
+    // One byte more shows a packet that is longer.
+    let mut line = [0u8; MAX_LINE + 1];
+    let seen = match net::recv(&socket, &mut line[..], RecvFlags::DONTWAIT) {
+        Ok((_, 0)) => return Line::Bad("closed before it said CONNECT"),
+        Ok((_, n)) => n,
+        Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
+        Err(_) => return Line::Bad("failed before it said CONNECT"),
+    };
+    match parse_line(&line[..seen]) {
+        Parsed::Port(port, len) if len == seen && prepare(&socket) => Line::Connect(port),
+        _ => Line::Bad("did not say CONNECT <port> in a packet of its own"),
+    }
+}
+
+/// Has ends told apart from packets without a byte, and makes room for long ones to be sent.
+fn prepare(socket: impl AsFd) -> bool {
+    // As much as the system gives: the rest is for the packets to show.
+    let _ = net::sockopt::set_socket_send_buffer_size(&socket, LONGEST);
+    net::sockopt::set_socket_passcred(&socket, true).is_ok()
+}
+
+/// Bytes of a packet that a socket should take.
+const LONGEST: usize = 1 << 20;
+
+/// What is next on a socket of packets.
+#[derive(Debug, Eq, PartialEq)]
+pub(crate) enum Ahead {
+    /// A packet of so many bytes, perhaps none.
+    Message(usize),
+    Nothing,
+    End,
+    /// The program has gone.
+    Gone,
+}
+
+/// Looks at the next packet without taking it.
+pub(crate) fn look_ahead(socket: impl AsFd) -> Ahead {
+    let mut byte = [0u8; 1];
+    let mut slices = [IoSliceMut::new(&mut byte)];
+    let flags = RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT;
+    let mut nothing = net::RecvAncillaryBuffer::default();
+    match net::recvmsg(socket, &mut slices, &mut nothing, flags) {
+        Ok(got) if got.bytes > 0 || got.flags.contains(net::ReturnFlags::CTRUNC) => {
+            Ahead::Message(got.bytes)
+        }
+        Ok(_) => Ahead::End,
+        Err(Errno::AGAIN | Errno::INTR) => Ahead::Nothing,
+        Err(_) => Ahead::Gone,
     }
 }
 
@@ -120,7 +179,7 @@ pub(crate) fn service_path(base: &Path, port: Port) -> PathBuf {
 }
 
 /// Connects to the program that serves `port` on the host.
-pub(crate) fn connect(base: &Path, port: Port) -> Attempt {
+pub(crate) fn connect(base: &Path, port: Port, kind: SocketType) -> Attempt {
     let path = service_path(base, port);
     let address = match SocketAddrUnix::new(&path) {
         Ok(address) => address,
@@ -136,13 +195,16 @@ pub(crate) fn connect(base: &Path, port: Port) -> Attempt {
     };
     let socket: OwnedFd = match net::socket_with(
         AddressFamily::UNIX,
-        SocketType::STREAM,
+        kind,
         SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
         None,
     ) {
         Ok(socket) => socket,
         Err(e) => return Attempt::Refused(e.into()),
     };
+    if kind == SocketType::SEQPACKET && !prepare(&socket) {
+        return Attempt::Refused(std::io::ErrorKind::Unsupported.into());
+    }
     match net::connect(&socket, &address) {
         Ok(()) => Attempt::Ready(socket),
         Err(Errno::INPROGRESS) => Attempt::InProgress(socket),
@@ -207,7 +269,7 @@ mod tests {
     #[test]
     fn a_path_too_long_is_named() {
         let base = PathBuf::from(format!("/tmp/{}", "x".repeat(104)));
-        let Attempt::Refused(e) = connect(&base, Port::new(1)) else {
+        let Attempt::Refused(e) = connect(&base, Port::new(1), SocketType::STREAM) else {
             panic!("connected")
         };
         assert!(e.to_string().contains("too long"), "{e}");

@@ -77,6 +77,16 @@ impl Outgoing {
         }
     }
 
+    /// A message of which the first `at` bytes have left.
+    pub(crate) fn after(room: MessageRoom, bytes: Vec<u8>, at: usize) -> Outgoing {
+        Outgoing {
+            room,
+            bytes,
+            at,
+            ends_record: false,
+        }
+    }
+
     /// Bytes that have not left.
     pub(crate) fn left(&self) -> &[u8] {
         self.bytes.get(self.at..).unwrap_or(&[])

@@ -49,6 +49,7 @@ fn vm(lab: &Lab, cid: u32, groups: &str) -> (Vm, VmConfig) {
         host: HostSide::Hybrid {
             path: vm.uds_path.clone(),
             listener: UnixListener::bind(&vm.uds_path).unwrap(),
+            messages: None,
         },
         buf_alloc: 262_144,
         queue_size: 256,

@@ -170,6 +170,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
             host: HostSide::Hybrid {
                 path: vm.uds_path.clone(),
                 listener: UnixListener::bind(&vm.uds_path).unwrap(),
+                messages: None,
             },
             buf_alloc: 262_144,
             queue_size: 1024,

@@ -4,6 +4,7 @@ mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
 mod ends;
+mod hybrid;
 mod in_place;
 mod lanes;
 mod peers;

@@ -1,0 +1,361 @@
+//! Messages between the guest and host sockets of type SOCK_SEQPACKET (unix(7)).
+//!
+//! One message is one call: what the guest has sent leaves with one `sendmsg` whose vectors point
+//! into guest memory, when all of it is here; what the host has sent is received into the guest's
+//! buffers with one `recvmsg`, when there is credit for all of it. A message that lies in too many
+//! pieces, or for which there are too few buffers, is copied once.
+//!
+//! What must hold: no message is cut. One that the other side can never take ends its connection:
+//! the guest's by the size of its buffer, the host's by the size of the socket's.
+
+use arrayvec::ArrayVec;
+use rustix::fd::AsFd;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use zerosock_proto::vsock::{MessageRoom, ReserveError};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
+use zerosock_ring::{Chain, Memory, SliceBuf};
+
+use super::events::emit;
+use super::join::End;
+use super::to_guest::Fill;
+use super::{Context, Device, TURN_BYTES};
+use crate::relay::hybrid::{self, Ahead};
+use crate::vsock::outgoing::{Outgoing, end};
+
+/// Messages of a connection in one turn.
+const BUDGET: usize = 64;
+/// Buffers, and pieces of memory, that one call reaches.
+const PIECES: usize = 128;
+
+/// What became of a message.
+enum Sent {
+    Yes,
+    /// Not now.
+    Full,
+    NoMemory,
+    /// The socket can never take it.
+    TooLong,
+    /// Nobody is there.
+    Gone,
+    /// The guest's memory has vanished.
+    Lost,
+}
+
+fn sent(result: std::io::Result<usize>) -> Sent {
+    match result {
+        Ok(_) => Sent::Yes,
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::AGAIN | Errno::INTR) => Sent::Full,
+            Some(Errno::NOBUFS | Errno::NOMEM) => Sent::NoMemory,
+            Some(Errno::MSGSIZE) => Sent::TooLong,
+            Some(Errno::FAULT) => Sent::Lost,
+            _ => Sent::Gone,
+        },
+    }
+}
+
+impl Device {
+    /// Hands the host socket the messages that are here as a whole, as far as it takes them.
+    pub(super) fn flush_messages(&mut self, key: u32, cx: &mut Context<'_>) {
+        let (mut bytes, mut empty) = (0, 0);
+        loop {
+            let Some(join) = self.joins.get_mut(key as usize) else {
+                return;
+            };
+            let Some(messages) = join.messages.as_deref_mut().filter(|_| join.writable) else {
+                break;
+            };
+            let Some(&(len, _)) = messages.outbound.front() else {
+                break;
+            };
+            let len = len as usize;
+            let (sent, held) = self.send_one(key, len, cx);
+            let Some(join) = self.joins.get_mut(key as usize) else {
+                return;
+            };
+            match sent {
+                Sent::Yes => {
+                    if let Some(messages) = &mut join.messages {
+                        messages.outbound.pop_front();
+                    }
+                    bytes += len;
+                    empty += u16::from(len == 0);
+                    if held {
+                        cx.counters.in_place_bytes.add(len as u64);
+                        let tx = &mut self.tx;
+                        join.outbound.advance_held(len, |chain| {
+                            if let Some(tx) = tx {
+                                tx.complete(chain, 0);
+                            }
+                        });
+                    } else {
+                        join.outbound.advance_overflow(len);
+                    }
+                }
+                Sent::Full => join.writable = false,
+                Sent::NoMemory => {
+                    join.writable = false;
+                    join.no_memory = true;
+                }
+                Sent::TooLong => return self.too_long(key, len, cx),
+                Sent::Gone => {
+                    bytes += join.outbound.len();
+                    if let Some(messages) = &mut join.messages {
+                        messages.outbound.clear();
+                        messages.half = 0;
+                    }
+                    self.host_is_deaf(key, cx);
+                    break;
+                }
+                Sent::Lost => return self.lose("guest memory vanished under a send", cx),
+            }
+        }
+        bytes += self.drop_half(key);
+        if let Some(flow) = self.joins.get(key as usize).and_then(|join| join.flow) {
+            // A flow that ended meanwhile wants no credit.
+            let _ = self.shard.consume(flow, bytes as u32);
+            if empty > 0 {
+                let _ = self.shard.consume_empty(flow, empty);
+            }
+            self.drain_events(cx);
+        }
+        self.settle(key, cx);
+    }
+
+    /// A message that the guest will not end is nobody's; its bytes.
+    fn drop_half(&mut self, key: u32) -> usize {
+        let Some(join) = self.joins.get_mut(key as usize) else {
+            return 0;
+        };
+        let Some(messages) = &mut join.messages else {
+            return 0;
+        };
+        if !join.guest_finished || !messages.outbound.is_empty() {
+            return 0;
+        }
+        messages.half = 0;
+        let half = join.outbound.len();
+        let tx = &mut self.tx;
+        join.outbound.clear(|chain| {
+            if let Some(tx) = tx {
+                tx.complete(chain, 0);
+            }
+        });
+        half
+    }
+
+    /// Sends the first `len` bytes from the guest, and whether they were where it wrote them.
+    fn send_one(&mut self, key: u32, len: usize, cx: &mut Context<'_>) -> (Sent, bool) {
+        let in_place = |device: &Device| {
+            let join = device.joins.get(key as usize)?;
+            let (End::Socket { socket, .. }, Some(tx)) = (&join.end, &device.tx) else {
+                return None;
+            };
+            let mut slices = SliceBuf::<PIECES>::new();
+            let covered = join
+                .outbound
+                .gather_first(tx.queue.memory(), len, &mut slices);
+            (covered == len && len > 0)
+                .then(|| sent(zerosock_sys::send_slices(socket.as_fd(), &slices)))
+        };
+        if let Some(sent) = in_place(self) {
+            return (sent, true);
+        }
+        // Copied already, or in too many pieces.
+        self.spill(key, 0, cx);
+        let Some(join) = self.joins.get(key as usize) else {
+            return (Sent::Gone, false);
+        };
+        let End::Socket { socket, .. } = &join.end else {
+            return (Sent::Full, false);
+        };
+        let bytes = join.outbound.overflow().get(..len).unwrap_or_default();
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let result = rustix::net::send(socket, bytes, flags);
+        (sent(result.map_err(Into::into)), false)
+    }
+
+    /// Gives the guest messages of its host socket.
+    pub(super) fn fill_messages_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
+        for _ in 0..BUDGET {
+            if self.moved >= TURN_BYTES {
+                break;
+            }
+            let Some(join) = self.joins.get_mut(key as usize) else {
+                return Fill::Idle;
+            };
+            let (End::Socket { socket, .. }, Some(flow)) = (&join.end, join.flow) else {
+                return Fill::Idle;
+            };
+            let len = match hybrid::look_ahead(socket) {
+                Ahead::Message(len) => len,
+                Ahead::Nothing => {
+                    join.readable = false;
+                    return Fill::Idle;
+                }
+                Ahead::End => return self.host_ended(key, cx),
+                Ahead::Gone => {
+                    join.host_gone = true;
+                    return self.host_ended(key, cx);
+                }
+            };
+            let reserved = match u32::try_from(len) {
+                Ok(len) => self.shard.reserve_message(flow, len),
+                Err(_) => Err(ReserveError::TooLong),
+            };
+            match reserved {
+                Ok(room) => match self.fill_message(key, room, len, cx) {
+                    Fill::Again => {}
+                    fill => return fill,
+                },
+                Err(ReserveError::TooLong) => {
+                    self.too_long(key, len, cx);
+                    return Fill::Idle;
+                }
+                // No credit; or the guest will not receive, which an event has said or will say.
+                Err(_) => {
+                    join.no_credit = true;
+                    return Fill::Idle;
+                }
+            }
+        }
+        Fill::Again
+    }
+
+    /// Receives the next message, which has `len` bytes, into buffers of the guest.
+    fn fill_message(
+        &mut self,
+        key: u32,
+        mut room: MessageRoom,
+        len: usize,
+        cx: &mut Context<'_>,
+    ) -> Fill {
+        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+            self.shard.cancel_message(room);
+            return Fill::Idle;
+        };
+        let End::Socket { socket, .. } = &join.end else {
+            self.shard.cancel_message(room);
+            return Fill::Idle;
+        };
+        let mut chains = ArrayVec::<Chain, PIECES>::new();
+        let mut covered = 0;
+        while !chains.is_full() && (covered < len || chains.is_empty()) {
+            let Some(chain) = rx.pop_if(HEADER_LEN + 1, chains.is_empty()) else {
+                break;
+            };
+            covered += fits(&chain);
+            chains.push(chain);
+        }
+        if chains.is_empty() {
+            self.shard.cancel_message(room);
+            return Fill::Starved;
+        }
+        let memory = rx.queue.memory();
+        let mut slices = SliceBuf::<PIECES>::new();
+        let mut reached = 0;
+        for chain in &chains {
+            let want = fits(chain).min(len - reached);
+            reached += memory.slices(chain.writable(), HEADER_LEN, want, &mut slices);
+        }
+        if reached < len {
+            return self.fill_by_copy(key, room, len, chains, cx);
+        }
+        let received = zerosock_sys::recv_slices(socket.as_fd(), &slices);
+        if !received.as_ref().is_ok_and(|got| got.bytes == len) {
+            while let Some(chain) = chains.pop() {
+                rx.queue.unpop(chain);
+            }
+            self.shard.cancel_message(room);
+            let vanished =
+                |error: &std::io::Error| Errno::from_io_error(error) == Some(Errno::FAULT);
+            return match received {
+                Err(error) if vanished(&error) => Fill::Lost,
+                // What it is, the next look says.
+                _ => Fill::Again,
+            };
+        }
+        let done = self.give_parts(&mut room, chains, len, |_, _| {}, cx);
+        debug_assert_eq!(done, len, "there were buffers for all of it");
+        cx.counters.in_place_bytes.add(len as u64);
+        Fill::Again
+    }
+
+    /// As `fill_message`, for a message for which there are too few buffers now, or which would lie
+    /// in too many pieces. It begins at once, so that no other one goes before it.
+    fn fill_by_copy(
+        &mut self,
+        key: u32,
+        mut room: MessageRoom,
+        len: usize,
+        mut chains: ArrayVec<Chain, PIECES>,
+        cx: &mut Context<'_>,
+    ) -> Fill {
+        let mut bytes = vec![0; len];
+        let received = match self.joins.get(key as usize).map(|join| &join.end) {
+            Some(End::Socket { socket, .. }) => {
+                rustix::net::recv(socket, &mut bytes[..], RecvFlags::DONTWAIT)
+            }
+            _ => Err(Errno::NOTCONN),
+        };
+        if !received.is_ok_and(|(_, got)| got == len) {
+            // Not what it was a moment ago: look again.
+            if let Some(rx) = self.rx.as_mut() {
+                while let Some(chain) = chains.pop() {
+                    rx.queue.unpop(chain);
+                }
+            }
+            self.shard.cancel_message(room);
+            return Fill::Again;
+        }
+        cx.counters.copied_bytes.add(len as u64);
+        let write = |memory: &Memory, (chain, at, part): (&Chain, usize, usize)| {
+            let bytes = bytes.get(at..at + part).unwrap_or_default();
+            memory.write(chain.writable(), HEADER_LEN, bytes);
+        };
+        let done = self.give_parts(&mut room, chains, len, write, cx);
+        if done < len {
+            self.keep(Outgoing::after(room, bytes, done));
+        }
+        Fill::Again
+    }
+
+    /// Gives the guest as much of a message of `len` bytes as there is room for in `chains`, which
+    /// `put` fills; how much.
+    fn give_parts(
+        &mut self,
+        room: &mut MessageRoom,
+        chains: ArrayVec<Chain, PIECES>,
+        len: usize,
+        put: impl Fn(&Memory, (&Chain, usize, usize)),
+        cx: &mut Context<'_>,
+    ) -> usize {
+        let Some(rx) = self.rx.as_mut() else { return 0 };
+        let mut done = 0;
+        for chain in chains {
+            let part = fits(&chain).min(len - done);
+            put(rx.queue.memory(), (&chain, done, part));
+            done += part;
+            match self
+                .shard
+                .commit_part(room, part as u32, end(len - done, false))
+            {
+                Ok(header) => {
+                    emit(rx, chain, &header, part);
+                    cx.counters.tx_packets.add(1);
+                }
+                // The flow ended since: it cannot, nothing ran in between.
+                Err(_) => rx.complete(chain, 0),
+            }
+        }
+        self.moved += done;
+        cx.counters.tx_bytes.add(done as u64);
+        done
+    }
+}
+
+/// Bytes of payload that a buffer takes.
+fn fits(chain: &Chain) -> usize {
+    (chain.writable_len() as usize - HEADER_LEN).min(MAX_PAYLOAD as usize)
+}

@@ -1,0 +1,301 @@
+//! Messages between a guest and host programs, over Unix sockets of type SOCK_SEQPACKET.
+
+use std::io::ErrorKind;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+};
+use zerosock::daemon::{Daemon, DaemonConfig, HostSide, HybridMessages, Stats, VmConfig};
+use zerosock::vsock::{Endpoint, EndpointBuilder, SeqPacket};
+use zerosock::{Address, Cid, Port};
+
+use super::common::{PATIENCE, deadline};
+use super::{PORT, ends_record, message, patient};
+
+struct Lab {
+    daemon: Option<Daemon>,
+    dir: tempfile::TempDir,
+}
+
+/// A socket of packets of a host program.
+struct Program(OwnedFd);
+
+fn socket() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+    let socket = socket.unwrap();
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).unwrap();
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(PATIENCE)).unwrap();
+    socket
+}
+
+fn listen(path: &Path) -> OwnedFd {
+    let socket = socket();
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::listen(&socket, 16).unwrap();
+    socket
+}
+
+impl Program {
+    fn accept(listener: &OwnedFd) -> Program {
+        let socket = rustix::net::accept(listener).unwrap();
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).unwrap();
+        Program(socket)
+    }
+
+    fn send(&self, packet: &[u8]) {
+        let sent = rustix::net::send(&self.0, packet, SendFlags::NOSIGNAL).unwrap();
+        assert_eq!(sent, packet.len());
+    }
+
+    /// The next packet; empty at the end.
+    fn recv(&self) -> Vec<u8> {
+        let mut out = vec![0; 300_000];
+        let (_, got) = rustix::net::recv(&self.0, &mut out[..], RecvFlags::empty()).unwrap();
+        out.truncate(got);
+        out
+    }
+}
+
+impl Lab {
+    fn new() -> Lab {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let bind = |name: &str| std::os::unix::net::UnixListener::bind(at(name)).unwrap();
+        let vm = VmConfig {
+            cid: Cid::new(3),
+            listener: bind("vm.sock"),
+            host: HostSide::Hybrid {
+                path: at("streams"),
+                listener: bind("streams"),
+                messages: Some(HybridMessages {
+                    path: at("messages"),
+                    listener: listen(&at("messages")),
+                }),
+            },
+            buf_alloc: 262_144,
+            queue_size: 1024,
+            groups: Vec::new(),
+        };
+        let daemon = Daemon::start(DaemonConfig {
+            vms: vec![vm],
+            ..DaemonConfig::default()
+        });
+        Lab {
+            daemon: Some(daemon.unwrap()),
+            dir,
+        }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn guest(&self, tune: impl FnOnce(EndpointBuilder) -> EndpointBuilder) -> Endpoint {
+        tune(Endpoint::builder())
+            .attach_device(self.at("vm.sock"))
+            .unwrap()
+    }
+
+    fn stats(&self) -> Stats {
+        self.daemon.as_ref().unwrap().stats()
+    }
+
+    fn program(&self) -> Program {
+        let socket = socket();
+        let address = SocketAddrUnix::new(self.at("messages")).unwrap();
+        rustix::net::connect(&socket, &address).unwrap();
+        Program(socket)
+    }
+
+    /// The host program has called.
+    fn called(&self, guest: &Endpoint) -> (SeqPacket, Program) {
+        let listener = guest.listen_seqpacket(PORT, 4).unwrap();
+        let program = self.program();
+        program.send(format!("CONNECT {PORT}\n").as_bytes());
+        let (ours, _) = listener.accept_timeout(PATIENCE).unwrap();
+        assert_eq!(program.recv(), format!("OK {PORT}\n").as_bytes());
+        (patient(ours), program)
+    }
+
+    /// The guest has called.
+    fn calls(&self, guest: &Endpoint) -> (SeqPacket, Program) {
+        let path = self.at(&format!("messages_{PORT}"));
+        let _ = std::fs::remove_file(&path);
+        let listener = listen(&path);
+        let to = Address::new(Cid::HOST, PORT);
+        let ours = guest.connect_seqpacket(to).unwrap();
+        (patient(ours), Program::accept(&listener))
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if let Some(daemon) = self.daemon.take() {
+            daemon.shutdown();
+        }
+    }
+}
+
+fn echo(ours: &SeqPacket, program: &Program) {
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..150 {
+                // Each as one packet, both ways.
+                program.send(&program.recv());
+            }
+        });
+        scope.spawn(|| {
+            // Longer ones than a socket takes are another test's.
+            for number in 0..150 {
+                let message = short(number);
+                match ends_record(number) {
+                    true => ours.send_eor(&message).unwrap(),
+                    false => ours.send(&message).unwrap(),
+                }
+            }
+        });
+        let mut out = vec![0; 262_144];
+        for number in 0..150 {
+            let got = ours.recv(&mut out).unwrap().expect("not the end");
+            super::common::assert_bytes(&out[..got.len], &short(number));
+            assert!(!got.end_of_record, "Unix sockets have none");
+        }
+    });
+}
+
+fn short(number: u64) -> Vec<u8> {
+    let mut message = message(number);
+    message.truncate(100_000);
+    message
+}
+
+#[test]
+fn a_host_program_calls_and_is_called() {
+    let lab = Lab::new();
+    for small in [false, true] {
+        let guest = lab.guest(|builder| match small {
+            true => builder
+                .queue_size(16)
+                .receive_buffers(4096)
+                .transmit_buffers(4096),
+            false => builder,
+        });
+        for (ours, program) in [lab.called(&guest), lab.calls(&guest)] {
+            echo(&ours, &program);
+            // Empty ones are none, and the end is one.
+            program.send(b"");
+            program.send(b"last");
+            rustix::net::shutdown(&program.0, rustix::net::Shutdown::Write).unwrap();
+            assert_eq!(ours.recv(&mut []).unwrap().unwrap().len, 0);
+            assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), b"last");
+            assert_eq!(ours.recv(&mut []).unwrap(), None);
+            ours.send(b"the other half").unwrap();
+            ours.shutdown(Shutdown::Write).unwrap();
+            assert_eq!(program.recv(), b"the other half");
+            assert_eq!(program.recv(), b"");
+        }
+        drop(guest);
+    }
+    assert_eq!(lab.stats().message_resets, 0);
+}
+
+#[test]
+fn nothing_is_copied_on_the_way() {
+    let lab = Lab::new();
+    let guest = lab.guest(|builder| builder);
+    let (ours, program) = lab.calls(&guest);
+    let before = lab.stats();
+    ours.send(&[1; 100_000]).unwrap();
+    assert_eq!(program.recv(), [1; 100_000]);
+    program.send(&[2; 100_000]);
+    assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), [2; 100_000]);
+    let after = lab.stats();
+    assert_eq!(after.in_place_bytes - before.in_place_bytes, 200_000);
+    assert_eq!(after.copied_bytes, before.copied_bytes);
+}
+
+/// EMSGSIZE either way: the connection ends, and it is counted.
+#[test]
+fn a_message_that_the_other_side_cannot_take_ends_its_connection() {
+    let lab = Lab::new();
+    let guest = lab.guest(|builder| builder.window(5000));
+    let (ours, program) = lab.called(&guest);
+    program.send(&[1; 5000]);
+    assert_eq!(ours.recv_leases().unwrap().unwrap().len(), 5000);
+    program.send(&[1; 5001]);
+    let error = ours.recv(&mut []).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    assert_eq!(lab.stats().message_resets, 1);
+    // The program's side has ended as well.
+    let end = rustix::net::recv(&program.0, &mut [0; 1][..], RecvFlags::empty());
+    assert!(matches!(
+        end,
+        Ok((_, 0)) | Err(rustix::io::Errno::CONNRESET)
+    ));
+    // Others go on.
+    let (ours, program) = lab.called(&guest);
+    program.send(b"on");
+    assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), b"on");
+}
+
+/// A program that does not read: the guest's messages wait, whole, and others' do not.
+#[test]
+fn a_program_that_does_not_read_stalls_its_own() {
+    let lab = Lab::new();
+    let guest = lab.guest(|builder| builder);
+    let (ours, program) = lab.calls(&guest);
+    ours.set_write_timeout(Some(Duration::from_millis(300)))
+        .unwrap();
+    let mut sent = 0u32;
+    while ours.send(&[sent as u8; 20_000]).is_ok() {
+        sent += 1;
+        assert!(sent < 1000, "nothing stops it");
+    }
+    let (other, reader) = lab.called(&guest);
+    other.send(b"runs on").unwrap();
+    assert_eq!(reader.recv(), b"runs on");
+    for number in 0..sent {
+        assert!(program.recv() == [number as u8; 20_000]);
+    }
+    let give_up = deadline();
+    while lab.stats().conns_added < 2 {
+        assert!(std::time::Instant::now() < give_up);
+    }
+}
+
+#[test]
+fn a_first_packet_that_is_no_connect_is_turned_away() {
+    let lab = Lab::new();
+    let guest = lab.guest(|builder| builder);
+    let _listener = guest.listen_seqpacket(PORT, 4).unwrap();
+    let lines = [
+        &b"CONNECT 5000\npayload"[..],
+        b"CONNECT",
+        b"GET /\n",
+        b"",
+        b"CONNECT 5000",
+    ];
+    for line in lines {
+        let program = lab.program();
+        program.send(line);
+        let end = rustix::net::recv(&program.0, &mut [0; 1][..], RecvFlags::empty());
+        assert!(
+            matches!(end, Ok((_, 0)) | Err(rustix::io::Errno::CONNRESET)),
+            "{line:?}"
+        );
+    }
+    assert_eq!(lab.stats().bad_handshakes, lines.len() as u64);
+    // Nobody listens for messages at another port, nor for streams at this one.
+    let program = lab.program();
+    program.send(b"CONNECT 1\n");
+    while guest.turn().is_ok() && lab.stats().conns_refused == 0 {}
+    assert_eq!(program.recv(), b"");
+    let to = Address::new(Cid::HOST, Port::new(9));
+    let error = guest.connect_seqpacket(to).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+}

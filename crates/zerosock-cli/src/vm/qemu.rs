@@ -215,7 +215,10 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     command.args(["-serial", "chardev:agent"]);
     command.arg("-kernel").arg(&config.kernel.image);
     command.arg("-initrd").arg(config.initramfs);
-    command.args(["-append", "console=ttyS0 quiet panic=-1 reboot=t"]);
+    command.args([
+        "-append",
+        "console=ttyS0 quiet panic=-1 reboot=t no_timer_check",
+    ]);
     if !config.reboots {
         command.arg("-no-reboot");
     }

@@ -110,7 +110,7 @@ pub(crate) fn unsent_and_unread_bytes(pair: &Pair) -> Verdict {
             true
         }
         // Linux: since 6.17.
-        Some("ENOTTY") if served.side.kernel().is_some() => false,
+        Some("ENOTTY" | "EOPNOTSUPP") if served.side.kernel().is_some() => false,
         other => panic!("{other:?}"),
     };
     served.receive_all(1251).is_pattern(9, 1251);
@@ -124,7 +124,9 @@ pub(crate) fn unsent_and_unread_bytes(pair: &Pair) -> Verdict {
             None if unsent.bytes == 0 => break,
             None => assert!(Instant::now() < give_up, "{} unsent", unsent.bytes),
             // Linux: since 6.11.
-            Some("ENOTTY") if client.side.kernel().is_some_and(|it| it < (6, 11)) => {
+            Some("ENOTTY" | "EOPNOTSUPP")
+                if client.side.kernel().is_some_and(|it| it < (6, 11)) =>
+            {
                 return Err(Skip("the client's kernel counts no unsent bytes".into()));
             }
             other => panic!("{other:?}"),

@@ -91,6 +91,11 @@ pub(crate) fn linger_of_no_time_resets(pair: &Pair) -> Verdict {
     let (client, served) = pair.connected();
     client.set(Setting::Linger(Some(0))).ok();
     client.close().ok();
-    served.receive(1).fails("ECONNRESET");
+    let outcome = served.receive(1);
+    match served.side.kernel() {
+        None => outcome.fails("ECONNRESET"),
+        // A reset is the end there, too.
+        Some(_) => outcome.is(&[]),
+    }
     Ok(())
 }

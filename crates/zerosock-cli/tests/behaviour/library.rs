@@ -11,7 +11,10 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
-use zerosock::vsock::{Endpoint, Host, Listener, Poller, Readiness, Stream, Wait};
+use zerosock::vsock::{
+    Endpoint, Host, Listener, Poller, Readiness, SeqPacket, SeqPacketListener, Stream, StreamError,
+    Wait,
+};
 use zerosock::{Address, Cid, Port};
 use zerosock_cli::vm::calls::{Call, Kind, Manner, Number, Setting};
 use zerosock_cli::vm::pattern::{Pattern, hex};
@@ -71,9 +74,11 @@ struct Table {
 
 #[derive(Clone)]
 enum Open {
-    Idle(Arc<Mutex<zerosock::vsock::Socket>>),
+    Idle(Kind, Arc<Mutex<zerosock::vsock::Socket>>),
     Stream(Arc<Stream>),
     Listener(Arc<Listener>),
+    Records(Arc<SeqPacket>),
+    RecordListener(Arc<SeqPacketListener>),
 }
 
 impl Library {
@@ -160,9 +165,9 @@ impl Shared {
         }
     }
 
-    fn idle(&self, socket: Socket) -> Result<Arc<Mutex<zerosock::vsock::Socket>>, String> {
+    fn idle(&self, socket: Socket) -> Result<(Kind, Arc<Mutex<zerosock::vsock::Socket>>), String> {
         match self.find(socket)? {
-            Open::Idle(idle) => Ok(idle),
+            Open::Idle(kind, idle) => Ok((kind, idle)),
             _ => Err(format!("socket {socket} is in use")),
         }
     }
@@ -208,22 +213,26 @@ impl Shared {
 
     fn call(&self, call: Call) -> Answer {
         Ok(match call {
-            Call::Socket { kind: Kind::Stream } => {
-                self.add(Open::Idle(Arc::new(Mutex::new(self.place.socket()))))
+            Call::Socket { kind } => {
+                let socket = Arc::new(Mutex::new(self.place.socket()));
+                self.add(Open::Idle(kind, socket))
             }
-            Call::Socket { .. } => Outcome {
-                errno: Some("ESOCKTNOSUPPORT".into()),
-                ..Outcome::default()
-            },
             Call::Bind { socket, port } => {
                 let port = port.map_or(Port::ANY, Port::new);
-                let idle = self.idle(socket)?;
+                let (_, idle) = self.idle(socket)?;
                 of(locked(&idle).bind(Address::new(Cid::ANY, port)))
             }
             Call::Connect { socket, cid, port } => {
-                let idle = self.idle(socket)?;
-                let connected = locked(&idle).connect(address(cid, port));
-                self.becomes(socket, connected.map(|it| Open::Stream(Arc::new(it))))
+                let (kind, idle) = self.idle(socket)?;
+                let (mut idle, peer) = (locked(&idle), address(cid, port));
+                let connected = match kind {
+                    Kind::Stream => idle.connect(peer).map(|it| Open::Stream(Arc::new(it))),
+                    Kind::SeqPacket => {
+                        let connected = idle.connect_seqpacket(peer);
+                        connected.map(|it| Open::Records(Arc::new(it)))
+                    }
+                };
+                self.becomes(socket, connected)
             }
             Call::ConnectAndClose { cid, port, times } => {
                 for _ in 0..times {
@@ -235,32 +244,49 @@ impl Shared {
                 Outcome::default()
             }
             Call::Listen { socket, backlog } => {
-                let idle = self.idle(socket)?;
-                let listener = locked(&idle).listen(backlog as usize);
-                self.becomes(socket, listener.map(|it| Open::Listener(Arc::new(it))))
-            }
-            Call::Accept { socket, timeout_ms } => match self.find(socket)? {
-                Open::Listener(listener) => {
-                    let time = Duration::from_millis(timeout_ms.into());
-                    match listener.accept_timeout(time) {
-                        Ok((stream, peer)) => Outcome {
-                            peer: Some((peer.cid.get(), peer.port.get())),
-                            ..self.add(Open::Stream(Arc::new(stream)))
-                        },
-                        Err(error) if error.kind() == ErrorKind::TimedOut => Outcome {
-                            errno: Some("ETIMEDOUT".into()),
-                            ..Outcome::default()
-                        },
-                        Err(error) => of(Err(error)),
+                let (kind, idle) = self.idle(socket)?;
+                let (mut idle, backlog) = (locked(&idle), backlog as usize);
+                let listener = match kind {
+                    Kind::Stream => idle.listen(backlog).map(|it| Open::Listener(Arc::new(it))),
+                    Kind::SeqPacket => {
+                        let listener = idle.listen_seqpacket(backlog);
+                        listener.map(|it| Open::RecordListener(Arc::new(it)))
                     }
+                };
+                self.becomes(socket, listener)
+            }
+            Call::Accept { socket, timeout_ms } => {
+                let time = Duration::from_millis(timeout_ms.into());
+                let accepted = match self.find(socket)? {
+                    Open::Listener(listener) => {
+                        let accepted = listener.accept_timeout(time);
+                        accepted.map(|(it, peer)| (Open::Stream(Arc::new(it)), peer))
+                    }
+                    Open::RecordListener(listener) => {
+                        let accepted = listener.accept_timeout(time);
+                        accepted.map(|(it, peer)| (Open::Records(Arc::new(it)), peer))
+                    }
+                    _ => return Err(format!("socket {socket} does not listen")),
+                };
+                match accepted {
+                    Ok((open, peer)) => Outcome {
+                        peer: Some((peer.cid.get(), peer.port.get())),
+                        ..self.add(open)
+                    },
+                    Err(error) if error.kind() == ErrorKind::TimedOut => Outcome {
+                        errno: Some("ETIMEDOUT".into()),
+                        ..Outcome::default()
+                    },
+                    Err(error) => of(Err(error)),
                 }
-                _ => return Err(format!("socket {socket} does not listen")),
-            },
+            }
             Call::Name { socket } => {
                 let address = match self.find(socket)? {
-                    Open::Idle(idle) => locked(&idle).local_addr(),
+                    Open::Idle(_, idle) => locked(&idle).local_addr(),
                     Open::Stream(stream) => Some(stream.local_addr()),
                     Open::Listener(listener) => Some(listener.local_addr()),
+                    Open::Records(records) => Some(records.local_addr()),
+                    Open::RecordListener(listener) => Some(listener.local_addr()),
                 };
                 Outcome {
                     peer: address.map(|it| (it.cid.get(), it.port.get())),
@@ -273,24 +299,29 @@ impl Shared {
                 len,
                 now,
             } => {
-                let stream = self.stream(socket)?;
                 let bytes = Pattern::bytes(seed, len);
-                if now {
-                    return Ok(nonblocking(&stream, |mut stream| stream.write(&bytes)));
-                }
-                match (&*stream).write_all(&bytes) {
-                    Ok(()) => counted(len),
-                    Err(error) => of(Err(error)),
+                match self.find(socket)? {
+                    Open::Stream(stream) if now => {
+                        nonblocking(&stream, |mut stream| stream.write(&bytes))
+                    }
+                    Open::Stream(stream) => sent(len, (&*stream).write_all(&bytes)),
+                    Open::Records(records) => sent(len, records.send(&bytes)),
+                    _ => return Err(format!("socket {socket} is not connected")),
                 }
             }
-            Call::Receive { socket, len, how } => receive(&*self.stream(socket)?, len, how),
+            Call::Receive { socket, len, how } => match self.find(socket)? {
+                Open::Records(records) => receive_record(&records, len, how),
+                _ => receive(&*self.stream(socket)?, len, how),
+            },
             Call::Set { socket, setting } => self.set(socket, setting)?,
             Call::Get { socket, number } => {
                 let number = match (self.find(socket)?, number) {
                     (Open::Stream(stream), Number::Unsent) => stream.unsent(),
                     (Open::Stream(stream), Number::Unread) => stream.unread(),
                     (Open::Stream(stream), Number::BufferSize) => stream.buffer_size() as usize,
-                    (Open::Idle(idle), Number::BufferSize) => locked(&idle).buffer_size() as usize,
+                    (Open::Idle(_, idle), Number::BufferSize) => {
+                        locked(&idle).buffer_size() as usize
+                    }
                     (Open::Listener(it), Number::BufferSize) => it.buffer_size() as usize,
                     _ => return Err(format!("socket {socket} has no {number:?}")),
                 };
@@ -318,7 +349,7 @@ impl Shared {
         let linger = |seconds: Option<u32>| seconds.map(|it| Duration::from_secs(it.into()));
         let time = |ms: u32| (ms > 0).then(|| Duration::from_millis(ms.into()));
         Ok(of(match self.find(socket)? {
-            Open::Idle(idle) => {
+            Open::Idle(_, idle) => {
                 let mut idle = locked(&idle);
                 match setting {
                     Setting::BufferBounds(min, max) => idle.set_buffer_bounds(min, max),
@@ -348,6 +379,12 @@ impl Shared {
                     return Err("not of a stream".into());
                 }
             },
+            Open::Records(records) => match setting {
+                Setting::BufferSize(bytes) => records.set_buffer_size(bytes),
+                Setting::ReceiveTimeout(ms) => records.set_read_timeout(time(ms)),
+                _ => return Err("not of records".into()),
+            },
+            Open::RecordListener(_) => return Err("not of a listener".into()),
             Open::Listener(listener) => match setting {
                 Setting::BufferSize(bytes) => listener.set_buffer_size(bytes),
                 _ => return Err("not of a listener".into()),
@@ -373,7 +410,12 @@ fn counted(bytes: usize) -> Outcome {
 
 /// What a kernel calls it.
 fn of(result: std::io::Result<()>) -> Outcome {
+    let inside = |error: &std::io::Error| {
+        let inner = error.get_ref().and_then(|it| it.downcast_ref());
+        inner.copied()
+    };
     let name = |error: std::io::Error| match error.kind() {
+        _ if matches!(inside(&error), Some(StreamError::TooLong)) => "EMSGSIZE".to_owned(),
         ErrorKind::BrokenPipe => "EPIPE".to_owned(),
         ErrorKind::ConnectionReset => "ECONNRESET".to_owned(),
         ErrorKind::ConnectionRefused => "ECONNREFUSED".to_owned(),
@@ -386,6 +428,32 @@ fn of(result: std::io::Result<()>) -> Outcome {
     Outcome {
         errno: result.err().map(name),
         ..Outcome::default()
+    }
+}
+
+fn sent(len: usize, result: std::io::Result<()>) -> Outcome {
+    match result {
+        Ok(()) => counted(len),
+        Err(error) => of(Err(error)),
+    }
+}
+
+/// As recv(2) tells it: what was copied, or with MSG_TRUNC how long the record is.
+fn receive_record(records: &SeqPacket, len: usize, how: Manner) -> Outcome {
+    let mut buffer = vec![0; len];
+    let received = if how.peek {
+        records.peek(&mut buffer)
+    } else {
+        records.recv(&mut buffer)
+    };
+    let received = match received {
+        Ok(received) => received,
+        Err(error) => return of(Err(error)),
+    };
+    let (len, copied) = received.map_or((0, 0), |it| (it.len, it.copied));
+    Outcome {
+        sha256: Some(hex(Sha256::digest(&buffer[..copied]).as_slice())),
+        ..counted(if how.whole { len } else { copied })
     }
 }
 

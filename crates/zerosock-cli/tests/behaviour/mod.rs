@@ -18,24 +18,51 @@ mod records;
 pub(crate) mod side;
 mod zero_copy;
 
-pub(crate) use side::{Pair, Side, Skip, Verdict};
+#[allow(unused_imports, reason = "each test program uses its own part")]
+pub(crate) use side::{Pair, Side, Skip, Started, Verdict};
 
 /// See the module.
 pub(crate) struct Behaviour {
     /// As it is listed.
     pub(crate) name: &'static str,
+    /// Who has to be there.
+    pub(crate) with: With,
     /// Shows it, or panics.
     pub(crate) run: fn(&Pair) -> Verdict,
 }
 
+/// Between whom a behaviour can be shown.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum With {
+    /// Any two.
+    Any,
+    /// A client whose sockets are a kernel's: the library has no such call.
+    KernelClient,
+    /// Such a server.
+    KernelServer,
+}
+
 macro_rules! behaviours {
-    ($($room:ident: $($name:ident),* $(,)?;)*) => {
+    (
+        $any:ident { $($room:ident: $($name:ident),* $(,)?;)* }
+        $($with:ident { $($of:ident: $($kernel:ident),* $(,)?;)* })*
+    ) => {
         /// All of them.
         pub(crate) const ALL: &[Behaviour] = &[
-            $($(Behaviour { name: stringify!($name), run: $room::$name },)*)*
+            $($(Behaviour {
+                name: stringify!($name),
+                with: With::$any,
+                run: $room::$name,
+            },)*)*
+            $($($(Behaviour {
+                name: stringify!($kernel),
+                with: With::$with,
+                run: $of::$kernel,
+            },)*)*)*
         ];
 
-        /// One test for each, in the setting that `$setting` makes.
+        /// One test for each that the library's sockets can show, in the setting that `$setting`
+        /// makes.
         #[allow(unused_macros, reason = "each test program uses its own part")]
         macro_rules! each_behaviour {
             ($setting:path) => {
@@ -53,56 +80,65 @@ macro_rules! behaviours {
 }
 
 behaviours! {
-    connecting:
-        connection_reset_to_no_listener,
-        connection_reset_to_a_port_that_is_only_bound,
-        hundred_connections_at_once,
-        retry_after_a_failed_connect,
-        chosen_source_port,
-        same_source_port_after_close,
-        a_taken_port_cannot_be_bound,
-        a_port_that_is_free_to_listen_on,
-        no_more_wait_than_the_backlog,
-        connects_closed_at_once_leave_the_backlog_free;
-    closing:
-        client_closes_first,
-        server_closes_first,
-        shut_sending,
-        shut_receiving,
-        linger_until_the_peer_has_taken_all,
-        linger_with_nothing_under_way,
-        linger_of_no_time_resets;
-    bytes:
-        peek_at_nothing,
-        peek_at_a_part,
-        peek_at_all,
-        peek_after_a_partial_receive,
-        small_packets_and_partial_reads,
-        bad_receive_buffer_keeps_the_bytes,
-        poll_waits_for_the_low_water_mark,
-        receive_time_out,
-        unsent_and_unread_bytes;
-    buffers:
-        a_buffer_is_set_before_and_after_connecting,
-        accepted_sockets_inherit,
-        credit_update_at_the_low_water_mark,
-        credit_update_without_a_low_water_mark,
-        a_small_buffer_of_the_sender_bounds_what_is_queued,
-        a_buffer_shrinks_under_way,
-        small_packets_under_back_pressure;
-    zero_copy:
-        vectors_of_every_shape,
-        completions_without_further_traffic,
-        completions_while_the_reader_stalls,
-        empty_error_queue_answers_at_once,
-        unread_completions_leak_nothing,
-        closing_before_completion_leaks_nothing;
-    records:
-        record_bounds,
-        truncated_record_tells_its_length,
-        record_receive_time_out,
-        bad_receive_buffer_loses_one_record,
-        a_record_above_the_buffer_is_refused;
+    Any {
+        connecting:
+            connection_reset_to_no_listener,
+            connection_reset_to_a_port_that_is_only_bound,
+            hundred_connections_at_once,
+            retry_after_a_failed_connect,
+            chosen_source_port,
+            same_source_port_after_close,
+            a_taken_port_cannot_be_bound,
+            a_port_that_is_free_to_listen_on,
+            no_more_wait_than_the_backlog,
+            connects_closed_at_once_leave_the_backlog_free;
+        closing:
+            client_closes_first,
+            server_closes_first,
+            shut_sending,
+            shut_receiving,
+            linger_until_the_peer_has_taken_all,
+            linger_with_nothing_under_way,
+            linger_of_no_time_resets;
+        bytes:
+            peek_at_nothing,
+            peek_at_a_part,
+            peek_at_all,
+            peek_after_a_partial_receive,
+            small_packets_and_partial_reads,
+            poll_waits_for_the_low_water_mark,
+            receive_time_out,
+            unsent_and_unread_bytes;
+        buffers:
+            a_buffer_is_set_before_and_after_connecting,
+            accepted_sockets_inherit,
+            credit_update_at_the_low_water_mark,
+            credit_update_without_a_low_water_mark,
+            a_small_buffer_of_the_sender_bounds_what_is_queued,
+            a_buffer_shrinks_under_way,
+            small_packets_under_back_pressure,
+            a_request_answered_in_tiny_packets;
+        records:
+            record_bounds,
+            truncated_record_tells_its_length,
+            record_receive_time_out,
+            a_record_above_the_buffer_is_refused;
+    }
+    KernelClient {
+        zero_copy:
+            vectors_of_every_shape,
+            completions_without_further_traffic,
+            completions_while_the_reader_stalls,
+            empty_error_queue_answers_at_once,
+            unread_completions_leak_nothing,
+            closing_before_completion_leaks_nothing;
+    }
+    KernelServer {
+        bytes:
+            bad_receive_buffer_keeps_the_bytes;
+        records:
+            bad_receive_buffer_loses_one_record;
+    }
 }
 
 /// Shows the behaviour called `name`; prints why, if it cannot.

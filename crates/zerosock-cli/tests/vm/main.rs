@@ -9,6 +9,9 @@
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
+#[path = "../behaviour/mod.rs"]
+mod behaviour;
+mod behaviours;
 mod bench;
 mod lab;
 mod scenarios;
@@ -28,6 +31,9 @@ const DEADLINE: Duration = Duration::from_secs(120);
 
 /// A scenario in a running lab.
 type Scenario = fn(&Lab);
+
+/// What runs in a lab: a scenario, or a behaviour between two of its sides.
+type InLab = Arc<dyn Fn(&Lab) -> Result<(), Skipped> + Send + Sync>;
 
 /// A scenario that boots its own guest.
 type Alone = fn() -> Result<(), Skipped>;
@@ -56,9 +62,10 @@ fn main() -> ExitCode {
     let start = Instant::now();
     let mut tally = Tally::default();
     for (label, package) in KERNELS {
-        let scenarios: Vec<(String, Scenario)> = scenarios::ALL
-            .iter()
-            .map(|(name, run)| (format!("linux_{label}::{name}"), *run))
+        // Scenarios may end guests, and come last.
+        let scenarios: Vec<(String, InLab)> = behaviours::all()
+            .chain(scenarios::ALL.iter().map(|(name, run)| in_lab(name, *run)))
+            .map(|(name, run)| (format!("linux_{label}::{name}"), run))
             .filter(|(name, _)| chosen(name))
             .collect();
         if list {
@@ -116,7 +123,15 @@ fn of_release(label: &str, lab: Lab) -> Result<Lab, Skipped> {
     Err(Skipped(format!("the package has Linux {release} here")))
 }
 
-fn kernel(label: &str, package: &str, scenarios: &[(String, Scenario)], tally: &mut Tally) {
+fn in_lab(name: &str, run: Scenario) -> (String, InLab) {
+    let run = move |lab: &Lab| {
+        run(lab);
+        Ok(())
+    };
+    (name.to_owned(), Arc::new(run))
+}
+
+fn kernel(label: &str, package: &str, scenarios: &[(String, InLab)], tally: &mut Tally) {
     let mut lab: Option<Arc<Lab>> = None;
     for (name, run) in scenarios {
         let ready = match &lab {
@@ -130,11 +145,8 @@ fn kernel(label: &str, package: &str, scenarios: &[(String, Scenario)], tally: &
                 }
             },
         };
-        if !attempt(name, tally, {
-            let ready = ready.clone();
-            let run = *run;
-            move || run(&ready)
-        }) {
+        let (there, run) = (ready.clone(), run.clone());
+        if !attempt_or_skip(name, tally, move || run(&there)) {
             ready.report();
             // What the scenario left behind must not spoil the next one.
             ready.stop();
@@ -144,8 +156,17 @@ fn kernel(label: &str, package: &str, scenarios: &[(String, Scenario)], tally: &
 }
 
 fn alone(name: &str, run: Alone, tally: &mut Tally) {
+    attempt_or_skip(name, tally, run);
+}
+
+/// As [`attempt`], for one that may say that it cannot run here.
+fn attempt_or_skip(
+    name: &str,
+    tally: &mut Tally,
+    run: impl FnOnce() -> Result<(), Skipped> + Send + 'static,
+) -> bool {
     let (sender, skipped) = channel();
-    attempt(name, tally, move || {
+    let passed = attempt(name, tally, move || {
         if let Err(Skipped(reason)) = run() {
             let _ = sender.send(reason);
         }
@@ -155,6 +176,7 @@ fn alone(name: &str, run: Alone, tally: &mut Tally) {
         tally.passed -= 1;
         tally.skipped += 1;
     }
+    passed
 }
 
 /// Runs one scenario on a thread of its own, so that one that hangs ends too.

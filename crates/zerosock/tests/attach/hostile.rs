@@ -14,7 +14,7 @@ use crate::common::{bytes, eventually};
 use zerosock::attach::codec::{
     Answer, MAX_REQUEST, Request, VERSION, decode_answer, encode_request,
 };
-use zerosock::attach::{Fault, Status, Version};
+use zerosock::attach::{Fault, ServiceRequest, Status, Version};
 use zerosock::driver::{self, FrontendError};
 use zerosock_sys::fd_passing;
 
@@ -212,6 +212,89 @@ fn a_lease_survives_a_bad_question_but_gives_nothing_more() {
     }
     control = Raw(attached.control.as_fd().try_clone_to_owned().unwrap());
     assert!(!hung_up(&control.0));
+}
+
+/// A lab in which our user's processes may be services.
+fn services() -> Lab {
+    let us = rustix::process::geteuid().as_raw();
+    Lab::with(1, |_| {}, |attach| attach.service_uids = vec![us])
+}
+
+fn claim(op: fn(Vec<Port>) -> Request, ports: &[u32]) -> Vec<u8> {
+    let ports = ports.iter().copied().map(Port::new).collect();
+    encode_request(&op(ports)).unwrap()
+}
+
+#[test]
+fn claims_come_from_services_and_at_their_time() {
+    let lab = services();
+    // Not the first word, and not with rubbish.
+    for op in [Request::Claim, Request::Release] {
+        let raw = Raw::new(&lab);
+        raw.say(&claim(op, &[5]));
+        raw.refused(Status::BadRequest);
+    }
+    let serve = encode_request(&Request::Serve(ServiceRequest {
+        name: None,
+        ports: vec![Port::new(5)],
+    }))
+    .unwrap();
+    for len in 1..serve.len() {
+        let raw = Raw::new(&lab);
+        raw.say(&serve[..len]);
+        raw.refused(Status::BadRequest);
+    }
+    // Asked again while it is being let in: it is out, and its ports with it.
+    let raw = Raw::new(&lab);
+    raw.say(&serve);
+    let _ = send(&raw.0, &claim(Request::Claim, &[6]), SendFlags::NOSIGNAL);
+    drop(raw);
+    eventually("no service", || lab.stats().services == 0);
+    let raw = Raw::new(&lab);
+    raw.say(&serve);
+    assert_eq!(raw.hear().unwrap().status, Status::Ok);
+}
+
+#[test]
+fn claims_without_end_are_answered_in_order_and_delay_nobody() {
+    let lab = services();
+    let serving = Client::serve(&lab.path, &ServiceRequest::default()).unwrap();
+    let lease = Raw(serving.control.as_fd().try_clone_to_owned().unwrap());
+    // No answer is read. Each waits until the workers know; what is wrong is wrong in its turn.
+    let words = [
+        (claim(Request::Claim, &[5, 6]), Status::Ok),
+        (claim(Request::Claim, &[6, 7]), Status::PortTaken),
+        (claim(Request::Release, &[7]), Status::NotClaimed),
+        (b"rubbish".to_vec(), Status::BadRequest),
+        (claim(Request::Claim, &[0x4000_0000]), Status::PortReserved),
+        (request("again"), Status::BadRequest),
+        (claim(Request::Release, &[6, 5]), Status::Ok),
+    ];
+    let mut said = 0;
+    for (word, _) in words.iter().cycle() {
+        if said >= 50_000 || send(&lease.0, word, SendFlags::DONTWAIT).is_err() {
+            break;
+        }
+        said += 1;
+    }
+    lab.process("other");
+    for (_, status) in words.iter().cycle().take(said) {
+        assert_eq!(lease.hear().unwrap().status, *status);
+    }
+    // Gone in the middle of such a conversation: nothing is left.
+    for (word, _) in words.iter().cycle().take(8) {
+        let _ = send(&lease.0, word, SendFlags::DONTWAIT);
+    }
+    drop((lease, serving));
+    eventually("no service", || {
+        let stats = lab.stats();
+        (stats.services, stats.claimed_ports) == (0, 0)
+    });
+    let request = ServiceRequest {
+        name: None,
+        ports: vec![Port::new(5), Port::new(6)],
+    };
+    Client::serve(&lab.path, &request).unwrap();
 }
 
 #[test]

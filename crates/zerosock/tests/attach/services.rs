@@ -22,7 +22,11 @@ fn me() -> u32 {
 fn lab_with(vms: u32, workers: usize, tune: impl FnOnce(&mut AttachConfig)) -> Lab {
     Lab::with(
         vms,
-        |config| config.workers = workers,
+        |config| {
+            config.workers = workers;
+            // A slow machine is not to be taken for a stalled receiver, for whom bytes are copied.
+            config.hold = common::PATIENCE;
+        },
         |attach| {
             attach.service_uids = vec![me()];
             tune(attach);
@@ -355,5 +359,67 @@ fn services_connect_out_and_replies_come_to_the_right_one() {
         there_and_back((&mut two.driver, out), (&mut guest, accepted.unwrap()), 30);
         // The host does not reach itself.
         refused(&mut one.driver, host(20));
+    }
+}
+
+#[test]
+fn an_endpoint_is_a_service_with_messages_and_several_pairs() {
+    use zerosock::vsock::Endpoint;
+    for pairs in [1, 3] {
+        let lab = Lab::with(
+            1,
+            |config| {
+                config.workers = 3;
+                config.queue_pairs = pairs;
+            },
+            |attach| attach.service_uids = vec![me()],
+        );
+        let port = Port::new(9);
+        let service = Endpoint::builder().name("records").ports([port]);
+        let service = service.attach_as_host(&lab.path).unwrap();
+        assert!(service.is_service() && service.cid() == Cid::HOST);
+        let guest = Endpoint::builder()
+            .attach_device(&lab.vms[0].socket)
+            .unwrap();
+        let listener = service.listen_seqpacket(port, 8).unwrap();
+        let back = guest.listen_seqpacket(PORT, 8).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for n in 0..8u8 {
+                    let (record, peer) = listener.accept_timeout(common::PATIENCE).unwrap();
+                    assert_eq!(peer.cid, guest.cid());
+                    let mut message = [0; 8];
+                    let got = record.recv(&mut message).unwrap().unwrap();
+                    assert_eq!(&message[..got.len], [n; 3]);
+                    // The service calls back, from its block or from its claimed port.
+                    let out = service.connect_seqpacket(at(guest.cid())).unwrap();
+                    out.send(&[n; 5]).unwrap();
+                    assert!(out.recv(&mut message).unwrap().is_none(), "the end");
+                }
+            });
+            for n in 0..8u8 {
+                let record = guest.connect_seqpacket(host(9)).unwrap();
+                record.send(&[n; 3]).unwrap();
+                let (called, peer) = back.accept_timeout(common::PATIENCE).unwrap();
+                assert_eq!(peer.cid, Cid::HOST);
+                let mut message = [0; 8];
+                let got = called.recv(&mut message).unwrap().unwrap();
+                assert_eq!(&message[..got.len], [n; 5]);
+            }
+        });
+        let listed = lab.daemon().processes();
+        assert_eq!(listed[0].claims, [port]);
+        assert_eq!(listed[0].name.as_ref().unwrap().as_str(), "records");
+        assert_eq!(
+            lab.daemon().resolve(&"records".parse().unwrap()),
+            Some(Cid::HOST)
+        );
+        // What it does not claim it cannot listen on, and what it gives up neither.
+        assert!(service.listen(Port::new(10), 1).is_err());
+        drop(listener);
+        service.release(port).unwrap();
+        assert!(service.listen(port, 1).is_err());
+        let error = guest.connect_seqpacket(host(9)).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
     }
 }

@@ -80,6 +80,13 @@ impl Server {
             self.lose(key, "it closed its lease, and another one came", house);
             return Err(Obstacle::Passing(taken));
         }
+        let owner = member.client.and_then(|key| self.clients.get(&key));
+        if let Some(owner) = owner {
+            let (pid, uid) = (owner.pid, owner.uid);
+            self.warn(&format!(
+                "port {port} is claimed once more; it is process {pid}'s, of user {uid}"
+            ));
+        }
         Err(Obstacle::Refused(taken))
     }
 

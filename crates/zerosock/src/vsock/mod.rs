@@ -23,7 +23,8 @@
 //! are gone.
 //!
 //! # What each file is for
-//! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets.
+//! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets;
+//! `service`: an endpoint that is the host.
 //! `socket`: one before it is a connection or a listener, with `options` for what it may be told.
 //! `connection`: what all connected sockets have; `stream`, `seqpacket`, `listener`, `lease`, `loan`,
 //! `message`, and `outgoing` for what of a message has not left:
@@ -53,6 +54,7 @@ pub(crate) mod outgoing;
 mod poller;
 pub mod rxmap;
 mod seqpacket;
+mod service;
 mod socket;
 pub(crate) mod socket_file;
 pub(crate) mod sockets;

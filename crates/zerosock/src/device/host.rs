@@ -16,9 +16,13 @@ use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 
-/// Pause between two tries of a connect whose listener's backlog is full, and after an accept
-/// that failed for want of descriptors.
+/// Longest pause between two tries of a connect whose listener's backlog is full; ten times that is
+/// the pause after an accept that failed for want of descriptors.
 const RETRY: Duration = Duration::from_millis(10);
+
+/// Microseconds of the first such pause of a connect; each is twice as long as the one before. A
+/// program that accepts has made room by then.
+const FIRST_RETRY: u32 = 250;
 
 /// Connections accepted in one go.
 const ACCEPT_BUDGET: usize = 64;
@@ -326,17 +330,31 @@ impl Device {
     /// The guest wants to reach `port` on the host.
     pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
         let deadline = cx.now + cx.limits.connect;
-        let key = self.add_join(flow, End::Retrying { port, deadline }, cx);
+        let pause = FIRST_RETRY;
+        let end = End::Retrying {
+            port,
+            deadline,
+            pause,
+        };
+        let key = self.add_join(flow, end, cx);
         self.try_connect(key, cx);
     }
 
     fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get(key as usize) else {
+        let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
-        let End::Retrying { port, deadline } = join.end else {
+        let End::Retrying {
+            port,
+            deadline,
+            pause,
+        } = &mut join.end
+        else {
             return;
         };
+        let (port, deadline) = (*port, *deadline);
+        let retry = Duration::from_micros((*pause).into()).min(RETRY);
+        *pause = pause.saturating_mul(2);
         let attempt = match &self.host {
             HostEnd::Hybrid { messages, .. } if join.messages.is_some() => match messages {
                 Some((path, _)) => hybrid::connect(path, port, SocketKind::SEQPACKET),
@@ -355,8 +373,8 @@ impl Device {
                 self.watch(key, End::Connecting { socket, deadline }, cx);
                 self.timers.set(deadline, Timer::Connect(key));
             }
-            Attempt::Later if cx.now + RETRY < deadline => {
-                self.timers.set(cx.now + RETRY, Timer::Connect(key));
+            Attempt::Later if cx.now + retry < deadline => {
+                self.timers.set(cx.now + retry, Timer::Connect(key));
             }
             Attempt::Later => {
                 self.refuse(key, "its listener's backlog stays full", cx);
@@ -412,6 +430,11 @@ impl Device {
     fn host_connected(&mut self, key: u32, socket: OwnedFd, cx: &mut Context<'_>) {
         if self.watch(key, End::Socket { socket, ok: None }, cx) {
             self.host_accepted(key, cx);
+            // Watched only since it is connected: what is there to be read is an edge to come, and
+            // a look now would find nothing for almost everybody.
+            if let Some(join) = self.joins.get_mut(key as usize) {
+                join.readable = false;
+            }
         }
     }
 

@@ -22,7 +22,12 @@ use zerosock_ring::Memory;
 #[derive(Debug)]
 pub(crate) enum End {
     /// A host socket that is not there yet: tried again until the deadline.
-    Retrying { port: Port, deadline: Instant },
+    Retrying {
+        port: Port,
+        deadline: Instant,
+        /// Microseconds until the next try, if this one is in vain.
+        pause: u32,
+    },
     /// A connect that the kernel has not decided.
     Connecting { socket: OwnedFd, deadline: Instant },
     /// A host socket. `ok` is the port for the OK line, while the guest has not answered.

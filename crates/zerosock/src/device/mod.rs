@@ -34,6 +34,8 @@ mod message_sockets;
 mod messages;
 pub(crate) mod outbound;
 pub(crate) mod program;
+#[cfg(test)]
+mod ready_tests;
 mod ring;
 mod sibling;
 mod timers;

@@ -26,6 +26,11 @@ const RATE: Metric = Metric {
     unit: "1/s",
     higher_is_better: true,
 };
+const CPU: Metric = Metric {
+    name: "device CPU",
+    unit: "us each",
+    higher_is_better: false,
+};
 const TRIP: Metric = Metric {
     name: "round trip p50",
     unit: "us",
@@ -38,7 +43,7 @@ const METHOD: &str = "Memory is what the device's process grows by, for each con
     each: our driver half is the guest, and the peer does the same. Round trips: 1000 connections from \
     the guest to an echoing program, a message of 64 bytes each under way at all times, alone (the peer) \
     and beside a connection that sends as much as it can. Connects: the guest connects to a program and \
-    closes, 16 at a time. Spinning: one connection's round trips with serve --spin-us 50, and without \
+    closes, 64 at a time. Spinning: one connection's round trips with serve --spin-us 50, and without \
     (the peer).";
 
 /// Connections between two processes.
@@ -154,7 +159,17 @@ impl Bench<'_> {
             );
             rates::connects(device, self.settings, self.cores)
         });
-        self.row(name, RATE, &peer, [&outcomes[0], &outcomes[1]]);
+        let part = |of: fn(&(f64, f64)) -> f64| {
+            let outcome = |who: usize| -> Result<Vec<f64>, String> {
+                let rounds = outcomes[who].as_ref().map_err(Clone::clone)?;
+                Ok(rounds.iter().map(of).collect())
+            };
+            [outcome(0), outcome(1)]
+        };
+        let [ours, theirs] = part(|outcome| outcome.0);
+        self.row(name, RATE, &peer, [&ours, &theirs]);
+        let [ours, theirs] = part(|outcome| outcome.1);
+        self.row(name, CPU, &peer, [&ours, &theirs]);
     }
 
     fn spinning(&mut self, name: &str) {

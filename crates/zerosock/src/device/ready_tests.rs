@@ -1,0 +1,120 @@
+//! The list of joins that may have something for the guest: who is on it, once, and that those who
+//! have gone do not stay on it for ever.
+
+use super::*;
+use zerosock_proto::vsock::{PortTable, ShardConfig};
+use zerosock_proto::{Address, Port};
+
+struct Lab {
+    poller: Poller,
+    routes: Routes,
+    outbox: Outbox,
+    counters: Counters,
+    ringer: Ringer,
+    limits: Limits,
+    device: Device,
+}
+
+impl Lab {
+    fn new() -> Lab {
+        let second = Duration::from_secs(1);
+        let addr = DeviceAddr { worker: 0, vm: 0 };
+        let cid = Cid::new(3);
+        let shard = Shard::new(ShardConfig::device(cid), Arc::new(PortTable::new()));
+        Lab {
+            poller: Poller::new().unwrap(),
+            routes: Routes::default(),
+            outbox: Outbox::new(0, Vec::new()),
+            counters: Counters::default(),
+            ringer: Ringer::new(),
+            limits: Limits {
+                handshake: second,
+                connect: second,
+                hold: second,
+                overflow: 1 << 20,
+                old_memory: 0,
+                handshakes: 1,
+                lingering: 1,
+                ok: OkConvention::GuestPort,
+            },
+            device: Device::new(addr, cid, shard, HostEnd::None, None),
+        }
+    }
+
+    fn lend(&mut self) -> (&mut Device, Context<'_>) {
+        let cx = Context {
+            now: Instant::ZERO,
+            clock: None,
+            poller: &self.poller,
+            routes: &self.routes,
+            outbox: &mut self.outbox,
+            counters: &self.counters,
+            ringer: &self.ringer,
+            limits: &self.limits,
+            spins: false,
+            app: None,
+        };
+        (&mut self.device, cx)
+    }
+
+    /// A join that may have something for the guest.
+    fn ready(&mut self) -> u32 {
+        let (device, cx) = self.lend();
+        let local = Address::new(Cid::HOST, Port::ANY);
+        let peer = Address::new(Cid::new(3), Port::new(1));
+        let stream = zerosock_proto::wire::vsock::SocketType::Stream;
+        let flow = device.shard.connect(cx.now, local, peer, stream).unwrap();
+        let key = device.add_join(flow, End::Asked(None), &cx);
+        let join = device.joins.get_mut(key as usize).unwrap();
+        (join.open, join.readable) = (true, true);
+        device.enqueue(key);
+        device.enqueue(key);
+        key
+    }
+
+    fn remove(&mut self, key: u32) {
+        let (device, mut cx) = self.lend();
+        let join = device.remove_join(key, &mut cx).unwrap();
+        let _ = device.shard.reset(join.flow.unwrap());
+        while device.shard.poll_event().is_some() {}
+    }
+
+    /// The joins that would have their turn, in order, as `transmit` takes them off the list.
+    fn turns(&mut self) -> Vec<u32> {
+        let mut all = Vec::new();
+        while let Some(key) = self.device.ready.pop_front() {
+            if let Some(join) = self.device.joins.get_mut(key as usize)
+                && std::mem::take(&mut join.in_ready)
+            {
+                all.push(key);
+            }
+        }
+        all
+    }
+}
+
+#[test]
+fn a_join_is_on_the_list_once_and_in_the_order_in_which_it_came() {
+    let mut lab = Lab::new();
+    let keys: Vec<u32> = (0..10).map(|_| lab.ready()).collect();
+    assert_eq!(lab.device.ready.len(), 10);
+    assert_eq!(lab.turns(), keys);
+}
+
+#[test]
+fn those_who_have_gone_are_swept_off_the_list() {
+    let mut lab = Lab::new();
+    let stays: Vec<u32> = (0..10).map(|_| lab.ready()).collect();
+    for _ in 0..10_000 {
+        let key = lab.ready();
+        lab.remove(key);
+        let entries = lab.device.ready.len();
+        assert!(entries <= 10 + 2 * 66, "{entries} entries for 10 joins");
+    }
+    // One that has the place of one that has gone is there once, too, and nobody lost his turn.
+    let last = lab.ready();
+    let mut turns = lab.turns();
+    assert_eq!(turns.iter().filter(|&&key| key == last).count(), 1);
+    turns.retain(|key| *key != last);
+    assert_eq!(turns, stays);
+}

@@ -234,7 +234,9 @@ macro_rules! option_calls {
             /// - `None`, at first: it still arrives, and nobody waits for it.
             /// - Some time: the end waits so long for the peer to take all of it and to say so; what
             ///   it has not taken by then still arrives. Only for sockets that wait: a
-            ///   [non-blocking](Self::set_nonblocking) one ends as with `None`.
+            ///   [non-blocking](Self::set_nonblocking) one ends as with `None`. Between two
+            ///   processes or guests of one device it is the device that takes it: then all of it
+            ///   lies in the other's buffers, or will without us.
             /// - [`Duration::ZERO`]: the connection is reset, and what is under way is lost.
             pub fn set_linger(&self, linger: Option<Duration>) {
                 self.conn.options().linger = linger;
@@ -272,7 +274,8 @@ macro_rules! option_calls {
 
             /// Bytes that were sent and that the peer is not known to have taken (SIOCOUTQ). A peer
             /// tells of itself only now and then what it has taken, so this asks it: call again to
-            /// see the answer.
+            /// see the answer. As with [`set_linger`](Self::set_linger), a device between two
+            /// processes takes what it passes on.
             pub fn unsent(&self) -> usize {
                 self.conn.unsent()
             }

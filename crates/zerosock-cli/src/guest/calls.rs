@@ -72,6 +72,11 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
             let sent = rustix::net::send(fd()?, &bytes, SendFlags::NOSIGNAL | now)?;
             Made::Count(sent as u64)
         }
+        Call::SendRecord { seed, len, .. } => {
+            let bytes = Pattern::bytes(seed, len);
+            let flags = SendFlags::NOSIGNAL | SendFlags::EOR;
+            Made::Count(rustix::net::send(fd()?, &bytes, flags)? as u64)
+        }
         Call::SendParts {
             seed, ref parts, ..
         } => Made::Count(send_parts(fd()?, seed, parts)?),

@@ -137,6 +137,15 @@ pub enum Call {
         /// MSG_DONTWAIT.
         now: bool,
     },
+    /// As `Send`, with MSG_EOR.
+    SendRecord {
+        /// Over which socket.
+        socket: Socket,
+        /// The pattern's seed.
+        seed: u64,
+        /// How many bytes.
+        len: usize,
+    },
     /// One sendmsg(2) of a pattern's bytes that lie in parts, with MSG_ZEROCOPY if it is a page or
     /// more.
     SendParts {
@@ -200,6 +209,7 @@ impl Call {
             | Call::Accept { socket, .. }
             | Call::Name { socket }
             | Call::Send { socket, .. }
+            | Call::SendRecord { socket, .. }
             | Call::SendParts { socket, .. }
             | Call::Completions { socket, .. }
             | Call::Receive { socket, .. }

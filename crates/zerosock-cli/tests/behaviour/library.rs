@@ -327,7 +327,8 @@ impl Shared {
                 };
                 counted(number)
             }
-            Call::SendParts { .. }
+            Call::SendRecord { .. }
+            | Call::SendParts { .. }
             | Call::Completions { .. }
             | Call::ReceiveNowhere { .. }
             | Call::SocketsUsed => return Err("only a kernel can".into()),

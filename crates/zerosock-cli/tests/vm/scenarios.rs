@@ -6,6 +6,7 @@ mod credit;
 mod life;
 mod perf;
 mod refusal;
+mod seqpacket;
 mod services;
 
 use crate::Scenario;
@@ -23,6 +24,8 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("nothing_is_lost_at_close", closing::nothing_is_lost),
     ("host_refuses", refusal::host_refuses),
     ("guest_refuses", refusal::guest_refuses),
+    ("seqpacket_guest_is_client", seqpacket::guest_is_client),
+    ("seqpacket_guest_is_server", seqpacket::guest_is_server),
     ("stalled_host_reader", credit::stalled_host_reader),
     ("stalled_guest_reader", credit::stalled_guest_reader),
     ("receive_low_water", credit::receive_low_water),

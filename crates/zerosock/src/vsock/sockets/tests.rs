@@ -1,5 +1,6 @@
 //! The table's bounds one by one; `model` has it against plain queues of bytes.
 
+mod messages;
 mod model;
 
 use std::collections::BTreeMap;

@@ -267,7 +267,8 @@ impl Endpoint {
         backlog: usize,
         socket_type: SocketType,
     ) -> io::Result<Listener> {
-        if port == Port::ANY {
+        // A service has no port that it has not claimed, and claims none by the way.
+        if port == Port::ANY && !self.is_service() {
             return self.socket().listen_for(backlog, socket_type);
         }
         let ports = self.named();

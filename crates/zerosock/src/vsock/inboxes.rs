@@ -291,6 +291,15 @@ impl Inboxes {
         })
     }
 
+    /// The pool that the next datagram lies in; `None`: in none, or there is none.
+    pub(crate) fn front_pool<T>(&self, id: DatagramId, sockets: &Sockets<T>) -> Option<u32> {
+        let inbox = self.boxes.get(id.index() as usize)?;
+        match inbox.entries.front()?.place {
+            At::Conn(conn) => sockets.get(conn).map(|conn| conn.pool),
+            At::Copy(_) => None,
+        }
+    }
+
     /// Shows the next datagram to `look`, where it lies, and takes it.
     pub(crate) fn show<T>(
         &mut self,

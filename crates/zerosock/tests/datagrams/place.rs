@@ -123,3 +123,30 @@ fn loans_come_back_unsent_and_beyond_their_bound_are_private() {
         }
     }
 }
+
+#[test]
+fn what_is_shown_is_a_plain_slice_of_who_is_trusted_alone() {
+    // SAFETY: nobody here writes what is shown.
+    let trust = unsafe { Trust::declare() };
+    for trusted in [true, false] {
+        let hub = Hub::with(|builder| match trusted {
+            true => builder.trust_processes(trust),
+            false => builder,
+        });
+        let process = hub.process_with(|builder| match trusted {
+            true => builder.trust_host(trust),
+            false => builder,
+        });
+        let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
+        for (from, to) in [(&ours, &theirs), (&theirs, &ours)] {
+            for _ in 0..20 {
+                from.send_to(b"shown", to.local_addr()).unwrap();
+                let look = |shown: zerosock::vsock::Message<'_>, _| {
+                    let plain = (trusted || !shown.is_in_place()).then_some(&b"shown"[..]);
+                    assert_eq!((shown.as_slice(), shown.len()), (plain, 5));
+                };
+                assert_eq!(to.recv_each(9, look).unwrap(), 1);
+            }
+        }
+    }
+}

@@ -133,8 +133,9 @@ impl HostEngine {
     fn show_datagram(
         &mut self,
         id: DatagramId,
-        look: &mut dyn FnMut(Address, Payload<'_>),
+        look: &mut dyn FnMut(Address, Payload<'_>, bool),
     ) -> bool {
+        let trusts = self.trust_processes;
         // The devices take turns.
         for _ in 0..self.worker.devices.places() {
             if self.next_datagram >= self.worker.devices.places() {
@@ -151,7 +152,11 @@ impl HostEngine {
             // Beforehand: who looks may panic.
             self.touch(vm);
             let (device, mut cx) = self.worker.lend_late(vm, self.now);
-            let shown = device.is_some_and(|device| device.app_show_datagram(id, look, &mut cx));
+            let shown = device.is_some_and(|device| {
+                let trusted = trusts && device.process;
+                let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
+                device.app_show_datagram(id, &mut look, &mut cx)
+            });
             if cx.clock.is_none() {
                 // There was more than plain datagrams: timers may have been set.
                 self.worker.activate(vm);
@@ -305,7 +310,7 @@ impl DatagramEngine for HostEngine {
         let empty = self.app().is_some_and(|app| app.inboxes.is_empty(id));
         if empty && !peek {
             let mut got = None;
-            self.show_datagram(id, &mut |source, payload| {
+            self.show_datagram(id, &mut |source, payload, _| {
                 let copied = payload.copy_to(0, out);
                 let len = payload.len();
                 got = Some(Got {
@@ -346,24 +351,29 @@ impl DatagramEngine for HostEngine {
         &mut self,
         id: DatagramId,
         most: usize,
-        look: &mut dyn FnMut(Address, Payload<'_>) -> bool,
+        look: &mut dyn FnMut(Address, Payload<'_>, bool) -> bool,
     ) -> usize {
         let mut seen = 0;
         while seen < most {
             let mut go_on = None;
             if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
                 let mut bytes = 0;
-                self.show_datagram(id, &mut |source, payload| {
+                self.show_datagram(id, &mut |source, payload, trusted| {
                     bytes = payload.len();
-                    go_on = Some(look(source, payload));
+                    go_on = Some(look(source, payload, trusted));
                 });
                 if let Some(app) = self.worker.app.as_deref_mut() {
                     app.sockets.count_shown(bytes);
                 }
             }
             if go_on.is_none() {
-                go_on = self
-                    .with_inboxes(|inboxes, sockets, store| inboxes.show(id, look, sockets, store));
+                let app = self.app();
+                let pool = app.and_then(|app| app.inboxes.front_pool(id, &app.sockets));
+                let trusted = self.trusts(pool);
+                let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
+                go_on = self.with_inboxes(|inboxes, sockets, store| {
+                    inboxes.show(id, &mut look, sockets, store)
+                });
             }
             match go_on {
                 Some(true) => seen += 1,

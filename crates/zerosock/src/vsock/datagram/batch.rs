@@ -133,10 +133,10 @@ impl Datagram {
         if most == 0 {
             return Ok(0);
         }
+        let trust = self.core.trust();
         self.receive(|engine| {
-            let seen = engine.each(self.id, most, &mut |source, payload| {
-                // Of many peers some may be trusted: plain slices are had from leases.
-                look(Message::new(payload, None), source);
+            let seen = engine.each(self.id, most, &mut |source, payload, trusted| {
+                look(Message::new(payload, trust.filter(|_| trusted)), source);
                 true
             });
             match seen {

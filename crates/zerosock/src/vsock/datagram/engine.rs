@@ -93,12 +93,12 @@ pub(crate) trait DatagramEngine {
     fn trusts(&self, pool: Option<u32>) -> bool;
 
     /// Shows up to `most` datagrams where they lie, and takes them, as long as `look` says so; how
-    /// many.
+    /// many. `look` hears whether the opener has declared that the peer writes nothing meanwhile.
     fn each(
         &mut self,
         id: DatagramId,
         most: usize,
-        look: &mut dyn FnMut(Address, Payload<'_>) -> bool,
+        look: &mut dyn FnMut(Address, Payload<'_>, bool) -> bool,
     ) -> usize;
 
     /// Whether a datagram is there.

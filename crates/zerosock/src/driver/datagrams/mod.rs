@@ -8,20 +8,21 @@
 //! datagram's fragments lie in the queue one after the other; a word of the flow control that has
 //! arrived is heard before the next datagram is sent.
 
+mod calls;
+
 use zerosock_proto::vsock::datagram::{
-    Assembler, BindError, Control, DatagramDrops, DatagramId, DatagramLimits, DatagramStats,
-    DatagramTable, MAX_DATAGRAM, Piece, data,
+    Assembler, Control, DatagramId, DatagramTable, MAX_DATAGRAM, Piece, data,
 };
 use zerosock_proto::wire::vsock::{Op, Repr};
-use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_proto::{Address, Cid, Instant};
 
-use super::errors::DriverError;
-use super::{Driver, POOL};
 use crate::deadline::earlier;
-use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
-use crate::vsock::engine::{LoanParts, Payload, RecvFault};
-use crate::vsock::inboxes::{Got, GotLease, Inboxes};
-use crate::vsock::sockets::{Ends, Held, Place, Store};
+use crate::driver::errors::DriverError;
+use crate::driver::{Driver, POOL};
+use crate::vsock::datagram::engine::DatagramFault;
+use crate::vsock::engine::Payload;
+use crate::vsock::inboxes::Inboxes;
+use crate::vsock::sockets::{Ends, Held, Store};
 
 /// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
 /// reader leaves in the queue he will have in place.
@@ -34,7 +35,7 @@ pub(crate) struct Datagrams {
     offered: bool,
     /// And words of the flow control.
     flow: bool,
-    pub(super) inboxes: Inboxes,
+    pub(in crate::driver) inboxes: Inboxes,
     assembler: Assembler,
     /// The fragments of the set at hand.
     kept: Vec<u8>,
@@ -46,8 +47,8 @@ pub(crate) struct Datagrams {
     loans: Vec<Option<Lent>>,
     /// Slots that are out on loan.
     lent: u16,
-    pub(super) malformed: u64,
-    pub(super) dropped: u64,
+    pub(in crate::driver) malformed: u64,
+    pub(in crate::driver) dropped: u64,
 }
 
 /// A loan that is out.
@@ -60,7 +61,7 @@ struct Lent {
 }
 
 impl Datagrams {
-    pub(super) fn new(cid: Cid, words: usize) -> Datagrams {
+    pub(in crate::driver) fn new(cid: Cid, words: usize) -> Datagrams {
         Datagrams {
             offered: false,
             flow: false,
@@ -77,36 +78,36 @@ impl Datagrams {
     }
 
     /// What was negotiated with the device.
-    pub(super) fn negotiated(&mut self, offered: bool, flow: bool) {
+    pub(in crate::driver) fn negotiated(&mut self, offered: bool, flow: bool) {
         self.offered = offered;
         self.flow = offered && flow;
     }
 
     #[inline]
-    pub(super) fn are_offered(&self) -> bool {
+    pub(in crate::driver) fn are_offered(&self) -> bool {
         self.offered
     }
 
     /// What the packet that was taken in last counts for beside itself.
     #[inline]
-    pub(super) fn take_cost(&mut self) -> u16 {
+    pub(in crate::driver) fn take_cost(&mut self) -> u16 {
         std::mem::take(&mut self.cost)
     }
 
     /// Whether somebody waits for slots to come back.
     #[inline]
-    pub(super) fn want_slots(&self) -> bool {
+    pub(in crate::driver) fn want_slots(&self) -> bool {
         self.wanted > 0 || self.inboxes.table.has_throttled()
     }
 
-    pub(super) fn next_due(&self) -> Option<Instant> {
+    pub(in crate::driver) fn next_due(&self) -> Option<Instant> {
         earlier(
             self.inboxes.table.poll_timeout(),
             self.assembler.poll_timeout(),
         )
     }
 
-    pub(super) fn handle_timeout(&mut self, now: Instant) {
+    pub(in crate::driver) fn handle_timeout(&mut self, now: Instant) {
         self.inboxes.table.handle_timeout(now);
         if self.assembler.handle_timeout(now) {
             self.kept = Vec::new();
@@ -114,7 +115,7 @@ impl Datagrams {
     }
 
     /// The transport was reset: nobody waits for anybody, and what is not complete will not be.
-    pub(super) fn reset(&mut self, cid: Cid) {
+    pub(in crate::driver) fn reset(&mut self, cid: Cid) {
         self.inboxes.table.reset(cid);
         self.assembler.forget();
         self.kept = Vec::new();
@@ -124,9 +125,14 @@ impl Datagrams {
 impl Driver {
     /// A packet of type DGRAM. Its slot goes back, or is held by a socket.
     #[cold]
-    pub(super) fn take_datagram(&mut self, now: Option<Instant>, slot: u16, header: &Repr) {
+    pub(in crate::driver) fn take_datagram(
+        &mut self,
+        now: Option<Instant>,
+        slot: u16,
+        header: &Repr,
+    ) {
         let clock = self.epoch;
-        let now = move || now.unwrap_or_else(|| super::since(clock));
+        let now = move || now.unwrap_or_else(|| crate::driver::since(clock));
         let datagrams = &mut self.datagrams;
         if header.op.get() != Op::Rw as u16 {
             let heard = datagrams.flow
@@ -200,7 +206,7 @@ impl Driver {
     }
 
     /// Words of the flow control that are due, while there are slots.
-    pub(super) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
+    pub(in crate::driver) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
         while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
             match self.tx.control_slot()? {
                 Some(slot) => self.transmit(slot, &word)?,
@@ -215,7 +221,7 @@ impl Driver {
 
     /// Takes note of datagrams that the device has taken.
     #[inline]
-    pub(super) fn land(&mut self) {
+    pub(in crate::driver) fn land(&mut self) {
         while let Some((id, len)) = self.tx.landed() {
             self.datagrams.inboxes.table.arrived(id, len);
         }
@@ -223,7 +229,7 @@ impl Driver {
 
     /// Tells those who found too few slots that there are some.
     #[inline]
-    pub(super) fn tell_of_datagram_slots(&mut self) {
+    pub(in crate::driver) fn tell_of_datagram_slots(&mut self) {
         if self.datagrams.wanted > 0 && self.tx.has_data_slots(self.datagrams.wanted) {
             self.datagrams.wanted = 0;
             self.datagrams.inboxes.table.wake_all();
@@ -247,7 +253,7 @@ impl Driver {
             let _ = self.take_packets(self.now());
         }
         let epoch = self.epoch;
-        let now = || super::since(epoch);
+        let now = || crate::driver::since(epoch);
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
             // Perhaps the device has taken some.
@@ -317,7 +323,7 @@ impl Driver {
     }
 
     /// A loan of a datagram's was dropped unsent. False: it is none.
-    pub(super) fn end_datagram_loan(&mut self, index: u32) -> bool {
+    pub(in crate::driver) fn end_datagram_loan(&mut self, index: u32) -> bool {
         let place = self.datagrams.loans.get_mut(index as usize);
         let Some(lent) = place.and_then(Option::take) else {
             return false;
@@ -364,7 +370,7 @@ impl Driver {
                 continue;
             }
             let (flow, epoch) = (self.datagrams.flow, self.epoch);
-            let now = || super::since(epoch);
+            let now = || crate::driver::since(epoch);
             if table
                 .receive(header.src, header.dst, header.len, flow, now)
                 .is_err()
@@ -403,223 +409,6 @@ impl Driver {
             && !self.datagrams.assembler.is_open();
         let payload = written.checked_sub(HEADER_LEN as u32)?;
         (whole && header.len <= payload.min(arena.rx_data.len())).then_some(header)
-    }
-}
-
-impl DatagramEngine for Driver {
-    fn bind(
-        &mut self,
-        port: Port,
-        limits: DatagramLimits,
-    ) -> Result<(DatagramId, Address), BindError> {
-        let inboxes = &mut self.datagrams.inboxes;
-        let id = inboxes.table.bind(port, limits)?;
-        inboxes.open(id);
-        let local = inboxes.table.addresses(id).map(|(local, _)| local);
-        Ok((id, local.unwrap_or(Address::new(self.cid, port))))
-    }
-
-    fn close(&mut self, id: DatagramId) {
-        self.datagrams.inboxes.table.close(id);
-        let (sockets, store) = (&mut self.sockets, &mut self.store);
-        self.datagrams.inboxes.close(id, sockets, store);
-    }
-
-    fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
-        self.datagrams.inboxes.table.connect(id, peer);
-    }
-
-    fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
-        self.datagrams.inboxes.table.limits(id)
-    }
-
-    fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
-        self.datagrams.inboxes.table.set_limits(id, limits);
-    }
-
-    fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
-        self.send_datagram(id, to, bytes)?;
-        self.loans.copied_in += bytes.len() as u64;
-        Ok(())
-    }
-
-    fn loan(
-        &mut self,
-        id: DatagramId,
-        to: Address,
-        len: usize,
-    ) -> Result<LoanParts, DatagramFault> {
-        self.may_send_datagram(id, to, len)?;
-        let most = self.store.arena.tx_data.len() as usize;
-        // A quarter of the slots is never out.
-        let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
-        let slot = match in_place {
-            true => match self.tx.data_slot(len as u32) {
-                Ok(Some(slot)) => Some(slot),
-                _ => return Err(self.wait_for_datagram_slots(id, 1)),
-            },
-            false => None,
-        };
-        let Some(index) = self.sockets.begin_loan() else {
-            if let Some(slot) = slot {
-                self.tx.put_back(slot);
-            }
-            return Err(DatagramFault::TooManyLoans);
-        };
-        self.datagrams.lent += u16::from(slot.is_some());
-        let arena = &self.store.arena;
-        let place = slot.map(|slot| Place::InPlace {
-            memory: arena.memory.clone(),
-            pieces: arena.tx_data.pieces(slot).iter().copied().collect(),
-            offset: 0,
-        });
-        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
-            *place = Some(Lent { id, to, slot });
-        }
-        Ok(LoanParts { index, len, place })
-    }
-
-    fn send_loan(
-        &mut self,
-        index: u32,
-        len: usize,
-        private: Option<&[u8]>,
-    ) -> Result<(), DatagramFault> {
-        let place = self.datagrams.loans.get(index as usize);
-        let Some(Lent { id, to, slot }) = place.and_then(Option::as_ref) else {
-            return Err(DatagramFault::Unknown);
-        };
-        let (id, to, slot) = (*id, *to, *slot);
-        let Some(slot) = slot else {
-            let bytes = private.unwrap_or_default();
-            let bytes = bytes.get(..len).unwrap_or(bytes);
-            let sent = DatagramEngine::send(self, id, to, bytes);
-            if sent != Err(DatagramFault::WouldBlock) {
-                self.end_datagram_loan(index);
-            }
-            return sent;
-        };
-        let from = match self.may_send_datagram(id, to, len) {
-            Ok(from) => from,
-            Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
-            Err(fault) => {
-                self.end_datagram_loan(index);
-                return Err(fault);
-            }
-        };
-        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
-            *place = None;
-        }
-        self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
-        self.sockets.end_loan(index);
-        let len = (len as u32).min(self.store.arena.tx_data.len());
-        self.tx.fly(slot, id, len);
-        if self.transmit(slot, &data(from, to, len, true)).is_err() {
-            return Err(DatagramFault::Unknown);
-        }
-        self.datagrams.inboxes.table.sent(id, len, true);
-        self.loans.sent_in_place += u64::from(len);
-        Ok(())
-    }
-
-    fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
-        let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
-        match self.may_send_datagram(id, to, 0) {
-            Ok(_) if self.tx.has_data_slots(1) => true,
-            Ok(_) => {
-                self.wait_for_datagram_slots(id, 1);
-                false
-            }
-            Err(fault) => fault != DatagramFault::WouldBlock,
-        }
-    }
-
-    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
-        if self.datagrams.inboxes.is_empty(id) && !peek {
-            let mut got = None;
-            self.show_datagram(id, &mut |source, payload| {
-                let copied = payload.copy_to(0, out);
-                let len = payload.len();
-                got = Some(Got {
-                    copied,
-                    len,
-                    source,
-                });
-            });
-            if let Some(got) = got {
-                self.sockets.count_read(got.len);
-                return Some(got);
-            }
-        }
-        let (sockets, store) = (&mut self.sockets, &mut self.store);
-        self.datagrams.inboxes.read(id, out, peek, sockets, store)
-    }
-
-    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
-        if self.datagrams.inboxes.is_empty(id) {
-            let mut taken = 0;
-            while taken < 256 && !self.is_blocked() && self.datagrams.inboxes.is_empty(id) {
-                let Ok(Some((slot, written))) = self.store.rx.take() else {
-                    break;
-                };
-                taken += 1;
-                self.stats.rx_packets += 1;
-                let now = self.now();
-                if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
-                    self.hold(now, slot, flow, len);
-                } else {
-                    taken += self.datagrams.take_cost();
-                }
-            }
-        }
-        let (sockets, store) = (&mut self.sockets, &mut self.store);
-        self.datagrams.inboxes.lease(id, sockets, store)
-    }
-
-    fn trusts(&self, _: Option<u32>) -> bool {
-        self.trusted
-    }
-
-    fn each(
-        &mut self,
-        id: DatagramId,
-        most: usize,
-        look: &mut dyn FnMut(Address, Payload<'_>) -> bool,
-    ) -> usize {
-        let mut seen = 0;
-        while seen < most {
-            let mut go_on = None;
-            if self.datagrams.inboxes.is_empty(id) {
-                let mut bytes = 0;
-                self.show_datagram(id, &mut |source, payload| {
-                    bytes = payload.len();
-                    go_on = Some(look(source, payload));
-                });
-                self.sockets.count_shown(bytes);
-            }
-            if go_on.is_none() {
-                let (sockets, store) = (&mut self.sockets, &mut self.store);
-                go_on = self.datagrams.inboxes.show(id, look, sockets, store);
-            }
-            match go_on {
-                Some(true) => seen += 1,
-                Some(false) => return seen + 1,
-                None => break,
-            }
-        }
-        seen
-    }
-
-    fn has_some(&self, id: DatagramId) -> bool {
-        !self.datagrams.inboxes.is_empty(id)
-    }
-
-    fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
-        self.datagrams.inboxes.table.stats(id)
-    }
-
-    fn drops(&self) -> DatagramDrops {
-        self.datagrams.inboxes.table.drops()
     }
 }
 

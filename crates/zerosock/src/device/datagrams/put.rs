@@ -1,0 +1,177 @@
+//! Datagrams and words into the guest's posted buffers.
+//!
+//! What must hold: all of a datagram or nothing; its fragments lie in the queue one after the other.
+
+use std::time::Duration;
+
+use zerosock_proto::Address;
+use zerosock_proto::vsock::datagram::data;
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
+use zerosock_ring::{Chain, Memory};
+
+use crate::device::events::emit;
+use crate::device::program::App;
+use crate::device::{Context, Device};
+
+/// When to look again for as many buffers as a datagram of several packets needs.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// What a datagram is made of.
+#[derive(Copy, Clone)]
+pub(super) enum Source<'a> {
+    Bytes(&'a [u8]),
+    /// Of a chain, behind the header.
+    Chain(&'a Memory, &'a Chain, usize),
+}
+
+/// Why a datagram was not put into the guest's queue.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum NotPut {
+    /// Too few buffers are there.
+    NoRoom,
+    /// The guest's queue cannot take so much.
+    TooLong,
+}
+
+impl Source<'_> {
+    pub(super) fn len(self) -> usize {
+        match self {
+            Source::Bytes(bytes) => bytes.len(),
+            Source::Chain(_, _, len) => len,
+        }
+    }
+
+    /// Copies `len` bytes from `at` on to the payload part of `chain`.
+    fn copy(self, at: usize, len: usize, memory: &Memory, chain: &Chain) {
+        match self {
+            Source::Bytes(bytes) => {
+                let bytes = bytes.get(at..at + len).unwrap_or(&[]);
+                memory.write(chain.writable(), HEADER_LEN, bytes);
+            }
+            Source::Chain(from, source, _) => {
+                let source = (from, source.readable(), HEADER_LEN + at);
+                Memory::copy(source, (memory, chain.writable(), HEADER_LEN), len);
+            }
+        }
+    }
+}
+
+impl Device {
+    /// Puts a word of the flow control into the guest's queue. False: there is no buffer.
+    pub(crate) fn put_word(&mut self, word: &Repr, cx: &mut Context<'_>) -> bool {
+        if !self.datagrams.flow {
+            // Nobody who would understand.
+            return true;
+        }
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN, true)?, rx)));
+        let Some((chain, rx)) = popped else {
+            self.starved = true;
+            return false;
+        };
+        emit(rx, chain, word, 0);
+        cx.counters.tx_packets.add(1);
+        true
+    }
+
+    /// What the program's sockets have to say to this guest.
+    pub(in crate::device) fn put_app_words(&mut self, cx: &mut Context<'_>) {
+        let cid = self.cid;
+        let has = |app: &mut App| app.inboxes.table.has_control();
+        if !cx.app.as_deref_mut().is_some_and(has) {
+            return;
+        }
+        let now = cx.time();
+        loop {
+            let app = cx.app.as_deref_mut();
+            let poll = |app: &mut App| app.inboxes.table.poll_control(now, |to| to.cid == cid);
+            let Some(word) = app.and_then(poll) else {
+                break;
+            };
+            if !self.put_word(&word, cx)
+                && let Some(app) = cx.app.as_deref_mut()
+            {
+                app.inboxes.table.control_again(now, &word);
+                break;
+            }
+        }
+    }
+
+    /// Puts a datagram into as many of the guest's buffers as it needs: all of it, or nothing.
+    pub(super) fn put_datagram(
+        &mut self,
+        from: Address,
+        to: Address,
+        source: Source<'_>,
+        cx: &mut Context<'_>,
+    ) -> Result<(), NotPut> {
+        let len = source.len();
+        let least = HEADER_LEN + usize::from(len > 0);
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let Some(rx) = rx else {
+            return Err(NotPut::NoRoom);
+        };
+        let Some(first) = rx.pop_if(least, true) else {
+            self.starved = true;
+            return Err(NotPut::NoRoom);
+        };
+        if first.writable_len() as usize >= HEADER_LEN + len {
+            source.copy(0, len, rx.queue.memory(), &first);
+            emit(rx, first, &data(from, to, len as u32, true), len);
+            cx.counters.tx_packets.add(1);
+            cx.counters.tx_bytes.add(len as u64);
+            return Ok(());
+        }
+        self.put_fragments(first, from, to, source, cx)
+    }
+
+    #[cold]
+    fn put_fragments(
+        &mut self,
+        first: Chain,
+        from: Address,
+        to: Address,
+        source: Source<'_>,
+        cx: &mut Context<'_>,
+    ) -> Result<(), NotPut> {
+        let Some(rx) = self.rx.as_mut() else {
+            return Err(NotPut::NoRoom);
+        };
+        let len = source.len();
+        let mut chains = std::mem::take(&mut self.datagrams.gathered);
+        let mut room = first.writable_len() as usize - HEADER_LEN;
+        chains.push(first);
+        while room < len {
+            let Some(chain) = rx.pop_if(HEADER_LEN + 1, false) else {
+                break;
+            };
+            room += chain.writable_len() as usize - HEADER_LEN;
+            chains.push(chain);
+        }
+        if room < len {
+            // What a queue full of such buffers would have.
+            let descriptors: usize = chains.iter().map(|c| usize::from(c.descriptors())).sum();
+            let most = room * usize::from(rx.queue.size()) / descriptors.max(1);
+            while let Some(chain) = chains.pop() {
+                rx.queue.unpop(chain);
+            }
+            self.datagrams.gathered = chains;
+            if most < len {
+                return Err(NotPut::TooLong);
+            }
+            self.datagrams.retry = Some(cx.time() + RETRY);
+            return Err(NotPut::NoRoom);
+        }
+        let mut at = 0;
+        for chain in chains.drain(..) {
+            let part = (chain.writable_len() as usize - HEADER_LEN).min(len - at);
+            source.copy(at, part, rx.queue.memory(), &chain);
+            at += part;
+            emit(rx, chain, &data(from, to, part as u32, at == len), part);
+            cx.counters.tx_packets.add(1);
+        }
+        self.datagrams.gathered = chains;
+        cx.counters.tx_bytes.add(len as u64);
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! Datagrams between two guests of this daemon.
+//!
+//! What must hold: every packet that was lent is answered at once; what waits for a guest without
+//! buffers is bounded, and its sources are told.
+
+use zerosock_proto::vsock::datagram::{Control, OVERHEAD};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
+use zerosock_ring::Chain;
+
+use super::put::{NotPut, Source};
+use super::{Datagrams, Waiting};
+use crate::device::{Context, Device};
+use crate::switch::{Datagram, DeviceAddr, Message, Payload as Carried};
+
+/// Bytes that wait for a guest without buffers, overheads included; one datagram may overshoot.
+const WAITING: usize = 256 << 10;
+
+impl Device {
+    /// Hands a packet on to the device of its destination.
+    pub(super) fn lend_to_sibling(
+        &mut self,
+        chain: Chain,
+        header: Repr,
+        bytes: Option<Vec<u8>>,
+        cx: &mut Context<'_>,
+    ) {
+        let may = cx.routes.may_reach(self.cid, header.dst);
+        let device = may.then(|| cx.routes.target(header.dst)).flatten();
+        let (Some(device), Some(tx)) = (device, self.tx.as_ref()) else {
+            return self.complete_tx(chain);
+        };
+        let payload = match bytes {
+            Some(bytes) => Carried::Copied(bytes),
+            None => Carried::Lent(tx.queue.memory().clone()),
+        };
+        let datagram = Datagram {
+            from: self.addr,
+            flow: self.datagrams.flow,
+            header,
+            payload,
+            chain,
+            epoch: tx.epoch,
+        };
+        cx.outbox.send(device, Message::Datagram(datagram));
+    }
+
+    /// A sibling's datagram, or word, for our guest.
+    pub(in crate::device) fn sibling_datagram(&mut self, datagram: Datagram, cx: &mut Context<'_>) {
+        let Datagram {
+            from,
+            flow,
+            header,
+            payload,
+            chain,
+            epoch,
+        } = datagram;
+        let mut answer = None;
+        if !self.datagrams.agreed {
+            // Also for one without a driver: there is nobody.
+            if flow && Datagrams::is_data(&header) {
+                answer = Some(Control::Deaf.emit(header.dst, header.src));
+            }
+        } else if !Datagrams::is_data(&header) {
+            self.datagrams.add_word(header);
+        } else {
+            let source = match &payload {
+                Carried::Copied(bytes) => Source::Bytes(bytes),
+                Carried::Lent(memory) => Source::Chain(memory, &chain, header.len as usize),
+            };
+            self.take_from_sibling(&header, source, flow, cx);
+        }
+        let done = Message::DatagramDone {
+            chain,
+            epoch,
+            answer,
+        };
+        cx.outbox.send(from, done);
+    }
+
+    fn take_from_sibling(
+        &mut self,
+        header: &Repr,
+        source: Source<'_>,
+        flow: bool,
+        cx: &mut Context<'_>,
+    ) {
+        let (from, to) = (header.src, header.dst);
+        let put = match self.datagrams.waiting.is_empty() {
+            true => self.put_datagram(from, to, source, cx),
+            false => Err(NotPut::NoRoom),
+        };
+        match put {
+            Ok(()) => return cx.counters.in_place_bytes.add(source.len() as u64),
+            Err(NotPut::TooLong) => return,
+            Err(NotPut::NoRoom) => {}
+        }
+        let datagrams = &mut self.datagrams;
+        if datagrams.waiting_bytes <= WAITING {
+            let mut bytes = vec![0; source.len()];
+            match source {
+                Source::Bytes(from) => bytes.copy_from_slice(from),
+                Source::Chain(memory, chain, _) => {
+                    memory.read(chain.readable(), HEADER_LEN, &mut bytes);
+                }
+            }
+            cx.counters.copied_bytes.add(bytes.len() as u64);
+            datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
+            datagrams.waiting.push_back(Waiting { from, to, bytes });
+        }
+        if flow && datagrams.waiting_bytes > WAITING / 4 {
+            datagrams.stopping = true;
+            let now = cx.time();
+            datagrams.stops.stop(now, to, from);
+            self.tell_sources(cx);
+        }
+    }
+
+    /// Says to sources what is due of it.
+    pub(in crate::device) fn tell_sources(&mut self, cx: &mut Context<'_>) {
+        if self.datagrams.stops.is_empty() {
+            return;
+        }
+        let now = cx.time();
+        while let Some(word) = self.datagrams.stops.poll(now, |_| true) {
+            if let Some(device) = cx.routes.target(word.dst) {
+                cx.outbox.send(device, Message::DatagramWord(word));
+            }
+        }
+    }
+
+    /// A sibling has done with a packet of our guest's.
+    pub(in crate::device) fn datagram_done(
+        &mut self,
+        chain: Chain,
+        epoch: u32,
+        answer: Option<Repr>,
+    ) {
+        // A chain of an earlier start of the queue belongs to nobody any more.
+        if let Some(tx) = self.tx.as_mut().filter(|tx| tx.epoch == epoch) {
+            tx.complete(chain, 0);
+        }
+        if let Some(answer) = answer {
+            self.datagrams.add_word(answer);
+        }
+    }
+
+    /// A sibling's device has something to say to our guest.
+    pub(in crate::device) fn datagram_word(&mut self, word: Repr) {
+        self.datagrams.add_word(word);
+    }
+
+    /// Hands the guest what waits for it, as far as there are buffers.
+    pub(in crate::device) fn transmit_datagrams(&mut self, cx: &mut Context<'_>) {
+        while let Some(word) = self.datagrams.words.pop_front() {
+            if !self.put_word(&word, cx) {
+                self.datagrams.words.push_front(word);
+                return;
+            }
+        }
+        while let Some(next) = self.datagrams.waiting.pop_front() {
+            let put = self.put_datagram(next.from, next.to, Source::Bytes(&next.bytes), cx);
+            if put == Err(NotPut::NoRoom) {
+                self.datagrams.waiting.push_front(next);
+                break;
+            }
+            let bytes = next.bytes.len() + OVERHEAD as usize;
+            self.datagrams.waiting_bytes = self.datagrams.waiting_bytes.saturating_sub(bytes);
+        }
+        if self.datagrams.stopping && self.datagrams.waiting_bytes <= WAITING / 8 {
+            self.datagrams.stopping = false;
+            self.datagrams.stops.start_all();
+        }
+        self.tell_sources(cx);
+    }
+}
+
+/// Where a packet that was lent goes back to when its receiver is gone.
+pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
+    let Datagram {
+        from, chain, epoch, ..
+    } = datagram;
+    let answer = None;
+    let done = Message::DatagramDone {
+        chain,
+        epoch,
+        answer,
+    };
+    (from, done)
+}

@@ -1,0 +1,232 @@
+//! What the datagram sockets of an endpoint call.
+
+use zerosock_proto::vsock::datagram::{
+    BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, data,
+};
+use zerosock_proto::{Address, Cid, Port};
+
+use super::Lent;
+use crate::driver::Driver;
+use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
+use crate::vsock::engine::{LoanParts, Payload, RecvFault};
+use crate::vsock::inboxes::{Got, GotLease};
+use crate::vsock::sockets::Place;
+
+impl DatagramEngine for Driver {
+    fn bind(
+        &mut self,
+        port: Port,
+        limits: DatagramLimits,
+    ) -> Result<(DatagramId, Address), BindError> {
+        let inboxes = &mut self.datagrams.inboxes;
+        let id = inboxes.table.bind(port, limits)?;
+        inboxes.open(id);
+        let local = inboxes.table.addresses(id).map(|(local, _)| local);
+        Ok((id, local.unwrap_or(Address::new(self.cid, port))))
+    }
+
+    fn close(&mut self, id: DatagramId) {
+        self.datagrams.inboxes.table.close(id);
+        let (sockets, store) = (&mut self.sockets, &mut self.store);
+        self.datagrams.inboxes.close(id, sockets, store);
+    }
+
+    fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
+        self.datagrams.inboxes.table.connect(id, peer);
+    }
+
+    fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
+        self.datagrams.inboxes.table.limits(id)
+    }
+
+    fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
+        self.datagrams.inboxes.table.set_limits(id, limits);
+    }
+
+    fn send(&mut self, id: DatagramId, to: Address, bytes: &[u8]) -> Result<(), DatagramFault> {
+        self.send_datagram(id, to, bytes)?;
+        self.loans.copied_in += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn loan(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+    ) -> Result<LoanParts, DatagramFault> {
+        self.may_send_datagram(id, to, len)?;
+        let most = self.store.arena.tx_data.len() as usize;
+        // A quarter of the slots is never out.
+        let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
+        let slot = match in_place {
+            true => match self.tx.data_slot(len as u32) {
+                Ok(Some(slot)) => Some(slot),
+                _ => return Err(self.wait_for_datagram_slots(id, 1)),
+            },
+            false => None,
+        };
+        let Some(index) = self.sockets.begin_loan() else {
+            if let Some(slot) = slot {
+                self.tx.put_back(slot);
+            }
+            return Err(DatagramFault::TooManyLoans);
+        };
+        self.datagrams.lent += u16::from(slot.is_some());
+        let arena = &self.store.arena;
+        let place = slot.map(|slot| Place::InPlace {
+            memory: arena.memory.clone(),
+            pieces: arena.tx_data.pieces(slot).iter().copied().collect(),
+            offset: 0,
+        });
+        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
+            *place = Some(Lent { id, to, slot });
+        }
+        Ok(LoanParts { index, len, place })
+    }
+
+    fn send_loan(
+        &mut self,
+        index: u32,
+        len: usize,
+        private: Option<&[u8]>,
+    ) -> Result<(), DatagramFault> {
+        let place = self.datagrams.loans.get(index as usize);
+        let Some(Lent { id, to, slot }) = place.and_then(Option::as_ref) else {
+            return Err(DatagramFault::Unknown);
+        };
+        let (id, to, slot) = (*id, *to, *slot);
+        let Some(slot) = slot else {
+            let bytes = private.unwrap_or_default();
+            let bytes = bytes.get(..len).unwrap_or(bytes);
+            let sent = DatagramEngine::send(self, id, to, bytes);
+            if sent != Err(DatagramFault::WouldBlock) {
+                self.end_datagram_loan(index);
+            }
+            return sent;
+        };
+        let from = match self.may_send_datagram(id, to, len) {
+            Ok(from) => from,
+            Err(DatagramFault::WouldBlock) => return Err(DatagramFault::WouldBlock),
+            Err(fault) => {
+                self.end_datagram_loan(index);
+                return Err(fault);
+            }
+        };
+        if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
+            *place = None;
+        }
+        self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
+        self.sockets.end_loan(index);
+        let len = (len as u32).min(self.store.arena.tx_data.len());
+        self.tx.fly(slot, id, len);
+        if self.transmit(slot, &data(from, to, len, true)).is_err() {
+            return Err(DatagramFault::Unknown);
+        }
+        self.datagrams.inboxes.table.sent(id, len, true);
+        self.loans.sent_in_place += u64::from(len);
+        Ok(())
+    }
+
+    fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
+        let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
+        match self.may_send_datagram(id, to, 0) {
+            Ok(_) if self.tx.has_data_slots(1) => true,
+            Ok(_) => {
+                self.wait_for_datagram_slots(id, 1);
+                false
+            }
+            Err(fault) => fault != DatagramFault::WouldBlock,
+        }
+    }
+
+    fn recv(&mut self, id: DatagramId, out: &mut [u8], peek: bool) -> Option<Got> {
+        if self.datagrams.inboxes.is_empty(id) && !peek {
+            let mut got = None;
+            self.show_datagram(id, &mut |source, payload| {
+                let copied = payload.copy_to(0, out);
+                let len = payload.len();
+                got = Some(Got {
+                    copied,
+                    len,
+                    source,
+                });
+            });
+            if let Some(got) = got {
+                self.sockets.count_read(got.len);
+                return Some(got);
+            }
+        }
+        let (sockets, store) = (&mut self.sockets, &mut self.store);
+        self.datagrams.inboxes.read(id, out, peek, sockets, store)
+    }
+
+    fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
+        if self.datagrams.inboxes.is_empty(id) {
+            let mut taken = 0;
+            while taken < 256 && !self.is_blocked() && self.datagrams.inboxes.is_empty(id) {
+                let Ok(Some((slot, written))) = self.store.rx.take() else {
+                    break;
+                };
+                taken += 1;
+                self.stats.rx_packets += 1;
+                let now = self.now();
+                if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
+                    self.hold(now, slot, flow, len);
+                } else {
+                    taken += self.datagrams.take_cost();
+                }
+            }
+        }
+        let (sockets, store) = (&mut self.sockets, &mut self.store);
+        self.datagrams.inboxes.lease(id, sockets, store)
+    }
+
+    fn trusts(&self, _: Option<u32>) -> bool {
+        self.trusted
+    }
+
+    fn each(
+        &mut self,
+        id: DatagramId,
+        most: usize,
+        look: &mut dyn FnMut(Address, Payload<'_>, bool) -> bool,
+    ) -> usize {
+        let mut seen = 0;
+        let trusted = self.trusted;
+        let mut look = |source, payload: Payload<'_>| look(source, payload, trusted);
+        while seen < most {
+            let mut go_on = None;
+            if self.datagrams.inboxes.is_empty(id) {
+                let mut bytes = 0;
+                self.show_datagram(id, &mut |source, payload| {
+                    bytes = payload.len();
+                    go_on = Some(look(source, payload));
+                });
+                self.sockets.count_shown(bytes);
+            }
+            if go_on.is_none() {
+                let (sockets, store) = (&mut self.sockets, &mut self.store);
+                go_on = self.datagrams.inboxes.show(id, &mut look, sockets, store);
+            }
+            match go_on {
+                Some(true) => seen += 1,
+                Some(false) => return seen + 1,
+                None => break,
+            }
+        }
+        seen
+    }
+
+    fn has_some(&self, id: DatagramId) -> bool {
+        !self.datagrams.inboxes.is_empty(id)
+    }
+
+    fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
+        self.datagrams.inboxes.table.stats(id)
+    }
+
+    fn drops(&self) -> DatagramDrops {
+        self.datagrams.inboxes.table.drops()
+    }
+}

@@ -214,3 +214,27 @@ fn scale_has_its_rows_and_everything_it_made_is_gone() {
     let gone = "connections 0, ends 0, timers 0, ports 0";
     assert!(text.contains(gone), "{text}");
 }
+
+#[test]
+fn dgram_has_a_row_for_every_size_and_number_of_senders() {
+    let (table, _) = bench(&["dgram"]);
+    assert_eq!(table["table"], "dgram");
+    check_rows(&table);
+    let rows = table["rows"].as_array().unwrap();
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let senders = match cores {
+        1 => vec!["one sender".to_owned()],
+        cores => vec!["one sender".to_owned(), format!("{cores} senders")],
+    };
+    for size in ["64 B", "1 KiB", "4 KiB", "32 KiB"] {
+        for senders in &senders {
+            for way in ["sleeping", "sleeping, recv_each"] {
+                let name = format!("{size}, {senders}, {way}");
+                let found = rows.iter().find(|row| row["name"] == name);
+                let row = found.unwrap_or_else(|| panic!("{name} in {rows:#?}"));
+                assert_eq!(row["peer_name"], "UDP loopback");
+                assert!(row["ratio"].is_number(), "{row}");
+            }
+        }
+    }
+}

@@ -68,6 +68,8 @@ pub(crate) enum TableName {
     Hold,
     /// Very many connections: memory, how fast they come and go, and beside a bulk stream
     Scale,
+    /// Datagrams: ours beside UDP over the loopback interface
+    Dgram,
 }
 
 /// The order of a worker, word by word.
@@ -104,7 +106,7 @@ impl Settings {
         }
         if tables.is_empty() {
             return Err(Failure::usage(
-                "which table? give one or more of local, device, rx, hold and scale",
+                "which table? give one or more of local, device, rx, hold, scale and dgram",
             ));
         }
         let mut seen = Vec::new();

@@ -37,6 +37,7 @@ pub(crate) fn main(args: BenchArgs) -> Result<(), Failure> {
             TableName::Rx => tables::rx::run(&settings, cores, &machine),
             TableName::Hold => tables::hold::run(&settings, cores, &machine),
             TableName::Scale => tables::scale::run(&settings, cores, &machine),
+            TableName::Dgram => tables::dgram::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());
@@ -59,7 +60,7 @@ fn install(tables: &[TableName]) {
         let outcome = match table {
             TableName::Local => peers::iceoryx2::install(),
             TableName::Device | TableName::Scale => tables::device::install_peer(),
-            TableName::Rx | TableName::Hold => Ok(()),
+            TableName::Rx | TableName::Hold | TableName::Dgram => Ok(()),
         };
         if let Err(reason) = outcome {
             eprintln!("zerosock: --install-peers: {reason}");

@@ -5,6 +5,7 @@
 
 pub(crate) mod bare;
 pub(crate) mod bytes;
+pub(crate) mod datagrams;
 pub(crate) mod dequeue;
 pub(crate) mod hoard;
 pub(crate) mod iceoryx2;
@@ -33,9 +34,13 @@ pub(crate) enum Contestant {
     Iceoryx2,
     /// Two threads over plain shared buffers: not a peer but the ceiling.
     Bare,
+    /// Ours, by datagrams.
+    Datagrams,
+    /// UDP over the loopback interface.
+    Udp,
 }
 
-/// All, ourselves first.
+/// All that carry streams, ourselves first.
 pub(crate) const ALL: [Contestant; 6] = [
     Contestant::Ours,
     Contestant::Unix,
@@ -61,6 +66,8 @@ impl Contestant {
             Contestant::Pipe => "pipe",
             Contestant::Iceoryx2 => "iceoryx2",
             Contestant::Bare => "bare",
+            Contestant::Datagrams => "datagrams",
+            Contestant::Udp => "udp",
         }
     }
 
@@ -73,14 +80,18 @@ impl Contestant {
             Contestant::Pipe => "pipe",
             Contestant::Iceoryx2 => "iceoryx2 0.10",
             Contestant::Bare => "bare loop",
+            Contestant::Datagrams => "zerosock",
+            Contestant::Udp => "UDP loopback",
         }
     }
 
     /// Whether it can wait so: kernel sockets sleep, what lives in shared memory alone spins.
     pub(crate) fn waits(self, wait: Wait) -> bool {
         match self {
-            Contestant::Ours => true,
-            Contestant::Unix | Contestant::Tcp | Contestant::Pipe => wait == Wait::Sleep,
+            Contestant::Ours | Contestant::Datagrams => true,
+            Contestant::Unix | Contestant::Tcp | Contestant::Pipe | Contestant::Udp => {
+                wait == Wait::Sleep
+            }
             Contestant::Iceoryx2 | Contestant::Bare => wait == Wait::Spin,
         }
     }
@@ -96,7 +107,7 @@ impl Contestant {
     /// Its program, or why there is none.
     pub(crate) fn program(self) -> Result<Program, String> {
         match self {
-            Contestant::Ours => ours::available()?,
+            Contestant::Ours | Contestant::Datagrams => ours::available()?,
             Contestant::Iceoryx2 => {
                 return iceoryx2::find().map(|path| Program {
                     path,
@@ -122,6 +133,11 @@ pub(crate) fn work(order: &Order) -> Result<(), Fault> {
         return worker::work_with(|| bare::run(order));
     }
     worker::pin(order.cpu)?;
+    for datagrams in [Contestant::Datagrams, Contestant::Udp] {
+        if order.peer == datagrams.name() {
+            return datagrams::work(order, datagrams == Contestant::Datagrams);
+        }
+    }
     if order.peer == vsock::NAME {
         return worker::work_alone(|| vsock::run(order));
     }

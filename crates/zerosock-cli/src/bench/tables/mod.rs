@@ -1,6 +1,7 @@
 //! The tables: which cases, against whom, in what unit.
 
 pub(crate) mod device;
+pub(crate) mod dgram;
 pub(crate) mod hold;
 pub(crate) mod local;
 pub(crate) mod rx;

@@ -81,6 +81,19 @@ pub struct Datagram {
 }
 
 /// Where a [`Datagram`] can be bound: at an [`Endpoint`] or a [`Host`].
+///
+/// ```
+/// # let (db, _web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use zerosock::Port;
+/// use zerosock::vsock::{Datagram, DatagramHome};
+///
+/// /// For endpoints and hosts alike.
+/// fn log<'a>(at: impl Into<DatagramHome<'a>>) -> std::io::Result<Datagram> {
+///     Datagram::bind(at, Port::new(514))
+/// }
+/// assert_eq!(log(&db)?.local_addr().cid, db.cid());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct DatagramHome<'a> {
     core: &'a Arc<Core>,
     wait: Wait,

@@ -178,3 +178,45 @@ fn nothing_is_left_of_connections_with_host_programs() {
         eventually_with(&mut guest, "gone", |_| now(&daemon) == [0; 4]);
     }
 }
+
+/// A guest that asks for connections without end, beside one that has a single one.
+#[test]
+fn a_guest_that_connects_without_end_gets_its_cap_and_its_neighbour_notices_nothing() {
+    const CAP: usize = 300;
+    let daemon = TestDaemon::with(2, |config| config.max_connections = CAP);
+    let mut guests = [daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {})];
+    guests[1].listen(PORT, 4 * CAP).unwrap();
+    let listener = common::host_listener(&daemon.vms[1].uds_path, 2000);
+    let neighbour = guests[1].wait_connect(host(2000), deadline()).unwrap();
+    let (mut program, _) = listener.accept().unwrap();
+    program.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    let to = Address::new(Cid::new(4), PORT);
+    let (mut connected, mut refused) = (0, 0);
+    for round in 0..20u8 {
+        let begun: Vec<StreamId> = (0..100).map(|_| guests[0].connect(to).unwrap()).collect();
+        until(&mut guests, "answers", |[one, _]| {
+            let answered = |&stream: &StreamId| one.state(stream) != Some(StreamState::Connecting);
+            begun.iter().all(answered)
+        });
+        for stream in begun {
+            match guests[0].state(stream) {
+                Some(StreamState::Connected) => connected += 1,
+                _ => refused += 1,
+            }
+        }
+        assert!(now(&daemon)[0] <= 2 * CAP as u64, "{:?}", now(&daemon));
+        // Both ways, while the other goes on.
+        assert_eq!(guests[1].send(neighbour, &[round]).unwrap(), 1);
+        guests[1].flush();
+        let mut got = [0];
+        std::io::Read::read_exact(&mut program, &mut got).unwrap();
+        std::io::Write::write_all(&mut program, &got).unwrap();
+        guests[1]
+            .wait_recv_exact(neighbour, &mut got, deadline())
+            .unwrap();
+        assert_eq!(got, [round]);
+    }
+    // The neighbour's own one counts as well, at its device.
+    assert_eq!((connected, refused), (CAP - 1, 2000 - (CAP - 1)));
+    assert_eq!(daemon.stats().unwrap().devices_lost, 0);
+}

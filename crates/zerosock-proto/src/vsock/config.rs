@@ -87,7 +87,7 @@ pub struct ShardConfig {
     /// Most bytes in flight towards a peer, whatever it advertises. `None` is
     /// Linux's rule: the connection's own `buf_alloc`.
     pub send_limit: Option<u32>,
-    /// Most connections at once, those included whose RST has not left or
+    /// Most connections at once, of all shards that share a port table, those included whose RST has not left or
     /// whose end the caller has not yet polled. Above it REQUESTs are reset.
     pub max_connections: usize,
     /// Most undecided incoming connections when `accept_all` is set;

@@ -8,6 +8,7 @@
 
 use core::hash::BuildHasher;
 use core::ops::RangeInclusive;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hashbrown::{DefaultHashBuilder, HashMap};
@@ -25,6 +26,8 @@ const KEPT: usize = 1024;
 /// Listeners and ports in use; shards share it behind an `Arc`.
 #[derive(Debug)]
 pub struct PortTable {
+    /// Places that connections have in all shards that share it.
+    occupied: AtomicUsize,
     inner: Mutex<Inner>,
 }
 
@@ -88,6 +91,7 @@ impl PortTable {
         };
         let start = DefaultHashBuilder::default().hash_one(0u32) as u32;
         PortTable {
+            occupied: AtomicUsize::new(0),
             inner: Mutex::new(Inner {
                 listeners: HashMap::new(),
                 outgoing: HashMap::new(),
@@ -117,6 +121,21 @@ impl PortTable {
             .listeners
             .get(&address)
             .map(|listener| listener.waiting)
+    }
+
+    /// Places that connections have in the shards that share it.
+    pub(crate) fn occupied(&self) -> usize {
+        self.occupied.load(Ordering::Relaxed)
+    }
+
+    /// A connection has taken a place. How many there are is a bound, and nothing is ordered by it.
+    pub(crate) fn occupy(&self) {
+        self.occupied.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Connections have given their places back.
+    pub(crate) fn vacate(&self, count: usize) {
+        self.occupied.fetch_sub(count, Ordering::Relaxed);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

@@ -348,6 +348,7 @@ impl<S: BuildHasher> Shard<S> {
 
     fn insert(&mut self, connection: Connection) -> u32 {
         self.live += 1;
+        self.ports.occupy();
         self.stats.opened += 1;
         self.table.insert(connection)
     }
@@ -491,6 +492,7 @@ impl<S: BuildHasher> Shard<S> {
             self.data.remove(slots, index);
             self.events.remove(slots, index);
             self.table.free(index);
+            self.ports.vacate(1);
         }
     }
 
@@ -577,6 +579,7 @@ impl<S> Drop for Shard<S> {
                 self.ports.release(connection.key.local, hold);
             }
         }
+        self.ports.vacate(self.table.occupied());
     }
 }
 

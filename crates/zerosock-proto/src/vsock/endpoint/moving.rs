@@ -20,7 +20,7 @@ use crate::vsock::ports::PortTable;
 use crate::vsock::state::State;
 use crate::wire::vsock::{Op, Repr};
 
-/// A connection between two shards. One that is dropped is gone without a word to its peer.
+/// A connection between two shards; it counts as one of theirs. One that is dropped is gone without a word to its peer.
 #[derive(Debug)]
 #[must_use = "a connection that nobody adopts is gone"]
 pub struct Parcel {
@@ -36,6 +36,9 @@ impl Drop for Parcel {
             && let Some(hold) = connection.hold.take()
         {
             self.ports.release(connection.key.local, hold);
+        }
+        if self.connection.is_some() {
+            self.ports.vacate(1);
         }
     }
 }
@@ -67,6 +70,12 @@ impl<S: BuildHasher> Shard<S> {
         connection.tx.hold();
         self.update_lists(flow.index);
         Ok(())
+    }
+
+    /// A driver's: whether a connection is on its way, and nothing is sent.
+    pub fn is_moving(&self, flow: FlowId) -> bool {
+        let connection = self.table.get(flow);
+        connection.is_some_and(|c| matches!(c.moving, Moving::Ask(_) | Moving::Asked))
     }
 
     /// A device's, after [`Disposition::Move`]: it stays at `pair`, where it is.
@@ -155,13 +164,12 @@ impl<S: BuildHasher> Shard<S> {
     /// Takes a connection in that another shard of the same half has given up; its new id.
     ///
     /// # Errors
-    /// The parcel again, if as many connections are here as may be, or one between the same
-    /// addresses.
+    /// The parcel again, if there is one between the same addresses.
     pub fn adopt(&mut self, mut parcel: Parcel) -> Result<FlowId, Parcel> {
         let Some(connection) = parcel.connection.take() else {
             return Err(parcel);
         };
-        if self.table.occupied() >= self.config.max_connections || !self.vacate(&connection.key) {
+        if !self.vacate(&connection.key) {
             parcel.connection = Some(connection);
             return Err(parcel);
         }

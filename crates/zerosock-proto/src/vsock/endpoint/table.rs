@@ -55,6 +55,13 @@ pub(super) struct Table<S> {
     last_index: u32,
 }
 
+impl<S> Table<S> {
+    /// Places taken.
+    pub(super) fn occupied(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}
+
 impl<S: BuildHasher> Table<S> {
     pub(super) fn new(hasher: S) -> Table<S> {
         Table {
@@ -69,11 +76,6 @@ impl<S: BuildHasher> Table<S> {
             },
             last_index: NOWHERE,
         }
-    }
-
-    /// Places taken.
-    pub(super) fn occupied(&self) -> usize {
-        self.slots.len() - self.free.len()
     }
 
     /// Finds by addresses; hashes only when it is not the last one found.

@@ -68,7 +68,7 @@ pub struct DaemonConfig {
     /// How long a connect may take, and a CONNECT line.
     pub connect_timeout: Duration,
     /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), each on the
-    /// next worker: 1 to 16. `max_connections` is for each of them.
+    /// next worker: 1 to 16.
     pub queue_pairs: u16,
     /// Whether processes may attach without a VM, and on what terms.
     pub attach: Option<AttachConfig>,

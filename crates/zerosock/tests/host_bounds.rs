@@ -139,7 +139,7 @@ fn a_pause_takes_leases_back_and_tears_those_that_are_read() {
         assert_eq!(reading.is_torn(), n == 1);
         assert_bytes(&reading.to_vec(), &bytes(n as u64, 2000));
     }
-    guest.resume(bases).unwrap();
+    guest.resume(&bases).unwrap();
     let mut got = vec![0; 2000];
     stream.read_exact(&mut got).unwrap();
     assert_bytes(&got, &bytes(9, 2000));
@@ -200,7 +200,7 @@ fn memory_kept_by_torn_leases_is_capped() {
 #[test]
 fn a_guest_with_many_connections_that_nobody_reads_loses_those_with_most() {
     const MOST: usize = 1 << 20;
-    let hosted = Hosted::tuned(|builder| builder.max_copied(MOST));
+    let hosted = Hosted::tuned(|builder| builder.queue_pairs(1).max_copied(MOST));
     let mut guest = hosted.guest();
     let listener = hosted.listen(PORT, 32).unwrap();
     let ids: Vec<_> = (0..24)
@@ -241,7 +241,8 @@ fn a_guest_with_many_connections_that_nobody_reads_loses_those_with_most() {
 
 #[test]
 fn a_quarter_of_the_buffers_is_never_lent() {
-    let hosted = Hosted::new();
+    // Of each queue; this counts those of one.
+    let hosted = Hosted::tuned(|builder| builder.queue_pairs(1));
     let mut guest = hosted.guest();
     let listener = hosted.listen(PORT, 16).unwrap();
     let mut streams = Vec::new();

@@ -16,6 +16,7 @@ use hosting::Hosted;
 use zerosock::Port;
 use zerosock::driver::{Driver, StreamId};
 use zerosock::vsock::Stream;
+use zerosock_proto::vsock::pairs::rx_queue;
 use zerosock_proto::wire::vsock::HEADER_LEN;
 
 const PORT: Port = Port::new(701);
@@ -55,11 +56,12 @@ fn a_pause_does_not_wait_for_a_read_into_a_loan_that_blocks() {
             });
             // The main loop of a VMM does not wait for what our program reads.
             let bases = guest.suspend().unwrap();
-            assert!(bases[0] > 0 && !reader.is_finished());
+            let rx = rx_queue(guest.queue_pair(id).unwrap());
+            assert!(bases[usize::from(rx)] > 0 && !reader.is_finished());
             rustix::io::write(&into, b"written").unwrap();
             let loan = reader.join().unwrap().unwrap();
             assert_eq!((loan.filled(), loan.is_in_place()), (15, false));
-            guest.resume(bases).unwrap();
+            guest.resume(&bases).unwrap();
             assert_eq!(loan.send().unwrap(), 15);
         });
         let mut got = [0; 15];

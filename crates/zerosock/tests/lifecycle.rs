@@ -275,7 +275,7 @@ fn queues_stop_and_go_on_in_the_middle_of_traffic() {
         let before = guest.used_indices();
         thread::sleep(Duration::from_millis(5));
         assert_eq!(guest.used_indices(), before, "a stopped queue moved");
-        guest.resume(bases).unwrap();
+        guest.resume(&bases).unwrap();
     });
 }
 

@@ -53,7 +53,9 @@ impl Device {
             DeviceCommand::SetFeatures(features) => {
                 self.shard.set_moves(features & F_PAIRS != 0);
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
-                self.datagrams.negotiated(features);
+                // Datagrams are the first lane's.
+                let first = self.lanes.pair == 0;
+                self.datagrams.negotiated(if first { features } else { 0 });
                 reply.done();
             }
             DeviceCommand::SetPairs(pairs) => {
@@ -161,7 +163,9 @@ impl Device {
         }
         // A front-end whose first queue goes on in the middle has a driver that knew an earlier
         // device, with connections that we know nothing of.
-        self.announce_reset |= self.fresh && config.base != 0 && self.lanes.pair == 0;
+        if self.fresh && config.base != 0 {
+            self.announce_lost(cx);
+        }
         self.fresh = false;
         Ok(())
     }

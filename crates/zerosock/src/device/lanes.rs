@@ -110,6 +110,11 @@ impl Device {
         self.lanes = Lanes::new(pair, self.addr, all);
     }
 
+    /// The number of its queue pair.
+    pub(crate) fn pair(&self) -> u16 {
+        self.lanes.pair
+    }
+
     /// The lane where a connection begins whose guest has port `guest`; `None`: here.
     pub(super) fn lane_for(&self, guest: Address, peer: Address) -> Option<DeviceAddr> {
         self.lanes
@@ -128,6 +133,15 @@ impl Device {
         };
         let lane = self.lane_for(to, Address::new(Cid::HOST, from));
         (lane.unwrap_or(self.addr), from)
+    }
+
+    /// The driver knows connections that we do not: the first lane tells it, as it has the events.
+    pub(super) fn announce_lost(&mut self, cx: &mut Context<'_>) {
+        if self.lanes.pair == 0 {
+            self.announce_reset = true;
+        } else {
+            cx.outbox.send(self.lanes.first(), Message::Lost);
+        }
     }
 
     /// The driver wants a connection to go on at pair `pair`.
@@ -355,6 +369,7 @@ impl Device {
     ) -> Option<Message> {
         match message {
             Message::Arrived { to, now, answer } => self.arrived(to, now, answer, cx),
+            Message::Lost => self.announce_reset = true,
             Message::SentOn(message) => match *message {
                 Message::Flushed { to } => self.unpark(to, cx),
                 message => return Some(message),

@@ -1,4 +1,4 @@
-//! The memory a driver shares with its device: one memfd, cut once into three
+//! The memory a driver shares with its device: one memfd, cut once into
 //! rings, header slots, event slots and payload buffers.
 //!
 //! What must hold here: nothing overlaps; every slot's place is computed once,
@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{DriverLayout, MapError, Memory, Piece, RegionConfig, TranslateError};
 use zerosock_sys::memfd;
 
@@ -122,8 +123,15 @@ pub(crate) struct Arena {
     pub(crate) region: RegionConfig,
     /// It is made of huge pages.
     pub(crate) huge_pages: bool,
-    /// Places of the rings: rx, tx, event.
-    pub(crate) rings: [DriverLayout; 3],
+    /// Places of the rings, by the queue's number.
+    pub(crate) rings: Vec<DriverLayout>,
+    /// Event buffers.
+    pub(crate) events: Slots,
+}
+
+/// The buffers of one queue pair.
+#[derive(Debug)]
+pub(crate) struct PairSlots {
     /// Headers of received packets.
     pub(crate) rx_headers: Slots,
     /// Payload of received packets.
@@ -132,13 +140,16 @@ pub(crate) struct Arena {
     pub(crate) tx_headers: Slots,
     /// Payload of packets to send.
     pub(crate) tx_data: Slots,
-    /// Event buffers.
-    pub(crate) events: Slots,
+    /// Where they lie.
+    pub(crate) memory: Arc<Memory>,
 }
 
 impl Arena {
-    /// Makes and maps the memory that `config` asks for.
-    pub(crate) fn new(config: &DriverConfig) -> Result<Arena, ArenaError> {
+    /// Makes and maps the memory that `config` asks for; with the buffers of each of `pairs`.
+    pub(crate) fn new(
+        config: &DriverConfig,
+        pairs: QueuePairs,
+    ) -> Result<(Arena, Vec<PairSlots>), ArenaError> {
         let slots = u64::from(config.slots());
         let rx_stride = stride(config.rx_buffer_size);
         let tx_stride = stride(config.tx_buffer_size);
@@ -150,10 +161,13 @@ impl Arena {
             start
         };
         let ring_len = DriverLayout::bytes_needed(config.queue_size);
-        let rings = [(); 3].map(|()| DriverLayout::at(take(ring_len), config.queue_size));
+        let rings = (0..pairs.queues())
+            .map(|_| DriverLayout::at(take(ring_len), config.queue_size))
+            .collect();
         let events = take(u64::from(EVENT_SLOTS) * u64::from(HEADER_SLOT));
-        let rx = take(slots * rx_stride);
-        let tx = take(slots * tx_stride);
+        let places: Vec<(u64, u64)> = (0..pairs.get())
+            .map(|_| (take(slots * rx_stride), take(slots * tx_stride)))
+            .collect();
         let len = end - GUEST_BASE;
 
         let huge = match config.huge_pages && config.seal {
@@ -168,18 +182,27 @@ impl Arena {
         let count = config.slots();
         let line = u64::from(HEADER_SLOT);
         let header = zerosock_proto::wire::vsock::HEADER_LEN as u32;
-        Ok(Arena {
-            rx_headers: Slots::new(&memory, rx, rx_stride, header, count)?,
-            rx_data: Slots::new(&memory, rx + line, rx_stride, config.rx_buffer_size, count)?,
-            tx_headers: Slots::new(&memory, tx, tx_stride, header, count)?,
-            tx_data: Slots::new(&memory, tx + line, tx_stride, config.tx_buffer_size, count)?,
+        let memory = Arc::new(memory);
+        let (rx_len, tx_len) = (config.rx_buffer_size, config.tx_buffer_size);
+        let pair = |(rx, tx)| {
+            Ok(PairSlots {
+                rx_headers: Slots::new(&memory, rx, rx_stride, header, count)?,
+                rx_data: Slots::new(&memory, rx + line, rx_stride, rx_len, count)?,
+                tx_headers: Slots::new(&memory, tx, tx_stride, header, count)?,
+                tx_data: Slots::new(&memory, tx + line, tx_stride, tx_len, count)?,
+                memory: memory.clone(),
+            })
+        };
+        let slots: Result<_, ArenaError> = places.into_iter().map(pair).collect();
+        let arena = Arena {
             events: Slots::new(&memory, events, line, EVENT_LEN, EVENT_SLOTS)?,
-            memory: Arc::new(memory),
+            memory: memory.clone(),
             fd,
             region,
             huge_pages,
             rings,
-        })
+        };
+        Ok((arena, slots?))
     }
 
     /// The user address that stands for guest address `addr`.

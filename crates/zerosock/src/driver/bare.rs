@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
@@ -42,6 +43,7 @@ pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
     let link = Link {
         seqpacket: true,
         frontend,
+        pairs: QueuePairs::ONE,
         event_idx: true,
         datagrams: true,
         datagram_flow: true,

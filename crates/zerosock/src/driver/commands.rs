@@ -9,7 +9,8 @@ use zerosock_proto::{Address, Port};
 
 use super::errors::DriverError;
 use super::events::DriverEvent;
-use super::{Driver, Listener, POOL};
+use super::lanes::LaneId;
+use super::{Driver, Listener};
 use crate::vsock::sockets::{News, StreamId, StreamState};
 
 impl Driver {
@@ -35,19 +36,20 @@ impl Driver {
             return Err(ConnectError::Unreachable);
         }
         let now = self.now();
+        let (lane, port) = self.lane_for(port, peer);
         let local = Address {
             cid: self.cid,
             port,
         };
-        let flow = self.store.shard.connect(now, local, peer, socket_type)?;
-        let local = self.store.shard.flow(flow).map_or(local, |info| info.local);
-        let stream = self
-            .sockets
-            .insert(POOL, flow, StreamState::Connecting, local, peer);
+        let shard = &mut self.store.lanes[lane].shard;
+        let flow = shard.connect(now, local, peer, socket_type)?;
+        let local = shard.flow(flow).map_or(local, |info| info.local);
+        let state = StreamState::Connecting;
+        let stream = self.sockets.insert(lane.pool(), flow, state, local, peer);
         if socket_type == SocketType::SeqPacket {
             self.sockets.carry_messages(stream);
         }
-        self.flows.insert(flow, stream);
+        self.store.lanes[lane].flows.insert(flow, stream);
         Ok(stream)
     }
 
@@ -65,7 +67,9 @@ impl Driver {
         backlog: usize,
         socket_type: SocketType,
     ) -> Result<(), ListenError> {
-        self.store.shard.listen(port, backlog)?;
+        self.store.lanes[LaneId::FIRST]
+            .shard
+            .listen(port, backlog)?;
         self.listeners.push(Listener {
             port,
             socket_type,
@@ -81,7 +85,7 @@ impl Driver {
     /// reset.
     pub fn unlisten(&mut self, port: Port) {
         // Nothing to do for a port that nobody listens on.
-        let _ = self.store.shard.unlisten(port);
+        let _ = self.store.lanes[LaneId::FIRST].shard.unlisten(port);
         if let Some(at) = self
             .listeners
             .iter()
@@ -125,9 +129,10 @@ impl Driver {
         };
         entry.finished |= how.send;
         entry.deaf |= how.receive;
-        if let Some(flow) = entry.flow {
+        let (lane, flow) = (LaneId::of_pool(entry.pool), entry.flow);
+        if let Some(flow) = flow {
             // A flow that ended meanwhile needs no shutdown.
-            let _ = self.store.shard.shutdown(now, flow, how);
+            let _ = self.store.lanes[lane].shard.shutdown(now, flow, how);
         }
     }
 
@@ -136,11 +141,14 @@ impl Driver {
     /// One that the peer has not answered can only be reset.
     pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
         let now = self.now();
-        if let Some(flow) = self.sockets.get(stream).and_then(|entry| entry.flow)
-            && self.store.shard.shutdown(now, flow, How::BOTH).is_err()
+        if let Some((lane, flow)) = self.flow_of(stream)
+            && self.store.lanes[lane]
+                .shard
+                .shutdown(now, flow, How::BOTH)
+                .is_err()
         {
             // A flow that ended meanwhile needs no reset.
-            let _ = self.store.shard.reset(flow);
+            let _ = self.store.lanes[lane].shard.reset(flow);
         }
         self.sockets.remove(stream, &mut self.store);
         Ok(self.store.check()?)
@@ -148,9 +156,9 @@ impl Driver {
 
     /// Resets a connection at once. The handle is dead afterwards.
     pub fn abort(&mut self, stream: StreamId) {
-        if let Some(flow) = self.sockets.get(stream).and_then(|entry| entry.flow) {
+        if let Some((lane, flow)) = self.flow_of(stream) {
             // A flow that ended meanwhile needs no reset.
-            let _ = self.store.shard.reset(flow);
+            let _ = self.store.lanes[lane].shard.reset(flow);
         }
         self.sockets.remove(stream, &mut self.store);
     }

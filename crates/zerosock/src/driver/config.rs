@@ -4,6 +4,8 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use zerosock_proto::vsock::QueuePairs;
+
 use zerosock_proto::Port;
 
 use super::arena::HEADER_SLOT;
@@ -20,6 +22,9 @@ pub struct DriverConfig {
     /// Entries of each virtqueue: a power of two, 8 to 32768. A packet takes
     /// two of them, one for the header and one for the payload.
     pub queue_size: u16,
+    /// Most queue pairs to use, of a device that offers several (docs/queue-pairs.md): 1 to 16. Each
+    /// has buffers of its own.
+    pub queue_pairs: u16,
     /// Payload bytes of one receive buffer. Linux posts 4096.
     pub rx_buffer_size: u32,
     /// Payload bytes of one transmit buffer, the most that one packet carries:
@@ -63,6 +68,7 @@ impl DriverConfig {
         DriverConfig {
             socket: socket.into(),
             queue_size: 256,
+            queue_pairs: 1,
             rx_buffer_size: 4096,
             tx_buffer_size: 65536,
             buf_alloc: 262_144,
@@ -81,6 +87,9 @@ impl DriverConfig {
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         if !self.queue_size.is_power_of_two() || !(8..=32768).contains(&self.queue_size) {
             return Err(ConfigError::QueueSize(self.queue_size));
+        }
+        if QueuePairs::new(self.queue_pairs).is_err() {
+            return Err(ConfigError::QueuePairs(self.queue_pairs));
         }
         if self.rx_buffer_size == 0 || self.rx_buffer_size > 1 << 20 {
             return Err(ConfigError::RxBufferSize(self.rx_buffer_size));
@@ -103,6 +112,9 @@ pub enum ConfigError {
     /// See [`DriverConfig::queue_size`].
     #[error("queue_size {0}: must be a power of two from 8 to 32768")]
     QueueSize(u16),
+    /// See [`DriverConfig::queue_pairs`].
+    #[error("queue_pairs {0}: must be from 1 to 16")]
+    QueuePairs(u16),
     /// See [`DriverConfig::rx_buffer_size`].
     #[error("rx_buffer_size {0}: must be from 1 to 1048576")]
     RxBufferSize(u32),
@@ -126,6 +138,13 @@ mod tests {
             ..good.clone()
         };
         assert_eq!(bad.check(), Err(ConfigError::QueueSize(100)));
+        for queue_pairs in [0, 17] {
+            let bad = DriverConfig {
+                queue_pairs,
+                ..good.clone()
+            };
+            assert_eq!(bad.check(), Err(ConfigError::QueuePairs(queue_pairs)));
+        }
         let bad = DriverConfig {
             rx_buffer_size: 0,
             ..good.clone()

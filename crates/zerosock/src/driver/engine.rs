@@ -6,10 +6,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use zerosock_proto::vsock::{ConnectError, FlowId, How, ListenError};
+use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
+use super::lanes::{Lane, LaneId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::attach::Fault;
 use crate::vsock::datagram::engine::DatagramEngine;
@@ -33,10 +34,6 @@ impl Driver {
     fn nothing(&self, id: StreamId) -> Result<(), RecvFault> {
         let conn = self.sockets.get(id).ok_or(RecvFault::Unknown)?;
         conn.why_empty()
-    }
-
-    fn flow_of(&self, id: StreamId) -> Option<FlowId> {
-        self.sockets.get(id)?.flow
     }
 
     /// Copies to `out` what has arrived for a connection of which nothing is held.
@@ -83,11 +80,9 @@ impl Engine for Driver {
     #[inline]
     fn settle(&mut self) {
         let enough = (self.config.slots() / 8).max(1);
-        if self.store.rx.unshown() >= enough
-            || self.store.shard.has_transmit()
-            || self.blocked
-            || self.datagrams.inboxes.table.has_control()
-        {
+        let is_due =
+            |lane: &Lane| lane.rx.unshown() >= enough || lane.shard.has_transmit() || lane.blocked;
+        if self.store.lanes.iter().any(is_due) || self.datagrams.inboxes.table.has_control() {
             Driver::flush(self);
         }
     }
@@ -148,11 +143,11 @@ impl Engine for Driver {
     }
 
     fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
-        self.store.shard.bind(port)
+        self.store.lanes[LaneId::FIRST].shard.bind(port)
     }
 
     fn unbind(&mut self, port: Port) {
-        self.store.shard.unbind(port);
+        self.store.lanes[LaneId::FIRST].shard.unbind(port);
     }
 
     fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
@@ -219,29 +214,44 @@ impl Engine for Driver {
         self.sockets.skip(id, len, &mut self.store)
     }
 
+    fn queue_pair(&self, id: StreamId) -> u16 {
+        Driver::queue_pair(self, id).unwrap_or(0)
+    }
+
+    fn move_to_pair(&mut self, id: StreamId, pair: u16) -> Result<(), MoveError> {
+        Driver::move_to_pair(self, id, pair)
+    }
+
+    fn is_moving(&self, id: StreamId) -> bool {
+        Driver::is_moving(self, id)
+    }
+
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         self.sockets.set_low_water(id, bytes);
-        if let Some(flow) = self.flow_of(id) {
+        if let Some((lane, flow)) = self.flow_of(id) {
             // A flow that ended meanwhile needs no credit; the same goes for the calls below.
-            let _ = self.store.shard.set_low_water(flow, bytes);
+            let _ = self.store.lanes[lane].shard.set_low_water(flow, bytes);
         }
     }
 
     fn set_buffer(&mut self, id: StreamId, bytes: u32) {
-        if let Some(flow) = self.flow_of(id) {
-            let _ = self.store.shard.set_buf_alloc(flow, bytes);
+        if let Some((lane, flow)) = self.flow_of(id) {
+            let _ = self.store.lanes[lane].shard.set_buf_alloc(flow, bytes);
         }
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
-        if let Some(flow) = self.flow_of(id) {
+        if let Some((lane, flow)) = self.flow_of(id) {
             let now = self.now();
-            let _ = self.store.shard.set_connect_timeout(now, flow, timeout);
+            let _ = self.store.lanes[lane]
+                .shard
+                .set_connect_timeout(now, flow, timeout);
         }
     }
 
     fn credit(&self, id: StreamId) -> Option<CreditInfo> {
-        let flow = self.store.shard.flow(self.flow_of(id)?)?;
+        let (lane, flow) = self.flow_of(id)?;
+        let flow = self.store.lanes[lane].shard.flow(flow)?;
         Some(CreditInfo {
             buffer: flow.buf_alloc,
             unsent: flow.tx_cnt.wrapping_sub(flow.peer_fwd_cnt),
@@ -249,8 +259,8 @@ impl Engine for Driver {
     }
 
     fn ask_progress(&mut self, id: StreamId) {
-        if let Some(flow) = self.flow_of(id) {
-            let _ = self.store.shard.ask_progress(flow);
+        if let Some((lane, flow)) = self.flow_of(id) {
+            let _ = self.store.lanes[lane].shard.ask_progress(flow);
         }
     }
 
@@ -358,23 +368,25 @@ impl Engine for Driver {
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
-        let flow = self.sockets.get(id).and_then(|conn| conn.flow);
-        let kept = |kept: &Outgoing| Some(kept.room.flow()) == flow;
-        self.outgoing.iter().any(kept)
+        let Some((lane, flow)) = self.flow_of(id) else {
+            return false;
+        };
+        let kept = |kept: &Outgoing| kept.room.flow() == flow;
+        self.store.lanes[lane].outgoing.iter().any(kept)
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
         match self.sendable(id) {
-            Ok(flow) => {
-                if !self.tx.has_data_slot() {
+            Ok((lane, flow)) => {
+                if !self.store.lanes[lane].tx.has_data_slot() {
                     // A ring that is broken is told by the next turn.
-                    let _ = self.tx.reap();
-                    if !self.tx.has_data_slot() {
+                    let _ = self.store.lanes[lane].tx.reap();
+                    if !self.store.lanes[lane].tx.has_data_slot() {
                         self.wait_for_slot(id);
                         return false;
                     }
                 }
-                self.store.shard.may_reserve_message(flow)
+                self.store.lanes[lane].shard.may_reserve_message(flow)
             }
             Err(SendError::NotConnected) => false,
             Err(_) => true,

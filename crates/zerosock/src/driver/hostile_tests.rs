@@ -8,10 +8,13 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::DeviceQueue;
 
 use super::bare::{Peer, SERVER, connect, pair};
-use super::link::{RX, TX};
 use crate::attach::Fault;
 use crate::vsock::engine::Engine;
 use crate::vsock::{Endpoint, EndpointOver, Stream};
+use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
+
+const RX: usize = RX_QUEUE as usize;
+const TX: usize = TX_QUEUE as usize;
 
 /// Longer than what is behind a header may be.
 const BUFFER: u32 = 4096;

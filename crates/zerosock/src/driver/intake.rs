@@ -9,10 +9,11 @@ use zerosock_proto::vsock::{Disposition, Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
 use zerosock_proto::{Address, Cid, Instant};
 
+use super::Driver;
 use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
+use super::lanes::{LaneId, RxSlot};
 use super::messages::ends;
-use super::{Driver, POOL};
 use crate::header;
 use crate::vsock::engine::{Payload, ShowBounds};
 use crate::vsock::sockets::{Ends, Held, News, Store, StreamId, StreamState};
@@ -24,9 +25,10 @@ const TURN_BUDGET: u16 = 256;
 /// who looks panics.
 struct Shown<'a> {
     driver: &'a mut Driver,
+    lane: LaneId,
     flow: FlowId,
     /// The one that is being looked at.
-    slot: Option<u16>,
+    slot: Option<RxSlot>,
     bytes: usize,
     taken: u64,
 }
@@ -42,9 +44,11 @@ impl Drop for Shown<'_> {
         }
         driver.stats.rx_packets += self.taken;
         if self.bytes > 0 {
-            driver.store.consumed(POOL, self.flow, self.bytes as u32);
+            driver
+                .store
+                .consumed(self.lane.pool(), self.flow, self.bytes as u32);
         }
-        if driver.store.shard.has_events() {
+        if driver.store.lanes[self.lane].shard.has_events() {
             driver.take_core_events(driver.now());
         }
     }
@@ -53,12 +57,21 @@ impl Drop for Shown<'_> {
 impl Driver {
     /// Takes packets from the receive queue into the protocol core.
     pub(super) fn take_packets(&mut self, now: Instant) -> Result<bool, DriverError> {
+        let mut any = false;
+        for lane in self.store.lanes.ids() {
+            any |= self.take_packets_of(lane, now)?;
+        }
+        Ok(any)
+    }
+
+    fn take_packets_of(&mut self, lane: LaneId, now: Instant) -> Result<bool, DriverError> {
         let (mut taken, mut cost) = (0, 0);
-        while taken + cost < TURN_BUDGET && !self.is_blocked() {
-            let Some((slot, written)) = self.store.rx.take()? else {
+        while taken + cost < TURN_BUDGET && !self.is_blocked(lane) {
+            let Some((slot, written)) = self.store.lanes[lane].rx.take()? else {
                 break;
             };
             taken += 1;
+            let slot = RxSlot { lane, slot };
             if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
                 self.hold(now, slot, flow, len);
             } else {
@@ -80,14 +93,15 @@ impl Driver {
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> (usize, usize) {
-        let Some(flow) = self.sockets.drained_flow(id) else {
+        let Some((lane, flow)) = self.drained_flow(id) else {
             return (0, 0);
         };
-        if !self.store.rx.has_used() {
+        if !self.store.lanes[lane].rx.has_used() {
             return (0, 0);
         }
         let mut shown = Shown {
             driver: self,
+            lane,
             flow,
             slot: None,
             bytes: 0,
@@ -98,22 +112,23 @@ impl Driver {
         while go_on
             && seen < bounds.packets
             && shown.taken < u64::from(TURN_BUDGET)
-            && !shown.driver.is_blocked()
+            && !shown.driver.is_blocked(lane)
         {
             let driver = &mut *shown.driver;
             // What goes wrong here goes wrong again in the next turn, which says so. What was shown
             // before is received all the same.
-            let Ok(Some((slot, written))) = driver.store.rx.take() else {
+            let Ok(Some((slot, written))) = driver.store.lanes[lane].rx.take() else {
                 break;
             };
             shown.taken += 1;
+            let slot = RxSlot { lane, slot };
             let Some((of, len)) = driver.take_packet(None, slot, written) else {
                 continue;
             };
-            let arena = &driver.store.arena;
-            let piece = arena.rx_data.pieces(slot).first();
+            let slots = &driver.store.lanes[lane].slots;
+            let piece = slots.rx_data.pieces(slot.slot).first();
             let len_shown = len as usize;
-            match piece.and_then(|piece| arena.memory.slice(*piece)) {
+            match piece.and_then(|piece| slots.memory.slice(*piece)) {
                 Some(slice)
                     if of == flow && (1..=bounds.bytes - shown.bytes).contains(&len_shown) =>
                 {
@@ -134,9 +149,17 @@ impl Driver {
         (seen, shown.bytes)
     }
 
+    /// The lane and the flow of a connection for which nothing is held, so that what arrives may be
+    /// shown at once.
+    #[inline]
+    fn drained_flow(&self, id: StreamId) -> Option<(LaneId, FlowId)> {
+        let flow = self.sockets.drained_flow(id)?;
+        Some((LaneId::of_pool(self.sockets.get(id)?.pool), flow))
+    }
+
     /// Payload for a connection, if it still is one of ours.
     #[inline]
-    pub(super) fn hold(&mut self, now: Instant, slot: u16, flow: FlowId, len: u32) {
+    pub(super) fn hold(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32) {
         let held = Held {
             token: slot,
             offset: 0,
@@ -144,7 +167,7 @@ impl Driver {
             since: now,
             ends: Ends::Nothing,
         };
-        match self.flow(flow) {
+        match self.flow(slot.lane, flow) {
             Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
             // Closed by us, and the peer does not know yet.
             None => self.store.release(slot),
@@ -152,7 +175,7 @@ impl Driver {
     }
 
     /// As `hold`, a part of a message.
-    fn hold_part(&mut self, now: Instant, slot: u16, flow: FlowId, len: u32, flags: u32) {
+    fn hold_part(&mut self, now: Instant, slot: RxSlot, flow: FlowId, len: u32, flags: u32) {
         let held = Held {
             token: slot,
             offset: 0,
@@ -160,7 +183,7 @@ impl Driver {
             since: now,
             ends: ends(flags),
         };
-        match self.flow(flow) {
+        match self.flow(slot.lane, flow) {
             Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),
             // Closed by us, and the peer does not know yet.
             None => self.store.release(slot),
@@ -173,38 +196,40 @@ impl Driver {
     pub(super) fn take_packet(
         &mut self,
         now: Option<Instant>,
-        slot: u16,
+        slot: RxSlot,
         written: u32,
     ) -> Option<(FlowId, u32)> {
-        let arena = &self.store.arena;
+        let lane = &mut self.store.lanes[slot.lane];
+        let slots = &lane.slots;
         // The payload comes near while the header does, and so do those of a later packet.
-        arena.rx_data.prefetch(&arena.memory, slot);
-        if let Some(later) = self.store.rx.guess() {
-            arena.rx_headers.prefetch(&arena.memory, later);
-            arena.rx_data.prefetch(&arena.memory, later);
+        slots.rx_data.prefetch(&slots.memory, slot.slot);
+        if let Some(later) = lane.rx.guess() {
+            slots.rx_headers.prefetch(&slots.memory, later);
+            slots.rx_data.prefetch(&slots.memory, later);
         }
         // The private copy: the device may change the header under us.
-        let repr = header::read(&arena.memory, arena.rx_headers.pieces(slot));
+        let repr = header::read(&slots.memory, slots.rx_headers.pieces(slot.slot));
         let payload = written.checked_sub(HEADER_LEN as u32);
         let (Some(payload), Ok(repr)) = (payload, repr) else {
             self.malformed(slot);
             return None;
         };
-        if repr.len > payload || repr.len > arena.rx_data.len() {
+        if repr.len > payload || repr.len > slots.rx_data.len() {
             self.malformed(slot);
             return None;
         }
-        let disposition = match self.store.shard.handle_payload(&repr) {
+        let disposition = match lane.shard.handle_payload(&repr) {
             Some(disposition) => disposition,
             None if repr.socket_type.get() == SocketType::Datagram as u16
-                && self.datagrams.are_offered() =>
+                && self.datagrams.are_offered()
+                && slot.lane == LaneId::FIRST =>
             {
                 self.take_datagram(now, slot, &repr);
                 return None;
             }
             None => {
                 let now = now.unwrap_or_else(|| self.now());
-                self.store.shard.handle_packet(now, &repr)
+                self.store.lanes[slot.lane].shard.handle_packet(now, &repr)
             }
         };
         match disposition {
@@ -215,28 +240,34 @@ impl Driver {
                 self.hold_part(now, slot, flow, len, flags);
                 return None;
             }
-            // Moves are not negotiated.
-            Disposition::Move { .. }
-            | Disposition::Moved { .. }
-            | Disposition::MovedStray { .. }
-            | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
+            Disposition::Moved { flow, pair } => self.moved(slot.lane, flow, pair, &repr),
+            Disposition::MovedStray { pair } => self.moved_stray(pair, &repr),
+            // The first is for devices.
+            Disposition::Move { .. } | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
         }
         self.store.release(slot);
         None
     }
 
     #[cold]
-    fn malformed(&mut self, slot: u16) {
+    fn malformed(&mut self, slot: RxSlot) {
         self.stats.rx_malformed += 1;
         self.store.release(slot);
     }
 
     /// The connection that a flow of the protocol core belongs to.
     #[inline]
-    fn flow(&self, flow: FlowId) -> Option<StreamId> {
-        let stream = self.flows.get(flow)?;
+    pub(super) fn flow(&self, lane: LaneId, flow: FlowId) -> Option<StreamId> {
+        let stream = self.store.lanes[lane].flows.get(flow)?;
         let conn = self.sockets.get(stream)?;
-        (conn.flow == Some(flow)).then_some(stream)
+        (conn.flow == Some(flow) && conn.pool == lane.pool()).then_some(stream)
+    }
+
+    /// The lane and the flow of a connection that has one.
+    #[inline]
+    pub(super) fn flow_of(&self, id: StreamId) -> Option<(LaneId, FlowId)> {
+        let conn = self.sockets.get(id)?;
+        Some((LaneId::of_pool(conn.pool), conn.flow?))
     }
 
     /// Takes events from the event queue.
@@ -262,7 +293,9 @@ impl Driver {
     /// virtio 1.2, 5.10.6.7.1: read the CID again, drop the connections, keep
     /// the listeners.
     fn transport_reset(&mut self, now: Instant) {
-        self.store.shard.handle_transport_reset(now);
+        for lane in self.store.lanes.iter_mut() {
+            lane.shard.handle_transport_reset(now);
+        }
         self.take_core_events(now);
         let cid = self
             .link
@@ -274,28 +307,36 @@ impl Driver {
             return;
         };
         self.cid = cid;
-        self.store.shard.set_driver_cid(cid);
+        for lane in self.store.lanes.iter_mut() {
+            lane.shard.set_driver_cid(cid);
+        }
         self.datagrams.reset(cid);
     }
 
     /// Turns the protocol core's events into ours.
     pub(super) fn take_core_events(&mut self, now: Instant) {
-        while let Some(event) = self.store.shard.poll_event() {
+        for lane in self.store.lanes.ids() {
+            self.take_core_events_of(lane, now);
+        }
+    }
+
+    fn take_core_events_of(&mut self, lane: LaneId, now: Instant) {
+        while let Some(event) = self.store.lanes[lane].shard.poll_event() {
             match event {
                 Event::Incoming {
                     flow,
                     local,
                     peer,
                     socket_type,
-                } => self.incoming(now, flow, local, peer, socket_type),
+                } => self.incoming(now, (lane, flow), local, peer, socket_type),
                 Event::Connected { flow } => {
-                    if let Some(stream) = self.flow(flow) {
+                    if let Some(stream) = self.flow(lane, flow) {
                         self.set_state(stream, StreamState::Connected);
                         self.sockets.announce(stream, News::Connected);
                     }
                 }
                 Event::Refused { flow, reason } => {
-                    if let Some(stream) = self.flow(flow) {
+                    if let Some(stream) = self.flow(lane, flow) {
                         self.set_state(stream, StreamState::Reset);
                         if let Some(entry) = self.sockets.get_mut(stream) {
                             entry.flow = None;
@@ -309,7 +350,7 @@ impl Driver {
                     receive,
                     send,
                 } => {
-                    if let Some(stream) = self.flow(flow)
+                    if let Some(stream) = self.flow(lane, flow)
                         && let Some(entry) = self.sockets.get_mut(stream)
                     {
                         entry.peer_finished |= send;
@@ -321,11 +362,11 @@ impl Driver {
                     }
                 }
                 Event::Writable { flow } => {
-                    if let Some(stream) = self.flow(flow) {
+                    if let Some(stream) = self.flow(lane, flow) {
                         self.sockets.announce(stream, News::Writable);
                     }
                 }
-                Event::Closed { flow, reason } => self.closed(flow, reason.is_orderly()),
+                Event::Closed { flow, reason } => self.closed(lane, flow, reason.is_orderly()),
             }
         }
     }
@@ -333,7 +374,7 @@ impl Driver {
     fn incoming(
         &mut self,
         now: Instant,
-        flow: FlowId,
+        (lane, flow): (LaneId, FlowId),
         local: Address,
         peer: Address,
         socket_type: SocketType,
@@ -346,27 +387,27 @@ impl Driver {
             .filter(|one| one.socket_type == socket_type && one.waiting.len() < one.backlog)
         else {
             // A flow that ended meanwhile needs no answer.
-            let _ = self.store.shard.reject(flow);
+            let _ = self.store.lanes[lane].shard.reject(flow);
             return;
         };
-        if self.store.shard.accept(now, flow).is_ok() {
+        if self.store.lanes[lane].shard.accept(now, flow).is_ok() {
             if let Some(bytes) = listener.buffer {
                 // The RESPONSE, which tells of it, has not left: it cannot fail.
-                let _ = self.store.shard.set_buf_alloc(flow, bytes);
+                let _ = self.store.lanes[lane].shard.set_buf_alloc(flow, bytes);
             }
             let state = StreamState::Connected;
-            let stream = self.sockets.insert(POOL, flow, state, local, peer);
+            let stream = self.sockets.insert(lane.pool(), flow, state, local, peer);
             if socket_type == SocketType::SeqPacket {
                 self.sockets.carry_messages(stream);
             }
-            self.flows.insert(flow, stream);
+            self.store.lanes[lane].flows.insert(flow, stream);
             listener.waiting.push_back(stream);
             listener.untold += 1;
         }
     }
 
-    fn closed(&mut self, flow: FlowId, orderly: bool) {
-        let Some(stream) = self.flow(flow) else {
+    fn closed(&mut self, lane: LaneId, flow: FlowId, orderly: bool) {
+        let Some(stream) = self.flow(lane, flow) else {
             return;
         };
         let Some(entry) = self.sockets.get_mut(stream) else {

@@ -14,11 +14,14 @@ use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock_proto::Cid;
 use zerosock_proto::addr::CidError;
 use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
+use zerosock_proto::vsock::pairs::EVENT_QUEUE;
+use zerosock_proto::vsock::{QueuePairs, Shard};
 
 use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
 use super::frontend::{Frontend, FrontendError, VringAddr};
 use crate::attach::Fault;
+use crate::device::control::session::F_PAIRS;
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
@@ -32,10 +35,8 @@ const F_SEQPACKET: u64 = 2;
 /// The CID of the host, which a service's device has.
 const HOST: u64 = 2;
 
-/// The queues' numbers (virtio 1.2, 5.10.2 "Virtqueues").
-pub(crate) const RX: usize = 0;
-pub(crate) const TX: usize = 1;
-pub(crate) const EVENT: usize = 2;
+/// The event queue's number (virtio 1.2, 5.10.2 "Virtqueues").
+pub(crate) const EVENT: usize = EVENT_QUEUE as usize;
 
 /// Why a driver could not attach to a device.
 #[derive(Debug, thiserror::Error)]
@@ -113,19 +114,22 @@ impl AttachError {
 /// One eventfd pair for each queue.
 #[derive(Debug)]
 pub(crate) struct Doorbells {
-    kicks: [OwnedFd; 3],
-    calls: [OwnedFd; 3],
+    kicks: Vec<OwnedFd>,
+    calls: Vec<OwnedFd>,
 }
 
 impl Doorbells {
-    pub(crate) fn new() -> Result<Doorbells, AttachError> {
+    pub(crate) fn new(pairs: QueuePairs) -> Result<Doorbells, AttachError> {
         let make = || {
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-                .map_err(|error| AttachError::Eventfd(error.into()))
+            let make = |_| {
+                eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                    .map_err(|error| AttachError::Eventfd(error.into()))
+            };
+            (0..pairs.queues()).map(make).collect::<Result<Vec<_>, _>>()
         };
         Ok(Doorbells {
-            kicks: [make()?, make()?, make()?],
-            calls: [make()?, make()?, make()?],
+            kicks: make()?,
+            calls: make()?,
         })
     }
 
@@ -142,6 +146,19 @@ impl Doorbells {
             let _ = rustix::io::write(kick, &1u64.to_ne_bytes());
         }
     }
+
+    /// As `kick`, if that is wanted; whether it was.
+    pub(crate) fn kick_if(&self, wanted: bool, index: usize) -> bool {
+        if wanted {
+            self.kick(index);
+        }
+        wanted
+    }
+
+    /// Tells the device that every queue has something for it.
+    pub(crate) fn kick_all(&self) {
+        (0..self.kicks.len()).for_each(|queue| self.kick(queue));
+    }
 }
 
 /// An attached device.
@@ -156,6 +173,8 @@ pub(crate) struct Link {
     pub(crate) datagrams: bool,
     /// And their flow control.
     pub(crate) datagram_flow: bool,
+    /// Queue pairs that are used.
+    pub(crate) pairs: QueuePairs,
     /// Our CID, by the device's configuration space.
     pub(crate) cid: Cid,
 }
@@ -181,6 +200,9 @@ impl Link {
         if config.event_idx {
             wanted |= F_EVENT_IDX;
         }
+        if config.queue_pairs > 1 {
+            wanted |= F_PAIRS;
+        }
         let protocol = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG;
@@ -195,8 +217,16 @@ impl Link {
             (HOST, Some(_)) => Cid::HOST,
             (cid, _) => Cid::guest(cid)?,
         };
+        let mut pairs = QueuePairs::ONE;
+        if features & F_PAIRS != 0 {
+            let most = frontend.max_queue_pairs()?.min(config.queue_pairs);
+            // Of a device that has none in its configuration space we use the one there must be.
+            pairs = QueuePairs::new(most).unwrap_or(QueuePairs::ONE);
+            frontend.set_queue_pairs(pairs.get())?;
+        }
         Ok(Link {
             frontend,
+            pairs,
             event_idx: features & F_EVENT_IDX != 0,
             seqpacket: features & F_SEQPACKET != 0,
             datagrams: features & F_DGRAM != 0,
@@ -211,14 +241,14 @@ impl Link {
         &mut self,
         arena: &Arena,
         bells: &Doorbells,
-        bases: [u16; 3],
+        bases: &[u16],
     ) -> Result<(), AttachError> {
         let frontend = &mut self.frontend;
         frontend.set_mem_table(&[(arena.fd.as_fd(), arena.region)])?;
         let parts = arena.rings.iter().zip(&bells.kicks).zip(&bells.calls);
         for (index, (((ring, kick), call), base)) in (0u32..).zip(parts.zip(bases)) {
             frontend.set_vring_num(index, ring.size)?;
-            frontend.set_vring_base(index, base)?;
+            frontend.set_vring_base(index, *base)?;
             frontend.set_vring_addr(
                 index,
                 VringAddr {
@@ -230,7 +260,7 @@ impl Link {
             frontend.set_vring_call(index, Some(call.as_fd()))?;
             frontend.set_vring_kick(index, Some(kick.as_fd()))?;
         }
-        for index in 0..3 {
+        for index in 0..arena.rings.len() as u32 {
             frontend.set_vring_enable(index, true)?;
         }
         frontend.sync()?;
@@ -239,11 +269,15 @@ impl Link {
 
     /// Stops the queues; returns the index at which each could go on. When it
     /// returns, the device no longer touches our memory.
-    pub(crate) fn stop(&mut self) -> Result<[u16; 3], FrontendError> {
-        let mut bases = [0; 3];
-        for (index, base) in (0u32..).zip(&mut bases) {
-            *base = self.frontend.get_vring_base(index)?;
-        }
-        Ok(bases)
+    pub(crate) fn stop(&mut self, queues: usize) -> Result<Vec<u16>, FrontendError> {
+        (0..queues as u32)
+            .map(|index| self.frontend.get_vring_base(index))
+            .collect()
+    }
+
+    /// Tells a shard what was negotiated.
+    pub(crate) fn agree(&self, shard: &mut Shard) {
+        shard.set_seqpacket(self.seqpacket);
+        shard.set_moves(self.pairs != QueuePairs::ONE);
     }
 }

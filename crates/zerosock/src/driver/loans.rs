@@ -9,6 +9,7 @@ use zerosock_proto::vsock::Reservation;
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
+use super::lanes::LaneId;
 use super::transfer::Loan;
 use crate::vsock::engine::{LoanParts, SendFault};
 use crate::vsock::sockets::{Place, StreamId};
@@ -18,9 +19,10 @@ use crate::vsock::sockets::{Place, StreamId};
 pub(crate) struct Loans {
     /// By the loan's word.
     out: Vec<Option<Out>>,
+    /// Transmit slots of a lane.
     slots: u16,
-    /// Slots that are out.
-    in_place: u16,
+    /// Slots that are out, of each lane.
+    in_place: Vec<u16>,
     /// Slots that are out, for each connection's place.
     of: Vec<u16>,
     /// Bytes sent where their holder wrote them.
@@ -34,16 +36,17 @@ enum Out {
     InPlace(Loan),
     Private {
         stream: StreamId,
+        lane: LaneId,
         reservation: Reservation,
     },
 }
 
 impl Loans {
-    pub(super) fn new(words: usize, slots: u16) -> Loans {
+    pub(super) fn new(words: usize, lanes: usize, slots: u16) -> Loans {
         Loans {
             out: (0..words).map(|_| None).collect(),
             slots,
-            in_place: 0,
+            in_place: vec![0; lanes],
             of: Vec::new(),
             sent_in_place: 0,
             copied_in: 0,
@@ -51,14 +54,18 @@ impl Loans {
     }
 
     /// Whether one more slot may be lent to a connection.
-    fn may_lend(&self, stream: StreamId) -> bool {
+    fn may_lend(&self, stream: StreamId, lane: LaneId) -> bool {
         let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
-        of < (self.slots / 8).max(1) && self.in_place < self.slots - (self.slots / 4).max(1)
+        let lent = self.in_place.get(usize::from(lane.pair())).copied();
+        of < (self.slots / 8).max(1)
+            && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
     }
 
     fn put(&mut self, index: u32, out: Out) {
         if let Out::InPlace(loan) = &out {
-            self.in_place += 1;
+            if let Some(lent) = self.in_place.get_mut(usize::from(loan.lane.pair())) {
+                *lent += 1;
+            }
             let place = loan.stream.index() as usize;
             if self.of.len() <= place {
                 self.of.resize(place + 1, 0);
@@ -75,7 +82,9 @@ impl Loans {
     fn take(&mut self, index: u32) -> Option<Out> {
         let out = self.out.get_mut(index as usize)?.take()?;
         if let Out::InPlace(loan) = &out {
-            self.in_place = self.in_place.saturating_sub(1);
+            if let Some(lent) = self.in_place.get_mut(usize::from(loan.lane.pair())) {
+                *lent = lent.saturating_sub(1);
+            }
             if let Some(of) = self.of.get_mut(loan.stream.index() as usize) {
                 *of = of.saturating_sub(1);
             }
@@ -87,14 +96,17 @@ impl Loans {
 impl Driver {
     /// See [`Engine::loan`](crate::vsock::engine::Engine::loan).
     pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let flow = self.sendable(stream).map_err(fault)?;
+        let (lane, flow) = self.sendable(stream).map_err(fault)?;
         let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
         let max = u32::try_from(max).unwrap_or(u32::MAX);
-        let out = if self.loans.may_lend(stream) {
-            self.borrow_slot(stream, flow, max).map(Out::InPlace)
+        let out = if self.loans.may_lend(stream, lane) {
+            self.borrow_slot(stream, (lane, flow), max)
+                .map(Out::InPlace)
         } else {
-            self.reserve(flow, max).map(|reservation| Out::Private {
+            let reserved = self.reserve((lane, flow), max);
+            reserved.map(|reservation| Out::Private {
                 stream,
+                lane,
                 reservation,
             })
         };
@@ -105,12 +117,12 @@ impl Driver {
                 return Err(fault(error));
             }
         };
-        let arena = &self.store.arena;
+        let slots = &self.store.lanes[lane].slots;
         let (len, place) = match &out {
             Out::InPlace(loan) => {
                 let place = Place::InPlace {
-                    memory: arena.memory.clone(),
-                    pieces: arena.tx_data.pieces(loan.slot).iter().copied().collect(),
+                    memory: slots.memory.clone(),
+                    pieces: slots.tx_data.pieces(loan.slot).iter().copied().collect(),
                     offset: 0,
                 };
                 (loan.len, Some(place))
@@ -133,16 +145,18 @@ impl Driver {
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
-        let (slot, reservation, copied) = match out {
-            Out::InPlace(loan) => (loan.slot, loan.reservation, false),
+        let (lane, slot, reservation, copied) = match out {
+            Out::InPlace(loan) => (loan.lane, loan.slot, loan.reservation, false),
             Out::Private {
                 stream,
+                lane,
                 reservation,
-            } => match self.tx.data_slot(reservation.len()) {
-                Ok(Some(slot)) => (slot, reservation, true),
+            } => match self.store.lanes[lane].tx.data_slot(reservation.len()) {
+                Ok(Some(slot)) => (lane, slot, reservation, true),
                 Ok(None) => {
                     let out = Out::Private {
                         stream,
+                        lane,
                         reservation,
                     };
                     self.loans.put(index, out);
@@ -158,19 +172,19 @@ impl Driver {
         self.sockets.end_loan(index);
         let mut len = len.min(reservation.len() as usize);
         if copied {
-            let arena = &self.store.arena;
+            let slots = &self.store.lanes[lane].slots;
             let bytes = private.unwrap_or(&[]);
             len = len.min(bytes.len());
             let bytes = bytes.get(..len).unwrap_or(bytes);
-            let pieces = arena.tx_data.pieces(slot);
-            len = arena.memory.write(pieces, 0, bytes);
+            let pieces = slots.tx_data.pieces(slot);
+            len = slots.memory.write(pieces, 0, bytes);
         }
         if len == 0 {
-            self.store.shard.cancel(reservation);
-            self.tx.put_back(slot);
+            self.store.lanes[lane].shard.cancel(reservation);
+            self.store.lanes[lane].tx.put_back(slot);
             return Ok(0);
         }
-        self.send_slot(slot, reservation, len as u32)
+        self.send_slot(lane, slot, reservation, len as u32)
             .map_err(fault)?;
         let counted = if copied {
             &mut self.loans.copied_in
@@ -185,7 +199,9 @@ impl Driver {
     pub(super) fn end_lent(&mut self, index: u32) {
         match self.loans.take(index) {
             Some(Out::InPlace(loan)) => self.cancel(loan),
-            Some(Out::Private { reservation, .. }) => self.store.shard.cancel(reservation),
+            Some(Out::Private {
+                lane, reservation, ..
+            }) => self.store.lanes[lane].shard.cancel(reservation),
             None => return,
         }
         self.sockets.end_loan(index);

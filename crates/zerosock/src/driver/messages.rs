@@ -10,6 +10,7 @@ use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
+use super::lanes::LaneId;
 use super::transfer::refused;
 use crate::vsock::outgoing::{Outgoing, Slices, end};
 use crate::vsock::sockets::{Ends, StreamId};
@@ -27,15 +28,17 @@ impl Driver {
     /// Credit for a message of `len` bytes.
     pub(super) fn reserve_message(
         &mut self,
-        flow: FlowId,
+        (lane, flow): (LaneId, FlowId),
         len: u32,
     ) -> Result<MessageRoom, SendError> {
-        let mut result = self.store.shard.reserve_message(flow, len);
-        if matches!(result, Err(ReserveError::NoCredit)) && self.store.shard.has_transmit() {
+        let mut result = self.store.lanes[lane].shard.reserve_message(flow, len);
+        if matches!(result, Err(ReserveError::NoCredit))
+            && self.store.lanes[lane].shard.has_transmit()
+        {
             // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
             let now = self.now();
-            self.transmit_control(now)?;
-            result = self.store.shard.reserve_message(flow, len);
+            self.transmit_control_of(lane, now)?;
+            result = self.store.lanes[lane].shard.reserve_message(flow, len);
         }
         result.map_err(refused)
     }
@@ -47,12 +50,12 @@ impl Driver {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendError> {
-        let flow = self.sendable(stream)?;
+        let (lane, flow) = self.sendable(stream)?;
         let mut slices = Slices::new(slices);
         let total = u32::try_from(slices.left()).map_err(|_| SendError::TooLong)?;
         // A slot for its first part, or it is not begun.
-        let most = self.store.arena.tx_data.len();
-        let Some(mut slot) = self
+        let most = self.store.lanes[lane].slots.tx_data.len();
+        let Some(mut slot) = self.store.lanes[lane]
             .tx
             .data_slot(total.min(most))
             .map_err(DriverError::from)?
@@ -60,31 +63,35 @@ impl Driver {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        let mut room = match self.reserve_message(flow, total) {
+        let mut room = match self.reserve_message((lane, flow), total) {
             Ok(room) => room,
             Err(error) => {
-                self.tx.put_back(slot);
+                self.store.lanes[lane].tx.put_back(slot);
                 return Err(error);
             }
         };
         self.loans.copied_in += u64::from(total);
         loop {
             let len = slices.left().min(most as usize);
-            let arena = &self.store.arena;
+            let slots = &self.store.lanes[lane].slots;
             slices.take(len, |at, bytes| {
-                arena.memory.write(arena.tx_data.pieces(slot), at, bytes);
+                slots.memory.write(slots.tx_data.pieces(slot), at, bytes);
             });
             let last = end(slices.left(), ends_record);
-            self.send_part(slot, &mut room, len as u32, last)?;
+            self.send_part(lane, slot, &mut room, len as u32, last)?;
             if last.is_some() {
                 return Ok(true);
             }
             let want = most.min(u32::try_from(slices.left()).unwrap_or(most));
-            match self.tx.data_slot(want).map_err(DriverError::from)? {
+            match self.store.lanes[lane]
+                .tx
+                .data_slot(want)
+                .map_err(DriverError::from)?
+            {
                 Some(next) => slot = next,
                 None => {
                     let rest = Outgoing::rest(room, slices, ends_record);
-                    self.keep(stream, rest);
+                    self.keep(lane, stream, rest);
                     return Ok(false);
                 }
             }
@@ -92,24 +99,25 @@ impl Driver {
     }
 
     /// Keeps what there is no slot for.
-    pub(super) fn keep(&mut self, stream: StreamId, rest: Outgoing) {
-        self.outgoing.push_back(rest);
+    pub(super) fn keep(&mut self, lane: LaneId, stream: StreamId, rest: Outgoing) {
+        self.store.lanes[lane].outgoing.push_back(rest);
         // Whether or not the stream is still somebody's.
-        self.waiting_for_slot.push_back(stream);
+        self.store.lanes[lane].waiting_for_slot.push_back(stream);
     }
 
     /// Sends the first `len` bytes of a slot as a part of a message.
     fn send_part(
         &mut self,
+        lane: LaneId,
         slot: u16,
         room: &mut MessageRoom,
         len: u32,
         last: Option<u32>,
     ) -> Result<(), SendError> {
-        match self.store.shard.commit_part(room, len, last) {
-            Ok(header) => Ok(self.transmit(slot, &header)?),
+        match self.store.lanes[lane].shard.commit_part(room, len, last) {
+            Ok(header) => Ok(self.transmit(lane, slot, &header)?),
             Err(error) => {
-                self.tx.put_back(slot);
+                self.store.lanes[lane].tx.put_back(slot);
                 Err(match error {
                     CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
                     // Nobody else sends while one is kept.
@@ -120,24 +128,24 @@ impl Driver {
     }
 
     /// Sends what was kept, as far as there are slots. Connections take turns by message.
-    pub(super) fn send_kept(&mut self) {
-        while let Some(mut kept) = self.outgoing.pop_front() {
+    pub(super) fn send_kept(&mut self, lane: LaneId) {
+        while let Some(mut kept) = self.store.lanes[lane].outgoing.pop_front() {
             // What goes wrong here goes wrong again in the next turn, which says so.
-            let most = self.store.arena.tx_data.len() as usize;
+            let most = self.store.lanes[lane].slots.tx_data.len() as usize;
             let len = kept.left().len().min(most);
-            let Ok(Some(slot)) = self.tx.data_slot(len as u32) else {
-                self.outgoing.push_front(kept);
+            let Ok(Some(slot)) = self.store.lanes[lane].tx.data_slot(len as u32) else {
+                self.store.lanes[lane].outgoing.push_front(kept);
                 return;
             };
-            let arena = &self.store.arena;
+            let slots = &self.store.lanes[lane].slots;
             let bytes = kept.left().get(..len).unwrap_or(&[]);
-            arena.memory.write(arena.tx_data.pieces(slot), 0, bytes);
+            slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
             let last = kept.end(len);
-            let sent = self.send_part(slot, &mut kept.room, len as u32, last);
+            let sent = self.send_part(lane, slot, &mut kept.room, len as u32, last);
             kept.advance(len);
             // A connection that has ended needs the rest no more.
             if sent.is_ok() && last.is_none() {
-                self.outgoing.push_front(kept);
+                self.store.lanes[lane].outgoing.push_front(kept);
             }
         }
     }

@@ -45,10 +45,13 @@ mod frontend;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
+mod lanes;
 mod link;
 mod loans;
 pub(crate) mod messages;
+mod moving;
 mod queues;
+mod setup;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -56,13 +59,9 @@ mod transfer;
 mod watch;
 
 use std::collections::VecDeque;
-use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::time;
 
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 
 pub use crate::vsock::sockets::{StreamId, StreamState};
@@ -80,15 +79,12 @@ pub use zerosock_proto::{Address, Cid, Port};
 
 use crate::deadline::earlier;
 use crate::header;
-use crate::vsock::leases::Leases;
-use crate::vsock::outgoing::Outgoing;
 use crate::vsock::sockets::{News, Sockets};
-use arena::Arena;
 use datagrams::Datagrams;
-use flows::Flows;
-use link::{Doorbells, EVENT, Link, RX, TX};
+use lanes::{Lane, LaneId, RxSlot};
+use link::{Doorbells, EVENT, Link};
 use loans::Loans;
-use queues::{EventQueue, RxQueue, TxQueue};
+use queues::EventQueue;
 use store::Buffers;
 use watch::Watch;
 
@@ -96,8 +92,6 @@ use watch::Watch;
 const HOLD: time::Duration = time::Duration::from_millis(20);
 /// Bytes that all connections together may have in copies because nobody reads them.
 const MOST_COPIED: usize = 64 << 20;
-/// The receive slots, all that [`Sockets`] has to share out.
-const POOL: u32 = 0;
 /// Turns that found nothing, after which one looks whether the device is still there: nobody else
 /// does for who never sleeps.
 const IDLE_TURNS: u32 = 256;
@@ -112,28 +106,19 @@ pub struct Driver {
     /// None between the device's hang-up and the next reconnect.
     link: Option<Link>,
     store: Buffers,
-    tx: TxQueue,
     event_queue: EventQueue,
     cid: Cid,
     epoch: time::Instant,
-    sockets: Sockets<u16>,
-    flows: Flows,
+    sockets: Sockets<RxSlot>,
     loans: Loans,
     datagrams: Datagrams,
     listeners: Vec<Listener>,
     /// Told before anything else.
     reset_seen: bool,
     gone_seen: bool,
-    /// Connections that wait for a transmit slot, oldest first.
-    waiting_for_slot: VecDeque<StreamId>,
-    /// Messages that have begun and found no slot for the rest. While there are any, somebody waits
-    /// for slots.
-    outgoing: VecDeque<Outgoing>,
     stats: DriverStats,
     /// Calls were asked for, and somebody may be asleep.
     armed: bool,
-    /// Packets wait in the ring, as the bounds on what is held demand, and no call was asked for.
-    blocked: bool,
     idle_turns: u32,
     trusted: bool,
 }
@@ -151,161 +136,6 @@ struct Listener {
 }
 
 impl Driver {
-    /// Makes the memory, connects to the device at `config.socket`, negotiates
-    /// and starts the queues.
-    pub fn attach(config: DriverConfig) -> Result<Driver, AttachError> {
-        Driver::build(config, Link::connect)
-    }
-
-    /// As [`attach`](Driver::attach), over a vhost-user socket that is connected
-    /// already, as a process gets it that [attaches](crate::attach) to a daemon.
-    /// Such a device cannot be had again:
-    /// [`reconnect`](Driver::reconnect) would go to `config.socket`.
-    pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {
-        Driver::build(config, |config| Link::over(socket, config))
-    }
-
-    fn build(
-        config: DriverConfig,
-        connect: impl FnOnce(&DriverConfig) -> Result<Link, AttachError>,
-    ) -> Result<Driver, AttachError> {
-        config.check()?;
-        let link = connect(&config)?;
-        Driver::with_link(config, link, |link, arena, bells| {
-            link.start(arena, bells, [0; 3])
-        })
-    }
-
-    /// Makes the memory and the queues for a device that is there, and has `start` hand them over.
-    fn with_link(
-        config: DriverConfig,
-        mut link: Link,
-        start: impl FnOnce(&mut Link, &Arena, &Doorbells) -> Result<(), AttachError>,
-    ) -> Result<Driver, AttachError> {
-        let arena = Arena::new(&config)?;
-        let bells = Doorbells::new()?;
-        let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
-        watch
-            .device(link.frontend.as_fd())
-            .map_err(AttachError::Eventfd)?;
-        let [rx_ring, tx_ring, event_ring] = arena.rings;
-        let mut rx = RxQueue::new(&arena, rx_ring, link.event_idx)?;
-        let tx = TxQueue::new(&arena, tx_ring, link.event_idx)?;
-        let mut event_queue = EventQueue::new(&arena, event_ring, link.event_idx)?;
-        // Posted before the device looks for the first time: no kick is owed
-        // for what it finds then, but it costs nothing to be sure.
-        let _ = rx.publish();
-        let _ = event_queue.publish();
-        start(&mut link, &arena, &bells)?;
-        bells.kick(RX);
-        bells.kick(EVENT);
-        let cid = link.cid;
-        let mut shard = new_shard(&config, cid);
-        shard.set_seqpacket(link.seqpacket);
-        let slots = config.slots();
-        // Each slot can be out on a lease or a loan, and as many copies beside.
-        let words = Arc::new(Leases::new((4 * usize::from(slots)).max(256)));
-        let loans = Loans::new(words.capacity(), slots);
-        let mut datagrams = Datagrams::new(cid, words.capacity());
-        datagrams.negotiated(link.datagrams, link.datagram_flow);
-        let mut sockets = Sockets::new(words, HOLD, MOST_COPIED);
-        // The first one: POOL.
-        sockets.add_pool(u32::from(slots));
-        Ok(Driver {
-            store: Buffers::new(arena, rx, shard),
-            sockets,
-            flows: Flows::default(),
-            loans,
-            datagrams,
-            bells,
-            watch,
-            link: Some(link),
-            tx,
-            event_queue,
-            cid,
-            epoch: time::Instant::now(),
-            listeners: Vec::new(),
-            reset_seen: false,
-            gone_seen: false,
-            waiting_for_slot: VecDeque::new(),
-            outgoing: VecDeque::new(),
-            stats: DriverStats::default(),
-            armed: false,
-            blocked: false,
-            idle_turns: 0,
-            trusted: false,
-            config,
-        })
-    }
-
-    /// Attaches to a restarted device with the memory, the queues and the
-    /// listeners as they are: what a VMM does for a guest that knows nothing
-    /// of it. Each queue goes on at its used index, so that the new device
-    /// works off again what the old one had taken and not returned. Connections
-    /// have ended with the old device.
-    pub fn reconnect(&mut self) -> Result<(), AttachError> {
-        if self.link.is_some() {
-            self.device_gone();
-            self.gone_seen = false;
-        }
-        let mut link = Link::connect(&self.config)?;
-        self.watch
-            .device(link.frontend.as_fd())
-            .map_err(AttachError::Eventfd)?;
-        let bases = self.used_indices();
-        link.start(&self.store.arena, &self.bells, bases)?;
-        for queue in [RX, TX, EVENT] {
-            self.bells.kick(queue);
-        }
-        self.store.shard.set_seqpacket(link.seqpacket);
-        self.datagrams
-            .negotiated(link.datagrams, link.datagram_flow);
-        self.link = Some(link);
-        Ok(())
-    }
-
-    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the
-    /// index at which each can go on. Until [`resume`](Driver::resume) the
-    /// device neither reads nor writes our memory.
-    pub fn suspend(&mut self) -> Result<[u16; 3], FrontendError> {
-        self.link.as_mut().ok_or(FrontendError::Closed)?.stop()
-    }
-
-    /// Hands the memory over again and starts the queues at `bases`.
-    pub fn resume(&mut self, bases: [u16; 3]) -> Result<(), AttachError> {
-        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
-        link.start(&self.store.arena, &self.bells, bases)?;
-        for queue in [RX, TX, EVENT] {
-            self.bells.kick(queue);
-        }
-        Ok(())
-    }
-
-    /// Sends the memory table again while the queues run, as a VMM does when
-    /// memory is plugged.
-    pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
-        let table = [(self.store.arena.fd.as_fd(), self.store.arena.region)];
-        self.link
-            .as_mut()
-            .ok_or(FrontendError::Closed)?
-            .frontend
-            .set_mem_table(&table)
-    }
-
-    /// The used index of each queue as it lies in memory: rx, tx, event.
-    pub fn used_indices(&self) -> [u16; 3] {
-        let memory = &self.store.arena.memory;
-        self.store.arena.rings.map(|ring| {
-            // struct virtq_used { le16 flags; le16 idx; … } (virtio 1.2, 2.7.8)
-            let mut index = [0u8; 2];
-            let mut pieces = Vec::new();
-            if memory.translate(ring.used + 2, 2, &mut pieces).is_ok() {
-                memory.read(&pieces, 0, &mut index);
-            }
-            u16::from_le_bytes(index)
-        })
-    }
-
     /// Our CID, by the device's configuration space.
     pub fn cid(&self) -> Cid {
         self.cid
@@ -351,13 +181,15 @@ impl Driver {
     pub fn turn(&mut self) -> Result<bool, DriverError> {
         self.store.check()?;
         let mut busy = false;
-        if self.wants_slots() || self.tx.is_low() {
-            busy |= self.tx.reap()?;
-            self.land();
+        for lane in self.store.lanes.ids() {
+            if self.wants_slots(lane) || self.store.lanes[lane].tx.is_low() {
+                busy |= self.store.lanes[lane].tx.reap()?;
+                self.land();
+            }
         }
         let timer = self.next_due();
         // Reading, too, may have ended a connection.
-        if !self.has_arrivals() && timer.is_none() && !self.store.shard.has_events() {
+        if !self.has_arrivals() && timer.is_none() && !self.has_core_events() {
             self.idle(busy)?;
             self.tell_of_slots();
             self.flush();
@@ -385,35 +217,48 @@ impl Driver {
     /// Whether a turn would take something in: a look at indices.
     #[inline]
     fn has_arrivals(&self) -> bool {
-        (self.store.rx.has_used() && !self.is_blocked())
-            || self.event_queue.has_used()
-            || (self.wants_slots() && self.tx.has_used())
+        let arrivals = |id| {
+            let lane = &self.store.lanes[id];
+            (lane.rx.has_used() && !self.is_blocked(id))
+                || (lane.wants_slots() && lane.tx.has_used())
+        };
+        self.store.lanes.ids().any(arrivals) || self.event_queue.has_used()
+    }
+
+    /// Whether the protocol core has something to tell.
+    #[inline]
+    fn has_core_events(&self) -> bool {
+        let mut lanes = self.store.lanes.iter();
+        lanes.any(|lane| lane.shard.has_events())
     }
 
     /// Whether packets have to wait in the ring.
     #[inline]
-    fn is_blocked(&self) -> bool {
-        self.store.shard.is_backlogged() || !self.sockets.has_room(POOL)
+    fn is_blocked(&self, lane: LaneId) -> bool {
+        self.store.lanes[lane].shard.is_backlogged() || !self.sockets.has_room(lane.pool())
     }
 
-    /// Whether something waits for transmit slots.
+    /// Whether something waits for transmit slots of a lane.
     #[inline]
-    fn wants_slots(&self) -> bool {
-        !self.waiting_for_slot.is_empty()
-            || self.store.shard.has_transmit()
-            || self.datagrams.want_slots()
+    fn wants_slots(&self, lane: LaneId) -> bool {
+        let datagrams = lane == LaneId::FIRST && self.datagrams.want_slots();
+        datagrams || self.store.lanes[lane].wants_slots()
     }
 
     /// When a turn has something to do of itself.
     fn next_due(&self) -> Option<Instant> {
-        let streams = earlier(self.store.shard.poll_timeout(), self.sockets.next_timeout());
+        let lanes = self.store.lanes.iter();
+        let core = lanes.filter_map(|lane| lane.shard.poll_timeout()).min();
+        let streams = earlier(core, self.sockets.next_timeout());
         earlier(streams, self.datagrams.next_due())
     }
 
     fn handle_timeout(&mut self, now: Instant) {
         self.sockets.handle_timeout(now, &mut self.store);
-        if self.store.shard.poll_timeout().is_some_and(|at| at <= now) {
-            self.store.shard.handle_timeout(now);
+        for lane in self.store.lanes.iter_mut() {
+            if lane.shard.poll_timeout().is_some_and(|at| at <= now) {
+                lane.shard.handle_timeout(now);
+            }
         }
         self.datagrams.handle_timeout(now);
     }
@@ -422,9 +267,9 @@ impl Driver {
     #[cold]
     fn shed(&mut self) {
         for stream in self.sockets.overfull() {
-            if let Some(flow) = self.sockets.get(stream).and_then(|entry| entry.flow) {
+            if let Some((lane, flow)) = self.flow_of(stream) {
                 // A flow that ended meanwhile needs no reset.
-                let _ = self.store.shard.reset(flow);
+                let _ = self.store.lanes[lane].shard.reset(flow);
             }
             self.sockets.give_up(stream, &mut self.store);
         }
@@ -453,7 +298,9 @@ impl Driver {
             self.gone_seen = true;
             let now = self.now();
             self.take_last(now);
-            self.store.shard.handle_transport_reset(now);
+            for lane in self.store.lanes.iter_mut() {
+                lane.shard.handle_transport_reset(now);
+            }
             self.take_core_events(now);
             self.datagrams.reset(self.cid);
         }
@@ -463,10 +310,13 @@ impl Driver {
     /// peer's last words and its end. That is a queue at most, also of one that keeps our memory and
     /// goes on. What goes wrong here goes wrong again in the next turn, which says so.
     fn take_last(&mut self, now: Instant) {
-        let end = self.stats.rx_packets + u64::from(self.config.slots());
+        let slots = usize::from(self.config.slots()) * self.store.lanes.iter().count();
+        let end = self.stats.rx_packets + slots as u64;
         loop {
             // What nobody has read makes room, as a copy.
-            self.sockets.recall(POOL, false, &mut self.store);
+            for lane in self.store.lanes.ids() {
+                self.sockets.recall(lane.pool(), false, &mut self.store);
+            }
             if !self.take_packets(now).unwrap_or(false) || self.stats.rx_packets >= end {
                 break;
             }
@@ -476,48 +326,54 @@ impl Driver {
 
     /// Shows the device what is queued, without taking anything in.
     pub fn flush(&mut self) {
-        if self.store.shard.has_transmit() || self.datagrams.inboxes.table.has_control() {
+        let speaks = |lane: &Lane| lane.shard.has_transmit();
+        let control = self.store.lanes.iter().any(speaks);
+        if control || self.datagrams.inboxes.table.has_control() {
             let now = self.now();
             // What goes wrong here goes wrong again in the next turn, which says so.
             let _ = self.transmit_control(now);
             let _ = self.transmit_words(now);
         }
-        // What is sent first: each publishing waits until its stores have reached the device, and
-        // nobody waits for buffers as he does for bytes.
-        for (index, ring) in [
-            (TX, self.tx.publish()),
-            (RX, self.store.rx.publish()),
-            (EVENT, self.event_queue.publish()),
-        ] {
-            if ring {
-                self.bells.kick(index);
-                self.stats.kicks += 1;
+        for id in self.store.lanes.ids() {
+            let lane = &mut self.store.lanes[id];
+            // What is sent first: each publishing waits until its stores have reached the device,
+            // and nobody waits for buffers as he does for bytes.
+            for (queue, ring) in [(id.tx(), lane.tx.publish()), (id.rx(), lane.rx.publish())] {
+                self.stats.kicks += u64::from(self.bells.kick_if(ring, queue));
+            }
+            if self.store.lanes[id].blocked && self.armed && !self.is_blocked(id) {
+                // Whoever sleeps does not know of packets that can be taken in now.
+                self.store.lanes[id].blocked = false;
+                self.watch.wake();
             }
         }
-        if self.blocked && self.armed && !self.is_blocked() {
-            // Whoever sleeps does not know of packets that can be taken in now.
-            self.blocked = false;
-            self.watch.wake();
-        }
+        let ring = self.event_queue.publish();
+        self.stats.kicks += u64::from(self.bells.kick_if(ring, EVENT));
     }
 
     /// Asks to be called. True: something came meanwhile, and no call may come for it.
     fn arm(&mut self) -> bool {
         self.armed = true;
-        self.blocked = self.is_blocked();
-        // What may not be taken in must not keep anybody awake.
-        let mut more = !self.blocked && self.store.rx.want_calls(true);
-        more |= self.event_queue.want_calls(true);
-        more |= self.wants_slots() && self.tx.want_calls(true);
+        let mut more = self.event_queue.want_calls(true);
+        for id in self.store.lanes.ids() {
+            let (blocked, wants_slots) = (self.is_blocked(id), self.wants_slots(id));
+            let lane = &mut self.store.lanes[id];
+            lane.blocked = blocked;
+            // What may not be taken in must not keep anybody awake.
+            more |= !blocked && lane.rx.want_calls(true);
+            more |= wants_slots && lane.tx.want_calls(true);
+        }
         more
     }
 
     /// Asks for no more calls.
     fn want_no_calls(&mut self) {
         self.armed = false;
-        self.store.rx.want_calls(false);
         self.event_queue.want_calls(false);
-        self.tx.want_calls(false);
+        for lane in self.store.lanes.iter_mut() {
+            lane.rx.want_calls(false);
+            lane.tx.want_calls(false);
+        }
     }
 
     /// Sleeps until the device calls, something is due, or `deadline`;
@@ -536,15 +392,22 @@ impl Driver {
 
     /// Packets that the protocol core wants out, while there are slots.
     fn transmit_control(&mut self, now: Instant) -> Result<(), DriverError> {
-        while self.store.shard.has_transmit() {
-            let Some(slot) = self.tx.control_slot()? else {
+        for lane in self.store.lanes.ids() {
+            self.transmit_control_of(lane, now)?;
+        }
+        Ok(())
+    }
+
+    fn transmit_control_of(&mut self, lane: LaneId, now: Instant) -> Result<(), DriverError> {
+        while self.store.lanes[lane].shard.has_transmit() {
+            let Some(slot) = self.store.lanes[lane].tx.control_slot()? else {
                 break;
             };
             // We queue no payload with the core, so a packet carries none.
-            match self.store.shard.poll_transmit(now, 0) {
-                Some(transmit) => self.transmit(slot, &transmit.header)?,
+            match self.store.lanes[lane].shard.poll_transmit(now, 0) {
+                Some(transmit) => self.transmit(lane, slot, &transmit.header)?,
                 None => {
-                    self.tx.put_back(slot);
+                    self.store.lanes[lane].tx.put_back(slot);
                     break;
                 }
             }
@@ -555,10 +418,10 @@ impl Driver {
     /// Writes the header into slot `slot` and queues the packet; its payload,
     /// if it has any, lies in the slot already.
     #[inline]
-    fn transmit(&mut self, slot: u16, repr: &Repr) -> Result<(), DriverError> {
-        let arena = &self.store.arena;
-        header::write(&arena.memory, arena.tx_headers.pieces(slot), repr);
-        self.tx.push(slot)?;
+    fn transmit(&mut self, lane: LaneId, slot: u16, repr: &Repr) -> Result<(), DriverError> {
+        let Lane { slots, tx, .. } = &mut self.store.lanes[lane];
+        header::write(&slots.memory, slots.tx_headers.pieces(slot), repr);
+        tx.push(slot)?;
         self.stats.tx_packets += 1;
         self.stats.tx_bytes += u64::from(repr.len);
         Ok(())
@@ -567,16 +430,23 @@ impl Driver {
     /// Tells those who wait for a slot that there are some.
     fn tell_of_slots(&mut self) {
         self.tell_of_datagram_slots();
-        if self.waiting_for_slot.is_empty() || !self.tx.has_data_slot() {
+        for lane in self.store.lanes.ids() {
+            self.tell_of_slots_in(lane);
+        }
+    }
+
+    fn tell_of_slots_in(&mut self, lane: LaneId) {
+        let of = &self.store.lanes[lane];
+        if of.waiting_for_slot.is_empty() || !of.tx.has_data_slot() {
             return;
         }
-        if !self.outgoing.is_empty() {
-            self.send_kept();
-            if !self.outgoing.is_empty() {
+        if !of.outgoing.is_empty() {
+            self.send_kept(lane);
+            if !self.store.lanes[lane].outgoing.is_empty() {
                 return;
             }
         }
-        while let Some(stream) = self.waiting_for_slot.pop_front() {
+        while let Some(stream) = self.store.lanes[lane].waiting_for_slot.pop_front() {
             if let Some(entry) = self.sockets.get_mut(stream) {
                 entry.wants_room = false;
                 self.sockets.announce(stream, News::Writable);
@@ -624,14 +494,20 @@ impl Drop for Driver {
     /// sees us gone. One that does not get to it in time is left alone.
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
+        let is_busy = |lane: &Lane| lane.tx.is_busy() || !lane.outgoing.is_empty();
         while self.link.is_some()
-            && (self.tx.is_busy() || !self.outgoing.is_empty())
+            && self.store.lanes.iter().any(is_busy)
             && time::Instant::now() < give_up
         {
             self.flush();
-            let returned = self.tx.reap().unwrap_or(true);
+            let mut returned = false;
+            for lane in self.store.lanes.iter_mut() {
+                returned |= lane.tx.reap().unwrap_or(true);
+            }
             self.tell_of_slots();
-            if returned || self.tx.want_calls(true) {
+            let lanes = self.store.lanes.iter_mut();
+            // All of them are to be asked.
+            if returned || lanes.fold(false, |more, lane| lane.tx.want_calls(true) | more) {
                 continue;
             }
             match self.watch.sleep(Some(give_up)) {
@@ -641,18 +517,4 @@ impl Drop for Driver {
             }
         }
     }
-}
-
-fn new_shard(config: &DriverConfig, cid: Cid) -> Shard {
-    let shard_config = ShardConfig {
-        buf_alloc: config.buf_alloc,
-        max_connections: config.max_connections,
-        connect_timeout: config.connect_timeout,
-        ..ShardConfig::driver(cid)
-    };
-    let ports = match &config.host_ports {
-        Some(ports) => PortTable::giving_out(ports.clone()),
-        None => PortTable::new(),
-    };
-    Shard::new(shard_config, Arc::new(ports))
 }

@@ -14,7 +14,7 @@ use zerosock_proto::wire::vsock::HEADER_LEN;
 use zerosock_ring::{AddError, Buffer, DriverError as RingError, DriverLayout, DriverQueue};
 use zerosock_ring::{FixedChain, Memory, QueueError, Used};
 
-use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, Slots};
+use super::arena::{Arena, EVENT_LEN, EVENT_SLOTS, PairSlots, Slots};
 
 /// Packets ahead whose memory is brought near: a cache line is on its way from the device's core for
 /// longer than a small packet takes.
@@ -76,13 +76,13 @@ pub(crate) struct RxQueue {
 impl RxQueue {
     /// A fresh ring with every slot posted, but not yet published.
     pub(crate) fn new(
-        arena: &Arena,
+        of: &PairSlots,
         layout: DriverLayout,
         event_idx: bool,
     ) -> Result<RxQueue, QueueSetupError> {
-        let mut queue = DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?;
+        let mut queue = DriverQueue::new(Arc::clone(&of.memory), layout, event_idx)?;
         let slots = layout.size / 2;
-        let parts = (&arena.rx_headers, &arena.rx_data);
+        let parts = (&of.rx_headers, &of.rx_data);
         let chains = chains(&mut queue, parts, slots, true)?;
         let mut rx = RxQueue {
             queue,
@@ -166,14 +166,14 @@ pub(crate) struct TxQueue {
 impl TxQueue {
     /// A fresh ring with every slot free.
     pub(crate) fn new(
-        arena: &Arena,
+        of: &PairSlots,
         layout: DriverLayout,
         event_idx: bool,
     ) -> Result<TxQueue, QueueSetupError> {
         let slots = layout.size / 2;
-        let mut queue = DriverQueue::new(Arc::clone(&arena.memory), layout, event_idx)?;
-        let parts = (&arena.tx_headers, &arena.tx_data);
-        let round = (ROUND / arena.tx_data.len().max(1)).max(u32::from(2 * AHEAD));
+        let mut queue = DriverQueue::new(Arc::clone(&of.memory), layout, event_idx)?;
+        let parts = (&of.tx_headers, &of.tx_data);
+        let round = (ROUND / of.tx_data.len().max(1)).max(u32::from(2 * AHEAD));
         let round = u16::try_from(round).map_or(slots, |round| round.min(slots));
         Ok(TxQueue {
             chains: chains(&mut queue, parts, slots, false)?,

@@ -1,5 +1,5 @@
-//! What the driver's connections hold their received bytes in: the receive slots, and the protocol
-//! core that gives credit for them.
+//! What the driver's connections hold their received bytes in: the receive slots of each lane, and
+//! the shard of the protocol core that gives credit for them.
 //!
 //! What must hold: a slot that a connection gives back is posted at once, to the place in the ring
 //! that the device looks at next but for those that are posted already; credit is given for bytes
@@ -7,32 +7,30 @@
 
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{FlowId, Shard};
+use zerosock_proto::vsock::FlowId;
 use zerosock_ring::{AddError, Memory, Piece};
 
 use super::arena::Arena;
-use super::queues::RxQueue;
+use super::lanes::{LaneId, Lanes, RxSlot};
 use crate::vsock::sockets::Store;
 
 /// See the module. Apart from the connections, because they call it while they change.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     pub(super) arena: Arena,
-    pub(super) rx: RxQueue,
-    pub(super) shard: Shard,
+    pub(super) lanes: Lanes,
     /// Receive buffers are kept from the device: for tests of what it does then.
     withhold: bool,
-    withheld: Vec<u16>,
+    withheld: Vec<RxSlot>,
     /// A slot could not be posted, although it was free: told by the next turn.
     fault: Option<AddError>,
 }
 
 impl Buffers {
-    pub(super) fn new(arena: Arena, rx: RxQueue, shard: Shard) -> Buffers {
+    pub(super) fn new(arena: Arena, lanes: Lanes) -> Buffers {
         Buffers {
             arena,
-            rx,
-            shard,
+            lanes,
             withhold: false,
             withheld: Vec::new(),
             fault: None,
@@ -59,35 +57,36 @@ impl Buffers {
 }
 
 impl Store for Buffers {
-    type Token = u16;
+    type Token = RxSlot;
 
     #[inline]
-    fn memory(&self, _: &u16) -> Option<&Arc<Memory>> {
+    fn memory(&self, _: &RxSlot) -> Option<&Arc<Memory>> {
         Some(&self.arena.memory)
     }
 
     #[inline]
-    fn pieces<'a>(&'a self, token: &'a u16) -> &'a [Piece] {
-        self.arena.rx_data.pieces(*token)
+    fn pieces<'a>(&'a self, token: &'a RxSlot) -> &'a [Piece] {
+        self.lanes[token.lane].slots.rx_data.pieces(token.slot)
     }
 
     #[inline]
-    fn release(&mut self, token: u16) {
+    fn release(&mut self, token: RxSlot) {
         if self.withhold {
             self.withheld.push(token);
-        } else if let Err(error) = self.rx.post(token) {
+        } else if let Err(error) = self.lanes[token.lane].rx.post(token.slot) {
             self.fault = Some(error);
         }
     }
 
     #[inline]
-    fn consumed(&mut self, _: u32, flow: FlowId, bytes: u32) {
+    fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
         // A flow that ended meanwhile wants no credit.
-        let _ = self.shard.consume(flow, bytes);
+        let _ = self.lanes[LaneId::of_pool(pool)].shard.consume(flow, bytes);
     }
 
-    fn consumed_empty(&mut self, _: u32, flow: FlowId, messages: u16) {
+    fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16) {
         // As above.
-        let _ = self.shard.consume_empty(flow, messages);
+        let shard = &mut self.lanes[LaneId::of_pool(pool)].shard;
+        let _ = shard.consume_empty(flow, messages);
     }
 }

@@ -9,6 +9,7 @@ use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError};
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
+use super::lanes::LaneId;
 use super::{StreamId, StreamState};
 
 /// Room in a transmit buffer that the device will read in place: fill it with
@@ -18,6 +19,7 @@ use super::{StreamId, StreamState};
 #[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
 pub struct Loan {
     pub(super) stream: StreamId,
+    pub(super) lane: LaneId,
     pub(super) slot: u16,
     pub(super) len: u32,
     pub(super) reservation: Reservation,
@@ -44,14 +46,14 @@ impl Driver {
         self.borrow_slot(stream, flow, max)
     }
 
-    /// The flow that a connection sends by.
+    /// The lane and the flow that a connection sends by.
     #[inline]
-    pub(super) fn sendable(&self, stream: StreamId) -> Result<FlowId, SendError> {
+    pub(super) fn sendable(&self, stream: StreamId) -> Result<(LaneId, FlowId), SendError> {
         let entry = self.sockets.get(stream).ok_or(SendError::Unknown)?;
         match (entry.state, entry.flow) {
             _ if entry.finished || entry.peer_deaf => Err(SendError::ShutDown),
             (StreamState::Connecting, _) => Err(SendError::NotConnected),
-            (StreamState::Connected, Some(flow)) => Ok(flow),
+            (StreamState::Connected, Some(flow)) => Ok((LaneId::of_pool(entry.pool), flow)),
             (StreamState::Finished, _) => Err(SendError::ShutDown),
             _ => Err(SendError::Reset),
         }
@@ -62,22 +64,27 @@ impl Driver {
     pub(super) fn borrow_slot(
         &mut self,
         stream: StreamId,
-        flow: FlowId,
+        (lane, flow): (LaneId, FlowId),
         max: u32,
     ) -> Result<Loan, SendError> {
-        let Some(slot) = self.tx.data_slot(max).map_err(DriverError::from)? else {
+        let Some(slot) = self.store.lanes[lane]
+            .tx
+            .data_slot(max)
+            .map_err(DriverError::from)?
+        else {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        match self.reserve(flow, max) {
+        match self.reserve((lane, flow), max) {
             Ok(reservation) => Ok(Loan {
                 stream,
+                lane,
                 slot,
                 len: reservation.len(),
                 reservation,
             }),
             Err(error) => {
-                self.tx.put_back(slot);
+                self.store.lanes[lane].tx.put_back(slot);
                 Err(error)
             }
         }
@@ -89,20 +96,27 @@ impl Driver {
         if let Some(entry) = self.sockets.get_mut(stream)
             && !std::mem::replace(&mut entry.wants_room, true)
         {
-            self.waiting_for_slot.push_back(stream);
+            let lane = LaneId::of_pool(entry.pool);
+            self.store.lanes[lane].waiting_for_slot.push_back(stream);
         }
     }
 
     /// Takes credit for a packet of at most `max` bytes, and no more than a slot has.
     #[inline]
-    pub(super) fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, SendError> {
-        let max = max.min(self.store.arena.tx_data.len());
-        let mut result = self.store.shard.reserve(flow, max);
-        if matches!(result, Err(ReserveError::NoCredit)) && self.store.shard.has_transmit() {
+    pub(super) fn reserve(
+        &mut self,
+        (lane, flow): (LaneId, FlowId),
+        max: u32,
+    ) -> Result<Reservation, SendError> {
+        let max = max.min(self.store.lanes[lane].slots.tx_data.len());
+        let mut result = self.store.lanes[lane].shard.reserve(flow, max);
+        if matches!(result, Err(ReserveError::NoCredit))
+            && self.store.lanes[lane].shard.has_transmit()
+        {
             // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
             let now = self.now();
-            self.transmit_control(now)?;
-            result = self.store.shard.reserve(flow, max);
+            self.transmit_control_of(lane, now)?;
+            result = self.store.lanes[lane].shard.reserve(flow, max);
         }
         result.map_err(refused)
     }
@@ -111,10 +125,10 @@ impl Driver {
     pub fn fill(&mut self, loan: &Loan, offset: u32, bytes: &[u8]) -> usize {
         let room = loan.len.saturating_sub(offset) as usize;
         let bytes = &bytes[..bytes.len().min(room)];
-        let arena = &self.store.arena;
-        arena
+        let slots = &self.store.lanes[loan.lane].slots;
+        slots
             .memory
-            .write(arena.tx_data.pieces(loan.slot), offset as usize, bytes)
+            .write(slots.tx_data.pieces(loan.slot), offset as usize, bytes)
     }
 
     /// Sends the first `len` bytes of a loan; the rest of its credit returns.
@@ -125,7 +139,7 @@ impl Driver {
             self.cancel(loan);
             return Ok(());
         }
-        self.send_slot(loan.slot, loan.reservation, len)
+        self.send_slot(loan.lane, loan.slot, loan.reservation, len)
     }
 
     /// Sends the first `len` bytes of a slot, which is free again when the device has read it, or
@@ -133,14 +147,15 @@ impl Driver {
     #[inline]
     pub(super) fn send_slot(
         &mut self,
+        lane: LaneId,
         slot: u16,
         reservation: Reservation,
         len: u32,
     ) -> Result<(), SendError> {
-        match self.store.shard.commit(reservation, len, 0) {
-            Ok(header) => Ok(self.transmit(slot, &header)?),
+        match self.store.lanes[lane].shard.commit(reservation, len, 0) {
+            Ok(header) => Ok(self.transmit(lane, slot, &header)?),
             Err(error) => {
-                self.tx.put_back(slot);
+                self.store.lanes[lane].tx.put_back(slot);
                 Err(match error {
                     CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
                     _ => SendError::Reset,
@@ -151,8 +166,9 @@ impl Driver {
 
     /// Gives a loan back unsent.
     pub fn cancel(&mut self, loan: Loan) {
-        self.store.shard.cancel(loan.reservation);
-        self.tx.put_back(loan.slot);
+        let lane = &mut self.store.lanes[loan.lane];
+        lane.shard.cancel(loan.reservation);
+        lane.tx.put_back(loan.slot);
     }
 
     /// Sends as many of `bytes` as there is room for now, in packets as long
@@ -181,32 +197,36 @@ impl Driver {
     fn send_packet(
         &mut self,
         stream: StreamId,
-        flow: FlowId,
+        (lane, flow): (LaneId, FlowId),
         bytes: &[u8],
     ) -> Result<usize, SendError> {
-        let most = self.store.arena.tx_data.len();
+        let most = self.store.lanes[lane].slots.tx_data.len();
         let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
-        let Some(slot) = self.tx.data_slot(want).map_err(DriverError::from)? else {
+        let Some(slot) = self.store.lanes[lane]
+            .tx
+            .data_slot(want)
+            .map_err(DriverError::from)?
+        else {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        if let Some(later) = self.tx.later() {
-            let arena = &self.store.arena;
-            arena.tx_headers.prefetch_write(&arena.memory, later);
-            arena.tx_data.prefetch_write(&arena.memory, later);
+        if let Some(later) = self.store.lanes[lane].tx.later() {
+            let slots = &self.store.lanes[lane].slots;
+            slots.tx_headers.prefetch_write(&slots.memory, later);
+            slots.tx_data.prefetch_write(&slots.memory, later);
         }
-        match self.store.shard.send_now(flow, want, 0) {
+        match self.store.lanes[lane].shard.send_now(flow, want, 0) {
             Ok(header) => {
-                let arena = &self.store.arena;
+                let slots = &self.store.lanes[lane].slots;
                 // As many as the header says: no more than there are.
                 let bytes = bytes.get(..header.len as usize).unwrap_or(bytes);
-                arena.memory.write(arena.tx_data.pieces(slot), 0, bytes);
-                self.transmit(slot, &header)?;
+                slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
+                self.transmit(lane, slot, &header)?;
                 Ok(bytes.len())
             }
             Err(error) => {
-                self.tx.put_back(slot);
-                self.send_again(stream, flow, bytes, error)
+                self.store.lanes[lane].tx.put_back(slot);
+                self.send_again(stream, (lane, flow), bytes, error)
             }
         }
     }
@@ -216,15 +236,16 @@ impl Driver {
     fn send_again(
         &mut self,
         stream: StreamId,
-        flow: FlowId,
+        (lane, flow): (LaneId, FlowId),
         bytes: &[u8],
         error: ReserveError,
     ) -> Result<usize, SendError> {
-        if !matches!(error, ReserveError::NoCredit) || !self.store.shard.has_transmit() {
+        if !matches!(error, ReserveError::NoCredit) || !self.store.lanes[lane].shard.has_transmit()
+        {
             return Err(refused(error));
         }
         let want = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        let loan = self.borrow_slot(stream, flow, want)?;
+        let loan = self.borrow_slot(stream, (lane, flow), want)?;
         let filled = self.fill(&loan, 0, bytes);
         self.commit(loan, filled as u32)?;
         Ok(filled)

@@ -89,6 +89,8 @@ pub(crate) enum Message {
     /// From lane to lane of a device with several queue pairs: this host program's connection belongs
     /// to you, from that port.
     Call { caller: Caller, local: Port },
+    /// From lane to lane, to the first: the driver knows connections that the device does not.
+    Lost,
     /// From a device to itself, that is to its worker: the connection goes to the lane of that queue
     /// pair.
     Depart { to: FlowId, pair: u16 },
@@ -163,6 +165,7 @@ impl Message {
             | Message::Flushed { to } => Some(*to),
             Message::Connect { .. }
             | Message::Call { .. }
+            | Message::Lost
             | Message::Adopt(_)
             | Message::SentOn(_)
             | Message::Datagram(_)
@@ -191,6 +194,7 @@ impl Message {
             | Message::Flushed { to } => *to = now,
             Message::Connect { .. }
             | Message::Call { .. }
+            | Message::Lost
             | Message::Adopt(_)
             | Message::SentOn(_)
             | Message::Datagram(_)
@@ -233,6 +237,7 @@ impl Message {
             Message::Adopt(_) => None,
             // The program sees its socket close.
             Message::Call { .. }
+            | Message::Lost
             | Message::Depart { .. }
             | Message::Arrived { .. }
             | Message::Flushed { .. }

@@ -127,6 +127,7 @@ pub struct Endpoint {
     pub(super) wait: Wait,
     pub(super) connect_timeout: Duration,
     huge_pages: bool,
+    queue_pairs: u16,
 }
 
 /// Bytes of a receive buffer: as many as the longest packet has. Only the pages that packets reach
@@ -206,6 +207,12 @@ impl Endpoint {
     /// Whether the memory that we share lies in huge pages.
     pub fn has_huge_pages(&self) -> bool {
         self.huge_pages
+    }
+
+    /// Queue pairs that were agreed on with the device; see
+    /// [`EndpointBuilder::queue_pairs`].
+    pub fn queue_pairs(&self) -> u16 {
+        self.queue_pairs
     }
 
     /// Our CID.
@@ -362,6 +369,45 @@ impl EndpointBuilder {
         self
     }
 
+    /// Most queue pairs to use, 1 to 16, if the device offers as many (`zerosock serve
+    /// --queue-pairs`, [`DaemonConfig::queue_pairs`](crate::daemon::DaemonConfig::queue_pairs); docs/queue-pairs.md). At
+    /// first 1. Each belongs to another worker of the device and has buffers of its own;
+    /// connections are spread over them by a hash of their addresses, and can be
+    /// [moved](Stream::move_to_queue_pair).
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("attach.sock");
+    /// use zerosock::attach::{self, AttachConfig};
+    /// use zerosock::daemon::{Daemon, DaemonConfig};
+    /// use zerosock::vsock::Endpoint;
+    /// use zerosock::{Address, Port};
+    ///
+    /// let daemon = Daemon::start(DaemonConfig {
+    ///     workers: 2,
+    ///     queue_pairs: 2,
+    ///     attach: Some(AttachConfig::new(attach::listen(&path)?)),
+    ///     ..DaemonConfig::default()
+    /// })?;
+    /// let endpoint = Endpoint::builder().queue_pairs(2).attach(&path)?;
+    /// assert_eq!(endpoint.queue_pairs(), 2);
+    /// # let server = Endpoint::attach(&path)?;
+    /// # let listener = server.listen(Port::new(1), 1)?;
+    /// # let to = Address::new(server.cid(), Port::new(1));
+    /// # let accept = std::thread::spawn(move || (listener.accept().unwrap().0, server));
+    /// let stream = endpoint.connect(to)?;
+    /// # let (theirs, server) = accept.join().unwrap();
+    /// let other = 1 - stream.queue_pair();
+    /// stream.move_to_queue_pair(other)?;
+    /// assert_eq!(stream.queue_pair(), other);
+    /// # daemon.shutdown();
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn queue_pairs(mut self, most: u16) -> EndpointBuilder {
+        self.config.queue_pairs = most;
+        self
+    }
+
     /// Bytes that a peer may have under way to us in one connection; at first 262144.
     pub fn window(mut self, bytes: u32) -> EndpointBuilder {
         self.config.buf_alloc = bytes;
@@ -455,6 +501,7 @@ impl EndpointBuilder {
     ) -> Result<Endpoint, OpenError> {
         driver.set_trusted(self.trust.is_some());
         let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
+        let queue_pairs = driver.queue_pairs();
         let core = Core::new(Box::new(driver), self.trust, place)?;
         core.set_window(self.config.buf_alloc);
         Ok(Endpoint {
@@ -464,6 +511,7 @@ impl EndpointBuilder {
             wait: self.wait,
             connect_timeout: self.config.connect_timeout,
             huge_pages,
+            queue_pairs,
         })
     }
 }

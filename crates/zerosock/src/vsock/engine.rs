@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zerosock_proto::vsock::datagram::DatagramId;
-use zerosock_proto::vsock::{ConnectError, How, ListenError, RefuseReason};
+use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError, RefuseReason};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
@@ -385,6 +385,20 @@ pub(crate) trait Engine: Send {
 
     /// Asks the peer how much of what was sent it has consumed, unless that is known to be all.
     fn ask_progress(&mut self, id: StreamId);
+
+    /// The queue pair at which a connection is.
+    fn queue_pair(&self, id: StreamId) -> u16;
+
+    /// Asks that a connection go on at another queue pair. Not visible before the next flush. What
+    /// comes of it is news of a sender: that it may send again.
+    fn move_to_pair(&mut self, _: StreamId, _: u16) -> Result<(), MoveError> {
+        Err(MoveError::NotNegotiated)
+    }
+
+    /// Whether a connection is on its way to another queue pair.
+    fn is_moving(&self, _: StreamId) -> bool {
+        false
+    }
 
     /// Lends the next packet's bytes out. `Ok(None)`: end of file.
     fn lease(&mut self, id: StreamId) -> Result<Option<LeaseParts>, RecvFault>;

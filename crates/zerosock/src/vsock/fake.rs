@@ -191,6 +191,10 @@ impl Engine for Fake {
         0
     }
 
+    fn queue_pair(&self, _: StreamId) -> u16 {
+        0
+    }
+
     fn set_low_water(&mut self, _: StreamId, _: u32) {}
 
     fn set_buffer(&mut self, _: StreamId, _: u32) {}

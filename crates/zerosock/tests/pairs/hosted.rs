@@ -125,7 +125,7 @@ fn a_program_s_own_connections_begin_at_the_pair_of_their_hash() {
     let mut guest = PairsGuest::attach(hosted.socket_path(0), 3, PORT);
     let to = Address::new(guest.raw.cid, Port::new(PORT));
     let mut streams = Vec::new();
-    for n in 0..16 {
+    for n in 0..48 {
         streams.push(hosted.begin_connect(to).unwrap());
         until(&mut [&mut guest], |guests| guests[0].conns.len() > n);
         let (pair, flow) = guest.conns[n].at.unwrap();

@@ -121,7 +121,7 @@ fn a_connection_that_the_host_asks_for_begins_at_the_pair_of_its_hash() {
     let daemon = TestDaemon::with(1, tune);
     let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
     let mut pairs = std::collections::HashSet::new();
-    for _ in 0..24 {
+    for _ in 0..48 {
         let path = daemon.uds_path();
         let program = thread::spawn(move || connect_guest(&path, PORT).unwrap());
         let before = guest.conns.len();

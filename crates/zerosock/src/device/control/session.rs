@@ -40,7 +40,7 @@ use requests::{Arguments, Rule};
 pub const F_STREAM: u64 = 1 << 0;
 /// VIRTIO_VSOCK_F_ZS_PAIRS: several queue pairs (docs/queue-pairs.md). Offered to whom there is
 /// more than one for.
-pub const F_PAIRS: u64 = 1 << 22;
+pub const F_PAIRS: u64 = 1 << 23;
 /// VIRTIO_VSOCK_F_SEQPACKET.
 pub const F_SEQPACKET: u64 = 1 << 1;
 /// VIRTIO_F_INDIRECT_DESC (virtio 1.3, 6).

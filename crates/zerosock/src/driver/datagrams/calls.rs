@@ -5,8 +5,10 @@ use zerosock_proto::vsock::datagram::{
 };
 use zerosock_proto::{Address, Cid, Port};
 
+use super::LANE;
 use super::Lent;
 use crate::driver::Driver;
+use crate::driver::lanes::RxSlot;
 use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
 use crate::vsock::engine::{LoanParts, Payload, RecvFault};
 use crate::vsock::inboxes::{Got, GotLease};
@@ -56,11 +58,11 @@ impl DatagramEngine for Driver {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
-        let most = self.store.arena.tx_data.len() as usize;
+        let most = self.store.lanes[LANE].slots.tx_data.len() as usize;
         // A quarter of the slots is never out.
         let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
         let slot = match in_place {
-            true => match self.tx.data_slot(len as u32) {
+            true => match self.store.lanes[LANE].tx.data_slot(len as u32) {
                 Ok(Some(slot)) => Some(slot),
                 _ => return Err(self.wait_for_datagram_slots(id, 1)),
             },
@@ -68,15 +70,15 @@ impl DatagramEngine for Driver {
         };
         let Some(index) = self.sockets.begin_loan() else {
             if let Some(slot) = slot {
-                self.tx.put_back(slot);
+                self.store.lanes[LANE].tx.put_back(slot);
             }
             return Err(DatagramFault::TooManyLoans);
         };
         self.datagrams.lent += u16::from(slot.is_some());
-        let arena = &self.store.arena;
+        let slots = &self.store.lanes[LANE].slots;
         let place = slot.map(|slot| Place::InPlace {
-            memory: arena.memory.clone(),
-            pieces: arena.tx_data.pieces(slot).iter().copied().collect(),
+            memory: slots.memory.clone(),
+            pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
             offset: 0,
         });
         if let Some(place) = self.datagrams.loans.get_mut(index as usize) {
@@ -118,9 +120,12 @@ impl DatagramEngine for Driver {
         }
         self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
         self.sockets.end_loan(index);
-        let len = (len as u32).min(self.store.arena.tx_data.len());
-        self.tx.fly(slot, id, len);
-        if self.transmit(slot, &data(from, to, len, true)).is_err() {
+        let len = (len as u32).min(self.store.lanes[LANE].slots.tx_data.len());
+        self.store.lanes[LANE].tx.fly(slot, id, len);
+        if self
+            .transmit(LANE, slot, &data(from, to, len, true))
+            .is_err()
+        {
             return Err(DatagramFault::Unknown);
         }
         self.datagrams.inboxes.table.sent(id, len, true);
@@ -131,7 +136,7 @@ impl DatagramEngine for Driver {
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
         let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
         match self.may_send_datagram(id, to, 0) {
-            Ok(_) if self.tx.has_data_slots(1) => true,
+            Ok(_) if self.store.lanes[LANE].tx.has_data_slots(1) => true,
             Ok(_) => {
                 self.wait_for_datagram_slots(id, 1);
                 false
@@ -164,13 +169,14 @@ impl DatagramEngine for Driver {
     fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
         if self.datagrams.inboxes.is_empty(id) {
             let mut taken = 0;
-            while taken < 256 && !self.is_blocked() && self.datagrams.inboxes.is_empty(id) {
-                let Ok(Some((slot, written))) = self.store.rx.take() else {
+            while taken < 256 && !self.is_blocked(LANE) && self.datagrams.inboxes.is_empty(id) {
+                let Ok(Some((slot, written))) = self.store.lanes[LANE].rx.take() else {
                     break;
                 };
                 taken += 1;
                 self.stats.rx_packets += 1;
                 let now = self.now();
+                let slot = RxSlot { lane: LANE, slot };
                 if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
                     self.hold(now, slot, flow, len);
                 } else {

@@ -17,8 +17,9 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
 
 use crate::deadline::earlier;
+use crate::driver::Driver;
 use crate::driver::errors::DriverError;
-use crate::driver::{Driver, POOL};
+use crate::driver::lanes::{LaneId, RxSlot};
 use crate::vsock::datagram::engine::DatagramFault;
 use crate::vsock::engine::Payload;
 use crate::vsock::inboxes::Inboxes;
@@ -27,6 +28,8 @@ use crate::vsock::sockets::{Ends, Held, Store};
 /// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
 /// reader leaves in the queue he will have in place.
 const COPY: u16 = 16;
+/// The lane of all datagrams: between queue pairs there is no order (docs/queue-pairs.md).
+pub(super) const LANE: LaneId = LaneId::FIRST;
 
 /// What the driver has for its datagram sockets.
 #[derive(Debug)]
@@ -128,7 +131,7 @@ impl Driver {
     pub(in crate::driver) fn take_datagram(
         &mut self,
         now: Option<Instant>,
-        slot: u16,
+        slot: RxSlot,
         header: &Repr,
     ) {
         let clock = self.epoch;
@@ -156,11 +159,11 @@ impl Driver {
                 return self.store.release(slot);
             }
         };
-        let arena = &self.store.arena;
+        let slots = &self.store.lanes[LANE].slots;
         let start = datagrams.kept.len();
         datagrams.kept.resize(start + header.len as usize, 0);
-        let pieces = arena.rx_data.pieces(slot);
-        arena.memory.read(
+        let pieces = slots.rx_data.pieces(slot.slot);
+        slots.memory.read(
             pieces,
             0,
             datagrams.kept.get_mut(start..).unwrap_or(&mut []),
@@ -179,7 +182,7 @@ impl Driver {
         }
     }
 
-    fn whole_datagram(&mut self, now: impl Fn() -> Instant, slot: u16, header: &Repr) {
+    fn whole_datagram(&mut self, now: impl Fn() -> Instant, slot: RxSlot, header: &Repr) {
         let datagrams = &mut self.datagrams;
         let flow = datagrams.flow;
         let table = &mut datagrams.inboxes.table;
@@ -194,7 +197,7 @@ impl Driver {
                 };
                 let inboxes = &mut datagrams.inboxes;
                 let (sockets, store) = (&mut self.sockets, &mut self.store);
-                if inboxes.deliver(id, header.src, POOL, held, sockets, store) {
+                if inboxes.deliver(id, header.src, LANE.pool(), held, sockets, store) {
                     datagrams.cost = COPY;
                 }
             }
@@ -208,8 +211,8 @@ impl Driver {
     /// Words of the flow control that are due, while there are slots.
     pub(in crate::driver) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
         while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
-            match self.tx.control_slot()? {
-                Some(slot) => self.transmit(slot, &word)?,
+            match self.store.lanes[LANE].tx.control_slot()? {
+                Some(slot) => self.transmit(LANE, slot, &word)?,
                 None => {
                     self.datagrams.inboxes.table.control_again(now, &word);
                     break;
@@ -222,7 +225,7 @@ impl Driver {
     /// Takes note of datagrams that the device has taken.
     #[inline]
     pub(in crate::driver) fn land(&mut self) {
-        while let Some((id, len)) = self.tx.landed() {
+        while let Some((id, len)) = self.store.lanes[LANE].tx.landed() {
             self.datagrams.inboxes.table.arrived(id, len);
         }
     }
@@ -230,7 +233,11 @@ impl Driver {
     /// Tells those who found too few slots that there are some.
     #[inline]
     pub(in crate::driver) fn tell_of_datagram_slots(&mut self) {
-        if self.datagrams.wanted > 0 && self.tx.has_data_slots(self.datagrams.wanted) {
+        if self.datagrams.wanted > 0
+            && self.store.lanes[LANE]
+                .tx
+                .has_data_slots(self.datagrams.wanted)
+        {
             self.datagrams.wanted = 0;
             self.datagrams.inboxes.table.wake_all();
         }
@@ -247,7 +254,7 @@ impl Driver {
         if !self.datagrams.offered || self.link.is_none() {
             return Err(DatagramFault::NoDatagrams);
         }
-        if self.store.rx.has_used() && !self.is_blocked() {
+        if self.store.lanes[LANE].rx.has_used() && !self.is_blocked(LANE) {
             // Among it may be a word about this destination. What goes wrong here goes wrong again
             // in the next turn, which says so.
             let _ = self.take_packets(self.now());
@@ -257,7 +264,7 @@ impl Driver {
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
             // Perhaps the device has taken some.
-            let _ = self.tx.reap();
+            let _ = self.store.lanes[LANE].tx.reap();
             self.land();
             may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         }
@@ -280,15 +287,15 @@ impl Driver {
         bytes: &[u8],
     ) -> Result<(), DatagramFault> {
         let from = self.may_send_datagram(id, to, bytes.len())?;
-        let most = self.store.arena.tx_data.len().max(1) as usize;
+        let most = self.store.lanes[LANE].slots.tx_data.len().max(1) as usize;
         let slots = bytes.len().div_ceil(most).max(1);
-        if slots > self.tx.most_data_slots() {
+        if slots > self.store.lanes[LANE].tx.most_data_slots() {
             return Err(DatagramFault::TooLong(bytes.len()));
         }
-        if !self.tx.has_data_slots(slots) {
-            let _ = self.tx.reap();
+        if !self.store.lanes[LANE].tx.has_data_slots(slots) {
+            let _ = self.store.lanes[LANE].tx.reap();
             self.land();
-            if !self.tx.has_data_slots(slots) {
+            if !self.store.lanes[LANE].tx.has_data_slots(slots) {
                 return Err(self.wait_for_datagram_slots(id, slots));
             }
         }
@@ -296,21 +303,21 @@ impl Driver {
         for left in (0..slots).rev() {
             let rest = bytes.get(at..).unwrap_or(&[]);
             let part = rest.get(..most).unwrap_or(rest);
-            let Ok(Some(slot)) = self.tx.data_slot(part.len() as u32) else {
+            let Ok(Some(slot)) = self.store.lanes[LANE].tx.data_slot(part.len() as u32) else {
                 // The ring is broken, which the next turn says.
                 return Err(DatagramFault::WouldBlock);
             };
-            let arena = &self.store.arena;
-            if let Some(later) = self.tx.later() {
-                arena.tx_headers.prefetch_write(&arena.memory, later);
-                arena.tx_data.prefetch_write(&arena.memory, later);
+            let slots = &self.store.lanes[LANE].slots;
+            if let Some(later) = self.store.lanes[LANE].tx.later() {
+                slots.tx_headers.prefetch_write(&slots.memory, later);
+                slots.tx_data.prefetch_write(&slots.memory, later);
             }
-            arena.memory.write(arena.tx_data.pieces(slot), 0, part);
+            slots.memory.write(slots.tx_data.pieces(slot), 0, part);
             let header = data(from, to, part.len() as u32, left == 0);
             if left == 0 {
-                self.tx.fly(slot, id, bytes.len() as u32);
+                self.store.lanes[LANE].tx.fly(slot, id, bytes.len() as u32);
             }
-            if self.transmit(slot, &header).is_err() {
+            if self.transmit(LANE, slot, &header).is_err() {
                 return Err(DatagramFault::WouldBlock);
             }
             at += part.len();
@@ -330,7 +337,7 @@ impl Driver {
         };
         if let Some(slot) = lent.slot {
             self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
-            self.tx.put_back(slot);
+            self.store.lanes[LANE].tx.put_back(slot);
         }
         self.sockets.end_loan(index);
         true
@@ -347,15 +354,16 @@ impl Driver {
         let mut taken = 0;
         // One of several packets may come before.
         while taken < MOST
-            && self.store.rx.has_used()
-            && !self.is_blocked()
+            && self.store.lanes[LANE].rx.has_used()
+            && !self.is_blocked(LANE)
             && self.datagrams.inboxes.is_empty(id)
         {
-            let Ok(Some((slot, written))) = self.store.rx.take() else {
+            let Ok(Some((slot, written))) = self.store.lanes[LANE].rx.take() else {
                 break;
             };
             taken += 1;
             self.stats.rx_packets += 1;
+            let slot = RxSlot { lane: LANE, slot };
             let Some(header) = self.peek_datagram(slot, written) else {
                 if let Some((flow, len)) = self.take_packet(None, slot, written) {
                     self.hold(self.now(), slot, flow, len);
@@ -380,9 +388,9 @@ impl Driver {
                 continue;
             }
             table.taken(id, header.len);
-            let arena = &self.store.arena;
-            let piece = arena.rx_data.pieces(slot).first();
-            let slice = piece.and_then(|piece| arena.memory.slice(*piece));
+            let slots = &self.store.lanes[LANE].slots;
+            let piece = slots.rx_data.pieces(slot.slot).first();
+            let slice = piece.and_then(|piece| slots.memory.slice(*piece));
             let slice = slice.map(|slice| slice.part(0, header.len as usize));
             look(header.src, Payload::in_place(slice.as_slice()));
             self.store.release(slot);
@@ -393,22 +401,22 @@ impl Driver {
 
     /// The header of a packet that is a whole datagram, while no set is open.
     #[inline]
-    fn peek_datagram(&mut self, slot: u16, written: u32) -> Option<Repr> {
+    fn peek_datagram(&mut self, slot: RxSlot, written: u32) -> Option<Repr> {
         use zerosock_proto::vsock::datagram::DGRAM_EOM;
         use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
-        let arena = &self.store.arena;
-        arena.rx_data.prefetch(&arena.memory, slot);
-        if let Some(later) = self.store.rx.guess() {
-            arena.rx_headers.prefetch(&arena.memory, later);
-            arena.rx_data.prefetch(&arena.memory, later);
+        let slots = &self.store.lanes[LANE].slots;
+        slots.rx_data.prefetch(&slots.memory, slot.slot);
+        if let Some(later) = self.store.lanes[LANE].rx.guess() {
+            slots.rx_headers.prefetch(&slots.memory, later);
+            slots.rx_data.prefetch(&slots.memory, later);
         }
-        let header = crate::header::read(&arena.memory, arena.rx_headers.pieces(slot)).ok()?;
+        let header = crate::header::read(&slots.memory, slots.rx_headers.pieces(slot.slot)).ok()?;
         let whole = header.socket_type.get() == SocketType::Datagram as u16
             && header.op.get() == Op::Rw as u16
             && header.flags & DGRAM_EOM != 0
             && !self.datagrams.assembler.is_open();
         let payload = written.checked_sub(HEADER_LEN as u32)?;
-        (whole && header.len <= payload.min(arena.rx_data.len())).then_some(header)
+        (whole && header.len <= payload.min(slots.rx_data.len())).then_some(header)
     }
 }
 

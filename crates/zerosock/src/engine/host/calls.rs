@@ -289,6 +289,12 @@ impl Engine for HostEngine {
         done
     }
 
+    fn queue_pair(&self, id: StreamId) -> u16 {
+        let vm = self.device_of(id);
+        let device = vm.and_then(|vm| self.worker.devices.get(vm));
+        device.map_or(0, |device| device.pair())
+    }
+
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.sockets.set_low_water(id, bytes);

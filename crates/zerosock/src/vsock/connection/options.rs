@@ -12,7 +12,10 @@ use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{Connection, encode_timeout};
+use zerosock_proto::vsock::MoveError;
+
 use crate::deadline::deadline_in;
+use crate::vsock::engine::Engine;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{Ending, Interest, Manner, Patience};
 use crate::vsock::options::{Options, timeout};
@@ -87,6 +90,40 @@ impl Connection {
             self.resize(bytes);
         }
         Ok(changed)
+    }
+
+    pub(in crate::vsock) fn queue_pair(&self) -> u16 {
+        self.core.lock().engine().queue_pair(self.id)
+    }
+
+    /// Asks for the move, and waits for what comes of it.
+    pub(in crate::vsock) fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
+        let mut asked = false;
+        let attempt = |engine: &mut dyn Engine| match engine.queue_pair(self.id) {
+            there if there == pair => Some(Ok(())),
+            _ if engine.is_moving(self.id) => {
+                asked = true;
+                None
+            }
+            _ if std::mem::replace(&mut asked, true) => Some(Err(MoveError::Busy)),
+            _ => match engine.move_to_pair(self.id, pair) {
+                Ok(()) => {
+                    engine.flush();
+                    None
+                }
+                Err(error) => Some(Err(error)),
+            },
+        };
+        let interest = Interest::Conn(self.id);
+        let moved = self.core.wait(interest, self.write_patience(), attempt)?;
+        moved.map_err(|error| {
+            let kind = match error {
+                MoveError::Busy => io::ErrorKind::ResourceBusy,
+                MoveError::NotNegotiated => io::ErrorKind::Unsupported,
+                MoveError::Stale | MoveError::WrongState => io::ErrorKind::NotConnected,
+            };
+            io::Error::new(kind, error)
+        })
     }
 
     fn resize(&self, bytes: u32) {
@@ -270,6 +307,26 @@ macro_rules! option_calls {
             /// taken all.
             pub fn close(self) -> io::Result<()> {
                 self.conn.close()
+            }
+
+            /// The number of the queue pair at which the connection is
+            /// ([`EndpointBuilder::queue_pairs`](crate::vsock::EndpointBuilder::queue_pairs)).
+            pub fn queue_pair(&self) -> u16 {
+                self.conn.queue_pair()
+            }
+
+            /// Moves the connection to queue pair `pair`, for a program that shares its work out over
+            /// the workers of the device better than the hash of addresses does. It is quiet for one
+            /// and a half round trips; bytes keep their order. What is held unread in place is copied
+            /// once. Waits as a write does; one that does not wait has asked, and
+            /// [`queue_pair`](Self::queue_pair) tells later.
+            ///
+            /// # Errors
+            /// `Unsupported` at a host, and for a pair that is not used; `ResourceBusy` while a loan
+            /// is out or a message half sent, at either side, and when the device refuses;
+            /// `NotConnected`; `WouldBlock`, `TimedOut`.
+            pub fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
+                self.conn.move_to_queue_pair(pair)
             }
 
             /// Bytes that were sent and that the peer is not known to have taken (SIOCOUTQ). A peer

@@ -1,0 +1,148 @@
+//! The driver's queue pairs (docs/queue-pairs.md): each a lane with its two queues, its slots and a
+//! shard of the protocol core.
+//!
+//! What must hold: a connection is in one lane; its received bytes lie in slots of that lane's pool,
+//! which has the lane's number.
+
+use std::collections::VecDeque;
+use std::ops::{Index, IndexMut};
+
+use zerosock_proto::vsock::Shard;
+use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
+
+use super::arena::PairSlots;
+use super::flows::Flows;
+use super::queues::{RxQueue, TxQueue};
+use crate::vsock::outgoing::Outgoing;
+use crate::vsock::sockets::StreamId;
+
+/// Names a lane of a driver's.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct LaneId(u16);
+
+impl LaneId {
+    /// The only one, unless several pairs were negotiated.
+    pub(crate) const FIRST: LaneId = LaneId(0);
+
+    /// The lane whose slots are in `pool`.
+    #[inline]
+    pub(crate) fn of_pool(pool: u32) -> LaneId {
+        // Pools are numbered as lanes are.
+        LaneId(pool as u16)
+    }
+
+    /// Its slots, as the table of connections knows them.
+    #[inline]
+    pub(crate) fn pool(self) -> u32 {
+        self.0.into()
+    }
+
+    /// The number of its queue pair.
+    pub(crate) fn pair(self) -> u16 {
+        self.0
+    }
+
+    /// The number of its receive queue.
+    pub(crate) fn rx(self) -> usize {
+        rx_queue(self.0).into()
+    }
+
+    /// The number of its transmit queue.
+    pub(crate) fn tx(self) -> usize {
+        tx_queue(self.0).into()
+    }
+}
+
+/// A slot of a lane's with received bytes.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct RxSlot {
+    pub(crate) lane: LaneId,
+    pub(crate) slot: u16,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(super) rx: RxQueue,
+    pub(super) tx: TxQueue,
+    pub(super) slots: PairSlots,
+    pub(super) shard: Shard,
+    pub(super) flows: Flows,
+    /// Connections that wait for a transmit slot, oldest first.
+    pub(super) waiting_for_slot: VecDeque<StreamId>,
+    /// Messages that have begun and found no slot for the rest. While there are any, somebody waits
+    /// for slots.
+    pub(super) outgoing: VecDeque<Outgoing>,
+    /// Packets wait in the ring, as the bounds on what is held demand, and no call was asked for.
+    pub(super) blocked: bool,
+}
+
+impl Lane {
+    pub(super) fn new(rx: RxQueue, tx: TxQueue, slots: PairSlots, shard: Shard) -> Lane {
+        Lane {
+            rx,
+            tx,
+            slots,
+            shard,
+            flows: Flows::default(),
+            waiting_for_slot: VecDeque::new(),
+            outgoing: VecDeque::new(),
+            blocked: false,
+        }
+    }
+
+    /// Whether something waits for transmit slots.
+    #[inline]
+    pub(super) fn wants_slots(&self) -> bool {
+        !self.waiting_for_slot.is_empty() || self.shard.has_transmit()
+    }
+}
+
+/// All lanes of a driver; at least one.
+#[derive(Debug)]
+pub(crate) struct Lanes(Vec<Lane>);
+
+impl Lanes {
+    pub(super) fn new(lanes: Vec<Lane>) -> Lanes {
+        Lanes(lanes)
+    }
+
+    /// Their names; what they name may change meanwhile.
+    #[inline]
+    pub(super) fn ids(&self) -> impl Iterator<Item = LaneId> + use<> {
+        (0..self.0.len() as u16).map(LaneId)
+    }
+
+    /// The lane of a queue pair, if it is used.
+    pub(super) fn of_pair(&self, pair: u32) -> Option<LaneId> {
+        let pair = u16::try_from(pair).ok()?;
+        (usize::from(pair) < self.0.len()).then_some(LaneId(pair))
+    }
+
+    #[inline]
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Lane> {
+        self.0.iter()
+    }
+
+    #[inline]
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Lane> {
+        self.0.iter_mut()
+    }
+}
+
+/// A name is had of lanes that are there, and they stay.
+impl Index<LaneId> for Lanes {
+    type Output = Lane;
+
+    #[inline]
+    fn index(&self, lane: LaneId) -> &Lane {
+        &self.0[usize::from(lane.0)]
+    }
+}
+
+impl IndexMut<LaneId> for Lanes {
+    #[inline]
+    fn index_mut(&mut self, lane: LaneId) -> &mut Lane {
+        &mut self.0[usize::from(lane.0)]
+    }
+}

@@ -1,0 +1,109 @@
+//! Where a connection begins, and how it goes on at another queue pair (docs/queue-pairs.md).
+//!
+//! What must hold: while it is on its way nothing is sent for it; what was received stays to be
+//! read, in copies, and leases stay with their holders.
+
+use zerosock_proto::vsock::{FlowId, MoveError, QueuePairs};
+use zerosock_proto::wire::vsock::Repr;
+use zerosock_proto::{Address, Port};
+
+use super::lanes::LaneId;
+use super::{Driver, StreamId, StreamState};
+use crate::vsock::sockets::News;
+
+impl Driver {
+    /// Queue pairs that are used.
+    pub fn queue_pairs(&self) -> u16 {
+        self.store.lanes.ids().count() as u16
+    }
+
+    /// The queue pair at which a connection is; `None` for one that was closed.
+    pub fn queue_pair(&self, stream: StreamId) -> Option<u16> {
+        let conn = self.sockets.get(stream)?;
+        Some(LaneId::of_pool(conn.pool).pair())
+    }
+
+    /// Asks the device that a connection go on at queue pair `pair`. Until it has answered, which takes
+    /// a round trip, nothing is sent; what comes is received. The device may refuse:
+    /// [`queue_pair`](Driver::queue_pair) tells.
+    ///
+    /// # Errors
+    /// [`MoveError::Busy`] while a loan is out or a message half sent, and while it is on its way.
+    /// [`MoveError::NotNegotiated`] for a pair that is not used.
+    pub fn move_to_pair(&mut self, stream: StreamId, pair: u16) -> Result<(), MoveError> {
+        let (lane, flow) = self.flow_of(stream).ok_or(MoveError::Stale)?;
+        let there = self.store.lanes.of_pair(pair.into());
+        match there.ok_or(MoveError::NotNegotiated)? {
+            there if there == lane => Ok(()),
+            _ => self.store.lanes[lane].shard.ask_move(flow, pair),
+        }
+    }
+
+    /// Whether a connection is on its way to another queue pair.
+    pub fn is_moving(&self, stream: StreamId) -> bool {
+        let flow = self.flow_of(stream);
+        flow.is_some_and(|(lane, flow)| self.store.lanes[lane].shard.is_moving(flow))
+    }
+
+    /// The lane where a connection to `peer` begins, and the port that it is from: which lane it is
+    /// depends on that, if there are several.
+    pub(super) fn lane_for(&self, port: Port, peer: Address) -> (LaneId, Port) {
+        let first = &self.store.lanes[LaneId::FIRST];
+        let pairs = QueuePairs::new(self.queue_pairs()).unwrap_or(QueuePairs::ONE);
+        if pairs == QueuePairs::ONE {
+            return (LaneId::FIRST, port);
+        }
+        let port = match port {
+            Port::ANY => first.shard.spare_port(),
+            port => port,
+        };
+        let lane = self.store.lanes.of_pair(pairs.of_flow(port, peer).into());
+        (lane.unwrap_or(LaneId::FIRST), port)
+    }
+
+    /// The device has answered: the connection is at `pair`. `header`: the answer.
+    #[cold]
+    pub(super) fn moved(&mut self, lane: LaneId, flow: FlowId, pair: u32, header: &Repr) {
+        let there = self.store.lanes.of_pair(pair);
+        let (Some(there), Some(stream)) = (there, self.flow(lane, flow)) else {
+            // At a pair that is not used, or closed by us while it was on its way.
+            let _ = self.store.lanes[lane].shard.reset(flow);
+            return self.moved_stray(pair, header);
+        };
+        if there == lane {
+            // A flow that ended meanwhile goes on nowhere.
+            let _ = self.store.lanes[lane].shard.resume(flow);
+            return self.sockets.announce(stream, News::Writable);
+        }
+        // Its unread bytes and its credit are of the slots that it leaves.
+        self.sockets.leave_pool(stream, &mut self.store);
+        let adopted = match self.store.lanes[lane].shard.extract(flow, there.pair()) {
+            Ok((parcel, _)) => self.store.lanes[there].shard.adopt(parcel).ok(),
+            Err(_) => return,
+        };
+        let Some(now) = adopted else {
+            // There is no place for it there: the device is told, and so is its user.
+            self.moved_stray(pair, header);
+            if let Some(conn) = self.sockets.get_mut(stream) {
+                conn.flow = None;
+                conn.state = StreamState::Reset;
+            }
+            return self.sockets.announce(stream, News::Closed);
+        };
+        self.store.lanes[there].flows.insert(now, stream);
+        self.sockets.enter_pool(stream, there.pool(), now);
+        // A sender that waits for a slot waits for one of another lane from now on.
+        if let Some(conn) = self.sockets.get_mut(stream) {
+            conn.wants_room = false;
+        }
+        self.sockets.announce(stream, News::Writable);
+    }
+
+    /// The device has moved a connection to `pair` that we have not: it is to give it up.
+    #[cold]
+    pub(super) fn moved_stray(&mut self, pair: u32, header: &Repr) {
+        if let Some(there) = self.store.lanes.of_pair(pair) {
+            self.store.lanes[there].shard.reset_stray(header);
+        }
+    }
+}

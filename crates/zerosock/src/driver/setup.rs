@@ -1,0 +1,198 @@
+//! How a driver comes to its device, and back to it: memory, queues, and what is said to start and
+//! stop them.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time;
+
+use zerosock_proto::Cid;
+use zerosock_proto::vsock::{PortTable, Shard, ShardConfig};
+use zerosock_ring::DriverLayout;
+
+use super::arena::Arena;
+use super::datagrams::Datagrams;
+use super::lanes::{Lane, LaneId, Lanes};
+use super::link::{AttachError, Doorbells, EVENT, Link};
+use super::loans::Loans;
+use super::queues::{EventQueue, RxQueue, TxQueue};
+use super::store::Buffers;
+use super::watch::Watch;
+use super::{Driver, DriverConfig, DriverStats, FrontendError, HOLD, MOST_COPIED};
+use crate::vsock::leases::Leases;
+use crate::vsock::sockets::Sockets;
+
+impl Driver {
+    /// Makes the memory, connects to the device at `config.socket`, negotiates
+    /// and starts the queues.
+    pub fn attach(config: DriverConfig) -> Result<Driver, AttachError> {
+        Driver::build(config, Link::connect)
+    }
+
+    /// As [`attach`](Driver::attach), over a vhost-user socket that is connected
+    /// already, as a process gets it that [attaches](crate::attach) to a daemon.
+    /// Such a device cannot be had again:
+    /// [`reconnect`](Driver::reconnect) would go to `config.socket`.
+    pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {
+        Driver::build(config, |config| Link::over(socket, config))
+    }
+
+    fn build(
+        config: DriverConfig,
+        connect: impl FnOnce(&DriverConfig) -> Result<Link, AttachError>,
+    ) -> Result<Driver, AttachError> {
+        config.check()?;
+        let link = connect(&config)?;
+        Driver::with_link(config, link, |link, arena, bells| {
+            let bases = vec![0; arena.rings.len()];
+            link.start(arena, bells, &bases)
+        })
+    }
+
+    /// Makes the memory and the queues for a device that is there, and has `start` hand them over.
+    pub(super) fn with_link(
+        config: DriverConfig,
+        mut link: Link,
+        start: impl FnOnce(&mut Link, &Arena, &Doorbells) -> Result<(), AttachError>,
+    ) -> Result<Driver, AttachError> {
+        let (arena, slots) = Arena::new(&config, link.pairs)?;
+        let bells = Doorbells::new(link.pairs)?;
+        let mut watch = Watch::new(bells.calls()).map_err(AttachError::Eventfd)?;
+        watch
+            .device(link.frontend.as_fd())
+            .map_err(AttachError::Eventfd)?;
+        let mut event_queue = EventQueue::new(&arena, arena.rings[EVENT], link.event_idx)?;
+        let cid = link.cid;
+        let ports = Arc::new(match &config.host_ports {
+            Some(ports) => PortTable::giving_out(ports.clone()),
+            None => PortTable::new(),
+        });
+        // Each slot can be out on a lease or a loan, and as many copies beside.
+        let count = usize::from(config.slots());
+        let words = Leases::new((4 * count * slots.len()).max(256));
+        let loans = Loans::new(words.capacity(), slots.len(), config.slots());
+        let mut datagrams = Datagrams::new(cid, words.capacity());
+        datagrams.negotiated(link.datagrams, link.datagram_flow);
+        let mut sockets = Sockets::new(Arc::new(words), HOLD, MOST_COPIED);
+        let mut lanes = Vec::new();
+        for slots in slots {
+            let lane = LaneId::of_pool(sockets.add_pool(config.slots().into()));
+            let (rx, tx) = (arena.rings[lane.rx()], arena.rings[lane.tx()]);
+            let mut rx = RxQueue::new(&slots, rx, link.event_idx)?;
+            let tx = TxQueue::new(&slots, tx, link.event_idx)?;
+            // Posted before the device looks for the first time: no kick is owed
+            // for what it finds then, but it costs nothing to be sure.
+            let _ = rx.publish();
+            let mut shard = new_shard(&config, cid, &ports);
+            link.agree(&mut shard);
+            lanes.push(Lane::new(rx, tx, slots, shard));
+        }
+        let _ = event_queue.publish();
+        start(&mut link, &arena, &bells)?;
+        let lanes = Lanes::new(lanes);
+        lanes.ids().for_each(|lane| bells.kick(lane.rx()));
+        bells.kick(EVENT);
+        Ok(Driver {
+            store: Buffers::new(arena, lanes),
+            sockets,
+            loans,
+            datagrams,
+            bells,
+            watch,
+            link: Some(link),
+            event_queue,
+            cid,
+            epoch: time::Instant::now(),
+            listeners: Vec::new(),
+            reset_seen: false,
+            gone_seen: false,
+            stats: DriverStats::default(),
+            armed: false,
+            idle_turns: 0,
+            trusted: false,
+            config,
+        })
+    }
+
+    /// Attaches to a restarted device with the memory, the queues and the
+    /// listeners as they are: what a VMM does for a guest that knows nothing
+    /// of it. Each queue goes on at its used index, so that the new device
+    /// works off again what the old one had taken and not returned. Connections
+    /// have ended with the old device.
+    pub fn reconnect(&mut self) -> Result<(), AttachError> {
+        if self.link.is_some() {
+            self.device_gone();
+            self.gone_seen = false;
+        }
+        let mut link = Link::connect(&self.config)?;
+        if usize::from(link.pairs.queues()) != self.store.arena.rings.len() {
+            return Err(AttachError::Missing("as many queue pairs as before"));
+        }
+        self.watch
+            .device(link.frontend.as_fd())
+            .map_err(AttachError::Eventfd)?;
+        let bases = self.used_indices();
+        link.start(&self.store.arena, &self.bells, &bases)?;
+        self.bells.kick_all();
+        for lane in self.store.lanes.iter_mut() {
+            link.agree(&mut lane.shard);
+        }
+        self.datagrams
+            .negotiated(link.datagrams, link.datagram_flow);
+        self.link = Some(link);
+        Ok(())
+    }
+
+    /// Stops the queues, as a VMM does for a pause or a snapshot; returns the
+    /// index at which each can go on. Until [`resume`](Driver::resume) the
+    /// device neither reads nor writes our memory.
+    pub fn suspend(&mut self) -> Result<Vec<u16>, FrontendError> {
+        let queues = self.store.arena.rings.len();
+        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
+        link.stop(queues)
+    }
+
+    /// Hands the memory over again and starts the queues at `bases`, one for each.
+    pub fn resume(&mut self, bases: &[u16]) -> Result<(), AttachError> {
+        let link = self.link.as_mut().ok_or(FrontendError::Closed)?;
+        link.start(&self.store.arena, &self.bells, bases)?;
+        self.bells.kick_all();
+        Ok(())
+    }
+
+    /// Sends the memory table again while the queues run, as a VMM does when
+    /// memory is plugged.
+    pub fn send_memory_table(&mut self) -> Result<(), FrontendError> {
+        let table = [(self.store.arena.fd.as_fd(), self.store.arena.region)];
+        self.link
+            .as_mut()
+            .ok_or(FrontendError::Closed)?
+            .frontend
+            .set_mem_table(&table)
+    }
+
+    /// The used index of each queue as it lies in memory: rx, tx, event, and those of further pairs.
+    pub fn used_indices(&self) -> Vec<u16> {
+        let memory = &self.store.arena.memory;
+        let index = |ring: &DriverLayout| {
+            // struct virtq_used { le16 flags; le16 idx; … } (virtio 1.2, 2.7.8)
+            let mut index = [0u8; 2];
+            let mut pieces = Vec::new();
+            if memory.translate(ring.used + 2, 2, &mut pieces).is_ok() {
+                memory.read(&pieces, 0, &mut index);
+            }
+            u16::from_le_bytes(index)
+        };
+        self.store.arena.rings.iter().map(index).collect()
+    }
+}
+
+fn new_shard(config: &DriverConfig, cid: Cid, ports: &Arc<PortTable>) -> Shard {
+    let shard_config = ShardConfig {
+        buf_alloc: config.buf_alloc,
+        max_connections: config.max_connections,
+        connect_timeout: config.connect_timeout,
+        ..ShardConfig::driver(cid)
+    };
+    Shard::new(shard_config, ports.clone())
+}

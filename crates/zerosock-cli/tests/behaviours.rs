@@ -26,6 +26,12 @@ mod host_to_process {
     super::each_behaviour!(super::from_a_host);
 }
 
+/// Queue pairs of devices and drivers: ZEROSOCK_TEST_PAIRS, or one.
+fn pairs() -> u16 {
+    let pairs = std::env::var("ZEROSOCK_TEST_PAIRS");
+    pairs.map_or(1, |pairs| pairs.parse().expect("a number of pairs"))
+}
+
 fn vm(dir: &Path, cid: u64) -> VmConfig {
     let socket = dir.join(format!("{cid}.sock"));
     VmConfig {
@@ -39,7 +45,9 @@ fn vm(dir: &Path, cid: u64) -> VmConfig {
 }
 
 fn endpoint(dir: &Path, cid: u64) -> Library {
-    let endpoint = Endpoint::builder().attach_device(dir.join(format!("{cid}.sock")));
+    let endpoint = Endpoint::builder()
+        .queue_pairs(pairs())
+        .attach_device(dir.join(format!("{cid}.sock")));
     Library::new(endpoint.expect("an endpoint"))
 }
 
@@ -47,6 +55,8 @@ fn between_processes(name: &str) {
     let dir = tempfile::tempdir().expect("a directory");
     let vms = vec![vm(dir.path(), 3), vm(dir.path(), 4)];
     let config = DaemonConfig {
+        queue_pairs: pairs(),
+        workers: usize::from(pairs()).min(2),
         vms,
         ..DaemonConfig::default()
     };
@@ -59,9 +69,18 @@ fn between_processes(name: &str) {
 fn hosted(test: impl FnOnce(&Library, &Library)) {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("attach.sock");
-    let host = Host::builder().attach(&path).start().expect("a host");
+    let host = Host::builder()
+        .queue_pairs(pairs())
+        .attach(&path)
+        .start()
+        .expect("a host");
     let host = Library::new(host);
-    let process = Library::new(Endpoint::attach(&path).expect("a process"));
+    let process = Library::new(
+        Endpoint::builder()
+            .queue_pairs(pairs())
+            .attach(&path)
+            .expect("a process"),
+    );
     test(&host, &process);
 }
 

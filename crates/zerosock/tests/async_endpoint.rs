@@ -26,6 +26,7 @@ const PORT: Port = Port::new(9);
 fn endpoints(daemon: &TestDaemon) -> (Endpoint, Endpoint) {
     let attach = |index: usize| {
         Endpoint::builder()
+            .queue_pairs(common::pairs())
             .attach_device(&daemon.vms[index].socket)
             .unwrap()
     };

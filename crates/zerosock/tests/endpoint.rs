@@ -22,7 +22,7 @@ fn endpoint(
     index: usize,
     tune: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
 ) -> Endpoint {
-    tune(Endpoint::builder())
+    tune(Endpoint::builder().queue_pairs(common::pairs()))
         .attach_device(&daemon.vms[index].socket)
         .unwrap()
 }

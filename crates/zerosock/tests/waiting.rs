@@ -22,6 +22,7 @@ fn there() -> Address {
 fn endpoints(daemon: &TestDaemon) -> [Endpoint; 2] {
     [0, 1].map(|index| {
         Endpoint::builder()
+            .queue_pairs(common::pairs())
             .attach_device(&daemon.vms[index].socket)
             .unwrap()
     })
@@ -104,6 +105,7 @@ fn a_poller_waits_over_two_endpoints_and_a_listener() {
         let daemon = TestDaemon::with(3, |_| {});
         let attach = |index: usize| {
             Endpoint::builder()
+                .queue_pairs(common::pairs())
                 .attach_device(&daemon.vms[index].socket)
                 .unwrap()
         };
@@ -404,6 +406,7 @@ fn the_longest_time_is_for_ever() {
     let attach = |index: usize| {
         Endpoint::builder()
             .connect_timeout(Duration::MAX)
+            .queue_pairs(common::pairs())
             .attach_device(&daemon.vms[index].socket)
             .unwrap()
     };

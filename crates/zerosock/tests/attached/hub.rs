@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use zerosock::vsock::{Endpoint, EndpointBuilder, Host, HostBuilder, Stream};
 
+use super::common::pairs;
 use super::common::pump::Pumped;
 use super::{FOR_EVER, PORT, common, patient};
 
@@ -22,6 +23,7 @@ impl Hub {
     pub(crate) fn with(tune: impl FnOnce(HostBuilder) -> HostBuilder) -> Hub {
         let dir = tempfile::tempdir().unwrap();
         let builder = Host::builder().attach(dir.path().join("attach.sock"));
+        let builder = builder.queue_pairs(pairs());
         let builder = builder.vm(zerosock::Cid::new(3), dir.path().join("vm.sock"));
         let host = Pumped::new(tune(builder).start().unwrap());
         Hub { host, dir }
@@ -45,7 +47,7 @@ impl Hub {
         name: &str,
         tune: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
     ) -> Endpoint {
-        tune(Endpoint::builder().name(name))
+        tune(Endpoint::builder().queue_pairs(pairs()).name(name))
             .attach(self.path())
             .unwrap()
     }

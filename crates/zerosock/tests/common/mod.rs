@@ -3,7 +3,8 @@
 //! Each test has a daemon and a directory of its own. With ZEROSOCK_TEST_DEVICE set to a program
 //! with vhost-device-vsock's command line, that program is the device instead, for finding out
 //! whether a failure is the device's or the driver's; tests that need more than one VM or look at
-//! counters then skip themselves.
+//! counters then skip themselves. With ZEROSOCK_TEST_PAIRS set to a number, devices and drivers of
+//! ours have so many queue pairs, and daemons two workers.
 #![allow(dead_code, reason = "each test program uses its own part")]
 
 pub(crate) mod pump;
@@ -20,6 +21,12 @@ use zerosock::driver::{Address, Cid, Driver, DriverConfig, Port};
 
 /// Longer than anything takes that works.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Queue pairs of devices and of drivers, where a test does not say it.
+pub(crate) fn pairs() -> u16 {
+    let pairs = std::env::var("ZEROSOCK_TEST_PAIRS");
+    pairs.map_or(1, |pairs| pairs.parse().unwrap())
+}
 
 /// The end of all patience from now.
 pub(crate) fn deadline() -> Instant {
@@ -123,6 +130,7 @@ impl TestDaemon {
         let give_up = deadline();
         loop {
             let mut config = DriverConfig::new(&self.vms[index].socket);
+            config.queue_pairs = pairs();
             tune(&mut config);
             match Driver::attach(config) {
                 Ok(driver) => return driver,
@@ -160,7 +168,11 @@ pub(crate) fn start_daemon(vms: &[Vm], tune: fn(&mut DaemonConfig)) -> Daemon {
 
 /// The configuration of a daemon for `vms`, their sockets bound.
 pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
-    let mut config = DaemonConfig::default();
+    let mut config = DaemonConfig {
+        queue_pairs: pairs(),
+        workers: usize::from(pairs()).min(2),
+        ..DaemonConfig::default()
+    };
     for vm in vms {
         let _ = std::fs::remove_file(&vm.socket);
         let _ = std::fs::remove_file(&vm.uds_path);

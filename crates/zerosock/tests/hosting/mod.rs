@@ -15,7 +15,7 @@ use zerosock_proto::wire::vsock::Op;
 
 use super::common::pump::Pumped;
 use super::common::raw::{NEXT, RawGuest, TX, emit};
-use super::common::{PATIENCE, deadline};
+use super::common::{PATIENCE, deadline, pairs};
 
 /// See the module.
 pub(crate) struct Hosted {
@@ -65,7 +65,7 @@ impl Hosted {
             });
             sockets.push(socket);
         }
-        let builder = Host::builder().hold(hold).wait(wait);
+        let builder = Host::builder().hold(hold).wait(wait).queue_pairs(pairs());
         let builder = configs.into_iter().fold(builder, |b, vm| b.vm_with(vm));
         let mut hosted = Hosted::of(tune(builder));
         hosted.sockets = sockets;
@@ -134,7 +134,9 @@ impl Deref for Hosted {
 pub(crate) fn guest_at(socket: &Path) -> Driver {
     let give_up = deadline();
     loop {
-        match Driver::attach(DriverConfig::new(socket)) {
+        let mut config = DriverConfig::new(socket);
+        config.queue_pairs = pairs();
+        match Driver::attach(config) {
             Ok(driver) => return driver,
             // The device may not yet have seen its last guest off.
             Err(error) if Instant::now() > give_up => panic!("{error}"),

@@ -8,8 +8,8 @@ use zerosock::daemon::{Daemon, DaemonConfig};
 use zerosock::vsock::{Endpoint, EndpointBuilder, Host, HostBuilder, SeqPacket};
 use zerosock::{Address, Cid};
 
-use super::common::PATIENCE;
 use super::common::pump::Pumped;
+use super::common::{PATIENCE, pairs};
 use super::{FOR_EVER, PORT, patient};
 
 /// A host with an attach socket, and a thread that keeps it going.
@@ -26,6 +26,7 @@ impl Hub {
     pub(crate) fn with(tune: impl FnOnce(HostBuilder) -> HostBuilder) -> Hub {
         let dir = tempfile::tempdir().unwrap();
         let builder = Host::builder().attach(dir.path().join("attach.sock"));
+        let builder = builder.queue_pairs(pairs());
         let host = Pumped::new(tune(builder).start().unwrap());
         Hub { host, dir }
     }
@@ -42,7 +43,9 @@ impl Hub {
         &self,
         tune: impl FnOnce(EndpointBuilder) -> EndpointBuilder,
     ) -> Endpoint {
-        tune(Endpoint::builder()).attach(self.path()).unwrap()
+        tune(Endpoint::builder().queue_pairs(pairs()))
+            .attach(self.path())
+            .unwrap()
     }
 
     /// A connection from a process to the host: the host's side, and the process's.
@@ -98,7 +101,11 @@ pub(crate) fn siblings(
     path: &Path,
     tune: [fn(EndpointBuilder) -> EndpointBuilder; 2],
 ) -> ((Endpoint, SeqPacket), (Endpoint, SeqPacket)) {
-    let [one, two] = tune.map(|tune| tune(Endpoint::builder()).attach(path).unwrap());
+    let [one, two] = tune.map(|tune| {
+        tune(Endpoint::builder().queue_pairs(pairs()))
+            .attach(path)
+            .unwrap()
+    });
     let listener = one.listen_seqpacket(PORT, 4).unwrap();
     let to = Address::new(one.cid(), PORT);
     let theirs = two.begin_connect_seqpacket(to).unwrap();

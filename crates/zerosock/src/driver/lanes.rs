@@ -9,10 +9,13 @@ use std::ops::{Index, IndexMut};
 
 use zerosock_proto::vsock::Shard;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
+use zerosock_proto::wire::vsock::Repr;
+use zerosock_ring::AddError;
 
 use super::arena::PairSlots;
 use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
+use crate::header;
 use crate::vsock::outgoing::Outgoing;
 use crate::vsock::sockets::StreamId;
 
@@ -91,6 +94,14 @@ impl Lane {
         }
     }
 
+    /// Writes the header into slot `slot` and queues the packet.
+    #[inline]
+    pub(super) fn send(&mut self, slot: u16, repr: &Repr) -> Result<(), AddError> {
+        let slots = &self.slots;
+        header::write(&slots.memory, slots.tx_headers.pieces(slot), repr);
+        self.tx.push(slot)
+    }
+
     /// Whether something waits for transmit slots.
     #[inline]
     pub(super) fn wants_slots(&self) -> bool {
@@ -98,35 +109,46 @@ impl Lane {
     }
 }
 
-/// All lanes of a driver; at least one.
+/// All lanes of a driver. The first lies apart: most drivers have one, and its packets shall not pay
+/// for those that others might have.
 #[derive(Debug)]
-pub(crate) struct Lanes(Vec<Lane>);
+pub(crate) struct Lanes {
+    first: Lane,
+    others: Vec<Lane>,
+}
 
 impl Lanes {
-    pub(super) fn new(lanes: Vec<Lane>) -> Lanes {
-        Lanes(lanes)
+    /// `others` are those of the second pair and so on.
+    pub(super) fn new(first: Lane, others: Vec<Lane>) -> Lanes {
+        Lanes { first, others }
+    }
+
+    /// How many there are.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        1 + self.others.len()
     }
 
     /// Their names; what they name may change meanwhile.
     #[inline]
     pub(super) fn ids(&self) -> impl Iterator<Item = LaneId> + use<> {
-        (0..self.0.len() as u16).map(LaneId)
+        (0..self.len() as u16).map(LaneId)
     }
 
     /// The lane of a queue pair, if it is used.
     pub(super) fn of_pair(&self, pair: u32) -> Option<LaneId> {
         let pair = u16::try_from(pair).ok()?;
-        (usize::from(pair) < self.0.len()).then_some(LaneId(pair))
+        (usize::from(pair) < self.len()).then_some(LaneId(pair))
     }
 
     #[inline]
     pub(super) fn iter(&self) -> impl Iterator<Item = &Lane> {
-        self.0.iter()
+        std::iter::once(&self.first).chain(&self.others)
     }
 
     #[inline]
     pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Lane> {
-        self.0.iter_mut()
+        std::iter::once(&mut self.first).chain(&mut self.others)
     }
 }
 
@@ -136,13 +158,19 @@ impl Index<LaneId> for Lanes {
 
     #[inline]
     fn index(&self, lane: LaneId) -> &Lane {
-        &self.0[usize::from(lane.0)]
+        match lane.0 {
+            0 => &self.first,
+            other => &self.others[usize::from(other) - 1],
+        }
     }
 }
 
 impl IndexMut<LaneId> for Lanes {
     #[inline]
     fn index_mut(&mut self, lane: LaneId) -> &mut Lane {
-        &mut self.0[usize::from(lane.0)]
+        match lane.0 {
+            0 => &mut self.first,
+            other => &mut self.others[usize::from(other) - 1],
+        }
     }
 }

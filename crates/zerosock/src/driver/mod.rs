@@ -78,7 +78,6 @@ pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
 use crate::deadline::earlier;
-use crate::header;
 use crate::vsock::sockets::{News, Sockets};
 use datagrams::Datagrams;
 use lanes::{Lane, LaneId, RxSlot};
@@ -310,7 +309,7 @@ impl Driver {
     /// peer's last words and its end. That is a queue at most, also of one that keeps our memory and
     /// goes on. What goes wrong here goes wrong again in the next turn, which says so.
     fn take_last(&mut self, now: Instant) {
-        let slots = usize::from(self.config.slots()) * self.store.lanes.iter().count();
+        let slots = usize::from(self.config.slots()) * self.store.lanes.len();
         let end = self.stats.rx_packets + slots as u64;
         loop {
             // What nobody has read makes room, as a copy.
@@ -419,12 +418,15 @@ impl Driver {
     /// if it has any, lies in the slot already.
     #[inline]
     fn transmit(&mut self, lane: LaneId, slot: u16, repr: &Repr) -> Result<(), DriverError> {
-        let Lane { slots, tx, .. } = &mut self.store.lanes[lane];
-        header::write(&slots.memory, slots.tx_headers.pieces(slot), repr);
-        tx.push(slot)?;
+        self.store.lanes[lane].send(slot, repr)?;
+        self.count_sent(repr);
+        Ok(())
+    }
+
+    #[inline]
+    fn count_sent(&mut self, repr: &Repr) {
         self.stats.tx_packets += 1;
         self.stats.tx_bytes += u64::from(repr.len);
-        Ok(())
     }
 
     /// Tells those who wait for a slot that there are some.

@@ -14,7 +14,7 @@ use crate::vsock::sockets::News;
 impl Driver {
     /// Queue pairs that are used.
     pub fn queue_pairs(&self) -> u16 {
-        self.store.lanes.ids().count() as u16
+        self.store.lanes.len() as u16
     }
 
     /// The queue pair at which a connection is; `None` for one that was closed.

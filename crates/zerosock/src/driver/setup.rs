@@ -89,7 +89,10 @@ impl Driver {
         }
         let _ = event_queue.publish();
         start(&mut link, &arena, &bells)?;
-        let lanes = Lanes::new(lanes);
+        let mut lanes = lanes.into_iter();
+        // There is one at least.
+        let first = lanes.next().ok_or(AttachError::Missing("a queue pair"))?;
+        let lanes = Lanes::new(first, lanes.collect());
         lanes.ids().for_each(|lane| bells.kick(lane.rx()));
         bells.kick(EVENT);
         Ok(Driver {

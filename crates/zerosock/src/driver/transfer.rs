@@ -200,32 +200,29 @@ impl Driver {
         (lane, flow): (LaneId, FlowId),
         bytes: &[u8],
     ) -> Result<usize, SendError> {
-        let most = self.store.lanes[lane].slots.tx_data.len();
+        let of = &mut self.store.lanes[lane];
+        let most = of.slots.tx_data.len();
         let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
-        let Some(slot) = self.store.lanes[lane]
-            .tx
-            .data_slot(want)
-            .map_err(DriverError::from)?
-        else {
+        let Some(slot) = of.tx.data_slot(want).map_err(DriverError::from)? else {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        if let Some(later) = self.store.lanes[lane].tx.later() {
-            let slots = &self.store.lanes[lane].slots;
+        let slots = &of.slots;
+        if let Some(later) = of.tx.later() {
             slots.tx_headers.prefetch_write(&slots.memory, later);
             slots.tx_data.prefetch_write(&slots.memory, later);
         }
-        match self.store.lanes[lane].shard.send_now(flow, want, 0) {
+        match of.shard.send_now(flow, want, 0) {
             Ok(header) => {
-                let slots = &self.store.lanes[lane].slots;
                 // As many as the header says: no more than there are.
                 let bytes = bytes.get(..header.len as usize).unwrap_or(bytes);
                 slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
-                self.transmit(lane, slot, &header)?;
+                of.send(slot, &header).map_err(DriverError::from)?;
+                self.count_sent(&header);
                 Ok(bytes.len())
             }
             Err(error) => {
-                self.store.lanes[lane].tx.put_back(slot);
+                of.tx.put_back(slot);
                 self.send_again(stream, (lane, flow), bytes, error)
             }
         }

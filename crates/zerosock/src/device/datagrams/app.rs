@@ -14,6 +14,10 @@ use crate::vsock::engine::Payload;
 /// Packets taken in for one datagram of the program's.
 const BUDGET: usize = 256;
 
+/// Bytes of datagrams that were looked at, after which their sender gets its buffers back: a part of
+/// the usual send buffer, so that one writes while the other reads.
+const RETURN: usize = 64 << 10;
+
 impl Device {
     /// Shows the next datagram for a socket of the program's, of which nothing is held, as it is
     /// taken in, and gives its chain back at once; packets before it go their way. False: there was
@@ -138,6 +142,13 @@ impl Device {
             look(header.src, Payload::copied(&bytes));
         }
         tx.complete(chain, 0);
+        self.datagrams.returned += len;
+        if self.datagrams.returned >= RETURN {
+            // Its sender may have no more under way than a few of these, and has no credit to tell
+            // that it waits.
+            self.datagrams.returned = 0;
+            tx.publish(cx.ringer);
+        }
         cx.counters.rx_bytes.add(len as u64);
         true
     }

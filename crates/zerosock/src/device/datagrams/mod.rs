@@ -63,6 +63,8 @@ pub(super) struct Datagrams {
     /// Something found too few buffers, but some, of which nobody tells how many there are: when it
     /// is tried again.
     retry: Option<Instant>,
+    /// Bytes shown to the program whose buffers have gone back and were not published.
+    returned: usize,
     /// Kept for its memory.
     gathered: Vec<Chain>,
     /// Counted in the bytes that were moved, and are none.
@@ -90,6 +92,7 @@ impl Datagrams {
             stopping: false,
             wanted: false,
             retry: None,
+            returned: 0,
             gathered: Vec::new(),
             charged: 0,
         }

@@ -216,6 +216,14 @@ impl Device {
                 self.guest_datagram(chain, header, cx);
                 return None;
             }
+            // Datagrams are the first lane's, and get no answer.
+            None if header.socket_type.get() == SocketType::Datagram as u16
+                && self.lanes.pair != 0 =>
+            {
+                cx.counters.bad_packets.add(1);
+                tx.complete(chain, 0);
+                return None;
+            }
             None => self.shard.handle_packet(cx.time(), &header),
         };
         match disposition {

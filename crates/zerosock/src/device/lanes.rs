@@ -19,7 +19,7 @@
 //! What must hold: bytes and ends keep their order; a chain goes back to the ring that it is of; a
 //! connection that finds no place is ended for everybody.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
@@ -43,6 +43,8 @@ pub(crate) struct Lanes {
     all: Arc<[DeviceAddr]>,
     /// How many the driver uses.
     pub(super) used: QueuePairs,
+    /// Connections that have left and have not arrived, as far as is known.
+    departed: HashSet<FlowId>,
     /// Connections that have left, to which siblings may still send here.
     left: HashMap<FlowId, Left>,
     /// Connections that have come and wait for the last of what their siblings had sent elsewhere.
@@ -87,6 +89,7 @@ impl Lanes {
             own,
             all,
             used: QueuePairs::ONE,
+            departed: HashSet::new(),
             left: HashMap::new(),
             parking: 0,
         }
@@ -108,6 +111,8 @@ impl Device {
     /// Makes it the lane of pair `pair` among `all`.
     pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
         self.lanes = Lanes::new(pair, self.addr, all);
+        // A chain names the start of a queue that it is of, and no two lanes have one in common.
+        self.epoch = u32::from(pair) << 24;
     }
 
     /// The number of its queue pair.
@@ -173,6 +178,12 @@ impl Device {
     }
 
     fn stay(&mut self, flow: FlowId) {
+        if let Some(key) = self.key_of(flow)
+            && let Some(join) = self.joins.get_mut(key as usize)
+            && let End::Sibling(s) = &mut join.end
+        {
+            s.move_to = None;
+        }
         // One that has ended meanwhile stays nowhere.
         let _ = self.shard.keep(flow, self.lanes.pair);
     }
@@ -184,7 +195,7 @@ impl Device {
         };
         if let End::Sibling(s) = &mut join.end
             && s.out == 0
-            && let Some(pair) = s.move_to.take()
+            && let Some(pair) = s.move_to
             && let Some(flow) = join.flow
         {
             self.depart(flow, pair, cx);
@@ -210,6 +221,21 @@ impl Device {
             self.stay(flow);
             return None;
         };
+        if !self.shard.may_leave(flow) {
+            // Half a message is out, or it is being closed.
+            self.stay(flow);
+            return None;
+        }
+        if let Some(End::Sibling(s)) = self.joins.get_mut(key as usize).map(|join| &mut join.end) {
+            if s.out > 0 {
+                // Its guest has sent behind MOVE.
+                s.move_to = Some(pair);
+                let (device, to) = (s.peer.device, s.peer.flow);
+                cx.outbox.send(device, Message::Recall { to });
+                return None;
+            }
+            s.move_to = None;
+        }
         // Lent chains are back, and what is held is copied: none of it is of this ring any more.
         self.spill(key, 0, cx);
         if let Some(End::App(end)) = self.joins.get(key as usize).map(|join| &join.end)
@@ -219,7 +245,7 @@ impl Device {
         }
         let (parcel, answer) = match self.shard.extract(flow, pair) {
             Ok((parcel, Some(answer))) => (parcel, answer),
-            // A loan is out, or it is being closed.
+            // It may leave, and nothing has happened since.
             _ => {
                 self.stay(flow);
                 return None;
@@ -237,6 +263,7 @@ impl Device {
         let counted = std::mem::take(&mut join.counted);
         self.stalled_chains -= counted.0 as usize;
         self.overflow_bytes -= counted.1 as usize;
+        self.lanes.departed.insert(flow);
         match &join.end {
             End::Socket { socket, .. } => cx.poller.remove(socket),
             End::Sibling(_) => {
@@ -259,8 +286,8 @@ impl Device {
 
     /// Takes a connection in. The lane that it comes from is told, and a sibling.
     pub(crate) fn unpack(&mut self, arrival: Arrival, cx: &mut Context<'_>) {
-        let running = self.rx.as_ref().is_some_and(|rx| rx.live()) && self.waiting.is_none();
-        if !running {
+        // Nothing that it brings needs a queue that runs: one that is paused goes on with it.
+        if self.memory.is_none() {
             return arrival.abandon(cx);
         }
         let Arrival {
@@ -332,6 +359,10 @@ impl Device {
 
     /// A connection that has left has arrived, or found no place: now its driver is told.
     fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
+        if !self.lanes.departed.remove(&flow) {
+            // Its driver is gone, and the next one knows nothing of it.
+            return;
+        }
         match now {
             Some(now) => {
                 if let Some(left) = self.lanes.left.get_mut(&flow) {
@@ -459,6 +490,7 @@ impl Device {
                     .for_each(|message| turn_back(message, cx));
             }
         }
+        self.lanes.departed.clear();
         self.lanes.used = QueuePairs::ONE;
     }
 }

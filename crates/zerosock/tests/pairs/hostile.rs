@@ -180,3 +180,70 @@ fn a_type_that_does_not_match_moves_nothing() {
         guests[0].conns[0].received == b"as before"
     });
 }
+
+#[test]
+fn a_datagram_through_another_pair_than_the_first_is_dropped() {
+    let daemon = TestDaemon::with(1, tune);
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    let datagram = Repr {
+        socket_type: SocketType::Datagram.into(),
+        flags: 1,
+        ..guest.raw.header(6000, PORT, Op::Rw)
+    };
+    for pair in [1, 2] {
+        guest.raw.send_on(pair, &datagram, &[]);
+        // What comes behind it is answered, it is not.
+        let header = move_header(&guest, 6000, 0);
+        guest.raw.send_on(pair, &header, &[]);
+        let answer = next(&mut guest, pair);
+        assert_eq!(
+            answer.socket_type.known(),
+            Some(SocketType::Stream),
+            "{answer}"
+        );
+        assert_eq!(answer.op.known(), Some(Op::Rst));
+    }
+}
+
+#[test]
+fn who_sends_behind_its_move_gets_every_buffer_back() {
+    let daemon = TestDaemon::with(2, tune);
+    let mut one = PairsGuest::attach(&daemon.vms[0].socket, 3, PORT);
+    let mut two = PairsGuest::attach(&daemon.vms[1].socket, 3, PORT);
+    let conn = one.connect(6000, Address::new(two.raw.cid, Port::new(PORT)));
+    until(&mut [&mut one, &mut two], |guests| {
+        guests[0].conns[conn].connected && !guests[1].conns.is_empty()
+    });
+    let (pair, flow) = one.conns[conn].at.unwrap();
+    let info = one.shards[usize::from(pair)].flow(flow).unwrap();
+    let header = |op: Op, flags, len| Repr {
+        src: info.local,
+        dst: info.peer,
+        len,
+        socket_type: SocketType::Stream.into(),
+        op: op.into(),
+        flags,
+        buf_alloc: 16384,
+        fwd_cnt: 0,
+    };
+    // Bytes, MOVE, bytes: as fast as they go, so that some are under way when it is to leave.
+    for n in 0..16 {
+        while !one.raw.may_send_on(pair) {
+            two.pump();
+        }
+        let kind = if n % 4 == 2 { Op::Move } else { Op::Rw };
+        match kind {
+            Op::Move => one
+                .raw
+                .send_on(pair, &header(kind, u32::from((pair + 1) % 3), 0), &[]),
+            _ => one.raw.send_on(pair, &header(kind, 0, 500), &[7; 500]),
+        }
+    }
+    // Whatever becomes of the connection, every buffer comes back, and the queues can be stopped.
+    until(&mut [&mut two], |_| {
+        (0..3).all(|pair| one.raw.is_idle_on(pair))
+    });
+    for queue in 0..7 {
+        one.raw.frontend.get_vring_base(queue).unwrap();
+    }
+}

@@ -197,3 +197,46 @@ fn one_pair_of_several_is_the_standard_s_device() {
     driver.wait_recv_exact(stream, &mut bytes, end).unwrap();
     assert_eq!(&bytes, b"plain");
 }
+
+#[test]
+fn a_pause_in_the_middle_of_a_move_loses_nothing() {
+    let daemon = TestDaemon::with(1, tune);
+    let listener = daemon.host_listener(PORT);
+    let mut driver = daemon.guest_of(0, |config| config.queue_pairs = 3);
+    let end = super::common::deadline();
+    let to = Address::new(Cid::HOST, Port::new(PORT));
+    let stream = driver.wait_connect(to, end).unwrap();
+    let program = host_program(listener.accept().unwrap().0, 9);
+    let sent = pattern(LEN, 5);
+    let (mut at, mut got, mut moves) = (0, Vec::new(), 0);
+    let mut bytes = vec![0; 20_000];
+    while got.len() < LEN || at < LEN {
+        assert!(
+            std::time::Instant::now() < end,
+            "{at} sent, {} received",
+            got.len()
+        );
+        if !driver.is_moving(stream) {
+            let some = &sent[at..(at + 10_000).min(LEN)];
+            at += driver.send(stream, some).unwrap_or(0);
+            let pair = driver.queue_pair(stream).unwrap();
+            moves += usize::from(driver.move_to_pair(stream, (pair + 1) % 3).is_ok());
+        }
+        driver.turn().unwrap();
+        // The device may have the connection anywhere.
+        let bases = driver.suspend().unwrap();
+        driver.resume(&bases).unwrap();
+        while let Ok(n @ 1..) = driver.recv(stream, &mut bytes) {
+            got.extend_from_slice(&bytes[..n]);
+        }
+        driver.turn().unwrap();
+    }
+    driver.shutdown(stream, How::SEND);
+    while !program.is_finished() {
+        driver.turn().unwrap();
+        assert!(std::time::Instant::now() < end);
+    }
+    assert!(got == pattern(LEN, 9));
+    assert!(program.join().unwrap() == sent);
+    assert!(moves > 5, "{moves} moves");
+}

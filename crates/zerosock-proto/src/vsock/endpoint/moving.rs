@@ -72,6 +72,13 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
+    /// A device's: whether [`extract`](Self::extract) would give a connection out.
+    pub fn may_leave(&self, flow: FlowId) -> bool {
+        self.table.get(flow).is_some_and(|c| {
+            c.moving == Moving::Wanted && is_movable(c.state) && !c.tx.has_reserved()
+        })
+    }
+
     /// A driver's: whether a connection is on its way, and nothing is sent.
     pub fn is_moving(&self, flow: FlowId) -> bool {
         let connection = self.table.get(flow);

@@ -163,7 +163,7 @@ pub struct DatagramTable {
     free: Vec<u32>,
     by_port: HashMap<Port, u32>,
     /// The port and the place that were found last.
-    last: (Port, u32),
+    last: Option<(Port, u32)>,
     next_ephemeral: u32,
     stops: Stops,
     blocks: Blocks,
@@ -182,7 +182,7 @@ impl DatagramTable {
             sockets: Vec::new(),
             free: Vec::new(),
             by_port: HashMap::new(),
-            last: (Port::ANY, 0),
+            last: None,
             next_ephemeral: start % EPHEMERAL_COUNT,
             stops: Stops::new(Place::Receiver),
             blocks: Blocks::new(),
@@ -285,7 +285,7 @@ impl DatagramTable {
         let local = socket.local;
         self.wake(id.index);
         self.by_port.remove(&local.port);
-        self.last = (Port::ANY, 0);
+        self.last = None;
         self.free.push(id.index);
         self.stops.start(local);
         self.blocks.forget(|port, _| port == local.port);
@@ -330,10 +330,10 @@ impl DatagramTable {
     #[inline]
     pub fn find(&mut self, port: Port) -> Option<DatagramId> {
         let index = match self.last {
-            (last, index) if last == port => index,
+            Some((last, index)) if last == port => index,
             _ => {
                 let index = *self.by_port.get(&port)?;
-                self.last = (port, index);
+                self.last = Some((port, index));
                 index
             }
         };

@@ -47,6 +47,25 @@ fn a_port_has_one_socket_and_is_free_again() {
 }
 
 #[test]
+fn nobody_is_at_the_port_that_stands_for_any() {
+    let mut table = table();
+    let one = table.bind(Port::new(9), small()).unwrap();
+    let to_any = Address::new(US, Port::ANY);
+    let put = |table: &mut DatagramTable| table.receive(THEM, to_any, 1, false, now);
+    assert_eq!(
+        put(&mut table),
+        Err(DropCause::NoSocket),
+        "nobody was found"
+    );
+    let other = table.bind(Port::new(10), small()).unwrap();
+    assert_eq!(table.find(Port::new(10)), Some(other));
+    assert_eq!(put(&mut table), Err(DropCause::NoSocket), "another was");
+    table.close(other);
+    assert_eq!(put(&mut table), Err(DropCause::NoSocket), "one has gone");
+    assert_eq!(table.stats(one).unwrap().received, 0);
+}
+
+#[test]
 fn ephemeral_ports_skip_what_is_taken() {
     let mut table = table();
     table.next_ephemeral = EPHEMERAL_COUNT - 1;

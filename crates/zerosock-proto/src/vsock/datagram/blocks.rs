@@ -93,14 +93,14 @@ impl Blocks {
         in_force.next().map(|(block, _)| block)
     }
 
-    /// `by` has said STOP to our port `port`. False: it is not heeded.
+    /// `by` has said STOP to our port `port`. False: it is not heeded. What is over takes up room
+    /// until it is [ended](Self::end), which alone names who waits for it.
     pub fn stop(&mut self, now: Instant, port: Port, by: Address, block: Block) -> bool {
         let until = now + STOP_HOLDS;
         if let Some(known) = self.of.get_mut(&(port, by)) {
             *known.of(block) = Some(until);
             return true;
         }
-        self.end(now, |_| {});
         let of_one = self.of.keys().filter(|(_, other)| other.cid == by.cid);
         if self.of.len() >= Blocks::MOST || of_one.count() >= Blocks::MOST_OF_ONE {
             return false;
@@ -228,7 +228,11 @@ mod tests {
             });
         }
         assert_eq!(blocks.len(), Blocks::MOST);
-        assert!(blocks.stop(now + STOP_HOLDS, OURS, at(3, 70_000), FULL));
+        let later = now + STOP_HOLDS;
+        let mut named = 0;
+        blocks.end(later, |_| named += 1);
+        assert_eq!(named, Blocks::MOST);
+        assert!(blocks.stop(later, OURS, at(3, 70_000), FULL));
         assert_eq!(blocks.len(), 1, "those that are over make room");
     }
 }

@@ -534,6 +534,8 @@ impl DatagramTable {
                 return true;
             }
         };
+        // What is over makes room, and who waits for it is named.
+        self.handle_timeout(now);
         if self.blocks.stop(now, port, header.src, block)
             && let Some(socket) = self.get_mut(id)
         {

@@ -263,3 +263,25 @@ fn a_deaf_destination_is_an_error_and_not_a_wait() {
         "it may change"
     );
 }
+
+#[test]
+fn who_waits_is_named_although_another_stop_finds_his_block_over() {
+    let mut table = table();
+    let id = table.bind(Port::new(9), small()).unwrap();
+    let other = Address::new(THEM.cid, Port::new(2));
+    let stop = |table: &mut DatagramTable, by: Address, now| {
+        let header = Control::Stop(Place::Receiver).emit(by, at(9));
+        assert!(table.handle_control(now, &header));
+    };
+    stop(&mut table, THEM, now());
+    let refused = table.may_send(id, THEM, 1, now);
+    assert_eq!(refused, Err(Refusal::Stopped));
+    let later = now() + STOP_HOLDS;
+    stop(&mut table, other, later);
+    assert_eq!(table.poll_writable(), Some(id));
+    assert!(table.may_send(id, THEM, 1, || later).is_ok());
+    assert_eq!(
+        table.may_send(id, other, 1, || later),
+        Err(Refusal::Stopped)
+    );
+}

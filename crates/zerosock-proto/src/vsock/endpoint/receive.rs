@@ -147,7 +147,7 @@ impl<S: BuildHasher> Shard<S> {
         {
             return Disposition::Dropped(DropReason::WrongSource);
         }
-        // Rule 1. Datagrams will be told apart here.
+        // Rule 1. Datagrams do not come here: the caller tells them apart.
         let socket_type = match header.socket_type.known() {
             Some(known @ (SocketType::Stream | SocketType::SeqPacket)) => known,
             Some(SocketType::Datagram) | None => {

@@ -71,6 +71,9 @@ counters! {
     overflow_resets,
     /// Connections reset because a message was longer than its receiver can take.
     message_resets,
+    /// Datagrams from guest to guest that were dropped because too much waited for the receiver or
+    /// was on its way.
+    datagrams_dropped,
     /// Devices lost because their memory or their rings went away.
     devices_lost,
     /// Connections that exist now, those included that are being made, and those whose end a guest

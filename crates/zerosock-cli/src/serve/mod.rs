@@ -122,6 +122,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         bad_handshakes = stats.bad_handshakes,
         overflow_resets = stats.overflow_resets,
         message_resets = stats.message_resets,
+        datagrams_dropped = stats.datagrams_dropped,
         devices_lost = stats.devices_lost,
         control_faults = stats.control_faults,
         attach_refused = stats.attach_refused,

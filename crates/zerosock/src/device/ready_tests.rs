@@ -5,18 +5,18 @@ use super::*;
 use zerosock_proto::vsock::{PortTable, ShardConfig};
 use zerosock_proto::{Address, Port};
 
-struct Lab {
+pub(super) struct Lab {
     poller: Poller,
-    routes: Routes,
+    pub(super) routes: Routes,
     outbox: Outbox,
     counters: Counters,
     ringer: Ringer,
     limits: Limits,
-    device: Device,
+    pub(super) device: Device,
 }
 
 impl Lab {
-    fn new() -> Lab {
+    pub(super) fn new() -> Lab {
         let second = Duration::from_secs(1);
         let addr = DeviceAddr { worker: 0, vm: 0 };
         let cid = Cid::new(3);
@@ -41,7 +41,7 @@ impl Lab {
         }
     }
 
-    fn lend(&mut self) -> (&mut Device, Context<'_>) {
+    pub(super) fn lend(&mut self) -> (&mut Device, Context<'_>) {
         let cx = Context {
             now: Instant::ZERO,
             clock: None,
@@ -58,7 +58,7 @@ impl Lab {
     }
 
     /// A join that may have something for the guest.
-    fn ready(&mut self) -> u32 {
+    pub(super) fn ready(&mut self) -> u32 {
         let (device, cx) = self.lend();
         let local = Address::new(Cid::HOST, Port::ANY);
         let peer = Address::new(Cid::new(3), Port::new(1));

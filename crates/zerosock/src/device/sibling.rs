@@ -198,8 +198,9 @@ impl Device {
             Message::DatagramDone {
                 chain,
                 epoch,
+                copied,
                 answer,
-            } => self.datagram_done(chain, epoch, answer),
+            } => self.datagram_done(chain, epoch, copied, answer),
             Message::DatagramWord(word) => self.datagram_word(word),
             Message::Adopt(arrival) => self.unpack(*arrival, cx),
             Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),

@@ -97,6 +97,7 @@ impl Device {
                 }
             }
         }
+        self.streams_had_turn();
         self.transmit_control(cx);
         self.tell_of_room(cx);
         self.tell_of_datagram_room(cx);

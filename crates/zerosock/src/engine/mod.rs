@@ -7,6 +7,9 @@
 //! and every device gets its turn ([`crate::device::Device::turn`] works to a budget).
 
 pub(crate) mod host;
+mod intake;
+#[cfg(test)]
+mod intake_tests;
 pub(crate) mod mailbox;
 pub(crate) mod numbers;
 pub(crate) mod poller;

@@ -10,6 +10,7 @@
 //! readable or [`Worker::next_timeout`] is over.
 
 use super::Clock;
+use super::intake::Intake;
 use super::mailbox::Mailbox;
 use super::numbers::Table;
 use super::poller::{Poller, Readiness, Source};
@@ -27,9 +28,6 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 use zerosock_sys::bell::Ringer;
-
-/// Messages taken before devices have their turn.
-const MESSAGES: usize = 1024;
 
 /// Devices whose rings a worker looks at while it looks for work: more would take as long as a kick.
 const UNARMED: usize = 8;
@@ -347,12 +345,13 @@ impl Worker {
 
     /// Hands over what devices of this worker had to say to each other. Each message makes its
     /// receiver active, so that none waits for a wake-up.
-    fn deliver_local(&mut self, now: Instant) {
+    pub(super) fn deliver_local(&mut self, now: Instant) {
         // Bounded: an answer to a message may be another message, and sockets want their turn.
-        for _ in 0..1024 {
-            let Some((vm, message)) = self.outbox.pop_local() else {
-                break;
-            };
+        let mut intake = Intake::default();
+        while intake.is_open()
+            && let Some((vm, message)) = self.outbox.pop_local()
+        {
+            intake.add_from_sibling(&message);
             self.deliver(vm, message, now);
         }
     }
@@ -421,8 +420,20 @@ impl Worker {
 
     /// Takes the messages of other threads. False: the worker is to end.
     pub(super) fn take_messages(&mut self) -> bool {
-        let messages: Vec<WorkerMessage> = self.mailbox.drain().take(MESSAGES).collect();
-        self.more_messages = messages.len() == MESSAGES;
+        let mut messages = Vec::new();
+        let mut intake = Intake::default();
+        let mut come = self.mailbox.drain();
+        while intake.is_open()
+            && let Some(message) = come.next()
+        {
+            match &message {
+                WorkerMessage::Sibling { message, .. } => intake.add_from_sibling(message),
+                _ => intake.add(),
+            }
+            messages.push(message);
+        }
+        drop(come);
+        self.more_messages = !intake.is_open();
         if messages.is_empty() {
             return true;
         }

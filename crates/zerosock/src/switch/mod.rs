@@ -115,6 +115,8 @@ pub(crate) enum Message {
     DatagramDone {
         chain: zerosock_ring::Chain,
         epoch: u32,
+        /// Bytes of it that were put together.
+        copied: usize,
         answer: Option<Repr>,
     },
     /// A word of the flow control for your guest.
@@ -142,6 +144,16 @@ pub(crate) enum Payload {
     Lent(Arc<Memory>),
     /// It was put together.
     Copied(Vec<u8>),
+}
+
+impl Payload {
+    /// Bytes that were put together.
+    pub(crate) fn copied(&self) -> usize {
+        match self {
+            Payload::Lent(_) => 0,
+            Payload::Copied(bytes) => bytes.len(),
+        }
+    }
 }
 
 impl Message {

@@ -14,6 +14,8 @@
 mod app;
 mod put;
 mod siblings;
+#[cfg(test)]
+pub(crate) mod tests;
 
 use std::collections::VecDeque;
 
@@ -58,6 +60,11 @@ pub(super) struct Datagrams {
     /// Sources that were told to stop because of `waiting`.
     stops: Stops,
     stopping: bool,
+    /// Buffers that datagrams of siblings may still take before streams that have something have
+    /// had their turn; `None`: none was taken since.
+    share: Option<u16>,
+    /// Bytes of ours that went to siblings and were not answered.
+    under_way: usize,
     /// Sockets of the program found no buffer.
     wanted: bool,
     /// Something found too few buffers, but some, of which nobody tells how many there are: when it
@@ -90,6 +97,8 @@ impl Datagrams {
             words: VecDeque::new(),
             stops: Stops::new(Place::OnTheWay),
             stopping: false,
+            share: None,
+            under_way: 0,
             wanted: false,
             retry: None,
             returned: 0,
@@ -114,9 +123,9 @@ impl Datagrams {
 
     /// The driver is gone, or has forgotten everything.
     pub(super) fn forget(&mut self) {
-        let (agreed, flow) = (self.agreed, self.flow);
+        let (agreed, flow, under_way) = (self.agreed, self.flow, self.under_way);
         *self = Datagrams::new();
-        (self.agreed, self.flow) = (agreed, flow);
+        (self.agreed, self.flow, self.under_way) = (agreed, flow, under_way);
     }
 
     pub(super) fn next_timeout(&self) -> Option<Instant> {

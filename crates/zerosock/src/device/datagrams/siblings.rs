@@ -1,8 +1,10 @@
 //! Datagrams between two guests of this daemon.
 //!
 //! What must hold: every packet that was lent is answered at once; what waits for a guest without
-//! buffers is bounded, and its sources are told.
+//! buffers is bounded, and its sources are told; what was put together and is on its way to siblings
+//! is bounded; streams that have something for the guest keep half of its buffers.
 
+use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{Control, OVERHEAD};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
 use zerosock_ring::Chain;
@@ -14,6 +16,9 @@ use crate::switch::{Datagram, DeviceAddr, Message, Payload as Carried};
 
 /// Bytes that wait for a guest without buffers, overheads included; one datagram may overshoot.
 const WAITING: usize = 256 << 10;
+/// Bytes that were put together for siblings and wait for them to be taken: what is above is
+/// dropped; one datagram may overshoot.
+pub(super) const UNDER_WAY: usize = 1 << 20;
 
 impl Device {
     /// Hands a packet on to the device of its destination.
@@ -30,7 +35,14 @@ impl Device {
             return self.complete_tx(chain);
         };
         let payload = match bytes {
-            Some(bytes) => Carried::Copied(bytes),
+            Some(_) if self.datagrams.under_way >= UNDER_WAY => {
+                cx.counters.datagrams_dropped.add(1);
+                return self.complete_tx(chain);
+            }
+            Some(bytes) => {
+                self.datagrams.under_way += bytes.len();
+                Carried::Copied(bytes)
+            }
             None => Carried::Lent(tx.queue.memory().clone()),
         };
         let datagram = Datagram {
@@ -54,6 +66,7 @@ impl Device {
             chain,
             epoch,
         } = datagram;
+        let copied = payload.copied();
         let mut answer = None;
         if !self.datagrams.agreed {
             // Also for one without a driver: there is nobody.
@@ -72,6 +85,7 @@ impl Device {
         let done = Message::DatagramDone {
             chain,
             epoch,
+            copied,
             answer,
         };
         cx.outbox.send(from, done);
@@ -86,7 +100,7 @@ impl Device {
     ) {
         let (from, to) = (header.src, header.dst);
         let put = match self.datagrams.waiting.is_empty() {
-            true => self.put_datagram(from, to, source, cx),
+            true => self.put_of_sibling(from, to, source, cx),
             false => Err(NotPut::NoRoom),
         };
         match put {
@@ -106,6 +120,8 @@ impl Device {
             cx.counters.copied_bytes.add(bytes.len() as u64);
             datagrams.waiting_bytes += bytes.len() + OVERHEAD as usize;
             datagrams.waiting.push_back(Waiting { from, to, bytes });
+        } else {
+            cx.counters.datagrams_dropped.add(1);
         }
         if flow && datagrams.waiting_bytes > WAITING / 4 {
             datagrams.stopping = true;
@@ -113,6 +129,44 @@ impl Device {
             datagrams.stops.stop(now, to, from);
             self.tell_sources(cx);
         }
+    }
+
+    /// As [`put_datagram`](Self::put_datagram), within the share that streams leave; one datagram
+    /// may overshoot.
+    fn put_of_sibling(
+        &mut self,
+        from: Address,
+        to: Address,
+        source: Source<'_>,
+        cx: &mut Context<'_>,
+    ) -> Result<(), NotPut> {
+        if self.ready.is_empty() {
+            return self.put_datagram(from, to, source, cx);
+        }
+        let Some(rx) = self.rx.as_mut() else {
+            return Err(NotPut::NoRoom);
+        };
+        let before = rx.taken;
+        let share = match self.datagrams.share {
+            Some(share) => share,
+            None => (rx.queue.posted() / 2).max(1),
+        };
+        if share == 0 {
+            return Err(NotPut::NoRoom);
+        }
+        self.put_datagram(from, to, source, cx)?;
+        let taken = self
+            .rx
+            .as_ref()
+            .map_or(0, |rx| rx.taken.wrapping_sub(before));
+        let taken = u16::try_from(taken).unwrap_or(u16::MAX);
+        self.datagrams.share = Some(share.saturating_sub(taken));
+        Ok(())
+    }
+
+    /// Streams have had their turn: datagrams have a share again.
+    pub(in crate::device) fn streams_had_turn(&mut self) {
+        self.datagrams.share = None;
     }
 
     /// Says to sources what is due of it.
@@ -133,8 +187,10 @@ impl Device {
         &mut self,
         chain: Chain,
         epoch: u32,
+        copied: usize,
         answer: Option<Repr>,
     ) {
+        self.datagrams.under_way = self.datagrams.under_way.saturating_sub(copied);
         // A chain of an earlier start of the queue belongs to nobody any more.
         if let Some(tx) = self.tx.as_mut().filter(|tx| tx.epoch == epoch) {
             tx.complete(chain, 0);
@@ -158,11 +214,12 @@ impl Device {
             }
         }
         while let Some(next) = self.datagrams.waiting.pop_front() {
-            let put = self.put_datagram(next.from, next.to, Source::Bytes(&next.bytes), cx);
+            let put = self.put_of_sibling(next.from, next.to, Source::Bytes(&next.bytes), cx);
             if put == Err(NotPut::NoRoom) {
                 self.datagrams.waiting.push_front(next);
                 break;
             }
+            self.moved += next.bytes.len();
             let bytes = next.bytes.len() + OVERHEAD as usize;
             self.datagrams.waiting_bytes = self.datagrams.waiting_bytes.saturating_sub(bytes);
         }
@@ -177,12 +234,17 @@ impl Device {
 /// Where a packet that was lent goes back to when its receiver is gone.
 pub(crate) fn returned(datagram: Datagram) -> (DeviceAddr, Message) {
     let Datagram {
-        from, chain, epoch, ..
+        from,
+        chain,
+        epoch,
+        payload,
+        ..
     } = datagram;
-    let answer = None;
+    let (copied, answer) = (payload.copied(), None);
     let done = Message::DatagramDone {
         chain,
         epoch,
+        copied,
         answer,
     };
     (from, done)

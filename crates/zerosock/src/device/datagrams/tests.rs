@@ -1,0 +1,159 @@
+//! Datagrams between devices, one call at a time: shares and bounds.
+
+use std::sync::Arc;
+
+use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::vsock::datagram::data;
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::{
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
+};
+
+use super::*;
+use crate::device::ready_tests::Lab;
+use crate::switch::{Datagram, DeviceAddr, Message, Payload};
+
+const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };
+const FROM: Address = Address::new(Cid::new(4), Port::new(1));
+const TO: Address = Address::new(Cid::new(3), Port::new(2));
+
+/// A queue of which `n` chains of `len` bytes are posted.
+fn queue(n: usize, len: u32, writable: bool) -> DeviceQueue {
+    const DATA: u64 = 0x8000;
+    let bytes = (DATA + n as u64 * u64::from(len)).next_multiple_of(4096);
+    let fd = zerosock_sys::memfd::create("datagrams", bytes, true).unwrap();
+    let config = RegionConfig {
+        guest_addr: 0,
+        user_addr: 0,
+        len: bytes,
+        fd_offset: 0,
+    };
+    let memory = Arc::new(Memory::map(vec![(fd, config)]).unwrap());
+    let layout = DriverLayout::at(0, 256);
+    let mut driver = DriverQueue::new(memory.clone(), layout, false).unwrap();
+    for at in 0..n as u64 {
+        let addr = DATA + at * u64::from(len);
+        let buffer = Buffer {
+            addr,
+            len,
+            writable,
+        };
+        driver.add(&[buffer], at).unwrap();
+    }
+    let _ = driver.publish();
+    let config = QueueConfig {
+        size: 256,
+        desc: layout.desc,
+        avail: layout.avail,
+        used: layout.used,
+        base: 0,
+        event_idx: false,
+        indirect: false,
+    };
+    DeviceQueue::new(memory, &config).unwrap()
+}
+
+fn ring(n: usize, len: u32, writable: bool) -> Ring {
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    Ring::new(queue(n, len, writable), kick, None, None, true, 0)
+}
+
+/// `n` assembled datagrams of a sibling's, each of `len` bytes.
+pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
+    let mut queue = queue(n, 64, false);
+    let one = |_| Datagram {
+        from: SOURCE,
+        flow: false,
+        header: data(FROM, TO, len as u32, true),
+        payload: Payload::Copied(vec![7; len]),
+        chain: queue.pop().unwrap().unwrap(),
+        epoch: 0,
+    };
+    (0..n).map(one).collect()
+}
+
+fn receiver(buffers: usize) -> Lab {
+    let mut lab = Lab::new();
+    lab.device.datagrams.negotiated(F_DGRAM);
+    lab.device.rx = Some(ring(buffers, 4096, true));
+    lab
+}
+
+fn posted(lab: &mut Lab) -> u16 {
+    lab.device.rx.as_mut().unwrap().queue.posted()
+}
+
+#[test]
+fn streams_that_have_something_keep_half_of_the_buffers() {
+    let mut lab = receiver(8);
+    lab.ready();
+    let (device, mut cx) = lab.lend();
+    for datagram in datagrams(8, 100) {
+        device.sibling_datagram(datagram, &mut cx);
+    }
+    assert_eq!(device.datagrams.waiting.len(), 4);
+    device.transmit_datagrams(&mut cx);
+    assert_eq!(device.datagrams.waiting.len(), 4, "before streams' turn");
+    assert!(device.has_work_for_guest(), "nobody waits for the guest");
+    assert_eq!(posted(&mut lab), 4);
+    // Streams have had their turn, and took nothing.
+    let (device, mut cx) = lab.lend();
+    device.streams_had_turn();
+    device.transmit_datagrams(&mut cx);
+    assert_eq!(device.datagrams.waiting.len(), 2);
+    device.ready.clear();
+    device.transmit_datagrams(&mut cx);
+    assert_eq!(device.datagrams.waiting.len(), 0);
+    assert_eq!(posted(&mut lab), 0);
+}
+
+#[test]
+fn without_streams_datagrams_have_all_buffers() {
+    let mut lab = receiver(8);
+    let (device, mut cx) = lab.lend();
+    for datagram in datagrams(9, 100) {
+        device.sibling_datagram(datagram, &mut cx);
+    }
+    assert_eq!(device.datagrams.waiting.len(), 1);
+    assert_eq!(posted(&mut lab), 0);
+}
+
+#[test]
+fn assembled_datagrams_on_their_way_are_bounded() {
+    const LEN: usize = 64 << 10;
+    let mut lab = Lab::new();
+    let mut tx = ring(20, 64, false);
+    let chains: Vec<Chain> = (0..20).map(|_| tx.pop().unwrap()).collect();
+    lab.device.tx = Some(tx);
+    let group = ["all".to_string()];
+    lab.routes.add(TO.cid, lab.device.addr, &group);
+    lab.routes.add(FROM.cid, SOURCE, &group);
+    let (device, mut cx) = lab.lend();
+    let header = data(TO, FROM, LEN as u32, true);
+    let send = |device: &mut Device, chain, cx: &mut Context<'_>| {
+        device.lend_to_sibling(chain, header, Some(vec![0; LEN]), cx);
+    };
+    for chain in chains {
+        send(device, chain, &mut cx);
+    }
+    let mut lent = Vec::new();
+    while let Some((vm, message)) = cx.outbox.pop_local() {
+        let Message::Datagram(mut datagram) = message else {
+            panic!("{message:?}");
+        };
+        assert_eq!(vm, SOURCE.vm);
+        datagram.from = SOURCE;
+        lent.push(datagram);
+    }
+    assert_eq!(lent.len() * LEN, siblings::UNDER_WAY);
+    let back = device.tx.as_ref().unwrap().unseen;
+    assert_eq!(back, 4, "the chains of the others");
+    // A driver that starts again does not make room; an answer does.
+    device.datagrams.forget();
+    assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY);
+    let (_, done) = returned(lent.pop().unwrap());
+    device.sibling_says(done, &mut cx);
+    assert_eq!(device.datagrams.under_way, siblings::UNDER_WAY - LEN);
+    send(device, lent.pop().unwrap().chain, &mut cx);
+    assert!(cx.outbox.pop_local().is_some());
+}

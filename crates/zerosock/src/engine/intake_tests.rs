@@ -1,0 +1,68 @@
+//! How much of what siblings say a worker takes in at once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use zerosock_proto::Instant;
+
+use super::mailbox::{Mailbox, Sender};
+use super::worker::{Worker, WorkerMessage};
+use crate::device::Limits;
+use crate::device::datagrams::tests::datagrams;
+use crate::relay::hybrid::OkConvention;
+use crate::switch::{DeviceAddr, Message, Outbox};
+
+const LEN: usize = 64 << 10;
+const NOBODY: DeviceAddr = DeviceAddr { worker: 0, vm: 9 };
+
+fn worker() -> (Sender<WorkerMessage>, Worker) {
+    let (sender, mailbox) = Mailbox::new().unwrap();
+    let second = Duration::from_secs(1);
+    let limits = Limits {
+        handshake: second,
+        connect: second,
+        hold: second,
+        overflow: 1 << 20,
+        old_memory: 0,
+        handshakes: 1,
+        lingering: 1,
+        ok: OkConvention::GuestPort,
+    };
+    let outbox = Outbox::new(0, vec![sender.clone()]);
+    let worker = Worker::new(mailbox, outbox, Arc::default(), Arc::default(), limits);
+    (sender, worker.unwrap())
+}
+
+/// The answers that wait for their receivers; whatever waits with them is dropped.
+fn answered(worker: &mut Worker) -> usize {
+    let all = std::iter::from_fn(|| worker.outbox.pop_local());
+    all.filter(|(_, message)| matches!(message, Message::DatagramDone { .. }))
+        .count()
+}
+
+#[test]
+fn a_step_takes_no_more_bytes_of_datagrams_than_a_turn_moves() {
+    let (sender, mut worker) = worker();
+    for datagram in datagrams(100, LEN) {
+        let (vm, message) = (NOBODY.vm, Message::Datagram(datagram));
+        sender.send(WorkerMessage::Sibling { vm, message }).unwrap();
+    }
+    let mut steps = Vec::new();
+    while worker.has_messages() {
+        assert!(worker.take_messages());
+        steps.push(answered(&mut worker));
+    }
+    assert_eq!(steps, [32, 32, 32, 4]);
+    assert!(worker.is_idle());
+}
+
+#[test]
+fn nor_do_devices_of_one_worker_hand_over_more() {
+    let (_sender, mut worker) = worker();
+    for datagram in datagrams(100, LEN) {
+        worker.outbox.send(NOBODY, Message::Datagram(datagram));
+    }
+    worker.deliver_local(Instant::ZERO);
+    assert!(!worker.is_idle(), "the rest comes with the next step");
+    assert_eq!(answered(&mut worker), 32);
+}

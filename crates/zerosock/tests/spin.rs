@@ -7,8 +7,9 @@ use std::io::{Read, Write};
 use std::thread;
 use std::time::Duration;
 
-use common::{TestDaemon, deadline, eventually, host};
-use zerosock::daemon::DaemonConfig;
+use common::{TestDaemon, Vm, deadline, eventually, host, host_listener, start_daemon};
+use zerosock::daemon::{DaemonConfig, Reload};
+use zerosock::driver::{Driver, DriverConfig};
 
 const TRIPS: u64 = 400;
 
@@ -57,6 +58,38 @@ fn nothing_is_missed_between_looking_and_sleeping() {
     assert!(kicks(|config| config.spin = Duration::from_nanos(1)) > 0);
     kicks(|config| config.spin = Duration::from_micros(20));
     kicks(|config| config.spin = Duration::from_micros(200));
+}
+
+/// The table of endpoints changes while a worker looks for work and the driver was not asked for
+/// kicks: that makes no device active, and the worker may not sleep on it.
+#[test]
+fn a_message_that_concerns_no_device_does_not_put_a_worker_to_sleep_unkicked() {
+    // Longer than any pause on a machine that has something to do.
+    let dir = tempfile::tempdir().unwrap();
+    let vm = Vm {
+        cid: 3,
+        socket: dir.path().join("vm.sock"),
+        uds_path: dir.path().join("vm.vsock"),
+    };
+    let listener = host_listener(&vm.uds_path, 2000);
+    let config = DriverConfig::new(&vm.socket);
+    let daemon = start_daemon(&[vm], |config| config.spin = Duration::from_millis(500));
+    let mut guest = Driver::attach(config).unwrap();
+    let stream = guest.wait_connect(host(2000), deadline()).unwrap();
+    let (mut program, _) = listener.accept().unwrap();
+    program.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    for round in 0..40 {
+        guest.wait_send(stream, b"x", deadline()).unwrap();
+        let got = program.read_exact(&mut [0]);
+        assert!(
+            got.is_ok(),
+            "nobody saw the packet of round {round}: {got:?}"
+        );
+        if round >= 20 {
+            daemon.reload(Reload::default()).unwrap();
+        }
+    }
+    daemon.shutdown();
 }
 
 /// CPU time of this process's worker threads, in nanoseconds.

@@ -132,20 +132,30 @@ impl Worker {
         self.spin = Spin::new(spin);
         self.start()?;
         loop {
-            let idle = self.is_idle() && self.spin.is_on() && !self.look_around()?;
-            let before = if idle {
-                self.clock.now()
-            } else {
-                Instant::ZERO
-            };
-            if !self.step(None)? {
+            if !self.round()? {
                 return Ok(());
             }
-            if idle {
-                let slept = self.looked_at.saturating_duration_since(before);
-                self.spin.slept(slept);
-            }
         }
+    }
+
+    /// Looks for work, or sleeps, and does what there is. False: the worker was told to end.
+    fn round(&mut self) -> io::Result<bool> {
+        let idle = self.is_idle() && self.spin.is_on() && !self.look_around()?;
+        let before = if idle {
+            self.clock.now()
+        } else {
+            Instant::ZERO
+        };
+        // What was found may make no device active: nobody sleeps while kicks are not asked for.
+        let wait = (!self.unarmed.is_empty()).then_some(Duration::ZERO);
+        if !self.step(wait)? {
+            return Ok(false);
+        }
+        if idle {
+            let slept = self.looked_at.saturating_duration_since(before);
+            self.spin.slept(slept);
+        }
+        Ok(true)
     }
 
     /// Looks for work if that pays, and if there is none asks for kicks. Whether there is some.

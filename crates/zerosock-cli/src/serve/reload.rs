@@ -105,6 +105,8 @@ impl Changes {
         changes
             .add
             .extend(wanted.vms.iter().filter(is_new).cloned());
+        let micros = |settings: &Settings| settings.spin.as_micros();
+        changes.keep("spin_us", &micros(now), &micros(wanted));
         match (&now.attach, &wanted.attach) {
             (None, None) => {}
             (Some(attach), Some(other)) => changes.compare_attach(attach, other),
@@ -244,6 +246,7 @@ vms:
      tx_buffer_size: 4096}
 attach: {socket: /b, mode: '0600', uid: [8], max: 6, groups: c, uds_path: '/p{cid}',
          service_uid: 9, service_max: 1}
+spin_us: 70
 "
             .replace("service_uid: 9", "service_uid: [9]")
             .as_str(),
@@ -258,13 +261,14 @@ attach: {socket: /b, mode: '0600', uid: [8], max: 6, groups: c, uds_path: '/p{ci
              forward_cid 1 and port 9;",
             "VM 3: tx_buffer_size cannot change while it runs: it stays 262144, not 4096;",
             "VM 3: queue_size cannot change while it runs: it stays 1024, not 64;",
+            "spin_us cannot change while it runs: it stays 0, not 70;",
             "attach: socket cannot change while it runs: it stays /a, not /b;",
             "attach: mode cannot change while it runs: it stays that of the other sockets, not 0600;",
             "attach: uds_path cannot change while it runs: it stays none, not /p{cid};",
         ]) {
             assert!(fixed.starts_with(wanted), "{fixed}");
         }
-        assert_eq!(changes.fixed.len(), 7);
+        assert_eq!(changes.fixed.len(), 8);
         let attach = changes.attach.clone().unwrap();
         assert_eq!((attach.socket, attach.mode), ("/a".into(), None));
         assert_eq!((attach.uids, attach.max), (vec![8], 6));
@@ -272,7 +276,7 @@ attach: {socket: /b, mode: '0600', uid: [8], max: 6, groups: c, uds_path: '/p{ci
         // Once it is so, nothing is to change but what cannot.
         changes.note_in(&mut now);
         let again = Changes::between(&now, &wanted);
-        assert_eq!(again.fixed.len(), 7);
+        assert_eq!(again.fixed.len(), 8);
         let fixed = again.fixed.clone();
         assert_eq!(
             again,

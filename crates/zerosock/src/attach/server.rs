@@ -155,12 +155,10 @@ impl Server {
         };
         match (&client.state, request) {
             (&State::Silent { until }, Ok(Request::Attach(request))) => {
-                let allowed = is_allowed(&self.config.allowed_uids, client.uid);
-                self.attach(key, Wanted::Process(request), allowed, until, house);
+                self.attach(key, Wanted::Process(request), until, house);
             }
             (&State::Silent { until }, Ok(Request::Serve(request))) => {
-                let allowed = is_allowed(&self.config.service_uids, client.uid);
-                self.attach(key, Wanted::Service(request), allowed, until, house);
+                self.attach(key, Wanted::Service(request), until, house);
             }
             (State::Attached { .. }, Ok(Request::Claim(ports))) => {
                 self.claim(key, ports, Self::patience(), house);
@@ -201,15 +199,15 @@ impl Server {
         }
     }
 
-    /// Grants a request of a user who is `allowed` to make it, refuses it, or lets it wait.
-    fn attach(
-        &mut self,
-        key: u32,
-        wanted: Wanted,
-        allowed: bool,
-        until: Instant,
-        house: &mut House,
-    ) {
+    /// Grants a request, refuses it, or lets it wait. Who may make it is asked each time: it may have
+    /// changed while the client waited.
+    fn attach(&mut self, key: u32, wanted: Wanted, until: Instant, house: &mut House) {
+        let uids = match wanted {
+            Wanted::Process(_) => &self.config.allowed_uids,
+            Wanted::Service(_) => &self.config.service_uids,
+        };
+        let client = self.clients.get(&key);
+        let allowed = client.is_some_and(|client| is_allowed(uids, client.uid));
         let seat = match allowed {
             true => self.seat(&wanted, house),
             false => Err(Obstacle::Refused(Answer::refusal(
@@ -250,7 +248,7 @@ impl Server {
                 until: Instant::now(),
             };
             if let State::Waiting { until, wanted } = std::mem::replace(&mut client.state, silent) {
-                self.attach(key, wanted, true, until, house);
+                self.attach(key, wanted, until, house);
             }
         }
         self.retry_claims(house, |_| true);
@@ -363,7 +361,7 @@ impl Lodger for Server {
             let silent = State::Silent { until: now };
             match std::mem::replace(&mut client.state, silent) {
                 // What it waits for has not become free in time: it is told what that was.
-                State::Waiting { until, wanted } => self.attach(key, wanted, true, until, house),
+                State::Waiting { until, wanted } => self.attach(key, wanted, until, house),
                 _ => {
                     self.warn("a process said nothing for too long");
                     self.clients.remove(&key);

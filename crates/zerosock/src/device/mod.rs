@@ -375,7 +375,8 @@ impl Device {
             && (self.shard.has_transmit()
                 || !self.ready.is_empty()
                 || !self.outgoing.is_empty()
-                || self.datagrams.has_some())
+                // While a command waits no datagram is put into the queue.
+                || (self.waiting.is_none() && self.datagrams.has_some()))
     }
 
     /// The join of `flow`, if it is still there.

@@ -133,6 +133,13 @@ impl Reply {
         }
     }
 
+    /// One whose answer nobody hears.
+    #[cfg(test)]
+    pub(crate) fn unheard() -> Reply {
+        let (_, sender) = Mailbox::new().unwrap();
+        Reply::new(sender, 0, 0)
+    }
+
     /// As many tokens, all of which are to be answered before this one is: `Done`, or with a failure
     /// if there is one.
     pub(super) fn split(self, count: usize) -> impl Iterator<Item = Reply> {

@@ -16,6 +16,8 @@ mod put;
 mod siblings;
 #[cfg(test)]
 pub(crate) mod tests;
+#[cfg(test)]
+mod waiting_tests;
 
 use std::collections::VecDeque;
 

@@ -207,6 +207,10 @@ impl Device {
 
     /// Hands the guest what waits for it, as far as there are buffers.
     pub(in crate::device) fn transmit_datagrams(&mut self, cx: &mut Context<'_>) {
+        if self.waiting.is_some() {
+            // The queue rests until the command has been carried out.
+            return;
+        }
         while let Some(word) = self.datagrams.words.pop_front() {
             if !self.put_word(&word, cx) {
                 self.datagrams.words.push_front(word);

@@ -1,0 +1,73 @@
+//! What waits for the guest's buffers while a command of the VMM's waits, too.
+
+use std::sync::Arc;
+
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::{
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
+};
+
+use super::Waiting;
+use crate::device::command;
+use crate::device::control::Reply;
+use crate::device::ready_tests::Lab;
+use crate::device::ring::Ring;
+
+/// A running queue with one buffer for the guest.
+fn queue() -> Ring {
+    let len = 1 << 16;
+    let fd = zerosock_sys::memfd::create("datagrams", len, true).unwrap();
+    let region = RegionConfig {
+        guest_addr: 0,
+        user_addr: 0,
+        len,
+        fd_offset: 0,
+    };
+    let memory = Arc::new(Memory::map(vec![(fd, region)]).unwrap());
+    let layout = DriverLayout::at(0, 256);
+    let mut driver = DriverQueue::new(memory.clone(), layout, false).unwrap();
+    let buffer = Buffer {
+        addr: 0x8000,
+        len: 4096,
+        writable: true,
+    };
+    driver.add(&[buffer], 0).unwrap();
+    let _ = driver.publish();
+    let config = QueueConfig {
+        size: 256,
+        desc: layout.desc,
+        avail: layout.avail,
+        used: layout.used,
+        base: 0,
+        event_idx: false,
+        indirect: false,
+    };
+    let queue = DeviceQueue::new(memory, &config).unwrap();
+    let kick = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+    Ring::new(queue, kick, None, None, true, 1)
+}
+
+#[test]
+fn a_datagram_that_waits_for_a_command_is_no_work() {
+    let mut lab = Lab::new();
+    let (device, mut cx) = lab.lend();
+    device.rx = Some(queue());
+    device.datagrams.waiting.push_back(Waiting {
+        from: Address::new(Cid::new(4), Port::new(1)),
+        to: Address::new(Cid::new(3), Port::new(1)),
+        bytes: vec![7; 100],
+    });
+    assert!(device.has_work_for_guest());
+    device.waiting = Some(command::Waiting::Reset(Reply::unheard()));
+    assert!(
+        !device.has_work_for_guest(),
+        "the worker would turn it on and on"
+    );
+    assert!(!device.transmit(&mut cx));
+    assert_eq!(device.datagrams.waiting.len(), 1, "the queue rests");
+    // The command is done: the datagram has its buffer.
+    device.waiting = None;
+    assert!(device.has_work_for_guest());
+    device.transmit(&mut cx);
+    assert!(device.datagrams.waiting.is_empty() && !device.has_work_for_guest());
+}

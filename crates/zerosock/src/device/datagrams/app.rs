@@ -52,7 +52,8 @@ impl Device {
                 others = true;
                 let before = self.datagrams.charged;
                 self.packet(chain, cx);
-                taken += (self.datagrams.charged - before) / COPY * 16;
+                // None is left of them when the packet was the device's end.
+                taken += self.datagrams.charged.saturating_sub(before) / COPY * 16;
             }
         }
         cx.counters.rx_packets.add(taken as u64);

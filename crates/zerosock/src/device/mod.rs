@@ -295,8 +295,10 @@ impl Device {
             ports: self.counted.ports,
         };
         if now != self.counted {
-            // Which takes a lock, and changes with the connections alone.
-            now.ports = self.shard.ports().len();
+            if now.connections != self.counted.connections {
+                // Which takes a lock, and changes with the connections alone.
+                now.ports = self.shard.ports().len();
+            }
             let before = std::mem::replace(&mut self.counted, now);
             cx.counters.hold(before, now);
         }

@@ -23,7 +23,7 @@ use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
 use crate::vsock::engine::{CreditInfo, SendFault};
-use crate::vsock::sockets::{Ends, Held, News, Sockets, Store, StreamId, StreamState};
+use crate::vsock::sockets::{Ends, Held, News, Sockets, Store, StreamId, StreamState, Waiters};
 
 /// No pool yet.
 const NONE: u32 = u32::MAX;
@@ -92,7 +92,7 @@ pub(super) struct AppState {
     /// The most descriptors that a chain of the guest's has had: as many fewer chains there are.
     descriptors: u16,
     /// Connections that found no buffer to send in.
-    pub(super) waiters: Vec<StreamId>,
+    pub(super) waiters: Waiters,
     /// Loans of its receive buffers that are out.
     pub(super) loans: u16,
     /// Memory that it had before and that somebody still holds.
@@ -104,7 +104,7 @@ impl Default for AppState {
         AppState {
             pool: NONE,
             descriptors: 1,
-            waiters: Vec::new(),
+            waiters: Waiters::default(),
             loans: 0,
             old: Default::default(),
         }
@@ -430,19 +430,16 @@ impl Device {
             self.starved = true;
             return;
         }
-        for id in std::mem::take(&mut self.app.waiters) {
-            Self::app_writable(id, cx);
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.sockets.tell_of_room(&mut self.app.waiters);
         }
     }
 
     /// A send found no buffer.
     pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
         self.starved = true;
-        if let Some(app) = cx.app.as_deref_mut()
-            && let Some(conn) = app.sockets.get_mut(id)
-            && !std::mem::replace(&mut conn.wants_room, true)
-        {
-            self.app.waiters.push(id);
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.sockets.wait_for_room(id, &mut self.app.waiters);
         }
     }
 

@@ -17,7 +17,7 @@ use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
 use crate::vsock::outgoing::Outgoing;
-use crate::vsock::sockets::StreamId;
+use crate::vsock::sockets::Waiters;
 
 /// Names a lane of a driver's.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -71,10 +71,9 @@ pub(crate) struct Lane {
     pub(super) slots: PairSlots,
     pub(super) shard: Shard,
     pub(super) flows: Flows,
-    /// Connections that wait for a transmit slot, oldest first.
-    pub(super) waiting_for_slot: VecDeque<StreamId>,
-    /// Messages that have begun and found no slot for the rest. While there are any, somebody waits
-    /// for slots.
+    /// Connections that wait for a transmit slot.
+    pub(super) waiters: Waiters,
+    /// Messages that have begun and found no slot for the rest.
     pub(super) outgoing: VecDeque<Outgoing>,
     /// Packets wait in the ring, as the bounds on what is held demand, and no call was asked for.
     pub(super) blocked: bool,
@@ -88,7 +87,7 @@ impl Lane {
             slots,
             shard,
             flows: Flows::default(),
-            waiting_for_slot: VecDeque::new(),
+            waiters: Waiters::default(),
             outgoing: VecDeque::new(),
             blocked: false,
         }
@@ -105,7 +104,7 @@ impl Lane {
     /// Whether something waits for transmit slots.
     #[inline]
     pub(super) fn wants_slots(&self) -> bool {
-        !self.waiting_for_slot.is_empty() || self.shard.has_transmit()
+        !self.waiters.is_empty() || !self.outgoing.is_empty() || self.shard.has_transmit()
     }
 }
 

@@ -101,8 +101,7 @@ impl Driver {
     /// Keeps what there is no slot for.
     pub(super) fn keep(&mut self, lane: LaneId, stream: StreamId, rest: Outgoing) {
         self.store.lanes[lane].outgoing.push_back(rest);
-        // Whether or not the stream is still somebody's.
-        self.store.lanes[lane].waiting_for_slot.push_back(stream);
+        self.wait_for_slot(stream);
     }
 
     /// Sends the first `len` bytes of a slot as a part of a message.

@@ -56,6 +56,8 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod transfer;
+#[cfg(test)]
+mod turn_tests;
 mod watch;
 
 use std::collections::VecDeque;
@@ -78,7 +80,7 @@ pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
 use crate::deadline::earlier;
-use crate::vsock::sockets::{News, Sockets};
+use crate::vsock::sockets::Sockets;
 use datagrams::Datagrams;
 use lanes::{Lane, LaneId, RxSlot};
 use link::{Doorbells, EVENT, Link};
@@ -439,7 +441,8 @@ impl Driver {
 
     fn tell_of_slots_in(&mut self, lane: LaneId) {
         let of = &self.store.lanes[lane];
-        if of.waiting_for_slot.is_empty() || !of.tx.has_data_slot() {
+        let waits = !of.waiters.is_empty() || !of.outgoing.is_empty();
+        if !waits || !of.tx.has_data_slot() {
             return;
         }
         if !of.outgoing.is_empty() {
@@ -448,12 +451,8 @@ impl Driver {
                 return;
             }
         }
-        while let Some(stream) = self.store.lanes[lane].waiting_for_slot.pop_front() {
-            if let Some(entry) = self.sockets.get_mut(stream) {
-                entry.wants_room = false;
-                self.sockets.announce(stream, News::Writable);
-            }
-        }
+        let waiters = &mut self.store.lanes[lane].waiters;
+        self.sockets.tell_of_room(waiters);
     }
 
     /// Keeps receive buffers from the device as they come back, or posts all

@@ -93,11 +93,10 @@ impl Driver {
     /// A send has found no slot: it is told when there are some.
     #[cold]
     pub(super) fn wait_for_slot(&mut self, stream: StreamId) {
-        if let Some(entry) = self.sockets.get_mut(stream)
-            && !std::mem::replace(&mut entry.wants_room, true)
-        {
+        if let Some(entry) = self.sockets.get(stream) {
             let lane = LaneId::of_pool(entry.pool);
-            self.store.lanes[lane].waiting_for_slot.push_back(stream);
+            let waiters = &mut self.store.lanes[lane].waiters;
+            self.sockets.wait_for_room(stream, waiters);
         }
     }
 

@@ -6,7 +6,7 @@
 //! connection is a list of [`Part`]s in order: buffers held in place, and copies. What each file
 //! does: `parts` reads them, `messages` those of connections that carry messages, `lent` lends them
 //! out and takes them back, `bounds` keeps the number and the time of what is held within limits,
-//! `news` says what has happened; here they come and go.
+//! `news` says what has happened, `room` who waits to send; here they come and go.
 //!
 //! What must hold: every token that came in goes back to the engine exactly once
 //! ([`Store::release`]), whatever happens to the connection (but for buffers of a peer that is
@@ -20,6 +20,7 @@ mod messages;
 mod moving;
 mod news;
 mod parts;
+mod room;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -37,6 +38,7 @@ pub(crate) use lent::{Copied, LeaseParts, NoLease, PIECES, Place};
 pub(crate) use messages::{Ends, Message, Messages};
 pub(crate) use news::News;
 pub(crate) use parts::{Held, Part};
+pub(crate) use room::Waiters;
 
 /// No place.
 const NONE: u32 = u32::MAX;

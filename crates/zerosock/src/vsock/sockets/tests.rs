@@ -2,6 +2,7 @@
 
 mod messages;
 mod model;
+mod room;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

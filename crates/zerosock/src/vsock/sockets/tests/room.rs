@@ -1,0 +1,62 @@
+//! Who waits for room to send: told once, not always last, and not remembered for ever.
+
+use super::super::room::Waiters;
+use super::*;
+
+fn told(table: &mut Table, waiters: &mut Waiters) -> Vec<StreamId> {
+    table.sockets.tell_of_room(waiters);
+    assert!(waiters.is_empty());
+    std::iter::from_fn(|| table.sockets.next_stirred()).collect()
+}
+
+#[test]
+fn who_waits_for_room_is_told_once_and_not_always_last() {
+    let mut table = Table::new();
+    let mut waiters = Waiters::default();
+    let ids: Vec<_> = (0..5).map(|_| table.conn()).collect();
+    while table.sockets.next_stirred().is_some() {}
+    let mut first = Vec::new();
+    for _ in 0..5 {
+        // Always in the same order, as tasks of one thread come that are always told so.
+        for &id in ids.iter().chain(&ids) {
+            table.sockets.wait_for_room(id, &mut waiters);
+        }
+        let mut all = told(&mut table, &mut waiters);
+        first.push(all[0]);
+        all.sort_unstable_by_key(|id| id.index);
+        assert_eq!(all, ids);
+    }
+    first.sort_unstable_by_key(|id| id.index);
+    assert_eq!(first, ids, "each was first once");
+}
+
+/// A peer that gives no buffers and resets its connections as soon as somebody wants to answer.
+#[test]
+fn those_who_have_gone_do_not_wait_for_ever() {
+    let mut table = Table::new();
+    let mut waiters = Waiters::default();
+    let stay: Vec<_> = (0..10).map(|_| table.conn()).collect();
+    for &id in &stay {
+        table.sockets.wait_for_room(id, &mut waiters);
+    }
+    for _ in 0..10_000 {
+        let id = table.conn();
+        table.sockets.wait_for_room(id, &mut waiters);
+        let flow = table.sockets.get(id).unwrap().flow.unwrap();
+        table.sockets.remove(id, &mut table.slots);
+        let _ = table.shard.reset(flow);
+        assert!(waiters.len() <= 100, "{} for 10", waiters.len());
+    }
+    // Told of credit meanwhile, they wait again.
+    for _ in 0..10_000 {
+        for &id in &stay {
+            table.sockets.get_mut(id).unwrap().wants_room = false;
+            table.sockets.wait_for_room(id, &mut waiters);
+            assert!(waiters.len() <= 100, "{} for 10", waiters.len());
+        }
+    }
+    while table.sockets.next_stirred().is_some() {}
+    let mut all = told(&mut table, &mut waiters);
+    all.sort_unstable_by_key(|id| id.index);
+    assert_eq!(all, stay, "nobody was forgotten");
+}

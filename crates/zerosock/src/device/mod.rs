@@ -20,6 +20,8 @@
 //! once; no allocation, lock or search on the way of a packet.
 
 pub(crate) mod app;
+#[cfg(test)]
+pub(crate) mod bare;
 mod command;
 pub mod control;
 pub(crate) mod datagrams;

@@ -14,6 +14,8 @@ pub(crate) mod mailbox;
 pub(crate) mod numbers;
 pub(crate) mod poller;
 pub(crate) mod spin;
+#[cfg(test)]
+mod turn_tests;
 pub(crate) mod worker;
 
 use std::time::{Duration, Instant as StdInstant};

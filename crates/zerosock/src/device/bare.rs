@@ -1,0 +1,162 @@
+//! For tests: a device whose guest is the test itself, by the driver half of the rings alone.
+//!
+//! Nobody negotiates and nobody kicks: what the test does is all that happens.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use rustix::event::{EventfdFlags, eventfd};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
+use zerosock_proto::{Address, Cid, Port};
+use zerosock_ring::{
+    Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
+};
+
+use super::Device;
+use super::ring::Ring;
+
+/// Descriptors of each queue.
+const SIZE: u16 = 1024;
+/// A packet to the device takes two.
+const PACKETS: u16 = SIZE / 2;
+/// Bytes of each buffer for the guest.
+const BUFFER: u32 = 4096;
+/// Bytes that a connection may send to the guest unread.
+const WINDOW: u32 = 16 << 20;
+
+const TX: u64 = 0;
+const RX: u64 = 0x1_0000;
+const HEADERS: u64 = 0x2_0000;
+/// All packets have the same bytes.
+const BYTES: u64 = 0x3_0000;
+const BUFFERS: u64 = 0x4_0000;
+const LEN: u64 = BUFFERS + SIZE as u64 * BUFFER as u64;
+
+/// The guest's end.
+pub(crate) struct Guest {
+    cid: Cid,
+    memory: Arc<Memory>,
+    tx: DriverQueue,
+    rx: DriverQueue,
+    /// Places of packets that the device has not got.
+    free: Vec<u16>,
+    /// What was received on each of our ports, all of it read.
+    read: BTreeMap<u32, u32>,
+}
+
+fn rings(memory: &Arc<Memory>, at: u64) -> (Ring, DriverQueue) {
+    let layout = DriverLayout::at(at, SIZE);
+    let driver = DriverQueue::new(memory.clone(), layout, false).unwrap();
+    let config = QueueConfig {
+        size: SIZE,
+        desc: layout.desc,
+        avail: layout.avail,
+        used: layout.used,
+        base: 0,
+        event_idx: false,
+        indirect: false,
+    };
+    let queue = DeviceQueue::new(memory.clone(), &config).unwrap();
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    (Ring::new(queue, kick, None, None, true, 1), driver)
+}
+
+/// Starts the queues of a device, with all buffers posted.
+pub(crate) fn start(device: &mut Device) -> Guest {
+    let fd = zerosock_sys::memfd::create("bare", LEN, true).unwrap();
+    let region = RegionConfig {
+        guest_addr: 0,
+        user_addr: 0,
+        len: LEN,
+        fd_offset: 0,
+    };
+    let memory = Arc::new(Memory::map(vec![(fd, region)]).unwrap());
+    let (tx_ring, tx) = rings(&memory, TX);
+    let (rx_ring, rx) = rings(&memory, RX);
+    (device.tx, device.rx) = (Some(tx_ring), Some(rx_ring));
+    device.memory = Some(memory.clone());
+    let mut guest = Guest {
+        cid: device.cid,
+        memory,
+        tx,
+        rx,
+        free: (0..PACKETS).collect(),
+        read: BTreeMap::new(),
+    };
+    for at in 0..SIZE {
+        guest.post(at.into());
+    }
+    let _ = guest.rx.publish();
+    guest
+}
+
+impl Guest {
+    fn post(&mut self, at: u64) {
+        let buffer = Buffer {
+            addr: BUFFERS + at * u64::from(BUFFER),
+            len: BUFFER,
+            writable: true,
+        };
+        self.rx.add(&[buffer], at).unwrap();
+    }
+
+    /// A packet from our `port`; false if the queue is full.
+    pub(crate) fn try_send(&mut self, port: u32, to: Address, op: Op, len: u32) -> bool {
+        while let Some(used) = self.tx.poll().unwrap() {
+            self.free.push(used.token as u16);
+        }
+        let Some(place) = self.free.pop() else {
+            return false;
+        };
+        let header = Repr {
+            src: Address::new(self.cid, Port::new(port)),
+            dst: to,
+            len,
+            socket_type: SocketType::Stream.into(),
+            op: op.into(),
+            flags: 0,
+            buf_alloc: WINDOW,
+            fwd_cnt: *self.read.entry(port).or_default(),
+        };
+        let mut bytes = [0; HEADER_LEN];
+        header.emit(&mut bytes);
+        let addr = HEADERS + 64 * u64::from(place);
+        let mut pieces = Vec::new();
+        let of = (addr, HEADER_LEN as u32);
+        self.memory.translate(of.0, of.1, &mut pieces).unwrap();
+        self.memory.write(&pieces, 0, &bytes);
+        let piece = |addr, len| Buffer {
+            addr,
+            len,
+            writable: false,
+        };
+        let chain = [piece(addr, HEADER_LEN as u32), piece(BYTES, len.max(1))];
+        self.tx.add(&chain, place.into()).unwrap();
+        let _ = self.tx.publish();
+        true
+    }
+
+    /// As `try_send`, with room.
+    #[track_caller]
+    pub(crate) fn send(&mut self, port: u32, to: Address, op: Op, len: u32) {
+        assert!(self.try_send(port, to, op, len), "the queue is full");
+    }
+
+    /// The packets that have come; all are read, and their buffers posted again.
+    pub(crate) fn received(&mut self) -> Vec<Repr> {
+        let mut all = Vec::new();
+        while let Some(used) = self.rx.poll().unwrap() {
+            let addr = BUFFERS + used.token * u64::from(BUFFER);
+            let mut pieces = Vec::new();
+            self.memory.translate(addr, BUFFER, &mut pieces).unwrap();
+            let bytes = self.memory.read_array::<HEADER_LEN>(&pieces, 0).unwrap();
+            let header = Repr::parse(&Packet::new_checked(&bytes[..]).unwrap()).unwrap();
+            let read = self.read.entry(header.dst.port.get()).or_default();
+            *read = read.wrapping_add(header.len);
+            all.push(header);
+            self.post(used.token);
+        }
+        let _ = self.rx.publish();
+        all
+    }
+}

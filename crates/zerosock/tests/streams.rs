@@ -471,16 +471,22 @@ fn both_ends_closed_leaves_nothing_behind() {
 /// guest's own stream ends in order all the same, not with ECONNRESET.
 #[test]
 fn bytes_that_a_deaf_guest_never_read_do_not_spoil_the_end() {
-    unread_at_the_end(true);
+    unread_at_the_end(true, b"bye");
 }
 
 /// The same when the guest closes both ways at once.
 #[test]
 fn bytes_that_a_closing_guest_never_read_do_not_spoil_the_end() {
-    unread_at_the_end(false);
+    unread_at_the_end(false, b"bye");
 }
 
-fn unread_at_the_end(deaf_first: bool) {
+/// And when it has nothing to say itself, so that its close is all that comes.
+#[test]
+fn bytes_that_a_silent_guest_never_read_do_not_spoil_the_end() {
+    unread_at_the_end(false, b"");
+}
+
+fn unread_at_the_end(deaf_first: bool, last: &'static [u8]) {
     let daemon = TestDaemon::new();
     let (mut guest, stream, mut program) = joined(&daemon);
     program.set_nonblocking(true).unwrap();
@@ -498,7 +504,7 @@ fn unread_at_the_end(deaf_first: bool) {
                 .is_err_and(|e| e.kind() == ErrorKind::BrokenPipe)
         });
     }
-    guest.wait_send(stream, b"bye", deadline()).unwrap();
+    guest.wait_send(stream, last, deadline()).unwrap();
     guest.close(stream).unwrap();
     guest.turn().unwrap();
     program.set_nonblocking(false).unwrap();
@@ -507,5 +513,5 @@ fn unread_at_the_end(deaf_first: bool) {
         program.read_to_end(&mut got).map(|_| got)
     });
     eventually_with(&mut guest, "the end", |_| reader.is_finished());
-    assert_eq!(reader.join().unwrap().unwrap(), b"bye");
+    assert_eq!(reader.join().unwrap().unwrap(), last);
 }

@@ -175,8 +175,9 @@ impl Device {
             return;
         }
         if let Some(join) = self.remove_join(key, cx) {
-            if let (End::Socket { socket, .. }, true) = (&join.end, orderly) {
-                relay::stop_reading(socket);
+            // Whose end was read, or whom we had stopped reading before, has left nothing.
+            if let (End::Socket { socket, .. }, true) = (&join.end, orderly && !join.read_closed) {
+                relay::leave_nothing_unread(socket);
             }
             sibling::tell_end(&join, orderly, cx);
             self.app_ended(&join, orderly, cx);

@@ -211,6 +211,10 @@ fn scale_has_its_rows_and_everything_it_made_is_gone() {
         assert!(row["ours"].is_number(), "{row}");
         assert_eq!(row["peer"].is_number(), has_peer, "{row}");
     }
+    let bare = rows
+        .iter()
+        .filter(|row| row["peer_name"] == "bare Unix socket");
+    assert_eq!(bare.filter(|row| row["ratio"].is_number()).count(), 2);
     let gone = "connections 0, ends 0, timers 0, ports 0";
     assert!(text.contains(gone), "{text}");
 }

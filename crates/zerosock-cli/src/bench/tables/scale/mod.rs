@@ -43,7 +43,8 @@ const METHOD: &str = "Memory is what the device's process grows by, for each con
     each: our driver half is the guest, and the peer does the same. Round trips: 1000 connections from \
     the guest to an echoing program, a message of 64 bytes each under way at all times, alone (the peer) \
     and beside a connection that sends as much as it can. Connects: the guest connects to a program and \
-    closes, 64 at a time. Spinning: one connection's round trips with serve --spin-us 50, and without \
+    closes, 64 at a time; the bare Unix socket is a process in the device's place that connects to the \
+    program and closes, 64 at a time, and has no guest. Spinning: one connection's round trips with serve --spin-us 50, and without \
     (the peer).";
 
 /// Connections between two processes.
@@ -52,6 +53,8 @@ const MANY: usize = 100_000;
 const RESERVE: usize = 300;
 /// The design's bound on a connection at rest.
 const BOUND: f64 = 1024.0;
+/// The kernel's share of a connect to a program.
+const BARE: &str = "bare Unix socket";
 const SPINNING: &[&str] = &["serve", "--log-level", "off", "--spin-us", "50"];
 
 struct Bench<'s> {
@@ -150,26 +153,33 @@ impl Bench<'_> {
 
     fn connects(&mut self, name: &str) {
         let (devices, peer) = devices();
-        let outcomes = alternate(self.settings.rounds, 2, |round, who| {
-            let device = devices[who].as_ref().map_err(Clone::clone)?;
+        let outcomes = alternate(self.settings.rounds, 3, |round, who| {
             eprintln!(
                 "{name}: round {}, {}",
                 round + 1,
-                [program::OURS, &peer][who]
+                [program::OURS, &peer, BARE][who]
             );
-            rates::connects(device, self.settings, self.cores)
+            match devices.get(who) {
+                Some(device) => {
+                    let device = device.as_ref().map_err(Clone::clone)?;
+                    rates::connects(device, self.settings, self.cores)
+                }
+                None => rates::bare_connects(self.settings, self.cores),
+            }
         });
         let part = |of: fn(&(f64, f64)) -> f64| {
             let outcome = |who: usize| -> Result<Vec<f64>, String> {
                 let rounds = outcomes[who].as_ref().map_err(Clone::clone)?;
                 Ok(rounds.iter().map(of).collect())
             };
-            [outcome(0), outcome(1)]
+            [outcome(0), outcome(1), outcome(2)]
         };
-        let [ours, theirs] = part(|outcome| outcome.0);
+        let [ours, theirs, bare] = part(|outcome| outcome.0);
         self.row(name, RATE, &peer, [&ours, &theirs]);
-        let [ours, theirs] = part(|outcome| outcome.1);
+        self.row(name, RATE, BARE, [&ours, &bare]);
+        let [ours, theirs, bare] = part(|outcome| outcome.1);
         self.row(name, CPU, &peer, [&ours, &theirs]);
+        self.row(name, CPU, BARE, [&ours, &bare]);
     }
 
     fn spinning(&mut self, name: &str) {

@@ -7,6 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use zerosock::driver::{Driver, DriverEvent, RecvError, SendError, StreamId};
 use zerosock::{Address, Cid, Port};
 
@@ -14,6 +17,7 @@ use crate::bench::args::Settings;
 use crate::bench::pair::Cores;
 use crate::bench::tables::device::program::{Device, Running};
 use crate::bench::tables::device::traffic::{self, Case};
+use crate::bench::worker;
 use crate::bench::worker::jobs::percentile;
 
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -35,16 +39,7 @@ pub(super) fn connects(
     traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
         let listener = traffic::listen(running)?;
         // It ends with the process: nobody connects any more.
-        thread::spawn(move || {
-            // The guest closes first, as a client does.
-            let mut recent = std::collections::VecDeque::new();
-            while let Ok((stream, _)) = listener.accept() {
-                recent.push_back(stream);
-                if recent.len() > 4 * AT_A_TIME {
-                    recent.pop_front();
-                }
-            }
-        });
+        thread::spawn(move || accept_all(&listener));
         let to = Address::new(Cid::HOST, Port::new(traffic::PORT));
         let begin = Instant::now();
         let give_up = begin + PATIENCE;
@@ -87,6 +82,80 @@ pub(super) fn connects(
             }
         }
     })
+}
+
+/// A program that takes every connection. The other side closes first, as a client does.
+fn accept_all(listener: &UnixListener) {
+    let mut recent = std::collections::VecDeque::new();
+    while let Ok((stream, _)) = listener.accept() {
+        recent.push_back(stream);
+        if recent.len() > 4 * AT_A_TIME {
+            recent.pop_front();
+        }
+    }
+}
+
+/// As [`connects`], of one who is in the device's place and does nothing else: no device that meets
+/// its programs at Unix sockets can be faster.
+pub(super) fn bare_connects(settings: &Settings, cores: Cores) -> Result<(f64, f64), String> {
+    let dir = tempfile::tempdir().map_err(text)?;
+    let path = dir.path().join(format!("vm.vsock_{}", traffic::PORT));
+    let listener = UnixListener::bind(&path).map_err(text)?;
+    thread::spawn(move || {
+        if worker::pin(cores.sender).is_ok() {
+            accept_all(&listener);
+        }
+    });
+    let run = || {
+        worker::pin(cores.receiver)?;
+        let to = SocketAddrUnix::new(&path).map_err(text)?;
+        let begin = Instant::now();
+        let mut counted_from = None;
+        let mut done = 0u64;
+        loop {
+            let now = Instant::now();
+            if now > begin + settings.warm && counted_from.is_none() {
+                counted_from = Some((now, done, own_cpu_seconds()?));
+            }
+            if let Some((from, before, cpu)) = counted_from
+                && now > from + settings.time
+                && done > before
+            {
+                let count = (done - before) as f64;
+                let cpu = own_cpu_seconds()? - cpu;
+                return Ok((count / (now - from).as_secs_f64(), cpu * 1e6 / count));
+            }
+            let mut open = Vec::with_capacity(AT_A_TIME);
+            while open.len() < AT_A_TIME {
+                open.push(connect_one(&to)?);
+            }
+            done += open.len() as u64;
+        }
+    };
+    let outcome = thread::scope(|scope| scope.spawn(run).join());
+    outcome.map_err(|_| "the bare connects panicked")?
+}
+
+fn connect_one(to: &SocketAddrUnix) -> Result<OwnedFd, String> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let socket = socket.map_err(text)?;
+    loop {
+        match net::connect(&socket, to) {
+            Ok(()) => return Ok(socket),
+            // The backlog is full.
+            Err(Errno::AGAIN) => thread::yield_now(),
+            Err(error) => return Err(text(error)),
+        }
+    }
+}
+
+/// CPU time of this thread so far.
+fn own_cpu_seconds() -> Result<f64, String> {
+    let schedstat = std::fs::read_to_string("/proc/thread-self/schedstat").map_err(text)?;
+    let nanoseconds = schedstat.split_whitespace().next();
+    let nanoseconds = nanoseconds.and_then(|time| time.parse::<u64>().ok());
+    Ok(nanoseconds.ok_or("no time in schedstat")? as f64 / 1e9)
 }
 
 /// The p99 of round trips of all players, in microseconds.

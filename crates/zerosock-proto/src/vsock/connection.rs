@@ -249,7 +249,7 @@ pub(crate) struct Connection {
 
     /// The caller was told NoCredit.
     pub(crate) wants_credit: bool,
-    /// The caller was told QueueFull.
+    /// The caller was told QueueFull; or that a message for which it has credit is to wait.
     pub(crate) wants_space: bool,
     /// The caller was told to wait until it has more to send, or the peer has read.
     pub(crate) holds_back: bool,
@@ -426,6 +426,14 @@ impl Connection {
         self.messages
             .as_ref()
             .is_some_and(|messages| messages.tx.open)
+    }
+
+    /// Whether something other than credit is in the way of a message for which there is credit.
+    pub(crate) fn is_barred(&self) -> bool {
+        self.messages.as_ref().is_some_and(|messages| {
+            let tx = &messages.tx;
+            tx.open || (tx.wants_empty && tx.is_full())
+        })
     }
 
     /// Directions that a SHUTDOWN should tell the peer about now. It stands

@@ -251,3 +251,49 @@ fn what_is_given_up_is_credit_again() {
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
     assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
 }
+
+/// Loans of whole messages: each has its credit, and is told when its turn has come although there
+/// is no more of that.
+#[test]
+fn a_message_with_credit_is_told_when_the_one_before_it_has_ended() {
+    let (mut guest, mut host, ours, _) = messages(100_000);
+    let mut first = guest.reserve_message(ours, 60_000).unwrap();
+    let mut second = guest.reserve_message(ours, 40_000).unwrap();
+    let header = guest.commit_part(&mut first, 30_000, None).unwrap();
+    let _ = host.handle_packet(NOW, &header);
+    for _ in 0..2 {
+        assert_eq!(
+            guest.commit_part(&mut second, 40_000, Some(0)).unwrap_err(),
+            CommitError::Interleaved
+        );
+    }
+    assert_eq!(guest.poll_event(), None);
+    let header = guest.commit_part(&mut first, 30_000, Some(0)).unwrap();
+    let _ = host.handle_packet(NOW, &header);
+    assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+    let header = guest.commit_part(&mut second, 40_000, Some(0)).unwrap();
+    let got = host.handle_packet(NOW, &header);
+    assert!(matches!(got, Disposition::Part { len: 40_000, .. }));
+    assert_eq!(guest.poll_event(), None, "once");
+}
+
+/// Nor do those flood for which there was credit of which they used none.
+#[test]
+fn a_message_that_stays_empty_waits_for_the_reader_of_others() {
+    let (mut guest, mut host, ours, theirs) = messages(1000);
+    let mut room = guest.reserve_message(ours, 1000).unwrap();
+    for _ in 0..MOST_EMPTY_SENT {
+        send(&mut guest, &mut host, ours, 0, 1).unwrap();
+    }
+    let late = guest.commit_part(&mut room, 0, Some(0)).unwrap_err();
+    assert_eq!(late, CommitError::ManyEmpty);
+    assert_eq!(guest.poll_event(), None);
+    assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
+    host.consume_empty(theirs, MOST_EMPTY_SENT).unwrap();
+    assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
+    assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
+    let header = guest.commit_part(&mut room, 0, Some(0)).unwrap();
+    let got = host.handle_packet(NOW, &header);
+    assert!(matches!(got, Disposition::Part { len: 0, .. }));
+    assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
+}

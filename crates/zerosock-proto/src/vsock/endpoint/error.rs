@@ -111,6 +111,9 @@ pub enum CommitError {
     /// Caller: another message has begun and not ended. What was reserved is still there.
     #[error("another message has not ended")]
     Interleaved,
+    /// Caller: as many messages without a byte are out as may be. What was reserved is still there.
+    #[error("too many messages without a byte are unread")]
+    ManyEmpty,
 }
 
 /// Why [`Shard::send`](super::Shard::send) failed.

@@ -94,8 +94,10 @@ impl<S: BuildHasher> Shard<S> {
     /// What was begun may be ended after our own shutdown, which stands behind it.
     ///
     /// # Errors
-    /// See [`CommitError`]. `Interleaved`: another message has begun and not ended; nothing was
-    /// changed. Else what was reserved is gone.
+    /// See [`CommitError`]. `Interleaved`: another message has begun and not ended; `ManyEmpty`: the
+    /// peer has not read enough of those without a byte. Nothing was changed then, and
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows when that is over. Else what was
+    /// reserved is gone.
     pub fn commit_part(
         &mut self,
         room: &mut MessageRoom,
@@ -127,7 +129,19 @@ impl<S: BuildHasher> Shard<S> {
             return Err(fault);
         }
         if connection.is_open() && !room.begun {
+            connection.wants_space = true;
             return Err(CommitError::Interleaved);
+        }
+        if len == 0
+            && let Some(messages) = connection.messages.as_mut()
+            && messages.tx.is_full()
+        {
+            messages.tx.wants_empty = true;
+            connection.wants_space = true;
+            // Whoever is told of space is not told of credit: but it is by that that it is asked for.
+            connection.wants_credit = true;
+            self.ask_for_credit(flow.index);
+            return Err(CommitError::ManyEmpty);
         }
         connection.tx.send_part(len);
         room.left -= len;

@@ -542,8 +542,15 @@ impl<S: BuildHasher> Shard<S> {
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        if connection.wants_space && connection.may_send() && connection.queued() <= most / 2 {
+        if connection.wants_space
+            && connection.may_send()
+            && connection.queued() <= most / 2
+            && !connection.is_barred()
+        {
             connection.wants_space = false;
+            if let Some(messages) = &mut connection.messages {
+                messages.tx.wants_empty = false;
+            }
             connection.pending.writable = true;
         }
         self.update_lists(index);

@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 use arrayvec::ArrayVec;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{DatagramId, data};
-use zerosock_proto::vsock::{FlowId, Reservation};
+use zerosock_proto::vsock::{FlowId, MessageRoom, Reservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
@@ -37,34 +37,47 @@ const NONE: u32 = u32::MAX;
 #[derive(Debug)]
 pub(crate) struct Loan {
     /// Its word.
-    index: u32,
+    pub(super) index: u32,
     pub(crate) of: LoanOf,
     pub(crate) vm: u32,
-    len: u32,
+    pub(super) len: u32,
+    /// The connection, but for a datagram's.
+    pub(super) flow: Option<FlowId>,
     /// The buffer, while the loan is in place.
-    chain: Option<Lent>,
-    /// Credit, until it is used.
-    reservation: Option<Reservation>,
+    pub(super) chain: Option<Lent>,
+    pub(super) credit: Credit,
     /// What was in the buffer when it was taken back.
-    copy: Option<Copied>,
+    pub(super) copy: Option<Copied>,
+}
+
+/// What a loan has, until it is used.
+#[derive(Debug)]
+pub(super) enum Credit {
+    None,
+    Packet(Reservation),
+    /// The first of a message's.
+    Message(MessageRoom),
 }
 
 /// Whose a loan is.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum LoanOf {
     Stream(StreamId),
+    /// One buffer of a message's.
+    Message,
     /// A datagram's of this socket, to this address.
     Datagram(DatagramId, Address),
 }
 
 #[derive(Debug)]
-struct Lent {
-    chain: Chain,
+pub(super) struct Lent {
+    pub(super) chain: Chain,
     /// Which start of the queue it is of.
-    epoch: u32,
-    /// The queue's base and the number of chains taken, just after this one was.
+    pub(super) epoch: u32,
+    /// The queue's base, just after this one was taken; and the number of chains taken then, those
+    /// included that were lent with it.
     base: u16,
-    taken: u32,
+    pub(super) taken: u32,
 }
 
 /// Memory tables that were replaced.
@@ -98,7 +111,7 @@ impl App {
         self.loans.get(key as usize)?.copy.clone()
     }
 
-    fn add_loan(&mut self, loan: Loan) {
+    pub(super) fn add_loan(&mut self, loan: Loan) {
         let index = loan.index as usize;
         let key = self.loans.insert(loan);
         if let Some(place) = self.loan_of.get_mut(index) {
@@ -107,7 +120,7 @@ impl App {
     }
 
     /// Takes a loan out; its word is free.
-    fn remove_loan(&mut self, index: u32) -> Option<Loan> {
+    pub(super) fn remove_loan(&mut self, index: u32) -> Option<Loan> {
         let place = self.loan_of.get_mut(index as usize)?;
         let key = std::mem::replace(place, NONE);
         let loan = self.loans.try_remove(key as usize)?;
@@ -122,7 +135,11 @@ impl App {
 }
 
 /// Lends the payload part of a chain, if it may be; else the chain goes back.
-fn lend_chain(rx: &mut Ring, chain: Chain, in_place: bool) -> (Option<Lent>, Option<Place>) {
+pub(super) fn lend_chain(
+    rx: &mut Ring,
+    chain: Chain,
+    in_place: bool,
+) -> (Option<Lent>, Option<Place>) {
     let pieces: Option<ArrayVec<_, PIECES>> = ArrayVec::try_from(chain.writable()).ok();
     let Some(mut pieces) = pieces.filter(|_| in_place) else {
         rx.queue.unpop(chain);
@@ -197,15 +214,16 @@ impl Device {
             of: LoanOf::Stream(id),
             vm,
             len,
+            flow: Some(flow),
             chain,
-            reservation: Some(reservation),
+            credit: Credit::Packet(reservation),
             copy: None,
         });
         let len = len as usize;
         Ok(LoanParts { index, len, place })
     }
 
-    fn count_loan(&mut self, flow: Option<FlowId>, out: bool) {
+    pub(super) fn count_loan(&mut self, flow: Option<FlowId>, out: bool) {
         let step = |count: u16| {
             if out {
                 count.saturating_add(1)
@@ -255,8 +273,9 @@ impl Device {
             of: LoanOf::Datagram(id, to),
             vm,
             len: len as u32,
+            flow: None,
             chain,
-            reservation: None,
+            credit: Credit::None,
             copy: None,
         });
         if lent {
@@ -326,7 +345,7 @@ impl Device {
     }
 
     /// Whether one more buffer may be lent in place, to this connection.
-    fn may_lend(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
+    pub(super) fn may_lend(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
         if !self.weigh_old(cx) {
             return false;
         }
@@ -366,7 +385,7 @@ impl Device {
         }
         let Some(Loan {
             chain: Some(lent),
-            reservation,
+            credit,
             ..
         }) = app.remove_loan(index)
         else {
@@ -374,7 +393,7 @@ impl Device {
         };
         self.count_loan(Some(flow), false);
         let rx = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch);
-        let (Some(rx), Some(reservation)) = (rx, reservation) else {
+        let (Some(rx), Credit::Packet(reservation)) = (rx, credit) else {
             return Err(SendFault::Reset);
         };
         match self.shard.commit(reservation, len as u32, 0) {
@@ -410,7 +429,7 @@ impl Device {
         let LoanOf::Stream(id) = loan.of else {
             return Err(SendFault::Unknown);
         };
-        if let Some(reservation) = loan.reservation.take() {
+        if let Credit::Packet(reservation) = std::mem::replace(&mut loan.credit, Credit::None) {
             self.shard.cancel(reservation);
         }
         let result = self.app_write(id, flow, bytes, cx);
@@ -434,14 +453,16 @@ impl Device {
     pub(crate) fn app_drop_loan(&mut self, index: u32, cx: &mut Context<'_>) {
         let loan = cx.app.as_deref_mut().and_then(|app| app.remove_loan(index));
         let Some(loan) = loan else { return };
-        let flow = loan.reservation.as_ref().map(Reservation::flow);
-        if let Some(reservation) = loan.reservation {
-            self.shard.cancel(reservation);
+        match loan.credit {
+            Credit::Packet(reservation) => self.shard.cancel(reservation),
+            Credit::Message(room) => self.shard.cancel_message(room),
+            Credit::None => {}
         }
         let Some(lent) = loan.chain else { return };
-        self.count_loan(flow, false);
+        self.count_loan(loan.flow, false);
         if let Some(rx) = self.rx.as_mut().filter(|rx| rx.epoch == lent.epoch) {
-            // Both: indices come again after 65536 chains, and numbers after an un-pop.
+            // Both: indices come again after 65536 chains, and numbers after an un-pop. Of several
+            // that were lent together the last is to come back first.
             if rx.queue.base() == lent.base && rx.taken == lent.taken {
                 rx.queue.unpop(lent.chain);
             } else {
@@ -471,7 +492,7 @@ impl Device {
                 all = false;
                 continue;
             }
-            let flow = loan.reservation.as_ref().map(Reservation::flow);
+            let flow = loan.flow;
             if let Some(rx) = self.rx.as_ref().filter(|rx| rx.epoch == lent.epoch)
                 && moved
                 && !force

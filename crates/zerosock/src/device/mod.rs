@@ -11,7 +11,8 @@
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
 //! - `messages`, `message_sockets`: connections that carry messages;
-//! - `program`, `app`, `lending`: the program that embeds the device, and connections with it;
+//! - `program`, `app`, `lending`, `message_loans`: the program that embeds the device, and
+//!   connections with it;
 //! - `command`: what the VMM says, through [`control`];
 //! - `member`: the device as one of many that come and go;
 //! - `lanes`: the device as one of several queue pairs.
@@ -32,6 +33,7 @@ mod join;
 pub(crate) mod lanes;
 pub(crate) mod lending;
 mod member;
+mod message_loans;
 mod message_sockets;
 mod messages;
 pub(crate) mod outbound;

@@ -15,8 +15,8 @@ use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::attach::Fault;
 use crate::vsock::datagram::engine::DatagramEngine;
 use crate::vsock::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
-    ShowBounds, Stirred, copy_shown,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
+    SendFault, ShowBounds, Stirred, copy_shown,
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
@@ -365,6 +365,19 @@ impl Engine for Driver {
     ) -> Result<bool, SendFault> {
         self.put_message(id, slices, ends_record)
             .map_err(loans::fault)
+    }
+
+    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
+        self.lend_message(id, len)
+    }
+
+    fn send_message_loan(
+        &mut self,
+        id: StreamId,
+        parts: &[LoanedPart<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault> {
+        self.send_lent_message(id, parts, ends_record)
     }
 
     fn is_sending(&self, id: StreamId) -> bool {

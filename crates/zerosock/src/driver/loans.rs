@@ -5,7 +5,7 @@
 //! so that writes and control packets always find some. Beyond that a loan is a private buffer
 //! with credit alone, copied into a slot when it is sent.
 
-use zerosock_proto::vsock::Reservation;
+use zerosock_proto::vsock::{MessageRoom, Reservation};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
@@ -39,6 +39,29 @@ enum Out {
         lane: LaneId,
         reservation: Reservation,
     },
+    Part(Part),
+}
+
+/// A part of a message.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) stream: StreamId,
+    pub(super) lane: LaneId,
+    /// `None`: a private buffer.
+    pub(super) slot: Option<u16>,
+    /// Of the first one, until it is sent.
+    pub(super) room: Option<MessageRoom>,
+}
+
+impl Out {
+    /// The connection and the lane of one that has a slot.
+    fn has_slot(&self) -> Option<(StreamId, LaneId)> {
+        match self {
+            Out::InPlace(loan) => Some((loan.stream, loan.lane)),
+            Out::Private { .. } => None,
+            Out::Part(part) => part.slot.map(|_| (part.stream, part.lane)),
+        }
+    }
 }
 
 impl Loans {
@@ -54,7 +77,7 @@ impl Loans {
     }
 
     /// Whether one more slot may be lent to a connection.
-    fn may_lend(&self, stream: StreamId, lane: LaneId) -> bool {
+    pub(super) fn may_lend(&self, stream: StreamId, lane: LaneId) -> bool {
         let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
         let lent = self.in_place.get(usize::from(lane.pair())).copied();
         of < (self.slots / 8).max(1)
@@ -62,11 +85,11 @@ impl Loans {
     }
 
     fn put(&mut self, index: u32, out: Out) {
-        if let Out::InPlace(loan) = &out {
-            if let Some(lent) = self.in_place.get_mut(usize::from(loan.lane.pair())) {
+        if let Some((stream, lane)) = out.has_slot() {
+            if let Some(lent) = self.in_place.get_mut(usize::from(lane.pair())) {
                 *lent += 1;
             }
-            let place = loan.stream.index() as usize;
+            let place = stream.index() as usize;
             if self.of.len() <= place {
                 self.of.resize(place + 1, 0);
             }
@@ -79,13 +102,39 @@ impl Loans {
         }
     }
 
+    /// A part of a message is out.
+    pub(super) fn put_part(&mut self, index: u32, part: Part) {
+        self.put(index, Out::Part(part));
+    }
+
+    /// A part of a message that is out.
+    pub(super) fn part_mut(&mut self, index: u32) -> Option<&mut Part> {
+        match self.out.get_mut(index as usize)? {
+            Some(Out::Part(part)) => Some(part),
+            _ => None,
+        }
+    }
+
+    /// The slot of a part that is out.
+    pub(super) fn slot_of_part(&self, index: u32) -> Option<u16> {
+        match self.out.get(index as usize)? {
+            Some(Out::Part(part)) => part.slot,
+            _ => None,
+        }
+    }
+
+    /// A part was sent from its slot, which is the device's now.
+    pub(super) fn part_left(&mut self, index: u32) {
+        self.take(index);
+    }
+
     fn take(&mut self, index: u32) -> Option<Out> {
         let out = self.out.get_mut(index as usize)?.take()?;
-        if let Out::InPlace(loan) = &out {
-            if let Some(lent) = self.in_place.get_mut(usize::from(loan.lane.pair())) {
+        if let Some((stream, lane)) = out.has_slot() {
+            if let Some(lent) = self.in_place.get_mut(usize::from(lane.pair())) {
                 *lent = lent.saturating_sub(1);
             }
-            if let Some(of) = self.of.get_mut(loan.stream.index() as usize) {
+            if let Some(of) = self.of.get_mut(stream.index() as usize) {
                 *of = of.saturating_sub(1);
             }
         }
@@ -117,17 +166,11 @@ impl Driver {
                 return Err(fault(error));
             }
         };
-        let slots = &self.store.lanes[lane].slots;
         let (len, place) = match &out {
-            Out::InPlace(loan) => {
-                let place = Place::InPlace {
-                    memory: slots.memory.clone(),
-                    pieces: slots.tx_data.pieces(loan.slot).iter().copied().collect(),
-                    offset: 0,
-                };
-                (loan.len, Some(place))
-            }
+            Out::InPlace(loan) => (loan.len, Some(self.place_of(lane, loan.slot))),
             Out::Private { reservation, .. } => (reservation.len(), None),
+            // A message's is made elsewhere.
+            Out::Part(_) => (0, None),
         };
         self.loans.put(index, out);
         Ok(LoanParts {
@@ -137,6 +180,16 @@ impl Driver {
         })
     }
 
+    /// Where the payload of a slot lies.
+    pub(super) fn place_of(&self, lane: LaneId, slot: u16) -> Place {
+        let slots = &self.store.lanes[lane].slots;
+        Place::InPlace {
+            memory: slots.memory.clone(),
+            pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
+            offset: 0,
+        }
+    }
+
     /// See [`Engine::send_loan`](crate::vsock::engine::Engine::send_loan).
     pub(super) fn send_lent(
         &mut self,
@@ -144,8 +197,13 @@ impl Driver {
         len: usize,
         private: Option<&[u8]>,
     ) -> Result<usize, SendFault> {
+        if self.loans.part_mut(index).is_some() {
+            return Err(SendFault::Unknown);
+        }
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
         let (lane, slot, reservation, copied) = match out {
+            // See above.
+            Out::Part(_) => return Err(SendFault::Unknown),
             Out::InPlace(loan) => (loan.lane, loan.slot, loan.reservation, false),
             Out::Private {
                 stream,
@@ -202,6 +260,15 @@ impl Driver {
             Some(Out::Private {
                 lane, reservation, ..
             }) => self.store.lanes[lane].shard.cancel(reservation),
+            Some(Out::Part(part)) => {
+                let lane = &mut self.store.lanes[part.lane];
+                if let Some(room) = part.room {
+                    lane.shard.cancel_message(room);
+                }
+                if let Some(slot) = part.slot {
+                    lane.tx.put_back(slot);
+                }
+            }
             None => return,
         }
         self.sockets.end_loan(index);

@@ -48,6 +48,7 @@ mod intake;
 mod lanes;
 mod link;
 mod loans;
+mod message_loans;
 pub(crate) mod messages;
 mod moving;
 mod queues;

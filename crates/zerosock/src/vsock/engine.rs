@@ -132,6 +132,17 @@ pub(crate) struct LoanParts {
     pub(crate) place: Option<Place>,
 }
 
+/// A buffer of a message's loan, as it is to be sent.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct LoanedPart<'p> {
+    /// Its word; [`NONE`](super::leases::NONE) of what has none.
+    pub(crate) index: u32,
+    /// Bytes of it that are sent.
+    pub(crate) len: usize,
+    /// They, if it is not in place.
+    pub(crate) private: Option<&'p [u8]>,
+}
+
 /// A received part while it is shown.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum Payload<'m> {
@@ -455,6 +466,23 @@ pub(crate) trait Engine: Send {
         &mut self,
         id: StreamId,
         slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault>;
+
+    /// Borrows buffers that the peer's side will read, for one message of at most `len` bytes, and
+    /// credit for all of it: in order, each with a word of its own. What there is no buffer for, or
+    /// none in place, is one private buffer behind them, which has a word only if it is the only
+    /// one.
+    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault>;
+
+    /// Sends what was written into the buffers of such a loan as one message: `parts` are those
+    /// that have something, and the first in any case. They are over, whatever comes of it, unless
+    /// it is `WouldBlock`: then nothing was sent, and they are still out. False as for
+    /// [`send_message`](Engine::send_message). Not visible before the next flush.
+    fn send_message_loan(
+        &mut self,
+        id: StreamId,
+        parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<bool, SendFault>;
 

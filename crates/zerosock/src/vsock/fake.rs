@@ -13,8 +13,8 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
 use super::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
-    Stirred,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
+    SendFault, Stirred,
 };
 use super::errors::EndpointOver;
 use super::hub::Core;
@@ -257,6 +257,19 @@ impl Engine for Fake {
 
     fn send_message(&mut self, _: StreamId, _: &[IoSlice<'_>], _: bool) -> Result<bool, SendFault> {
         Err(SendFault::WouldBlock)
+    }
+
+    fn loan_message(&mut self, _: StreamId, _: usize) -> Result<Vec<LoanParts>, SendFault> {
+        Err(SendFault::WouldBlock)
+    }
+
+    fn send_message_loan(
+        &mut self,
+        _: StreamId,
+        _: &[LoanedPart<'_>],
+        _: bool,
+    ) -> Result<bool, SendFault> {
+        Err(SendFault::Unknown)
     }
 
     fn is_sending(&self, _: StreamId) -> bool {

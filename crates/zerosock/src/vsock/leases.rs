@@ -189,16 +189,37 @@ impl Leases {
     /// Puts a dropped lease on the stack.
     #[inline]
     pub(crate) fn drop_one(&self, index: u32) {
-        let Some(word) = self.word(index) else {
+        self.drop_chain(index, index);
+    }
+
+    /// Puts several on the stack at once: they come off together, the last one first.
+    pub(crate) fn drop_all(&self, mut indices: impl Iterator<Item = u32>) {
+        let Some(first) = indices.next() else {
+            return;
+        };
+        let mut last = first;
+        for index in indices {
+            if let Some(word) = self.word(index) {
+                word.next.store(last, Ordering::Relaxed);
+                last = index;
+            }
+        }
+        self.drop_chain(last, first);
+    }
+
+    /// Puts `last` on the stack, and all that are linked behind it down to `first`.
+    #[inline]
+    fn drop_chain(&self, last: u32, first: u32) {
+        let Some(word) = self.word(first) else {
             return;
         };
         let mut head = self.dropped.load(Ordering::Relaxed);
         loop {
             word.next.store(head, Ordering::Relaxed);
-            // Release: the link, and all that the holder read, come before the index is seen.
+            // Release: the links, and all that the holder read, come before the index is seen.
             match self.dropped.compare_exchange_weak(
                 head,
-                index,
+                last,
                 Ordering::Release,
                 Ordering::Relaxed,
             ) {
@@ -312,6 +333,22 @@ mod tests {
         assert_eq!(leases.take_dropped(), leases.look());
         leases.begin_look();
         assert!(leases.try_move(1));
+    }
+
+    #[test]
+    fn those_dropped_together_come_back_together_last_first() {
+        let leases = Leases::new(9);
+        leases.drop_one(7);
+        leases.drop_all([3, 1, 4].into_iter());
+        leases.drop_all(std::iter::empty());
+        leases.drop_all(std::iter::once(5));
+        let mut index = leases.take_dropped();
+        let mut seen = Vec::new();
+        while index != NONE {
+            seen.push(index);
+            index = leases.after(index);
+        }
+        assert_eq!(seen, [5, 4, 1, 3, 7]);
     }
 
     #[test]

@@ -80,7 +80,9 @@ pub use message::Message;
 pub use options::OptionError;
 pub use poller::{Poller, Readiness, Ready};
 pub use rxmap::{PagedRxMap, RxMap, RxMapError};
-pub use seqpacket::{MessageLeases, Received, SeqPacket, SeqPacketIncoming, SeqPacketListener};
+pub use seqpacket::{
+    MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketIncoming, SeqPacketListener,
+};
 pub use socket::Socket;
 pub use sockets::StreamState;
 pub use stream::{Batch, Stream};

@@ -69,6 +69,11 @@ impl Outgoing {
     pub(crate) fn rest(room: MessageRoom, mut slices: Slices<'_>, ends_record: bool) -> Outgoing {
         let mut bytes = Vec::with_capacity(slices.left());
         slices.take(slices.left(), |_, part| bytes.extend_from_slice(part));
+        Outgoing::of(room, bytes, ends_record)
+    }
+
+    /// `bytes`, of a message with that credit.
+    pub(crate) fn of(room: MessageRoom, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
         Outgoing {
             room,
             bytes,

@@ -5,7 +5,7 @@ use zerosock::vsock::Trust;
 use super::lanes::Hub;
 
 /// The file that a byte lies in, and where in it: the same for whoever has it mapped.
-fn place(at: *const u8) -> (String, usize) {
+pub(crate) fn place(at: *const u8) -> (String, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines() {
         let words: Vec<&str> = line.split_whitespace().collect();

@@ -4,11 +4,16 @@ mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
 mod ends;
+#[path = "../hosting/mod.rs"]
+mod hosting;
 mod hybrid;
 mod in_place;
 mod lanes;
+mod loans;
 mod peers;
+mod raw;
 
+use std::io::Write;
 use std::time::Duration;
 
 use zerosock::Port;
@@ -48,10 +53,23 @@ fn ends_record(number: u64) -> bool {
 fn send_all(socket: &SeqPacket, numbers: std::ops::Range<u64>) {
     for number in numbers {
         let message = message(number);
-        match ends_record(number) {
-            true => socket.send_eor(&message).unwrap(),
-            false => socket.send(&message).unwrap(),
+        let eor = ends_record(number);
+        if number % 4 < 2 {
+            match eor {
+                true => socket.send_eor(&message).unwrap(),
+                false => socket.send(&message).unwrap(),
+            }
+            continue;
         }
+        // Some for more than what is written.
+        let most = (message.len() + number as usize % 7 * 1000).min(262_144);
+        let mut loan = socket.loan(most).unwrap();
+        loan.write_all(&message).unwrap();
+        let sent = match eor {
+            true => loan.send_eor().unwrap(),
+            false => loan.send().unwrap(),
+        };
+        assert_eq!(sent, message.len());
     }
 }
 

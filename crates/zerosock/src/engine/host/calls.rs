@@ -18,8 +18,8 @@ use crate::device::program::App;
 use crate::engine::worker::Worker;
 use crate::vsock::datagram::engine::DatagramEngine;
 use crate::vsock::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, Payload, RecvFault, SendFault,
-    ShowBounds, Stirred,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
+    SendFault, ShowBounds, Stirred,
 };
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
@@ -505,6 +505,47 @@ impl Engine for HostEngine {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(SendFault::Reset)?;
         let sent = device.app_send_message(id, flow, slices, ends_record, &mut cx);
+        self.touch(vm);
+        sent
+    }
+
+    fn loan_message(&mut self, id: StreamId, len: usize) -> Result<Vec<LoanParts>, SendFault> {
+        let (vm, flow) = self.sender(id)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let parts = device.app_loan_message(id, flow, len, &mut cx);
+        self.touch(vm);
+        parts
+    }
+
+    fn send_message_loan(
+        &mut self,
+        id: StreamId,
+        parts: &[LoanedPart<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault> {
+        let head = parts
+            .first()
+            .and_then(|part| self.app()?.loan_at(part.index));
+        let Some((LoanOf::Message, vm)) = head else {
+            return Err(SendFault::Unknown);
+        };
+        let fault = match self.sender(id) {
+            Ok(_) if self.worker.devices.get_mut(vm).is_some() => None,
+            Ok(_) => Some(SendFault::Reset),
+            Err(fault) => Some(fault),
+        };
+        if let Some(fault) = fault {
+            for part in parts {
+                self.drop_loan(part.index, vm);
+            }
+            return Err(fault);
+        }
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let sent = device.app_send_message_loan(id, parts, ends_record, &mut cx);
         self.touch(vm);
         sent
     }

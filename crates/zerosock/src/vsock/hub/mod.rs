@@ -253,6 +253,13 @@ impl Core {
         self.collect();
     }
 
+    /// As [`give_back`](Self::give_back), of several: buffers that were lent one after the other.
+    pub(crate) fn give_all_back(&self, indices: impl Iterator<Item = u32>) {
+        // They come off the stack last first, which is the order in which they can be un-popped.
+        self.leases.drop_all(indices);
+        self.collect();
+    }
+
     /// Whoever read or wrote leased memory does so no more.
     #[inline]
     pub(crate) fn leave(&self, index: u32) {

@@ -3,13 +3,14 @@
 //! A message arrives as it was sent: as a whole, once, in order, and told apart from those beside
 //! it. One without a byte is a message too, and not the end. Two ways lead in and out, as for a
 //! [`Stream`](super::Stream): by copying ([`SeqPacket::recv`], [`SeqPacket::send`]), or in place
-//! ([`SeqPacket::recv_leases`]).
+//! ([`SeqPacket::recv_leases`], [`SeqPacket::loan`]).
 //!
 //! What must hold: a message that is sent is sent as a whole, or not at all; one that has not
 //! arrived as a whole is shown to nobody.
 
 mod leases;
 mod listener;
+mod loan;
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -27,6 +28,7 @@ use super::sockets::{Message, StreamId, StreamState};
 use super::waiting::Wait;
 pub use leases::MessageLeases;
 pub use listener::{SeqPacketIncoming, SeqPacketListener};
+pub use loan::MessageLoan;
 
 /// A connection between two endpoints that carries messages.
 ///
@@ -266,6 +268,23 @@ impl SeqPacket {
             self.see_off();
         }
         Ok(())
+    }
+
+    /// Borrows room for one message of at most `len` bytes where the peer will read it: its own
+    /// buffers at a [`Host`](super::Host), and those that it reads from at an
+    /// [`Endpoint`](super::Endpoint). As many as the bounds on loans allow, one after the other; what
+    /// is beyond is a private buffer. Waits until the peer has room for all of it, and its side a
+    /// buffer; credit for it is taken then, so [`MessageLoan::send`] waits for none.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send): above all [`StreamError::TooLong`](super::StreamError::TooLong)
+    /// inside for one that the peer can never take.
+    /// [`StreamError::TooManyLeases`](super::StreamError::TooManyLeases).
+    pub fn loan(&self, len: usize) -> io::Result<MessageLoan<'_>> {
+        let parts = self
+            .conn
+            .transmit(|engine| engine.loan_message(self.conn.id, len))?;
+        Ok(MessageLoan::new(self, parts))
     }
 
     /// Waits until the rest of a message that is sent has found buffers: nobody else may come to

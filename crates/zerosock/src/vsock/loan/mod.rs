@@ -9,6 +9,8 @@
 //! memory after it was taken back; nobody waits for anything while he has a loan entered, because
 //! who takes it back waits for him.
 
+mod buffer;
+
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -22,9 +24,10 @@ use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 use super::engine::{Engine, LoanParts, SendFault};
 use super::errors::{StreamError, of_send};
 use super::hub::{Core, Interest};
-use super::leases::Entered;
 use super::sockets::{PIECES, Place};
 use super::stream::Stream;
+pub(in crate::vsock) use buffer::Buffer;
+use buffer::{Inside, parts};
 
 /// The right to write the bytes of one packet where the peer will read them. It is sent with
 /// [`send`](Loan::send); dropped, it goes back unsent.
@@ -72,11 +75,7 @@ use super::stream::Stream;
 /// ```
 pub struct Loan<'a> {
     stream: &'a Stream,
-    index: u32,
-    len: usize,
-    place: Option<Place>,
-    /// The buffer of a loan that is not in place (any more).
-    private: Vec<u8>,
+    buffer: Buffer,
     /// Bytes written, from the beginning.
     filled: usize,
     /// Bytes that were in front of these, and have left.
@@ -116,18 +115,6 @@ pub struct Filling<'l> {
     place: FillingPlace<'l>,
 }
 
-/// A loan is being written to, as long as this lives.
-struct Inside<'a> {
-    core: &'a Core,
-    index: u32,
-}
-
-impl Drop for Inside<'_> {
-    fn drop(&mut self) {
-        self.core.leave(self.index);
-    }
-}
-
 enum FillingPlace<'l> {
     Private(&'l mut [u8]),
     Claimed(Claim, Arc<zerosock_ring::Memory>),
@@ -135,17 +122,9 @@ enum FillingPlace<'l> {
 
 impl<'a> Loan<'a> {
     pub(super) fn new(stream: &'a Stream, parts: LoanParts) -> Loan<'a> {
-        let LoanParts { index, len, place } = parts;
-        let private = match place {
-            Some(_) => Vec::new(),
-            None => vec![0; len],
-        };
         Loan {
             stream,
-            index,
-            len,
-            place,
-            private,
+            buffer: Buffer::new(parts),
             filled: 0,
             left: 0,
             sent: false,
@@ -154,7 +133,7 @@ impl<'a> Loan<'a> {
 
     /// Bytes that it takes at most.
     pub fn capacity(&self) -> usize {
-        self.len
+        self.buffer.len
     }
 
     /// Bytes written so far.
@@ -166,12 +145,12 @@ impl<'a> Loan<'a> {
     /// [`as_mut_slice`](Self::as_mut_slice), which cannot know. More than the capacity is the
     /// capacity.
     pub fn set_filled(&mut self, filled: usize) {
-        self.filled = filled.min(self.len);
+        self.filled = filled.min(self.capacity());
     }
 
     /// Whether it is in place.
     pub fn is_in_place(&self) -> bool {
-        self.place.is_some()
+        self.buffer.is_in_place()
     }
 
     /// Writes `bytes` at `offset`; how many fitted. [`filled`](Self::filled) is at least their end
@@ -180,25 +159,9 @@ impl<'a> Loan<'a> {
     /// # Errors
     /// [`StreamError::Torn`]: the peer took its memory back, and what was written before is lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
-        let offset = offset.min(self.len);
-        let bytes = &bytes[..bytes.len().min(self.len - offset)];
+        let offset = offset.min(self.capacity());
         let core = &self.stream.conn.core;
-        let index = self.index;
-        let written = match self.enter()? {
-            Some(Place::InPlace {
-                memory,
-                pieces,
-                offset: start,
-            }) => {
-                let written = memory.write(pieces, start + offset, bytes);
-                core.leave(index);
-                written
-            }
-            _ => {
-                self.private[offset..offset + bytes.len()].copy_from_slice(bytes);
-                bytes.len()
-            }
-        };
+        let written = self.buffer.write(core, offset, bytes, self.filled > 0)?;
         self.filled = self.filled.max(offset + written);
         Ok(written)
     }
@@ -219,7 +182,7 @@ impl<'a> Loan<'a> {
             let now = self.read_in_place(|slices| zerosock_sys::read_slices_now(fd, slices))?;
             let error = match now {
                 None => {
-                    let got = rustix::io::read(fd, &mut self.private[self.filled..])?;
+                    let got = rustix::io::read(fd, &mut self.buffer.private[self.filled..])?;
                     self.filled += got;
                     return Ok(got);
                 }
@@ -251,7 +214,7 @@ impl<'a> Loan<'a> {
                 continue;
             }
             // It cannot be read without blocking, or somebody else has read what was there.
-            let mut bytes = vec![0; self.len - self.filled];
+            let mut bytes = vec![0; self.capacity() - self.filled];
             let got = rustix::io::read(fd, &mut bytes)?;
             return self.write_at(self.filled, &bytes[..got]);
         }
@@ -278,7 +241,7 @@ impl<'a> Loan<'a> {
         let fd = fd.as_fd();
         let got = match self.read_in_place(|slices| zerosock_sys::read_slices_at(fd, slices, at))? {
             Some(got) => got?,
-            None => rustix::io::pread(fd, &mut self.private[self.filled..], at)?,
+            None => rustix::io::pread(fd, &mut self.buffer.private[self.filled..], at)?,
         };
         self.filled += got;
         Ok(got)
@@ -289,13 +252,13 @@ impl<'a> Loan<'a> {
         &mut self,
         read: impl FnOnce(&[GuestSlice<'_>]) -> io::Result<usize>,
     ) -> io::Result<Option<io::Result<usize>>> {
-        let (filled, room, index) = (self.filled, self.len - self.filled, self.index);
-        let core = &self.stream.conn.core;
+        let (filled, room) = (self.filled, self.capacity() - self.filled);
+        let (core, index) = (&self.stream.conn.core, self.buffer.index);
         let Some(Place::InPlace {
             memory,
             pieces,
             offset,
-        }) = self.enter()?
+        }) = self.buffer.enter(core, filled > 0)?
         else {
             return Ok(None);
         };
@@ -330,23 +293,20 @@ impl<'a> Loan<'a> {
         &mut self,
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<usize> {
-        let (filled, room, index) = (self.filled, self.len - self.filled, self.index);
-        let (core, trust) = (&self.stream.conn.core, self.stream.conn.trust);
+        let (filled, room) = (self.filled, self.capacity() - self.filled);
+        let (core, index) = (&self.stream.conn.core, self.buffer.index);
+        let trust = self.stream.conn.trust;
         let got = if let Some(Place::InPlace {
             memory,
             pieces,
             offset,
-        }) = self.enter()?
+        }) = self.buffer.enter(core, filled > 0)?
         {
             let _inside = Inside { core, index };
             let trust = trust.ok_or(StreamError::Untrusted)?;
             let mut claims = ArrayVec::<Claim, PIECES>::new();
-            let (mut skip, mut rest) = (offset + filled, room);
-            for piece in pieces {
-                let part = piece.part(skip, rest);
-                skip = skip.saturating_sub(piece.len());
-                rest -= part.len();
-                claims.extend(Claim::new(memory, part, trust).filter(|_| !part.is_empty()));
+            for part in parts(pieces, offset + filled, room) {
+                claims.extend(Claim::new(memory, part, trust));
             }
             let slices = claims
                 .iter_mut()
@@ -354,7 +314,7 @@ impl<'a> Loan<'a> {
             let mut slices: ArrayVec<_, PIECES> = slices.map(IoSliceMut::new).collect();
             read(&mut slices)?
         } else {
-            read(&mut [IoSliceMut::new(&mut self.private[filled..])])?
+            read(&mut [IoSliceMut::new(&mut self.buffer.private[filled..])])?
         };
         let got = got.min(room);
         self.filled += got;
@@ -370,10 +330,10 @@ impl<'a> Loan<'a> {
     /// [`StreamError::Scattered`] if it lies in several pieces: then use
     /// [`with_io_slices`](Self::with_io_slices). [`StreamError::Torn`].
     pub fn as_mut_slice(&mut self) -> Result<Filling<'_>, StreamError> {
-        let (core, index, len) = (&*self.stream.conn.core, self.index, self.len);
-        let trust = self.stream.conn.trust;
-        if self.enter()?.is_none() {
-            let place = FillingPlace::Private(&mut self.private);
+        let (core, trust) = (&*self.stream.conn.core, self.stream.conn.trust);
+        let (index, len) = (self.buffer.index, self.buffer.len);
+        if self.buffer.enter(core, self.filled > 0)?.is_none() {
+            let place = FillingPlace::Private(&mut self.buffer.private);
             return Ok(Filling { core, index, place });
         }
         let inside = Inside { core, index };
@@ -381,7 +341,7 @@ impl<'a> Loan<'a> {
             memory,
             pieces,
             offset,
-        }) = &self.place
+        }) = &self.buffer.place
         else {
             return Err(StreamError::Torn);
         };
@@ -448,20 +408,18 @@ impl<'a> Loan<'a> {
     }
 
     fn queue(&mut self, engine: &mut dyn Engine) -> Result<usize, SendFault> {
-        let in_place = self.enter_with(engine).map_err(|_| SendFault::Unknown)?;
-        if in_place {
-            // Not by way of the core: the lock is ours, and is given back soon.
-            self.stream.conn.core.leases().leave(self.index);
-        }
-        let private = (!in_place).then(|| &self.private[..self.filled]);
-        let result = engine.send_loan(self.index, self.filled, private);
+        let core = &self.stream.conn.core;
+        let settled = self.buffer.settle(core, engine, self.filled > 0);
+        settled.map_err(|_| SendFault::Unknown)?;
+        let private = self.buffer.private(self.filled);
+        let result = engine.send_loan(self.buffer.index, self.filled, private);
         match result {
             Ok(sent) if sent < self.filled => {
                 // The rest is to be sent later, or not at all: by whoever gets it back.
-                self.private.drain(..sent);
+                self.buffer.private.drain(..sent);
                 self.left += sent;
                 self.filled -= sent;
-                self.len -= sent;
+                self.buffer.len -= sent;
                 Err(SendFault::WouldBlock)
             }
             Err(SendFault::WouldBlock) => Err(SendFault::WouldBlock),
@@ -470,46 +428,11 @@ impl<'a> Loan<'a> {
                 Ok(self.left + self.filled)
             }
             Err(fault) => {
-                // The engine has it back, and its word and its place are somebody else's.
                 self.sent = true;
-                self.place = None;
-                self.private.resize(self.len, 0);
+                self.buffer.forget_place();
                 Err(fault)
             }
         }
-    }
-
-    /// Begins to write where it is in place; `None`: into the private buffer.
-    fn enter(&mut self) -> Result<Option<&Place>, StreamError> {
-        if self.place.is_some() && self.is_moved() {
-            let core = &self.stream.conn.core;
-            self.moved(core.lock().engine())?;
-        }
-        Ok(self.place.as_ref())
-    }
-
-    fn enter_with(&mut self, engine: &mut dyn Engine) -> Result<bool, StreamError> {
-        if self.place.is_some() && self.is_moved() {
-            self.moved(engine)?;
-        }
-        Ok(self.place.is_some())
-    }
-
-    /// Enters it, unless the endpoint has taken its place away.
-    fn is_moved(&self) -> bool {
-        self.stream.conn.core.leases().enter_to_write(self.index) == Entered::Moved
-    }
-
-    /// The endpoint has taken the place away: what was written is in a copy, if there is one.
-    fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), StreamError> {
-        match engine.copy_of(self.index) {
-            Some((bytes, start)) => self.private.extend_from_slice(&bytes[start..]),
-            None if self.filled > 0 => return Err(StreamError::Torn),
-            None => {}
-        }
-        self.private.resize(self.len, 0);
-        self.place = None;
-        Ok(())
     }
 }
 
@@ -541,7 +464,7 @@ impl Write for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.sent {
-            self.stream.conn.core.give_back(self.index);
+            self.stream.conn.core.give_back(self.buffer.index);
         }
     }
 }
@@ -606,7 +529,7 @@ fn wait_for(fd: BorrowedFd<'_>) -> io::Result<()> {
 impl fmt::Debug for Loan<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Loan")
-            .field("capacity", &self.len)
+            .field("capacity", &self.capacity())
             .field("filled", &self.filled)
             .field("in_place", &self.is_in_place())
             .finish_non_exhaustive()

@@ -1,0 +1,298 @@
+//! Buffers of the guest on loan for a whole message of the program's.
+//!
+//! As many of them as the bounds on loans allow, and a private buffer for the rest, which is copied
+//! when the message is sent. Nothing of it is seen by the guest before; then all of its packets are
+//! completed one after the other.
+//!
+//! What must hold: the credit for all of it is with the first of them, and goes with it; they were
+//! taken one after the other, so that those that nothing was written into can all go back as if
+//! they had never been taken; of what was begun, what finds no buffer is kept, as for any message.
+
+use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom};
+use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
+use zerosock_ring::Chain;
+
+use super::app::send_fault;
+use super::events::emit;
+use super::lending::{Credit, Loan, LoanOf, lend_chain};
+use super::{Context, Device};
+use crate::vsock::engine::{LoanParts, LoanedPart, SendFault};
+use crate::vsock::leases::NONE;
+use crate::vsock::outgoing::{Outgoing, end};
+use crate::vsock::sockets::StreamId;
+
+/// Bytes of payload that a chain takes.
+fn room_of(chain: &Chain) -> u32 {
+    (chain.writable_len().saturating_sub(HEADER_LEN as u32)).min(MAX_PAYLOAD)
+}
+
+impl Device {
+    /// See [`Engine::loan_message`](crate::vsock::engine::Engine::loan_message).
+    pub(crate) fn app_loan_message(
+        &mut self,
+        id: StreamId,
+        flow: FlowId,
+        len: usize,
+        cx: &mut Context<'_>,
+    ) -> Result<Vec<LoanParts>, SendFault> {
+        if self.shard.has_transmit() {
+            self.transmit_control(cx);
+        }
+        let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
+        let mut in_place = self.may_lend(flow, cx);
+        // A buffer for its first part, or it is not begun.
+        let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+        let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN + 1, true)?, rx)));
+        let Some((mut chain, rx)) = popped else {
+            self.wait_for_room(id, cx);
+            return Err(SendFault::WouldBlock);
+        };
+        let room = match self.shard.reserve_message(flow, total) {
+            Ok(room) => room,
+            Err(error) => {
+                rx.queue.unpop(chain);
+                return Err(send_fault(error));
+            }
+        };
+        let mut credit = Credit::Message(room);
+        let mut left = total;
+        let mut parts = Vec::new();
+        loop {
+            let word = cx.app.as_deref_mut().and_then(|app| {
+                let index = app.sockets.begin_loan()?;
+                Some((index, app))
+            });
+            let Some(rx) = self.rx.as_mut() else {
+                return Err(SendFault::Reset);
+            };
+            let Some((index, app)) = word else {
+                rx.queue.unpop(chain);
+                if let Credit::Message(room) = credit {
+                    self.shard.cancel_message(room);
+                    return Err(SendFault::TooManyLoans);
+                }
+                break;
+            };
+            let fits = room_of(&chain).min(left);
+            let (chain_lent, place) = lend_chain(rx, chain, in_place);
+            let lent = chain_lent.is_some();
+            if !lent && !parts.is_empty() {
+                app.sockets.end_loan(index);
+                break;
+            }
+            let len = if lent { fits } else { left };
+            app.add_loan(Loan {
+                index,
+                of: LoanOf::Message,
+                vm: self.addr.vm,
+                len,
+                flow: Some(flow),
+                chain: chain_lent,
+                credit: std::mem::replace(&mut credit, Credit::None),
+                copy: None,
+            });
+            parts.push(LoanParts {
+                index,
+                len: len as usize,
+                place,
+            });
+            left -= len;
+            if lent {
+                self.count_loan(Some(flow), true);
+            }
+            in_place = left > 0 && self.may_lend(flow, cx);
+            if !in_place {
+                break;
+            }
+            // Nothing is turned back here: those before it could not be un-popped behind that.
+            let next = self
+                .rx
+                .as_mut()
+                .and_then(|rx| rx.pop_if(HEADER_LEN + 1, false));
+            match next {
+                Some(next) => chain = next,
+                None => break,
+            }
+        }
+        self.lent_together(&parts, cx);
+        if left > 0 {
+            parts.push(LoanParts {
+                index: NONE,
+                len: left as usize,
+                place: None,
+            });
+        }
+        Ok(parts)
+    }
+
+    /// They can go back as long as none was taken behind the last of them.
+    fn lent_together(&mut self, parts: &[LoanParts], cx: &mut Context<'_>) {
+        let (Some(rx), Some(app)) = (&self.rx, cx.app.as_deref_mut()) else {
+            return;
+        };
+        for part in parts {
+            let loan = app.loan_mut(part.index);
+            if let Some(lent) = loan.and_then(|loan| loan.chain.as_mut()) {
+                lent.taken = rx.taken;
+            }
+        }
+    }
+
+    /// See [`Engine::send_message_loan`](crate::vsock::engine::Engine::send_message_loan).
+    pub(crate) fn app_send_message_loan(
+        &mut self,
+        id: StreamId,
+        parts: &[LoanedPart<'_>],
+        ends_record: bool,
+        cx: &mut Context<'_>,
+    ) -> Result<bool, SendFault> {
+        let head = parts.first().map_or(NONE, |part| part.index);
+        let app = cx.app.as_deref_mut().ok_or(SendFault::Unknown)?;
+        let loan = app.loan_mut(head).ok_or(SendFault::Unknown)?;
+        let credit = std::mem::replace(&mut loan.credit, Credit::None);
+        let Credit::Message(mut room) = credit else {
+            loan.credit = credit;
+            return Err(SendFault::Unknown);
+        };
+        let sent = self.send_parts(id, &mut room, parts, ends_record, cx);
+        if sent == Err(SendFault::WouldBlock) {
+            let app = cx.app.as_deref_mut();
+            if let Some(loan) = app.and_then(|app| app.loan_mut(head)) {
+                loan.credit = Credit::Message(room);
+            }
+            return Err(SendFault::WouldBlock);
+        }
+        let rest = match sent {
+            Ok(at) => self.rest_of(parts, at, cx),
+            Err(_) => Vec::new(),
+        };
+        for part in parts {
+            self.app_drop_loan(part.index, cx);
+        }
+        sent?;
+        let all = rest.is_empty();
+        if let Some(app) = cx.app.as_deref_mut() {
+            app.tally.sent += rest.len() as u64;
+            app.tally.copied_in += rest.len() as u64;
+        }
+        if !all {
+            self.keep(Outgoing::of(room, rest, ends_record));
+        }
+        Ok(all)
+    }
+
+    /// Sends parts as far as there are buffers: which part was not sent, and from which byte on.
+    fn send_parts(
+        &mut self,
+        id: StreamId,
+        room: &mut MessageRoom,
+        parts: &[LoanedPart<'_>],
+        ends_record: bool,
+        cx: &mut Context<'_>,
+    ) -> Result<(usize, usize), SendFault> {
+        let mut left: usize = parts.iter().map(|part| part.len).sum();
+        let (mut at, mut offset) = (0, 0);
+        while let Some(part) = parts.get(at) {
+            // One that is to be copied needs a buffer first.
+            let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
+            let fresh = match part.private {
+                None => None,
+                Some(_) => match rx.and_then(|rx| rx.pop_if(HEADER_LEN + 1, true)) {
+                    Some(chain) => Some(chain),
+                    None if (at, offset) == (0, 0) => {
+                        self.wait_for_room(id, cx);
+                        return Err(SendFault::WouldBlock);
+                    }
+                    None => return Ok((at, offset)),
+                },
+            };
+            let (Some(rx), Some(app)) = (self.rx.as_mut(), cx.app.as_deref_mut()) else {
+                return Err(SendFault::Reset);
+            };
+            let room_here = fresh.as_ref().map_or(u32::MAX, room_of) as usize;
+            let len = (part.len - offset).min(room_here);
+            let last = end(left - len, ends_record);
+            if fresh.is_none() {
+                let lent = app
+                    .loan_mut(part.index)
+                    .and_then(|loan| loan.chain.as_ref());
+                if lent.is_none_or(|lent| lent.epoch != rx.epoch) {
+                    return Err(SendFault::Reset);
+                }
+            }
+            let header = match self.shard.commit_part(room, len as u32, last) {
+                Ok(header) => header,
+                Err(error) => {
+                    if let Some(chain) = fresh {
+                        rx.queue.unpop(chain);
+                    }
+                    return Err(match error {
+                        CommitError::Interleaved | CommitError::ManyEmpty => SendFault::WouldBlock,
+                        CommitError::Shutdown | CommitError::PeerShutdown => SendFault::ShutDown,
+                        _ => SendFault::Reset,
+                    });
+                }
+            };
+            app.tally.sent += len as u64;
+            app.tally.packets_sent += 1;
+            match fresh {
+                Some(chain) => {
+                    let bytes = part.private.unwrap_or_default();
+                    let bytes = bytes.get(offset..offset + len).unwrap_or(&[]);
+                    rx.queue.memory().write(chain.writable(), HEADER_LEN, bytes);
+                    emit(rx, chain, &header, len);
+                    app.tally.copied_in += len as u64;
+                }
+                None => {
+                    let loan = app.remove_loan(part.index);
+                    let lent = loan.and_then(|loan| Some((loan.flow, loan.chain?)));
+                    if let Some((flow, lent)) = lent {
+                        emit(rx, lent.chain, &header, len);
+                        app.tally.sent_in_place += len as u64;
+                        self.count_loan(flow, false);
+                    }
+                }
+            }
+            left -= len;
+            offset += len;
+            if offset >= part.len {
+                (at, offset) = (at + 1, 0);
+            }
+        }
+        Ok((at, offset))
+    }
+
+    /// The bytes from there on.
+    fn rest_of(
+        &mut self,
+        parts: &[LoanedPart<'_>],
+        (at, offset): (usize, usize),
+        cx: &mut Context<'_>,
+    ) -> Vec<u8> {
+        let mut rest = Vec::new();
+        let mut skip = offset;
+        let (Some(rx), Some(app)) = (&self.rx, cx.app.as_deref_mut()) else {
+            return rest;
+        };
+        for part in parts.get(at..).unwrap_or(&[]) {
+            let skip = std::mem::take(&mut skip);
+            if let Some(bytes) = part.private {
+                rest.extend_from_slice(bytes.get(skip..part.len).unwrap_or(&[]));
+                continue;
+            }
+            let start = rest.len();
+            rest.resize(start + part.len, 0);
+            let lent = app
+                .loan_mut(part.index)
+                .and_then(|loan| loan.chain.as_ref());
+            if let Some(lent) = lent.filter(|lent| lent.epoch == rx.epoch)
+                && let Some(bytes) = rest.get_mut(start..)
+            {
+                rx.queue
+                    .memory()
+                    .read(lent.chain.writable(), HEADER_LEN, bytes);
+            }
+        }
+        rest
+    }
+}

@@ -16,13 +16,13 @@ use zerosock::{Address, Cid, Port};
 use super::common::{PATIENCE, deadline};
 use super::{PORT, ends_record, message, patient};
 
-struct Lab {
+pub(crate) struct Lab {
     daemon: Option<Daemon>,
     dir: tempfile::TempDir,
 }
 
 /// A socket of packets of a host program.
-struct Program(OwnedFd);
+pub(crate) struct Program(pub(crate) OwnedFd);
 
 fn socket() -> OwnedFd {
     let flags = SocketFlags::CLOEXEC;
@@ -33,7 +33,7 @@ fn socket() -> OwnedFd {
     socket
 }
 
-fn listen(path: &Path) -> OwnedFd {
+pub(crate) fn listen(path: &Path) -> OwnedFd {
     let socket = socket();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&socket, 16).unwrap();
@@ -41,7 +41,7 @@ fn listen(path: &Path) -> OwnedFd {
 }
 
 impl Program {
-    fn accept(listener: &OwnedFd) -> Program {
+    pub(crate) fn accept(listener: &OwnedFd) -> Program {
         let socket = rustix::net::accept(listener).unwrap();
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(PATIENCE)).unwrap();
         Program(socket)
@@ -53,7 +53,7 @@ impl Program {
     }
 
     /// The next packet; empty at the end.
-    fn recv(&self) -> Vec<u8> {
+    pub(crate) fn recv(&self) -> Vec<u8> {
         let mut out = vec![0; 300_000];
         let (_, got) = rustix::net::recv(&self.0, &mut out[..], RecvFlags::empty()).unwrap();
         out.truncate(got);
@@ -62,7 +62,7 @@ impl Program {
 }
 
 impl Lab {
-    fn new() -> Lab {
+    pub(crate) fn new() -> Lab {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let bind = |name: &str| std::os::unix::net::UnixListener::bind(at(name)).unwrap();
@@ -91,7 +91,7 @@ impl Lab {
         }
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
@@ -101,7 +101,7 @@ impl Lab {
             .unwrap()
     }
 
-    fn stats(&self) -> Stats {
+    pub(crate) fn stats(&self) -> Stats {
         self.daemon.as_ref().unwrap().stats()
     }
 

@@ -4,6 +4,7 @@ mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
 mod ends;
+mod hostile;
 #[path = "../hosting/mod.rs"]
 mod hosting;
 mod hybrid;

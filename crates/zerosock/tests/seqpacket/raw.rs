@@ -56,12 +56,34 @@ impl Raw {
         self.guest.recv_op(port, Op::Response);
     }
 
+    /// Nothing but credit has come for `port`, and what was sent has been taken in.
+    #[track_caller]
+    pub(crate) fn is_quiet(&mut self, port: u32) {
+        self.guest.wait_tx_done();
+        while let Some((header, _)) = self.guest.try_recv() {
+            let op = header.op.known();
+            assert!(
+                header.dst.port.get() != port || op == Some(Op::CreditUpdate),
+                "{header:?}"
+            );
+        }
+    }
+
     /// A header from our `port` to the program's.
     pub(crate) fn header(&self, port: u32, op: Op) -> Repr {
         Repr {
             socket_type: SocketType::SeqPacket.into(),
             ..self.guest.header(port, PORT.get(), op)
         }
+    }
+
+    /// Sends a part of a message with these flags.
+    pub(crate) fn part(&mut self, port: u32, flags: u32, payload: &[u8]) {
+        let header = Repr {
+            flags,
+            ..self.header(port, Op::Rw)
+        };
+        self.guest.send(header, payload);
     }
 
     /// The buffers that came back since the last look, with how many bytes are in each.

@@ -607,3 +607,22 @@ fn only_a_driver_asks_and_only_once() {
         "nothing leaves behind MOVE"
     );
 }
+
+#[test]
+fn two_addresses_are_connected_while_their_connection_is_alive() {
+    let ports = Arc::new(PortTable::new());
+    let mut driver = Shard::new(ShardConfig::driver(GUEST), ports);
+    let spare = driver.spare_port();
+    assert_ne!(spare, driver.spare_port(), "the next one each time");
+    let local = Address::new(GUEST, spare);
+    assert!(!driver.is_connected(local, SERVER));
+    let stream = SocketType::Stream;
+    let flow = driver.connect(NOW, local, SERVER, stream).unwrap();
+    assert!(driver.is_connected(local, SERVER));
+    assert!(!driver.is_connected(SERVER, local));
+    assert!(!driver.is_connected(Address::new(Cid::ANY, spare), SERVER));
+    driver.reset(flow).unwrap();
+    // Its RST waits still, and is in nobody's way.
+    assert!(!driver.is_connected(local, SERVER));
+    driver.connect(NOW, local, SERVER, stream).unwrap();
+}

@@ -287,11 +287,11 @@ impl Device {
             tracing::debug!(cid = %self.cid, %port, "no driver to connect to");
             return;
         }
-        let local = Address::new(Cid::HOST, local);
         let peer = Address {
             cid: self.cid,
             port,
         };
+        let local = Address::new(Cid::HOST, self.port_here(local, peer));
         if !cx.routes.may_reach(Cid::HOST, peer) {
             cx.counters.conns_refused.add(1);
             return;

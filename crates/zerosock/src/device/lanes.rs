@@ -24,7 +24,6 @@ use std::sync::Arc;
 
 use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
-use zerosock_proto::{Address, Cid, Port};
 
 use super::app::QueueStore;
 use super::join::{End, Join};
@@ -101,7 +100,7 @@ impl Lanes {
     }
 
     /// The lane of pair `pair`, if the driver uses it and it is another one.
-    fn other(&self, pair: u32) -> Option<DeviceAddr> {
+    pub(super) fn other(&self, pair: u32) -> Option<DeviceAddr> {
         let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
         self.all.get(pair as usize).copied().filter(|_| other)
     }
@@ -115,29 +114,14 @@ impl Device {
         self.epoch = u32::from(pair) << 24;
     }
 
+    /// The lanes of its device, it among them, in the order of their pairs.
+    pub(crate) fn all_lanes(&self) -> &Arc<[DeviceAddr]> {
+        &self.lanes.all
+    }
+
     /// The number of its queue pair.
     pub(crate) fn pair(&self) -> u16 {
         self.lanes.pair
-    }
-
-    /// The lane where a connection begins whose guest has port `guest`; `None`: here.
-    pub(super) fn lane_for(&self, guest: Address, peer: Address) -> Option<DeviceAddr> {
-        self.lanes
-            .other(u32::from(self.lanes.used.of_flow(guest.port, peer)))
-    }
-
-    /// The lane of a connection that the program asks for, and the port that it is from: that matters
-    /// to which lane it is only if there are several.
-    pub(crate) fn lane_of_app(&self, from: Port, to: Address) -> (DeviceAddr, Port) {
-        if self.lanes.used == QueuePairs::ONE {
-            return (self.addr, from);
-        }
-        let from = match from {
-            Port::ANY => self.shard.spare_port(),
-            from => from,
-        };
-        let lane = self.lane_for(to, Address::new(Cid::HOST, from));
-        (lane.unwrap_or(self.addr), from)
     }
 
     /// The driver knows connections that we do not: the first lane tells it, as it has the events.

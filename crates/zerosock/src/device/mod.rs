@@ -37,6 +37,7 @@ mod message_loans;
 mod message_sockets;
 mod messages;
 pub(crate) mod outbound;
+pub(crate) mod placing;
 pub(crate) mod program;
 #[cfg(test)]
 mod ready_tests;

@@ -36,7 +36,7 @@ impl Driver {
             return Err(ConnectError::Unreachable);
         }
         let now = self.now();
-        let (lane, port) = self.lane_for(port, peer);
+        let (lane, port) = self.place(port, peer)?;
         let local = Address {
             cid: self.cid,
             port,

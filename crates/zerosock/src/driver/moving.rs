@@ -3,12 +3,13 @@
 //! What must hold: while it is on its way nothing is sent for it; what was received stays to be
 //! read, in copies, and leases stay with their holders.
 
-use zerosock_proto::vsock::{FlowId, MoveError, QueuePairs};
+use zerosock_proto::vsock::{ConnectError, FlowId, MoveError, QueuePairs};
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_proto::{Address, Port};
 
 use super::lanes::LaneId;
 use super::{Driver, StreamId, StreamState};
+use crate::device::placing::SPARE_PORTS;
 use crate::vsock::sockets::News;
 
 impl Driver {
@@ -46,19 +47,31 @@ impl Driver {
     }
 
     /// The lane where a connection to `peer` begins, and the port that it is from: which lane it is
-    /// depends on that, if there are several.
-    pub(super) fn lane_for(&self, port: Port, peer: Address) -> (LaneId, Port) {
-        let first = &self.store.lanes[LaneId::FIRST];
+    /// depends on that, if there are several. Nobody else has both addresses, at whichever pair.
+    pub(super) fn place(&self, port: Port, peer: Address) -> Result<(LaneId, Port), ConnectError> {
+        let lanes = &self.store.lanes;
         let pairs = QueuePairs::new(self.queue_pairs()).unwrap_or(QueuePairs::ONE);
         if pairs == QueuePairs::ONE {
-            return (LaneId::FIRST, port);
+            return Ok((LaneId::FIRST, port));
         }
-        let port = match port {
-            Port::ANY => first.shard.spare_port(),
-            port => port,
-        };
-        let lane = self.store.lanes.of_pair(pairs.of_flow(port, peer).into());
-        (lane.unwrap_or(LaneId::FIRST), port)
+        for _ in 0..SPARE_PORTS {
+            let from = match port {
+                Port::ANY => lanes[LaneId::FIRST].shard.spare_port(),
+                port => port,
+            };
+            let local = Address::new(self.cid, from);
+            if !lanes
+                .iter()
+                .any(|lane| lane.shard.is_connected(local, peer))
+            {
+                let lane = lanes.of_pair(pairs.of_flow(from, peer).into());
+                return Ok((lane.unwrap_or(LaneId::FIRST), from));
+            }
+            if port != Port::ANY {
+                break;
+            }
+        }
+        Err(ConnectError::InUse)
     }
 
     /// The device has answered: the connection is at `pair`. `header`: the answer.

@@ -10,3 +10,4 @@ mod hostile;
 #[path = "../hosting/mod.rs"]
 mod hosting;
 mod moves;
+mod placing;

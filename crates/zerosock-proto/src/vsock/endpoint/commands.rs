@@ -93,17 +93,6 @@ impl<S: BuildHasher> Shard<S> {
         Err(ConnectError::InUse)
     }
 
-    /// A local port that nobody has now, for a connection whose shard depends on its port.
-    /// [`connect`](Self::connect) from it fails if somebody takes it meanwhile.
-    /// [`Port::ANY`]: there is none.
-    pub fn spare_port(&self) -> Port {
-        let Some((address, hold)) = self.ports.allocate(self.own_cid()) else {
-            return Port::ANY;
-        };
-        self.ports.release(address, hold);
-        address.port
-    }
-
     /// False: a live connection has these addresses. One whose RST is still
     /// waiting steps aside: the RST was first in line and will leave first.
     pub(super) fn vacate(&mut self, key: &Key) -> bool {
@@ -121,7 +110,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Our own CID: what listeners listen on.
-    fn own_cid(&self) -> Cid {
+    pub(super) fn own_cid(&self) -> Cid {
         match self.config.role {
             Role::Device { .. } => Cid::HOST,
             Role::Driver { local } => local,

@@ -13,14 +13,16 @@ use core::hash::BuildHasher;
 use std::sync::Arc;
 
 use super::{MoveError, Shard};
+use crate::addr::{Address, Port};
 use crate::vsock::config::Role;
-use crate::vsock::connection::{Connection, FlowId, Moving};
+use crate::vsock::connection::{Connection, FlowId, Key, Moving};
 use crate::vsock::event::{Disposition, DropReason};
 use crate::vsock::ports::PortTable;
 use crate::vsock::state::State;
 use crate::wire::vsock::{Op, Repr};
 
-/// A connection between two shards; it counts as one of theirs. One that is dropped is gone without a word to its peer.
+/// A connection between two shards; it counts as one of theirs. One that is dropped is gone without
+/// a word to its peer.
 #[derive(Debug)]
 #[must_use = "a connection that nobody adopts is gone"]
 pub struct Parcel {
@@ -48,6 +50,28 @@ impl<S: BuildHasher> Shard<S> {
     /// operations that nobody knows.
     pub fn set_moves(&mut self, negotiated: bool) {
         self.moves = negotiated;
+    }
+
+    /// A local port that nobody has now, for a connection whose shard depends on its port.
+    /// A connection between the two addresses may be there all the same, one that the other end has
+    /// asked for: see [`is_connected`](Self::is_connected). [`Port::ANY`]: there is none.
+    pub fn spare_port(&self) -> Port {
+        let Some((address, hold)) = self.ports.allocate(self.own_cid()) else {
+            return Port::ANY;
+        };
+        self.ports.release(address, hold);
+        address.port
+    }
+
+    /// Whether a connection between these two addresses is alive here, so that
+    /// [`connect`](Self::connect) would fail. Looks at the address as it is: [`Cid::ANY`] is nobody.
+    ///
+    /// [`Cid::ANY`]: crate::Cid::ANY
+    pub fn is_connected(&self, local: Address, peer: Address) -> bool {
+        let index = self.table.look_up(&Key { local, peer });
+        let slot = index.and_then(|index| self.table.slots.get(index as usize));
+        let connection = slot.and_then(|slot| slot.connection.as_ref());
+        connection.is_some_and(|connection| connection.state != State::Closed)
     }
 
     /// A driver's: asks the device that the connection go on at queue pair `pair`, another one. Until

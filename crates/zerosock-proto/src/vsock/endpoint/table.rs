@@ -88,7 +88,7 @@ impl<S: BuildHasher> Table<S> {
         Some(index)
     }
 
-    fn look_up(&self, key: &Key) -> Option<u32> {
+    pub(super) fn look_up(&self, key: &Key) -> Option<u32> {
         let hash = self.hasher.hash_one(key);
         let found = self.map.find(hash, |&index| has(&self.slots, index, key));
         found.copied()

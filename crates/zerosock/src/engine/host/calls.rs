@@ -140,10 +140,7 @@ impl Engine for HostEngine {
         if self.app().is_some_and(|app| app.listens(from)) {
             return Err(ConnectError::InUse);
         }
-        let device = self.worker.devices.get(vm);
-        let device = device.ok_or(ConnectError::Unreachable)?;
-        let (lane, from) = device.lane_of_app(from, to);
-        let vm = lane.vm;
+        let (vm, from) = self.place(vm, from, to)?;
         let now = self.worker.clock.now();
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(ConnectError::Unreachable)?;

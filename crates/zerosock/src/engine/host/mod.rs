@@ -19,14 +19,16 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use zerosock_proto::Instant;
-use zerosock_proto::vsock::{FlowError, FlowId, Shard};
+use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
+use zerosock_proto::{Address, Instant, Port};
 
 use super::worker::Worker;
 use crate::attach::Fault;
 use crate::device::app::QueueStore;
+use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
 use crate::plane::Plane;
+use crate::switch::DeviceAddr;
 use crate::vsock::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;
@@ -352,6 +354,31 @@ impl HostEngine {
         let mut devices = self.worker.devices.iter_mut();
         self.watches = devices.any(|(_, device)| device.watches_host());
         Ok(any)
+    }
+
+    /// The lane of device `vm`'s where a connection begins that the program asks for, and the port
+    /// that it is from. All of them are this worker's, so that what any of them has is seen.
+    fn place(&self, vm: u32, from: Port, to: Address) -> Result<(u32, Port), ConnectError> {
+        let devices = &self.worker.devices;
+        let device = devices.get(vm).ok_or(ConnectError::Unreachable)?;
+        let lanes = device.all_lanes();
+        if lanes.len() == 1 {
+            return Ok((vm, from));
+        }
+        for _ in 0..SPARE_PORTS {
+            let (lane, port) = device.lane_of_app(from, to);
+            let is_taken = |lane: &DeviceAddr| {
+                let device = devices.get(lane.vm);
+                device.is_some_and(|device| device.is_connected(port, to))
+            };
+            if !lanes.iter().any(is_taken) {
+                return Ok((lane.vm, port));
+            }
+            if from != Port::ANY {
+                break;
+            }
+        }
+        Err(ConnectError::InUse)
     }
 
     /// Copies out what was held for too long.

@@ -8,7 +8,7 @@
 //!
 //! What must hold: a length is told behind all of its bytes; a message that has not ended when its
 //! sender says that it sends no more is nobody's; what is kept for want of buffers leaves before
-//! anything else of its connection.
+//! anything else of its connection; what lies in a buffer that nobody has written is never sent.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -230,7 +230,14 @@ impl Device {
                     *taken += len;
                     sibling.change_copied(|copied| copied.saturating_sub(len));
                 }
-                None => {}
+                None if empty => {}
+                // A length without its bytes, which no sibling of ours tells. What lies in the buffer
+                // is no message.
+                None => {
+                    rx.queue.unpop(chain);
+                    self.lost_message(key, cx);
+                    return Fill::Idle;
+                }
             }
             sending.left -= len as u32;
             let last = end(sending.left as usize, sending.ends == Ends::Record);
@@ -275,6 +282,15 @@ impl Device {
             cid = %self.cid, len,
             "a connection was reset: a message is longer than its receiver can take"
         );
+        self.reset_join(key, cx);
+    }
+
+    /// The bytes of a message that was said to be whole are not there: its connection ends, rather
+    /// than that the guest takes something else for them.
+    #[cold]
+    fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
+        cx.counters.message_resets.add(1);
+        tracing::error!(cid = %self.cid, "a connection was reset: a message lacks bytes");
         self.reset_join(key, cx);
     }
 

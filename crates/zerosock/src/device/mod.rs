@@ -35,6 +35,8 @@ pub(crate) mod lending;
 mod member;
 mod message_loans;
 mod message_sockets;
+#[cfg(test)]
+mod message_tests;
 mod messages;
 pub(crate) mod outbound;
 pub(crate) mod placing;

@@ -1,0 +1,148 @@
+//! Messages from a sibling, as the device passes them on that has the receiver: the sibling is the
+//! test, and says what no sibling should.
+
+use super::bare::{self, Guest};
+use super::ready_tests::Lab;
+use super::*;
+use crate::switch::{Message, Peer};
+use crate::vsock::sockets::Ends;
+use zerosock_proto::Address;
+use zerosock_proto::wire::vsock::{Op, Repr};
+
+/// A service of the host.
+const THERE: Address = Address::new(Cid::HOST, Port::new(9));
+const HERE: Address = Address::new(Cid::new(3), Port::new(5));
+
+/// A connection for messages between a guest and a sibling.
+struct Joined {
+    lab: Lab,
+    guest: Guest,
+    flow: FlowId,
+}
+
+impl Joined {
+    fn new() -> Joined {
+        let mut lab = Lab::new();
+        let (device, mut cx) = lab.lend();
+        let guest = bare::start(device);
+        device.shard.set_seqpacket(true);
+        let connect = Message::Connect {
+            from: Peer {
+                device: DeviceAddr { worker: 0, vm: 7 },
+                flow: some_flow(),
+            },
+            local: THERE,
+            peer: HERE,
+            socket_type: SocketType::SeqPacket,
+        };
+        device.sibling_says(connect, &mut cx);
+        device.turn(&mut cx);
+        let response = Repr {
+            src: HERE,
+            dst: THERE,
+            len: 0,
+            socket_type: SocketType::SeqPacket.into(),
+            op: Op::Response.into(),
+            flags: 0,
+            buf_alloc: 1 << 20,
+            fwd_cnt: 0,
+        };
+        let _ = device.shard.handle_packet(cx.now, &response);
+        device.turn(&mut cx);
+        let said: Vec<Message> = said(&mut lab);
+        let accepted = said.iter().find_map(|message| match message {
+            Message::Accepted { from, .. } => Some(from.flow),
+            _ => None,
+        });
+        let mut joined = Joined {
+            flow: accepted.expect("the guest has accepted"),
+            lab,
+            guest,
+        };
+        assert_eq!(joined.guest.received().len(), 1, "the request");
+        joined
+    }
+
+    /// The sibling says this; what the guest receives, by operation and length.
+    fn say(&mut self, messages: impl IntoIterator<Item = Message>) -> Vec<(Op, u32)> {
+        let (device, mut cx) = self.lab.lend();
+        for message in messages {
+            device.sibling_says(message, &mut cx);
+        }
+        while device.turn(&mut cx) {}
+        let received = self.guest.received();
+        let told = |header: &Repr| (header.op.known().unwrap(), header.len);
+        received.iter().map(told).collect()
+    }
+
+    fn bytes(&self, len: usize) -> Message {
+        Message::Copied {
+            to: self.flow,
+            bytes: vec![7; len],
+        }
+    }
+
+    fn end(&self, len: u32) -> Message {
+        let ends = Ends::Message;
+        Message::Ended {
+            to: self.flow,
+            len,
+            ends,
+        }
+    }
+}
+
+/// The name of a flow of another device's.
+fn some_flow() -> FlowId {
+    let ports = Arc::new(zerosock_proto::vsock::PortTable::new());
+    let config = zerosock_proto::vsock::ShardConfig::driver(Cid::new(4));
+    let mut shard = Shard::new(config, ports);
+    let stream = SocketType::Stream;
+    shard
+        .connect(
+            Instant::ZERO,
+            Address::new(Cid::new(4), THERE.port),
+            HERE,
+            stream,
+        )
+        .unwrap()
+}
+
+/// What the device has said to the sibling.
+fn said(lab: &mut Lab) -> Vec<Message> {
+    let (_, cx) = lab.lend();
+    std::iter::from_fn(|| cx.outbox.pop_local())
+        .map(|(_, message)| message)
+        .collect()
+}
+
+#[test]
+fn a_message_whose_bytes_have_come_is_passed_on() {
+    let mut joined = Joined::new();
+    let messages = [joined.bytes(3000), joined.bytes(2000), joined.end(5000)];
+    let received = joined.say(messages);
+    assert!(received.iter().all(|(op, _)| *op == Op::Rw), "{received:?}");
+    assert_eq!(received.iter().map(|(_, len)| len).sum::<u32>(), 5000);
+    let empty = [joined.end(0)];
+    assert_eq!(joined.say(empty), [(Op::Rw, 0)]);
+}
+
+#[test]
+fn a_length_without_bytes_ends_the_connection_and_sends_nothing() {
+    for have in [0, 60] {
+        let mut joined = Joined::new();
+        let mut messages = vec![joined.end(100)];
+        if have > 0 {
+            messages.insert(0, joined.bytes(have));
+        }
+        let received = joined.say(messages);
+        let mut expected = vec![(Op::Rst, 0)];
+        if have > 0 {
+            expected.insert(0, (Op::Rw, have as u32));
+        }
+        assert_eq!(received, expected, "{have} of 100 bytes");
+        let said = said(&mut joined.lab);
+        let told = said.iter().any(|one| matches!(one, Message::Reset { .. }));
+        assert!(told, "{said:?}");
+    }
+}

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zerosock_proto::vsock::QueuePairs;
+use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
@@ -24,6 +25,8 @@ pub(super) const SERVER: Address = Address::new(Cid::HOST, Port::new(1024));
 pub(super) struct Peer {
     pub(super) rx: DeviceQueue,
     pub(super) tx: DeviceQueue,
+    /// The queues of further pairs, receive and transmit; `rx` and `tx` change places with them.
+    pub(super) others: Vec<(DeviceQueue, DeviceQueue)>,
     /// Dropped, it is a hang-up.
     pub(super) socket: Option<UnixStream>,
     /// Our header of the connection that was made last.
@@ -35,6 +38,11 @@ pub(super) struct Peer {
 
 /// A driver and its device, `tune`d.
 pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
+    pairs(QueuePairs::ONE, tune)
+}
+
+/// As `pair`, with so many queue pairs.
+pub(super) fn pairs(pairs: QueuePairs, tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
     let mut config = DriverConfig::new("/nowhere");
     config.control_timeout = Duration::from_millis(10);
     tune(&mut config);
@@ -43,7 +51,7 @@ pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
     let link = Link {
         seqpacket: true,
         frontend,
-        pairs: QueuePairs::ONE,
+        pairs,
         event_idx: true,
         datagrams: true,
         datagram_flow: true,
@@ -69,8 +77,11 @@ pub(super) fn pair(tune: impl FnOnce(&mut DriverConfig)) -> (Driver, Peer) {
         DeviceQueue::new(memory.clone(), &config).unwrap()
     };
     let peer = Peer {
-        rx: queue(0),
-        tx: queue(1),
+        rx: queue(rx_queue(0).into()),
+        tx: queue(tx_queue(0).into()),
+        others: (1..pairs.get())
+            .map(|pair| (queue(rx_queue(pair).into()), queue(tx_queue(pair).into())))
+            .collect(),
         socket: Some(theirs),
         header: Repr {
             src: SERVER,
@@ -111,6 +122,13 @@ fn header(queue: &DeviceQueue, chain: &Chain) -> Repr {
 }
 
 impl Peer {
+    /// From now on all is said and heard at another pair, and what was is at pair `pair` (from 1).
+    pub(super) fn swap(&mut self, pair: usize) {
+        let other = &mut self.others[pair - 1];
+        std::mem::swap(&mut self.rx, &mut other.0);
+        std::mem::swap(&mut self.tx, &mut other.1);
+    }
+
     /// The next packet and its payload.
     pub(super) fn take(&mut self) -> Option<(Repr, Vec<u8>)> {
         let chain = self.tx.pop().unwrap()?;

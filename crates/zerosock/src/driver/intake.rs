@@ -406,7 +406,7 @@ impl Driver {
         }
     }
 
-    fn closed(&mut self, lane: LaneId, flow: FlowId, orderly: bool) {
+    pub(super) fn closed(&mut self, lane: LaneId, flow: FlowId, orderly: bool) {
         let Some(stream) = self.flow(lane, flow) else {
             return;
         };

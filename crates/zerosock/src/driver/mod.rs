@@ -51,6 +51,8 @@ mod loans;
 mod message_loans;
 pub(crate) mod messages;
 mod moving;
+#[cfg(test)]
+mod moving_tests;
 mod queues;
 mod setup;
 mod store;

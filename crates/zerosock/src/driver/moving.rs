@@ -8,7 +8,7 @@ use zerosock_proto::wire::vsock::Repr;
 use zerosock_proto::{Address, Port};
 
 use super::lanes::LaneId;
-use super::{Driver, StreamId, StreamState};
+use super::{Driver, StreamId};
 use crate::device::placing::SPARE_PORTS;
 use crate::vsock::sockets::News;
 
@@ -79,7 +79,7 @@ impl Driver {
     pub(super) fn moved(&mut self, lane: LaneId, flow: FlowId, pair: u32, header: &Repr) {
         let there = self.store.lanes.of_pair(pair);
         let (Some(there), Some(stream)) = (there, self.flow(lane, flow)) else {
-            // At a pair that is not used, or closed by us while it was on its way.
+            // At a pair that is not used, or closed by us while it was on its way. An event tells.
             let _ = self.store.lanes[lane].shard.reset(flow);
             return self.moved_stray(pair, header);
         };
@@ -97,11 +97,7 @@ impl Driver {
         let Some(now) = adopted else {
             // There is no place for it there: the device is told, and so is its user.
             self.moved_stray(pair, header);
-            if let Some(conn) = self.sockets.get_mut(stream) {
-                conn.flow = None;
-                conn.state = StreamState::Reset;
-            }
-            return self.sockets.announce(stream, News::Closed);
+            return self.closed(lane, flow, false);
         };
         self.store.lanes[there].flows.insert(now, stream);
         self.sockets.enter_pool(stream, there.pool(), now);

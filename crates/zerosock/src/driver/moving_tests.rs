@@ -1,0 +1,205 @@
+//! A device that answers moves as no device should: what it costs is the connection.
+
+use std::time::Duration;
+
+use zerosock_proto::vsock::{MoveError, QueuePairs};
+use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
+use zerosock_proto::{Address, Port};
+
+use super::bare::{Peer, SERVER, pairs};
+use super::{Driver, StreamId, StreamState};
+use crate::vsock::engine::{Engine, RecvFault};
+
+/// Three queue pairs, and a connection at the first.
+fn connected() -> (Driver, Peer, StreamId) {
+    let three = QueuePairs::new(3).unwrap();
+    let (mut driver, mut peer) = pairs(three, |config| config.queue_size = 64);
+    let id = connect(&mut driver, &mut peer, 0);
+    (driver, peer, id)
+}
+
+/// A connection that begins at pair `pair`, where the peer is.
+fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
+    let three = QueuePairs::new(3).unwrap();
+    let mut ports = (5000..).map(Port::new);
+    let fits = |port: &Port| {
+        let local = Address::new(super::bare::CID, *port);
+        let lanes = &driver.store.lanes;
+        three.of_flow(*port, SERVER) == pair
+            && !lanes
+                .iter()
+                .any(|lane| lane.shard.is_connected(local, SERVER))
+    };
+    let port = ports.find(fits).unwrap();
+    let id = Engine::connect(driver, port, SERVER, SocketType::Stream).unwrap();
+    Engine::flush(driver);
+    peer.header.dst = peer.take_op(Op::Request).src;
+    peer.header.fwd_cnt = 0;
+    peer.say(Op::Response, &[]);
+    Engine::turn(driver).unwrap();
+    assert_eq!(driver.state(id), Some(StreamState::Connected));
+    assert_eq!(driver.queue_pair(id), Some(pair));
+    id
+}
+
+/// Asks for a move; the device has taken MOVE in.
+fn ask(driver: &mut Driver, peer: &mut Peer, id: StreamId, pair: u16) {
+    driver.move_to_pair(id, pair).unwrap();
+    Engine::flush(driver);
+    assert_eq!(peer.take_op(Op::Move).flags, u32::from(pair));
+    assert!(driver.is_moving(id));
+}
+
+/// MOVED, with that number.
+fn say_moved(driver: &mut Driver, peer: &mut Peer, pair: u32) {
+    peer.header.flags = pair;
+    peer.say(Op::Moved, &[]);
+    peer.header.flags = 0;
+    let _ = Engine::turn(driver).unwrap();
+    Engine::flush(driver);
+}
+
+/// What the driver has sent at the pair where the peer is.
+fn taken(peer: &mut Peer) -> Vec<(Op, Repr)> {
+    let headers = std::iter::from_fn(|| peer.take());
+    headers
+        .map(|(header, _)| (header.op.known().unwrap(), header))
+        .collect()
+}
+
+#[test]
+fn a_pair_that_was_not_asked_for_is_as_good_as_another() {
+    let (mut driver, mut peer, id) = connected();
+    ask(&mut driver, &mut peer, id, 1);
+    say_moved(&mut driver, &mut peer, 2);
+    assert_eq!(driver.queue_pair(id), Some(2));
+    peer.swap(2);
+    assert_eq!(taken(&mut peer)[0].0, Op::CreditUpdate);
+    peer.say(Op::Rw, b"here");
+    Engine::turn(&mut driver).unwrap();
+    let mut out = [0; 8];
+    assert_eq!(driver.read(id, &mut out, false), Ok(4));
+}
+
+#[test]
+fn a_pair_that_is_not_there_ends_the_connection_and_its_user_hears_of_it() {
+    for wrong in [3, 16, 1 << 16, u32::MAX] {
+        let (mut driver, mut peer, id) = connected();
+        ask(&mut driver, &mut peer, id, 1);
+        peer.say(Op::Rw, b"before");
+        say_moved(&mut driver, &mut peer, wrong);
+        assert_eq!(driver.state(id), Some(StreamState::Reset), "{wrong}");
+        assert!(!driver.is_moving(id));
+        let told = taken(&mut peer);
+        assert!(told.iter().any(|(op, _)| *op == Op::Rst), "{told:?}");
+        // What came before is there to be read, then the end is.
+        let mut out = [0; 8];
+        assert_eq!(driver.read(id, &mut out, false), Ok(6));
+        assert_eq!(driver.read(id, &mut out, false), Err(RecvFault::Reset));
+        assert_eq!(driver.move_to_pair(id, 1), Err(MoveError::Stale));
+    }
+}
+
+#[test]
+fn an_answer_that_nobody_has_asked_for_changes_nothing() {
+    let (mut driver, mut peer, id) = connected();
+    for pair in [0, 1, 2, 3, u32::MAX] {
+        say_moved(&mut driver, &mut peer, pair);
+        assert_eq!(driver.queue_pair(id), Some(0));
+    }
+    // Nor does one that is repeated: the connection is not there any more.
+    ask(&mut driver, &mut peer, id, 1);
+    for pair in [1, 2, 0, 1] {
+        say_moved(&mut driver, &mut peer, pair);
+        assert_eq!(driver.queue_pair(id), Some(1));
+    }
+    peer.swap(1);
+    // A device moves nothing by itself, and a driver is no device.
+    peer.header.flags = 2;
+    peer.say(Op::Move, &[]);
+    peer.header.flags = 0;
+    peer.say(Op::Rw, b"on");
+    Engine::turn(&mut driver).unwrap();
+    assert_eq!(driver.queue_pair(id), Some(1));
+    assert_eq!(driver.read(id, &mut [0; 8], false), Ok(2));
+}
+
+#[test]
+fn who_says_moved_of_nothing_is_told_at_the_pair_that_it_names() {
+    let (mut driver, mut peer, _) = connected();
+    peer.header.dst.port = Port::new(4711);
+    for pair in [1, 2] {
+        say_moved(&mut driver, &mut peer, pair as u32);
+        assert!(taken(&mut peer).is_empty());
+        peer.swap(pair);
+        let told = taken(&mut peer);
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!((told[0].0, told[0].1.src.port), (Op::Rst, Port::new(4711)));
+        peer.swap(pair);
+    }
+    // A pair that is not there cannot be told.
+    say_moved(&mut driver, &mut peer, 3);
+    assert!(taken(&mut peer).is_empty());
+}
+
+#[test]
+fn a_storm_of_answers_is_bounded_and_others_go_on() {
+    let (mut driver, mut peer, id) = connected();
+    let ours = peer.header;
+    for n in 0..20_000u32 {
+        peer.header.dst.port = Port::new(100_000 + n);
+        peer.header.flags = 1 + n % 2;
+        while !peer.try_say(Op::Moved, &[]) {
+            Engine::turn(&mut driver).unwrap();
+        }
+    }
+    Engine::turn(&mut driver).unwrap();
+    peer.header = ours;
+    peer.say(Op::Rw, b"on");
+    Engine::turn(&mut driver).unwrap();
+    let mut out = [0; 8];
+    assert_eq!(driver.read(id, &mut out, false), Ok(2));
+}
+
+#[test]
+fn two_between_the_same_addresses_do_not_meet_at_one_pair() {
+    let (mut driver, mut peer, _) = connected();
+    let port = Port::new(80);
+    driver.listen(port, 4).unwrap();
+    peer.header.dst.port = port;
+    let mut ask_in = |peer: &mut Peer| {
+        peer.say(Op::Request, &[]);
+        Engine::turn(&mut driver).unwrap();
+        peer.take_op(Op::Response);
+        driver.accept(port).unwrap()
+    };
+    let first = ask_in(&mut peer);
+    peer.swap(1);
+    let second = ask_in(&mut peer);
+    peer.swap(1);
+    assert_eq!(driver.queue_pair(first), Some(0));
+    assert_eq!(driver.queue_pair(second), Some(1));
+    ask(&mut driver, &mut peer, first, 1);
+    say_moved(&mut driver, &mut peer, 1);
+    assert_eq!(driver.state(first), Some(StreamState::Reset));
+    assert_eq!(
+        driver.read(first, &mut [0; 8], false),
+        Err(RecvFault::Reset)
+    );
+    assert_eq!(driver.state(second), Some(StreamState::Connected));
+}
+
+#[test]
+fn a_device_that_hangs_up_in_a_move_ends_the_connection() {
+    let (mut driver, mut peer, id) = connected();
+    ask(&mut driver, &mut peer, id, 1);
+    peer.socket = None;
+    let give_up = std::time::Instant::now() + Duration::from_secs(60);
+    while driver.state(id) == Some(StreamState::Connected) {
+        let _ = Engine::turn(&mut driver);
+        let _ = Engine::arm(&mut driver);
+        Engine::disarm(&mut driver);
+        assert!(std::time::Instant::now() < give_up);
+    }
+    assert!(!driver.is_moving(id));
+}

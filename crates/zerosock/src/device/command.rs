@@ -311,6 +311,7 @@ impl Device {
         self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);
+        self.forget_those_who_left(cx);
         while self.shard.poll_event().is_some() {}
     }
 
@@ -325,7 +326,7 @@ impl Device {
         {
             close(ring, cx);
         }
-        self.forget_those_who_left(cx);
+        self.use_one_pair();
         self.announce_reset = false;
         self.starved = false;
         self.stopped_at = [None; 2];

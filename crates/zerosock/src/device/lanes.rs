@@ -94,6 +94,12 @@ impl Lanes {
         }
     }
 
+    /// Whether no connection is on its way, as far as this lane has to do with it.
+    #[cfg(test)]
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.departed.is_empty() && self.left.is_empty() && self.parking == 0
+    }
+
     /// The one that others know the device by.
     pub(super) fn first(&self) -> DeviceAddr {
         self.all.first().copied().unwrap_or(self.own)
@@ -201,7 +207,10 @@ impl Device {
     ) -> Option<(DeviceAddr, Box<Arrival>)> {
         let key = self.key_of(flow)?;
         let lane = self.lanes.other(u32::from(pair));
-        let Some(lane) = lane.filter(|_| self.waiting.is_none()) else {
+        // A driver that reboots has stopped all queues before it starts one: from then on nothing
+        // leaves that the next one does not know.
+        let runs = self.waiting.is_none() && self.tx.is_some();
+        let Some(lane) = lane.filter(|_| runs) else {
             self.stay(flow);
             return None;
         };
@@ -344,7 +353,12 @@ impl Device {
     /// A connection that has left has arrived, or found no place: now its driver is told.
     fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
         if !self.lanes.departed.remove(&flow) {
-            // Its driver is gone, and the next one knows nothing of it.
+            // Its driver is gone, and the next one knows nothing of it: where it is now, that may have
+            // been heard before it came.
+            if let Some(now) = now {
+                let to = now.flow;
+                cx.outbox.send(now.device, Message::Orphaned { to });
+            }
             return;
         }
         match now {
@@ -384,6 +398,7 @@ impl Device {
     ) -> Option<Message> {
         match message {
             Message::Arrived { to, now, answer } => self.arrived(to, now, answer, cx),
+            Message::Orphaned { to } => self.orphaned(to, cx),
             Message::Lost => self.announce_reset = true,
             Message::SentOn(message) => match *message {
                 Message::Flushed { to } => self.unpark(to, cx),
@@ -465,16 +480,35 @@ impl Device {
         }
     }
 
-    /// Nobody comes back to what has left: the front-end is gone.
+    /// The driver of a connection that has come here went while it was on its way.
+    fn orphaned(&mut self, flow: FlowId, cx: &mut Context<'_>) {
+        let Some(key) = self.key_of(flow) else { return };
+        // Whoever drives now has no such connection: an RST could only hit one of his own.
+        let _ = self.shard.forget(cx.now, flow);
+        if !self.linger(key, cx) {
+            self.part_join(key, cx);
+        }
+    }
+
+    /// Nobody comes back to what has left: its driver is gone.
     pub(super) fn forget_those_who_left(&mut self, cx: &mut Context<'_>) {
         for (_, left) in self.lanes.left.drain() {
-            if let Left::OnItsWay(messages) = left {
-                messages
+            match left {
+                Left::OnItsWay(messages) => messages
                     .into_iter()
-                    .for_each(|message| turn_back(message, cx));
+                    .for_each(|message| turn_back(message, cx)),
+                // What its sibling sends here from now on is lost, and the rest waits for it.
+                Left::There(now) => {
+                    let to = now.flow;
+                    cx.outbox.send(now.device, Message::Orphaned { to });
+                }
             }
         }
         self.lanes.departed.clear();
+    }
+
+    /// The front-end is gone, or starts anew: how many pairs are used is for the next one to say.
+    pub(super) fn use_one_pair(&mut self) {
         self.lanes.used = QueuePairs::ONE;
     }
 }

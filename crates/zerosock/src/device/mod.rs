@@ -31,6 +31,8 @@ mod from_guest;
 pub(crate) mod host;
 mod join;
 pub(crate) mod lanes;
+#[cfg(test)]
+mod lanes_tests;
 pub(crate) mod lending;
 mod member;
 mod message_loans;

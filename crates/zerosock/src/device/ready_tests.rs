@@ -17,10 +17,15 @@ pub(super) struct Lab {
 
 impl Lab {
     pub(super) fn new() -> Lab {
+        Lab::of(Arc::new(PortTable::new()))
+    }
+
+    /// One of several lanes of a device, which have a table of ports in common.
+    pub(super) fn of(ports: Arc<PortTable>) -> Lab {
         let second = Duration::from_secs(1);
         let addr = DeviceAddr { worker: 0, vm: 0 };
         let cid = Cid::new(3);
-        let shard = Shard::new(ShardConfig::device(cid), Arc::new(PortTable::new()));
+        let shard = Shard::new(ShardConfig::device(cid), ports);
         Lab {
             poller: Poller::new().unwrap(),
             routes: Routes::default(),

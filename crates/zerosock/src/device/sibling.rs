@@ -206,6 +206,7 @@ impl Device {
             Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
             // Those about lanes have been dealt with; the worker takes `Depart`.
             Message::Arrived { .. }
+            | Message::Orphaned { .. }
             | Message::Lost
             | Message::Flushed { .. }
             | Message::SentOn(_)

@@ -102,6 +102,8 @@ pub(crate) enum Message {
         now: Option<Peer>,
         answer: Repr,
     },
+    /// From the old lane to the new one: the driver that had this connection is gone.
+    Orphaned { to: FlowId },
     /// From the lane that has a connection now, to its sibling: send to me. `old` is who had it.
     Relocated { to: FlowId, from: Peer, old: Peer },
     /// The answer, to `old`: nothing more will come to you.
@@ -173,6 +175,7 @@ impl Message {
             | Message::Reset { to }
             | Message::Depart { to, .. }
             | Message::Arrived { to, .. }
+            | Message::Orphaned { to }
             | Message::Relocated { to, .. }
             | Message::Flushed { to } => Some(*to),
             Message::Connect { .. }
@@ -202,6 +205,7 @@ impl Message {
             | Message::Reset { to }
             | Message::Depart { to, .. }
             | Message::Arrived { to, .. }
+            | Message::Orphaned { to }
             | Message::Relocated { to, .. }
             | Message::Flushed { to } => *to = now,
             Message::Connect { .. }
@@ -252,6 +256,7 @@ impl Message {
             | Message::Lost
             | Message::Depart { .. }
             | Message::Arrived { .. }
+            | Message::Orphaned { .. }
             | Message::Flushed { .. }
             | Message::DatagramDone { .. }
             | Message::DatagramWord(_)

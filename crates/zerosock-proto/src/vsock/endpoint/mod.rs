@@ -322,15 +322,19 @@ impl<S: BuildHasher> Shard<S> {
     pub fn handle_transport_reset(&mut self, now: Instant) {
         self.resets.clear();
         for index in 0..self.table.slots.len() as u32 {
-            let Some(connection) = self.table.at(index) else {
-                continue;
-            };
-            if connection.state == State::Closed {
-                self.forget_reset(index);
-            } else {
-                let (next, action) = transition(connection.state, Input::TransportReset);
-                self.act(now, index, next, action);
-            }
+            self.forget_at(now, index);
+        }
+    }
+
+    fn forget_at(&mut self, now: Instant, index: u32) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        if connection.state == State::Closed {
+            self.forget_reset(index);
+        } else {
+            let (next, action) = transition(connection.state, Input::TransportReset);
+            self.act(now, index, next, action);
         }
     }
 

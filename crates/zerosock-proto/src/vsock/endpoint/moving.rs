@@ -12,7 +12,8 @@
 use core::hash::BuildHasher;
 use std::sync::Arc;
 
-use super::{MoveError, Shard};
+use super::{FlowError, MoveError, Shard};
+use crate::Instant;
 use crate::addr::{Address, Port};
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, Moving};
@@ -218,6 +219,19 @@ impl<S: BuildHasher> Shard<S> {
     /// connection has left.
     pub fn answer_moved(&mut self, answer: Repr) {
         self.resets.push_back(answer);
+    }
+
+    /// The peer of a connection is gone, and the next one knows nothing of it: it ends without an RST.
+    /// As [`handle_transport_reset`](Self::handle_transport_reset), for one that came afterwards.
+    ///
+    /// # Errors
+    /// [`FlowError`]: it is not there any more.
+    pub fn forget(&mut self, now: Instant, flow: FlowId) -> Result<(), FlowError> {
+        if self.table.get(flow).is_none() {
+            return Err(FlowError::Stale);
+        }
+        self.forget_at(now, flow.index);
+        Ok(())
     }
 
     /// After [`Disposition::MovedStray`], in the shard of the pair that was named: the device has a

@@ -41,7 +41,7 @@ impl Device {
             }
             Some(bytes) => {
                 self.datagrams.under_way += bytes.len();
-                Carried::Copied(bytes)
+                Carried::Copied(bytes.into_boxed_slice())
             }
             None => Carried::Lent(tx.queue.memory().clone()),
         };

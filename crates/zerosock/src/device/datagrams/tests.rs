@@ -65,7 +65,7 @@ pub(crate) fn datagrams(n: usize, len: usize) -> Vec<Datagram> {
         from: SOURCE,
         flow: false,
         header: data(FROM, TO, len as u32, true),
-        payload: Payload::Copied(vec![7; len]),
+        payload: Payload::Copied(vec![7; len].into_boxed_slice()),
         chain: queue.pop().unwrap().unwrap(),
         epoch: 0,
     };

@@ -3,6 +3,7 @@
 mod bulk;
 mod closing;
 mod credit;
+mod datagrams;
 mod life;
 mod perf;
 mod refusal;
@@ -37,6 +38,14 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     (
         "services_and_the_hybrid_socket",
         services::two_and_the_hybrid_socket,
+    ),
+    (
+        "datagrams_of_attached_processes",
+        datagrams::of_attached_processes,
+    ),
+    (
+        "datagrams_of_the_embedding_program",
+        datagrams::of_the_embedding_program,
     ),
     ("perf_guest_is_server", perf::guest_is_server),
     ("perf_guest_is_client", perf::guest_is_client),

@@ -4,18 +4,25 @@
 //! limit and one datagram more; what it has under way does as well; every socket that was told to
 //! wait is named when it need not any more.
 
+mod counts;
+mod sending;
+#[cfg(test)]
+mod tests;
+mod words;
+
 use core::hash::BuildHasher;
 use std::collections::VecDeque;
 
 use hashbrown::{DefaultHashBuilder, HashMap};
 
-use super::blocks::{Block, Blocks};
+use super::blocks::Blocks;
 use super::stops::Stops;
-use super::wire::{Control, Place};
+use super::wire::Place;
 use super::{MAX_DATAGRAM, OVERHEAD};
 use crate::addr::{Address, Cid, Port};
 use crate::time::Instant;
-use crate::wire::vsock::Repr;
+pub use counts::{DatagramDrops, DatagramLimits, DatagramStats, DropCause};
+pub use sending::Refusal;
 
 /// First of the ports given out by ourselves.
 const EPHEMERAL_FIRST: u32 = 1 << 30;
@@ -39,68 +46,6 @@ impl DatagramId {
     }
 }
 
-/// How much of a socket's may wait, in bytes.
-#[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub struct DatagramLimits {
-    /// Received and not read, [`OVERHEAD`] for each datagram included. One that comes when there
-    /// is more is dropped; so the last may overshoot.
-    pub receive: u32,
-    /// Sent, and not yet taken by the other side of the queue, [`OVERHEAD`] for each datagram
-    /// included. While there is as much, no more is sent; so the last may overshoot.
-    pub send: u32,
-}
-
-impl Default for DatagramLimits {
-    /// 1 MiB received, and 212992 bytes (Linux's default) sent.
-    fn default() -> DatagramLimits {
-        DatagramLimits {
-            receive: 1 << 20,
-            send: 212_992,
-        }
-    }
-}
-
-/// Why a datagram was dropped, without a word to its sender.
-#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
-pub enum DropCause {
-    /// No socket has the port.
-    NoSocket,
-    /// The socket is connected, and not to its sender.
-    NotPeer,
-    /// The socket had received as much as it may.
-    Full,
-}
-
-/// Datagrams that were dropped, by cause.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
-pub struct DatagramDrops {
-    /// [`DropCause::NoSocket`].
-    pub no_socket: u64,
-    /// [`DropCause::NotPeer`].
-    pub not_peer: u64,
-    /// [`DropCause::Full`].
-    pub full: u64,
-}
-
-/// What a socket has counted.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
-pub struct DatagramStats {
-    /// Datagrams received.
-    pub received: u64,
-    /// Their bytes.
-    pub received_bytes: u64,
-    /// Datagrams sent.
-    pub sent: u64,
-    /// Their bytes.
-    pub sent_bytes: u64,
-    /// Dropped because the receive buffer was full.
-    pub dropped_full: u64,
-    /// Dropped because the socket is connected to somebody else.
-    pub dropped_not_peer: u64,
-    /// Times that a destination asked us to stop.
-    pub stopped: u64,
-}
-
 /// Why there is no socket.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 pub enum BindError {
@@ -110,27 +55,6 @@ pub enum BindError {
     /// There are as many sockets as there may be.
     #[error("too many datagram sockets")]
     TooMany,
-}
-
-/// Why nothing is sent now.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-pub enum Refusal {
-    /// There is no such socket.
-    #[error("no such socket")]
-    Unknown,
-    /// Longer than any datagram may be (EMSGSIZE).
-    #[error("a datagram of {0} bytes is above the limit of 65536")]
-    TooLong(usize),
-    /// As much is under way as may be: wait until [`DatagramTable::poll_writable`] names the
-    /// socket.
-    #[error("as much is under way as may be")]
-    Throttled,
-    /// The destination has enough: as above.
-    #[error("the destination takes no more now")]
-    Stopped,
-    /// The destination takes no datagrams.
-    #[error("the destination has not negotiated datagrams")]
-    Deaf,
 }
 
 #[derive(Debug)]
@@ -402,197 +326,6 @@ impl DatagramTable {
         }
     }
 
-    /// Whether a datagram may be sent now. `now` is asked for when somebody has said STOP.
-    ///
-    /// # Errors
-    /// Why not; for one that is so for now, the socket is named when it may be otherwise.
-    #[inline]
-    pub fn may_send(
-        &mut self,
-        id: DatagramId,
-        to: Address,
-        len: usize,
-        now: impl FnOnce() -> Instant,
-    ) -> Result<Address, Refusal> {
-        let blocks = &self.blocks;
-        let Some(socket) = self
-            .sockets
-            .get_mut(id.index as usize)
-            .filter(|socket| socket.used && socket.generation == id.generation)
-        else {
-            return Err(Refusal::Unknown);
-        };
-        if len > MAX_DATAGRAM as usize {
-            return Err(Refusal::TooLong(len));
-        }
-        if !blocks.is_empty() {
-            match blocks.of(now(), socket.local.port, to) {
-                Some(Block::Deaf) => return Err(Refusal::Deaf),
-                Some(Block::Full(_)) => {
-                    socket.waits = true;
-                    return Err(Refusal::Stopped);
-                }
-                None => {}
-            }
-        }
-        if socket.sending >= socket.limits.send {
-            socket.waits = true;
-            if !core::mem::replace(&mut socket.throttled, true) {
-                self.throttled += 1;
-            }
-            return Err(Refusal::Throttled);
-        }
-        Ok(socket.local)
-    }
-
-    /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
-    /// [`arrived`](Self::arrived).
-    #[inline]
-    pub fn sent(&mut self, id: DatagramId, len: u32, under_way: bool) {
-        if let Some(socket) = self.get_mut(id) {
-            socket.stats.sent += 1;
-            socket.stats.sent_bytes += u64::from(len);
-            if under_way {
-                socket.sending = socket.sending.saturating_add(len + OVERHEAD);
-            }
-        }
-    }
-
-    /// What `sent` has counted as under way was taken by the other side.
-    #[inline]
-    pub fn arrived(&mut self, id: DatagramId, len: u32) {
-        if let Some(socket) = self.get_mut(id) {
-            socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
-            if socket.waits && socket.sending < socket.limits.send {
-                self.wake(id.index);
-            }
-        }
-    }
-
-    /// A send found no buffer: the socket is to be named with [`wake_all`](Self::wake_all).
-    pub fn wait(&mut self, id: DatagramId) {
-        if let Some(socket) = self.get_mut(id) {
-            socket.waits = true;
-        }
-    }
-
-    /// Every socket that waits may try again.
-    pub fn wake_all(&mut self) {
-        for index in 0..self.sockets.len() as u32 {
-            self.wake(index);
-        }
-    }
-
-    fn wake(&mut self, index: u32) {
-        let Some(socket) = self.sockets.get_mut(index as usize) else {
-            return;
-        };
-        self.throttled -= usize::from(core::mem::take(&mut socket.throttled));
-        if core::mem::take(&mut socket.waits) && !core::mem::replace(&mut socket.listed, true) {
-            self.writable.push_back(index);
-        }
-    }
-
-    /// Whether a socket waits for what it has under way to be taken.
-    #[inline]
-    pub fn has_throttled(&self) -> bool {
-        self.throttled > 0
-    }
-
-    /// The next socket that was told to wait and may try again.
-    #[inline]
-    pub fn poll_writable(&mut self) -> Option<DatagramId> {
-        while let Some(index) = self.writable.pop_front() {
-            let Some(socket) = self.sockets.get_mut(index as usize) else {
-                continue;
-            };
-            socket.listed = false;
-            if socket.used {
-                let generation = socket.generation;
-                return Some(DatagramId { index, generation });
-            }
-        }
-        None
-    }
-
-    /// Takes a word of the flow control. False: it is none, or about no socket of ours.
-    pub fn handle_control(&mut self, now: Instant, header: &Repr) -> bool {
-        let (Some(control), true) = (Control::parse(header), header.dst.cid == self.cid) else {
-            return false;
-        };
-        let port = header.dst.port;
-        let Some(id) = self.find(port) else {
-            return false;
-        };
-        let block = match control {
-            Control::Stop(place) => Block::Full(place),
-            Control::Deaf => Block::Deaf,
-            Control::Start(place) => {
-                if self.blocks.start(port, header.src, place) {
-                    self.wake(id.index);
-                }
-                return true;
-            }
-        };
-        // What is over makes room, and who waits for it is named.
-        self.handle_timeout(now);
-        if self.blocks.stop(now, port, header.src, block)
-            && let Some(socket) = self.get_mut(id)
-        {
-            socket.stats.stopped += 1;
-            if block == Block::Deaf {
-                // Who waits is to hear of it.
-                self.wake(id.index);
-            }
-        }
-        true
-    }
-
-    /// Whether packets of the flow control are known to be due: to be asked first, as it needs no
-    /// clock.
-    #[inline]
-    pub fn has_control(&self) -> bool {
-        self.stops.is_fresh()
-    }
-
-    /// The next packet of the flow control to be sent, of those to a source of which `of` says so.
-    pub fn poll_control(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
-        self.stops.poll(now, of)
-    }
-
-    /// A packet of [`poll_control`](Self::poll_control) found no buffer: it comes again soon.
-    pub fn control_again(&mut self, now: Instant, packet: &Repr) {
-        self.stops.again(now, packet);
-    }
-
-    /// When [`handle_timeout`](Self::handle_timeout) and [`poll_control`](Self::poll_control) have
-    /// something to do.
-    #[inline]
-    pub fn poll_timeout(&self) -> Option<Instant> {
-        match (self.stops.poll_timeout(), self.blocks.poll_timeout()) {
-            (Some(one), Some(other)) => Some(one.min(other)),
-            (one, other) => one.or(other),
-        }
-    }
-
-    /// Ends blocks whose time is over.
-    pub fn handle_timeout(&mut self, now: Instant) {
-        let mut ended = Vec::new();
-        self.blocks.end(now, |port| ended.push(port));
-        for port in ended {
-            if let Some(id) = self.find(port) {
-                self.wake(id.index);
-            }
-        }
-    }
-
-    /// An endpoint is gone: nothing is to be said to it, and nobody waits for it.
-    pub fn forget(&mut self, cid: Cid) {
-        self.stops.forget(|address| address.cid == cid);
-        self.blocks.forget(|_, address| address.cid == cid);
-        self.wake_all();
-    }
-
     #[inline]
     fn get(&self, id: DatagramId) -> Option<&Socket> {
         self.sockets
@@ -607,6 +340,3 @@ impl DatagramTable {
             .filter(|socket| socket.used && socket.generation == id.generation)
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -2,6 +2,8 @@
 
 use super::super::{STOP_AGAIN, STOP_HOLDS};
 use super::*;
+use crate::vsock::datagram::wire::Control;
+use crate::wire::vsock::Repr;
 
 const US: Cid = Cid::HOST;
 const THEM: Address = Address::new(Cid::new(3), Port::new(1));

@@ -1,0 +1,145 @@
+//! When each socket may send, and who is told that it may again.
+//!
+//! What must hold: a socket that was refused for now is named when another try is worth it.
+
+use super::{DatagramId, DatagramTable};
+use crate::addr::Address;
+use crate::time::Instant;
+use crate::vsock::datagram::blocks::Block;
+use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
+
+/// Why nothing is sent now.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+pub enum Refusal {
+    /// There is no such socket.
+    #[error("no such socket")]
+    Unknown,
+    /// Longer than any datagram may be (EMSGSIZE).
+    #[error("a datagram of {0} bytes is above the limit of 65536")]
+    TooLong(usize),
+    /// As much is under way as may be: wait until [`DatagramTable::poll_writable`] names the
+    /// socket.
+    #[error("as much is under way as may be")]
+    Throttled,
+    /// The destination has enough: as above.
+    #[error("the destination takes no more now")]
+    Stopped,
+    /// The destination takes no datagrams.
+    #[error("the destination has not negotiated datagrams")]
+    Deaf,
+}
+
+impl DatagramTable {
+    /// Whether a datagram may be sent now. `now` is asked for when somebody has said STOP.
+    ///
+    /// # Errors
+    /// Why not; for one that is so for now, the socket is named when it may be otherwise.
+    #[inline]
+    pub fn may_send(
+        &mut self,
+        id: DatagramId,
+        to: Address,
+        len: usize,
+        now: impl FnOnce() -> Instant,
+    ) -> Result<Address, Refusal> {
+        let blocks = &self.blocks;
+        let Some(socket) = self
+            .sockets
+            .get_mut(id.index as usize)
+            .filter(|socket| socket.used && socket.generation == id.generation)
+        else {
+            return Err(Refusal::Unknown);
+        };
+        if len > MAX_DATAGRAM as usize {
+            return Err(Refusal::TooLong(len));
+        }
+        if !blocks.is_empty() {
+            match blocks.of(now(), socket.local.port, to) {
+                Some(Block::Deaf) => return Err(Refusal::Deaf),
+                Some(Block::Full(_)) => {
+                    socket.waits = true;
+                    return Err(Refusal::Stopped);
+                }
+                None => {}
+            }
+        }
+        if socket.sending >= socket.limits.send {
+            socket.waits = true;
+            if !core::mem::replace(&mut socket.throttled, true) {
+                self.throttled += 1;
+            }
+            return Err(Refusal::Throttled);
+        }
+        Ok(socket.local)
+    }
+
+    /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
+    /// [`arrived`](Self::arrived).
+    #[inline]
+    pub fn sent(&mut self, id: DatagramId, len: u32, under_way: bool) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.stats.sent += 1;
+            socket.stats.sent_bytes += u64::from(len);
+            if under_way {
+                socket.sending = socket.sending.saturating_add(len + OVERHEAD);
+            }
+        }
+    }
+
+    /// What `sent` has counted as under way was taken by the other side.
+    #[inline]
+    pub fn arrived(&mut self, id: DatagramId, len: u32) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
+            if socket.waits && socket.sending < socket.limits.send {
+                self.wake(id.index);
+            }
+        }
+    }
+
+    /// A send found no buffer: the socket is to be named with [`wake_all`](Self::wake_all).
+    pub fn wait(&mut self, id: DatagramId) {
+        if let Some(socket) = self.get_mut(id) {
+            socket.waits = true;
+        }
+    }
+
+    /// Every socket that waits may try again.
+    pub fn wake_all(&mut self) {
+        for index in 0..self.sockets.len() as u32 {
+            self.wake(index);
+        }
+    }
+
+    pub(super) fn wake(&mut self, index: u32) {
+        let Some(socket) = self.sockets.get_mut(index as usize) else {
+            return;
+        };
+        self.throttled -= usize::from(core::mem::take(&mut socket.throttled));
+        if core::mem::take(&mut socket.waits) && !core::mem::replace(&mut socket.listed, true) {
+            self.writable.push_back(index);
+        }
+    }
+
+    /// Whether a socket waits for what it has under way to be taken.
+    #[inline]
+    pub fn has_throttled(&self) -> bool {
+        self.throttled > 0
+    }
+
+    /// The next socket that was told to wait and may try again.
+    #[inline]
+    pub fn poll_writable(&mut self) -> Option<DatagramId> {
+        while let Some(index) = self.writable.pop_front() {
+            let Some(socket) = self.sockets.get_mut(index as usize) else {
+                continue;
+            };
+            socket.listed = false;
+            if socket.used {
+                let generation = socket.generation;
+                return Some(DatagramId { index, generation });
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,88 @@
+//! What the table hears and says of the flow control, and when.
+
+use super::DatagramTable;
+use crate::addr::{Address, Cid};
+use crate::time::Instant;
+use crate::vsock::datagram::blocks::Block;
+use crate::vsock::datagram::wire::Control;
+use crate::wire::vsock::Repr;
+
+impl DatagramTable {
+    /// Takes a word of the flow control. False: it is none, or about no socket of ours.
+    pub fn handle_control(&mut self, now: Instant, header: &Repr) -> bool {
+        let (Some(control), true) = (Control::parse(header), header.dst.cid == self.cid) else {
+            return false;
+        };
+        let port = header.dst.port;
+        let Some(id) = self.find(port) else {
+            return false;
+        };
+        let block = match control {
+            Control::Stop(place) => Block::Full(place),
+            Control::Deaf => Block::Deaf,
+            Control::Start(place) => {
+                if self.blocks.start(port, header.src, place) {
+                    self.wake(id.index);
+                }
+                return true;
+            }
+        };
+        // What is over makes room, and who waits for it is named.
+        self.handle_timeout(now);
+        if self.blocks.stop(now, port, header.src, block)
+            && let Some(socket) = self.get_mut(id)
+        {
+            socket.stats.stopped += 1;
+            if block == Block::Deaf {
+                // Who waits is to hear of it.
+                self.wake(id.index);
+            }
+        }
+        true
+    }
+
+    /// Whether packets of the flow control are known to be due: to be asked first, as it needs no
+    /// clock.
+    #[inline]
+    pub fn has_control(&self) -> bool {
+        self.stops.is_fresh()
+    }
+
+    /// The next packet of the flow control to be sent, of those to a source of which `of` says so.
+    pub fn poll_control(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
+        self.stops.poll(now, of)
+    }
+
+    /// A packet of [`poll_control`](Self::poll_control) found no buffer: it comes again soon.
+    pub fn control_again(&mut self, now: Instant, packet: &Repr) {
+        self.stops.again(now, packet);
+    }
+
+    /// When [`handle_timeout`](Self::handle_timeout) and [`poll_control`](Self::poll_control) have
+    /// something to do.
+    #[inline]
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        match (self.stops.poll_timeout(), self.blocks.poll_timeout()) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        }
+    }
+
+    /// Ends blocks whose time is over.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        let mut ended = Vec::new();
+        self.blocks.end(now, |port| ended.push(port));
+        for port in ended {
+            if let Some(id) = self.find(port) {
+                self.wake(id.index);
+            }
+        }
+    }
+
+    /// An endpoint is gone: nothing is to be said to it, and nobody waits for it.
+    pub fn forget(&mut self, cid: Cid) {
+        self.stops.forget(|address| address.cid == cid);
+        self.blocks.forget(|_, address| address.cid == cid);
+        self.wake_all();
+    }
+}

@@ -561,6 +561,17 @@ impl DriverQueue {
         self.used.enable(self.rings.used_words(), self.event_idx) && self.broken.is_none()
     }
 
+    /// As [`enable_notifications`](Self::enable_notifications), for one who can wait until `more`
+    /// chains have come back beside the next one: the notification comes with the last of them;
+    /// true: all of them are there. There must be as many with the device, or none will come. A
+    /// device without VIRTIO_F_EVENT_IDX notifies of the next one.
+    #[must_use = "chains that are already there bring no call"]
+    #[inline]
+    pub fn enable_notifications_after(&mut self, more: u16) -> bool {
+        let words = self.rings.used_words();
+        self.used.enable_after(words, self.event_idx, more) && self.broken.is_none()
+    }
+
     /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
     /// place of the fence, one that holds for the device's process as well (membarrier(2), with
     /// both registered): the device can then use `publish_light`.

@@ -241,6 +241,24 @@ impl Consumer {
         self.enable_with(words, event_idx, || fence(Ordering::SeqCst))
     }
 
+    /// As `enable`, but asks for a notification not before `more` entries behind that one are there
+    /// as well; true: they are there already. Without event index that cannot be asked for: then it
+    /// is `enable`.
+    #[inline]
+    pub(crate) fn enable_after(&mut self, words: Words<'_>, event_idx: bool, more: u16) -> bool {
+        if !event_idx {
+            return self.enable(words, false);
+        }
+        let event = self.next.wrapping_add(more);
+        words.event.store(event.to_le(), Ordering::Relaxed);
+        // Pairs with the fence in `Producer::ask`: either it sees the event above, or we see below
+        // an index that has passed it.
+        fence(Ordering::SeqCst);
+        // Only compared, as in `enable_with`. An index that makes no sense is for the next look.
+        let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
+        index_copy.wrapping_sub(self.next) > more
+    }
+
     /// As `enable`, with another barrier in place of the fence.
     #[inline]
     pub(crate) fn enable_with(

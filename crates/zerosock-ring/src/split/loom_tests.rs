@@ -179,6 +179,40 @@ fn a_question_put_off_loses_no_notification() {
     }
 }
 
+/// Who sleeps until several are there finds all of them when he is called, or before he sleeps.
+#[test]
+fn a_call_that_is_to_come_with_the_last_of_several_is_not_lost() {
+    for event_idx in [false, true] {
+        model(move || {
+            let ring = Arc::new(Ring::new(4));
+            let producing = {
+                let ring = Arc::clone(&ring);
+                thread::spawn(move || {
+                    let mut producer = Producer::new(BASE);
+                    for value in [10, 11] {
+                        ring.put(&mut producer, value);
+                        ring.publish(&mut producer, event_idx);
+                    }
+                })
+            };
+            let mut consumer = Consumer::new(BASE);
+            let mut values = vec![];
+            while values.len() < 2 {
+                let limit = ring.entries.len() as u16;
+                for _ in 0..consumer.available(ring.words(), limit).unwrap() {
+                    values.push(ring.take(&mut consumer));
+                }
+                let more = 1u16.wrapping_sub(values.len() as u16);
+                if more < 2 && !consumer.enable_after(ring.words(), event_idx, more) {
+                    ring.signal.wait();
+                }
+            }
+            assert_eq!(values, [10, 11]);
+            producing.join().unwrap();
+        });
+    }
+}
+
 /// Who spins by looking only, and takes when there is something, reads whole entries.
 #[test]
 fn a_look_without_taking_announces_nothing_too_early() {

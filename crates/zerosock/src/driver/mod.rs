@@ -358,14 +358,23 @@ impl Driver {
     /// Asks to be called. True: something came meanwhile, and no call may come for it.
     fn arm(&mut self) -> bool {
         self.armed = true;
-        let mut more = self.event_queue.want_calls(true);
+        // What came back with a look for a free slot brings no call any more.
+        let mut more = self.land();
+        more |= self.event_queue.want_calls(true);
         for id in self.store.lanes.ids() {
-            let (blocked, wants_slots) = (self.is_blocked(id), self.wants_slots(id));
+            let blocked = self.is_blocked(id);
             let lane = &mut self.store.lanes[id];
             lane.blocked = blocked;
             // What may not be taken in must not keep anybody awake.
             more |= !blocked && lane.rx.want_calls(true);
-            more |= wants_slots && lane.tx.want_calls(true);
+            let datagrams = (id == LaneId::FIRST).then_some(&self.datagrams);
+            if lane.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
+                more |= lane.tx.want_calls(true);
+            } else if let Some(datagrams) = datagrams
+                && let Some(packets) = datagrams.packets_until_half()
+            {
+                more |= lane.tx.want_call_after(packets);
+            }
         }
         more
     }

@@ -343,6 +343,16 @@ impl TxQueue {
     pub(crate) fn want_calls(&mut self, want: bool) -> bool {
         want_calls(&mut self.queue, want)
     }
+
+    /// Asks to be called when so many packets have been taken, of which as many are under way at
+    /// least. True: they have been.
+    pub(crate) fn want_call_after(&mut self, packets: u32) -> bool {
+        // Each datagram's last packet is there; for more there might be no call.
+        let most = u16::try_from(self.in_flight).unwrap_or(u16::MAX);
+        let packets = u16::try_from(packets).unwrap_or(u16::MAX).min(most);
+        self.queue
+            .enable_notifications_after(packets.saturating_sub(1))
+    }
 }
 
 /// Event queue: a few small buffers, always posted.

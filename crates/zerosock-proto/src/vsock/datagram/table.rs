@@ -68,12 +68,14 @@ struct Socket {
     queued: u32,
     /// Of what is under way.
     sending: u32,
+    /// The most that one datagram counts for of those that are, or were since there was none.
+    largest: u32,
     /// Sources were told to stop.
     stopping: bool,
     /// A send was refused for now.
     waits: bool,
-    /// Because as much is under way as may be.
-    throttled: bool,
+    /// Because as much is under way as may be: its place among those.
+    throttled: Option<u32>,
     /// In the list of those that may send again.
     listed: bool,
     stats: DatagramStats,
@@ -94,7 +96,7 @@ pub struct DatagramTable {
     drops: DatagramDrops,
     writable: VecDeque<u32>,
     /// Sockets that are throttled.
-    throttled: usize,
+    throttled: Vec<u32>,
 }
 
 impl DatagramTable {
@@ -112,7 +114,7 @@ impl DatagramTable {
             blocks: Blocks::new(),
             drops: DatagramDrops::default(),
             writable: VecDeque::new(),
-            throttled: 0,
+            throttled: Vec::new(),
         }
     }
 
@@ -166,9 +168,10 @@ impl DatagramTable {
             limits,
             queued: 0,
             sending: 0,
+            largest: 0,
             stopping: false,
             waits: false,
-            throttled: false,
+            throttled: None,
             listed: false,
             stats: DatagramStats::default(),
         };

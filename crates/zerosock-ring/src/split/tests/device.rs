@@ -443,6 +443,38 @@ fn event_index_suppresses_until_the_entry_asked_for() {
 }
 
 #[test]
+fn who_can_wait_for_several_is_called_with_the_last_of_them() {
+    for (event_idx, called) in [(true, [false, false, true, false]), (false, [true; 4])] {
+        let (mut driver, mut queue) = queues(8, 65533, event_idx);
+        let buffer = [Buffer {
+            addr: DATA,
+            len: 8,
+            writable: true,
+        }];
+        for token in 0..6 {
+            driver.add(&buffer, token).unwrap();
+        }
+        assert!(driver.publish());
+        let mut complete = || {
+            let chain = popped(&mut queue);
+            queue.complete(chain, 0);
+            queue.publish()
+        };
+        complete();
+        while driver.poll().unwrap().is_some() {}
+        assert!(!driver.enable_notifications_after(2));
+        // Across the wrap.
+        assert_eq!([complete(), complete(), complete(), complete()], called);
+        assert!(driver.enable_notifications_after(2), "four are there");
+        assert!(driver.enable_notifications_after(3), "four are there");
+        if event_idx {
+            assert!(!driver.enable_notifications_after(4));
+            assert!(complete());
+        }
+    }
+}
+
+#[test]
 fn a_restarted_device_goes_on_at_the_used_index_of_the_ring() {
     let (mut driver, mut queue) = queues(8, 0, true);
     let buffer = [Buffer {

@@ -103,6 +103,17 @@ impl Datagrams {
         self.wanted > 0 || self.inboxes.table.has_throttled()
     }
 
+    /// Whether somebody waits for the first slot that comes back.
+    #[inline]
+    pub(in crate::driver) fn want_a_slot(&self) -> bool {
+        self.wanted > 0
+    }
+
+    /// How many packets are taken before somebody may go on who waits for his send buffer.
+    pub(in crate::driver) fn packets_until_half(&self) -> Option<u32> {
+        self.inboxes.table.packets_until_half()
+    }
+
     pub(in crate::driver) fn next_due(&self) -> Option<Instant> {
         earlier(
             self.inboxes.table.poll_timeout(),
@@ -222,12 +233,15 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes note of datagrams that the device has taken.
+    /// Takes note of datagrams that the device has taken. True: there were some.
     #[inline]
-    pub(in crate::driver) fn land(&mut self) {
+    pub(in crate::driver) fn land(&mut self) -> bool {
+        let mut any = false;
         while let Some((id, len)) = self.store.lanes[LANE].tx.landed() {
             self.datagrams.inboxes.table.arrived(id, len);
+            any = true;
         }
+        any
     }
 
     /// Tells those who found too few slots that there are some.

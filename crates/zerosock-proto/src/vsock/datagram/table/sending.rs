@@ -1,12 +1,16 @@
 //! When each socket may send, and who is told that it may again.
 //!
-//! What must hold: a socket that was refused for now is named when another try is worth it.
+//! What must hold: a socket that was refused for now is named when another try is worth it; one that
+//! has as much under way as may be, when half of it was taken.
 
-use super::{DatagramId, DatagramTable};
+use super::{DatagramId, DatagramTable, Socket};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::vsock::datagram::blocks::Block;
 use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
+
+/// Throttled sockets that are looked at one by one.
+const FEW: usize = 16;
 
 /// Why nothing is sent now.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
@@ -63,11 +67,9 @@ impl DatagramTable {
                 None => {}
             }
         }
-        if socket.sending >= socket.limits.send {
-            socket.waits = true;
-            if !core::mem::replace(&mut socket.throttled, true) {
-                self.throttled += 1;
-            }
+        // Without a buffer it is one at a time.
+        if socket.sending >= socket.limits.send.max(1) {
+            self.throttle(id.index);
             return Err(Refusal::Throttled);
         }
         Ok(socket.local)
@@ -81,7 +83,14 @@ impl DatagramTable {
             socket.stats.sent += 1;
             socket.stats.sent_bytes += u64::from(len);
             if under_way {
-                socket.sending = socket.sending.saturating_add(len + OVERHEAD);
+                let counts = len + OVERHEAD;
+                let others = if socket.sending == 0 {
+                    0
+                } else {
+                    socket.largest
+                };
+                socket.largest = others.max(counts);
+                socket.sending = socket.sending.saturating_add(counts);
             }
         }
     }
@@ -91,7 +100,7 @@ impl DatagramTable {
     pub fn arrived(&mut self, id: DatagramId, len: u32) {
         if let Some(socket) = self.get_mut(id) {
             socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
-            if socket.waits && socket.sending < socket.limits.send {
+            if socket.throttled.is_some() && socket.sending <= socket.limits.send / 2 {
                 self.wake(id.index);
             }
         }
@@ -115,16 +124,55 @@ impl DatagramTable {
         let Some(socket) = self.sockets.get_mut(index as usize) else {
             return;
         };
-        self.throttled -= usize::from(core::mem::take(&mut socket.throttled));
+        if let Some(place) = socket.throttled.take() {
+            self.throttled.swap_remove(place as usize);
+            let moved = self.throttled.get(place as usize);
+            if let Some(moved) = moved.and_then(|at| self.sockets.get_mut(*at as usize)) {
+                moved.throttled = Some(place);
+            }
+        }
+        let Some(socket) = self.sockets.get_mut(index as usize) else {
+            return;
+        };
         if core::mem::take(&mut socket.waits) && !core::mem::replace(&mut socket.listed, true) {
             self.writable.push_back(index);
+        }
+    }
+
+    /// A send found as much under way as may be: it is told when half of that is free, as a kernel
+    /// tells its writers; one by one they would sleep and wake for each datagram.
+    fn throttle(&mut self, index: u32) {
+        let place = self.throttled.len() as u32;
+        if let Some(socket) = self.sockets.get_mut(index as usize) {
+            socket.waits = true;
+            if socket.throttled.is_none() {
+                socket.throttled = Some(place);
+                self.throttled.push(index);
+            }
         }
     }
 
     /// Whether a socket waits for what it has under way to be taken.
     #[inline]
     pub fn has_throttled(&self) -> bool {
-        self.throttled > 0
+        !self.throttled.is_empty()
+    }
+
+    /// How many packets have to be taken at least until one of the sockets that wait for it may
+    /// have half of its buffer free; it has as many under way. `None`: nobody waits.
+    pub fn packets_until_half(&self) -> Option<u32> {
+        if self.throttled.len() > FEW {
+            // Not worth a long look.
+            return Some(1);
+        }
+        // Never more than it takes: the others under way may be held for as long as a reader likes.
+        let until_half = |socket: &Socket| {
+            let bytes = socket.sending.saturating_sub(socket.limits.send / 2);
+            bytes.div_ceil(socket.largest.max(1)).max(1)
+        };
+        let sockets = self.throttled.iter();
+        let sockets = sockets.filter_map(|&index| self.sockets.get(index as usize));
+        sockets.map(until_half).min()
     }
 
     /// The next socket that was told to wait and may try again.

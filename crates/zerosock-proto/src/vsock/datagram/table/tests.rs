@@ -190,6 +190,91 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
 }
 
 #[test]
+fn a_sender_is_named_when_half_of_its_buffer_is_free() {
+    let mut table = table();
+    let limits = DatagramLimits {
+        send: 8 * (100 + OVERHEAD),
+        ..small()
+    };
+    let id = table.bind(Port::ANY, limits).unwrap();
+    for _ in 0..8 {
+        table.may_send(id, THEM, 100, now).unwrap();
+        table.sent(id, 100, true);
+    }
+    assert_eq!(table.packets_until_half(), None, "nobody has to wait yet");
+    assert!(table.may_send(id, THEM, 100, now).is_err());
+    for left in (1..=4).rev() {
+        assert_eq!(table.packets_until_half(), Some(left));
+        assert_eq!(table.poll_writable(), None);
+        table.arrived(id, 100);
+    }
+    assert_eq!(table.packets_until_half(), None);
+    assert_eq!(table.poll_writable(), Some(id));
+    // Who was not told to wait is not named for half.
+    table.arrived(id, 100);
+    assert_eq!(table.poll_writable(), None);
+}
+
+#[test]
+fn without_a_send_buffer_it_is_one_at_a_time() {
+    let mut table = table();
+    let limits = DatagramLimits { send: 0, ..small() };
+    let id = table.bind(Port::ANY, limits).unwrap();
+    for _ in 0..3 {
+        table.may_send(id, THEM, 0, now).unwrap();
+        table.sent(id, 0, true);
+        assert_eq!(table.may_send(id, THEM, 0, now), Err(Refusal::Throttled));
+        assert_eq!(table.packets_until_half(), Some(1));
+        table.arrived(id, 0);
+        assert_eq!(table.poll_writable(), Some(id));
+    }
+}
+
+/// Random lengths come back in any order: nobody who may go on is left waiting for a call that was
+/// asked for later, or for more packets than there are.
+#[test]
+fn nobody_is_called_later_than_half_of_his_buffer_is_free() {
+    proptest::proptest!(|(
+        limits in proptest::collection::vec(0u32..5000, 1..20),
+        steps in proptest::collection::vec((0usize..20, 0u32..3000, 0usize..64), 1..200),
+    )| {
+        let mut table = table();
+        let bind = |&send: &u32| table.bind(Port::ANY, DatagramLimits { send, ..small() });
+        let ids: Vec<_> = limits.iter().map(bind).map(Result::unwrap).collect();
+        let mut flying: Vec<(usize, u32)> = Vec::new();
+        let mut waiting = vec![false; ids.len()];
+        for (which, len, back) in steps {
+            let which = which % ids.len();
+            match table.may_send(ids[which], THEM, len as usize, now) {
+                Ok(_) => {
+                    table.sent(ids[which], len, true);
+                    flying.push((which, len));
+                }
+                Err(_) => waiting[which] = true,
+            }
+            assert_eq!(table.has_throttled(), waiting.contains(&true));
+            let Some(packets) = table.packets_until_half() else { continue };
+            assert!(packets >= 1 && packets as usize <= flying.len());
+            // One returns after the other, until the call comes.
+            for n in 1..=packets {
+                let (of, len) = flying.swap_remove(back % flying.len());
+                table.arrived(ids[of], len);
+                while let Some(id) = table.poll_writable() {
+                    assert_eq!(n, packets, "named before the call");
+                    let at = ids.iter().position(|&other| other == id).unwrap();
+                    assert!(std::mem::take(&mut waiting[at]), "named once");
+                }
+            }
+            for (at, send) in limits.iter().enumerate() {
+                let under_way = flying.iter().filter(|(of, _)| *of == at);
+                let under_way: u32 = under_way.map(|(_, len)| len + OVERHEAD).sum();
+                assert!(!waiting[at] || under_way > send / 2, "half is free, and he waits");
+            }
+        }
+    });
+}
+
+#[test]
 fn a_stop_blocks_one_destination_until_its_start() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use zerosock_cli::vm::calls::Setting;
 use zerosock_cli::vm::protocol::How;
 
-use super::side::{End, Expect, Pair, Skip, Verdict};
+use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, Skip, Verdict};
 
 /// The peer of who closes: a send fails with EPIPE, the byte that was sent before can be read, and
 /// then the stream is at its end.
@@ -76,7 +76,7 @@ pub(crate) fn linger_until_the_peer_has_taken_all(pair: &Pair) -> Verdict {
     closed.ok();
     let took = Duration::from_micros(closed.elapsed_us);
     assert!(!waits || took >= unread / 2, "over after {took:?}");
-    assert!(took < Duration::from_secs(20), "not woken in {took:?}");
+    assert!(took < BEFORE_CLOSING_TIMES_OUT, "not woken in {took:?}");
     Ok(())
 }
 

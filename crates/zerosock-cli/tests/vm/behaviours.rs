@@ -1,5 +1,5 @@
-//! The list of behaviours with guests: each of them as client and as server of a process, and the
-//! two with each other.
+//! The list of behaviours with guests: as client and as server of a process at a daemon, of each
+//! other, and of a program that embeds the device, which is the host to them.
 
 use std::sync::Arc;
 use std::thread;
@@ -54,6 +54,20 @@ const SETTINGS: &[(&str, [bool; 2], Setting)] = &[
         run(&Pair {
             client: &guest(lab, &lab.a),
             server: &guest(lab, &lab.b),
+        })
+    }),
+    ("guest_to_host", [true, false], |lab, run| {
+        let embedded = lab.embedded();
+        run(&Pair {
+            client: &guest(lab, &embedded.guest),
+            server: &embedded.host,
+        })
+    }),
+    ("host_to_guest", [false, true], |lab, run| {
+        let embedded = lab.embedded();
+        run(&Pair {
+            client: &embedded.host,
+            server: &guest(lab, &embedded.guest),
         })
     }),
 ];

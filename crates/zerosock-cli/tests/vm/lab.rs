@@ -4,10 +4,14 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use tempfile::TempDir;
+use zerosock::Cid;
+use zerosock::vsock::Host;
 use zerosock_cli::vm::accel::{Accel, Choice};
 use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::device::{Device, Endpoint, Program};
@@ -18,6 +22,8 @@ use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_cli::vm::protocol::{Command, Outcome, Socket, Source};
 use zerosock_cli::vm::qemu::{self, Guest};
 use zerosock_cli::vm::remote::{Pending, Remote};
+
+use crate::behaviour::library::Library;
 
 /// For every single step; generous, because the guest may be emulated on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(40);
@@ -41,7 +47,17 @@ pub(crate) struct Lab {
     pub(crate) release: String,
     kernel: Kernel,
     initramfs: PathBuf,
+    embedded: OnceLock<Embedded>,
     pub(crate) qemu_ga: Option<String>,
+    _dir: TempDir,
+}
+
+/// A device in this process, which is the host to a guest of its own.
+pub(crate) struct Embedded {
+    pub(crate) guest: Vm,
+    pub(crate) host: Library,
+    /// Ends the thread that has started QEMU.
+    _keep: Sender<()>,
     _dir: TempDir,
 }
 
@@ -178,8 +194,43 @@ impl Lab {
             release,
             kernel,
             initramfs,
+            embedded: OnceLock::new(),
             qemu_ga,
             _dir: dir,
+        })
+    }
+
+    /// The device in this process; its guest boots when it is asked for first.
+    pub(crate) fn embedded(&self) -> &Embedded {
+        self.embedded.get_or_init(|| {
+            let dir = short_dir();
+            let endpoint = Endpoint::new(dir.path(), 6);
+            let cid = Cid::guest(endpoint.cid.into()).expect("a guest's CID");
+            let host = Host::builder().vm(cid, &endpoint.vhost).start();
+            let host = Library::new(host.expect("a host"));
+            let vm = (self.kernel.clone(), self.initramfs.clone(), endpoint.clone());
+            let (boot, booted) = channel();
+            let (keep, keeps) = channel();
+            // QEMU ends with the thread that starts it; those of scenarios come and go.
+            thread::spawn(move || {
+                let (kernel, initramfs, endpoint) = vm;
+                let dir = endpoint.vhost.parent().expect("a directory");
+                let config = config(&kernel, &initramfs, &endpoint, dir, false);
+                let _ = boot.send(Guest::boot(config));
+                let _ = keeps.recv();
+            });
+            let guest = booted.recv().expect("an end of booting");
+            let guest = Mutex::new(guest.expect("a guest of the host"));
+            Embedded {
+                guest: Vm {
+                    endpoint,
+                    dir: dir.path().to_owned(),
+                    guest,
+                },
+                host,
+                _keep: keep,
+                _dir: dir,
+            }
         })
     }
 
@@ -211,7 +262,8 @@ impl Lab {
     pub(crate) fn report(&self) {
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         print!("  the device's last words:\n{}", device.log.tail(20));
-        for (name, vm) in [("a", &self.a), ("b", &self.b)] {
+        let embedded = self.embedded.get().map(|it| ("of the host", &it.guest));
+        for (name, vm) in [("a", &self.a), ("b", &self.b)].into_iter().chain(embedded) {
             let guest = vm.guest.lock().unwrap_or_else(PoisonError::into_inner);
             print!("  guest {name}'s last words:\n{}", guest.console.tail(10));
         }
@@ -219,7 +271,8 @@ impl Lab {
 
     /// Ends everything, also under the hands of a scenario that hangs.
     pub(crate) fn stop(&self) {
-        for vm in [&self.a, &self.b] {
+        let embedded = self.embedded.get().map(|it| &it.guest);
+        for vm in [&self.a, &self.b].into_iter().chain(embedded) {
             vm.kill();
         }
         self.device

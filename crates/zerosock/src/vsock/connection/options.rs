@@ -2,7 +2,7 @@
 //! end. [`option_calls`] gives each kind of socket the calls for it.
 //!
 //! What must hold: what is set here is in force when the call returns, and the peer hears of what
-//! concerns it; an end that lingers has shut both ways down before it waits. Options are locked
+//! concerns it; an end that lingers has shut sending down before it waits. Options are locked
 //! behind the endpoint, never the other way round.
 
 use std::io;
@@ -14,14 +14,19 @@ use std::time::{Duration, Instant};
 use super::{Connection, encode_timeout};
 use zerosock_proto::vsock::MoveError;
 
-use crate::deadline::deadline_in;
+use crate::deadline::{deadline_in, earlier};
 use crate::vsock::engine::Engine;
 use crate::vsock::errors::StreamError;
-use crate::vsock::hub::{Ending, Interest, Manner, Patience};
+use crate::vsock::hub::{Ending, Interest, Manner, Patience, WaitFault};
 use crate::vsock::options::{Options, timeout};
 use crate::vsock::socket::Bound;
-use crate::vsock::sockets::StreamState;
+use crate::vsock::sockets::{StreamId, StreamState};
 use crate::vsock::waiting::Wait;
+
+/// After which time an end that lingers asks its peer again how much it has taken, at first.
+const FIRST_QUESTION: Duration = Duration::from_millis(1);
+/// And in the end.
+const LAST_QUESTION: Duration = Duration::from_millis(64);
 
 impl Connection {
     pub(in crate::vsock) fn options(&self) -> MutexGuard<'_, Options> {
@@ -154,7 +159,7 @@ impl Connection {
         let mut locked = self.core.lock();
         let _ = locked.turn();
         let engine = locked.engine();
-        let unsent = engine.credit(self.id).map_or(0, |credit| credit.unsent);
+        let unsent = unsent(engine, self.id);
         if unsent > 0 {
             engine.ask_progress(self.id);
             engine.flush();
@@ -200,10 +205,13 @@ impl Connection {
         }
     }
 
-    /// Shuts both ways down and waits until the peer has answered that: it does when it has taken
-    /// everything.
+    /// Waits until the peer has taken everything, and then for its answer to the end. In this
+    /// order: Linux knows a connection no more whose peer has shut both ways down, and cannot be
+    /// asked; what its program has not read by then it would never tell.
     fn await_end(&self, wait: Wait, deadline: Option<Instant>) -> io::Result<()> {
         // Not connected: there is nothing to wait for.
+        let _ = self.shutdown(Shutdown::Write);
+        self.await_taken(wait, deadline)?;
         let _ = self.shutdown(Shutdown::Both);
         let patience = Patience {
             manner: Manner::Waits(wait),
@@ -221,6 +229,43 @@ impl Connection {
             })?;
         Ok(ended?)
     }
+
+    /// Asks the peer how much it has taken, less and less often, until that is everything, or it
+    /// takes no more.
+    fn await_taken(&self, wait: Wait, deadline: Option<Instant>) -> Result<(), WaitFault> {
+        let mut pause = FIRST_QUESTION;
+        loop {
+            let patience = Patience {
+                manner: Manner::Waits(wait),
+                deadline: earlier(deadline, deadline_in(pause)),
+            };
+            let mut asked = false;
+            let taken = self.core.wait(Interest::Conn(self.id), patience, |engine| {
+                let takes = engine
+                    .info(self.id)
+                    .is_some_and(|it| it.state == StreamState::Connected && !it.peer_deaf);
+                if !takes || (unsent(engine, self.id) == 0 && !engine.is_sending(self.id)) {
+                    return Some(());
+                }
+                if !std::mem::replace(&mut asked, true) {
+                    engine.ask_progress(self.id);
+                    engine.flush();
+                }
+                None
+            });
+            match taken {
+                Err(WaitFault::TimedOut) if deadline.is_none_or(|at| at > Instant::now()) => {
+                    pause = (pause * 2).min(LAST_QUESTION);
+                }
+                taken => return taken,
+            }
+        }
+    }
+}
+
+/// Bytes that the peer is not known to have taken.
+fn unsent(engine: &mut dyn Engine, id: StreamId) -> u32 {
+    engine.credit(id).map_or(0, |credit| credit.unsent)
 }
 
 /// The calls for options that every kind of connected socket has, for a type with a `conn`.

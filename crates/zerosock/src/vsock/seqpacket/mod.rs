@@ -180,8 +180,28 @@ impl SeqPacket {
     /// Messages that could be received at once.
     pub fn unread(&self) -> usize {
         let mut locked = self.conn.core.lock();
+        // What has come counts; an endpoint that is over still has what came before.
+        let _ = locked.turn();
         let info = locked.engine().info(self.conn.id);
         info.and_then(|info| info.messages).unwrap_or(0) as usize
+    }
+
+    /// Bytes that have come and wait, as Linux counts them (SIOCINQ): also those of a message of which
+    /// the end is under way.
+    ///
+    /// ```
+    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/messages.rs"));
+    /// process.send(b"five!")?;
+    /// process.send(b"and seven")?;
+    /// host.wait_readable()?;
+    /// while host.unread() < 2 {}
+    /// assert_eq!(host.unread_bytes(), 14);
+    /// host.recv(&mut [0; 2])?;
+    /// assert_eq!(host.unread_bytes(), 9);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn unread_bytes(&self) -> usize {
+        self.conn.unread()
     }
 
     /// Receives the next message into `out`: as much of it as fits, the rest is gone. `None`: the

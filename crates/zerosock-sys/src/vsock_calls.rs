@@ -46,12 +46,12 @@ pub fn socket(records: bool) -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
 }
 
-/// Binds to a port of any CID of ours; [`u32::MAX`] is any port that is free.
+/// Binds to a port of a CID. [`u32::MAX`] is any CID of ours, and any port that is free.
 ///
 /// # Errors
 /// What bind(2) answers.
-pub fn bind(fd: impl AsFd, port: u32) -> io::Result<()> {
-    let address = address(u32::MAX, port);
+pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
+    let address = address(cid, port);
     // SAFETY: `address` is a complete `sockaddr_vm` that outlives the call, its length is given,
     // and the kernel only reads it.
     checked(unsafe {
@@ -214,20 +214,33 @@ pub fn completions(fd: impl AsFd) -> io::Result<u32> {
     Ok(error.ee_data.wrapping_sub(error.ee_info).wrapping_add(1))
 }
 
-/// Receives, with the flags of recv(2), which tells what it answers: with MSG_TRUNC that may be
-/// more than there is room for.
+/// What was received.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Received {
+    /// What recvmsg(2) answers: with MSG_TRUNC that may be more than there is room for.
+    pub len: usize,
+    /// The flags of the message, as MSG_EOR and MSG_TRUNC.
+    pub flags: c_int,
+}
+
+/// Receives, with the flags of recvmsg(2).
 ///
 /// # Errors
-/// What recv(2) answers.
-pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<usize> {
-    // SAFETY: the kernel writes at most `buffer.len()` bytes to `buffer`.
-    checked(unsafe {
-        libc::recv(
-            fd.as_fd().as_raw_fd(),
-            buffer.as_mut_ptr().cast::<c_void>(),
-            buffer.len(),
-            flags,
-        )
+/// What recvmsg(2) answers.
+pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<Received> {
+    let mut vector = iovec {
+        iov_base: buffer.as_mut_ptr().cast::<c_void>(),
+        iov_len: buffer.len(),
+    };
+    let mut message = empty_message();
+    message.msg_iov = &mut vector;
+    message.msg_iovlen = 1;
+    // SAFETY: `message` names no address and no control bytes; its one vector names `buffer`, to
+    // which the kernel writes at most `buffer.len()` bytes, and which outlives the call.
+    let len = checked(unsafe { libc::recvmsg(fd.as_fd().as_raw_fd(), &mut message, flags) })?;
+    Ok(Received {
+        len,
+        flags: message.msg_flags,
     })
 }
 

@@ -21,7 +21,11 @@ pub(super) enum Made {
     Count(u64),
     Socket(OwnedFd, Option<(u32, u32)>),
     Name(u32, u32),
-    Bytes(u64, String),
+    Received {
+        bytes: u64,
+        digest: String,
+        flags: i32,
+    },
 }
 
 /// Makes a call that needs no socket, or of which `socket` is the one.
@@ -32,8 +36,9 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
             let records = kind == Kind::SeqPacket;
             Made::Socket(vsock_calls::socket(records)?, None)
         }
-        Call::Bind { port, .. } => {
-            vsock_calls::bind(fd()?, port.unwrap_or(u32::MAX))?;
+        Call::Bind { cid, port, .. } => {
+            let any = u32::MAX;
+            vsock_calls::bind(fd()?, cid.unwrap_or(any), port.unwrap_or(any))?;
             Made::Nothing
         }
         Call::Connect { cid, port, .. } => {
@@ -92,8 +97,13 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
                 | flag(whole, libc_flags::TRUNC);
             let mut buffer = vec![0; len];
             let got = vsock_calls::receive(fd()?, &mut buffer, flags)?;
-            Made::Bytes(got as u64, sha256(&buffer[..got.min(len)]))
+            Made::Received {
+                bytes: got.len as u64,
+                digest: sha256(&buffer[..got.len.min(len)]),
+                flags: got.flags,
+            }
         }
+        Call::Lease { .. } => return Err(io::ErrorKind::Unsupported.into()),
         Call::ReceiveNowhere { len, .. } => {
             Made::Count(vsock_calls::receive_nowhere(fd()?, len)? as u64)
         }
@@ -110,11 +120,12 @@ pub(super) fn make(call: &Call, socket: Option<&OwnedFd>) -> io::Result<Made> {
     })
 }
 
-/// The values of recv(2)'s flags, the same on every architecture.
+/// The values of recvmsg(2)'s flags, the same on every architecture.
 mod libc_flags {
     pub(super) const PEEK: i32 = 2;
     pub(super) const TRUNC: i32 = 0x20;
     pub(super) const DONTWAIT: i32 = 0x40;
+    pub(super) const EOR: i32 = 0x80;
 }
 
 fn set(fd: impl AsFd, setting: Setting) -> io::Result<()> {
@@ -219,9 +230,15 @@ pub(super) fn outcome(result: io::Result<Made>) -> Outcome {
             peer: Some((cid, port)),
             ..none
         },
-        Ok(Made::Bytes(bytes, digest)) => Outcome {
+        Ok(Made::Received {
+            bytes,
+            digest,
+            flags,
+        }) => Outcome {
             bytes,
             sha256: Some(digest),
+            ends_record: flags & libc_flags::EOR != 0,
+            truncated: flags & libc_flags::TRUNC != 0,
             ..none
         },
         Err(error) => Outcome {

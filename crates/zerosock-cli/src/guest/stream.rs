@@ -160,6 +160,8 @@ pub(super) fn errno_name(error: &io::Error) -> String {
         (Errno::NOTCONN, "ENOTCONN"),
         (Errno::NODEV, "ENODEV"),
         (Errno::ADDRINUSE, "EADDRINUSE"),
+        (Errno::ADDRNOTAVAIL, "EADDRNOTAVAIL"),
+        (Errno::INVAL, "EINVAL"),
         (Errno::HOSTUNREACH, "EHOSTUNREACH"),
         (Errno::NETUNREACH, "ENETUNREACH"),
         (Errno::AGAIN, "EAGAIN"),

@@ -82,10 +82,12 @@ pub enum Call {
         /// Of which kind.
         kind: Kind,
     },
-    /// bind(2) to any CID.
+    /// bind(2).
     Bind {
         /// Which socket.
         socket: Socket,
+        /// Which CID; nothing: any of one's own.
+        cid: Option<u32>,
         /// Which port; nothing: any that is free.
         port: Option<u32>,
     },
@@ -173,6 +175,14 @@ pub enum Call {
         /// How.
         how: Manner,
     },
+    /// Takes all that is there, and what comes, in leases, and keeps them until the socket is closed;
+    /// `bytes` so many bytes at least. Only sockets of the library can.
+    Lease {
+        /// From which socket.
+        socket: Socket,
+        /// How many bytes.
+        len: usize,
+    },
     /// One recv(2) to where there is no memory.
     ReceiveNowhere {
         /// From which socket.
@@ -213,6 +223,7 @@ impl Call {
             | Call::SendParts { socket, .. }
             | Call::Completions { socket, .. }
             | Call::Receive { socket, .. }
+            | Call::Lease { socket, .. }
             | Call::ReceiveNowhere { socket, .. }
             | Call::Set { socket, .. }
             | Call::Get { socket, .. } => Some(socket),

@@ -177,6 +177,10 @@ pub struct Outcome {
     pub sha256: Option<String>,
     /// The stream ended, or the socket became readable.
     pub end: bool,
+    /// The message that was received ends a record: MSG_EOR.
+    pub ends_record: bool,
+    /// It was longer than the buffer: MSG_TRUNC.
+    pub truncated: bool,
     /// The name of the error that ended the step, as `EPIPE`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub errno: Option<String>,

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use zerosock_cli::vm::calls::Call;
+use zerosock_cli::vm::calls::{Call, Number, Setting};
 
-use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, Verdict, port};
+use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, STEP, Verdict, port};
 
 pub(crate) fn connection_reset_to_no_listener(pair: &Pair) -> Verdict {
     pair.client_socket()
@@ -144,6 +144,97 @@ pub(crate) fn a_port_that_is_free_to_listen_on(pair: &Pair) -> Verdict {
     let client = pair.client_socket();
     let served = pair.join(&client, &listener, port);
     assert_eq!(served.name().1, port);
+    Ok(())
+}
+
+/// One's own CID is as good as any; somebody else's is not.
+pub(crate) fn an_own_address_is_bound_and_no_other(pair: &Pair) -> Verdict {
+    let port = port();
+    let listener = pair.server_socket();
+    // Nobody of a device has it.
+    listener
+        .bind_to(Some(77), Some(port))
+        .fails("EADDRNOTAVAIL");
+    let own = pair.server.cid();
+    listener.bind_to(Some(own), Some(port)).ok();
+    let second = pair.server_socket();
+    second.bind_to(None, Some(port)).fails("EADDRINUSE");
+    listener.listen(1).ok();
+    let client = pair.client_socket();
+    let served = pair.join(&client, &listener, port);
+    assert_eq!(served.name(), (own, port));
+    Ok(())
+}
+
+/// A listener that goes leaves its connections, and its port, which has them as well.
+pub(crate) fn a_port_is_listened_on_again_beside_its_connections(pair: &Pair) -> Verdict {
+    let port = port();
+    let mut connections = Vec::new();
+    for seed in 0..3 {
+        let listener = pair.listener(port, 1);
+        let client = pair.client_socket();
+        let served = pair.join(&client, &listener, port);
+        listener.close().ok();
+        client.send(seed, 10).ok();
+        connections.push((client, served));
+    }
+    for (seed, (client, served)) in (0..).zip(&connections) {
+        served.receive_all(10).is_pattern(seed, 10);
+        served.send(seed, 20).ok();
+        client.receive_all(20).is_pattern(seed, 20);
+    }
+    pair.client_socket()
+        .connect(pair.server.cid(), port)
+        .refused();
+    Ok(())
+}
+
+/// Who waited to be accepted is told that nobody will.
+pub(crate) fn a_listener_that_goes_ends_those_who_wait(pair: &Pair) -> Verdict {
+    let port = port();
+    let listener = pair.listener(port, 4);
+    let waiting: Vec<End> = (0..3).map(|_| pair.client_socket()).collect();
+    for client in &waiting {
+        client.connect(pair.server.cid(), port).ok();
+    }
+    listener.close().ok();
+    for client in &waiting {
+        assert!(client.poll(STEP), "nobody tells");
+        let told = client.receive(1);
+        // A kernel has a reset after the connect as the end.
+        assert!(
+            matches!(told.errno.as_deref(), None | Some("ECONNRESET")),
+            "{told:?}"
+        );
+        assert_eq!(told.bytes, 0);
+    }
+    Ok(())
+}
+
+/// What a socket was told before it connects is so afterwards.
+pub(crate) fn options_set_before_connecting_stay(pair: &Pair) -> Verdict {
+    const MARK: usize = 16;
+    let port = port();
+    let listener = pair.listener(port, 1);
+    let client = pair.client_socket();
+    client.set(Setting::BufferBounds(200, 5000)).ok();
+    client.set(Setting::BufferSize(100)).ok();
+    client.set(Setting::LowWater(MARK as u32)).ok();
+    client.set(Setting::ReceiveTimeout(400)).ok();
+    client.set(Setting::ConnectTimeout(60_000)).ok();
+    let served = pair.join(&client, &listener, port);
+    assert_eq!(client.get(Number::BufferSize).bytes, 200);
+    client.set(Setting::BufferSize(10_000)).ok();
+    assert_eq!(client.get(Number::BufferSize).bytes, 5000);
+    served.send(1, MARK - 1).ok();
+    // That nothing happens can only be seen by waiting.
+    assert!(!client.poll(Duration::from_millis(100)), "below the mark");
+    served.send(2, 1).ok();
+    assert!(client.poll(STEP), "not at the mark");
+    client.receive_all(MARK as u64).ok();
+    let outcome = client.receive(1);
+    outcome.fails("EAGAIN");
+    assert!(outcome.elapsed_us >= 300_000, "{outcome:?}");
     Ok(())
 }
 

@@ -90,6 +90,10 @@ behaviours! {
             same_source_port_after_close,
             a_taken_port_cannot_be_bound,
             a_port_that_is_free_to_listen_on,
+            an_own_address_is_bound_and_no_other,
+            a_port_is_listened_on_again_beside_its_connections,
+            a_listener_that_goes_ends_those_who_wait,
+            options_set_before_connecting_stay,
             no_more_wait_than_the_backlog,
             connects_closed_at_once_leave_the_backlog_free;
         closing:
@@ -120,15 +124,27 @@ behaviours! {
             a_request_answered_in_tiny_packets;
         records:
             record_bounds,
+            ends_of_records,
             truncated_record_tells_its_length,
+            peek_at_records,
+            poll_waits_for_a_record,
             record_receive_time_out,
-            a_record_above_the_buffer_is_refused;
+            a_record_above_the_buffer_is_refused,
+            records_end,
+            connections_of_another_kind_are_refused,
+            unsent_and_unread_bytes_of_records,
+            small_records_under_back_pressure;
     }
     KernelClient {
         zero_copy:
             vectors_of_every_shape,
+            records_without_a_copy,
+            every_send_is_completed_once,
             completions_without_further_traffic,
             completions_while_the_reader_stalls,
+            completions_while_the_reader_has_leases,
+            a_stalled_reader_delays_no_other_completion,
+            completions_when_the_reader_goes,
             empty_error_queue_answers_at_once,
             unread_completions_leak_nothing,
             closing_before_completion_leaks_nothing;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_cli::vm::calls::{Call, Kind, Manner, Number, Setting};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_cli::vm::protocol::{Command, How, Outcome, Socket};
+use zerosock_cli::vm::protocol::{Command, How, Outcome, Socket, Source};
 use zerosock_cli::vm::remote;
 
 /// For every single step; generous, because a guest may be emulated on a busy machine.
@@ -127,10 +127,15 @@ impl<'a> Pair<'a> {
 
     /// A listener of the server's on `port`.
     pub(crate) fn listener(&self, port: u32, backlog: u32) -> End<'a> {
-        let listener = self.server_socket();
+        let listener = self.listener_of(Kind::Stream, port, backlog);
+        listener.expect("a listener for streams")
+    }
+
+    pub(crate) fn listener_of(&self, kind: Kind, port: u32, backlog: u32) -> Result<End<'a>, Skip> {
+        let listener = Pair::socket(self.server, kind)?;
         listener.bind(Some(port)).ok();
         listener.listen(backlog).ok();
-        listener
+        Ok(listener)
     }
 
     /// Connects two sockets.
@@ -146,10 +151,8 @@ impl<'a> Pair<'a> {
 
     pub(crate) fn connected_of(&self, kind: Kind) -> Result<(End<'a>, End<'a>), Skip> {
         let port = port();
-        let listener = Pair::socket(self.server, kind)?;
+        let listener = self.listener_of(kind, port, 4)?;
         let client = Pair::socket(self.client, kind)?;
-        listener.bind(Some(port)).ok();
-        listener.listen(4).ok();
         let served = self.join(&client, &listener, port);
         Ok((client, served))
     }
@@ -170,8 +173,12 @@ impl<'a> End<'a> {
     }
 
     pub(crate) fn bind(&self, port: Option<u32>) -> Outcome {
+        self.bind_to(None, port)
+    }
+
+    pub(crate) fn bind_to(&self, cid: Option<u32>, port: Option<u32>) -> Outcome {
         let socket = self.socket;
-        self.side.call(Call::Bind { socket, port })
+        self.side.call(Call::Bind { socket, cid, port })
     }
 
     pub(crate) fn listen(&self, backlog: u32) -> Outcome {
@@ -237,6 +244,27 @@ impl<'a> End<'a> {
             len,
             now,
         })
+    }
+
+    /// One send that ends a record.
+    pub(crate) fn send_record(&self, seed: u64, len: usize) -> Outcome {
+        let socket = self.socket;
+        self.side.call(Call::SendRecord { socket, seed, len })
+    }
+
+    /// Sends so many bytes of a pattern in pieces of these lengths, in turn.
+    pub(crate) fn start_send_all(&self, seed: u64, len: u64, chunks: &[usize]) -> Started {
+        self.side.start(Command::Send {
+            socket: self.socket,
+            source: Source::Pattern { seed, len },
+            chunks: chunks.to_vec(),
+        })
+    }
+
+    /// Takes so many bytes in leases that are kept until it is closed.
+    pub(crate) fn lease(&self, len: usize) -> Outcome {
+        let socket = self.socket;
+        self.side.call(Call::Lease { socket, len })
     }
 
     pub(crate) fn receive_as(&self, len: usize, how: Manner) -> Outcome {

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use zerosock_cli::vm::calls::{Call, Part, Setting};
+use zerosock_cli::vm::calls::{Call, Kind, Part, Setting};
 use zerosock_cli::vm::protocol::Outcome;
 
-use super::side::{End, Expect, Pair, STEP, Verdict};
+use super::side::{End, Expect, Pair, STEP, Skip, Verdict};
 
 const PAGE: usize = 4096;
 
@@ -114,6 +114,125 @@ pub(crate) fn completions_while_the_reader_stalls(pair: &Pair) -> Verdict {
     served
         .receive_all(16 * PAGE as u64)
         .is_pattern(1, 16 * PAGE);
+    Ok(())
+}
+
+/// Nor does one that keeps what it has received on lease.
+pub(crate) fn completions_while_the_reader_has_leases(pair: &Pair) -> Verdict {
+    needs(pair)?;
+    if pair.server.kernel().is_some() {
+        return Err(Skip("a kernel has no leases".into()));
+    }
+    let (client, served) = pair.connected();
+    client.set(Setting::ZeroCopy).ok();
+    for seed in 0..3 {
+        send_parts(&client, seed, &[bytes(16 * PAGE, 0)]).ok();
+        served.lease(16 * PAGE).ok();
+        let done = completions(&client, Duration::from_secs(10));
+        done.ok();
+        assert_eq!(done.bytes, 1);
+    }
+    // All credit is out; when the leases have gone, it is back.
+    send_parts(&client, 3, &[bytes(16 * PAGE, 0)]).ok();
+    let sending = client.start_send(4, 16 * PAGE);
+    served.close().ok();
+    let _ = sending.wait();
+    Ok(())
+}
+
+/// Others of the same sender go on, and complete, beside one whose reader takes nothing.
+pub(crate) fn a_stalled_reader_delays_no_other_completion(pair: &Pair) -> Verdict {
+    needs(pair)?;
+    let (stalls, late) = pair.connected();
+    stalls.set(Setting::ZeroCopy).ok();
+    // As much as the reader's buffer takes.
+    for seed in 0..4 {
+        send_parts(&stalls, seed, &[bytes(16 * PAGE, 0)]).ok();
+    }
+    let (client, served) = pair.connected();
+    client.set(Setting::ZeroCopy).ok();
+    for seed in 0..8 {
+        send_parts(&client, seed, &[bytes(16 * PAGE, 7)]).ok();
+        served
+            .receive_all(16 * PAGE as u64)
+            .is_pattern(seed, 16 * PAGE);
+        let done = completions(&client, Duration::from_secs(10));
+        done.ok();
+        assert_eq!(done.bytes, 1);
+    }
+    assert_eq!(all_completions(&stalls, 4), 4);
+    for seed in 0..4 {
+        late.receive_all(16 * PAGE as u64)
+            .is_pattern(seed, 16 * PAGE);
+    }
+    Ok(())
+}
+
+/// Waits for so many completions; how many there were.
+fn all_completions(end: &End, sends: u64) -> u64 {
+    let mut done = 0;
+    while done < sends {
+        let outcome = completions(end, Duration::from_secs(10));
+        outcome.ok();
+        done += outcome.bytes;
+    }
+    done
+}
+
+/// Each of many sends is completed, once, and then the error queue is empty.
+pub(crate) fn every_send_is_completed_once(pair: &Pair) -> Verdict {
+    const SENDS: u64 = 40;
+    needs(pair)?;
+    let (client, served) = pair.connected();
+    client.set(Setting::ZeroCopy).ok();
+    let receiving = served.start_receive_all(Some(SENDS * 3 * PAGE as u64));
+    for _ in 0..SENDS {
+        let sent = send_parts(&client, 1, &[bytes(2 * PAGE, 0), bytes(PAGE, 50)]);
+        sent.ok();
+        assert_eq!(sent.bytes, 3 * PAGE as u64);
+    }
+    let received = receiving.wait();
+    received.ok();
+    assert_eq!(received.bytes, SENDS * 3 * PAGE as u64);
+    assert_eq!(all_completions(&client, SENDS), SENDS);
+    completions(&client, Duration::ZERO).fails("EAGAIN");
+    Ok(())
+}
+
+/// A reader that goes away without having read leaves no send without its completion.
+pub(crate) fn completions_when_the_reader_goes(pair: &Pair) -> Verdict {
+    needs(pair)?;
+    let (client, served) = pair.connected();
+    client.set(Setting::ZeroCopy).ok();
+    for seed in 0..3 {
+        send_parts(&client, seed, &[bytes(16 * PAGE, 0)]).ok();
+    }
+    served.close().ok();
+    assert_eq!(all_completions(&client, 3), 3);
+    Ok(())
+}
+
+/// Records are sent so as well, and keep their bounds.
+pub(crate) fn records_without_a_copy(pair: &Pair) -> Verdict {
+    needs(pair)?;
+    let (client, served) = pair.connected_of(Kind::SeqPacket)?;
+    client.set(Setting::ZeroCopy).ok();
+    let shapes: &[&[Part]] = &[
+        &[bytes(PAGE, 0)],
+        &[bytes(PAGE, 1), bytes(2000, 0)],
+        &[bytes(16 * PAGE, 0), bytes(PAGE, 100)],
+        &[bytes(40 * PAGE + 77, 33)],
+    ];
+    for (seed, parts) in shapes.iter().enumerate() {
+        send_parts(&client, seed as u64, parts).ok();
+        served
+            .receive(100 * PAGE)
+            .is_pattern(seed as u64, len(parts));
+        let done = completions(&client, STEP);
+        done.ok();
+        assert_eq!(done.bytes, 1, "{parts:?}");
+    }
+    completions(&client, Duration::ZERO).fails("EAGAIN");
     Ok(())
 }
 

@@ -208,7 +208,11 @@ impl Lab {
             let cid = Cid::guest(endpoint.cid.into()).expect("a guest's CID");
             let host = Host::builder().vm(cid, &endpoint.vhost).start();
             let host = Library::new(host.expect("a host"));
-            let vm = (self.kernel.clone(), self.initramfs.clone(), endpoint.clone());
+            let vm = (
+                self.kernel.clone(),
+                self.initramfs.clone(),
+                endpoint.clone(),
+            );
             let (boot, booted) = channel();
             let (keep, keeps) = channel();
             // QEMU ends with the thread that starts it; those of scenarios come and go.

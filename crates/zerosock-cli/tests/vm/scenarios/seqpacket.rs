@@ -64,6 +64,7 @@ pub(crate) fn guest_is_server(lab: &Lab) {
         vm,
         Call::Bind {
             socket,
+            cid: None,
             port: bound,
         },
     );

@@ -1,8 +1,10 @@
 //! The library's sockets as a side: each step is a call of [`zerosock::vsock`] on a thread of its
 //! own, and what it says is given the name that a kernel has for it.
 
+mod transfer;
+
 use std::collections::HashMap;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -10,17 +12,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use sha2::{Digest, Sha256};
 use zerosock::vsock::{
-    Endpoint, Host, Listener, Poller, Readiness, SeqPacket, SeqPacketListener, Stream, StreamError,
+    Endpoint, Host, Listener, OwnedLease, Poller, Readiness, SeqPacket, SeqPacketListener, Stream,
     Wait,
 };
 use zerosock::{Address, Cid, Port};
-use zerosock_cli::vm::calls::{Call, Kind, Manner, Number, Setting};
-use zerosock_cli::vm::pattern::{Pattern, hex};
+use zerosock_cli::vm::calls::{Call, Kind, Number, Setting};
+use zerosock_cli::vm::pattern::Pattern;
 use zerosock_cli::vm::protocol::{Command, How, Outcome, Socket, Source};
 
 use super::side::{Side, Started};
+use transfer::{
+    Flow, counted, nonblocking, of, receive, receive_all, receive_record, send_all, sent,
+};
 
 /// What an endpoint and a host have in common.
 pub(crate) trait Place: Send + Sync {
@@ -70,6 +74,8 @@ struct Shared {
 struct Table {
     last: Socket,
     open: HashMap<Socket, Open>,
+    /// What was leased and is kept.
+    leases: HashMap<Socket, Vec<OwnedLease>>,
 }
 
 #[derive(Clone)]
@@ -165,6 +171,15 @@ impl Shared {
         }
     }
 
+    /// A connection, whatever it carries.
+    fn flow(&self, socket: Socket) -> Result<Arc<dyn Flow + Send + Sync>, String> {
+        match self.find(socket)? {
+            Open::Stream(stream) => Ok(stream),
+            Open::Records(records) => Ok(records),
+            _ => Err(format!("socket {socket} is not connected")),
+        }
+    }
+
     fn idle(&self, socket: Socket) -> Result<(Kind, Arc<Mutex<zerosock::vsock::Socket>>), String> {
         match self.find(socket)? {
             Open::Idle(kind, idle) => Ok((kind, idle)),
@@ -179,12 +194,18 @@ impl Shared {
                 socket,
                 source: Source::Pattern { seed, len },
                 chunks,
-            } => send_all(&*self.stream(socket)?, seed, len, &chunks),
-            Command::Receive { socket, limit, .. } => receive_all(&*self.stream(socket)?, limit),
+            } => send_all(&*self.flow(socket)?, seed, len, &chunks),
+            Command::Receive { socket, limit, .. } => receive_all(&*self.flow(socket)?, limit),
             Command::Poll { socket, timeout_ms } => {
-                let stream = self.stream(socket)?;
+                let open = self.find(socket)?;
                 let mut poller = Poller::new(Wait::Sleep);
-                poller.add_stream(&stream, 1, Readiness::READABLE);
+                match &open {
+                    Open::Stream(stream) => poller.add_stream(stream, 1, Readiness::READABLE),
+                    Open::Records(records) => {
+                        poller.add_seqpacket(records, 1, Readiness::READABLE);
+                    }
+                    _ => return Err(format!("socket {socket} is not connected")),
+                }
                 match poller.wait(Some(Duration::from_millis(timeout_ms.into()))) {
                     Ok(ready) => Outcome {
                         end: !ready.is_empty(),
@@ -199,12 +220,16 @@ impl Shared {
                     How::Send => Shutdown::Write,
                     How::Both => Shutdown::Both,
                 };
-                of(self.stream(socket)?.shutdown(how))
+                match self.find(socket)? {
+                    Open::Records(records) => of(records.shutdown(how)),
+                    _ => of(self.stream(socket)?.shutdown(how)),
+                }
             }
             Command::Close { socket } => {
                 // The last one who has it closes it.
                 let open = self.table().open.remove(&socket);
-                drop(open);
+                let leases = self.table().leases.remove(&socket);
+                drop((leases, open));
                 Outcome::default()
             }
             other => return Err(format!("not a step of the library's: {other:?}")),
@@ -217,10 +242,11 @@ impl Shared {
                 let socket = Arc::new(Mutex::new(self.place.socket()));
                 self.add(Open::Idle(kind, socket))
             }
-            Call::Bind { socket, port } => {
+            Call::Bind { socket, cid, port } => {
                 let port = port.map_or(Port::ANY, Port::new);
+                let cid = cid.map_or(Cid::ANY, Cid::new);
                 let (_, idle) = self.idle(socket)?;
-                of(locked(&idle).bind(Address::new(Cid::ANY, port)))
+                of(locked(&idle).bind(Address::new(cid, port)))
             }
             Call::Connect { socket, cid, port } => {
                 let (kind, idle) = self.idle(socket)?;
@@ -309,6 +335,11 @@ impl Shared {
                     _ => return Err(format!("socket {socket} is not connected")),
                 }
             }
+            Call::SendRecord { socket, seed, len } => match self.find(socket)? {
+                Open::Records(records) => sent(len, records.send_eor(&Pattern::bytes(seed, len))),
+                _ => return Err(format!("socket {socket} carries no records")),
+            },
+            Call::Lease { socket, len } => self.lease(socket, len)?,
             Call::Receive { socket, len, how } => match self.find(socket)? {
                 Open::Records(records) => receive_record(&records, len, how),
                 _ => receive(&*self.stream(socket)?, len, how),
@@ -323,16 +354,36 @@ impl Shared {
                         locked(&idle).buffer_size() as usize
                     }
                     (Open::Listener(it), Number::BufferSize) => it.buffer_size() as usize,
+                    (Open::Records(records), Number::Unsent) => records.unsent(),
+                    (Open::Records(records), Number::Unread) => records.unread_bytes(),
+                    (Open::Records(records), Number::BufferSize) => records.buffer_size() as usize,
                     _ => return Err(format!("socket {socket} has no {number:?}")),
                 };
                 counted(number)
             }
-            Call::SendRecord { .. }
-            | Call::SendParts { .. }
+            Call::SendParts { .. }
             | Call::Completions { .. }
             | Call::ReceiveNowhere { .. }
             | Call::SocketsUsed => return Err("only a kernel can".into()),
         })
+    }
+
+    /// Takes so many bytes, at least, in leases that are kept.
+    fn lease(&self, socket: Socket, len: usize) -> Answer {
+        let (stream, mut leased) = (self.stream(socket)?, 0);
+        while leased < len {
+            match stream.recv() {
+                Ok(Some(lease)) => {
+                    leased += lease.len();
+                    let mut table = self.table();
+                    let kept = table.leases.entry(socket).or_default();
+                    kept.push(lease.into_owned());
+                }
+                Ok(None) => break,
+                Err(error) => return Ok(of(Err(error))),
+            }
+        }
+        Ok(counted(leased))
     }
 
     /// A socket has become something, or not.
@@ -381,7 +432,12 @@ impl Shared {
                 }
             },
             Open::Records(records) => match setting {
+                Setting::BufferBounds(min, max) => records.set_buffer_bounds(min, max),
                 Setting::BufferSize(bytes) => records.set_buffer_size(bytes),
+                Setting::Linger(seconds) => {
+                    records.set_linger(linger(seconds));
+                    Ok(())
+                }
                 Setting::ReceiveTimeout(ms) => records.set_read_timeout(time(ms)),
                 _ => return Err("not of records".into()),
             },
@@ -400,142 +456,4 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn address(cid: u32, port: u32) -> Address {
     Address::new(Cid::new(cid), Port::new(port))
-}
-
-fn counted(bytes: usize) -> Outcome {
-    Outcome {
-        bytes: bytes as u64,
-        ..Outcome::default()
-    }
-}
-
-/// What a kernel calls it.
-fn of(result: std::io::Result<()>) -> Outcome {
-    let inside = |error: &std::io::Error| {
-        let inner = error.get_ref().and_then(|it| it.downcast_ref());
-        inner.copied()
-    };
-    let name = |error: std::io::Error| match error.kind() {
-        _ if matches!(inside(&error), Some(StreamError::TooLong)) => "EMSGSIZE".to_owned(),
-        ErrorKind::BrokenPipe => "EPIPE".to_owned(),
-        ErrorKind::ConnectionReset => "ECONNRESET".to_owned(),
-        ErrorKind::ConnectionRefused => "ECONNREFUSED".to_owned(),
-        ErrorKind::AddrInUse => "EADDRINUSE".to_owned(),
-        ErrorKind::HostUnreachable => "EHOSTUNREACH".to_owned(),
-        // A kernel has no other name for a receive that has waited long enough.
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => "EAGAIN".to_owned(),
-        _ => error.to_string(),
-    };
-    Outcome {
-        errno: result.err().map(name),
-        ..Outcome::default()
-    }
-}
-
-fn sent(len: usize, result: std::io::Result<()>) -> Outcome {
-    match result {
-        Ok(()) => counted(len),
-        Err(error) => of(Err(error)),
-    }
-}
-
-/// As recv(2) tells it: what was copied, or with MSG_TRUNC how long the record is.
-fn receive_record(records: &SeqPacket, len: usize, how: Manner) -> Outcome {
-    let mut buffer = vec![0; len];
-    let received = if how.peek {
-        records.peek(&mut buffer)
-    } else {
-        records.recv(&mut buffer)
-    };
-    let received = match received {
-        Ok(received) => received,
-        Err(error) => return of(Err(error)),
-    };
-    let (len, copied) = received.map_or((0, 0), |it| (it.len, it.copied));
-    Outcome {
-        sha256: Some(hex(Sha256::digest(&buffer[..copied]).as_slice())),
-        ..counted(if how.whole { len } else { copied })
-    }
-}
-
-/// A call that does not wait.
-fn nonblocking(stream: &Stream, call: impl FnOnce(&Stream) -> std::io::Result<usize>) -> Outcome {
-    let set = |on| stream.set_nonblocking(on).expect("never fails");
-    set(true);
-    let result = call(stream);
-    set(false);
-    match result {
-        Ok(bytes) => counted(bytes),
-        Err(error) => of(Err(error)),
-    }
-}
-
-fn receive(stream: &Stream, len: usize, how: Manner) -> Outcome {
-    let mut buffer = vec![0; len];
-    let mut call = |mut stream: &Stream| {
-        if how.peek {
-            stream.peek(&mut buffer)
-        } else {
-            stream.read(&mut buffer)
-        }
-    };
-    let outcome = if how.now {
-        nonblocking(stream, &mut call)
-    } else {
-        match call(stream) {
-            Ok(bytes) => counted(bytes),
-            Err(error) => of(Err(error)),
-        }
-    };
-    let got = usize::try_from(outcome.bytes).unwrap_or(0);
-    Outcome {
-        sha256: Some(hex(Sha256::digest(&buffer[..got]).as_slice())),
-        ..outcome
-    }
-}
-
-fn send_all(mut stream: &Stream, seed: u64, len: u64, chunks: &[usize]) -> Outcome {
-    let mut pattern = Pattern::new(seed);
-    let mut sizes = chunks.iter().copied().filter(|size| *size > 0).cycle();
-    let mut sent = 0;
-    while let (true, Some(size)) = (sent < len, sizes.next()) {
-        let mut chunk = vec![0; size.min((len - sent) as usize)];
-        pattern.fill(&mut chunk);
-        if let Err(error) = stream.write_all(&chunk) {
-            return Outcome {
-                bytes: sent,
-                ..of(Err(error))
-            };
-        }
-        sent += chunk.len() as u64;
-    }
-    counted(sent as usize)
-}
-
-fn receive_all(mut stream: &Stream, limit: Option<u64>) -> Outcome {
-    let limit = limit.unwrap_or(u64::MAX);
-    let mut digest = Sha256::new();
-    let mut buffer = vec![0; 256 << 10];
-    let mut outcome = Outcome::default();
-    while outcome.bytes < limit {
-        let want = usize::try_from(limit - outcome.bytes)
-            .unwrap_or(usize::MAX)
-            .min(buffer.len());
-        match stream.read(&mut buffer[..want]) {
-            Ok(0) => {
-                outcome.end = true;
-                break;
-            }
-            Ok(count) => {
-                digest.update(&buffer[..count]);
-                outcome.bytes += count as u64;
-            }
-            Err(error) => {
-                outcome.errno = of(Err(error)).errno;
-                break;
-            }
-        }
-    }
-    outcome.sha256 = Some(hex(digest.finalize().as_slice()));
-    outcome
 }

@@ -1,5 +1,7 @@
 //! Messages (SEQPACKET) between processes, and between a process and its host.
 
+#[cfg(feature = "tokio")]
+mod asynchronous;
 mod bounds;
 #[path = "../common/mod.rs"]
 mod common;

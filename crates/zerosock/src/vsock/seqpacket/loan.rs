@@ -239,13 +239,26 @@ impl<'a> MessageLoan<'a> {
         self.put(true)
     }
 
-    fn put(mut self, ends_record: bool) -> Result<usize, (io::Error, Self)> {
+    fn put(self, ends_record: bool) -> Result<usize, (io::Error, Self)> {
+        let connection = self.connection;
+        let (len, all) = self.begin(ends_record)?;
+        if !all {
+            // It is sent, whatever comes of the wait.
+            let _ = connection.see_off();
+        }
+        Ok(len)
+    }
+
+    /// Sends it; how many bytes. False: what has found no buffer is kept, and to be seen off.
+    pub(in crate::vsock) fn begin(
+        mut self,
+        ends_record: bool,
+    ) -> Result<(usize, bool), (io::Error, Self)> {
         if self.over > 0 {
             // It was tried before, and the connection has ended.
             return Err((StreamError::Reset.into(), self));
         }
-        let connection = self.connection;
-        let conn = &connection.conn;
+        let conn = &self.connection.conn;
         let attempt = |engine: &mut dyn Engine| match self.queue(engine, ends_record) {
             Ok(Ok(all)) => {
                 engine.flush();
@@ -260,14 +273,8 @@ impl<'a> MessageLoan<'a> {
             .map_err(io::Error::from)
             .and_then(|result| Ok(result?));
         match done {
-            Ok(true) => Ok(self.filled),
-            Ok(false) => {
-                let filled = self.filled;
-                // What was not used goes back before others wait for it.
-                drop(self);
-                connection.see_off();
-                Ok(filled)
-            }
+            // What was not used goes back now, before others wait for it.
+            Ok(all) => Ok((self.filled, all)),
             Err(error) => Err((error, self)),
         }
     }

@@ -280,14 +280,18 @@ impl SeqPacket {
     }
 
     fn put(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<()> {
-        let id = self.conn.id;
-        let all = self
-            .conn
-            .transmit(|engine| engine.send_message(id, slices, ends_record))?;
-        if !all {
-            self.see_off();
+        if !self.begin(slices, ends_record)? {
+            // It is sent, whatever comes of the wait.
+            let _ = self.see_off();
         }
         Ok(())
+    }
+
+    /// Sends a message. False: what has found no buffer is kept, and to be seen off.
+    pub(super) fn begin(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<bool> {
+        let id = self.conn.id;
+        self.conn
+            .transmit(|engine| engine.send_message(id, slices, ends_record))
     }
 
     /// Borrows room for one message of at most `len` bytes where the peer will read it: its own
@@ -310,17 +314,14 @@ impl SeqPacket {
     /// Waits until the rest of a message that is sent has found buffers: nobody else may come to
     /// work for the endpoint. Who does not wait is to come again himself.
     #[cold]
-    fn see_off(&self) {
+    pub(super) fn see_off(&self) -> io::Result<()> {
         let attempt = |engine: &mut dyn Engine| {
             engine.flush();
             (!engine.is_sending(self.conn.id)).then_some(())
         };
         let interest = Interest::Conn(self.conn.id);
-        // It is sent, whatever comes of the wait.
-        let _ = self
-            .conn
-            .core
-            .wait(interest, self.conn.write_patience(), attempt);
+        let patience = self.conn.write_patience();
+        Ok(self.conn.core.wait(interest, patience, attempt)?)
     }
 
     /// Ends one way, or both. What was sent before still arrives; the peer receives `None` behind it.

@@ -1,9 +1,10 @@
-//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases that are awaited.
+//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are awaited.
 //!
 //! A socket here is one of the others that does not wait, and a part in the task that its endpoint
-//! has in the runtime (`reactor`); `halves` are what it is split into.
+//! has in the runtime (`reactor`); `halves` are what a stream is split into; `messages` are those of the other kind.
 
 mod halves;
+mod messages;
 mod reactor;
 #[cfg(test)]
 mod tests;
@@ -22,13 +23,15 @@ use super::hub::Interest;
 use super::lease::Lease;
 use super::listener::Listener;
 use super::loan::Loan;
+use super::seqpacket::SeqPacket;
 use super::stream::Stream;
 use super::{Endpoint, Host};
 pub use halves::{OwnedReadHalf, OwnedWriteHalf, ReadHalf, ReuniteError, WriteHalf};
+pub use messages::{AsyncMessageLoan, AsyncSeqPacket, AsyncSeqPacketListener};
 pub(crate) use reactor::Reactor;
 use reactor::Watched;
 
-/// What async streams are connected from: an [`Endpoint`] or a [`Host`].
+/// What async sockets are connected from: an [`Endpoint`] or a [`Host`].
 pub trait Connector: sealed::Connect {}
 
 impl Connector for Endpoint {}
@@ -43,12 +46,17 @@ mod sealed {
 
     pub trait Connect {
         fn begin(&self, peer: Address) -> io::Result<Stream>;
+        fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket>;
         fn resolver(&self, name: &str) -> Resolver;
     }
 
     impl Connect for Endpoint {
         fn begin(&self, peer: Address) -> io::Result<Stream> {
             self.begin_connect(peer)
+        }
+
+        fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket> {
+            self.begin_connect_seqpacket(peer)
         }
 
         fn resolver(&self, name: &str) -> Resolver {
@@ -60,6 +68,10 @@ mod sealed {
     impl Connect for Host {
         fn begin(&self, peer: Address) -> io::Result<Stream> {
             self.begin_connect(peer)
+        }
+
+        fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket> {
+            self.begin_connect_seqpacket(peer)
         }
 
         fn resolver(&self, name: &str) -> Resolver {

@@ -17,6 +17,10 @@ impl sealed::Connect for From {
         crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
     }
 
+    fn begin_messages(&self, peer: Address) -> io::Result<SeqPacket> {
+        crate::vsock::endpoint::begin_connect(&self.0, peer, Wait::Sleep)
+    }
+
     fn resolver(&self, _: &str) -> sealed::Resolver {
         unreachable!()
     }

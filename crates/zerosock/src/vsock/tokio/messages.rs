@@ -1,0 +1,342 @@
+//! Connections that carry messages, awaited.
+//!
+//! What must hold: whoever gives up waiting has sent nothing, or all of a message; a message that
+//! has begun is seen off by its call, because the endpoint's task ends with its last socket.
+
+use std::io::{self, IoSlice};
+use std::ops::{Deref, DerefMut};
+
+use ::tokio::task::spawn_blocking;
+use zerosock_proto::{Address, Port};
+
+use super::Connector;
+use super::reactor::Watched;
+use crate::vsock::hub::Interest;
+use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketListener};
+
+/// A [`SeqPacket`] in a tokio runtime.
+///
+/// Its calls take it by reference, so that several tasks may share one, in an `Arc`. Each call may
+/// be given up by dropping what it returns: what was to be received is there for the next, and of
+/// what was to be sent nothing was.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use std::io::Write;
+/// use zerosock::vsock::tokio::{AsyncSeqPacket, AsyncSeqPacketListener};
+/// use zerosock::{Address, Port};
+///
+/// let listener = AsyncSeqPacketListener::new(db.listen_seqpacket(Port::new(1), 16)?)?;
+/// let there = Address::new(db.cid(), Port::new(1));
+/// let connecting = AsyncSeqPacket::connect(&web, there);
+/// let (accepted, connected) = tokio::join!(listener.accept(), connecting);
+/// let ((ours, _peer), theirs) = (accepted?, connected?);
+///
+/// theirs.send(b"copied").await?;
+/// let mut out = [0; 16];
+/// assert_eq!(ours.recv(&mut out).await?.expect("a message").len, 6);
+///
+/// let mut loan = theirs.loan(100_000).await?;
+/// loan.write_all(b"written where it will be read")?;
+/// loan.send_eor().await?;
+/// let message = ours.recv_leases().await?.expect("a message");
+/// assert!(message.end_of_record());
+/// assert_eq!(message.to_vec(), b"written where it will be read");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct AsyncSeqPacket {
+    socket: SeqPacket,
+    watch: Watched,
+}
+
+impl AsyncSeqPacket {
+    /// Takes a connection into the runtime of the caller.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
+    ///
+    /// # Panics
+    /// As [`AsyncStream::new`](super::AsyncStream::new).
+    pub fn new(socket: SeqPacket) -> io::Result<AsyncSeqPacket> {
+        let watch = Watched::new(&socket.conn.core, Interest::Conn(socket.conn.id))?;
+        socket.conn.blocking.set_told();
+        Ok(AsyncSeqPacket { socket, watch })
+    }
+
+    /// Connects to `peer`. To give up waiting is to drop what this returns.
+    ///
+    /// # Errors
+    /// As [`Endpoint::connect_seqpacket`](crate::vsock::Endpoint::connect_seqpacket).
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn connect(from: &impl Connector, peer: Address) -> io::Result<AsyncSeqPacket> {
+        let connection = AsyncSeqPacket::new(from.begin_messages(peer)?)?;
+        let socket = &connection.socket;
+        connection.watch.when(|| socket.wait_connected()).await?;
+        Ok(connection)
+    }
+
+    /// Connects to `port` of the attached process called `name`.
+    ///
+    /// # Errors
+    /// `NotFound` when nobody has the name, `InvalidInput` for one that none can have; else as
+    /// [`connect`](Self::connect).
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub async fn connect_name(
+        from: &impl Connector,
+        name: &str,
+        port: Port,
+    ) -> io::Result<AsyncSeqPacket> {
+        let resolver = from.resolver(name);
+        let cid = spawn_blocking(resolver).await.map_err(io::Error::other)??;
+        AsyncSeqPacket::connect(from, Address::new(cid, port)).await
+    }
+
+    /// Our address.
+    pub fn local_addr(&self) -> Address {
+        self.socket.local_addr()
+    }
+
+    /// The peer's address.
+    pub fn peer_addr(&self) -> Address {
+        self.socket.peer_addr()
+    }
+
+    /// The connection itself: its options, its state, and how to
+    /// [`shutdown`](SeqPacket::shutdown) it. Calls of it do not wait.
+    pub fn get_ref(&self) -> &SeqPacket {
+        &self.socket
+    }
+
+    /// The connection, taken out of the runtime; it waits again.
+    pub fn into_inner(self) -> SeqPacket {
+        // Never fails.
+        let _ = self.socket.set_nonblocking(false);
+        self.socket
+    }
+
+    /// As [`SeqPacket::recv`].
+    ///
+    /// # Errors
+    /// As [`SeqPacket::recv`].
+    pub async fn recv(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
+        self.watch.when(|| self.socket.recv(out)).await
+    }
+
+    /// As [`SeqPacket::peek`].
+    ///
+    /// # Errors
+    /// As [`SeqPacket::peek`].
+    pub async fn peek(&self, out: &mut [u8]) -> io::Result<Option<Received>> {
+        self.watch.when(|| self.socket.peek(out)).await
+    }
+
+    /// As [`SeqPacket::recv_leases`].
+    ///
+    /// # Errors
+    /// As [`SeqPacket::recv_leases`].
+    pub async fn recv_leases(&self) -> io::Result<Option<MessageLeases<'_>>> {
+        self.watch.when(|| self.socket.recv_leases()).await
+    }
+
+    /// As [`SeqPacket::send`]. A message of which a part has left for want of buffers arrives even
+    /// if the call is given up then; but its socket, or another of the endpoint's, has to stay
+    /// until it has.
+    ///
+    /// # Errors
+    /// As [`SeqPacket::send`].
+    pub async fn send(&self, message: &[u8]) -> io::Result<()> {
+        self.put(&[IoSlice::new(message)], false).await
+    }
+
+    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    ///
+    /// # Errors
+    /// As [`SeqPacket::send`].
+    pub async fn send_eor(&self, message: &[u8]) -> io::Result<()> {
+        self.put(&[IoSlice::new(message)], true).await
+    }
+
+    /// As [`SeqPacket::send_vectored`].
+    ///
+    /// # Errors
+    /// As [`SeqPacket::send`].
+    pub async fn send_vectored(&self, slices: &[IoSlice<'_>]) -> io::Result<()> {
+        self.put(slices, false).await
+    }
+
+    /// As [`SeqPacket::send_vectored_eor`].
+    ///
+    /// # Errors
+    /// As [`SeqPacket::send`].
+    pub async fn send_vectored_eor(&self, slices: &[IoSlice<'_>]) -> io::Result<()> {
+        self.put(slices, true).await
+    }
+
+    async fn put(&self, slices: &[IoSlice<'_>], ends_record: bool) -> io::Result<()> {
+        let attempt = || self.socket.begin(slices, ends_record);
+        if !self.watch.when(attempt).await? {
+            self.see_off().await;
+        }
+        Ok(())
+    }
+
+    /// As [`SeqPacket::loan`].
+    ///
+    /// # Errors
+    /// As [`SeqPacket::loan`].
+    pub async fn loan(&self, len: usize) -> io::Result<AsyncMessageLoan<'_>> {
+        let loan = self.watch.when(|| self.socket.loan(len)).await?;
+        Ok(AsyncMessageLoan { loan, of: self })
+    }
+
+    async fn see_off(&self) {
+        // It is sent, whatever comes of the wait.
+        let _ = self.watch.when(|| self.socket.see_off()).await;
+    }
+}
+
+/// A [`MessageLoan`] of an [`AsyncSeqPacket`]: the same, but that [`send`](Self::send) is awaited.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// # use zerosock::vsock::tokio::{AsyncSeqPacket, AsyncSeqPacketListener};
+/// # use zerosock::{Address, Port};
+/// # let listener = AsyncSeqPacketListener::new(db.listen_seqpacket(Port::new(1), 16)?)?;
+/// # let there = listener.local_addr();
+/// # let connecting = AsyncSeqPacket::connect(&web, there);
+/// # let (accepted, connected) = tokio::join!(listener.accept(), connecting);
+/// # let ((ours, _peer), theirs) = (accepted?, connected?);
+/// let mut loan = theirs.loan(3).await?;
+/// assert_eq!(loan.write_at(0, b"one")?, 3);
+/// let next = theirs.loan(0).await?;
+/// assert_eq!((loan.send().await?, next.send().await?), (3, 0));
+/// assert_eq!(ours.recv_leases().await?.expect("a message").to_vec(), b"one");
+/// assert!(ours.recv_leases().await?.expect("a message").is_empty());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct AsyncMessageLoan<'a> {
+    loan: MessageLoan<'a>,
+    of: &'a AsyncSeqPacket,
+}
+
+impl<'a> AsyncMessageLoan<'a> {
+    /// As [`MessageLoan::send`]. Given up while it waits to begin, nothing is sent, and the loan
+    /// goes back.
+    ///
+    /// # Errors
+    /// As [`MessageLoan::send`].
+    pub async fn send(self) -> io::Result<usize> {
+        self.put(false).await
+    }
+
+    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    ///
+    /// # Errors
+    /// As [`MessageLoan::send`].
+    pub async fn send_eor(self) -> io::Result<usize> {
+        self.put(true).await
+    }
+
+    /// The loan itself. Calls of it do not wait.
+    pub fn into_inner(self) -> MessageLoan<'a> {
+        self.loan
+    }
+
+    async fn put(self, ends_record: bool) -> io::Result<usize> {
+        let AsyncMessageLoan { loan, of } = self;
+        let mut kept = Some(loan);
+        let attempt = || match kept.take().map(|loan| loan.begin(ends_record)) {
+            Some(Ok(sent)) => Ok(sent),
+            Some(Err((error, loan))) => {
+                kept = Some(loan);
+                Err(error)
+            }
+            // Nobody asks again who was told.
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        };
+        let (len, all) = of.watch.when(attempt).await?;
+        if !all {
+            of.see_off().await;
+        }
+        Ok(len)
+    }
+}
+
+impl<'a> Deref for AsyncMessageLoan<'a> {
+    type Target = MessageLoan<'a>;
+
+    fn deref(&self) -> &MessageLoan<'a> {
+        &self.loan
+    }
+}
+
+impl<'a> DerefMut for AsyncMessageLoan<'a> {
+    fn deref_mut(&mut self) -> &mut MessageLoan<'a> {
+        &mut self.loan
+    }
+}
+
+/// A [`SeqPacketListener`] in a tokio runtime.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+/// use zerosock::vsock::tokio::{AsyncSeqPacket, AsyncSeqPacketListener};
+/// use zerosock::Port;
+///
+/// let listener = AsyncSeqPacketListener::new(db.listen_seqpacket(Port::new(1), 16)?)?;
+/// let there = listener.local_addr();
+/// let client = tokio::spawn(async move { AsyncSeqPacket::connect(&web, there).await });
+/// let (_connection, peer) = listener.accept().await?;
+/// assert_eq!(peer, client.await??.local_addr());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct AsyncSeqPacketListener {
+    listener: SeqPacketListener,
+    watch: Watched,
+}
+
+impl AsyncSeqPacketListener {
+    /// Takes a listener into the runtime of the caller.
+    ///
+    /// # Errors
+    /// When the system has no descriptor left.
+    ///
+    /// # Panics
+    /// Outside of a tokio runtime.
+    pub fn new(listener: SeqPacketListener) -> io::Result<AsyncSeqPacketListener> {
+        let interest = Interest::Port(listener.local_addr().port);
+        let watch = Watched::new(&listener.port().core, interest)?;
+        listener.port().blocking.set_told();
+        Ok(AsyncSeqPacketListener { listener, watch })
+    }
+
+    /// The address that is listened on.
+    pub fn local_addr(&self) -> Address {
+        self.listener.local_addr()
+    }
+
+    /// The oldest connection that waits, and who it is from.
+    ///
+    /// # Errors
+    /// As [`SeqPacketListener::accept`].
+    pub async fn accept(&self) -> io::Result<(AsyncSeqPacket, Address)> {
+        let (socket, peer) = self.watch.when(|| self.listener.accept()).await?;
+        Ok((AsyncSeqPacket::new(socket)?, peer))
+    }
+}

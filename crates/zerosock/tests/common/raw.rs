@@ -102,9 +102,9 @@ impl RawGuest {
         RawGuest::with_all(frontend, seal, features, QueuePairs::ONE)
     }
 
-    /// As `over`, with so many queue pairs.
+    /// As `over`, with so many queue pairs, and SEQPACKET.
     pub(crate) fn with_pairs(frontend: Frontend, seal: bool, pairs: QueuePairs) -> RawGuest {
-        RawGuest::with_all(frontend, seal, 1 << 32 | 1 << 28, pairs)
+        RawGuest::with_all(frontend, seal, 1 << 32 | 1 << 28 | 1 << 1 | 1, pairs)
     }
 
     fn with_all(

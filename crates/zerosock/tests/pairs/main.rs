@@ -9,5 +9,6 @@ mod hosted;
 mod hostile;
 #[path = "../hosting/mod.rs"]
 mod hosting;
+mod movers;
 mod moves;
 mod placing;

@@ -6,6 +6,8 @@ mod common;
 mod flow;
 mod hostile;
 mod place;
+#[cfg(feature = "tokio")]
+mod tasks;
 mod waiting;
 
 use std::ops::Deref;

@@ -117,6 +117,11 @@ impl DatagramLoan<'_> {
     /// # Errors
     /// As [`Datagram::send_to`]; [`DatagramError::Torn`].
     pub fn send(mut self) -> io::Result<usize> {
+        self.try_send()
+    }
+
+    /// As [`send`](Self::send); when it says that it would block, the loan is as it was.
+    pub(in crate::vsock) fn try_send(&mut self) -> io::Result<usize> {
         let socket = self.socket;
         let attempt = |engine: &mut dyn Engine| match self.queue(engine) {
             Ok(()) => {

@@ -350,6 +350,12 @@ impl Datagram {
         })
     }
 
+    /// Calls are made by tasks that are enlisted.
+    #[cfg(feature = "tokio")]
+    pub(super) fn set_told(&self) {
+        self.blocking.set_told();
+    }
+
     /// What a poller asks about it.
     pub(super) fn polled(&self) -> (&Arc<Core>, DatagramId) {
         (&self.core, self.id)

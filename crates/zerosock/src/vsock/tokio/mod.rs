@@ -1,8 +1,10 @@
 //! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are awaited.
 //!
 //! A socket here is one of the others that does not wait, and a part in the task that its endpoint
-//! has in the runtime (`reactor`); `halves` are what a stream is split into; `messages` are those of the other kind.
+//! has in the runtime (`reactor`); `halves` are what a stream is split into; `messages` are those of
+//! the other kind, and `datagram` is what has no connection.
 
+mod datagram;
 mod halves;
 mod messages;
 mod reactor;
@@ -26,6 +28,7 @@ use super::loan::Loan;
 use super::seqpacket::SeqPacket;
 use super::stream::Stream;
 use super::{Endpoint, Host};
+pub use datagram::{AsyncDatagram, AsyncDatagramLoan};
 pub use halves::{OwnedReadHalf, OwnedWriteHalf, ReadHalf, ReuniteError, WriteHalf};
 pub use messages::{AsyncMessageLoan, AsyncSeqPacket, AsyncSeqPacketListener};
 pub(crate) use reactor::Reactor;

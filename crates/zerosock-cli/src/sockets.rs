@@ -132,7 +132,8 @@ pub(crate) fn bind_packets(
     bind_type(path, access, SocketType::SEQPACKET)
 }
 
-fn bind_type(
+/// As [`bind`], a socket of type `kind`.
+pub(crate) fn bind_type(
     path: &Path,
     access: Access,
     kind: SocketType,

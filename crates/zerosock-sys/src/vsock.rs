@@ -20,7 +20,19 @@ pub const CID_ANY: u32 = u32::MAX;
 /// # Errors
 /// What socket(2) and connect(2) answer: ENODEV or EAFNOSUPPORT where the kernel has no vsock.
 pub fn connect(cid: u32, port: u32) -> io::Result<OwnedFd> {
-    let fd = socket(SocketFlags::NONBLOCK)?;
+    connect_type(SocketType::STREAM, cid, port)
+}
+
+/// As [`connect`], with a socket of messages (SOCK_SEQPACKET).
+///
+/// # Errors
+/// As [`connect`]; ESOCKTNOSUPPORT when the kernel's transport has none.
+pub fn connect_seqpacket(cid: u32, port: u32) -> io::Result<OwnedFd> {
+    connect_type(SocketType::SEQPACKET, cid, port)
+}
+
+fn connect_type(kind: SocketType, cid: u32, port: u32) -> io::Result<OwnedFd> {
+    let fd = socket(kind, SocketFlags::NONBLOCK)?;
     match call_connect(&fd, cid, port) {
         Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => Ok(fd),
         Err(error) => Err(error),
@@ -65,7 +77,19 @@ pub fn connect_blocking(cid: u32, port: u32, timeout: Duration) -> io::Result<Ow
 /// # Errors
 /// What socket(2), bind(2) and listen(2) answer: EADDRINUSE, EACCES for ports below 1024.
 pub fn listen(cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
-    let fd = socket(SocketFlags::NONBLOCK)?;
+    listen_type(SocketType::STREAM, cid, port, backlog)
+}
+
+/// As [`listen`], with a socket of messages (SOCK_SEQPACKET).
+///
+/// # Errors
+/// As [`listen`].
+pub fn listen_seqpacket(cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
+    listen_type(SocketType::SEQPACKET, cid, port, backlog)
+}
+
+fn listen_type(kind: SocketType, cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
+    let fd = socket(kind, SocketFlags::NONBLOCK)?;
     let address = address(cid, port);
     // SAFETY: `address` is a complete `sockaddr_vm`, its length is given, and it outlives the
     // call, which only reads it.
@@ -167,13 +191,9 @@ pub fn receive_low_water(fd: impl AsFd) -> io::Result<u32> {
 
 const ADDRESS_LEN: socklen_t = size_of::<sockaddr_vm>() as socklen_t;
 
-fn socket(flags: SocketFlags) -> io::Result<OwnedFd> {
-    Ok(socket_with(
-        AddressFamily::VSOCK,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC | flags,
-        None,
-    )?)
+fn socket(kind: SocketType, flags: SocketFlags) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | flags;
+    Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
 }
 
 fn address(cid: u32, port: u32) -> sockaddr_vm {

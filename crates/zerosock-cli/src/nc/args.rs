@@ -20,6 +20,14 @@ pub(crate) struct NcArgs {
     /// service-listen:PATH:PORT
     pub(crate) endpoint: Endpoint,
 
+    /// Messages instead of a stream: sockets of type SOCK_SEQPACKET
+    ///
+    /// What one read of standard input gives is one message: a line at a terminal, a packet of a
+    /// socket of packets, else up to 65536 bytes. Messages that arrive go to standard output one
+    /// behind the other.
+    #[arg(long)]
+    pub(crate) seqpacket: bool,
+
     /// Give up when connecting (or waiting for a connection) takes longer, and later when no byte
     /// has moved for as long [default: wait for ever]
     #[arg(short = 'w', long, value_name = "SECONDS", value_parser = duration::parse)]
@@ -62,7 +70,8 @@ Endpoints:
   unix:PATH           connect to a Unix stream socket
   unix-listen:PATH    accept one connection at PATH; a stale socket there is replaced
   hybrid:PATH:PORT    connect to PORT in a guest, through the --uds-path of `zerosock serve`,
-                      vhost-device-vsock, Firecracker or cloud-hypervisor (CONNECT and OK)
+                      vhost-device-vsock, Firecracker or cloud-hypervisor (CONNECT and OK); with
+                      --seqpacket, through the --uds-path-seqpacket of `zerosock serve`
   attach:PATH:CID:PORT, attach-listen:PATH:PORT
                       the same as a process with a CID of its own, at the --attach-socket PATH of
                       `zerosock serve`; the CID may be the name of another process

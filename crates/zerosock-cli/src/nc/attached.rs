@@ -9,7 +9,7 @@ use zerosock::{Address, Cid, Port};
 
 use super::connect::ConnectError;
 use super::endpoint::Peer;
-use super::wire::Wire;
+use super::wire::{Kind, Wire};
 
 /// As what to attach.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -24,6 +24,7 @@ pub(super) fn connect(
     path: &Path,
     to: &Peer,
     port: u32,
+    kind: Kind,
     left: Option<Duration>,
 ) -> Result<Wire, ConnectError> {
     let endpoint = attach(role, path, &[], left)?;
@@ -32,9 +33,13 @@ pub(super) fn connect(
         Peer::Cid(cid) => Cid::new(*cid),
         Peer::Name(name) => endpoint.resolve(name.as_str()).map_err(&failed)?,
     };
-    let stream = endpoint.connect(Address::new(cid, Port::new(port)));
-    // The stream keeps our place.
-    stream.map(Wire::Stream).map_err(failed)
+    let to = Address::new(cid, Port::new(port));
+    // What is connected keeps our place.
+    let connected = match kind {
+        Kind::Bytes => endpoint.connect(to).map(Wire::Stream),
+        Kind::Messages => endpoint.connect_seqpacket(to).map(Wire::Messages),
+    };
+    connected.map_err(failed)
 }
 
 /// Attaches, says so by `listening`, and waits for one connection to `port`, which nobody else is
@@ -43,20 +48,31 @@ pub(super) fn listen(
     role: Role,
     path: &Path,
     port: u32,
+    kind: Kind,
     left: Option<Duration>,
     listening: &impl Fn(),
 ) -> Result<Wire, ConnectError> {
     let port = Port::new(port);
     let endpoint = attach(role, path, &[port], left)?;
     let failed = failed(format!("waiting for a connection to port {port}"));
-    let listener = endpoint.listen(port, 1).map_err(&failed)?;
-    listening();
-    let accepted = match left {
-        Some(left) => listener.accept_timeout(left),
-        None => listener.accept(),
+    // For ever is longer than anybody waits.
+    let left = left.unwrap_or(Duration::MAX);
+    let accepted = match kind {
+        Kind::Bytes => {
+            let listener = endpoint.listen(port, 1).map_err(&failed)?;
+            listening();
+            let accepted = listener.accept_timeout(left);
+            accepted.map(|(stream, _)| Wire::Stream(stream))
+        }
+        Kind::Messages => {
+            let listener = endpoint.listen_seqpacket(port, 1).map_err(&failed)?;
+            listening();
+            let accepted = listener.accept_timeout(left);
+            accepted.map(|(connection, _)| Wire::Messages(connection))
+        }
     };
     match accepted {
-        Ok((stream, _)) => Ok(Wire::Stream(stream)),
+        Ok(wire) => Ok(wire),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
             let waiting = format!("waiting for a connection to port {port}");
             Err(ConnectError::TimedOut(waiting))

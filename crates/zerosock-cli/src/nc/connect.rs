@@ -1,8 +1,8 @@
-//! From an endpoint to a connected, blocking stream socket.
+//! From an endpoint to a connected, blocking socket.
 
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, sockopt};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::attached::{self, Role};
 use super::endpoint::Endpoint;
-use super::wire::Wire;
+use super::wire::{Kind, Wire};
 use crate::sockets;
 
 /// Why there is no connection.
@@ -87,6 +87,7 @@ impl Deadline {
 /// Connects, or waits for one connection. `listening` is called when others may connect.
 pub(crate) fn establish(
     endpoint: &Endpoint,
+    kind: Kind,
     deadline: Deadline,
     retry: bool,
     listening: impl Fn(),
@@ -95,24 +96,34 @@ pub(crate) fn establish(
     let mut pause = Duration::from_millis(20);
     loop {
         let result = match endpoint {
-            Endpoint::Vsock { cid, port } => vsock(*cid, *port, deadline).map(Wire::from),
-            Endpoint::VsockListen { port } => {
-                vsock_listen(*port, deadline, &listening).map(Wire::from)
+            Endpoint::Vsock { cid, port } => {
+                vsock(*cid, *port, kind, deadline).map(|socket| kind.of(socket))
             }
-            Endpoint::Unix(path) => unix(path, deadline).map(OwnedFd::from).map(Wire::from),
-            Endpoint::UnixListen(path) => unix_listen(path, deadline, &listening).map(Wire::from),
-            Endpoint::Hybrid { path, port } => hybrid(path, *port, deadline).map(Wire::from),
+            Endpoint::VsockListen { port } => {
+                vsock_listen(*port, kind, deadline, &listening).map(|socket| kind.of(socket))
+            }
+            Endpoint::Unix(path) => unix(path, kind, deadline).map(|socket| kind.of(socket)),
+            Endpoint::UnixListen(path) => {
+                unix_listen(path, kind, deadline, &listening).map(|socket| kind.of(socket))
+            }
+            Endpoint::Hybrid { path, port } => {
+                hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
+            }
             Endpoint::Attach { path, to, port } => {
-                attached::connect(Role::Process, path, to, *port, deadline.left())
+                let role = Role::Process;
+                attached::connect(role, path, to, *port, kind, deadline.left())
             }
             Endpoint::AttachListen { path, port } => {
-                attached::listen(Role::Process, path, *port, deadline.left(), &listening)
+                let role = Role::Process;
+                attached::listen(role, path, *port, kind, deadline.left(), &listening)
             }
             Endpoint::Service { path, to, port } => {
-                attached::connect(Role::Service, path, to, *port, deadline.left())
+                let role = Role::Service;
+                attached::connect(role, path, to, *port, kind, deadline.left())
             }
             Endpoint::ServiceListen { path, port } => {
-                attached::listen(Role::Service, path, *port, deadline.left(), &listening)
+                let role = Role::Service;
+                attached::listen(role, path, *port, kind, deadline.left(), &listening)
             }
         };
         match result {
@@ -128,7 +139,7 @@ pub(crate) fn establish(
     }
 }
 
-fn vsock(cid: u32, port: u32, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
+fn vsock(cid: u32, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     let failed = |error: io::Error| match Errno::from_io_error(&error) {
         Some(Errno::CONNRESET | Errno::CONNREFUSED) => {
             ConnectError::Refused(format!("nobody listens on port {port} of CID {cid}"))
@@ -143,7 +154,11 @@ fn vsock(cid: u32, port: u32, deadline: Deadline) -> Result<OwnedFd, ConnectErro
             source: error,
         },
     };
-    let socket = zerosock_sys::vsock::connect(cid, port).map_err(failed)?;
+    let connecting = match kind {
+        Kind::Bytes => zerosock_sys::vsock::connect(cid, port),
+        Kind::Messages => zerosock_sys::vsock::connect_seqpacket(cid, port),
+    };
+    let socket = connecting.map_err(failed)?;
     if !wait_for(&socket, PollFlags::OUT, deadline).map_err(failed)? {
         return Err(ConnectError::TimedOut(format!(
             "connecting to vsock:{cid}:{port}"
@@ -156,6 +171,7 @@ fn vsock(cid: u32, port: u32, deadline: Deadline) -> Result<OwnedFd, ConnectErro
 
 fn vsock_listen(
     port: u32,
+    kind: Kind,
     deadline: Deadline,
     listening: &impl Fn(),
 ) -> Result<OwnedFd, ConnectError> {
@@ -164,7 +180,11 @@ fn vsock_listen(
         source,
     };
     let any = zerosock_sys::vsock::CID_ANY;
-    let listener = zerosock_sys::vsock::listen(any, port, 1).map_err(failed)?;
+    let listener = match kind {
+        Kind::Bytes => zerosock_sys::vsock::listen(any, port, 1),
+        Kind::Messages => zerosock_sys::vsock::listen_seqpacket(any, port, 1),
+    };
+    let listener = listener.map_err(failed)?;
     listening();
     if !wait_for(&listener, PollFlags::IN, deadline).map_err(failed)? {
         return Err(ConnectError::TimedOut(format!(
@@ -175,7 +195,7 @@ fn vsock_listen(
     Ok(socket)
 }
 
-fn unix(path: &Path, deadline: Deadline) -> Result<UnixStream, ConnectError> {
+fn unix(path: &Path, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     let failed = |errno: Errno| match errno {
         Errno::CONNREFUSED => ConnectError::Refused(format!(
             "nobody listens on {} (a stale socket)",
@@ -187,13 +207,21 @@ fn unix(path: &Path, deadline: Deadline) -> Result<UnixStream, ConnectError> {
             path.display()
         )),
         errno => ConnectError::System {
-            doing: format!("connecting to {}", path.display()),
+            doing: match (errno, kind) {
+                (Errno::PROTOTYPE, Kind::Bytes) => {
+                    format!("{} is no stream socket (--seqpacket?)", path.display())
+                }
+                (Errno::PROTOTYPE, Kind::Messages) => {
+                    format!("{} is no SOCK_SEQPACKET socket", path.display())
+                }
+                _ => format!("connecting to {}", path.display()),
+            },
             source: errno.into(),
         },
     };
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
-        SocketType::STREAM,
+        kind.socket_type(),
         SocketFlags::CLOEXEC,
         None,
     )
@@ -202,7 +230,7 @@ fn unix(path: &Path, deadline: Deadline) -> Result<UnixStream, ConnectError> {
     set_time_to_send(&socket, deadline.left()).map_err(failed)?;
     rustix::net::connect(&socket, &address).map_err(failed)?;
     set_time_to_send(&socket, None).map_err(failed)?;
-    Ok(UnixStream::from(socket))
+    Ok(socket)
 }
 
 fn set_time_to_send(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Result<()> {
@@ -213,6 +241,7 @@ fn set_time_to_send(socket: &OwnedFd, limit: Option<Duration>) -> rustix::io::Re
 
 fn unix_listen(
     path: &Path,
+    kind: Kind,
     deadline: Deadline,
     listening: &impl Fn(),
 ) -> Result<OwnedFd, ConnectError> {
@@ -223,13 +252,14 @@ fn unix_listen(
     // While the socket file exists, a signal must not leave it behind: the wait below is then
     // interrupted. Once a connection is there, the signals do again what they always did.
     let asked = Asked::catch().map_err(failed)?;
-    let (listener, file) = sockets::bind(path, sockets::Access::default())?;
+    let (listener, file) =
+        sockets::bind_type(path, sockets::Access::default(), kind.socket_type())?;
     listening();
     let accepted = asked.wait_for_connection(&listener, deadline);
     drop(file);
     asked.restore_default();
     match accepted.map_err(failed)? {
-        Some(stream) => Ok(stream.into()),
+        Some(socket) => Ok(socket),
         None => {
             let waiting = format!("waiting for a connection at {}", path.display());
             Err(ConnectError::TimedOut(waiting))
@@ -260,9 +290,9 @@ impl Asked {
 
     fn wait_for_connection(
         &self,
-        listener: &UnixListener,
+        listener: &OwnedFd,
         deadline: Deadline,
-    ) -> io::Result<Option<UnixStream>> {
+    ) -> io::Result<Option<OwnedFd>> {
         loop {
             let [(_, terminate), (_, interrupt)] = &self.by;
             let mut watched = [
@@ -281,7 +311,10 @@ impl Asked {
                 return Err(io::ErrorKind::Interrupted.into());
             }
             if connection {
-                return listener.accept().map(|(stream, _)| Some(stream));
+                match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+                    Err(Errno::INTR | Errno::CONNABORTED) => {}
+                    accepted => return Ok(Some(accepted?)),
+                }
             }
         }
     }
@@ -291,25 +324,28 @@ impl Asked {
     }
 }
 
-/// CONNECT and OK, byte by byte: whatever follows the newline is the guest's.
-fn hybrid(path: &Path, port: u32, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
+/// CONNECT and OK: byte by byte, because whatever follows the newline is the guest's; or a packet
+/// for each.
+fn hybrid(path: &Path, port: u32, kind: Kind, deadline: Deadline) -> Result<OwnedFd, ConnectError> {
     /// `OK `, ten digits and a newline, and some patience for other programs' blanks.
     const LONGEST_ANSWER: usize = 64;
 
-    let mut stream = unix(path, deadline)?;
+    let socket = unix(path, kind, deadline)?;
     let refused = || {
         ConnectError::Refused(format!(
             "{} closed without OK: nobody listens on port {port} in the guest, or no guest is up",
             path.display()
         ))
     };
-    match stream.write_all(format!("CONNECT {port}\n").as_bytes()) {
-        Ok(()) => {}
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Err(refused()),
-        Err(source) => {
+    // So few bytes fit into a buffer that is empty, all of them.
+    let line = format!("CONNECT {port}\n");
+    match rustix::net::send(&socket, line.as_bytes(), SendFlags::NOSIGNAL) {
+        Ok(_) => {}
+        Err(Errno::PIPE) => return Err(refused()),
+        Err(errno) => {
             return Err(ConnectError::System {
                 doing: "sending CONNECT".into(),
-                source,
+                source: errno.into(),
             });
         }
     }
@@ -319,32 +355,34 @@ fn hybrid(path: &Path, port: u32, deadline: Deadline) -> Result<OwnedFd, Connect
     };
     let mut answer = Vec::with_capacity(LONGEST_ANSWER);
     loop {
-        if !wait_for(&stream, PollFlags::IN, deadline).map_err(failed)? {
+        if !wait_for(&socket, PollFlags::IN, deadline).map_err(failed)? {
             return Err(ConnectError::TimedOut(format!(
                 "waiting for OK from {}",
                 path.display()
             )));
         }
-        let mut byte = [0];
-        match rustix::net::recv(&stream, &mut byte, RecvFlags::empty()) {
+        let mut packet = [0; LONGEST_ANSWER];
+        let most = match kind {
+            Kind::Bytes => 1,
+            Kind::Messages => LONGEST_ANSWER,
+        };
+        let (part, _) = packet.split_at_mut(most);
+        let got = match rustix::net::recv(&socket, &mut *part, RecvFlags::empty()) {
             Err(Errno::INTR) => continue,
             Ok((0, _)) | Err(Errno::CONNRESET) => return Err(refused()),
             Err(errno) => return Err(failed(errno.into())),
-            Ok(_) => {}
-        }
-        if byte == *b"\n" {
-            break;
-        }
-        answer.extend(byte);
-        if answer.len() == LONGEST_ANSWER {
+            Ok((got, _)) => got,
+        };
+        answer.extend_from_slice(part.get(..got).unwrap_or_default());
+        if kind == Kind::Messages || answer.ends_with(b"\n") || answer.len() == LONGEST_ANSWER {
             break;
         }
     }
     let text = String::from_utf8_lossy(&answer);
     match text.trim_end().strip_prefix("OK ").map(str::parse::<u32>) {
-        Some(Ok(_)) => Ok(stream.into()),
+        Some(Ok(_)) => Ok(socket),
         _ => {
-            let said = text.escape_debug();
+            let said = text.trim_end_matches('\n').escape_debug();
             Err(ConnectError::Handshake(format!(
                 "{} answered `{said}` to CONNECT",
                 path.display()

@@ -19,6 +19,7 @@ use self::args::NcArgs;
 use self::connect::Deadline;
 use self::progress::Progress;
 use self::pump::{Moved, Policy};
+use self::wire::Kind;
 use crate::failure::Failure;
 
 /// Runs until the connection is over.
@@ -30,7 +31,13 @@ pub(crate) fn main(args: NcArgs) -> Result<(), Failure> {
         }
     };
     let deadline = Deadline::after(args.timeout);
-    let socket = connect::establish(endpoint, deadline, args.retry, || say("listening"))
+    let kind = if args.seqpacket {
+        Kind::Messages
+    } else {
+        Kind::Bytes
+    };
+    let listening = || say("listening");
+    let socket = connect::establish(endpoint, kind, deadline, args.retry, listening)
         .map_err(|error| Failure::runtime(format_args!("{endpoint}: {error}")))?;
     say("connected");
 

@@ -21,9 +21,6 @@ use rustix::stdio;
 use super::progress::Progress;
 use super::wire::Wire;
 
-/// Large enough that system calls do not matter, small enough for a core's cache.
-const BUFFER: usize = 256 * 1024;
-
 /// How often progress is shown and time-outs are looked at.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -218,7 +215,7 @@ impl Watch {
 }
 
 fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
-    let mut buffer = vec![0; BUFFER];
+    let mut buffer = vec![0; socket.kind().sends_at_once()];
     loop {
         let length = read(stdio::stdin(), &mut buffer).map_err(PumpError::Stdin)?;
         let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {
@@ -242,7 +239,7 @@ fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
 }
 
 fn receive(socket: &Wire, moved: &Moved) -> Result<(), PumpError> {
-    let mut buffer = vec![0; BUFFER];
+    let mut buffer = vec![0; socket.kind().receives_at_once()];
     loop {
         let length = socket.receive(&mut buffer).map_err(PumpError::Receive)?;
         let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {

@@ -473,6 +473,21 @@ impl RxCredit {
         self.eager = self.unread() > 0;
     }
 
+    /// A part of a message has come that is not its end, from a peer with a buffer of `peer_buffer`
+    /// bytes. Linux begins a message with whatever credit it has, and asks for no more when that is
+    /// used up; and half of a message is nothing that its reader would take. So as soon as the next
+    /// packet could be cut short by that, what is consumed is announced without waiting for half a
+    /// buffer. True: the peer should be told now.
+    pub(crate) fn within_message(&mut self, peer_buffer: u32) -> bool {
+        let used = self.rx_cnt.wrapping_sub(self.announced);
+        let known = self.buf_alloc.min(peer_buffer).saturating_sub(used);
+        if known >= MAX_PAYLOAD {
+            return false;
+        }
+        self.requested();
+        self.has_news()
+    }
+
     /// Changes the buffer. What the peer was promised stays promised.
     pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
         self.buf_alloc = buf_alloc;

@@ -297,3 +297,64 @@ fn a_message_that_stays_empty_waits_for_the_reader_of_others() {
     assert!(matches!(got, Disposition::Part { len: 0, .. }));
     assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
 }
+
+/// What Linux does: it begins a message with what credit it has, and when that is used up it waits,
+/// and asks for nothing. Whoever keeps half a message until it is whole must tell of room by himself.
+#[test]
+fn who_has_begun_a_message_is_told_of_room_without_asking() {
+    const BUFFER: u32 = 262_144;
+    let (mut guest, mut host, ours, theirs) = messages(BUFFER);
+    send(&mut guest, &mut host, ours, 200_000, 65_536).unwrap();
+    host.consume(theirs, 131_072).unwrap();
+    assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
+    // Not half of the buffer: it is not told of this.
+    host.consume(theirs, 200_000 - 131_072).unwrap();
+    assert!(host.poll_transmit(NOW, 0).is_none());
+    let mut left = BUFFER - (200_000 - 131_072);
+    let mut header = part_of(&mut guest, ours);
+    while left > 0 {
+        header.len = left.min(65_536);
+        left -= header.len;
+        let got = host.handle_packet(NOW, &header);
+        assert!(matches!(got, Disposition::Part { .. }), "{got:?}");
+        // Only when less than a packet is left, and it does not know better.
+        let told = host.poll_transmit(NOW, 0);
+        assert_eq!(told.is_some(), (1..65_536).contains(&left), "{left} left");
+        if let Some(update) = told {
+            assert!(is(&update.header, Op::CreditUpdate));
+            assert_eq!(update.header.fwd_cnt, 200_000);
+        }
+    }
+    (header.len, header.flags) = (200_000 - 131_072, SEQ_EOM);
+    let got = host.handle_packet(NOW, &header);
+    assert!(matches!(got, Disposition::Part { .. }), "{got:?}");
+}
+
+/// And if the room comes later, with a message before that was not read yet, he is told then, and of
+/// each bit of it.
+#[test]
+fn who_has_begun_a_message_is_told_when_the_one_before_is_read() {
+    let (mut guest, mut host, ours, theirs) = messages(100_000);
+    send(&mut guest, &mut host, ours, 2000, 1000).unwrap();
+    let mut header = part_of(&mut guest, ours);
+    for len in [50_000, 48_000] {
+        header.len = len;
+        let got = host.handle_packet(NOW, &header);
+        assert!(matches!(got, Disposition::Part { .. }), "{got:?}");
+        assert!(host.poll_transmit(NOW, 0).is_none(), "nothing is read");
+    }
+    for read in [1000, 2000] {
+        host.consume(theirs, 1000).unwrap();
+        let update = host.poll_transmit(NOW, 0).expect("an update");
+        assert!(is(&update.header, Op::CreditUpdate));
+        assert_eq!(update.header.fwd_cnt, read);
+    }
+}
+
+/// A packet that does not end its message.
+fn part_of(guest: &mut Shard, ours: FlowId) -> Repr {
+    let mut room = guest.reserve_message(ours, 1).unwrap();
+    let mut header = guest.commit_part(&mut room, 1, Some(0)).unwrap();
+    header.flags = 0;
+    header
+}

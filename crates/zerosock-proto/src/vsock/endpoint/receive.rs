@@ -104,6 +104,10 @@ impl<S: BuildHasher> Shard<S> {
         self.stats.packets += 1;
         self.stats.delivered_bytes += u64::from(len);
         let flags = connection.message_flags(header.flags);
+        if !ends && connection.rx.within_message(header.buf_alloc) {
+            connection.control.credit_update = true;
+            self.update_lists(flow.index);
+        }
         Some(Disposition::Part { flow, len, flags })
     }
 
@@ -312,7 +316,12 @@ impl<S: BuildHasher> Shard<S> {
                     let flow = self.table.id(index);
                     return Disposition::Deliver { flow, len };
                 };
-                messages.rx.receive(len, flags & SEQ_EOM != 0);
+                let ends = flags & SEQ_EOM != 0;
+                messages.rx.receive(len, ends);
+                if !ends && connection.rx.within_message(header.buf_alloc) {
+                    connection.control.credit_update = true;
+                    self.update_lists(index);
+                }
                 let flow = self.table.id(index);
                 Disposition::Part { flow, len, flags }
             }

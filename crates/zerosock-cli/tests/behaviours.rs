@@ -6,7 +6,7 @@ mod behaviour;
 use std::path::Path;
 
 use behaviour::library::Library;
-use behaviour::{each_behaviour, show};
+use behaviour::{ALL, Behaviour, With, each_behaviour, pairs, show, table};
 use zerosock::Cid;
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
 use zerosock::vsock::{Endpoint, Host};
@@ -26,10 +26,21 @@ mod host_to_process {
     super::each_behaviour!(super::from_a_host);
 }
 
-/// Queue pairs of devices and drivers: ZEROSOCK_TEST_PAIRS, or one.
-fn pairs() -> u16 {
-    let pairs = std::env::var("ZEROSOCK_TEST_PAIRS");
-    pairs.map_or(1, |pairs| pairs.parse().expect("a number of pairs"))
+/// docs/behaviours.md has a row for each, and none for anything else; and what it does not claim to
+/// be shown here are those that need a kernel's calls.
+#[test]
+fn the_table_has_all_of_the_list() {
+    let sorted = |mut names: Vec<&'static str>| {
+        names.sort_unstable();
+        names
+    };
+    let listed = |here: fn(&Behaviour) -> bool| {
+        let found = ALL.iter().filter(|one| here(one));
+        sorted(found.map(|one| one.name).collect())
+    };
+    assert_eq!(sorted(table::names()), listed(|_| true));
+    let here = listed(|one| one.with == With::Any);
+    assert_eq!(sorted(table::between_processes()), here);
 }
 
 fn vm(dir: &Path, cid: u64) -> VmConfig {

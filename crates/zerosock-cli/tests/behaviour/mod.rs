@@ -16,6 +16,7 @@ mod connecting;
 pub(crate) mod library;
 mod records;
 pub(crate) mod side;
+pub(crate) mod table;
 mod zero_copy;
 
 #[allow(unused_imports, reason = "each test program uses its own part")]
@@ -28,7 +29,7 @@ pub(crate) struct Behaviour {
     /// Who has to be there.
     pub(crate) with: With,
     /// Shows it, or panics.
-    pub(crate) run: fn(&Pair) -> Verdict,
+    run: fn(&Pair) -> Verdict,
 }
 
 /// Between whom a behaviour can be shown.
@@ -157,11 +158,26 @@ behaviours! {
     }
 }
 
+impl Behaviour {
+    /// Shows it, and that the table knows whether it can be shown.
+    pub(crate) fn show(&self, pair: &Pair) -> Verdict {
+        let verdict = (self.run)(pair);
+        table::check(self.name, pair, pairs(), verdict.is_ok());
+        verdict
+    }
+}
+
+/// Queue pairs of devices and drivers: ZEROSOCK_TEST_PAIRS, or one.
+pub(crate) fn pairs() -> u16 {
+    let pairs = std::env::var("ZEROSOCK_TEST_PAIRS");
+    pairs.map_or(1, |pairs| pairs.parse().expect("a number of pairs"))
+}
+
 /// Shows the behaviour called `name`; prints why, if it cannot.
 pub(crate) fn show(name: &str, client: &dyn Side, server: &dyn Side) {
     let found = ALL.iter().find(|one| one.name == name);
     let one = found.expect("a name of the list");
-    if let Err(Skip(reason)) = (one.run)(&Pair { client, server }) {
+    if let Err(Skip(reason)) = one.show(&Pair { client, server }) {
         println!("SKIPPED {name}: {reason}");
     }
 }

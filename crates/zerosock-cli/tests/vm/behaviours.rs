@@ -10,7 +10,7 @@ use zerosock_cli::vm::protocol::Command;
 
 use crate::InLab;
 use crate::behaviour::library::Library;
-use crate::behaviour::{ALL, Behaviour, Pair, Side, Skip, Started, Verdict, With};
+use crate::behaviour::{ALL, Behaviour, Pair, Side, Skip, Started, Verdict, With, pairs};
 use crate::lab::{Lab, STEP, Skipped, Vm};
 
 /// A guest's kernel as a side.
@@ -34,38 +34,38 @@ impl Side for Guest<'_> {
 }
 
 /// Shows a behaviour in a lab.
-type Setting = fn(&Lab, fn(&Pair) -> Verdict) -> Verdict;
+type Setting = fn(&Lab, &Behaviour) -> Verdict;
 
 /// What a setting is called, whether client and server are guests, and how it is made.
 const SETTINGS: &[(&str, [bool; 2], Setting)] = &[
-    ("guest_to_process", [true, false], |lab, run| {
-        run(&Pair {
+    ("guest_to_process", [true, false], |lab, one| {
+        one.show(&Pair {
             client: &guest(lab, &lab.a),
             server: &process(lab),
         })
     }),
-    ("process_to_guest", [false, true], |lab, run| {
-        run(&Pair {
+    ("process_to_guest", [false, true], |lab, one| {
+        one.show(&Pair {
             client: &process(lab),
             server: &guest(lab, &lab.a),
         })
     }),
-    ("guest_to_guest", [true, true], |lab, run| {
-        run(&Pair {
+    ("guest_to_guest", [true, true], |lab, one| {
+        one.show(&Pair {
             client: &guest(lab, &lab.a),
             server: &guest(lab, &lab.b),
         })
     }),
-    ("guest_to_host", [true, false], |lab, run| {
+    ("guest_to_host", [true, false], |lab, one| {
         let embedded = lab.embedded();
-        run(&Pair {
+        one.show(&Pair {
             client: &guest(lab, &embedded.guest),
             server: &embedded.host,
         })
     }),
-    ("host_to_guest", [false, true], |lab, run| {
+    ("host_to_guest", [false, true], |lab, one| {
         let embedded = lab.embedded();
-        run(&Pair {
+        one.show(&Pair {
             client: &embedded.host,
             server: &guest(lab, &embedded.guest),
         })
@@ -82,7 +82,7 @@ pub(crate) fn all() -> impl Iterator<Item = (String, InLab)> {
             With::KernelServer => server,
         };
         ALL.iter().filter(possible).map(move |behaviour| {
-            let run = |lab: &Lab| show(lab, behaviour.run).map_err(|Skip(reason)| Skipped(reason));
+            let run = |lab: &Lab| show(lab, behaviour).map_err(|Skip(reason)| Skipped(reason));
             let run: InLab = Arc::new(run);
             (format!("{setting}::{}", behaviour.name), run)
         })
@@ -101,7 +101,8 @@ fn guest<'a>(lab: &Lab, vm: &'a Vm) -> Guest<'a> {
 fn process(lab: &Lab) -> Library {
     let give_up = Instant::now() + STEP;
     loop {
-        match Endpoint::builder().attach_device(&lab.process.vhost) {
+        let builder = Endpoint::builder().queue_pairs(pairs());
+        match builder.attach_device(&lab.process.vhost) {
             Ok(endpoint) => return Library::new(endpoint),
             Err(error) => assert!(Instant::now() < give_up, "{error}"),
         }

@@ -24,6 +24,7 @@ use zerosock_cli::vm::qemu::{self, Guest};
 use zerosock_cli::vm::remote::{Pending, Remote};
 
 use crate::behaviour::library::Library;
+use crate::behaviour::pairs;
 
 /// For every single step; generous, because the guest may be emulated on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(40);
@@ -152,6 +153,8 @@ impl Lab {
         if std::env::var_os("ZEROSOCK_DEVICE").is_none() {
             program.arguments.push("--attach-socket".into());
             program.arguments.push(attach.clone().into());
+            program.arguments.push("--queue-pairs".into());
+            program.arguments.push(pairs().to_string().into());
         }
         let device = Device::start(&program, &endpoints, echo("device")).expect("a device");
         let [a, b, _] = &endpoints;
@@ -206,8 +209,10 @@ impl Lab {
             let dir = short_dir();
             let endpoint = Endpoint::new(dir.path(), 6);
             let cid = Cid::guest(endpoint.cid.into()).expect("a guest's CID");
-            let host = Host::builder().vm(cid, &endpoint.vhost).start();
-            let host = Library::new(host.expect("a host"));
+            let host = Host::builder()
+                .queue_pairs(pairs())
+                .vm(cid, &endpoint.vhost);
+            let host = Library::new(host.start().expect("a host"));
             let vm = (
                 self.kernel.clone(),
                 self.initramfs.clone(),

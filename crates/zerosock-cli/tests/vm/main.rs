@@ -7,6 +7,7 @@
 //! - `ZEROSOCK_DEVICE`: another device with vhost-device-vsock's command line, to compare,
 //! - `ZEROSOCK_GUEST`: the program taken into the guest (a release build is much faster),
 //! - `ZEROSOCK_ACCEL`: `kvm` or `tcg`, instead of trying,
+//! - `ZEROSOCK_TEST_PAIRS`: queue pairs of the device, of processes and of the embedding host,
 //! - `ZEROSOCK_ECHO=1`: shows what device and guests print.
 
 #[path = "../behaviour/mod.rs"]

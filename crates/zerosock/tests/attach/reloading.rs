@@ -332,3 +332,45 @@ fn an_order_that_cannot_be_carried_out_changes_nothing() {
     assert!(matches!(refused, Err(ReloadError::NobodyAttaches)));
     none.shutdown();
 }
+
+#[test]
+fn who_may_be_no_service_any_more_keeps_its_ports_and_gets_no_others() {
+    use super::services::service;
+    let lab = Lab::with(
+        1,
+        |config| config.workers = 2,
+        |attach| attach.service_uids = vec![rustix::process::geteuid().as_raw()],
+    );
+    let mut guest = lab.guest(0);
+    let mut one = service(&lab, &[10]);
+    let mut terms =
+        AttachConfig::new(attach::listen(&lab.path.with_extension("x")).unwrap()).terms();
+    terms.service_uids = vec![4_000_000_001];
+    let without = Reload {
+        attach: Some(terms.clone()),
+        ..Reload::default()
+    };
+    lab.daemon().reload(without).unwrap();
+    let error = one.control.claim(&[Port::new(11)]).unwrap_err();
+    assert!(matches!(error, AttachError::NotPermitted), "{error}");
+    assert_eq!(lab.stats().claimed_ports, 1);
+    let to = Address::new(Cid::HOST, Port::new(10));
+    for _ in 0..3 {
+        // It has its port and its place, and gives up what it likes.
+        assert!(reaches(&mut guest, &mut one.driver, 10));
+    }
+    one.control.release(&[Port::new(10)]).unwrap();
+    let error = one.control.claim(&[Port::new(10)]).unwrap_err();
+    assert!(matches!(error, AttachError::NotPermitted), "{error}");
+    let refused = guest.wait_connect(to, common::deadline());
+    assert!(refused.is_err(), "nobody's");
+    // On the list again, it may.
+    terms.service_uids = vec![rustix::process::geteuid().as_raw()];
+    let with = Reload {
+        attach: Some(terms),
+        ..Reload::default()
+    };
+    lab.daemon().reload(with).unwrap();
+    one.control.claim(&[Port::new(10), Port::new(11)]).unwrap();
+    assert!(reaches(&mut guest, &mut one.driver, 10));
+}

@@ -11,7 +11,7 @@ use zerosock::driver::WaitError;
 /// A service that works as long as it is asked to.
 pub(crate) struct Service {
     pub(crate) driver: Driver,
-    control: Client,
+    pub(crate) control: Client,
 }
 
 fn me() -> u32 {
@@ -218,6 +218,59 @@ fn strangers_and_processes_claim_nothing() {
     let error = lab.ask(&named("db")).unwrap_err();
     assert!(matches!(error, AttachError::NotPermitted), "{error}");
     service(&lab, &[10]);
+}
+
+/// Asks as another user: the kernel tells whose process it is, nobody can say so himself.
+fn ask_as(uid: u32, lab: &Lab, claims: &[u32]) -> Result<Serving, AttachError> {
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            let uid = rustix::process::Uid::from_raw(uid);
+            // Of this thread alone.
+            rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+            ask(lab, claims)
+        });
+        asking.join().unwrap()
+    })
+}
+
+#[test]
+fn another_user_is_a_service_only_if_he_is_named() {
+    use std::io::Write;
+    use std::os::unix::fs::PermissionsExt;
+    const NOBODY: u32 = 65534;
+    if !rustix::process::geteuid().is_root() {
+        let reason = "only root can become another user";
+        // Past the harness, which shows nothing of a test that passes.
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED services' users: {reason}");
+        return;
+    }
+    let open = |lab: &Lab| {
+        for (path, mode) in [(lab.path.parent().unwrap(), 0o755), (&lab.path, 0o666)] {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        }
+    };
+    // A process he may be; what he asks for stays nobody's.
+    let lab_of_ours = lab_with(1, 2, |attach| attach.allowed_uids = vec![NOBODY]);
+    open(&lab_of_ours);
+    for claims in [&[10][..], &[], &[10, 11]] {
+        let error = ask_as(NOBODY, &lab_of_ours, claims).unwrap_err();
+        assert!(matches!(error, AttachError::NotPermitted), "{error}");
+        assert_eq!(error.fault(), Fault::Caller);
+    }
+    assert_eq!(lab_of_ours.stats().claimed_ports, 0);
+    refused(&mut lab_of_ours.guest(0), host(10));
+    service(&lab_of_ours, &[10]);
+    // He is named, and then we are not; whose it is is recorded.
+    let lab_of_his = lab_with(0, 1, |attach| attach.service_uids = vec![NOBODY]);
+    open(&lab_of_his);
+    let error = ask(&lab_of_his, &[10]).unwrap_err();
+    assert!(matches!(error, AttachError::NotPermitted), "{error}");
+    let _his = ask_as(NOBODY, &lab_of_his, &[10]).unwrap();
+    let listed = lab_of_his.daemon().processes();
+    assert_eq!(
+        (listed[0].uid, &listed[0].claims[..]),
+        (NOBODY, &ports(&[10])[..])
+    );
 }
 
 #[test]

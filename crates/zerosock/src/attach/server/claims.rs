@@ -12,7 +12,7 @@ use zerosock_proto::Port;
 
 use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
-use super::clients::has_hung_up;
+use super::clients::{has_hung_up, is_allowed};
 use super::places::{Obstacle, Stage};
 use super::{PATIENCE, Server, State, granted};
 use crate::device::control::House;
@@ -96,7 +96,15 @@ impl Server {
             return;
         };
         let held = self.claims_of(vm).count();
-        let obstacle = self.check_ports(&ports, held, house).err();
+        let client = self.clients.get(&key);
+        let allowed = client.is_some_and(|c| is_allowed(&self.config.service_uids, c.uid));
+        let obstacle = if allowed {
+            self.check_ports(&ports, held, house).err()
+        } else {
+            // Its user has been taken off the list meanwhile: it keeps what it has.
+            let refusal = Answer::refusal(Status::NotPermitted, VERSION);
+            Some(Obstacle::Refused(refusal))
+        };
         let errand = match obstacle {
             Some(Obstacle::Passing(_)) if Instant::now() < until => {
                 Errand::Waiting { until, ports }

@@ -176,6 +176,109 @@ fn a_live_stream_does_not_notice() {
     room.stop();
 }
 
+/// Sends there and back.
+#[track_caller]
+fn echoes(mut one: impl Read + Write, mut two: impl Read + Write, word: &[u8]) {
+    let mut got = vec![0; word.len()];
+    one.write_all(word).unwrap();
+    two.read_exact(&mut got).unwrap();
+    assert_eq!(got, word);
+    two.write_all(word).unwrap();
+    one.read_exact(&mut got).unwrap();
+    assert_eq!(got, word);
+}
+
+/// A connection of each kind, through files with errors, and through those that would forbid it.
+#[test]
+fn nobody_who_is_connected_notices_whatever_the_file_says() {
+    const ALL: &str = "deny: {from: any, to: any}";
+    let good = format!("vms: [{THREE}}}, {FOUR}}}]\n{ATTACH}, uds_path: '@/p'}}\n");
+    let mut room = Room::new(&good);
+    let (three, four) = (room.guest(3), room.guest(4));
+    let process = Endpoint::attach(room.at("attach")).unwrap();
+    let service = Endpoint::builder().ports([Port::new(10)]);
+    let service = service.attach_as_host(room.at("attach")).unwrap();
+    let listen = |endpoint: &Endpoint| endpoint.listen(Port::new(10), 64).unwrap();
+    let (at_four, at_process, at_service) = (listen(&four), listen(&process), listen(&service));
+    let cid = process.cid().get();
+    let streams = [
+        pair(&three, at(4, 10), &at_four),
+        pair(&three, at(cid, 10), &at_process),
+        pair(&process, at(4, 10), &at_four),
+        pair(&three, at(2, 10), &at_service),
+        pair(&process, at(2, 10), &at_service),
+        pair(&service, at(4, 10), &at_four),
+    ];
+    let program = UnixListener::bind(room.at("u3_20")).unwrap();
+    let out = three.connect(at(2, 20)).unwrap();
+    let mut host = vec![(out, program.accept().unwrap().0)];
+    let mut socket = UnixStream::connect(room.at("u4")).unwrap();
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    socket.write_all(b"CONNECT 10\n").unwrap();
+    let (from_host, from) = at_four.accept_timeout(DEADLINE).unwrap();
+    assert_eq!(from.cid, Cid::HOST);
+    let mut ok = [0];
+    while ok != *b"\n" {
+        socket.read_exact(&mut ok).unwrap();
+    }
+    host.push((from_host, socket));
+    host[0].1.set_read_timeout(Some(DEADLINE)).unwrap();
+    for listener in [at_four, at_process, at_service] {
+        keep_accepting(listener);
+    }
+    let targets = [
+        (&three, at(4, 10)),
+        (&three, at(cid, 10)),
+        (&process, at(4, 10)),
+        (&three, at(2, 10)),
+        (&service, at(4, 10)),
+        (&three, at(2, 20)),
+    ];
+    // The file, and whether it is taken and what may be connected then.
+    let files = [
+        ("vms: [".to_owned(), false, true),
+        (format!("{good}access: [{ALL}, oops]"), false, true),
+        (format!("{good}access: [{ALL}]"), true, false),
+        // An error leaves what was there last, not what was there first.
+        (format!("{good}acces: []"), false, false),
+        (good.clone(), true, true),
+        (
+            format!(
+                "vms: [{THREE}, groups: a}}, {FOUR}, groups: b}}]
+{ATTACH}, uds_path: '@/p', groups: c, uid: [4000000001], service_uid: [4000000001], max: 1,
+  service_max: 0}}
+access: [deny: {{from: any, to: host}}, deny: {{from: host, to: any}}]"
+            ),
+            true,
+            false,
+        ),
+        (String::new(), false, false),
+        (good.clone(), true, true),
+    ];
+    for (file, taken, allowed) in files {
+        room.write(&file);
+        let said = room.reload();
+        assert_eq!(
+            !said.contains("nothing has changed"),
+            taken,
+            "{file}: {said}"
+        );
+        for (from, to) in targets {
+            assert_eq!(reaches(from, to), allowed, "{to}: {file}: {said}");
+        }
+        for (n, (one, two)) in streams.iter().enumerate() {
+            echoes(&mut &*one, &mut &*two, format!("{n}: {file}").as_bytes());
+        }
+        for (guest, socket) in &host {
+            echoes(&mut &*guest, &mut &*socket, file.as_bytes());
+        }
+        // The service has its port.
+        let another = Endpoint::builder().ports([Port::new(10)]);
+        assert!(another.attach_as_host(room.at("attach")).is_err());
+    }
+    room.stop();
+}
+
 #[test]
 fn vms_come_and_go_and_others_stay() {
     let mut room = Room::new(&format!("vms: [{THREE}}}]"));

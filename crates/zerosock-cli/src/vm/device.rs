@@ -21,6 +21,8 @@ pub struct Endpoint {
     pub vhost: PathBuf,
     /// The hybrid vsock socket.
     pub uds: PathBuf,
+    /// The same for messages, of a device that has one.
+    pub messages: Option<PathBuf>,
 }
 
 impl Endpoint {
@@ -31,7 +33,14 @@ impl Endpoint {
             cid,
             vhost: path("vhost"),
             uds: path("vsock"),
+            messages: None,
         }
+    }
+
+    /// The same with a hybrid vsock socket for messages too, which only `serve` has.
+    pub fn with_messages(self) -> Endpoint {
+        let messages = Some(self.uds.with_extension("messages"));
+        Endpoint { messages, ..self }
     }
 }
 
@@ -83,12 +92,13 @@ impl Device {
     ) -> Result<Device, DeviceError> {
         let mut command = children::leashed(&program.zerosock, &program.path);
         command.args(&program.arguments);
-        for Endpoint { cid, vhost, uds } in endpoints {
-            command.arg("--vm").arg(format!(
-                "guest-cid={cid},socket={},uds-path={}",
-                vhost.display(),
-                uds.display()
-            ));
+        for each in endpoints {
+            let (vhost, uds) = (each.vhost.display(), each.uds.display());
+            let mut vm = format!("guest-cid={},socket={vhost},uds-path={uds}", each.cid);
+            if let Some(path) = &each.messages {
+                vm += &format!(",uds-path-seqpacket={}", path.display());
+            }
+            command.arg("--vm").arg(vm);
         }
         command.env("RUST_LOG", "info");
         command
@@ -115,8 +125,12 @@ impl Device {
             if let Some(status) = device.process.try_wait() {
                 return Err(silent(format!("ended with {status}"), &device.log));
             }
-            let paths = endpoints.iter().flat_map(|each| [&each.vhost, &each.uds]);
-            if listening(paths).map_err(start)? {
+            let paths = |each: &'_ Endpoint| {
+                let paths = [Some(&each.vhost), Some(&each.uds), each.messages.as_ref()];
+                paths.into_iter().flatten().cloned().collect::<Vec<_>>()
+            };
+            let paths: Vec<PathBuf> = endpoints.iter().flat_map(paths).collect();
+            if listening(paths.iter()).map_err(start)? {
                 return Ok(device);
             }
             if Instant::now() >= deadline {

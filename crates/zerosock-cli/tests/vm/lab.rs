@@ -147,7 +147,7 @@ impl Lab {
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
 
-        let endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
+        let mut endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
         let attach = dir.path().join("attach");
         let mut program = device_program();
         if std::env::var_os("ZEROSOCK_DEVICE").is_none() {
@@ -155,6 +155,7 @@ impl Lab {
             program.arguments.push(attach.clone().into());
             program.arguments.push("--queue-pairs".into());
             program.arguments.push(pairs().to_string().into());
+            endpoints = endpoints.map(Endpoint::with_messages);
         }
         let device = Device::start(&program, &endpoints, echo("device")).expect("a device");
         let [a, b, _] = &endpoints;

@@ -4,6 +4,7 @@ mod bulk;
 mod closing;
 mod credit;
 mod datagrams;
+mod hybrid_messages;
 mod life;
 mod perf;
 mod refusal;
@@ -27,6 +28,18 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("guest_refuses", refusal::guest_refuses),
     ("seqpacket_guest_is_client", seqpacket::guest_is_client),
     ("seqpacket_guest_is_server", seqpacket::guest_is_server),
+    (
+        "seqpacket_guest_calls_a_host_program",
+        hybrid_messages::guest_is_client,
+    ),
+    (
+        "seqpacket_a_host_program_calls_the_guest",
+        hybrid_messages::guest_is_server,
+    ),
+    (
+        "seqpacket_netcat_in_the_guest",
+        hybrid_messages::netcat_in_the_guest,
+    ),
     ("stalled_host_reader", credit::stalled_host_reader),
     ("stalled_guest_reader", credit::stalled_guest_reader),
     ("receive_low_water", credit::receive_low_water),

@@ -5,6 +5,8 @@
 //! The oracle counts bytes: each packet carries whose it is and at which offset, and every byte
 //! must arrive once and in order, wherever its connection is by then.
 
+mod rules;
+
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
@@ -13,7 +15,7 @@ use zerosock_proto::vsock::{
     CloseReason, Disposition, Event, FlowId, How, MoveError, PortTable, QueuePairs, Shard,
     ShardConfig,
 };
-use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
+use zerosock_proto::wire::vsock::{Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 
 const GUEST: Cid = Cid::new(3);
@@ -553,76 +555,4 @@ fn a_busy_connection_goes_round() {
             .iter()
             .all(|side| side.ends[0].received > 10_000)
     );
-}
-
-#[test]
-fn without_the_feature_they_are_operations_nobody_knows() {
-    let mut world = World::new(false);
-    let (pair, flow) = world.sides[DRIVER].ends[0].at.unwrap();
-    for side in &mut world.sides {
-        side.shards
-            .iter_mut()
-            .for_each(|shard| shard.set_moves(false));
-    }
-    let shard = &mut world.sides[DRIVER].shards[pair];
-    assert_eq!(shard.ask_move(flow, 1), Err(MoveError::NotNegotiated));
-    let info = shard.flow(flow).unwrap();
-    for op in [Op::Move, Op::Moved] {
-        let header = Repr {
-            src: info.local,
-            dst: info.peer,
-            len: 0,
-            socket_type: SocketType::Stream.into(),
-            op: op.into(),
-            flags: 1,
-            buf_alloc: 8192,
-            fwd_cnt: 0,
-        };
-        let got = world.sides[DEVICE].shards[pair].handle_packet(NOW, &header);
-        assert!(matches!(got, Disposition::Dropped(_)), "{got:?}");
-    }
-    world.check();
-}
-
-#[test]
-fn only_a_driver_asks_and_only_once() {
-    let mut world = World::new(false);
-    let (pair, flow) = world.sides[DEVICE].ends[0].at.unwrap();
-    let device = &mut world.sides[DEVICE].shards[pair];
-    assert_eq!(device.ask_move(flow, 1), Err(MoveError::NotNegotiated));
-    assert_eq!(device.keep(flow, 1), Err(MoveError::WrongState));
-    assert!(matches!(
-        device.extract(flow, 1),
-        Err(MoveError::WrongState)
-    ));
-    let (pair, flow) = world.sides[DRIVER].ends[0].at.unwrap();
-    let driver = &mut world.sides[DRIVER].shards[pair];
-    let reserved = driver.reserve(flow, 10).unwrap();
-    assert_eq!(driver.ask_move(flow, 1), Err(MoveError::Busy));
-    driver.cancel(reserved);
-    driver.ask_move(flow, 1).unwrap();
-    assert_eq!(driver.ask_move(flow, 1), Err(MoveError::Busy));
-    assert!(
-        driver.reserve(flow, 10).is_err(),
-        "nothing leaves behind MOVE"
-    );
-}
-
-#[test]
-fn two_addresses_are_connected_while_their_connection_is_alive() {
-    let ports = Arc::new(PortTable::new());
-    let mut driver = Shard::new(ShardConfig::driver(GUEST), ports);
-    let spare = driver.spare_port();
-    assert_ne!(spare, driver.spare_port(), "the next one each time");
-    let local = Address::new(GUEST, spare);
-    assert!(!driver.is_connected(local, SERVER));
-    let stream = SocketType::Stream;
-    let flow = driver.connect(NOW, local, SERVER, stream).unwrap();
-    assert!(driver.is_connected(local, SERVER));
-    assert!(!driver.is_connected(SERVER, local));
-    assert!(!driver.is_connected(Address::new(Cid::ANY, spare), SERVER));
-    driver.reset(flow).unwrap();
-    // Its RST waits still, and is in nobody's way.
-    assert!(!driver.is_connected(local, SERVER));
-    driver.connect(NOW, local, SERVER, stream).unwrap();
 }

@@ -1,6 +1,7 @@
 //! Tests of both halves: by hand, against an oracle, against nonsense. All on heap memory, so that
 //! they run under Miri too.
 
+mod chains;
 mod device;
 mod driver;
 mod hostile;

@@ -371,7 +371,7 @@ impl Driver {
             if lane.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
                 more |= lane.tx.want_calls(true);
             } else if let Some(datagrams) = datagrams
-                && let Some(packets) = datagrams.packets_until_half()
+                && let Some(packets) = datagrams.packets_until_named()
             {
                 more |= lane.tx.want_call_after(packets);
             }

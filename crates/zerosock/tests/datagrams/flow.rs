@@ -181,3 +181,54 @@ fn a_receiver_that_dies_lets_its_sources_go() {
     ours.set_nonblocking(false).unwrap();
     ours.send_to(&[0; 1000], there).unwrap();
 }
+
+/// A program that ends when all was taken has lost nothing.
+#[test]
+fn what_is_flushed_outlives_its_sender() {
+    const MOST: u64 = 100;
+    let hub = Hub::with(|builder| builder);
+    let serve = Serve::new(2);
+    let to = serve.process();
+    for (from, there) in [
+        (hub.process(), at_host(&hub, PORT)),
+        (serve.process(), at(&to, PORT)),
+    ] {
+        let ours = at(&from, Port::ANY);
+        for number in 0..MOST {
+            ours.send_to(&bytes(number, LEN), there.local_addr())
+                .unwrap();
+        }
+        ours.flush().unwrap();
+        drop((ours, from));
+        for number in 0..MOST {
+            assert_bytes(&recv(&there).0, &bytes(number, LEN));
+        }
+    }
+}
+
+#[test]
+fn a_flush_waits_for_the_device_and_no_longer_than_it_may() {
+    let hub = Hub::new();
+    let process = hub.process();
+    let (ours, theirs) = (at_host(&hub, PORT), at(&process, Port::ANY));
+    theirs.flush().unwrap();
+    theirs.send_to(b"held in place", ours.local_addr()).unwrap();
+    theirs
+        .set_write_timeout(Some(Duration::from_millis(50)))
+        .unwrap();
+    assert_eq!(
+        theirs.flush().unwrap_err().kind(),
+        std::io::ErrorKind::TimedOut
+    );
+    theirs.set_write_timeout(Some(PATIENCE)).unwrap();
+    thread::scope(|scope| {
+        let began = Instant::now();
+        let flushing = scope.spawn(|| theirs.flush());
+        assert_eq!(recv(&ours).0, b"held in place");
+        flushing.join().unwrap().unwrap();
+        assert!(began.elapsed() < PATIENCE, "never told");
+    });
+    // A host's are in the receiver's buffers at once.
+    ours.send_to(b"back", theirs.local_addr()).unwrap();
+    ours.flush().unwrap();
+}

@@ -74,8 +74,10 @@ struct Socket {
     stopping: bool,
     /// A send was refused for now.
     waits: bool,
-    /// Because as much is under way as may be: its place among those.
+    /// Because so much is under way: its place among those.
     throttled: Option<u32>,
+    /// And when there is no more of it than this, it is named.
+    until: u32,
     /// In the list of those that may send again.
     listed: bool,
     stats: DatagramStats,
@@ -172,6 +174,7 @@ impl DatagramTable {
             stopping: false,
             waits: false,
             throttled: None,
+            until: 0,
             listed: false,
             stats: DatagramStats::default(),
         };

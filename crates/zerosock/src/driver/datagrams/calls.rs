@@ -133,6 +133,13 @@ impl DatagramEngine for Driver {
         Ok(())
     }
 
+    fn is_flushed(&mut self, id: DatagramId) -> bool {
+        // What goes wrong here goes wrong again in the next turn, which says so.
+        let _ = self.store.lanes[LANE].tx.reap();
+        self.land();
+        self.datagrams.inboxes.table.is_flushed(id)
+    }
+
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
         let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
         match self.may_send_datagram(id, to, 0) {

@@ -109,9 +109,9 @@ impl Datagrams {
         self.wanted > 0
     }
 
-    /// How many packets are taken before somebody may go on who waits for his send buffer.
-    pub(in crate::driver) fn packets_until_half(&self) -> Option<u32> {
-        self.inboxes.table.packets_until_half()
+    /// How many packets are taken before somebody may go on who waits for what is under way.
+    pub(in crate::driver) fn packets_until_named(&self) -> Option<u32> {
+        self.inboxes.table.packets_until_named()
     }
 
     pub(in crate::driver) fn next_due(&self) -> Option<Instant> {

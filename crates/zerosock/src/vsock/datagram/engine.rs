@@ -79,6 +79,12 @@ pub(crate) trait DatagramEngine {
         private: Option<&[u8]>,
     ) -> Result<(), DatagramFault>;
 
+    /// Whether the other side of the queue has taken all that was sent. If not, the socket is named
+    /// when it is worth another look.
+    fn is_flushed(&mut self, _id: DatagramId) -> bool {
+        true
+    }
+
     /// Whether a send would do something now: send, or fail. If not, the socket is named when it
     /// would.
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool;

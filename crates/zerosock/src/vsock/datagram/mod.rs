@@ -311,6 +311,32 @@ impl Datagram {
         self.send_to(bytes, self.peer()?)
     }
 
+    /// Waits until the other side of the queue has taken all that was sent: then it arrives, or is
+    /// dropped, whether or not this program is still there. What is sent, and not waited for,
+    /// before the program ends may be lost. A receiver that is a [`Host`] takes a datagram when it
+    /// is read, or copied aside, which is soon.
+    ///
+    /// ```
+    /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
+    /// use zerosock::vsock::Datagram;
+    /// use zerosock::Port;
+    ///
+    /// let log = Datagram::bind(&db, Port::new(514))?;
+    /// let ours = Datagram::bind(&web, Port::ANY)?;
+    /// ours.send_to(b"the last words", log.local_addr())?;
+    /// ours.flush()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `WouldBlock` and `TimedOut`; `ConnectionAborted` when the endpoint is over.
+    pub fn flush(&self) -> io::Result<()> {
+        self.transmit(|engine| match engine.is_flushed(self.id) {
+            true => Ok(()),
+            false => Err(DatagramFault::WouldBlock),
+        })
+    }
+
     fn peer(&self) -> io::Result<Address> {
         Ok(self.peer_addr().ok_or(io::ErrorKind::NotConnected)?)
     }

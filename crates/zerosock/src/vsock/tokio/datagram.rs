@@ -116,6 +116,14 @@ impl AsyncDatagram {
         self.watch.when(|| self.socket.send_all(datagrams)).await
     }
 
+    /// As [`Datagram::flush`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn flush(&self) -> io::Result<()> {
+        self.watch.when(|| self.socket.flush()).await
+    }
+
     /// As [`Datagram::loan`].
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! When each socket may send, and who is told that it may again.
 //!
 //! What must hold: a socket that was refused for now is named when another try is worth it; one that
-//! has as much under way as may be, when half of it was taken.
+//! has as much under way as may be, when half of it was taken; one that waits for all, when all was.
 
 use super::{DatagramId, DatagramTable, Socket};
 use crate::addr::Address;
@@ -69,7 +69,8 @@ impl DatagramTable {
         }
         // Without a buffer it is one at a time.
         if socket.sending >= socket.limits.send.max(1) {
-            self.throttle(id.index);
+            let half = socket.limits.send / 2;
+            self.throttle(id.index, half);
             return Err(Refusal::Throttled);
         }
         Ok(socket.local)
@@ -100,7 +101,7 @@ impl DatagramTable {
     pub fn arrived(&mut self, id: DatagramId, len: u32) {
         if let Some(socket) = self.get_mut(id) {
             socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
-            if socket.throttled.is_some() && socket.sending <= socket.limits.send / 2 {
+            if socket.throttled.is_some() && socket.sending <= socket.until {
                 self.wake(id.index);
             }
         }
@@ -139,15 +140,30 @@ impl DatagramTable {
         }
     }
 
-    /// A send found as much under way as may be: it is told when half of that is free, as a kernel
-    /// tells its writers; one by one they would sleep and wake for each datagram.
-    fn throttle(&mut self, index: u32) {
+    /// Whether nothing that was sent is under way. If something is, the socket is named when it is
+    /// worth another look.
+    pub fn is_flushed(&mut self, id: DatagramId) -> bool {
+        let under_way = self.get(id).is_some_and(|socket| socket.sending > 0);
+        if under_way {
+            self.throttle(id.index, 0);
+        }
+        !under_way
+    }
+
+    /// Somebody waits until no more than `until` is under way. For a send that is half of what may
+    /// be, as with a kernel's writers; one by one they would sleep and wake for each datagram.
+    fn throttle(&mut self, index: u32, until: u32) {
         let place = self.throttled.len() as u32;
         if let Some(socket) = self.sockets.get_mut(index as usize) {
             socket.waits = true;
-            if socket.throttled.is_none() {
-                socket.throttled = Some(place);
-                self.throttled.push(index);
+            match socket.throttled {
+                // Both are named with the first of them.
+                Some(_) => socket.until = socket.until.max(until),
+                None => {
+                    socket.until = until;
+                    socket.throttled = Some(place);
+                    self.throttled.push(index);
+                }
             }
         }
     }
@@ -158,21 +174,21 @@ impl DatagramTable {
         !self.throttled.is_empty()
     }
 
-    /// How many packets have to be taken at least until one of the sockets that wait for it may
-    /// have half of its buffer free; it has as many under way. `None`: nobody waits.
-    pub fn packets_until_half(&self) -> Option<u32> {
+    /// How many packets have to be taken at least until so much of one of the sockets that wait for
+    /// it may have been; it has as many under way. `None`: nobody waits.
+    pub fn packets_until_named(&self) -> Option<u32> {
         if self.throttled.len() > FEW {
             // Not worth a long look.
             return Some(1);
         }
         // Never more than it takes: the others under way may be held for as long as a reader likes.
-        let until_half = |socket: &Socket| {
-            let bytes = socket.sending.saturating_sub(socket.limits.send / 2);
+        let until_named = |socket: &Socket| {
+            let bytes = socket.sending.saturating_sub(socket.until);
             bytes.div_ceil(socket.largest.max(1)).max(1)
         };
         let sockets = self.throttled.iter();
         let sockets = sockets.filter_map(|&index| self.sockets.get(index as usize));
-        sockets.map(until_half).min()
+        sockets.map(until_named).min()
     }
 
     /// The next socket that was told to wait and may try again.

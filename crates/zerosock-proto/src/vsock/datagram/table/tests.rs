@@ -201,14 +201,14 @@ fn a_sender_is_named_when_half_of_its_buffer_is_free() {
         table.may_send(id, THEM, 100, now).unwrap();
         table.sent(id, 100, true);
     }
-    assert_eq!(table.packets_until_half(), None, "nobody has to wait yet");
+    assert_eq!(table.packets_until_named(), None, "nobody has to wait yet");
     assert!(table.may_send(id, THEM, 100, now).is_err());
     for left in (1..=4).rev() {
-        assert_eq!(table.packets_until_half(), Some(left));
+        assert_eq!(table.packets_until_named(), Some(left));
         assert_eq!(table.poll_writable(), None);
         table.arrived(id, 100);
     }
-    assert_eq!(table.packets_until_half(), None);
+    assert_eq!(table.packets_until_named(), None);
     assert_eq!(table.poll_writable(), Some(id));
     // Who was not told to wait is not named for half.
     table.arrived(id, 100);
@@ -224,16 +224,38 @@ fn without_a_send_buffer_it_is_one_at_a_time() {
         table.may_send(id, THEM, 0, now).unwrap();
         table.sent(id, 0, true);
         assert_eq!(table.may_send(id, THEM, 0, now), Err(Refusal::Throttled));
-        assert_eq!(table.packets_until_half(), Some(1));
+        assert_eq!(table.packets_until_named(), Some(1));
         table.arrived(id, 0);
         assert_eq!(table.poll_writable(), Some(id));
     }
 }
 
+#[test]
+fn who_waits_for_all_to_be_taken_is_named_when_it_is() {
+    let mut table = table();
+    let id = table.bind(Port::ANY, small()).unwrap();
+    assert!(table.is_flushed(id));
+    for len in [10, 20] {
+        table.sent(id, len, true);
+    }
+    table.sent(id, 30, false);
+    assert!(!table.is_flushed(id));
+    assert_eq!(table.packets_until_named(), Some(2));
+    table.arrived(id, 20);
+    assert_eq!(table.poll_writable(), None);
+    table.arrived(id, 10);
+    assert_eq!(table.poll_writable(), Some(id));
+    assert!(table.is_flushed(id));
+    table.sent(id, 10, true);
+    table.close(id);
+    assert!(table.is_flushed(id), "there is nobody to wait");
+    assert!(!table.has_throttled());
+}
+
 /// Random lengths come back in any order: nobody who may go on is left waiting for a call that was
 /// asked for later, or for more packets than there are.
 #[test]
-fn nobody_is_called_later_than_half_of_his_buffer_is_free() {
+fn nobody_is_called_later_than_what_he_waits_for() {
     proptest::proptest!(|(
         limits in proptest::collection::vec(0u32..5000, 1..20),
         steps in proptest::collection::vec((0usize..20, 0u32..3000, 0usize..64), 1..200),
@@ -242,18 +264,24 @@ fn nobody_is_called_later_than_half_of_his_buffer_is_free() {
         let bind = |&send: &u32| table.bind(Port::ANY, DatagramLimits { send, ..small() });
         let ids: Vec<_> = limits.iter().map(bind).map(Result::unwrap).collect();
         let mut flying: Vec<(usize, u32)> = Vec::new();
-        let mut waiting = vec![false; ids.len()];
+        // What each waits for to be left.
+        let mut waiting: Vec<Option<u32>> = vec![None; ids.len()];
         for (which, len, back) in steps {
             let which = which % ids.len();
-            match table.may_send(ids[which], THEM, len as usize, now) {
-                Ok(_) => {
-                    table.sent(ids[which], len, true);
-                    flying.push((which, len));
+            if back % 8 == 0 {
+                let left = flying.iter().any(|(of, _)| *of == which);
+                assert_eq!(table.is_flushed(ids[which]), !left);
+                if left {
+                    waiting[which].get_or_insert(0);
                 }
-                Err(_) => waiting[which] = true,
+            } else if table.may_send(ids[which], THEM, len as usize, now).is_ok() {
+                table.sent(ids[which], len, true);
+                flying.push((which, len));
+            } else {
+                waiting[which] = Some(limits[which] / 2);
             }
-            assert_eq!(table.has_throttled(), waiting.contains(&true));
-            let Some(packets) = table.packets_until_half() else { continue };
+            assert_eq!(table.has_throttled(), waiting.iter().any(Option::is_some));
+            let Some(packets) = table.packets_until_named() else { continue };
             assert!(packets >= 1 && packets as usize <= flying.len());
             // One returns after the other, until the call comes.
             for n in 1..=packets {
@@ -262,13 +290,13 @@ fn nobody_is_called_later_than_half_of_his_buffer_is_free() {
                 while let Some(id) = table.poll_writable() {
                     assert_eq!(n, packets, "named before the call");
                     let at = ids.iter().position(|&other| other == id).unwrap();
-                    assert!(std::mem::take(&mut waiting[at]), "named once");
+                    assert!(waiting[at].take().is_some(), "named once");
                 }
             }
-            for (at, send) in limits.iter().enumerate() {
+            for (at, until) in waiting.iter().enumerate() {
                 let under_way = flying.iter().filter(|(of, _)| *of == at);
                 let under_way: u32 = under_way.map(|(_, len)| len + OVERHEAD).sum();
-                assert!(!waiting[at] || under_way > send / 2, "half is free, and he waits");
+                assert!(until.is_none_or(|until| under_way > until), "it is so, and he waits");
             }
         }
     });

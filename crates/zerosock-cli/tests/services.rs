@@ -1,5 +1,5 @@
 //! Host services over a running `zerosock serve`, each a process of its own: `zerosock nc`, and
-//! this one as a guest.
+//! this one as a guest. By connections and by datagrams.
 
 mod process;
 
@@ -8,10 +8,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::Duration;
 
 use process::{DEADLINE, Running, wait_until, zerosock};
 use sha2::{Digest, Sha256};
-use zerosock::vsock::{Endpoint, Stream};
+use zerosock::vsock::{Datagram, Endpoint, Stream};
 use zerosock::{Address, Cid, Port};
 
 struct Room {
@@ -276,4 +277,138 @@ fn processes_meet_the_host_s_sockets_by_paths_of_their_own() {
     wait_until("its socket to go", || !Path::exists(&path));
     stop(serve);
     assert!(!room.at(&format!("p{}", two.cid())).exists());
+}
+
+/// A socket that gives up in the end.
+fn datagrams(at: &Endpoint, port: u32) -> Datagram {
+    let socket = Datagram::bind(at, Port::new(port)).unwrap();
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    socket.set_write_timeout(Some(DEADLINE)).unwrap();
+    socket
+}
+
+fn receive(socket: &Datagram) -> (Vec<u8>, Address) {
+    let mut all = vec![0; 65536];
+    let (len, from) = socket.recv_from(&mut all).unwrap();
+    all.truncate(len);
+    (all, from)
+}
+
+#[test]
+fn files_go_both_ways_by_datagrams() {
+    const LEN: usize = 4 << 20;
+    let room = Room::new();
+    let serve = room.serve(&["--workers", "2"]);
+    for (listens, talks) in [
+        ("service-listen:@:514", "attach:@:2:514"),
+        ("attach-listen:@:515", "service:@:CID:515"),
+    ] {
+        // A process has the next CID; who is alive has it until he ends.
+        let next = room.process();
+        let cid = next.cid().get() + 1;
+        let mut one = room.listening(&["--dgram", listens]);
+        let talks = talks.replace("CID", &cid.to_string());
+        let mut two = Running::start_with(&mut room.nc(&["--dgram", &talks]));
+        feed(&mut one, &bytes(1, LEN));
+        feed(&mut two, &bytes(2, LEN));
+        assert_eq!(hash(&finished_well(two)), hash(&bytes(1, LEN)));
+        assert_eq!(hash(&finished_well(one)), hash(&bytes(2, LEN)));
+    }
+    stop(serve);
+}
+
+#[test]
+fn each_read_is_a_datagram_and_strangers_are_not_heard() {
+    let room = Room::new();
+    let serve = room.serve(&[]);
+    let process = room.process();
+    let (ours, stranger) = (datagrams(&process, 5), datagrams(&process, 6));
+    let to = format!("attach:@:{}:5", process.cid());
+    let mut talks = Running::start_with(&mut room.nc(&["-u", &to]));
+    let mut stdin = talks.child.stdin.take().unwrap();
+    let mut peer = None;
+    for line in ["one\n", "and another\n"] {
+        stdin.write_all(line.as_bytes()).unwrap();
+        let (got, from) = receive(&ours);
+        assert_eq!(String::from_utf8(got).unwrap(), line);
+        stranger.send_to(b"from a stranger", from).unwrap();
+        ours.send_to(line.to_uppercase().as_bytes(), from).unwrap();
+        peer = Some(from);
+    }
+    drop(stdin);
+    assert_eq!(receive(&ours).0, b"", "the end");
+    ours.send_to(b"", peer.unwrap()).unwrap();
+    assert_eq!(finished_well(talks), b"ONE\nAND ANOTHER\n");
+    // Who listens takes the first for his peer; what others had sent by then is not his.
+    let listens = room.listening(&["-u", "-d", "service-listen:@:7"]);
+    ours.send_to(b"the first, ", host(7)).unwrap();
+    stranger.send_to(b"from a stranger", host(7)).unwrap();
+    ours.send_to(b"the second", host(7)).unwrap();
+    stranger.send_to(b"", host(7)).unwrap();
+    ours.send_to(b"", host(7)).unwrap();
+    assert_eq!(finished_well(listens), b"the first, the second");
+    stop(serve);
+}
+
+#[test]
+fn who_ends_at_once_has_sent_all_datagrams() {
+    const LEN: usize = (3 << 16) + 5;
+    let room = Room::new();
+    let serve = room.serve(&["--workers", "2"]);
+    let process = room.process();
+    let ours = datagrams(&process, 5);
+    let to = format!("attach:@:{}:5", process.cid());
+    let path = room.at("input");
+    std::fs::write(&path, bytes(9, LEN)).unwrap();
+    for _ in 0..10 {
+        let words = ["--dgram", "--no-shutdown", "--quit", "0", &to];
+        let input = std::fs::File::open(&path).unwrap();
+        let ended = Running::start_with(room.nc(&words).stdin(input)).finish();
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        ours.set_read_timeout(Some(DEADLINE)).unwrap();
+        let got: Vec<_> = (0..4).map(|_| receive(&ours).0).collect();
+        assert!(got.concat() == bytes(9, LEN));
+        assert_eq!(got.iter().map(Vec::len).max(), Some(65536));
+        // There is no end that was not to be sent.
+        ours.set_read_timeout(Some(Duration::from_millis(1)))
+            .unwrap();
+        assert!(ours.recv(&mut []).is_err());
+    }
+    stop(serve);
+}
+
+#[test]
+fn what_has_no_datagrams_is_named() {
+    let room = Room::new();
+    for to in [
+        "unix:/tmp/x",
+        "hybrid:/tmp/x:1",
+        "vsock:2:1",
+        "vsock-listen:1",
+    ] {
+        let ended = Running::start_with(&mut room.nc(&["--dgram", to])).finish();
+        assert_eq!(ended.code, Some(2), "{}", ended.stderr);
+        let wanted = format!("--dgram: {to}: no datagrams; give attach:");
+        assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
+    }
+    let serve = room.serve(&[]);
+    let words = ["--dgram", "-w", "0.2", "service-listen:@:9"];
+    let ended = Running::start_with(&mut room.nc(&words)).finish();
+    assert_eq!(ended.code, Some(1));
+    let wanted = "timed out waiting for a datagram to port 9";
+    assert!(ended.stderr.contains(wanted), "{}", ended.stderr);
+    // A guest as those of stock kernels are.
+    let builder = Endpoint::builder().datagrams(false);
+    let guest = builder.attach_device(room.at("vm")).unwrap();
+    let mut deaf = Running::start_with(&mut room.nc(&["--dgram", "service:@:3:9"]));
+    let mut stdin = deaf.child.stdin.take().unwrap();
+    wait_until("it to be told", || {
+        stdin.write_all(b"is anybody there?").is_err() || deaf.child.try_wait().unwrap().is_some()
+    });
+    let _ = guest.turn();
+    let ended = deaf.finish();
+    assert_eq!(ended.code, Some(1));
+    let wanted = "the destination does not take datagrams";
+    assert!(ended.stderr.contains(wanted), "{}", ended.stderr);
+    stop(serve);
 }

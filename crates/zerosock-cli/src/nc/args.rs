@@ -28,6 +28,14 @@ pub(crate) struct NcArgs {
     #[arg(long)]
     pub(crate) seqpacket: bool,
 
+    /// Datagrams instead of a connection, as a process or a service that has attached
+    ///
+    /// What one read of standard input gives is one datagram, of at most 65536 bytes, and one
+    /// without a byte is the end. Listening takes the source of the first for the peer. What nobody
+    /// receives is lost without a word.
+    #[arg(short = 'u', long, conflicts_with = "seqpacket")]
+    pub(crate) dgram: bool,
+
     /// Give up when connecting (or waiting for a connection) takes longer, and later when no byte
     /// has moved for as long [default: wait for ever]
     #[arg(short = 'w', long, value_name = "SECONDS", value_parser = duration::parse)]
@@ -77,7 +85,7 @@ Endpoints:
                       `zerosock serve`; the CID may be the name of another process
   service:PATH:CID:PORT, service-listen:PATH:PORT
                       the same as the host, CID 2: claims PORT there and accepts one connection,
-                      or connects to a guest or process
+                      or connects to a guest or process (with --dgram from PORT, which it claims)
 
 Examples:
   A file from guest to host:
@@ -89,6 +97,9 @@ Examples:
   A host service at port 1234 for all guests of a daemon:
     host$   zerosock nc service-listen:/run/zerosock/attach:1234
     guest$  zerosock nc vsock:2:1234
+  Datagrams to a service, each line as it is typed:
+    host$   zerosock nc --dgram service-listen:/run/zerosock/attach:514
+    host$   zerosock nc --dgram attach:/run/zerosock/attach:2:514
 
 Exit codes: 0 the peer closed and all was delivered, 1 not connected, refused, timed out or not all
 delivered, 2 an option is wrong.";

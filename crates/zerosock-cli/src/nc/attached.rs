@@ -8,8 +8,9 @@ use zerosock::vsock::Endpoint;
 use zerosock::{Address, Cid, Port};
 
 use super::connect::ConnectError;
+use super::datagrams::Datagrams;
 use super::endpoint::Peer;
-use super::wire::{Kind, Wire};
+use super::wire::{Kind, Wanted, Wire};
 
 /// As what to attach.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -24,10 +25,15 @@ pub(super) fn connect(
     path: &Path,
     to: &Peer,
     port: u32,
-    kind: Kind,
+    wanted: Wanted,
     left: Option<Duration>,
 ) -> Result<Wire, ConnectError> {
-    let endpoint = attach(role, path, &[], left)?;
+    // What a service sends datagrams from is a port that it has claimed: the same, over here.
+    let (from, claimed) = match (role, wanted) {
+        (Role::Service, Wanted::Datagrams) => (Port::new(port), &[Port::new(port)][..]),
+        _ => (Port::ANY, &[][..]),
+    };
+    let endpoint = attach(role, path, claimed, left)?;
     let failed = failed(format!("connecting to {to}:{port}"));
     let cid = match to {
         Peer::Cid(cid) => Cid::new(*cid),
@@ -35,46 +41,54 @@ pub(super) fn connect(
     };
     let to = Address::new(cid, Port::new(port));
     // What is connected keeps our place.
-    let connected = match kind {
-        Kind::Bytes => endpoint.connect(to).map(Wire::Stream),
-        Kind::Messages => endpoint.connect_seqpacket(to).map(Wire::Messages),
+    let connected = match wanted {
+        Wanted::Connection(Kind::Bytes) => endpoint.connect(to).map(Wire::Stream),
+        Wanted::Connection(Kind::Messages) => endpoint.connect_seqpacket(to).map(Wire::Messages),
+        Wanted::Datagrams => Datagrams::to(&endpoint, from, to).map(Wire::Datagrams),
     };
     connected.map_err(failed)
 }
 
 /// Attaches, says so by `listening`, and waits for one connection to `port`, which nobody else is
-/// let through to.
+/// let through to; or for the first datagram.
 pub(super) fn listen(
     role: Role,
     path: &Path,
     port: u32,
-    kind: Kind,
+    wanted: Wanted,
     left: Option<Duration>,
     listening: &impl Fn(),
 ) -> Result<Wire, ConnectError> {
     let port = Port::new(port);
     let endpoint = attach(role, path, &[port], left)?;
-    let failed = failed(format!("waiting for a connection to port {port}"));
+    let what = match wanted {
+        Wanted::Connection(_) => "a connection",
+        Wanted::Datagrams => "a datagram",
+    };
+    let waiting = format!("waiting for {what} to port {port}");
+    let failed = failed(waiting.clone());
     // For ever is longer than anybody waits.
     let left = left.unwrap_or(Duration::MAX);
-    let accepted = match kind {
-        Kind::Bytes => {
+    let accepted = match wanted {
+        Wanted::Connection(Kind::Bytes) => {
             let listener = endpoint.listen(port, 1).map_err(&failed)?;
             listening();
             let accepted = listener.accept_timeout(left);
             accepted.map(|(stream, _)| Wire::Stream(stream))
         }
-        Kind::Messages => {
+        Wanted::Connection(Kind::Messages) => {
             let listener = endpoint.listen_seqpacket(port, 1).map_err(&failed)?;
             listening();
             let accepted = listener.accept_timeout(left);
             accepted.map(|(connection, _)| Wire::Messages(connection))
         }
+        Wanted::Datagrams => {
+            Datagrams::listen(&endpoint, port, left, listening).map(Wire::Datagrams)
+        }
     };
     match accepted {
         Ok(wire) => Ok(wire),
         Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-            let waiting = format!("waiting for a connection to port {port}");
             Err(ConnectError::TimedOut(waiting))
         }
         Err(error) => Err(failed(error)),

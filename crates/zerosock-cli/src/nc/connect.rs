@@ -15,7 +15,7 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::attached::{self, Role};
 use super::endpoint::Endpoint;
-use super::wire::{Kind, Wire};
+use super::wire::{Kind, Wanted, Wire};
 use crate::sockets;
 
 /// Why there is no connection.
@@ -29,6 +29,11 @@ pub(crate) enum ConnectError {
     Bind(#[from] sockets::BindError),
     #[error("{0} (not a hybrid vsock socket?)")]
     Handshake(String),
+    #[error(
+        "no datagrams; give attach:PATH:CID:PORT, attach-listen:PATH:PORT, \
+         service:PATH:CID:PORT or service-listen:PATH:PORT"
+    )]
+    NoDatagrams,
     #[error("{doing}: {source}")]
     Attached { doing: String, source: io::Error },
     #[error("{doing}: {source}")]
@@ -84,10 +89,10 @@ impl Deadline {
     }
 }
 
-/// Connects, or waits for one connection. `listening` is called when others may connect.
+/// Connects, or waits for one connection or a datagram. `listening` is called when others may come.
 pub(crate) fn establish(
     endpoint: &Endpoint,
-    kind: Kind,
+    wanted: Wanted,
     deadline: Deadline,
     retry: bool,
     listening: impl Fn(),
@@ -95,35 +100,38 @@ pub(crate) fn establish(
     // Short at first, because a guest's service is often a moment away; then patient.
     let mut pause = Duration::from_millis(20);
     loop {
-        let result = match endpoint {
-            Endpoint::Vsock { cid, port } => {
+        let result = match (endpoint, wanted) {
+            (Endpoint::Attach { path, to, port }, _) => {
+                let role = Role::Process;
+                attached::connect(role, path, to, *port, wanted, deadline.left())
+            }
+            (Endpoint::AttachListen { path, port }, _) => {
+                let role = Role::Process;
+                attached::listen(role, path, *port, wanted, deadline.left(), &listening)
+            }
+            (Endpoint::Service { path, to, port }, _) => {
+                let role = Role::Service;
+                attached::connect(role, path, to, *port, wanted, deadline.left())
+            }
+            (Endpoint::ServiceListen { path, port }, _) => {
+                let role = Role::Service;
+                attached::listen(role, path, *port, wanted, deadline.left(), &listening)
+            }
+            (_, Wanted::Datagrams) => return Err(ConnectError::NoDatagrams),
+            (Endpoint::Vsock { cid, port }, Wanted::Connection(kind)) => {
                 vsock(*cid, *port, kind, deadline).map(|socket| kind.of(socket))
             }
-            Endpoint::VsockListen { port } => {
+            (Endpoint::VsockListen { port }, Wanted::Connection(kind)) => {
                 vsock_listen(*port, kind, deadline, &listening).map(|socket| kind.of(socket))
             }
-            Endpoint::Unix(path) => unix(path, kind, deadline).map(|socket| kind.of(socket)),
-            Endpoint::UnixListen(path) => {
+            (Endpoint::Unix(path), Wanted::Connection(kind)) => {
+                unix(path, kind, deadline).map(|socket| kind.of(socket))
+            }
+            (Endpoint::UnixListen(path), Wanted::Connection(kind)) => {
                 unix_listen(path, kind, deadline, &listening).map(|socket| kind.of(socket))
             }
-            Endpoint::Hybrid { path, port } => {
+            (Endpoint::Hybrid { path, port }, Wanted::Connection(kind)) => {
                 hybrid(path, *port, kind, deadline).map(|socket| kind.of(socket))
-            }
-            Endpoint::Attach { path, to, port } => {
-                let role = Role::Process;
-                attached::connect(role, path, to, *port, kind, deadline.left())
-            }
-            Endpoint::AttachListen { path, port } => {
-                let role = Role::Process;
-                attached::listen(role, path, *port, kind, deadline.left(), &listening)
-            }
-            Endpoint::Service { path, to, port } => {
-                let role = Role::Service;
-                attached::connect(role, path, to, *port, kind, deadline.left())
-            }
-            Endpoint::ServiceListen { path, port } => {
-                let role = Role::Service;
-                attached::listen(role, path, *port, kind, deadline.left(), &listening)
             }
         };
         match result {

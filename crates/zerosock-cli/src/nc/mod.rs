@@ -6,6 +6,7 @@
 pub(crate) mod args;
 mod attached;
 mod connect;
+mod datagrams;
 mod endpoint;
 mod progress;
 mod pump;
@@ -16,10 +17,10 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use self::args::NcArgs;
-use self::connect::Deadline;
+use self::connect::{ConnectError, Deadline};
 use self::progress::Progress;
 use self::pump::{Moved, Policy};
-use self::wire::Kind;
+use self::wire::{Kind, Wanted};
 use crate::failure::Failure;
 
 /// Runs until the connection is over.
@@ -31,14 +32,19 @@ pub(crate) fn main(args: NcArgs) -> Result<(), Failure> {
         }
     };
     let deadline = Deadline::after(args.timeout);
-    let kind = if args.seqpacket {
-        Kind::Messages
-    } else {
-        Kind::Bytes
+    let wanted = match (args.seqpacket, args.dgram) {
+        (_, true) => Wanted::Datagrams,
+        (true, false) => Wanted::Connection(Kind::Messages),
+        (false, false) => Wanted::Connection(Kind::Bytes),
     };
     let listening = || say("listening");
-    let socket = connect::establish(endpoint, kind, deadline, args.retry, listening)
-        .map_err(|error| Failure::runtime(format_args!("{endpoint}: {error}")))?;
+    let socket = match connect::establish(endpoint, wanted, deadline, args.retry, listening) {
+        Ok(socket) => socket,
+        Err(error @ ConnectError::NoDatagrams) => {
+            return Err(Failure::usage(format_args!("--dgram: {endpoint}: {error}")));
+        }
+        Err(error) => return Err(Failure::runtime(format_args!("{endpoint}: {error}"))),
+    };
     say("connected");
 
     let policy = Policy {

@@ -94,6 +94,9 @@ pub(crate) fn run(
             if outcome.is_err() {
                 // Tells the program in front of us that nobody takes its bytes any more.
                 replace_stdin();
+                if !socket.ends_by_itself() {
+                    return outcome;
+                }
             }
         }
         if received && let Some(direction) = receiving.take() {
@@ -215,7 +218,7 @@ impl Watch {
 }
 
 fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
-    let mut buffer = vec![0; socket.kind().sends_at_once()];
+    let mut buffer = vec![0; socket.sends_at_once()];
     loop {
         let length = read(stdio::stdin(), &mut buffer).map_err(PumpError::Stdin)?;
         let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {
@@ -235,11 +238,11 @@ fn send(socket: &Wire, moved: &Moved, shutdown: bool) -> Result<(), PumpError> {
     if shutdown {
         socket.finish().map_err(PumpError::Send)?;
     }
-    Ok(())
+    socket.flush().map_err(PumpError::Send)
 }
 
 fn receive(socket: &Wire, moved: &Moved) -> Result<(), PumpError> {
-    let mut buffer = vec![0; socket.kind().receives_at_once()];
+    let mut buffer = vec![0; socket.receives_at_once()];
     loop {
         let length = socket.receive(&mut buffer).map_err(PumpError::Receive)?;
         let Some(mut rest) = buffer.get(..length).filter(|bytes| !bytes.is_empty()) else {

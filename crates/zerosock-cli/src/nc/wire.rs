@@ -1,5 +1,5 @@
 //! What `nc` is connected by: a socket of the kernel's, or one of ours as a process that has
-//! attached; for bytes, or for messages.
+//! attached; for bytes, messages or datagrams.
 //!
 //! What must hold: calls block, and both directions may be used at once; no message is cut, and one
 //! without a byte is not taken for the end.
@@ -11,7 +11,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, sockopt};
-use zerosock::vsock::{SeqPacket, Stream, StreamState};
+use zerosock::vsock::{MAX_DATAGRAM, SeqPacket, Stream, StreamState};
+
+use super::datagrams::Datagrams;
 
 /// Of a stream at once. Large enough that system calls do not matter, small enough for a core's
 /// cache.
@@ -45,22 +47,13 @@ impl Kind {
             Kind::Messages => Wire::Packets(socket),
         }
     }
+}
 
-    /// Bytes to be sent at once, at most.
-    pub(super) fn sends_at_once(self) -> usize {
-        match self {
-            Kind::Bytes => BUFFER,
-            Kind::Messages => LONGEST_SENT,
-        }
-    }
-
-    /// Bytes that there is to be room for.
-    pub(super) fn receives_at_once(self) -> usize {
-        match self {
-            Kind::Bytes => BUFFER,
-            Kind::Messages => LONGEST_RECEIVED,
-        }
-    }
+/// What is asked for.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Wanted {
+    Connection(Kind),
+    Datagrams,
 }
 
 /// See the module.
@@ -69,13 +62,25 @@ pub(crate) enum Wire {
     Packets(OwnedFd),
     Stream(Stream),
     Messages(SeqPacket),
+    Datagrams(Datagrams),
 }
 
 impl Wire {
-    pub(super) fn kind(&self) -> Kind {
+    /// Bytes to be sent at once, at most.
+    pub(super) fn sends_at_once(&self) -> usize {
         match self {
-            Wire::Socket(_) | Wire::Stream(_) => Kind::Bytes,
-            Wire::Packets(_) | Wire::Messages(_) => Kind::Messages,
+            Wire::Socket(_) | Wire::Stream(_) => BUFFER,
+            Wire::Packets(_) | Wire::Messages(_) => LONGEST_SENT,
+            Wire::Datagrams(_) => MAX_DATAGRAM as usize,
+        }
+    }
+
+    /// Bytes that there is to be room for.
+    pub(super) fn receives_at_once(&self) -> usize {
+        match self {
+            Wire::Socket(_) | Wire::Stream(_) => BUFFER,
+            Wire::Packets(_) | Wire::Messages(_) => LONGEST_RECEIVED,
+            Wire::Datagrams(_) => MAX_DATAGRAM as usize,
         }
     }
 
@@ -87,6 +92,7 @@ impl Wire {
             }
             Wire::Stream(stream) => (&mut &*stream).write(bytes),
             Wire::Messages(connection) => connection.send(bytes).map(|()| bytes.len()),
+            Wire::Datagrams(socket) => socket.send(bytes),
         }
     }
 
@@ -107,6 +113,16 @@ impl Wire {
                 connection.shutdown(Shutdown::Write)
             }
             Wire::Stream(_) | Wire::Messages(_) => Ok(()),
+            Wire::Datagrams(socket) => socket.finish(),
+        }
+    }
+
+    /// Waits until it no longer takes us to deliver what was sent. A connection's end waits for its
+    /// peer by itself.
+    pub(super) fn flush(&self) -> io::Result<()> {
+        match self {
+            Wire::Datagrams(socket) => socket.flush(),
+            _ => Ok(()),
         }
     }
 
@@ -123,7 +139,13 @@ impl Wire {
                     Some(_) => {}
                 }
             },
+            Wire::Datagrams(socket) => socket.receive(buffer),
         }
+    }
+
+    /// Whether what is received comes to an end when nothing can be sent any more.
+    pub(super) fn ends_by_itself(&self) -> bool {
+        !matches!(self, Wire::Datagrams(_))
     }
 
     /// Whether the peer takes nothing more. Sending no bytes sends no packet, but asks the
@@ -138,6 +160,8 @@ impl Wire {
             ),
             Wire::Stream(stream) => stream.state() != StreamState::Connected,
             Wire::Messages(connection) => connection.state() != StreamState::Connected,
+            // Nobody would say so.
+            Wire::Datagrams(_) => false,
         }
     }
 }

@@ -19,7 +19,7 @@ use zerosock_ring::{Chain, Memory};
 
 use super::app::send_fault;
 use super::events::emit;
-use super::from_guest::share_of;
+use super::flush::share_of;
 use super::join::{End, Inbound};
 use super::outbound::Held;
 use super::sibling;

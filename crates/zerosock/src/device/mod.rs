@@ -5,8 +5,8 @@
 //! A `Device` belongs to one worker. It has the rings on one side and the protocol core on the
 //! other, and joins each of the guest's connections to a host socket or to a sibling:
 //!
-//! - `from_guest`: packets from the guest's transmit queue; payload goes by `sendmsg` from guest
-//!   memory into the socket;
+//! - `from_guest`, `flush`: packets from the guest's transmit queue; payload goes by `sendmsg` from
+//!   guest memory into the socket;
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
@@ -27,6 +27,7 @@ mod command;
 pub mod control;
 pub(crate) mod datagrams;
 mod events;
+mod flush;
 mod from_guest;
 pub(crate) mod host;
 mod join;

@@ -7,7 +7,8 @@ use crate::access::AccessList;
 use crate::attach::{AttachConfig, Name, Process};
 use crate::device::Limits;
 use crate::engine::mailbox::Sender;
-use crate::engine::worker::{Worker, WorkerMessage};
+use crate::engine::messages::WorkerMessage;
+use crate::engine::worker::Worker;
 use crate::plane::config::system;
 pub use crate::plane::config::{
     HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,

@@ -6,7 +6,8 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 
 use super::mailbox::{Mailbox, Sender};
-use super::worker::{Worker, WorkerMessage};
+use super::messages::WorkerMessage;
+use super::worker::Worker;
 use crate::device::Limits;
 use crate::device::datagrams::tests::datagrams;
 use crate::relay::hybrid::OkConvention;

@@ -11,6 +11,7 @@ mod intake;
 #[cfg(test)]
 mod intake_tests;
 pub(crate) mod mailbox;
+pub(crate) mod messages;
 pub(crate) mod numbers;
 pub(crate) mod poller;
 pub(crate) mod spin;

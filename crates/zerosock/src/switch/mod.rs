@@ -9,7 +9,7 @@
 use crate::access::{AccessList, Verdict, Who};
 use crate::attach::Name;
 use crate::engine::mailbox::Sender;
-use crate::engine::worker::WorkerMessage;
+use crate::engine::messages::WorkerMessage;
 use std::collections::HashMap;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;

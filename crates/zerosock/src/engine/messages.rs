@@ -1,0 +1,166 @@
+//! Messages to a worker: from other threads, and from its devices to each other.
+//!
+//! What must hold: no message waits for another's wake-up; what cannot be delivered is answered; so
+//! many are taken at once, and so many bytes, that sockets have their turn ([`super::intake`]).
+
+use std::sync::Arc;
+
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::FlowId;
+
+use super::intake::Intake;
+use super::worker::Worker;
+use crate::device::Device;
+use crate::device::control::{DeviceCommand, Notice, Reply};
+use crate::switch::{Message, Routes};
+
+/// What other threads say to a worker.
+#[derive(Debug)]
+pub(crate) enum WorkerMessage {
+    /// The VMM of `vm` wants something.
+    Command {
+        vm: u32,
+        command: DeviceCommand,
+        reply: Reply,
+    },
+    /// A sibling in another worker has something for `vm`.
+    Sibling { vm: u32, message: Message },
+    /// A device of this worker's; its address says which number it has.
+    AddDevice(Box<Device>),
+    /// The device leaves for good: its front-end is gone.
+    RemoveDevice { vm: u32 },
+    /// The table of endpoints has changed. `taken` is dropped when the worker goes by the new one.
+    Routes {
+        routes: Arc<Routes>,
+        taken: Arc<Notice>,
+    },
+    /// End all connections and the thread.
+    Shutdown,
+}
+
+impl Worker {
+    /// Hands over what devices of this worker had to say to each other. Each message makes its
+    /// receiver active, so that none waits for a wake-up.
+    pub(super) fn deliver_local(&mut self, now: Instant) {
+        // Bounded: an answer to a message may be another message, and sockets want their turn.
+        let mut intake = Intake::default();
+        while intake.is_open()
+            && let Some((vm, message)) = self.outbox.pop_local()
+        {
+            intake.add_from_sibling(&message);
+            self.deliver(vm, message, now);
+        }
+    }
+
+    /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
+    fn deliver(&mut self, vm: u32, message: Message, now: Instant) {
+        if let Message::Depart { to, pair } = message {
+            return self.depart(vm, to, pair, now);
+        }
+        let (device, mut cx) = self.lend(vm, now);
+        match (device, message) {
+            (Some(device), message) => {
+                device.sibling_says(message, &mut cx);
+                self.activate(vm);
+            }
+            (None, Message::Adopt(arrival)) => arrival.abandon(&mut cx),
+            (None, message) => {
+                if let Some((to, answer)) = message.undeliverable() {
+                    cx.outbox.send(to, answer);
+                }
+            }
+        }
+    }
+
+    /// Takes a connection from one lane of a device to another: at once if that is here, so that the
+    /// program that embeds the device never finds it nowhere.
+    fn depart(&mut self, vm: u32, flow: FlowId, pair: u16, now: Instant) {
+        let (Some(device), mut cx) = self.lend(vm, now) else {
+            return;
+        };
+        let here = device.addr().worker;
+        let Some((lane, arrival)) = device.pack(flow, pair, &mut cx) else {
+            return self.activate(vm);
+        };
+        self.activate(vm);
+        if lane.worker == here {
+            self.deliver(lane.vm, Message::Adopt(arrival), now);
+        } else {
+            self.outbox.send(lane, Message::Adopt(arrival));
+        }
+    }
+
+    fn add_device(&mut self, device: Box<Device>, now: Instant) {
+        let vm = device.addr().vm;
+        self.add(*device);
+        let (device, cx) = self.lend(vm, now);
+        if let Some(device) = device
+            && let Err(error) = device.listen(&cx)
+        {
+            let cid = device.cid();
+            tracing::error!(%cid, %error, "host programs cannot reach a device");
+        }
+    }
+
+    fn remove_device(&mut self, vm: u32, now: Instant) {
+        let (Some(device), mut cx) = self.lend(vm, now) else {
+            return;
+        };
+        device.retire(&mut cx);
+        if let Some(at) = device.armed.take() {
+            self.deadlines.remove(&(at, vm));
+        }
+        self.devices.remove(vm);
+        self.active.retain(|&other| other != vm);
+    }
+
+    /// Takes the messages of other threads. False: the worker is to end.
+    pub(super) fn take_messages(&mut self) -> bool {
+        let mut messages = Vec::new();
+        let mut intake = Intake::default();
+        let mut come = self.mailbox.drain();
+        while intake.is_open()
+            && let Some(message) = come.next()
+        {
+            match &message {
+                WorkerMessage::Sibling { message, .. } => intake.add_from_sibling(message),
+                _ => intake.add(),
+            }
+            messages.push(message);
+        }
+        drop(come);
+        self.more_messages = !intake.is_open();
+        if messages.is_empty() {
+            return true;
+        }
+        let now = self.clock.now();
+        for message in messages {
+            match message {
+                WorkerMessage::Command { vm, command, reply } => {
+                    let (device, mut cx) = self.lend(vm, now);
+                    if let Some(device) = device {
+                        device.command(command, reply, &mut cx);
+                        self.activate(vm);
+                    }
+                }
+                WorkerMessage::Sibling { vm, message } => self.deliver(vm, message, now),
+                WorkerMessage::AddDevice(device) => self.add_device(device, now),
+                WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
+                WorkerMessage::Routes { routes, taken } => {
+                    self.routes = routes;
+                    drop(taken);
+                }
+                WorkerMessage::Shutdown => {
+                    for vm in self.devices.numbers() {
+                        let (device, mut cx) = self.lend(vm, now);
+                        if let Some(device) = device {
+                            device.say_goodbye(&mut cx);
+                        }
+                    }
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}

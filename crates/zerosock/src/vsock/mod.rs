@@ -49,6 +49,7 @@ pub(crate) mod leases;
 mod listener;
 mod loan;
 mod message;
+mod opening;
 pub(crate) mod options;
 pub(crate) mod outgoing;
 mod poller;
@@ -69,7 +70,7 @@ pub use datagram::{
     BindError, Datagram, DatagramDrops, DatagramError, DatagramHome, DatagramLease, DatagramLoan,
     DatagramStats, MAX_DATAGRAM,
 };
-pub use endpoint::{Endpoint, EndpointBuilder, OpenError};
+pub use endpoint::Endpoint;
 pub use engine::EndpointStats;
 pub use errors::{ConnectError, EndpointOver, ListenError, StreamError};
 pub use host::{Host, HostBuilder};
@@ -77,6 +78,7 @@ pub use lease::{Lease, OwnedLease, Reading};
 pub use listener::{Incoming, Listener};
 pub use loan::{Filling, Loan};
 pub use message::Message;
+pub use opening::{EndpointBuilder, OpenError};
 pub use options::OptionError;
 pub use poller::{Poller, Readiness, Ready};
 pub use rxmap::{PagedRxMap, RxMap, RxMapError};

@@ -9,7 +9,8 @@ use std::sync::{MutexGuard, PoisonError};
 
 use zerosock_proto::{Cid, Port};
 
-use super::endpoint::{Endpoint, EndpointBuilder, OpenError};
+use super::endpoint::Endpoint;
+use super::opening::{EndpointBuilder, OpenError};
 use crate::attach::{self, Client, ServiceRequest, Serving};
 use crate::driver::Driver;
 

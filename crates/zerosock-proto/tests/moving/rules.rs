@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{Disposition, MoveError, PortTable, Shard, ShardConfig};
+use zerosock_proto::vsock::{
+    Disposition, Event, FlowError, MoveError, PortTable, Shard, ShardConfig,
+};
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid};
 
@@ -78,4 +80,29 @@ fn two_addresses_are_connected_while_their_connection_is_alive() {
     // Its RST waits still, and is in nobody's way.
     assert!(!driver.is_connected(local, SERVER));
     driver.connect(NOW, local, SERVER, stream).unwrap();
+}
+
+#[test]
+fn one_whose_driver_is_gone_is_forgotten_without_a_word() {
+    let mut world = World::new(false);
+    let (pair, flow) = world.sides[DEVICE].ends[0].at.unwrap();
+    let device = &mut world.sides[DEVICE].shards[pair];
+    while device.poll_event().is_some() {}
+    while device.poll_transmit(NOW, 4096).is_some() {}
+    let before = (device.connections(), device.ports().len());
+    device.send(flow, 1000, 0).unwrap();
+    device.forget(NOW, flow).unwrap();
+    assert!(device.poll_transmit(NOW, 4096).is_none(), "not even an RST");
+    let closed = device.poll_event();
+    assert!(
+        matches!(closed, Some(Event::Closed { flow: of, .. }) if of == flow),
+        "{closed:?}"
+    );
+    assert_eq!(device.connections(), before.0 - 1);
+    assert_eq!(
+        device.ports().len(),
+        before.1,
+        "the driver's port was no port here"
+    );
+    assert_eq!(device.forget(NOW, flow), Err(FlowError::Stale));
 }

@@ -484,6 +484,14 @@ impl DeviceQueue {
         self.used.ask_light(words, self.config.event_idx)
     }
 
+    /// Whether chains are completed and not visible of which the driver has asked to be told: one
+    /// load. A wish of this very moment may be missed; [`publish`](Self::publish) finds it.
+    #[inline]
+    pub fn is_awaited(&self) -> bool {
+        let words = self.rings.used_words();
+        self.used.is_awaited(words, self.config.event_idx)
+    }
+
     /// Whether [`pop`](Self::pop) has something to say (a broken queue, for one): one load, and
     /// nothing is checked or changed. For those that spin.
     #[inline]

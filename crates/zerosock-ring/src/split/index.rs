@@ -117,6 +117,27 @@ impl Producer {
         self.look(words, event_idx)
     }
 
+    /// Whether [`publish`](Self::publish) would say, by what the consumer wishes now, that it is to
+    /// be notified. Nothing is shown or changed, and without a fence a wish of this moment may be
+    /// missed.
+    #[inline]
+    pub(crate) fn is_awaited(&self, words: Words<'_>, event_idx: bool) -> bool {
+        let count = u32::from(self.next.wrapping_sub(self.shown)) + self.unasked;
+        if count == 0 {
+            return false;
+        }
+        if event_idx {
+            let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
+            let Ok(count) = u16::try_from(count) else {
+                return true;
+            };
+            !self.settled || need_event(event_copy, self.next, self.next.wrapping_sub(count))
+        } else {
+            let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
+            flags_copy & NO_NOTIFICATION == 0
+        }
+    }
+
     #[inline]
     fn look(&mut self, words: Words<'_>, event_idx: bool) -> bool {
         let count = core::mem::take(&mut self.unasked);

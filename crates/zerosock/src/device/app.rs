@@ -195,12 +195,15 @@ impl Device {
         self.shard.has_transmit()
     }
 
-    /// Whether the guest may be waiting for what was given back: credit is to be told, or a good
-    /// number of buffers is there.
+    /// Whether the guest may be waiting for what was given back: credit is to be told, a good
+    /// number of buffers is there, or it has asked to be told of fewer (as one does that sends
+    /// without a copy) and the program has taken all that there is.
     #[inline]
-    pub(crate) fn is_awaited(&self) -> bool {
+    pub(crate) fn is_awaited(&self, app: &App) -> bool {
         let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
-        self.shard.has_transmit() || self.tx.as_ref().is_some_and(many)
+        let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
+        let last = |tx: &Ring| tx.queue.is_awaited() && all(tx);
+        self.shard.has_transmit() || self.tx.as_ref().is_some_and(|tx| many(tx) || last(tx))
     }
 
     /// Whether host sockets may have something for the device.

@@ -83,6 +83,11 @@ impl RawGuest {
         }
     }
 
+    /// Whether the device has called since the last look.
+    pub(crate) fn was_called(&self, queue: usize) -> bool {
+        rustix::io::read(&self.calls[queue], &mut [0; 8]).is_ok()
+    }
+
     /// Attaches, starts all queues and posts every receive buffer.
     pub(crate) fn attach(socket: &Path) -> RawGuest {
         RawGuest::attach_with(socket, true)

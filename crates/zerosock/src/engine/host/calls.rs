@@ -56,8 +56,10 @@ impl Engine for HostEngine {
         self.say_words();
         let mut at = 0;
         while let Some(&vm) = self.touched.get(at) {
-            let device = self.worker.devices.get_mut(vm);
-            if device.is_some_and(|device| !device.is_awaited()) {
+            let Worker { devices, app, .. } = &mut self.worker;
+            if let (Some(device), Some(app)) = (devices.get_mut(vm), app)
+                && !device.is_awaited(app)
+            {
                 at += 1;
                 continue;
             }

@@ -112,6 +112,12 @@ impl<T> Sockets<T> {
             .is_some_and(|pool| pool.held < pool.limit())
     }
 
+    /// Whether anything in `pool`'s buffers is unread.
+    pub(crate) fn has_unread(&self, pool: u32) -> bool {
+        let pool = self.pools.get(pool as usize);
+        pool.is_some_and(|pool| pool.held > pool.leased)
+    }
+
     /// Whether one more buffer of `pool` may be held by a datagram: at most half are held then, so
     /// that datagrams alone never keep packets from being taken in.
     #[inline]

@@ -7,6 +7,7 @@
 
 use hashbrown::HashMap;
 
+use super::shares::Shares;
 use super::{Place, STOP_HOLDS};
 use crate::addr::{Address, Port};
 use crate::time::Instant;
@@ -24,6 +25,7 @@ pub enum Block {
 #[derive(Debug, Default)]
 pub struct Blocks {
     of: HashMap<(Port, Address), Until>,
+    shares: Shares,
     /// Not later than the first that ends.
     next: Option<Instant>,
 }
@@ -101,8 +103,7 @@ impl Blocks {
             *known.of(block) = Some(until);
             return true;
         }
-        let of_one = self.of.keys().filter(|(_, other)| other.cid == by.cid);
-        if self.of.len() >= Blocks::MOST || of_one.count() >= Blocks::MOST_OF_ONE {
+        if self.of.len() >= Blocks::MOST || !self.shares.take(by.cid, Blocks::MOST_OF_ONE) {
             return false;
         }
         let mut new = Until::default();
@@ -121,6 +122,7 @@ impl Blocks {
         let free = known.all().iter().all(|(_, until)| until.is_none());
         if free {
             self.of.remove(&(port, by));
+            self.shares.give_back(by.cid);
         }
         free
     }
@@ -136,10 +138,13 @@ impl Blocks {
             return;
         }
         let mut next: Option<Instant> = None;
-        self.of.retain(|(port, _), until| {
+        self.of.retain(|(port, by), until| {
             let first = until.end(now);
             match (first, next) {
-                (None, _) => ended(*port),
+                (None, _) => {
+                    self.shares.give_back(by.cid);
+                    ended(*port);
+                }
                 (Some(first), Some(at)) => next = Some(at.min(first)),
                 (first, None) => next = first,
             }
@@ -150,7 +155,13 @@ impl Blocks {
 
     /// Nobody of whom `gone` says so is blocked any more.
     pub fn forget(&mut self, gone: impl Fn(Port, Address) -> bool) {
-        self.of.retain(|(port, by), _| !gone(*port, *by));
+        self.of.retain(|(port, by), _| {
+            let gone = gone(*port, *by);
+            if gone {
+                self.shares.give_back(by.cid);
+            }
+            !gone
+        });
     }
 }
 

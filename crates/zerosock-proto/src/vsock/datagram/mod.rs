@@ -19,6 +19,7 @@
 
 mod assembly;
 mod blocks;
+mod shares;
 mod stops;
 mod table;
 mod wire;

@@ -6,37 +6,52 @@
 //! told; who is not told may lose datagrams, which they may anyway. A START that was due is said
 //! once, a STOP until it is needed no more.
 
-use super::{Control, Place, STOP_AGAIN, STOP_UNHEARD};
+use core::time::Duration;
+
+use hashbrown::HashMap;
+
+use super::shares::Shares;
+use super::{Control, Place, STOP_AGAIN, STOP_HOLDS, STOP_UNHEARD};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::Repr;
-use core::time::Duration;
 
-/// After how long a packet that found no buffer is tried again.
+/// After how long a packet that found no buffer is tried again: at first, and at most. Each time it
+/// is twice as long, since whoever takes nothing may never do.
 const RETRY: Duration = Duration::from_millis(1);
+const RETRY_MOST: Duration = Duration::from_millis(32);
 
 /// See the module.
 #[derive(Debug)]
 pub struct Stops {
     /// What it is about.
     place: Place,
-    told: Vec<Told>,
+    told: HashMap<Pair, Told>,
+    shares: Shares,
     /// Not later than the first that is due.
     next: Option<Instant>,
     /// Something is due at once.
     fresh: bool,
+    /// What was polled last, as it was before.
+    polled: Option<(Pair, Told)>,
 }
 
-#[derive(Debug)]
-struct Told {
-    /// The receiver.
-    about: Address,
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
+struct Pair {
     /// The source.
     to: Address,
+    /// The receiver.
+    about: Address,
+}
+
+#[derive(Copy, Clone, Debug)]
+struct Told {
     word: Control,
     due: Instant,
-    /// When it was said last.
+    /// When it was told to stop last.
     said: Option<Instant>,
+    /// How long it was put off last, because there was no buffer.
+    put_off: Duration,
 }
 
 impl Stops {
@@ -49,24 +64,22 @@ impl Stops {
     pub fn new(place: Place) -> Stops {
         Stops {
             place,
-            told: Vec::new(),
+            told: HashMap::new(),
+            shares: Shares::default(),
             next: None,
             fresh: false,
+            polled: None,
         }
     }
 
     /// A datagram has come from `source` for `about`, which has enough.
     pub fn stop(&mut self, now: Instant, about: Address, source: Address) {
         let word = Control::Stop(self.place);
-        let known = self
-            .told
-            .iter_mut()
-            .find(|told| told.to == source && told.about == about);
-        if let Some(told) = known {
-            if told.word != word {
-                // It was not said yet.
-                told.due = now;
-            } else if told.said.is_some_and(|said| now >= said + STOP_UNHEARD) {
+        let pair = Pair { to: source, about };
+        if let Some(told) = self.told.get_mut(&pair) {
+            // A START that was not said yet; or a STOP that was not heard.
+            let unheard = told.said.is_some_and(|said| now >= said + STOP_UNHEARD);
+            if told.word != word || (unheard && told.put_off.is_zero()) {
                 told.due = now;
             }
             told.word = word;
@@ -74,17 +87,16 @@ impl Stops {
             self.fresh |= due <= now;
             return self.due(due);
         }
-        let of_one = self.told.iter().filter(|told| told.to.cid == source.cid);
-        if self.told.len() >= Stops::MOST || of_one.count() >= Stops::MOST_OF_ONE {
+        if self.told.len() >= Stops::MOST || !self.shares.take(source.cid, Stops::MOST_OF_ONE) {
             return;
         }
-        self.told.push(Told {
-            about,
-            to: source,
+        let told = Told {
             word,
             due: now,
             said: None,
-        });
+            put_off: Duration::ZERO,
+        };
+        self.told.insert(pair, told);
         self.fresh = true;
         self.due(now);
     }
@@ -103,8 +115,8 @@ impl Stops {
         // At once: it takes no clock to know that.
         let now = Instant::ZERO;
         let word = Control::Start(self.place);
-        self.told.retain_mut(|told| {
-            if !has_room(told.about) {
+        self.retain(|pair, told| {
+            if !has_room(pair.about) {
                 return true;
             }
             told.word = word;
@@ -118,7 +130,19 @@ impl Stops {
 
     /// Nobody has to be told of `about` or by it any more: an endpoint is gone.
     pub fn forget(&mut self, gone: impl Fn(Address) -> bool) {
-        self.told.retain(|told| !gone(told.about) && !gone(told.to));
+        self.retain(|pair, _| !gone(pair.about) && !gone(pair.to));
+    }
+
+    /// Ends all that `keep` does not want.
+    fn retain(&mut self, mut keep: impl FnMut(&Pair, &mut Told) -> bool) {
+        let shares = &mut self.shares;
+        self.told.retain(|pair, told| {
+            let keeps = keep(pair, told);
+            if !keeps {
+                shares.give_back(pair.to.cid);
+            }
+            keeps
+        });
     }
 
     /// Whether something is known to be due: to be asked first, as it needs no clock.
@@ -132,49 +156,50 @@ impl Stops {
         if self.next.is_none_or(|at| at > now) {
             return None;
         }
-        let due = |told: &Told| told.due <= now;
-        let Some(at) = self.told.iter().position(|told| due(told) && of(told.to)) else {
-            self.next = self.told.iter().map(|told| told.due).min();
-            self.fresh = self.told.iter().any(due);
+        let mut told = self.told.iter_mut();
+        let Some((pair, told)) = told.find(|(pair, told)| told.due <= now && of(pair.to)) else {
+            self.look(now);
             return None;
         };
-        let told = self.told.get_mut(at)?;
-        let packet = told.word.emit(told.about, told.to);
+        let pair = *pair;
+        let packet = told.word.emit(pair.about, pair.to);
+        self.polled = Some((pair, *told));
         match told.word {
             Control::Stop(_) => {
                 told.said = Some(now);
                 told.due = now + STOP_AGAIN;
+                told.put_off = Duration::ZERO;
             }
             Control::Start(_) | Control::Deaf => {
-                self.told.swap_remove(at);
+                self.told.remove(&pair);
+                self.shares.give_back(pair.to.cid);
             }
         }
         Some(packet)
     }
 
-    /// A packet of [`poll`](Stops::poll) found no buffer: it comes again soon.
-    pub fn again(&mut self, now: Instant, packet: &Repr) {
-        let Some(word) = Control::parse(packet) else {
+    /// The packet of the last [`poll`](Stops::poll) found no buffer: it comes again, and so do those
+    /// that are due to others of whom `same` says that they would not find any either.
+    pub fn again(&mut self, now: Instant, same: impl Fn(Address) -> bool) {
+        let Some((pair, mut before)) = self.polled.take() else {
             return;
         };
-        let due = now + RETRY;
-        let room = self.told.len() < Stops::MOST;
-        let known = self
-            .told
-            .iter_mut()
-            .find(|told| told.to == packet.dst && told.about == packet.src);
-        match known {
-            Some(told) => told.due = due,
-            None if room => self.told.push(Told {
-                about: packet.src,
-                to: packet.dst,
-                word,
-                due,
-                said: Some(now),
-            }),
-            None => {}
+        before.put_off = (before.put_off * 2).clamp(RETRY, RETRY_MOST);
+        before.due = now + before.put_off;
+        // Nobody waits for a START any more when the last STOP is over.
+        let over = before.said.is_some_and(|said| now >= said + STOP_HOLDS);
+        if let Some(told) = self.told.get_mut(&pair) {
+            *told = before;
+        } else if !over && self.shares.take(pair.to.cid, Stops::MOST_OF_ONE) {
+            self.told.insert(pair, before);
         }
-        self.due(due);
+        for (pair, told) in &mut self.told {
+            if told.due <= now && same(pair.to) {
+                told.due = before.due;
+                told.put_off = before.put_off;
+            }
+        }
+        self.look(now);
     }
 
     /// When [`poll`](Stops::poll) has something to say; perhaps nothing.
@@ -190,6 +215,12 @@ impl Stops {
     /// How many were.
     pub fn len(&self) -> usize {
         self.told.len()
+    }
+
+    /// Looks when the first is due.
+    fn look(&mut self, now: Instant) {
+        self.next = self.told.values().map(|told| told.due).min();
+        self.fresh = self.next.is_some_and(|at| at <= now);
     }
 
     fn due(&mut self, at: Instant) {
@@ -264,14 +295,14 @@ mod tests {
         let mut stops = Stops::new(Place::Receiver);
         stops.stop(ms(0), ME, at(3, 1));
         let stop = poll(&mut stops, ms(0)).unwrap();
-        stops.again(ms(0), &stop);
+        stops.again(ms(0), |_| true);
         assert_eq!(
             (poll(&mut stops, ms(0)), poll(&mut stops, ms(1))),
             (None, Some(stop))
         );
         stops.start(ME);
         let start = poll(&mut stops, ms(2)).unwrap();
-        stops.again(ms(2), &start);
+        stops.again(ms(2), |_| true);
         assert_eq!(
             (poll(&mut stops, ms(2)), poll(&mut stops, ms(3))),
             (None, Some(start))
@@ -310,5 +341,67 @@ mod tests {
         assert_eq!(stops.len(), Stops::MOST);
         stops.forget(|address| address.cid.get() == 3);
         assert_eq!(stops.len(), Stops::MOST - Stops::MOST_OF_ONE);
+    }
+    #[test]
+    fn who_takes_nothing_is_asked_ever_more_seldom_and_nobody_else_is() {
+        let mut stops = Stops::new(Place::Receiver);
+        for port in 0..50 {
+            stops.stop(ms(0), ME, at(3, port));
+        }
+        stops.stop(ms(0), ME, at(4, 1));
+        let mut others = 0;
+        let mut tries = Vec::new();
+        for now in 0..1000 {
+            while let Some(word) = poll(&mut stops, ms(now)) {
+                if word.dst.cid.get() == 4 {
+                    others += 1;
+                    continue;
+                }
+                tries.push(now);
+                stops.again(ms(now), |to| to.cid.get() == 3);
+            }
+            assert!(!stops.is_fresh() && stops.poll_timeout() > Some(ms(now)));
+        }
+        // One for all of them: at once, and after 1, 2, 4, 8, 16 ms, and 32 ms from then on.
+        assert_eq!(tries[..7], [0, 1, 3, 7, 15, 31, 63]);
+        assert_eq!(tries.len(), 5 + 31);
+        assert_eq!(others, 5, "200 ms after each other");
+        // None of them has heard it: there is nothing to undo.
+        stops.start(ME);
+        assert_eq!(stops.len(), 1);
+    }
+
+    #[test]
+    fn a_start_that_finds_no_buffer_ends_with_what_it_would_undo() {
+        let mut stops = Stops::new(Place::Receiver);
+        stops.stop(ms(0), ME, at(3, 1));
+        assert!(poll(&mut stops, ms(0)).is_some());
+        stops.start(ME);
+        let mut tries = 0;
+        for now in 1..600 {
+            if poll(&mut stops, ms(now)).is_some() {
+                tries += 1;
+                stops.again(ms(now), |_| true);
+            }
+        }
+        // After 1, 2, 4, 8 and 16 ms, and all 32 ms, until the STOP would have ended.
+        assert_eq!(tries, 6 + (500 - 32) / 32 + 1);
+        assert!(stops.is_empty());
+        assert_eq!(stops.shares.len(), 0);
+    }
+
+    #[test]
+    fn a_stop_that_finds_no_buffer_is_not_hurried_by_more_datagrams() {
+        let mut stops = Stops::new(Place::Receiver);
+        stops.stop(ms(0), ME, at(3, 1));
+        let mut tries = 0;
+        for now in 0..100 {
+            (0..10).for_each(|_| stops.stop(ms(now), ME, at(3, 1)));
+            while poll(&mut stops, ms(now)).is_some() {
+                tries += 1;
+                stops.again(ms(now), |_| true);
+            }
+        }
+        assert_eq!(tries, 8, "after 1, 2, 4, 8, 16, 32 and 32 ms");
     }
 }

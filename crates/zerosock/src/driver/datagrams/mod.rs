@@ -225,7 +225,7 @@ impl Driver {
             match self.store.lanes[LANE].tx.control_slot()? {
                 Some(slot) => self.transmit(LANE, slot, &word)?,
                 None => {
-                    self.datagrams.inboxes.table.control_again(now, &word);
+                    self.datagrams.inboxes.table.control_again(now, |_| true);
                     break;
                 }
             }

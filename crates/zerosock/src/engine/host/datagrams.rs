@@ -113,7 +113,8 @@ impl HostEngine {
             if device.put_word(&word, &mut cx) {
                 self.touch(vm);
             } else if let Some(app) = self.worker.app.as_deref_mut() {
-                app.inboxes.table.control_again(now, &word);
+                let same = |to: Address| to.cid == word.dst.cid;
+                app.inboxes.table.control_again(now, same);
             }
         }
     }

@@ -53,9 +53,10 @@ impl DatagramTable {
         self.stops.poll(now, of)
     }
 
-    /// A packet of [`poll_control`](Self::poll_control) found no buffer: it comes again soon.
-    pub fn control_again(&mut self, now: Instant, packet: &Repr) {
-        self.stops.again(now, packet);
+    /// The packet of the last [`poll_control`](Self::poll_control) found no buffer: it comes again
+    /// soon, with those to others of whom `same` says that they would not find any either.
+    pub fn control_again(&mut self, now: Instant, same: impl Fn(Address) -> bool) {
+        self.stops.again(now, same);
     }
 
     /// When [`handle_timeout`](Self::handle_timeout) and [`poll_control`](Self::poll_control) have

@@ -430,7 +430,7 @@ impl Device {
                 .as_mut()
                 .is_some_and(|rx| rx.live() && rx.queue.available() > 0);
         if !room {
-            self.starved = true;
+            self.starve();
             return;
         }
         if let Some(app) = cx.app.as_deref_mut() {
@@ -438,9 +438,20 @@ impl Device {
         }
     }
 
+    /// The program wants to be told of buffers. While a command waits it gets none, and those that are
+    /// there are no news.
+    pub(super) fn starve(&mut self) {
+        self.starved |= self.waiting.is_none();
+    }
+
+    /// Whether the program waits to be told of buffers.
+    pub(super) fn starves_program(&self) -> bool {
+        self.datagrams.are_wanted() || !self.app.waiters.is_empty()
+    }
+
     /// A send found no buffer.
     pub(super) fn wait_for_room(&mut self, id: StreamId, cx: &mut Context<'_>) {
-        self.starved = true;
+        self.starve();
         if let Some(app) = cx.app.as_deref_mut() {
             app.sockets.wait_for_room(id, &mut self.app.waiters);
         }

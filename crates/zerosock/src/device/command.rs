@@ -262,6 +262,8 @@ impl Device {
             }
             None => {}
         }
+        // Nobody was told of buffers meanwhile.
+        self.starved |= self.rx.is_some() && self.starves_program();
     }
 
     /// The program does not let go of the guest's buffers, and the front-end waits.

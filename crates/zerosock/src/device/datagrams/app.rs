@@ -180,7 +180,7 @@ impl Device {
 
     /// A send found too few buffers: all sockets are told when there are some.
     pub(crate) fn want_datagram_room(&mut self) {
-        self.starved = true;
+        self.starve();
         self.datagrams.wanted = true;
     }
 
@@ -197,7 +197,7 @@ impl Device {
             return;
         }
         if !self.has_datagram_room() {
-            self.starved = true;
+            self.starve();
             return;
         }
         self.datagrams.wanted = false;

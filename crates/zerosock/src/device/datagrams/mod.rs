@@ -147,6 +147,11 @@ impl Datagrams {
         again
     }
 
+    /// Whether sockets of the program's wait for the guest's buffers.
+    pub(super) fn are_wanted(&self) -> bool {
+        self.wanted
+    }
+
     /// Whether something can be tried for the guest's buffers.
     pub(super) fn has_some(&self) -> bool {
         self.retry.is_none() && (!self.waiting.is_empty() || !self.words.is_empty())

@@ -66,7 +66,7 @@ impl Device {
         let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
         let popped = rx.and_then(|rx| Some((rx.pop_if(HEADER_LEN, true)?, rx)));
         let Some((chain, rx)) = popped else {
-            self.starved = true;
+            self.starve();
             return false;
         };
         emit(rx, chain, word, 0);

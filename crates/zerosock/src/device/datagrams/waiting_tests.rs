@@ -2,16 +2,25 @@
 
 use std::sync::Arc;
 
+use zerosock_proto::vsock::datagram::{Control, F_DGRAM, F_DGRAM_FLOW};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
 };
 
-use super::Waiting;
+use super::{NotPut, Waiting};
 use crate::device::command;
 use crate::device::control::Reply;
 use crate::device::ready_tests::Lab;
 use crate::device::ring::Ring;
+
+fn host() -> Address {
+    Address::new(Cid::HOST, Port::new(1))
+}
+
+fn guest() -> Address {
+    Address::new(Cid::new(3), Port::new(1))
+}
 
 /// A running queue with one buffer for the guest.
 fn queue() -> Ring {
@@ -54,7 +63,7 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
     device.rx = Some(queue());
     device.datagrams.waiting.push_back(Waiting {
         from: Address::new(Cid::new(4), Port::new(1)),
-        to: Address::new(Cid::new(3), Port::new(1)),
+        to: guest(),
         bytes: vec![7; 100],
     });
     assert!(device.has_work_for_guest());
@@ -70,4 +79,34 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
     assert!(device.has_work_for_guest());
     device.transmit(&mut cx);
     assert!(device.datagrams.waiting.is_empty() && !device.has_work_for_guest());
+}
+
+#[test]
+fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none() {
+    let mut lab = Lab::new();
+    let (device, mut cx) = lab.lend();
+    device.rx = Some(queue());
+    device.waiting = Some(command::Waiting::StopReceive(Reply::unheard()));
+    let put = device.app_send_datagram(host(), guest(), b"later", &mut cx);
+    assert_eq!(put, Err(NotPut::NoRoom));
+    // A word of the flow control is refused as well.
+    device.datagrams.negotiated(F_DGRAM | F_DGRAM_FLOW);
+    assert!(!device.put_word(&Control::Deaf.emit(host(), guest()), &mut cx));
+    for _ in 0..2 {
+        assert!(!device.has_come() && !device.ask_for_kicks(), "it spins");
+        assert!(!device.transmit(&mut cx));
+    }
+    assert!(device.starves_program());
+    // Not carried out, as of a queue that is not there any more; another goes on.
+    let rx = device.rx.take();
+    device.finish_waiting(&mut cx);
+    assert!(device.waiting.is_none() && !device.has_come());
+    device.waiting = Some(command::Waiting::Stop(Reply::unheard()));
+    device.rx = rx;
+    device.finish_waiting(&mut cx);
+    assert!(device.has_come(), "the buffer that was there all the time");
+    device.transmit(&mut cx);
+    assert!(!device.starves_program() && !device.has_come());
+    let put = device.app_send_datagram(host(), guest(), b"now", &mut cx);
+    assert_eq!(put, Ok(()));
 }

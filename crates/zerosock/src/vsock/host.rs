@@ -375,7 +375,8 @@ impl HostBuilder {
     }
 
     /// Bytes of one VM or process that are kept in copies because the program does not read them,
-    /// over all its connections. Above it those with most are reset. At first 64 MiB.
+    /// over all its connections, those of each queue pair by themselves. Above it those with most are
+    /// reset. At first 64 MiB.
     pub fn max_copied(mut self, bytes: usize) -> HostBuilder {
         self.config.max_overflow = bytes;
         self

@@ -144,3 +144,65 @@ fn as_many_pairs_as_there_cannot_be_are_refused() {
         assert!(error.is_err(), "{wrong}");
     }
 }
+
+/// Each pair has a bound of its own for what a program does not read, and so it has for what comes
+/// from another pair.
+#[test]
+fn moves_do_not_get_around_the_bound_on_copies() {
+    const MOST: usize = 100_000;
+    const EACH: usize = 16_000;
+    let hosted = Hosted::tuned(|builder| builder.queue_pairs(2).max_copied(MOST));
+    let listener = hosted.listen(Port::new(PORT), 16).unwrap();
+    let mut guest = PairsGuest::attach(hosted.socket_path(0), 2, PORT);
+    let to = Address::new(Cid::HOST, Port::new(PORT));
+    let mut conns = Vec::new();
+    for pair in 0..2 {
+        let mut from = (6000..).filter(|from| guest.pair_of(Port::new(*from), to) == pair);
+        let from: Vec<u32> = from.by_ref().take(6).collect();
+        conns.extend(from.into_iter().map(|from| guest.connect(from, to)));
+    }
+    until(&mut [&mut guest], |guests| {
+        guests[0].conns.iter().all(|conn| conn.connected)
+    });
+    let streams: Vec<_> = conns
+        .iter()
+        .map(|_| listener.accept_timeout(PATIENCE).unwrap().0)
+        .collect();
+    let unread = || streams.iter().map(|stream| stream.unread()).sum::<usize>();
+    for &conn in &conns {
+        guest.send(conn, &pattern(EACH, 1));
+    }
+    // All of it is unread, in copies, and within the bounds of both.
+    until(&mut [&mut guest], |guests| {
+        unread() == conns.len() * EACH && (0..2).all(|pair| guests[0].raw.is_idle_on(pair))
+    });
+    until(&mut [&mut guest], |guests| {
+        conns.iter().all(|&conn| match guests[0].conns[conn].at {
+            Some((0, _)) => {
+                guests[0].ask_move(conn, 1);
+                false
+            }
+            _ => true,
+        })
+    });
+    until(&mut [&mut guest], |_| unread() <= MOST);
+    assert!(unread() > MOST / 2, "no more than has to be: {}", unread());
+    let ended = |guest: &PairsGuest| {
+        conns
+            .iter()
+            .filter(|&&c| guest.conns[c].at.is_none())
+            .count()
+    };
+    until(&mut [&mut guest], |guests| ended(guests[0]) > 0);
+    // Those that stand are whole.
+    let mut whole = 0;
+    for mut stream in &streams {
+        let mut bytes = vec![0; EACH];
+        if stream.unread() > 0 {
+            stream.read_exact(&mut bytes).unwrap();
+            assert!(bytes == pattern(EACH, 1));
+            whole += 1;
+        }
+    }
+    assert_eq!(whole + ended(&guest), conns.len());
+}

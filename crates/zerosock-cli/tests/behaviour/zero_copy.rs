@@ -92,12 +92,10 @@ pub(crate) fn completions_without_further_traffic(pair: &Pair) -> Verdict {
         served
             .receive_all(16 * PAGE as u64)
             .is_pattern(seed, 16 * PAGE);
-        let start = Instant::now();
+        // Nothing else goes either way before that.
         let done = completions(&client, STEP);
         done.ok();
         assert_eq!(done.bytes, 1);
-        let took = start.elapsed();
-        assert!(took < Duration::from_secs(5), "complete after {took:?}");
     }
     Ok(())
 }

@@ -4,12 +4,18 @@
 mod common;
 mod hosting;
 
-use std::io::{Error, ErrorKind};
+use std::io::{Error, ErrorKind, Read, Write};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{deadline, eventually, host};
+use common::{PATIENCE, deadline, eventually, host, pairs};
 use hosting::Hosted;
-use zerosock::vsock::{ConnectError, Endpoint, Host, ListenError, OptionError};
+use zerosock::daemon::StartError;
+use zerosock::driver::{AttachError, ConfigError};
+use zerosock::vsock::{
+    ConnectError, Endpoint, EndpointBuilder, Fault, Host, HostBuilder, ListenError, OpenError,
+    OptionError,
+};
 use zerosock::{Address, Cid, Port};
 
 const ANY: Address = Address::new(Cid::ANY, Port::ANY);
@@ -53,6 +59,137 @@ fn options_out_of_range_are_refused_with_their_reason() {
     assert_eq!(socket.buffer_size(), 1000);
     assert_eq!(socket.buffer_bounds(), (128, 262_144));
     assert_eq!(socket.connect_timeout(), Duration::from_secs(2));
+}
+
+/// On a connection of either kind as on a socket that is none yet; and nothing of it is taken, also
+/// not by halves.
+#[test]
+fn options_out_of_range_leave_a_connection_as_it_is() {
+    let (mut hosted, process) = joined();
+    let port = Port::new(700);
+    let listener = hosted.listen(port, 1).unwrap();
+    let records = hosted.listen_seqpacket(Port::new(701), 1).unwrap();
+    refused(listener.set_buffer_size(0), OptionError::EmptyBuffer);
+    let mut ours = process.connect(host(700)).unwrap();
+    let (mut theirs, _) = listener.accept_timeout(PATIENCE).unwrap();
+    macro_rules! both {
+        ($socket:expr) => {
+            let none = Some(Duration::ZERO);
+            refused($socket.set_buffer_size(0), OptionError::EmptyBuffer);
+            refused($socket.set_buffer_bounds(0, 1), OptionError::EmptyBuffer);
+            let above = OptionError::MinAboveMax {
+                min: u32::MAX,
+                max: 1,
+            };
+            refused($socket.set_buffer_bounds(u32::MAX, 1), above);
+            refused($socket.set_read_timeout(none), OptionError::ZeroTimeout);
+            refused($socket.set_write_timeout(none), OptionError::ZeroTimeout);
+            assert_eq!($socket.buffer_size(), 262_144);
+            assert_eq!($socket.buffer_bounds(), (128, 262_144));
+            assert_eq!($socket.read_timeout(), None);
+            assert_eq!($socket.write_timeout(), None);
+        };
+    }
+    both!(ours);
+    let above = OptionError::LowWaterAboveBuffer {
+        low_water: 262_145,
+        buffer: 262_144,
+    };
+    refused(ours.set_low_water(262_145), above);
+    assert_eq!(ours.low_water(), 1);
+    // What is only too small or too large for the bounds is brought within.
+    for (told, becomes) in [(1, 128), (u32::MAX, 262_144)] {
+        ours.set_buffer_size(told).unwrap();
+        assert_eq!(ours.buffer_size(), becomes);
+    }
+    // A mark comes down with the buffer: it would never be reached.
+    ours.set_low_water(100_000).unwrap();
+    ours.set_buffer_size(1000).unwrap();
+    assert_eq!(ours.low_water(), 1000);
+    theirs.write_all(&[1; 1000]).unwrap();
+    ours.read_exact(&mut [0; 1000]).unwrap();
+    let sends = process.connect_seqpacket(host(701)).unwrap();
+    let (receives, _) = records.accept_timeout(PATIENCE).unwrap();
+    both!(sends);
+    both!(receives);
+    hosted.stop();
+}
+
+/// As long as there is no clock for.
+#[test]
+fn the_longest_times_are_for_ever() {
+    let (hosted, process) = joined();
+    let listener = hosted.listen(Port::new(700), 1).unwrap();
+    let mut socket = process.socket();
+    socket.set_connect_timeout(Duration::MAX).unwrap();
+    socket.set_read_timeout(Some(Duration::MAX)).unwrap();
+    socket.set_write_timeout(Some(Duration::MAX)).unwrap();
+    socket.set_linger(Some(Duration::MAX));
+    let mut ours = socket.connect(host(700)).unwrap();
+    let (mut theirs, _) = listener.accept_timeout(Duration::MAX).unwrap();
+    ours.write_all(b"one").unwrap();
+    theirs.read_exact(&mut [0; 3]).unwrap();
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| (&ours).read_exact(&mut [0; 3]).unwrap());
+        theirs.write_all(b"two").unwrap();
+        reading.join().unwrap();
+    });
+    ours.close().unwrap();
+}
+
+/// What no connection could live with is refused before there is any.
+#[test]
+fn a_host_or_endpoint_out_of_range_does_not_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let host = || Host::builder().attach(dir.path().join("other.sock"));
+    let kind = |builder: HostBuilder| builder.start().map(drop).unwrap_err();
+    assert!(matches!(kind(host().window(0)), StartError::EmptyWindow));
+    let never = host().connect_timeout(Duration::ZERO);
+    assert!(matches!(kind(never), StartError::NoConnectTime));
+    for pairs in [0, 17, u16::MAX] {
+        let told = kind(host().queue_pairs(pairs));
+        assert!(matches!(told, StartError::QueuePairs(_)), "{told}");
+    }
+    let _hosted = Hosted::of(Host::builder().attach(&path));
+    type Tune = fn(EndpointBuilder) -> EndpointBuilder;
+    let bad: [(Tune, ConfigError); 8] = [
+        (|it| it.window(0), ConfigError::EmptyWindow),
+        (
+            |it| it.connect_timeout(Duration::ZERO),
+            ConfigError::NoConnectTime,
+        ),
+        (|it| it.queue_size(0), ConfigError::QueueSize(0)),
+        (|it| it.queue_size(100), ConfigError::QueueSize(100)),
+        (|it| it.queue_pairs(0), ConfigError::QueuePairs(0)),
+        (|it| it.queue_pairs(17), ConfigError::QueuePairs(17)),
+        (|it| it.receive_buffers(0), ConfigError::RxBufferSize(0)),
+        (
+            |it| it.transmit_buffers(65_537),
+            ConfigError::TxBufferSize(65_537),
+        ),
+    ];
+    for (tune, why) in bad {
+        let told = tune(Endpoint::builder()).attach(&path).map(drop);
+        let told = told.unwrap_err();
+        assert_eq!(told.fault(), Fault::Caller);
+        let OpenError::Device(AttachError::Config(what)) = told else {
+            panic!("{told}");
+        };
+        assert_eq!(what, why);
+    }
+    // Nobody is left of those.
+    Endpoint::attach(&path).unwrap();
+}
+
+/// A host, and a process at it.
+fn joined() -> (Hosted, Endpoint) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach.sock");
+    let hosted = Hosted::of(Host::builder().attach(&path).queue_pairs(pairs()));
+    let builder = Endpoint::builder().queue_pairs(pairs());
+    let process = builder.attach(&path).unwrap();
+    (hosted, process)
 }
 
 #[test]

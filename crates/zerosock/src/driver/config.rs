@@ -97,6 +97,12 @@ impl DriverConfig {
         if self.tx_buffer_size == 0 || self.tx_buffer_size > 65536 {
             return Err(ConfigError::TxBufferSize(self.tx_buffer_size));
         }
+        if self.buf_alloc == 0 {
+            return Err(ConfigError::EmptyWindow);
+        }
+        if self.connect_timeout.is_zero() {
+            return Err(ConfigError::NoConnectTime);
+        }
         Ok(())
     }
 
@@ -121,6 +127,12 @@ pub enum ConfigError {
     /// See [`DriverConfig::tx_buffer_size`].
     #[error("tx_buffer_size {0}: must be from 1 to 65536")]
     TxBufferSize(u32),
+    /// See [`DriverConfig::buf_alloc`].
+    #[error("a receive window of no bytes would never receive any")]
+    EmptyWindow,
+    /// See [`DriverConfig::connect_timeout`].
+    #[error("no connection can come about in no time")]
+    NoConnectTime,
 }
 
 const _: () = assert!(HEADER_SLOT >= 44, "a header fits its slot");
@@ -152,8 +164,18 @@ mod tests {
         assert_eq!(bad.check(), Err(ConfigError::RxBufferSize(0)));
         let bad = DriverConfig {
             tx_buffer_size: 65537,
-            ..good
+            ..good.clone()
         };
         assert_eq!(bad.check(), Err(ConfigError::TxBufferSize(65537)));
+        let bad = DriverConfig {
+            buf_alloc: 0,
+            ..good.clone()
+        };
+        assert_eq!(bad.check(), Err(ConfigError::EmptyWindow));
+        let bad = DriverConfig {
+            connect_timeout: Duration::ZERO,
+            ..good
+        };
+        assert_eq!(bad.check(), Err(ConfigError::NoConnectTime));
     }
 }

@@ -131,6 +131,12 @@ pub enum StartError {
     /// As many queue pairs as there cannot be.
     #[error(transparent)]
     QueuePairs(BadPairs),
+    /// Receive buffers of no bytes, of a VM or of processes.
+    #[error("a receive window of no bytes would never receive any")]
+    EmptyWindow,
+    /// A connect that does not wait for an answer at all.
+    #[error("no connection can come about in no time")]
+    NoConnectTime,
     /// A port of the machine's AF_VSOCK cannot be listened on.
     #[error("cannot listen on vsock port {port}: {source}")]
     Forward {

@@ -14,7 +14,7 @@ use std::time::Instant;
 use rustix::event::epoll::EventFlags;
 use zerosock_proto::Cid;
 
-use super::config::{Reload, ReloadError, VmConfig};
+use super::config::{Reload, ReloadError, StartError, VmConfig};
 use super::host_end;
 use super::roster::{Entry, Member, Roster};
 use crate::attach::server::Server;
@@ -228,10 +228,14 @@ impl Keeper {
         vm: VmConfig,
     ) -> Result<(u16, Member, UnixListener, Vec<String>), ReloadError> {
         let cid = vm.cid;
-        let host = host_end(vm.host).map_err(|source| ReloadError::Host {
+        let refuse = |source| ReloadError::Host {
             cid,
             source: Box::new(source),
-        })?;
+        };
+        if vm.buf_alloc == 0 {
+            return Err(refuse(StartError::EmptyWindow));
+        }
+        let host = host_end(vm.host).map_err(refuse)?;
         let socket = |source| ReloadError::Socket { cid, source };
         vm.listener.set_nonblocking(true).map_err(socket)?;
         let member = Member {

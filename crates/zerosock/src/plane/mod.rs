@@ -68,6 +68,14 @@ pub(crate) struct Foundation {
 
 /// Makes workers and their devices. Nothing runs yet.
 pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
+    if setup.limits.connect.is_zero() {
+        return Err(StartError::NoConnectTime);
+    }
+    let windows = setup.vms.iter().map(|vm| vm.buf_alloc);
+    let of_processes = setup.attach.iter().map(|attach| attach.buf_alloc);
+    if windows.chain(of_processes).any(|bytes| bytes == 0) {
+        return Err(StartError::EmptyWindow);
+    }
     let mut senders = Vec::new();
     let mut mailboxes = Vec::new();
     for _ in 0..setup.workers.max(1) {

@@ -347,7 +347,7 @@ impl HostBuilder {
     }
 
     /// Bytes that a peer may have under way to us in one connection: for VMs added with
-    /// [`vm`](Self::vm), and for processes. At first 262144.
+    /// [`vm`](Self::vm), and for processes; at least 1. At first 262144.
     pub fn window(mut self, bytes: u32) -> HostBuilder {
         self.window = Some(bytes);
         self
@@ -397,7 +397,7 @@ impl HostBuilder {
         self
     }
 
-    /// How long a connect waits for an answer. At first 2 s.
+    /// How long a connect waits for an answer: some time. At first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> HostBuilder {
         self.config.connect_timeout = timeout;
         self

@@ -217,7 +217,7 @@ impl EndpointBuilder {
         self
     }
 
-    /// Bytes that a peer may have under way to us in one connection; at first 262144.
+    /// Bytes that a peer may have under way to us in one connection, at least 1; at first 262144.
     pub fn window(mut self, bytes: u32) -> EndpointBuilder {
         self.config.buf_alloc = bytes;
         self
@@ -238,7 +238,7 @@ impl EndpointBuilder {
         self
     }
 
-    /// How long a connect waits for an answer; at first 2 s.
+    /// How long a connect waits for an answer: some time, at first 2 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> EndpointBuilder {
         self.config.connect_timeout = timeout;
         self

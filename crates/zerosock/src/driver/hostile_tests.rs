@@ -28,7 +28,7 @@ struct Victim {
 }
 
 /// Writes into the memory of a queue's, where nobody should.
-fn poke(queue: &DeviceQueue, at: u64, bytes: &[u8]) {
+pub(super) fn poke(queue: &DeviceQueue, at: u64, bytes: &[u8]) {
     let mut pieces = Vec::new();
     let len = bytes.len() as u32;
     queue.memory().translate(at, len, &mut pieces).unwrap();

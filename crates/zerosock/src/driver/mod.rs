@@ -49,6 +49,8 @@ mod lanes;
 mod link;
 mod loans;
 mod message_loans;
+#[cfg(test)]
+mod message_tests;
 pub(crate) mod messages;
 mod moving;
 #[cfg(test)]

@@ -317,3 +317,26 @@ fn a_host_program_gets_nothing_of_a_half_message() {
     );
     still_good(&mut raw);
 }
+
+/// A guest that has not negotiated VIRTIO_VSOCK_F_SEQPACKET has no messages: it is not sent any, and
+/// what it sends all the same is refused.
+#[test]
+fn who_has_not_negotiated_messages_has_none() {
+    let hosted = Hosted::new();
+    let _listener = hosted.listen_seqpacket(PORT, 4).unwrap();
+    let mut guest = hosted.raw_guest();
+    let to = zerosock::Address::new(guest.cid, zerosock::Port::new(9));
+    for error in [
+        hosted.connect_seqpacket(to).unwrap_err(),
+        hosted.begin_connect_seqpacket(to).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+    }
+    let request = Repr {
+        socket_type: SocketType::SeqPacket.into(),
+        ..guest.header(OURS, PORT.get(), Op::Request)
+    };
+    guest.send(request, &[]);
+    let (reset, _) = guest.recv_op(OURS, Op::Rst);
+    assert_eq!(reset.socket_type, SocketType::SeqPacket.into());
+}

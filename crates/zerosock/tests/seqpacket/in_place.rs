@@ -1,8 +1,13 @@
 //! No copy of a message between a process and the host: by counters and by address.
 
 use zerosock::vsock::Trust;
+use zerosock_proto::wire::vsock::{Op, SEQ_EOM};
 
+use super::common::raw::{EVENT, RX, TX};
+use super::common::{assert_bytes, bytes};
+use super::hosting::Hosted;
 use super::lanes::Hub;
+use super::raw::{OURS, Raw};
 
 /// The file that a byte lies in, and where in it: the same for whoever has it mapped.
 pub(crate) fn place(at: *const u8) -> (String, usize) {
@@ -80,4 +85,48 @@ fn credit_comes_back_lease_by_lease() {
     theirs.send(&[2; 100_000]).unwrap();
     drop(leases);
     assert_eq!(ours.recv_leases().unwrap().unwrap().to_vec(), [2; 100_000]);
+}
+
+/// What is on lease stays, whatever its guest does; its buffers go back, and its credit once.
+#[test]
+fn leases_of_a_message_outlast_a_pause_and_a_reset() {
+    let hosted = Hosted::new();
+    let (mut raw, socket) = Raw::joined(&hosted);
+    let text = bytes(7, 9000);
+    let send = |raw: &mut Raw, flags: u32| {
+        raw.part(OURS, 0, &text[..4000]);
+        raw.part(OURS, 0, &text[4000..8000]);
+        raw.part(OURS, flags, &text[8000..]);
+    };
+    send(&mut raw, SEQ_EOM);
+    let paused = socket.recv_leases().unwrap().unwrap();
+    assert_eq!(paused.iter().len(), 3);
+    assert!(paused.is_in_place());
+    // One that has no end yet is there when the guest goes on.
+    raw.part(OURS, 0, b"half ");
+    raw.part(OURS, 0, b"a ");
+    let stop = |queue: usize| raw.guest.frontend.get_vring_base(queue as u32).unwrap();
+    let bases: Vec<u16> = [RX, TX, EVENT].map(stop).to_vec();
+    raw.guest.wait_tx_done();
+    assert_bytes(&paused.to_vec(), &text);
+    raw.guest.start(&bases).unwrap();
+    raw.part(OURS, SEQ_EOM, b"message");
+    let message = socket.recv_leases().unwrap().unwrap();
+    assert_eq!(message.to_vec(), b"half a message");
+    // All of its credit comes back: of those that were moved too.
+    drop((message, paused));
+    socket.send(b"told").unwrap();
+    let (header, _) = raw.guest.recv_op(OURS, Op::Rw);
+    assert_eq!(header.fwd_cnt, 9000 + 14);
+    // And what is on lease at a reset is there until it is dropped.
+    send(&mut raw, SEQ_EOM);
+    let kept = socket.recv_leases().unwrap().unwrap();
+    raw.part(OURS, 0, b"never ended");
+    let reset = raw.header(OURS, Op::Rst);
+    raw.guest.send(reset, &[]);
+    let error = socket.recv(&mut []).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    assert_bytes(&kept.to_vec(), &text);
+    drop(kept);
+    raw.guest.wait_tx_done();
 }

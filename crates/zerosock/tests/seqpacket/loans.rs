@@ -4,6 +4,7 @@
 use std::io::{ErrorKind, Write};
 
 use zerosock::vsock::{MessageLoan, SeqPacket, StreamError, Trust};
+use zerosock_proto::vsock::messages::MOST_EMPTY_SENT;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SEQ_EOM, SEQ_EOR};
 
 use super::common::raw::{EVENT, RX, RX_LEN, SIZE, TX};
@@ -240,6 +241,43 @@ fn empty_loans_wait_for_their_reader() {
     theirs.set_nonblocking(false).unwrap();
     late.send().unwrap();
     assert_eq!(ours.recv(&mut []).unwrap().unwrap().len, 0);
+}
+
+/// One that has a buffer of its own takes one of the guest's when it is sent, and not if it may not
+/// begin.
+#[test]
+fn a_loan_that_may_not_begin_takes_no_buffer() {
+    let hosted = Hosted::new();
+    let (mut raw, socket) = Raw::joined(&hosted);
+    socket.set_nonblocking(true).unwrap();
+    let mut in_place = Vec::new();
+    let mut late = loop {
+        let loan = socket.loan(1).unwrap();
+        match loan.is_in_place() {
+            true => in_place.push(loan),
+            false => break loan,
+        }
+    };
+    assert_eq!(in_place.len(), usize::from(SIZE) / 8);
+    // The guest never says that it has read any.
+    for _ in 0..MOST_EMPTY_SENT {
+        socket.send(b"").unwrap();
+        for (buffer, _) in raw.came_back() {
+            raw.guest.make_available(RX, buffer);
+        }
+        raw.guest.kick(RX);
+    }
+    for _ in 0..1000 {
+        let (error, again) = late.try_send().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldBlock);
+        late = again;
+    }
+    drop((late, in_place));
+    // Every buffer is used for something, or given back.
+    while socket.send(b"x").is_ok() {}
+    eventually("all buffers back", || {
+        raw.guest.used_index(RX) == raw.guest.avail_index(RX)
+    });
 }
 
 /// Beyond an eighth of the queue there is no buffer for a loan; what is written arrives.

@@ -1,0 +1,259 @@
+//! What a device that breaks the rules for messages costs: a connection, or its own endpoint. The
+//! device is the test itself.
+
+use std::io::{Error, ErrorKind, Write};
+
+use zerosock_proto::vsock::messages::MOST_EMPTY_UNREAD;
+use zerosock_proto::vsock::pairs::TX_QUEUE;
+use zerosock_proto::wire::vsock::{Op, SEQ_EOM, SocketType};
+
+use super::bare::{Peer, SERVER, pair};
+use super::hostile_tests::poke;
+use crate::vsock::{Endpoint, SeqPacket, StreamError};
+
+/// What a buffer of the endpoint takes.
+const BUFFER: usize = 4096;
+/// Bytes that a connection may have unread.
+const WINDOW: usize = 262_144;
+
+/// An endpoint with a connection for messages, and its device.
+struct Victim {
+    endpoint: Endpoint,
+    socket: SeqPacket,
+    peer: Peer,
+    /// Where the used ring of the transmit queue lies.
+    used: u64,
+}
+
+/// A connection from the endpoint to its device.
+fn connect(endpoint: &Endpoint, peer: &mut Peer) -> SeqPacket {
+    let socket = endpoint.begin_connect_seqpacket(SERVER).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let request = peer.take_op(Op::Request);
+    assert_eq!(request.socket_type, SocketType::SeqPacket.into());
+    peer.header.socket_type = request.socket_type;
+    peer.header.dst = request.src;
+    peer.header.flags = 0;
+    peer.header.fwd_cnt = 0;
+    peer.say(Op::Response, &[]);
+    endpoint.turn().unwrap();
+    socket.wait_connected().unwrap();
+    socket
+}
+
+impl Victim {
+    fn new() -> Victim {
+        let (driver, mut peer) = pair(|config| {
+            config.queue_size = 64;
+            config.rx_buffer_size = BUFFER as u32;
+            config.tx_buffer_size = BUFFER as u32;
+        });
+        let used = driver.store.arena.rings[usize::from(TX_QUEUE)].used;
+        let endpoint = Endpoint::of(driver);
+        let socket = connect(&endpoint, &mut peer);
+        Victim {
+            endpoint,
+            socket,
+            peer,
+            used,
+        }
+    }
+
+    /// A part of a message.
+    fn part(&mut self, flags: u32, payload: &[u8]) {
+        self.peer.header.flags = flags;
+        self.peer.say(Op::Rw, payload);
+        self.endpoint.turn().unwrap();
+    }
+
+    /// Messages that it sends to a device that takes nothing: of a loan, and by copying.
+    fn room(&mut self) -> usize {
+        let socket = connect(&self.endpoint, &mut self.peer);
+        let mut loan = socket.loan(4 * BUFFER).unwrap();
+        assert!(loan.is_in_place());
+        loan.write_all(&[3; 4 * BUFFER]).unwrap();
+        let mut sent = 0;
+        while socket.send(&[4; BUFFER]).is_ok() {
+            sent += 1;
+            assert!(sent < 1000, "there is no bound");
+        }
+        loan.send().unwrap();
+        let packets = std::iter::from_fn(|| self.peer.take()).count();
+        assert_eq!(packets, sent + 4);
+        sent
+    }
+
+    /// A connection beside it, or after it, which is as it should be.
+    fn others_work(&mut self) {
+        let bad = self.peer.header;
+        let other = connect(&self.endpoint, &mut self.peer);
+        self.part(0, b"runs ");
+        self.part(SEQ_EOM, b"on");
+        assert_eq!(other.recv_leases().unwrap().unwrap().to_vec(), b"runs on");
+        other.send(b"as well").unwrap();
+        loop {
+            let (header, bytes) = self.peer.take().expect("a packet");
+            if header.op.known() == Some(Op::Rw) && header.src.port == other.local_addr().port {
+                assert_eq!((header.flags, &bytes[..]), (SEQ_EOM, &b"as well"[..]));
+                break;
+            }
+        }
+        other.reset();
+        self.peer.header = bad;
+    }
+}
+
+#[track_caller]
+fn is(error: Error, kind: ErrorKind) {
+    assert_eq!(error.kind(), kind, "{error}");
+}
+
+#[test]
+fn a_flood_of_empty_messages_costs_its_connection() {
+    let mut victim = Victim::new();
+    for _ in 0..MOST_EMPTY_UNREAD {
+        victim.part(SEQ_EOM, b"");
+    }
+    victim.others_work();
+    victim.part(SEQ_EOM, b"");
+    victim.peer.take_op(Op::Rst);
+    // Those that were there are read still.
+    for _ in 0..MOST_EMPTY_UNREAD {
+        assert_eq!(victim.socket.recv(&mut []).unwrap().unwrap().len, 0);
+    }
+    is(
+        victim.socket.recv(&mut []).unwrap_err(),
+        ErrorKind::ConnectionReset,
+    );
+    victim.others_work();
+}
+
+#[test]
+fn a_message_without_an_end_fills_its_buffer_and_no_more() {
+    let mut victim = Victim::new();
+    for _ in 1..WINDOW / BUFFER {
+        victim.part(0, &[7; BUFFER]);
+        is(
+            victim.socket.recv(&mut []).unwrap_err(),
+            ErrorKind::WouldBlock,
+        );
+    }
+    victim.others_work();
+    assert!(victim.endpoint.stats().copied_aside <= WINDOW as u64);
+    victim.part(0, &[7; BUFFER]);
+    victim.peer.take_op(Op::Rst);
+    is(
+        victim.socket.recv(&mut []).unwrap_err(),
+        ErrorKind::ConnectionReset,
+    );
+    victim.others_work();
+}
+
+/// A device that takes nothing, with a loan out: it can be sent later, or is lost with its connection.
+#[test]
+fn loans_wait_for_a_device_that_takes_nothing() {
+    for reset in [false, true] {
+        let mut victim = Victim::new();
+        let mut late = victim.socket.loan(20_000).unwrap();
+        late.write_all(&[1; 20_000]).unwrap();
+        assert!(!late.is_in_place(), "an eighth of 32 buffers");
+        // All buffers: a message that has begun, and waits for its end.
+        victim.socket.send(&[2; 200_000]).unwrap();
+        let (error, late) = late.try_send().unwrap_err();
+        is(error, ErrorKind::WouldBlock);
+        is(victim.socket.send(b"").unwrap_err(), ErrorKind::WouldBlock);
+        is(victim.socket.loan(1).unwrap_err(), ErrorKind::WouldBlock);
+        if reset {
+            victim.peer.header.flags = 0;
+            victim.peer.say(Op::Rst, b"");
+            victim.endpoint.turn().unwrap();
+            let (error, late) = late.try_send().unwrap_err();
+            let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+            assert_eq!(inner, Some(&StreamError::Reset));
+            drop(late);
+            // What had left before is taken, and is no message.
+            while victim.peer.take().is_some() {}
+        } else {
+            let (mut got, mut late) = (Vec::new(), Some(late));
+            while got.len() < 220_000 {
+                while let Some((header, bytes)) = victim.peer.take() {
+                    assert_eq!(header.op.known(), Some(Op::Rw));
+                    got.extend(bytes);
+                    let ends = [200_000, 220_000].contains(&got.len());
+                    assert_eq!(
+                        header.flags,
+                        if ends { SEQ_EOM } else { 0 },
+                        "{}",
+                        got.len()
+                    );
+                }
+                victim.endpoint.turn().unwrap();
+                late = late.and_then(|late| late.try_send().err().map(|(_, late)| late));
+            }
+            assert!(got[..200_000] == [2; 200_000] && got[200_000..] == [1; 20_000]);
+        }
+        victim.endpoint.turn().unwrap();
+        victim.others_work();
+        // Every slot is free again.
+        assert_eq!(victim.room(), Victim::new().room());
+    }
+}
+
+/// The endpoint ends under a loan: it can still be written and dropped.
+#[test]
+fn a_loan_outlives_its_endpoint() {
+    let victim = Victim::new();
+    let mut loan = victim.socket.loan(10_000).unwrap();
+    loan.write_all(&[1; 5000]).unwrap();
+    // A chain that was never given to it comes back.
+    poke(
+        &victim.peer.tx,
+        victim.used + 4,
+        &0x1234_5678u32.to_le_bytes(),
+    );
+    poke(&victim.peer.tx, victim.used + 2, &5u16.to_le_bytes());
+    let mut sent = 0;
+    while victim.socket.send(&[2; BUFFER]).is_ok() {
+        sent += 1;
+        assert!(sent < 1000);
+    }
+    is(
+        victim.endpoint.turn().unwrap_err(),
+        ErrorKind::ConnectionAborted,
+    );
+    loan.write_all(&[1; 5000]).unwrap();
+    // As a write, it goes into a buffer that nobody looks at any more; the other goes back.
+    let other = victim
+        .socket
+        .loan(10)
+        .map_err(|error| is(error, ErrorKind::ConnectionAborted));
+    drop(other);
+    let _ = loan.send();
+    is(
+        victim.socket.loan(1).unwrap_err(),
+        ErrorKind::ConnectionAborted,
+    );
+}
+
+/// One that has a buffer of its own takes a slot when it is sent, and not if it may not begin.
+#[test]
+fn a_loan_that_may_not_begin_takes_no_slot() {
+    let mut victim = Victim::new();
+    let in_place = victim.socket.loan(4 * BUFFER).unwrap();
+    let mut late = victim.socket.loan(1).unwrap();
+    assert!(in_place.is_in_place() && !late.is_in_place());
+    let mut sent = 0;
+    while victim.socket.send(b"").is_ok() {
+        while victim.peer.take().is_some() {}
+        sent += 1;
+        assert!(sent < 1000, "there is no bound");
+    }
+    for _ in 0..100 {
+        let (error, again) = late.try_send().unwrap_err();
+        is(error, ErrorKind::WouldBlock);
+        late = again;
+    }
+    drop((late, in_place));
+    while victim.peer.take().is_some() {}
+    assert_eq!(victim.room(), Victim::new().room());
+}

@@ -246,6 +246,10 @@ pub(crate) struct Connection {
     pub(crate) queue: Option<Box<SendQueue>>,
     /// Whether there are sends in it, so that packets need not look.
     pub(crate) has_queued: bool,
+    /// Whether small pieces are to be gathered when it is short of packets.
+    pub(crate) coalesces: bool,
+    /// Whether the queue is of such.
+    pub(crate) gathers: bool,
 
     /// The caller was told NoCredit.
     pub(crate) wants_credit: bool,
@@ -296,6 +300,8 @@ impl Connection {
             hold: None,
             queue: None,
             has_queued: false,
+            coalesces: false,
+            gathers: false,
             wants_credit: false,
             wants_space: false,
             holds_back: false,
@@ -377,10 +383,21 @@ impl Connection {
     /// Whether nothing waits for credit or space: no caller was told to, no send is queued, and no
     /// stall has been seen whose end would have to be. Then a change of credit changes neither an
     /// event, nor a control packet, nor a place in a list: `Shard::credit_changed` has no effect.
-    /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `asked`.)
+    /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `asked`.) One
+    /// that coalesces never goes straight.
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
-        !(self.wants_credit | self.wants_space | self.asked | self.has_queued)
+        !(self.wants_credit | self.wants_space | self.asked | self.has_queued | self.coalesces)
+    }
+
+    /// Queues a send behind the others; its number.
+    pub(crate) fn enqueue(&mut self, send: Queued) -> u64 {
+        let queue = self.queue.get_or_insert_default();
+        let message = queue.front_message + queue.sends.len() as u64;
+        queue.sends.push_back(send);
+        queue.unsent += u64::from(send.len);
+        self.has_queued = true;
+        message
     }
 
     /// How many sends are queued.

@@ -220,10 +220,8 @@ impl TxCredit {
     /// Whether so many packets are outstanding that another one should not be [`SMALL`].
     #[inline]
     pub fn is_short(&self) -> bool {
-        let most_small = self
-            .most_packets
-            .saturating_sub(self.peer_buf_alloc.div_ceil(SMALL));
-        self.packets + self.reserved_packets >= most_small
+        let for_others = self.peer_buf_alloc.div_ceil(SMALL);
+        self.packets + self.reserved_packets + for_others >= self.most_packets
     }
 
     /// The most bytes that may ever be under way at once.

@@ -381,6 +381,8 @@ impl<S: BuildHasher> Shard<S> {
         connection.wants_credit = true;
         if let Some(messages) = &mut connection.messages {
             messages.tx.wanted = 1;
+            // Less is wanted now than before, perhaps: a queued send may find that it can be cut.
+            self.update_lists(flow.index);
         }
         self.ask_for_credit(flow.index);
         ReserveError::NoCredit
@@ -468,7 +470,8 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// See [`ReserveError`]; after `NoCredit`
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows. After `HeldBack` the bytes are to
+    /// be [gathered](Shard::gather), or to be sent with `reserve` and `commit`.
     #[inline(always)]
     pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
         if self.goes_straight()
@@ -497,6 +500,9 @@ impl<S: BuildHasher> Shard<S> {
     #[cold]
     #[inline(never)]
     fn send_now_other(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
+        if self.should_gather(flow, len) {
+            return Err(ReserveError::HeldBack);
+        }
         let Reservation { flow, len } = self.reserve(flow, len)?;
         // Cannot fail: nothing has happened since.
         self.commit_other(flow, len, len)
@@ -540,11 +546,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(SendError::QueueFull);
         }
         let flags = connection.message_flags(flags);
-        let queue = connection.queue.get_or_insert_default();
-        let message = queue.front_message + queue.sends.len() as u64;
-        queue.sends.push_back(Queued { len, flags });
-        queue.unsent += u64::from(len);
-        connection.has_queued = true;
+        let message = connection.enqueue(Queued { len, flags });
         self.credit_changed(flow.index);
         Ok(message)
     }

@@ -77,6 +77,10 @@ pub enum ReserveError {
     /// first. `Event::Writable` tells when.
     #[error("no credit")]
     NoCredit,
+    /// Not now, and only of [`send_now`](super::Shard::send_now): these few bytes of a stream should
+    /// wait for others, or others wait already. [`gather`](super::Shard::gather) takes them.
+    #[error("few bytes wait for others")]
+    HeldBack,
     /// Caller: asked for no bytes.
     #[error("nothing to reserve")]
     Empty,

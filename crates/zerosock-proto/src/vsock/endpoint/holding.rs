@@ -4,8 +4,10 @@
 //! many, however small they are ([`PACKET_OVERHEAD`]). So packets are counted as well as bytes
 //! ([`TxCredit`]), and a third of those that there is room for is kept for packets that are not small:
 //! as many as it takes to fill the buffer. A reader that waits for a full one gets it, as long as its
-//! sender can leave small pieces where they are until there are more. What must hold: who holds back
-//! is told, by the peer's reading or by a timer, and may then send what it has.
+//! sender can leave small pieces where they are until there are more. What a program writes cannot be
+//! left anywhere: it is *gathered*, as queued sends that become one, until it is not small any more.
+//! What must hold: who holds back is told, by the peer's reading or by a timer, and may then send what
+//! it has; what is gathered leaves at the same times, and before an end.
 //!
 //! [`PACKET_OVERHEAD`]: crate::vsock::credit::PACKET_OVERHEAD
 //! [`TxCredit`]: crate::vsock::credit::TxCredit
@@ -13,8 +15,9 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::vsock::connection::FlowId;
+use crate::vsock::connection::{Connection, FlowId, Moving, Queued};
 use crate::vsock::credit::SMALL;
+use crate::wire::vsock::SocketType;
 
 impl<S: BuildHasher> Shard<S> {
     /// Whether so many packets are under way to the peer that small ones should wait for each
@@ -55,6 +58,86 @@ impl<S: BuildHasher> Shard<S> {
         true
     }
 
+    /// Whether small pieces of a stream, sent with [`send_now`](Self::send_now), are to be gathered
+    /// when so many packets are under way that they should wait for each other. At first not: each is
+    /// a packet of its own, as long as there is room for packets. What is gathered when that ends is
+    /// let go.
+    pub fn set_coalesces(&mut self, flow: FlowId, coalesces: bool) {
+        if let Some(connection) = self.table.get_mut(flow) {
+            connection.coalesces = coalesces;
+            if !coalesces {
+                self.let_go(flow);
+            }
+        }
+    }
+
+    /// Whether `len` bytes that are to be sent at once should be gathered instead.
+    pub(super) fn should_gather(&self, flow: FlowId, len: u32) -> bool {
+        let Some(connection) = self.table.get(flow) else {
+            return false;
+        };
+        let few = (1..SMALL).contains(&len) && connection.tx.is_short();
+        may_gather(connection) && (connection.gathers || connection.coalesces && few)
+    }
+
+    /// Takes up to `len` bytes of a stream, as a queued send, to leave with those that follow: as
+    /// soon as they are [`SMALL`] together, and before that when the peer has read, or after 2 ms and
+    /// twice as long each time, or when the connection is shut down, or is [let go](Self::let_go).
+    /// How many bytes it takes: what with those before it makes one packet, and has credit. The
+    /// caller keeps them, and puts them behind the headers that [`Shard::poll_transmit`] returns
+    /// ([`Shard::has_data`]), in their order. After 0
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    pub fn gather(&mut self, flow: FlowId, len: u32) -> u32 {
+        let Some(connection) = self.table.get_mut(flow).filter(|it| may_gather(it)) else {
+            return 0;
+        };
+        let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
+        let unsent = u32::try_from(unsent).unwrap_or(u32::MAX);
+        let room = SMALL.min(connection.tx.available()).saturating_sub(unsent);
+        let len = len.min(room);
+        if len == 0 {
+            connection.wants_credit = true;
+            self.ask_for_credit(flow.index);
+            return 0;
+        }
+        let queue = connection.queue.as_mut();
+        match queue.and_then(|queue| Some((queue.sends.back_mut()?, &mut queue.unsent))) {
+            Some((all, unsent)) => {
+                all.len += len;
+                *unsent += u64::from(len);
+            }
+            None => {
+                connection.enqueue(Queued { len, flags: 0 });
+                connection.gathers = true;
+            }
+        }
+        connection.holds_back = unsent + len < SMALL && !connection.passes;
+        self.credit_changed(flow.index);
+        len
+    }
+
+    /// Whether [`gather`](Self::gather) would take a byte behind those that it has; `None`: it has
+    /// none. After `false` [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    pub fn may_gather_more(&mut self, flow: FlowId) -> Option<bool> {
+        let connection = self.table.get_mut(flow).filter(|it| it.gathers)?;
+        let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
+        let most = SMALL.min(connection.tx.available());
+        let more = !may_gather(connection) || unsent < u64::from(most);
+        if !more {
+            connection.wants_credit = true;
+            self.ask_for_credit(flow.index);
+        }
+        Some(more)
+    }
+
+    /// What is gathered of a connection waits for nothing but credit any more.
+    pub fn let_go(&mut self, flow: FlowId) {
+        if let Some(connection) = self.table.get_mut(flow).filter(|it| it.gathers) {
+            (connection.holds_back, connection.passes) = (false, true);
+            self.credit_changed(flow.index);
+        }
+    }
+
     /// Who holds back has waited for long enough, if it does.
     pub(super) fn let_pass(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
@@ -65,4 +148,15 @@ impl<S: BuildHasher> Shard<S> {
             self.credit_changed(index);
         }
     }
+}
+
+/// Whether bytes of a connection may be queued to be sent with others. Not behind sends that are queued
+/// or while a reservation is out, which go first, nor while it is moved.
+fn may_gather(connection: &Connection) -> bool {
+    connection.socket_type == SocketType::Stream
+        && connection.may_send()
+        && connection.moving == Moving::No
+        && !connection.control.response
+        && !connection.tx.has_reserved()
+        && (connection.gathers || !connection.has_queued && connection.tx.available() > 0)
 }

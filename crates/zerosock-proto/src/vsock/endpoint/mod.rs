@@ -275,6 +275,12 @@ impl<S: BuildHasher> Shard<S> {
         !self.resets.is_empty() || self.control.front().is_some() || self.data.front().is_some()
     }
 
+    /// Whether [`Shard::poll_transmit`] has payload of queued sends for a buffer large enough.
+    #[inline]
+    pub fn has_data(&self) -> bool {
+        self.data.front().is_some()
+    }
+
     /// Whether [`Shard::poll_event`] may have something.
     #[inline]
     pub fn has_events(&self) -> bool {
@@ -406,6 +412,8 @@ impl<S: BuildHasher> Shard<S> {
             Action::SendShutdown => {
                 let (local, _) = connection.shut();
                 if local.send {
+                    // Nothing comes that gathered bytes could wait for.
+                    connection.holds_back = false;
                     connection.wants_credit = false;
                     connection.wants_space = false;
                     connection.pending.writable = false;

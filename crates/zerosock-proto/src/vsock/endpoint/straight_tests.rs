@@ -20,6 +20,9 @@ enum Step {
     Cancel { end: usize },
     SendNow { end: usize, len: u32, flags: u32 },
     Send { end: usize, len: u32 },
+    Gather { end: usize, len: u32 },
+    LetGo { end: usize },
+    Coalesce { end: usize, on: bool },
     Message { end: usize, len: u32, most: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
@@ -148,6 +151,9 @@ impl World {
         | Step::Cancel { end }
         | Step::SendNow { end, .. }
         | Step::Send { end, .. }
+        | Step::Gather { end, .. }
+        | Step::LetGo { end }
+        | Step::Coalesce { end, .. }
         | Step::Message { end, .. }
         | Step::Consume { end, .. }
         | Step::Buffer { end, .. }
@@ -198,6 +204,9 @@ impl World {
                 format!("{result:?}")
             }
             Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
+            Step::Gather { len, .. } => format!("{:?}", shard.gather(flow, len)),
+            Step::LetGo { .. } => format!("{:?}", shard.let_go(flow)),
+            Step::Coalesce { on, .. } => format!("{:?}", shard.set_coalesces(flow, on)),
             Step::Message { len, most, .. } => {
                 let result = shard.reserve_message(flow, len);
                 let told = format!("{result:?} {}", shard.may_reserve_message(flow));
@@ -283,6 +292,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         12 => (end.clone(), len.clone(), flags)
             .prop_map(|(end, len, flags)| Step::SendNow { end, len, flags }),
         2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
+        4 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Gather { end, len }),
+        1 => end.clone().prop_map(|end| Step::LetGo { end }),
+        1 => (end.clone(), any::<bool>()).prop_map(|(end, on)| Step::Coalesce { end, on }),
         6 => (end.clone(), len.clone(), 1u32..9000)
             .prop_map(|(end, len, most)| Step::Message { end, len, most }),
         15 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),

@@ -146,6 +146,12 @@ impl<S: BuildHasher> Shard<S> {
         queue.unsent -= u64::from(len);
         queue.unreleased += u64::from(len);
         connection.has_queued = !queue.sends.is_empty();
+        connection.gathers &= connection.has_queued;
+        if core::mem::take(&mut connection.passes) {
+            connection.passed = connection.passed.saturating_add(1);
+        } else if !connection.tx.is_short() {
+            connection.passed = 0;
+        }
         let header = connection.header(Op::Rw, len, flags);
         self.stats.sent_bytes += u64::from(len);
         // Closing makes progress.

@@ -23,6 +23,7 @@ use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
 use crate::vsock::engine::{CreditInfo, SendFault};
+use crate::vsock::gathered::unsent;
 use crate::vsock::sockets::{Ends, Held, News, Sockets, Store, StreamId, StreamState, Waiters};
 
 /// No pool yet.
@@ -469,7 +470,7 @@ impl Device {
             // What was said before goes first: a RESPONSE above all.
             self.transmit_control(cx);
         }
-        let (mut sent, mut packets) = (0, 0);
+        let (mut sent, mut gathered, mut packets) = (0, 0, 0);
         let mut fault = None;
         while let Some(rest) = bytes.get(sent..).filter(|rest| !rest.is_empty()) {
             let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());
@@ -485,7 +486,18 @@ impl Device {
                 Ok(header) => header,
                 Err(error) => {
                     rx.queue.unpop(chain);
-                    fault = Some(send_fault(error));
+                    if error == ReserveError::HeldBack {
+                        match self.app_gather(flow, rest, cx) {
+                            Ok(taken) => {
+                                sent += taken;
+                                gathered += taken;
+                                continue;
+                            }
+                            Err(why) => fault = Some(why),
+                        }
+                    } else {
+                        fault = Some(send_fault(error));
+                    }
                     break;
                 }
             };
@@ -498,7 +510,7 @@ impl Device {
             packets += 1;
         }
         if let Some(app) = cx.app.as_deref_mut() {
-            app.tally.sent += sent as u64;
+            app.tally.sent += (sent - gathered) as u64;
             app.tally.copied_in += sent as u64;
             app.tally.packets_sent += packets;
         }
@@ -522,7 +534,7 @@ impl Device {
         let info = self.shard.flow(flow)?;
         Some(CreditInfo {
             buffer: info.buf_alloc,
-            unsent: info.tx_cnt.wrapping_sub(info.peer_fwd_cnt),
+            unsent: unsent(&info),
         })
     }
 
@@ -609,7 +621,7 @@ impl Device {
 /// What a refused reservation means for the sender.
 pub(super) fn send_fault(error: ReserveError) -> SendFault {
     match error {
-        ReserveError::NoCredit => SendFault::WouldBlock,
+        ReserveError::NoCredit | ReserveError::HeldBack => SendFault::WouldBlock,
         ReserveError::NotConnected => SendFault::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
         ReserveError::TooLong => SendFault::TooLong,

@@ -310,6 +310,7 @@ impl Device {
         }
         self.ready.clear();
         self.outgoing.clear();
+        self.gathered.clear();
         self.stale_ready = 0;
         self.shard.handle_transport_reset(cx.now);
         self.forget_datagrams(cx);

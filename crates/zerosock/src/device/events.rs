@@ -124,6 +124,9 @@ impl Device {
     }
 
     fn guest_shut(&mut self, flow: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
+        if receive && !self.gathered.is_empty() {
+            self.gathered.forget(flow);
+        }
         let Some(key) = self.key_of(flow) else { return };
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
@@ -163,6 +166,9 @@ impl Device {
 
     /// The vsock half has ended.
     fn guest_closed(&mut self, flow: FlowId, orderly: bool, cx: &mut Context<'_>) {
+        if !self.gathered.is_empty() {
+            self.gathered.forget(flow);
+        }
         let Some(key) = self.key_of(flow) else { return };
         // One attempt for what came in the same turn.
         self.flush(key, cx);

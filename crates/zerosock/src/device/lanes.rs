@@ -214,8 +214,8 @@ impl Device {
             self.stay(flow);
             return None;
         };
-        if !self.shard.may_leave(flow) {
-            // Half a message is out, or it is being closed.
+        if !self.hurry(flow, cx) || !self.shard.may_leave(flow) {
+            // Half a message is out, or small writes that find no room, or it is being closed.
             self.stay(flow);
             return None;
         }

@@ -178,6 +178,10 @@ impl Device {
         if self.shard.has_transmit() {
             self.transmit_control(cx);
         }
+        if !self.gathered.is_empty() {
+            // It goes behind what waits.
+            self.hurry(flow, cx);
+        }
         let in_place = self.may_lend(flow, cx);
         let vm = self.addr.vm;
         let rx = self.rx.as_mut().filter(|_| self.waiting.is_none());

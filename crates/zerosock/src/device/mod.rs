@@ -29,6 +29,7 @@ pub(crate) mod datagrams;
 mod events;
 mod flush;
 mod from_guest;
+mod gathering;
 pub(crate) mod host;
 mod join;
 pub(crate) mod lanes;
@@ -57,6 +58,7 @@ use crate::engine::poller::Poller;
 use crate::relay::hybrid::OkConvention;
 use crate::stats::{Counters, Holdings};
 use crate::switch::{DeviceAddr, Outbox, Routes};
+use crate::vsock::gathered::Gathered;
 use crate::vsock::outgoing::Outgoing;
 use control::FrontendLink;
 use host::Handshake;
@@ -177,6 +179,8 @@ pub(crate) struct Device {
     ready: VecDeque<u32>,
     /// Messages that have begun and found no buffer for the rest.
     outgoing: VecDeque<Outgoing>,
+    /// The program's small writes that wait for more.
+    gathered: Gathered,
     /// Joins that got bytes from the guest in this turn.
     dirty: Vec<u32>,
     /// Lists of joins that are at rest.
@@ -242,6 +246,7 @@ impl Device {
             handshakes: Slab::new(),
             ready: VecDeque::new(),
             outgoing: VecDeque::new(),
+            gathered: Gathered::default(),
             dirty: Vec::new(),
             spare_outbound: Spares::default(),
             spare_inbound: Spares::default(),

@@ -120,6 +120,7 @@ impl Device {
             emit(rx, chain, &packet.header, 0);
             cx.counters.tx_packets.add(1);
         }
+        self.send_gathered(cx);
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {

@@ -19,6 +19,7 @@ use crate::vsock::engine::{
     SendFault, ShowBounds, Stirred, copy_shown,
 };
 use crate::vsock::errors::EndpointOver;
+use crate::vsock::gathered::unsent;
 use crate::vsock::leases::Leases;
 use crate::vsock::outgoing::Outgoing;
 use crate::vsock::sockets::{Copied, LeaseParts, Message, News, NoLease};
@@ -254,7 +255,7 @@ impl Engine for Driver {
         let flow = self.store.lanes[lane].shard.flow(flow)?;
         Some(CreditInfo {
             buffer: flow.buf_alloc,
-            unsent: flow.tx_cnt.wrapping_sub(flow.peer_fwd_cnt),
+            unsent: unsent(&flow),
         })
     }
 
@@ -318,6 +319,21 @@ impl Engine for Driver {
     #[inline]
     fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault> {
         self.send(id, bytes).map_err(loans::fault)
+    }
+
+    fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
+        Driver::set_coalesces(self, id, coalesces);
+    }
+
+    fn let_go(&mut self, id: StreamId) {
+        if let Some((lane, flow)) = self.flow_of(id) {
+            self.store.lanes[lane].shard.let_go(flow);
+        }
+    }
+
+    fn may_gather_more(&mut self, id: StreamId) -> Option<bool> {
+        let (lane, flow) = self.flow_of(id)?;
+        self.store.lanes[lane].shard.may_gather_more(flow)
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {

@@ -295,6 +295,7 @@ impl Driver {
     fn transport_reset(&mut self, now: Instant) {
         for lane in self.store.lanes.iter_mut() {
             lane.shard.handle_transport_reset(now);
+            lane.gathered.clear();
         }
         self.take_core_events(now);
         let cid = self
@@ -350,6 +351,9 @@ impl Driver {
                     receive,
                     send,
                 } => {
+                    if receive {
+                        self.store.lanes[lane].gathered.forget(flow);
+                    }
                     if let Some(stream) = self.flow(lane, flow)
                         && let Some(entry) = self.sockets.get_mut(stream)
                     {
@@ -407,6 +411,7 @@ impl Driver {
     }
 
     pub(super) fn closed(&mut self, lane: LaneId, flow: FlowId, orderly: bool) {
+        self.store.lanes[lane].gathered.forget(flow);
         let Some(stream) = self.flow(lane, flow) else {
             return;
         };

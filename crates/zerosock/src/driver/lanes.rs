@@ -16,6 +16,7 @@ use super::arena::PairSlots;
 use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
+use crate::vsock::gathered::Gathered;
 use crate::vsock::outgoing::Outgoing;
 use crate::vsock::sockets::Waiters;
 
@@ -75,6 +76,8 @@ pub(crate) struct Lane {
     pub(super) waiters: Waiters,
     /// Messages that have begun and found no slot for the rest.
     pub(super) outgoing: VecDeque<Outgoing>,
+    /// Small writes that wait for more.
+    pub(super) gathered: Gathered,
     /// Packets wait in the ring, as the bounds on what is held demand, and no call was asked for.
     pub(super) blocked: bool,
 }
@@ -89,6 +92,7 @@ impl Lane {
             flows: Flows::default(),
             waiters: Waiters::default(),
             outgoing: VecDeque::new(),
+            gathered: Gathered::default(),
             blocked: false,
         }
     }

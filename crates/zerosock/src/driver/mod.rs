@@ -306,6 +306,7 @@ impl Driver {
             self.take_last(now);
             for lane in self.store.lanes.iter_mut() {
                 lane.shard.handle_transport_reset(now);
+                lane.gathered.clear();
             }
             self.take_core_events(now);
             self.datagrams.reset(self.cid);
@@ -418,7 +419,7 @@ impl Driver {
             let Some(slot) = self.store.lanes[lane].tx.control_slot()? else {
                 break;
             };
-            // We queue no payload with the core, so a packet carries none.
+            // Payload that the core has waits for slots of its own.
             match self.store.lanes[lane].shard.poll_transmit(now, 0) {
                 Some(transmit) => self.transmit(lane, slot, &transmit.header)?,
                 None => {
@@ -426,6 +427,9 @@ impl Driver {
                     break;
                 }
             }
+        }
+        if self.store.lanes[lane].shard.has_data() {
+            self.send_gathered(lane, now)?;
         }
         Ok(())
     }
@@ -509,7 +513,13 @@ impl Drop for Driver {
     /// sees us gone. One that does not get to it in time is left alone.
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
-        let is_busy = |lane: &Lane| lane.tx.is_busy() || !lane.outgoing.is_empty();
+        let is_busy =
+            |lane: &Lane| lane.tx.is_busy() || !lane.outgoing.is_empty() || lane.shard.has_data();
+        for lane in self.store.lanes.iter_mut() {
+            for flow in lane.gathered.flows() {
+                lane.shard.let_go(flow);
+            }
+        }
         while self.link.is_some()
             && self.store.lanes.iter().any(is_busy)
             && time::Instant::now() < give_up

@@ -29,13 +29,15 @@ impl Driver {
     /// [`queue_pair`](Driver::queue_pair) tells.
     ///
     /// # Errors
-    /// [`MoveError::Busy`] while a loan is out or a message half sent, and while it is on its way.
+    /// [`MoveError::Busy`] while a loan is out or a message half sent, while small sends wait for each
+    /// other and for credit, and while it is on its way.
     /// [`MoveError::NotNegotiated`] for a pair that is not used.
     pub fn move_to_pair(&mut self, stream: StreamId, pair: u16) -> Result<(), MoveError> {
         let (lane, flow) = self.flow_of(stream).ok_or(MoveError::Stale)?;
         let there = self.store.lanes.of_pair(pair.into());
         match there.ok_or(MoveError::NotNegotiated)? {
             there if there == lane => Ok(()),
+            _ if !self.hurry(lane, flow) => Err(MoveError::Busy),
             _ => self.store.lanes[lane].shard.ask_move(flow, pair),
         }
     }

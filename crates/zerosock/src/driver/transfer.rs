@@ -5,7 +5,8 @@
 //! device wrote. Credit goes back to the peer when bytes have left our hands,
 //! not before.
 
-use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError};
+use zerosock_proto::Instant;
+use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL};
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
@@ -109,6 +110,10 @@ impl Driver {
     ) -> Result<Reservation, SendError> {
         let max = max.min(self.store.lanes[lane].slots.tx_data.len());
         let mut result = self.store.lanes[lane].shard.reserve(flow, max);
+        if matches!(result, Err(ReserveError::NoCredit)) {
+            // Small sends that wait for others go first, and at once.
+            self.store.lanes[lane].shard.let_go(flow);
+        }
         if matches!(result, Err(ReserveError::NoCredit))
             && self.store.lanes[lane].shard.has_transmit()
         {
@@ -172,7 +177,8 @@ impl Driver {
 
     /// Sends as many of `bytes` as there is room for now, in packets as long
     /// as buffers and credit allow, and returns how many. Visible to the
-    /// device with the next turn or flush.
+    /// device with the next turn or flush, unless [`set_coalesces`](Driver::set_coalesces)
+    /// has few bytes wait.
     pub fn send(&mut self, stream: StreamId, bytes: &[u8]) -> Result<usize, SendError> {
         let mut sent = 0;
         if bytes.is_empty() {
@@ -236,15 +242,102 @@ impl Driver {
         bytes: &[u8],
         error: ReserveError,
     ) -> Result<usize, SendError> {
-        if !matches!(error, ReserveError::NoCredit) || !self.store.lanes[lane].shard.has_transmit()
-        {
+        if error == ReserveError::HeldBack {
+            return self.gather(stream, (lane, flow), bytes);
+        }
+        if error != ReserveError::NoCredit || !self.store.lanes[lane].shard.has_transmit() {
             return Err(refused(error));
         }
+        self.send_alone(stream, (lane, flow), bytes)
+    }
+
+    /// Sends one packet of as many of `bytes` as there is room for, however few.
+    fn send_alone(
+        &mut self,
+        stream: StreamId,
+        (lane, flow): (LaneId, FlowId),
+        bytes: &[u8],
+    ) -> Result<usize, SendError> {
         let want = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         let loan = self.borrow_slot(stream, (lane, flow), want)?;
         let filled = self.fill(&loan, 0, bytes);
         self.commit(loan, filled as u32)?;
         Ok(filled)
+    }
+
+    /// Whether small sends of a connection wait for each other while its peer has very many packets of
+    /// ours unread: until they are 2 KiB, the peer has read, or for some milliseconds in which turns
+    /// are to be taken. At first each is a packet of its own.
+    pub fn set_coalesces(&mut self, stream: StreamId, coalesces: bool) {
+        if let Some((lane, flow)) = self.flow_of(stream) {
+            self.store.lanes[lane].shard.set_coalesces(flow, coalesces);
+        }
+    }
+
+    /// Takes the first of `bytes` to be sent with those that follow; how many.
+    #[cold]
+    fn gather(
+        &mut self,
+        stream: StreamId,
+        (lane, flow): (LaneId, FlowId),
+        bytes: &[u8],
+    ) -> Result<usize, SendError> {
+        let of = &mut self.store.lanes[lane];
+        let Some(taken) = of.gathered.take_in(&mut of.shard, flow, bytes) else {
+            return self.send_alone(stream, (lane, flow), bytes);
+        };
+        let now = self.now();
+        let of = &mut self.store.lanes[lane];
+        if of.shard.poll_timeout().is_some_and(|at| at <= now) {
+            // No turn has been taken for as long as it was to wait.
+            of.shard.handle_timeout(now);
+        }
+        if of.shard.has_data() {
+            self.send_gathered(lane, now)?;
+        }
+        match taken {
+            0 => Err(SendError::WouldBlock),
+            taken => Ok(taken),
+        }
+    }
+
+    /// Sends what was gathered of connections that wait no longer, while there are slots.
+    #[cold]
+    pub(super) fn send_gathered(&mut self, lane: LaneId, now: Instant) -> Result<(), DriverError> {
+        // What follows it, such as the end, goes with it.
+        while self.store.lanes[lane].shard.has_transmit() {
+            let of = &mut self.store.lanes[lane];
+            let most = of.slots.tx_data.len();
+            // Who waits for slots is told of some by the lane's having something to send.
+            let Some(slot) = of.tx.data_slot(most.min(SMALL))? else {
+                break;
+            };
+            let Some(packet) = of.shard.poll_transmit(now, most) else {
+                of.tx.put_back(slot);
+                break;
+            };
+            if let Some(span) = packet.span {
+                let slots = &of.slots;
+                of.gathered.leave(span.flow, span.len, |bytes| {
+                    slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
+                });
+                of.shard.handle_released(span);
+            }
+            self.transmit(lane, slot, &packet.header)?;
+        }
+        Ok(())
+    }
+
+    /// Sends what was gathered of a connection, if there is credit and a slot. Whether nothing is
+    /// left.
+    pub(super) fn hurry(&mut self, lane: LaneId, flow: FlowId) -> bool {
+        if self.store.lanes[lane].gathered.has(flow) {
+            self.store.lanes[lane].shard.let_go(flow);
+            let now = self.now();
+            // What goes wrong here goes wrong again in the next turn, which says so.
+            let _ = self.send_gathered(lane, now);
+        }
+        !self.store.lanes[lane].gathered.has(flow)
     }
 
     /// Receives into `out`: at least one byte, or 0 at the end of the stream
@@ -272,7 +365,7 @@ impl Driver {
 
 pub(super) fn refused(error: ReserveError) -> SendError {
     match error {
-        ReserveError::NoCredit => SendError::WouldBlock,
+        ReserveError::NoCredit | ReserveError::HeldBack => SendError::WouldBlock,
         ReserveError::NotConnected => SendError::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
         ReserveError::TooLong => SendError::TooLong,

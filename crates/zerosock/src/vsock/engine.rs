@@ -432,6 +432,19 @@ pub(crate) trait Engine: Send {
     /// buffers allow. Not visible before the next flush.
     fn write(&mut self, id: StreamId, bytes: &[u8]) -> Result<usize, SendFault>;
 
+    /// Whether small writes wait for each other when the peer has very many packets unread. Not
+    /// visible before the next flush.
+    fn set_coalesces(&mut self, _: StreamId, _: bool) {}
+
+    /// What was written in small pieces and waits for more waits no longer. Not visible before the
+    /// next flush.
+    fn let_go(&mut self, _: StreamId) {}
+
+    /// Whether another write would be taken to wait with those that wait; `None`: none does.
+    fn may_gather_more(&mut self, _: StreamId) -> Option<bool> {
+        None
+    }
+
     /// Borrows a buffer that the peer's side will read, for one packet of at most `max` bytes.
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault>;
 
@@ -497,6 +510,9 @@ pub(crate) trait Engine: Send {
     fn is_writable(&mut self, id: StreamId) -> bool {
         if self.info(id).is_some_and(|info| info.messages.is_some()) {
             return self.may_send_message(id);
+        }
+        if let Some(more) = self.may_gather_more(id) {
+            return more;
         }
         match self.loan(id, 1) {
             Ok(parts) => {

@@ -41,6 +41,7 @@ pub(crate) mod engine;
 pub(crate) mod errors;
 #[cfg(test)]
 mod fake;
+pub(crate) mod gathered;
 mod host;
 pub(crate) mod hub;
 pub(crate) mod inboxes;

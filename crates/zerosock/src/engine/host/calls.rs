@@ -418,6 +418,25 @@ impl Engine for HostEngine {
         written
     }
 
+    fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
+        self.tune(id, |shard, flow| {
+            shard.set_coalesces(flow, coalesces);
+            Ok(())
+        });
+    }
+
+    fn let_go(&mut self, id: StreamId) {
+        self.tune(id, |shard, flow| {
+            shard.let_go(flow);
+            Ok(())
+        });
+    }
+
+    fn may_gather_more(&mut self, id: StreamId) -> Option<bool> {
+        let (vm, flow) = self.flow_of(id)?;
+        self.worker.devices.get_mut(vm)?.may_gather_more(flow)
+    }
+
     #[inline]
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (vm, flow) = self.sender(id)?;

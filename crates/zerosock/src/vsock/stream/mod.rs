@@ -17,7 +17,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use zerosock_proto::Address;
 
@@ -59,6 +59,7 @@ pub struct Stream {
     /// It may have receive maps.
     pub(super) rx_map: bool,
     low_water: AtomicU32,
+    coalesces: AtomicBool,
     shown: Shown,
 }
 
@@ -68,6 +69,7 @@ impl Stream {
             rx_map: core.rx_map(),
             conn: Connection::new(core, id, info, wait),
             low_water: AtomicU32::new(1),
+            coalesces: AtomicBool::new(false),
             shown: Shown::default(),
         }
     }
@@ -271,7 +273,8 @@ impl Read for Stream {
 
 impl Write for &Stream {
     /// Copies as much as there is room for into buffers that the peer will read, in packets as
-    /// long as those are.
+    /// long as those are. The peer can see them when the call returns, unless
+    /// [`set_coalesce`](Stream::set_coalesce) has few of them wait.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.is_empty() {
             return Ok(0);
@@ -305,8 +308,14 @@ impl Write for &Stream {
         })
     }
 
-    /// Nothing to do: what was written is visible to the peer.
+    /// Small writes that wait for each other ([`set_coalesce`](Stream::set_coalesce)) wait no longer.
+    /// Else there is nothing to do: what was written is visible to the peer.
     fn flush(&mut self) -> io::Result<()> {
+        if self.coalesces.load(Ordering::Relaxed) {
+            let mut locked = self.conn.core.lock();
+            locked.engine().let_go(self.conn.id);
+            locked.engine().flush();
+        }
         Ok(())
     }
 }

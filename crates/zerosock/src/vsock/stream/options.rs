@@ -85,6 +85,46 @@ impl Stream {
         self.conn.unread()
     }
 
+    /// Whether small writes wait for each other when the peer has very many packets unread. At first
+    /// they do not: each is a packet of its own, which the peer can see when the call returns, until as
+    /// many are unread as the peer has room for; then a write waits for the peer to read.
+    ///
+    /// That may be for ever: a reader who waits for many bytes (SO_RCVLOWAT), sent in very small
+    /// pieces, never gets them. If they coalesce, what is written in pieces below 2 KiB while two
+    /// thirds of that many packets are unread (281, for a buffer of 256 KiB) is copied, and leaves as
+    /// one packet: when it is 2 KiB, when the peer has read, after 2 ms and twice as long each time,
+    /// with [`flush`](std::io::Write::flush), or in front of a loan or the end. An endpoint has no
+    /// thread: time passes for it in calls, or while somebody waits for it. So the last of several
+    /// writes is to be followed by a flush, unless another call of the endpoint follows. Each write
+    /// costs a little more.
+    ///
+    /// ```
+    /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));
+    /// use std::io::Write;
+    ///
+    /// process.set_coalesce(true);
+    /// for _ in 0..5000 {
+    ///     (&process).write_all(b"tiny")?;
+    /// }
+    /// (&process).flush()?;
+    /// // A stock kernel would have no room for 5000 packets.
+    /// host.set_low_water(20_000)?;
+    /// host.wait_readable()?;
+    /// assert_eq!(host.unread(), 20_000);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn set_coalesce(&self, coalesce: bool) {
+        let mut locked = self.conn.core.lock();
+        locked.engine().set_coalesces(self.conn.id, coalesce);
+        locked.engine().flush();
+        self.coalesces.store(coalesce, Ordering::Relaxed);
+    }
+
+    /// Whether small writes wait for each other when the peer has very many packets unread.
+    pub fn coalesces(&self) -> bool {
+        self.coalesces.load(Ordering::Relaxed)
+    }
+
     /// Takes over what its listener, or the socket that it was made of, was told.
     pub(in crate::vsock) fn adopt(&mut self, options: Options, bound: Option<Bound>) {
         self.conn.adopt(options, bound);

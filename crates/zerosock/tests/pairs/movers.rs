@@ -15,6 +15,7 @@ use zerosock_proto::wire::vsock::{Op, Repr, SEQ_EOM, SocketType};
 use super::common::raw::{RawGuest, connect};
 use super::common::{PATIENCE, TestDaemon, connect_guest, eventually};
 use super::guest::{PairsGuest, until};
+use super::hosting::Hosted;
 
 const PORT: u32 = 7000;
 const OURS: u32 = 6000;
@@ -346,6 +347,46 @@ fn half_a_message_between_siblings_goes_with_both() {
     none_are_left(&daemon);
     one.ends();
     two.ends();
+}
+
+#[test]
+fn half_a_message_for_a_program_goes_with_its_connection() {
+    let hosted = Hosted::tuned(|builder| builder.queue_pairs(3));
+    let listener = hosted.listen_seqpacket(Port::new(PORT), 4).unwrap();
+    let mut guest = Mover::attach(hosted.socket_path(0), SocketType::SeqPacket);
+    guest.connect(0);
+    let (program, _) = listener.accept_timeout(PATIENCE).unwrap();
+    program.set_read_timeout(Some(PATIENCE)).unwrap();
+    let (mut at, mut kept) = (0, Vec::new());
+    for round in 0..8u8 {
+        let mut expected = Vec::new();
+        for hop in 0..5u8 {
+            guest.say(at, Op::Rw, 0, &[round ^ hop; 300]);
+            expected.extend_from_slice(&[round ^ hop; 300]);
+            let to = (at + 1 + u16::from(hop) % 2) % 3;
+            guest.goes(at, to);
+            at = to;
+        }
+        guest.say(at, Op::Rw, SEQ_EOM, b"end");
+        expected.extend_from_slice(b"end");
+        let message = program.recv_leases().unwrap().unwrap();
+        assert!(message.to_vec() == expected, "{round}");
+        // On lease while it goes on moving.
+        kept.push((message, expected));
+    }
+    guest.say(at, Op::Rw, SEQ_EOM, b"whole");
+    guest.say(at, Op::Rw, 0, b"half");
+    guest.goes(at, (at + 1) % 3);
+    guest.say((at + 1) % 3, Op::Rst, 0, &[]);
+    let whole = program.recv_leases().unwrap().unwrap();
+    assert_eq!(whole.to_vec(), b"whole");
+    let error = program.recv_leases().unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+    for (message, expected) in &kept {
+        assert!(message.to_vec() == *expected);
+    }
+    drop((kept, whole));
+    guest.ends();
 }
 
 #[test]

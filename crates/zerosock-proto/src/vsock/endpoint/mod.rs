@@ -2,10 +2,10 @@
 //!
 //! What each file does: `receive` packets in, `commands` what the caller
 //! wants, `messages` whole messages out, `transmit` headers, events and timers
-//! out, `moving` connections to and from other shards, `table` and `list` where
-//! connections live; here what they share. States change in
-//! [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state table
-//! says.
+//! out, `moving` connections to and from other shards, `ends` how they end,
+//! `table` and `list` where connections live; here what they share. States
+//! change in [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state
+//! table says.
 //!
 //! What most packets need has a *straight path*: `handle_packet`, `commit`,
 //! `send_now` and `consume` first ask whether all is as usual (connected, open,
@@ -14,6 +14,7 @@
 //! without the straight path as well: a test runs both and compares.
 
 mod commands;
+mod ends;
 mod error;
 mod holding;
 mod list;
@@ -43,11 +44,10 @@ pub use stats::ShardStats;
 use self::list::{CONTROL, DATA, EVENTS, List};
 use self::table::Table;
 use super::config::{LocalCids, Role, ShardConfig};
-use super::connection::{Connection, End, FlowId, FlowInfo, Key, Moving, Pending};
+use super::connection::{Connection, End, FlowId, FlowInfo, Key};
 use super::credit::Stall;
-use super::event::{CloseReason, RefuseReason};
 use super::ports::PortTable;
-use super::state::{Action, Input, State, transition};
+use super::state::{Action, State};
 use crate::addr::Cid;
 use crate::time::Instant;
 use crate::wire::vsock::{Repr, SocketType};
@@ -322,28 +322,6 @@ impl<S: BuildHasher> Shard<S> {
         self.seqpacket = negotiated;
     }
 
-    /// The transport lost everything: the peer has rebooted, or migrated, or
-    /// TRANSPORT_RESET came on the event queue. All connections end, nothing
-    /// is sent, listeners stay.
-    pub fn handle_transport_reset(&mut self, now: Instant) {
-        self.resets.clear();
-        for index in 0..self.table.slots.len() as u32 {
-            self.forget_at(now, index);
-        }
-    }
-
-    fn forget_at(&mut self, now: Instant, index: u32) {
-        let Some(connection) = self.table.at(index) else {
-            return;
-        };
-        if connection.state == State::Closed {
-            self.forget_reset(index);
-        } else {
-            let (next, action) = transition(connection.state, Input::TransportReset);
-            self.act(now, index, next, action);
-        }
-    }
-
     fn new_connection(&self, key: Key, socket_type: SocketType, state: State) -> Connection {
         let buf_alloc = self.config.buf_alloc;
         Connection::new(
@@ -426,86 +404,6 @@ impl<S: BuildHasher> Shard<S> {
             _ => return,
         }
         self.update_lists(index);
-    }
-
-    fn end(&mut self, index: u32, rst: bool, reason: CloseReason) {
-        self.finish(index, rst, End::Closed(reason));
-    }
-
-    /// The one way out of life. The port is free at once and the id stale; the
-    /// place stays taken until the RST has left and the event was polled.
-    fn finish(&mut self, index: u32, rst: bool, end: End) {
-        let Some(connection) = self.table.at(index) else {
-            return;
-        };
-        // Who never saw our REQUEST needs no RST.
-        let rst = rst && !connection.control.request;
-        let undecided = connection.state == State::Incoming;
-        if undecided {
-            self.undecided -= 1;
-        }
-        connection.state = State::Closed;
-        connection.moving = Moving::No;
-        connection.control = Default::default();
-        connection.control.rst = rst;
-        connection.control.no_socket = undecided;
-        connection.drop_queue();
-        connection.wants_credit = false;
-        connection.deadline = None;
-        connection.probe_at = None;
-        // Who never heard of the connection need not hear of its end.
-        connection.pending = if connection.seen {
-            Pending {
-                connected: connection.pending.connected,
-                end: Some(end),
-                ..Pending::default()
-            }
-        } else {
-            Pending::default()
-        };
-        if let Some(hold) = connection.hold.take() {
-            self.ports.release(connection.key.local, hold);
-        }
-        self.live -= 1;
-        self.stats.closed += 1;
-        if matches!(
-            end,
-            End::Closed(CloseReason::TimedOut) | End::Refused(RefuseReason::TimedOut)
-        ) {
-            self.stats.timed_out += 1;
-        }
-        if !rst {
-            self.table.detach(index);
-        }
-        self.rearm(index);
-        self.update_lists(index);
-        self.free_if_over(index);
-    }
-
-    /// Takes back an RST that waits.
-    fn forget_reset(&mut self, index: u32) {
-        if let Some(connection) = self.table.at(index) {
-            connection.control.rst = false;
-            self.table.detach(index);
-            self.update_lists(index);
-            self.free_if_over(index);
-        }
-    }
-
-    /// Frees the place of a connection that has nothing left to tell.
-    fn free_if_over(&mut self, index: u32) {
-        let over = self
-            .table
-            .at(index)
-            .is_some_and(|c| c.state == State::Closed && !c.control.any() && !c.pending.any());
-        if over {
-            let slots = &mut self.table.slots;
-            self.control.remove(slots, index);
-            self.data.remove(slots, index);
-            self.events.remove(slots, index);
-            self.table.free(index);
-            self.ports.vacate(1);
-        }
     }
 
     /// Puts a connection into the lists it belongs to, and out of the others.

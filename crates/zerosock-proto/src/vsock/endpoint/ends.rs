@@ -1,0 +1,116 @@
+//! How connections end: by the state table, or all at once with their transport.
+//!
+//! What must hold: there is one way out of life, and whoever takes it gives back port, timer and
+//! place; a connection is told of once, and an RST leaves once.
+
+use core::hash::BuildHasher;
+
+use super::Shard;
+use crate::time::Instant;
+use crate::vsock::connection::{End, Moving, Pending};
+use crate::vsock::event::{CloseReason, RefuseReason};
+use crate::vsock::state::{Input, State, transition};
+
+impl<S: BuildHasher> Shard<S> {
+    /// The transport lost everything: the peer has rebooted, or migrated, or
+    /// TRANSPORT_RESET came on the event queue. All connections end, nothing
+    /// is sent, listeners stay.
+    pub fn handle_transport_reset(&mut self, now: Instant) {
+        self.resets.clear();
+        for index in 0..self.table.slots.len() as u32 {
+            self.forget_at(now, index);
+        }
+    }
+
+    pub(super) fn forget_at(&mut self, now: Instant, index: u32) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        if connection.state == State::Closed {
+            self.forget_reset(index);
+        } else {
+            let (next, action) = transition(connection.state, Input::TransportReset);
+            self.act(now, index, next, action);
+        }
+    }
+
+    pub(super) fn end(&mut self, index: u32, rst: bool, reason: CloseReason) {
+        self.finish(index, rst, End::Closed(reason));
+    }
+
+    /// The one way out of life. The port is free at once and the id stale; the
+    /// place stays taken until the RST has left and the event was polled.
+    pub(super) fn finish(&mut self, index: u32, rst: bool, end: End) {
+        let Some(connection) = self.table.at(index) else {
+            return;
+        };
+        // Who never saw our REQUEST needs no RST.
+        let rst = rst && !connection.control.request;
+        let undecided = connection.state == State::Incoming;
+        if undecided {
+            self.undecided -= 1;
+        }
+        connection.state = State::Closed;
+        connection.moving = Moving::No;
+        connection.control = Default::default();
+        connection.control.rst = rst;
+        connection.control.no_socket = undecided;
+        connection.drop_queue();
+        connection.wants_credit = false;
+        connection.deadline = None;
+        connection.probe_at = None;
+        // Who never heard of the connection need not hear of its end.
+        connection.pending = if connection.seen {
+            Pending {
+                connected: connection.pending.connected,
+                end: Some(end),
+                ..Pending::default()
+            }
+        } else {
+            Pending::default()
+        };
+        if let Some(hold) = connection.hold.take() {
+            self.ports.release(connection.key.local, hold);
+        }
+        self.live -= 1;
+        self.stats.closed += 1;
+        if matches!(
+            end,
+            End::Closed(CloseReason::TimedOut) | End::Refused(RefuseReason::TimedOut)
+        ) {
+            self.stats.timed_out += 1;
+        }
+        if !rst {
+            self.table.detach(index);
+        }
+        self.rearm(index);
+        self.update_lists(index);
+        self.free_if_over(index);
+    }
+
+    /// Takes back an RST that waits.
+    pub(super) fn forget_reset(&mut self, index: u32) {
+        if let Some(connection) = self.table.at(index) {
+            connection.control.rst = false;
+            self.table.detach(index);
+            self.update_lists(index);
+            self.free_if_over(index);
+        }
+    }
+
+    /// Frees the place of a connection that has nothing left to tell.
+    pub(super) fn free_if_over(&mut self, index: u32) {
+        let over = self
+            .table
+            .at(index)
+            .is_some_and(|c| c.state == State::Closed && !c.control.any() && !c.pending.any());
+        if over {
+            let slots = &mut self.table.slots;
+            self.control.remove(slots, index);
+            self.data.remove(slots, index);
+            self.events.remove(slots, index);
+            self.table.free(index);
+            self.ports.vacate(1);
+        }
+    }
+}

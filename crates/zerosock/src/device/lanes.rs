@@ -25,7 +25,7 @@ use std::sync::Arc;
 use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
-use super::app::QueueStore;
+use super::app_store::QueueStore;
 use super::join::{End, Join};
 use super::sibling;
 use super::{Context, Device};

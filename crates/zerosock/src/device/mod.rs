@@ -11,8 +11,8 @@
 //!   buffers that the guest has posted;
 //! - `events`, `host`, `sibling`: connections that come, change and go;
 //! - `messages`, `message_sockets`: connections that carry messages;
-//! - `program`, `app`, `lending`, `message_loans`: the program that embeds the device, and
-//!   connections with it;
+//! - `program`, `app`, `app_store`, `lending`, `message_loans`: the program that embeds the device,
+//!   and connections with it;
 //! - `command`: what the VMM says, through [`control`];
 //! - `member`: the device as one of many that come and go;
 //! - `lanes`: the device as one of several queue pairs.
@@ -21,6 +21,7 @@
 //! once; no allocation, lock or search on the way of a packet.
 
 pub(crate) mod app;
+pub(crate) mod app_store;
 #[cfg(test)]
 pub(crate) mod bare;
 mod command;
@@ -200,7 +201,7 @@ pub(crate) struct Device {
     moved: usize,
     /// There was something for the guest and no buffer for it.
     starved: bool,
-    app: app::AppState,
+    app: app_store::AppState,
     datagrams: datagrams::Datagrams,
 
     /// Its guest is a process that has attached.
@@ -258,7 +259,7 @@ impl Device {
             stopped_at: [None; 2],
             moved: 0,
             starved: false,
-            app: app::AppState::default(),
+            app: app_store::AppState::default(),
             datagrams: datagrams::Datagrams::new(),
             process: false,
             touched: false,

@@ -29,7 +29,7 @@ use zerosock_proto::{Address, Cid, Instant};
 use zerosock_ring::Chain;
 
 use crate::deadline::earlier;
-use crate::device::app::QueueStore;
+use crate::device::app_store::QueueStore;
 use crate::device::program::HostToken;
 use crate::device::ring::Ring;
 use crate::device::{Context, Device};

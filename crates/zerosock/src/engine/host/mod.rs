@@ -24,7 +24,7 @@ use zerosock_proto::{Address, Instant, Port};
 
 use super::worker::Worker;
 use crate::attach::Fault;
-use crate::device::app::QueueStore;
+use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
 use crate::plane::Plane;

@@ -71,8 +71,10 @@ counters! {
     overflow_resets,
     /// Connections reset because a message was longer than its receiver can take.
     message_resets,
-    /// Datagrams from guest to guest that were dropped because too much waited for the receiver or
-    /// was on its way.
+    /// Datagrams from guests that were dropped: some of their fragments were missing, or they were
+    /// too long; there is nobody whom they are for, whom the guest may reach, and who takes
+    /// datagrams; or too much waited for the receiver or was on its way. Those that came to a
+    /// program's sockets are counted there.
     datagrams_dropped,
     /// Devices lost because their memory or their rings went away.
     devices_lost,

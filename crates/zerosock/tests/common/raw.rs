@@ -414,6 +414,11 @@ impl RawGuest {
         self.send_at(tx, index, &emit(header), payload);
     }
 
+    /// As `send`, with the header as it is.
+    pub(crate) fn send_as(&mut self, header: &Repr, payload: &[u8]) {
+        self.send_bytes(&emit(header), payload);
+    }
+
     /// Sends a packet; `header.len` is set from the payload.
     pub(crate) fn send(&mut self, header: Repr, payload: &[u8]) {
         let header = Repr {

@@ -19,7 +19,7 @@ pub(crate) fn guest(hub: &Hub, datagrams: bool, flow: bool) -> Guest {
     guest_at(&hub.vm(), datagrams, flow)
 }
 
-fn guest_at(socket: &std::path::Path, datagrams: bool, flow: bool) -> Guest {
+pub(crate) fn guest_at(socket: &std::path::Path, datagrams: bool, flow: bool) -> Guest {
     let mut features = 1 << 32 | 1 << 28;
     if datagrams {
         features |= F_DGRAM;

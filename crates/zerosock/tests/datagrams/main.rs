@@ -1,5 +1,6 @@
 //! Datagrams between processes, the host, and siblings behind the daemon's switch.
 
+mod bad_input;
 mod basics;
 #[path = "../common/mod.rs"]
 mod common;

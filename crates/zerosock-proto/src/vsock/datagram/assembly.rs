@@ -28,6 +28,30 @@ pub enum Piece {
     TooLong,
 }
 
+/// A datagram that was thrown away before it was whole.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub enum Lost {
+    /// Some of its fragments have not come.
+    Incomplete {
+        /// Whom it was for.
+        to: Address,
+    },
+    /// It was longer than any may be.
+    TooLong {
+        /// Whom it was for.
+        to: Address,
+    },
+}
+
+impl Lost {
+    /// Whom it was for.
+    pub const fn to(self) -> Address {
+        match self {
+            Lost::Incomplete { to } | Lost::TooLong { to } => to,
+        }
+    }
+}
+
 #[derive(Copy, Clone, Debug)]
 struct Set {
     src: Address,
@@ -41,8 +65,7 @@ struct Set {
 #[derive(Debug, Default)]
 pub struct Assembler {
     set: Option<Set>,
-    incomplete: u64,
-    too_long: u64,
+    lost: Option<Lost>,
 }
 
 impl Assembler {
@@ -86,7 +109,9 @@ impl Assembler {
         set.len = before
             .map(|len| len.saturating_add(header.len))
             .filter(|&len| len <= MAX_DATAGRAM);
-        self.too_long += u64::from(before.is_some() && set.len.is_none());
+        if before.is_some() && set.len.is_none() {
+            self.lost = Some(Lost::TooLong { to: set.dst });
+        }
         if !last {
             self.set = Some(set);
         }
@@ -100,8 +125,16 @@ impl Assembler {
     /// The set that is not complete will not be: the queue has ended, or time is up.
     pub fn forget(&mut self) {
         if let Some(set) = self.set.take() {
-            self.incomplete += u64::from(set.len.is_some());
+            // One that is too long was so when it became it.
+            let incomplete = Lost::Incomplete { to: set.dst };
+            self.lost = set.len.map(|_| incomplete);
         }
+    }
+
+    /// The datagram that the last call has thrown away; once.
+    #[inline]
+    pub fn take_lost(&mut self) -> Option<Lost> {
+        self.lost.take()
     }
 
     /// Whether a part is kept, or being skipped.
@@ -123,16 +156,6 @@ impl Assembler {
         }
         over
     }
-
-    /// Datagrams of which fragments were missing.
-    pub fn incomplete(&self) -> u64 {
-        self.incomplete
-    }
-
-    /// Datagrams that were longer than any may be.
-    pub fn too_long(&self) -> u64 {
-        self.too_long
-    }
 }
 
 #[cfg(test)]
@@ -143,6 +166,7 @@ mod tests {
     use core::time::Duration;
 
     const HOST: Address = Address::new(Cid::HOST, Port::new(9));
+    const INCOMPLETE: Option<Lost> = Some(Lost::Incomplete { to: HOST });
 
     fn from(port: u32) -> Address {
         Address::new(Cid::new(3), Port::new(port))
@@ -167,23 +191,28 @@ mod tests {
         assert_eq!(put(&mut set, 1, 0, false), Piece::More);
         assert_eq!(put(&mut set, 1, 35536, true), Piece::Last { len: 65536 });
         assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
-        assert_eq!((set.incomplete(), set.too_long()), (0, 0));
+        assert_eq!(set.take_lost(), None);
     }
 
     #[test]
     fn another_datagram_ends_a_set_without_its_end() {
         let mut set = Assembler::new();
         assert_eq!(put(&mut set, 1, 10, false), Piece::First);
+        assert_eq!(set.take_lost(), None);
         assert_eq!(put(&mut set, 2, 10, false), Piece::First);
+        assert_eq!(set.take_lost(), INCOMPLETE);
         assert_eq!(put(&mut set, 1, 10, true), Piece::Whole, "a new one");
+        assert_eq!(set.take_lost(), INCOMPLETE);
+        assert_eq!(set.take_lost(), None, "once");
         assert!(!set.is_open());
         assert_eq!(put(&mut set, 1, 10, false), Piece::First);
         assert_eq!(put(&mut set, 2, 10, true), Piece::Whole);
+        assert_eq!(set.take_lost(), INCOMPLETE);
         let mut other = data(from(1), from(7), 10, true);
         assert_eq!(put(&mut set, 1, 10, false), Piece::First);
         other.dst.cid = Cid::HOST;
         assert_eq!(set.handle(&other, || Instant::ZERO), Piece::Whole);
-        assert_eq!(set.incomplete(), 4);
+        assert_eq!(set.take_lost(), INCOMPLETE, "for whom the first was");
     }
 
     #[test]
@@ -191,10 +220,11 @@ mod tests {
         let mut set = Assembler::new();
         assert_eq!(put(&mut set, 1, 65536, false), Piece::First);
         assert_eq!(put(&mut set, 1, 1, false), Piece::TooLong);
+        assert_eq!(set.take_lost(), Some(Lost::TooLong { to: HOST }));
         assert_eq!(put(&mut set, 1, u32::MAX, false), Piece::TooLong);
         assert_eq!(put(&mut set, 1, 1, true), Piece::TooLong);
         assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
-        assert_eq!((set.incomplete(), set.too_long()), (0, 1));
+        assert_eq!(set.take_lost(), None, "once");
     }
 
     #[test]
@@ -204,10 +234,11 @@ mod tests {
         let late = Instant::ZERO + ASSEMBLY;
         assert_eq!(set.poll_timeout(), Some(late));
         assert!(!set.handle_timeout(Instant::ZERO) && set.handle_timeout(late));
+        assert_eq!(set.take_lost(), INCOMPLETE);
         assert_eq!(put(&mut set, 1, 1, false), Piece::First);
         let late = late + Duration::from_nanos(1);
         let piece = set.handle(&data(from(1), HOST, 1, true), || late);
         assert_eq!(piece, Piece::Whole, "also when nobody looked at the time");
-        assert_eq!(set.incomplete(), 2);
+        assert_eq!(set.take_lost(), INCOMPLETE);
     }
 }

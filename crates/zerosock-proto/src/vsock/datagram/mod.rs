@@ -5,7 +5,8 @@
 //!
 //! # How to drive it
 //! Of each queue that packets come from there is one [`Assembler`]; it says of every packet whether
-//! its payload is a datagram, or a part to be kept. A whole one goes to [`DatagramTable::receive`],
+//! its payload is a datagram, or a part to be kept; and, with [`Assembler::take_lost`], what of a
+//! datagram has been thrown away, which goes to [`DatagramTable::lost`] to be counted. A whole one goes to [`DatagramTable::receive`],
 //! which names its socket or says why it is dropped; when its reader is done with it, to
 //! [`DatagramTable::taken`]. Sending asks [`DatagramTable::may_send`] first. Packets of the flow
 //! control go to [`DatagramTable::handle_control`], and come out of
@@ -24,7 +25,7 @@ mod stops;
 mod table;
 mod wire;
 
-pub use assembly::{Assembler, Piece};
+pub use assembly::{Assembler, Lost, Piece};
 pub use blocks::{Block, Blocks};
 pub use stops::Stops;
 pub use table::{

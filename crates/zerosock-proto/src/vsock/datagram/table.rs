@@ -15,6 +15,7 @@ use std::collections::VecDeque;
 
 use hashbrown::{DefaultHashBuilder, HashMap};
 
+use super::assembly::Lost;
 use super::blocks::Blocks;
 use super::stops::Stops;
 use super::wire::Place;
@@ -314,6 +315,16 @@ impl DatagramTable {
             self.stops.stop(now(), dst, src);
         }
         if fits { Ok(id) } else { Err(DropCause::Full) }
+    }
+
+    /// A datagram was thrown away before it was whole.
+    pub fn lost(&mut self, lost: Lost) {
+        if lost.to().cid == self.cid {
+            match lost {
+                Lost::Incomplete { .. } => self.drops.incomplete += 1,
+                Lost::TooLong { .. } => self.drops.too_long += 1,
+            }
+        }
     }
 
     /// A datagram of `len` bytes was read, or thrown away.

@@ -185,7 +185,9 @@ impl Device {
         if word {
             return self.guest_word(chain, header, cx);
         }
-        let end = match self.datagrams.assembler.handle(&header, || cx.time()) {
+        let piece = self.datagrams.assembler.handle(&header, || cx.time());
+        self.count_lost(cx);
+        let end = match piece {
             Part::Whole => return self.dispatch(chain, header, None, cx),
             Part::First => {
                 self.datagrams.kept.clear();
@@ -223,6 +225,20 @@ impl Device {
             && (self.cid != Cid::HOST || cx.routes.service(source.port) == Some(self.addr))
     }
 
+    /// Counts a datagram that will not be whole, if there is one.
+    #[inline]
+    fn count_lost(&mut self, cx: &mut Context<'_>) {
+        let Some(lost) = self.datagrams.assembler.take_lost() else {
+            return;
+        };
+        cx.counters.datagrams_dropped.add(1);
+        if is_apps(lost.to(), cx)
+            && let Some(app) = cx.app.as_deref_mut()
+        {
+            app.inboxes.table.lost(lost);
+        }
+    }
+
     fn complete_tx(&mut self, chain: Chain) {
         if let Some(tx) = &mut self.tx {
             tx.complete(chain, 0);
@@ -254,7 +270,8 @@ impl Device {
             return self.lend_to_sibling(chain, header, bytes, cx);
         }
         let flow = self.datagrams.flow;
-        if !cx.routes.may_reach(self.cid, header.dst) {
+        if cx.app.is_none() || !cx.routes.may_reach(self.cid, header.dst) {
+            cx.counters.datagrams_dropped.add(1);
             return self.complete_tx(chain);
         }
         let now = cx.time();
@@ -298,6 +315,7 @@ impl Device {
         if self.datagrams.handle_timeout(cx.now) {
             wake_all(cx);
         }
+        self.count_lost(cx);
         self.tell_sources(cx);
     }
 

@@ -32,6 +32,9 @@ impl Device {
         let may = cx.routes.may_reach(self.cid, header.dst);
         let device = may.then(|| cx.routes.target(header.dst)).flatten();
         let (Some(device), Some(tx)) = (device, self.tx.as_ref()) else {
+            cx.counters
+                .datagrams_dropped
+                .add(u64::from(Datagrams::is_data(&header)));
             return self.complete_tx(chain);
         };
         let payload = match bytes {
@@ -69,8 +72,10 @@ impl Device {
         let copied = payload.copied();
         let mut answer = None;
         if !self.datagrams.agreed {
+            let data = Datagrams::is_data(&header);
+            cx.counters.datagrams_dropped.add(u64::from(data));
             // Also for one without a driver: there is nobody.
-            if flow && Datagrams::is_data(&header) {
+            if flow && data {
                 answer = Some(Control::Deaf.emit(header.dst, header.src));
             }
         } else if !Datagrams::is_data(&header) {
@@ -105,7 +110,7 @@ impl Device {
         };
         match put {
             Ok(()) => return cx.counters.in_place_bytes.add(source.len() as u64),
-            Err(NotPut::TooLong) => return,
+            Err(NotPut::TooLong) => return cx.counters.datagrams_dropped.add(1),
             Err(NotPut::NoRoom) => {}
         }
         let datagrams = &mut self.datagrams;

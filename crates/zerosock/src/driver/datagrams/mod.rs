@@ -8,6 +8,8 @@
 //! datagram's fragments lie in the queue one after the other; a word of the flow control that has
 //! arrived is heard before the next datagram is sent.
 
+#[cfg(test)]
+mod bad_input_tests;
 mod calls;
 
 use zerosock_proto::vsock::datagram::{
@@ -125,6 +127,16 @@ impl Datagrams {
         self.inboxes.table.handle_timeout(now);
         if self.assembler.handle_timeout(now) {
             self.kept = Vec::new();
+            self.count_lost();
+        }
+    }
+
+    /// Counts a datagram that will not be whole, if there is one.
+    #[inline]
+    fn count_lost(&mut self) {
+        if let Some(lost) = self.assembler.take_lost() {
+            self.dropped += 1;
+            self.inboxes.table.lost(lost);
         }
     }
 
@@ -155,7 +167,9 @@ impl Driver {
             datagrams.malformed += u64::from(!heard);
             return self.store.release(slot);
         }
-        let len = match datagrams.assembler.handle(header, now) {
+        let piece = datagrams.assembler.handle(header, now);
+        datagrams.count_lost();
+        let len = match piece {
             Piece::Whole => {
                 return self.whole_datagram(now, slot, header);
             }

@@ -44,6 +44,10 @@ pub struct DatagramDrops {
     pub not_peer: u64,
     /// [`DropCause::Full`].
     pub full: u64,
+    /// Some of their fragments have not come in time, or in order.
+    pub incomplete: u64,
+    /// Longer than any may be.
+    pub too_long: u64,
 }
 
 /// What a socket has counted.

@@ -3,7 +3,8 @@
 //! Everything here is a thin room around one kernel interface: [`send_slices`] and [`recv_slices`]
 //! move bytes between a socket and guest memory without a buffer of ours, [`sigbus`] survives
 //! guest memory that vanishes, [`memfd`] makes memory that cannot shrink, [`fd_passing`] carries
-//! descriptors over Unix sockets, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] tries out what they do), [`affinity`] pins threads.
+//! descriptors over Unix sockets, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] tries out what they do), [`affinity`] pins threads,
+//! [`network`] isolates them, [`zc`] sends what stays its owner's until the kernel is done.
 //!
 //! What must hold: no function panics on what a peer sends, no function keeps state but the
 //! SIGBUS handler, and each `unsafe` block says why it is sound. Where rustix offers a safe call,
@@ -13,10 +14,12 @@ pub mod affinity;
 pub mod bell;
 pub mod fd_passing;
 pub mod memfd;
+pub mod network;
 pub mod sigbus;
 mod slices;
 pub mod vsock;
 pub mod vsock_calls;
+pub mod zc;
 
 pub use slices::{
     MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_slices, send_slices,

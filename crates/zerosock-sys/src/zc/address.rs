@@ -1,0 +1,80 @@
+//! Where a datagram goes, as the kernel reads it.
+
+use rustix::net::addr::SocketAddrArg;
+
+/// The longest address that is sent to: `sockaddr_in6` has 28 bytes, `sockaddr_ll` 20.
+const ROOM: usize = 32;
+
+/// The address of a receiver, IPv4, IPv6, packet or vsock, in the kernel's form.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[repr(C, align(8))]
+pub struct Address {
+    bytes: [u8; ROOM],
+    len: u32,
+}
+
+impl Address {
+    /// The kernel's form of `address`, or none if it is longer than those of the internet, packet
+    /// and vsock families (a Unix path).
+    #[must_use]
+    pub fn new(address: &impl SocketAddrArg) -> Option<Self> {
+        let any = address.as_any();
+        let len = any.addr_len();
+        let mut bytes = [0; ROOM];
+        let count = usize::try_from(len).ok().filter(|&count| count <= ROOM)?;
+        // SAFETY: `any` holds an address of `len` initialised bytes at `as_ptr`, at most ROOM of
+        // them, which is the length of `bytes`; the two do not overlap.
+        unsafe {
+            std::ptr::copy_nonoverlapping(any.as_ptr().cast::<u8>(), bytes.as_mut_ptr(), count);
+        }
+        Some(Self { bytes, len })
+    }
+
+    /// Whoever has this hardware address on a device, named by its index, for packet sockets: with
+    /// this EtherType, in the host's byte order.
+    #[must_use]
+    pub fn on_device(device: u32, protocol: u16, to: [u8; 6]) -> Self {
+        // `struct sockaddr_ll`: family, protocol in network order, index, hardware type, packet
+        // type, address length, eight bytes of address.
+        let mut bytes = [0; ROOM];
+        bytes[0..2].copy_from_slice(&(libc::AF_PACKET as u16).to_ne_bytes());
+        bytes[2..4].copy_from_slice(&protocol.to_be_bytes());
+        bytes[4..8].copy_from_slice(&device.to_ne_bytes());
+        bytes[11] = to.len() as u8;
+        bytes[12..18].copy_from_slice(&to);
+        let len = size_of::<libc::sockaddr_ll>() as u32;
+        Self { bytes, len }
+    }
+
+    /// Where it lies, for a call.
+    pub(super) fn as_ptr(&self) -> *const libc::sockaddr {
+        self.bytes.as_ptr().cast()
+    }
+
+    /// How long it is, in bytes.
+    pub(super) fn len(&self) -> u32 {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::SocketAddr;
+
+    #[test]
+    fn an_internet_address_has_the_kernels_layout() {
+        let four: SocketAddr = "127.0.0.1:258".parse().expect("an address");
+        let address = Address::new(&four).expect("it is short");
+        assert_eq!(address.len(), 16);
+        assert_eq!(&address.bytes[2..8], &[1, 2, 127, 0, 0, 1]);
+        let six: SocketAddr = "[::1]:258".parse().expect("an address");
+        assert_eq!(Address::new(&six).expect("it is short").len(), 28);
+    }
+
+    #[test]
+    fn a_path_is_no_address_here() {
+        let path = rustix::net::SocketAddrUnix::new("/a/path/that/is/long/enough/to/be/told/apart");
+        assert_eq!(Address::new(&path.expect("a path")), None);
+    }
+}

@@ -1,0 +1,215 @@
+//! The least that a program does to send without a copy: loops to measure a sender against.
+//!
+//! Both send from the same buffers over and over, in turn, check nothing that they need not, and
+//! tell of nothing but counts. For benchmarks only.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use io_uring::{IoUring, cqueue, opcode, squeue};
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::calls::{ErrorQueue, Message, send};
+use super::ring::{COPIED, REPORT_USAGE, SOCKET};
+use super::{Piece, Stable};
+
+/// How a loop sends.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Bare {
+    /// With a copy.
+    Plain,
+    /// Without.
+    ZeroCopy,
+    /// Without, from memory that is registered with the ring.
+    Registered,
+}
+
+/// What a loop did.
+#[derive(Copy, Clone, Debug, Default)]
+pub struct Counts {
+    /// Sends that the kernel took.
+    pub sends: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Notifications.
+    pub notified: u64,
+    /// Of those, how many said that the kernel had copied.
+    pub copied: u64,
+    /// System calls.
+    pub calls: u64,
+}
+
+/// Sends over a ring, `batch` at a time, until `go_on` says no, which it is asked between batches.
+/// On a stream the requests of a batch are linked, so that they keep their order.
+///
+/// # Errors
+/// What the kernel answers, to whatever.
+pub fn over_ring<B: Stable>(
+    socket: BorrowedFd<'_>,
+    buffers: Vec<B>,
+    batch: usize,
+    how: Bare,
+    is_stream: bool,
+    mut go_on: impl FnMut(&Counts) -> bool,
+) -> io::Result<Counts> {
+    let (Some(first), true) = (buffers.first(), batch > 0) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
+    let mut ring: IoUring = IoUring::builder()
+        .setup_submit_all()
+        .setup_coop_taskrun()
+        .setup_cqsize(4 * batch as u32)
+        .build(batch as u32)?;
+    ring.submitter().register_files(&[socket.as_raw_fd()])?;
+    if how == Bare::Registered {
+        let arena = first.arena().ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the buffers' arena is mapped until after the ring is gone: `buffers` is the older.
+        unsafe { ring.submitter().register_buffers(&[arena.vector()])? };
+    }
+    let pieces = buffers.iter().map(only_piece).enumerate();
+    let entries: Vec<squeue::Entry> = pieces
+        .map(|(index, piece)| entry(piece, how, is_stream).user_data(index as u64))
+        .collect();
+    let mut busy = vec![0u8; entries.len()];
+    let (mut counts, mut at, mut results) = (Counts::default(), 0, 0);
+    loop {
+        let more = go_on(&counts);
+        let mut queue = ring.submission();
+        for place in 0..batch {
+            if !more || busy[at] > 0 {
+                break;
+            }
+            let link = match is_stream && place + 1 < batch {
+                true => squeue::Flags::IO_LINK,
+                false => squeue::Flags::empty(),
+            };
+            // SAFETY: the buffer stays where it is, and readable, until after the ring is gone.
+            if unsafe { queue.push(&entries[at].clone().flags(link)) }.is_err() {
+                break;
+            }
+            busy[at] = 1;
+            at = (at + 1) % entries.len();
+            results += 1;
+        }
+        drop(queue);
+        // On a stream the next chain must not begin before this one is through.
+        let want = match is_stream || !more {
+            true => results.max(1),
+            false => 1,
+        };
+        if !more && busy.iter().all(|&owed| owed == 0) {
+            return Ok(counts);
+        }
+        ring.submit_and_wait(want)?;
+        counts.calls += 1;
+        for completion in ring.completion() {
+            let owed = &mut busy[completion.user_data() as usize];
+            if cqueue::notif(completion.flags()) {
+                counts.notified += 1;
+                counts.copied += u64::from(completion.result() as u32 & COPIED != 0);
+                *owed -= 1;
+                continue;
+            }
+            results -= 1;
+            match usize::try_from(completion.result()) {
+                Ok(sent) => {
+                    counts.sends += 1;
+                    counts.bytes += sent as u64;
+                }
+                Err(_) => return Err(io::Error::from_raw_os_error(-completion.result())),
+            }
+            if !cqueue::more(completion.flags()) {
+                *owed -= 1;
+            }
+        }
+    }
+}
+
+fn only_piece(buffer: &impl Stable) -> Piece {
+    let mut first = Piece::EMPTY;
+    buffer.pieces(&mut |piece| first = piece);
+    first
+}
+
+fn entry(piece: Piece, how: Bare, whole: bool) -> squeue::Entry {
+    let flags = match whole {
+        true => libc::MSG_WAITALL,
+        false => 0,
+    };
+    let len = piece.len as u32;
+    match how {
+        Bare::Plain => opcode::Send::new(SOCKET, piece.address, len)
+            .flags(flags)
+            .build(),
+        Bare::ZeroCopy | Bare::Registered => opcode::SendZc::new(SOCKET, piece.address, len)
+            .buf_index((how == Bare::Registered).then_some(0))
+            .flags(flags)
+            .zc_flags(REPORT_USAGE)
+            .build(),
+    }
+}
+
+/// Sends with MSG_ZEROCOPY, one call each, and reads the error queue until it is empty after every
+/// `limit` sends, then waits until the socket is writable: as the kernel's own test program
+/// `msg_zerocopy -z -l LIMIT` does. `go_on` is asked before each send. The socket blocks, and
+/// SO_ZEROCOPY is set on it.
+///
+/// # Errors
+/// What the kernel answers, to whatever.
+pub fn over_error_queue(
+    socket: BorrowedFd<'_>,
+    buffers: &[impl Stable],
+    limit: u32,
+    mut go_on: impl FnMut(&Counts) -> bool,
+) -> io::Result<Counts> {
+    let mut queue = ErrorQueue::one_by_one();
+    let mut counts = Counts::default();
+    let mut since = 0;
+    for buffer in buffers.iter().cycle() {
+        if !go_on(&counts) {
+            break;
+        }
+        let message = Message::new(vec![only_piece(buffer).vector()], None);
+        counts.bytes += send(socket, &message, true, 0)? as u64;
+        counts.sends += 1;
+        counts.calls += 1;
+        since += 1;
+        if since >= limit {
+            drain(&mut queue, socket, &mut counts)?;
+            since = 0;
+        }
+        loop {
+            let mut descriptors = [PollFd::from_borrowed_fd(socket, PollFlags::OUT)];
+            poll(&mut descriptors, None)?;
+            counts.calls += 1;
+            if descriptors[0].revents().contains(PollFlags::OUT) {
+                break;
+            }
+            drain(&mut queue, socket, &mut counts)?;
+        }
+    }
+    while counts.notified < counts.sends {
+        let mut descriptors = [PollFd::from_borrowed_fd(socket, PollFlags::empty())];
+        poll(&mut descriptors, None)?;
+        counts.calls += 1;
+        drain(&mut queue, socket, &mut counts)?;
+    }
+    Ok(counts)
+}
+
+fn drain(queue: &mut ErrorQueue, socket: BorrowedFd<'_>, counts: &mut Counts) -> io::Result<()> {
+    loop {
+        let found = queue.receive(socket.as_fd())?;
+        counts.calls += 1;
+        if found == 0 {
+            return Ok(());
+        }
+        for index in 0..found {
+            if let Some((lo, hi, copied)) = queue.range(index) {
+                let count = u64::from(hi.wrapping_sub(lo).wrapping_add(1));
+                counts.notified += count;
+                counts.copied += count * u64::from(copied);
+            }
+        }
+    }
+}

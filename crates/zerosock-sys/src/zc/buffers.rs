@@ -1,0 +1,334 @@
+//! What can be sent: bytes that stay where they are.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use zerosock_ring::{Memory, Piece as Extent, SliceBuf};
+
+use super::PoolBuf;
+use super::pool::Arena;
+
+/// Bytes in one place, as the kernel is told of them.
+#[derive(Copy, Clone, Debug)]
+pub struct Piece {
+    pub(super) address: *const u8,
+    pub(super) len: usize,
+}
+
+impl Piece {
+    pub(super) const EMPTY: Self = Self {
+        address: std::ptr::dangling(),
+        len: 0,
+    };
+
+    pub(super) fn vector(self) -> libc::iovec {
+        libc::iovec {
+            iov_base: self.address.cast_mut().cast(),
+            iov_len: self.len,
+        }
+    }
+
+    /// What of it is left when `skip` bytes are passed over, and counts those off; none if nothing.
+    pub(super) fn behind(self, skip: &mut usize) -> Option<Self> {
+        let passed = self.len.min(*skip);
+        *skip -= passed;
+        (passed < self.len).then(|| Self {
+            address: self.address.wrapping_add(passed),
+            len: self.len - passed,
+        })
+    }
+}
+
+impl From<&[u8]> for Piece {
+    fn from(bytes: &[u8]) -> Self {
+        Self {
+            address: bytes.as_ptr(),
+            len: bytes.len(),
+        }
+    }
+}
+
+/// A buffer that the kernel can read while its owner does nothing with it.
+///
+/// # Safety
+/// The pieces are the same at every call, and readable memory for as long as the value exists,
+/// wherever it is moved. Nobody can write there meanwhile through safe code, except others who
+/// share the memory as guests and peers do; that the kernel's copy tolerates.
+pub unsafe trait Stable: Send + 'static {
+    /// Shows its pieces in order.
+    fn pieces(&self, each: &mut impl FnMut(Piece));
+
+    /// The pool's memory that it is all of one piece in, if it is: a ring registers that.
+    #[doc(hidden)]
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        None
+    }
+
+    /// How many bytes there are.
+    fn total(&self) -> usize {
+        let mut total = 0usize;
+        self.pieces(&mut |piece| total = total.saturating_add(piece.len));
+        total
+    }
+}
+
+// SAFETY: the bytes lie on the heap, where they stay when the vector is moved, and only its owner
+// can write them or free them.
+unsafe impl Stable for Vec<u8> {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        each(self.as_slice().into());
+    }
+}
+
+// SAFETY: as for a vector.
+unsafe impl Stable for Box<[u8]> {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        each((&**self).into());
+    }
+}
+
+// SAFETY: `Bytes` are shared by handles that only read; nobody can have them back for writing
+// while this handle exists. Moving a handle does not move them.
+unsafe impl Stable for Bytes {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        each((&**self).into());
+    }
+}
+
+// SAFETY: the bytes of an `Arc` are only written by who has its only handle, and this is one.
+unsafe impl Stable for Arc<[u8]> {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        each((&**self).into());
+    }
+}
+
+// SAFETY: nobody can write them, ever.
+unsafe impl Stable for &'static [u8] {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        each((*self).into());
+    }
+}
+
+// SAFETY: a loan of a pool's block is the only handle to its bytes, and keeps the mapping.
+unsafe impl Stable for PoolBuf {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        each((&**self).into());
+    }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        Some(self.arena())
+    }
+}
+
+// SAFETY: each of the buffers keeps the promise for its own pieces. The vector that lists them is
+// not to be had for writing while it is inside a carrier, so that their order stays too.
+unsafe impl<B: Stable> Stable for Vec<B> {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        for buffer in self {
+            buffer.pieces(each);
+        }
+    }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        match self.as_slice() {
+            [only] => only.arena(),
+            _ => None,
+        }
+    }
+}
+
+/// Pieces of one extent that [`Mapped`] looks up together.
+const EXTENTS: usize = 4;
+
+/// Bytes in memory that a peer shares, with what keeps them there.
+///
+/// The peer may write them at any time: what is sent then is what it wrote, as it would be if it
+/// had written it before. No reference to them is ever made here; the kernel reads them as it reads
+/// any process's memory, and answers EFAULT where there is none any more.
+pub struct Mapped {
+    pieces: Vec<Piece>,
+    // Before the memory: it is what gives the bytes back to the peer.
+    _hold: Box<dyn Any + Send>,
+    _memory: Arc<Memory>,
+}
+
+impl Mapped {
+    /// `len` bytes of `extents` from `offset` on, with what is dropped when they are no longer
+    /// needed.
+    ///
+    /// # Errors
+    /// Gives that back if they do not lie there, or in more than a few places.
+    pub fn new<H: Send + 'static>(
+        memory: &Arc<Memory>,
+        extents: &[Extent],
+        offset: usize,
+        len: usize,
+        hold: H,
+    ) -> Result<Self, H> {
+        let mut slices = SliceBuf::<EXTENTS>::new();
+        if memory.slices(extents, offset, len, &mut slices) != len {
+            return Err(hold);
+        }
+        let piece = |slice: &zerosock_ring::GuestSlice<'_>| Piece {
+            address: slice.as_ptr().cast_const(),
+            len: slice.len(),
+        };
+        Ok(Self {
+            pieces: slices.iter().map(piece).collect(),
+            _hold: Box::new(hold),
+            _memory: Arc::clone(memory),
+        })
+    }
+}
+
+impl fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Mapped").field(&self.total()).finish()
+    }
+}
+
+// SAFETY: the addresses are only shown to the kernel, from whichever thread; see `Stable` below.
+// The rest is Send by itself.
+unsafe impl Send for Mapped {}
+
+// SAFETY: the pieces were looked up in the memory, whose mapping stays where it is for as long as
+// somebody has it, and this has it. Others write there who share the memory, which is allowed;
+// nothing of this process does as long as `_hold` names the bytes as held.
+unsafe impl Stable for Mapped {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        self.pieces.iter().copied().for_each(each);
+    }
+}
+
+/// A buffer of whatever kind: what a sender takes unless it is told of one kind only.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Buf {
+    /// Shared bytes.
+    Bytes(Bytes),
+    /// A vector of bytes.
+    Vec(Vec<u8>),
+    /// Shared bytes, counted.
+    Arc(Arc<[u8]>),
+    /// Bytes of the program itself.
+    Static(&'static [u8]),
+    /// A block of a pool.
+    Pool(PoolBuf),
+    /// Memory that a peer shares.
+    Mapped(Mapped),
+    /// Several buffers, sent as one.
+    Many(Vec<Buf>),
+}
+
+// SAFETY: each kind keeps the promise.
+unsafe impl Stable for Buf {
+    fn pieces(&self, each: &mut impl FnMut(Piece)) {
+        match self {
+            Self::Bytes(bytes) => bytes.pieces(each),
+            Self::Vec(bytes) => bytes.pieces(each),
+            Self::Arc(bytes) => bytes.pieces(each),
+            Self::Static(bytes) => bytes.pieces(each),
+            Self::Pool(block) => block.pieces(each),
+            Self::Mapped(bytes) => bytes.pieces(each),
+            Self::Many(list) => list.pieces(each),
+        }
+    }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        match self {
+            Self::Pool(block) => Some(block.arena()),
+            _ => None,
+        }
+    }
+}
+
+impl From<Bytes> for Buf {
+    fn from(bytes: Bytes) -> Self {
+        Self::Bytes(bytes)
+    }
+}
+
+impl From<Vec<u8>> for Buf {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self::Vec(bytes)
+    }
+}
+
+impl From<Arc<[u8]>> for Buf {
+    fn from(bytes: Arc<[u8]>) -> Self {
+        Self::Arc(bytes)
+    }
+}
+
+impl From<&'static [u8]> for Buf {
+    fn from(bytes: &'static [u8]) -> Self {
+        Self::Static(bytes)
+    }
+}
+
+impl From<PoolBuf> for Buf {
+    fn from(block: PoolBuf) -> Self {
+        Self::Pool(block)
+    }
+}
+
+impl From<Mapped> for Buf {
+    fn from(bytes: Mapped) -> Self {
+        Self::Mapped(bytes)
+    }
+}
+
+impl From<Vec<Buf>> for Buf {
+    fn from(list: Vec<Buf>) -> Self {
+        Self::Many(list)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn addresses(buffer: &impl Stable) -> Vec<(usize, usize)> {
+        let mut found = Vec::new();
+        buffer.pieces(&mut |piece| found.push((piece.address as usize, piece.len)));
+        found
+    }
+
+    #[test]
+    fn pieces_stay_when_their_owner_moves() {
+        let buffers = vec![
+            Buf::from(vec![1; 100]),
+            Buf::from(Bytes::from(vec![2; 50])),
+            Buf::from(Arc::<[u8]>::from(vec![3; 7])),
+            Buf::from(&b"static"[..]),
+        ];
+        let many = Buf::from(buffers);
+        let before = addresses(&many);
+        let moved = Box::new(many);
+        assert_eq!(addresses(&*moved), before);
+        assert_eq!(
+            before.iter().map(|piece| piece.1).collect::<Vec<_>>(),
+            [100, 50, 7, 6]
+        );
+        assert_eq!(moved.total(), 163);
+    }
+
+    #[test]
+    fn what_is_sent_already_is_passed_over() {
+        let piece = Piece::from(&b"abcdef"[..]);
+        let mut skip = 8;
+        assert!(piece.behind(&mut skip).is_none());
+        assert_eq!(skip, 2);
+        let rest = piece.behind(&mut skip).expect("four are left");
+        assert_eq!(
+            (
+                rest.address as usize - piece.address as usize,
+                rest.len,
+                skip
+            ),
+            (2, 4, 0)
+        );
+    }
+}

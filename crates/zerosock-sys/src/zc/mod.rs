@@ -1,0 +1,86 @@
+//! Sends whose buffers the kernel keeps for a while: who owns them meanwhile.
+//!
+//! A zero-copy send is over twice: when the call has its result, and when the kernel no longer
+//! reads the buffer. Whatever lies between belongs to a carrier: [`Ring`] (io_uring's SEND_ZC and
+//! SENDMSG_ZC) or [`Calls`] (sendmsg(2), with MSG_ZEROCOPY and the error queue or without). Both are
+//! driven alike: [`put`](Ring::put) gives a buffer into a place of theirs, [`start`](Ring::start)
+//! makes a request of it, [`submit`](Ring::submit) hands requests to the kernel, and
+//! [`event`](Ring::event) tells what has become of them; when a place is idle,
+//! [`take`](Ring::take) gives the buffer back.
+//!
+//! What must hold: a buffer leaves its place only when the kernel owes nothing for it: no result
+//! and no notification. A carrier that is dropped before goes, with its buffers, to a thread that
+//! waits for what is owed (`orphans`); if there can be no such thread, the buffers are leaked.
+//! Which sends are made, in which order and again after which errors is not decided here.
+
+mod address;
+pub mod bare;
+mod buffers;
+mod calls;
+mod orphans;
+mod places;
+mod pool;
+mod ring;
+mod socket;
+
+use std::io;
+
+pub use address::Address;
+pub use buffers::{Buf, Mapped, Piece, Stable};
+pub use calls::Calls;
+pub use places::Key;
+pub use pool::{Pool, PoolBuf};
+pub use ring::Ring;
+pub use socket::{Kind, kind, permit_zero_copy};
+
+/// Whether the kernel may keep the buffer.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Way {
+    /// It copies: the buffer is free with the result.
+    Copy,
+    /// It may read the buffer until it notifies.
+    ZeroCopy,
+}
+
+/// How one request is made of what lies in a place.
+#[derive(Copy, Clone, Debug)]
+pub struct Order {
+    /// With a copy or without.
+    pub way: Way,
+    /// Bytes in front that have been sent already.
+    pub from: usize,
+    /// Of a stream: all of it or an error (MSG_WAITALL).
+    pub whole: bool,
+    /// The request started next waits for the success of this one. [`Calls`] has no use for it.
+    pub linked: bool,
+    /// MSG_MORE: what follows belongs to it.
+    pub more: bool,
+    /// Made only once the socket is writable, after WouldBlock.
+    pub when_writable: bool,
+}
+
+/// What the kernel said of a place.
+#[derive(Debug)]
+pub enum Event {
+    /// A request has ended: so many bytes were taken.
+    Done(Key, io::Result<usize>),
+    /// The kernel does not read the buffer any more on behalf of one request; `copied` if it had
+    /// copied after all.
+    Noted {
+        /// Of which place.
+        key: Key,
+        /// It made a copy, so that the cost of both ways was paid.
+        copied: bool,
+    },
+}
+
+/// Why a request could not be started.
+#[derive(Debug, Eq, PartialEq)]
+pub enum NotStarted {
+    /// There is nothing in that place.
+    Vacant,
+    /// The submission queue is full: submit first.
+    QueueFull,
+    /// More pieces than one call takes (IOV_MAX, 1024).
+    TooManyPieces,
+}

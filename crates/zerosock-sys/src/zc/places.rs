@@ -1,0 +1,190 @@
+//! Where buffers lie while the kernel reads them.
+//!
+//! The places are made once and never move: an address, and the list of a buffer's pieces, lie in
+//! them while a request refers to them. A place counts what the kernel owes for it; its contents
+//! go out only at zero.
+
+use super::{Address, Piece, Stable};
+
+/// A place of a carrier. Those of another carrier name some other place or none; the worst that
+/// comes of mixing them up is a buffer in other hands.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Key(pub(super) u32);
+
+impl Key {
+    /// Its number, below the capacity of its carrier: an index for what the user keeps beside it.
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A buffer of several pieces, as sendmsg(2) reads it.
+pub(super) struct Message {
+    pub(super) header: libc::msghdr,
+    pub(super) pieces: Vec<libc::iovec>,
+}
+
+pub(super) struct Place<B> {
+    pub(super) buffer: Option<B>,
+    pub(super) address: Option<Address>,
+    /// What a request refers to; replaced only while no request is under way.
+    pub(super) message: Option<Box<Message>>,
+    /// Results that are to come.
+    pub(super) results: u32,
+    /// Notifications that are to come.
+    pub(super) notes: u32,
+}
+
+// SAFETY: what is not Send by itself are the pointers in `message`. They point to memory that the
+// place's own `buffer`, which is Send, keeps in place, and to the place's own `address`; nobody
+// but the kernel follows them.
+unsafe impl<B: Send> Send for Place<B> {}
+
+pub(super) struct Places<B> {
+    places: Box<[Place<B>]>,
+    free: Vec<u32>,
+    /// Places for which the kernel owes something.
+    pub(super) owed: u32,
+}
+
+impl<B> Places<B> {
+    pub(super) fn new(capacity: u32) -> Self {
+        let place = |_| Place {
+            buffer: None,
+            address: None,
+            message: None,
+            results: 0,
+            notes: 0,
+        };
+        Self {
+            places: (0..capacity).map(place).collect(),
+            free: (0..capacity).rev().collect(),
+            owed: 0,
+        }
+    }
+
+    pub(super) fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    pub(super) fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
+        let Some(index) = self.free.pop() else {
+            return Err(buffer);
+        };
+        let place = &mut self.places[index as usize];
+        place.buffer = Some(buffer);
+        place.address = address;
+        Ok(Key(index))
+    }
+
+    pub(super) fn get(&self, key: Key) -> Option<&Place<B>> {
+        self.places.get(key.index())
+    }
+
+    pub(super) fn get_mut(&mut self, key: Key) -> Option<&mut Place<B>> {
+        self.places.get_mut(key.index())
+    }
+
+    /// Whether the kernel owes nothing for it.
+    pub(super) fn idle(&self, key: Key) -> bool {
+        self.get(key)
+            .is_none_or(|place| place.results == 0 && place.notes == 0)
+    }
+
+    /// The buffer, once nothing is owed.
+    pub(super) fn take(&mut self, key: Key) -> Option<B> {
+        if !self.idle(key) {
+            return None;
+        }
+        let place = self.get_mut(key)?;
+        let buffer = place.buffer.take()?;
+        place.message = None;
+        self.free.push(key.0);
+        Some(buffer)
+    }
+
+    /// A request has been made of it, that owes a result.
+    pub(super) fn begun(&mut self, key: Key) {
+        if let Some(place) = self.places.get_mut(key.index()) {
+            self.owed += u32::from(place.results == 0 && place.notes == 0);
+            place.results += 1;
+        }
+    }
+
+    /// A result has come; a notification is to follow if `more`.
+    pub(super) fn ended(&mut self, key: Key, more: bool) {
+        if let Some(place) = self
+            .places
+            .get_mut(key.index())
+            .filter(|place| place.results > 0)
+        {
+            place.results -= 1;
+            place.notes += u32::from(more);
+            self.owed -= u32::from(place.results == 0 && place.notes == 0);
+        }
+    }
+
+    /// A notification has come.
+    pub(super) fn noted(&mut self, key: Key) {
+        if let Some(place) = self
+            .places
+            .get_mut(key.index())
+            .filter(|place| place.notes > 0)
+        {
+            place.notes -= 1;
+            self.owed -= u32::from(place.results == 0 && place.notes == 0);
+        }
+    }
+}
+
+/// What of a buffer lies behind its first `from` bytes.
+pub(super) enum Rest {
+    /// One piece, possibly empty.
+    One(Piece),
+    /// Several.
+    Many(Vec<libc::iovec>),
+}
+
+impl Rest {
+    pub(super) fn of(buffer: &impl Stable, from: usize) -> Self {
+        let mut skip = from;
+        let mut first = None;
+        let mut many = Vec::new();
+        buffer.pieces(&mut |piece| {
+            let Some(piece) = piece.behind(&mut skip) else {
+                return;
+            };
+            match first {
+                None => first = Some(piece),
+                Some(ahead) => {
+                    if many.is_empty() {
+                        many.push(ahead.vector());
+                    }
+                    many.push(piece.vector());
+                }
+            }
+        });
+        match first {
+            _ if !many.is_empty() => Self::Many(many),
+            Some(piece) => Self::One(piece),
+            None => Self::One(Piece::EMPTY),
+        }
+    }
+}
+
+impl Message {
+    /// The kernel's form of `pieces`, to `address`. The header refers to both: they must stay where
+    /// they are while it is used.
+    pub(super) fn new(mut pieces: Vec<libc::iovec>, address: Option<&Address>) -> Self {
+        // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
+        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+        header.msg_iov = pieces.as_mut_ptr();
+        header.msg_iovlen = pieces.len();
+        if let Some(address) = address {
+            header.msg_name = address.as_ptr().cast_mut().cast();
+            header.msg_namelen = address.len();
+        }
+        Self { header, pieces }
+    }
+}

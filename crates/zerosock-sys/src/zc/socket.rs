@@ -1,0 +1,123 @@
+//! What kind of socket a descriptor is, and whether the kernel would send from it without a copy.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+use rustix::net::{AddressFamily, SocketType, sockopt};
+
+/// SO_ZEROCOPY, of the level SOL_SOCKET.
+const SO_ZEROCOPY: libc::c_int = 60;
+
+/// What kind of socket it is.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub enum Kind {
+    /// TCP over IPv4.
+    Tcp4,
+    /// TCP over IPv6.
+    Tcp6,
+    /// UDP over IPv4.
+    Udp4,
+    /// UDP over IPv6.
+    Udp6,
+    /// IP packets.
+    Raw,
+    /// Frames of a device.
+    Packet,
+    /// A stream of vsock.
+    VsockStream,
+    /// Messages of vsock.
+    VsockMessages,
+    /// Another stream, such as a Unix socket.
+    OtherStream,
+    /// Another socket that keeps bounds.
+    OtherDatagram,
+}
+
+impl Kind {
+    /// Whether what it sends has no bounds, so that order and completeness are the sender's.
+    #[must_use]
+    pub fn is_stream(self) -> bool {
+        matches!(
+            self,
+            Self::Tcp4 | Self::Tcp6 | Self::VsockStream | Self::OtherStream
+        )
+    }
+}
+
+/// What kind of socket `socket` is.
+///
+/// # Errors
+/// ENOTSOCK if it is none.
+pub fn kind(socket: impl AsFd) -> io::Result<Kind> {
+    let kind = sockopt::socket_type(&socket)?;
+    let family = sockopt::socket_domain(&socket)?;
+    let stream = kind == SocketType::STREAM;
+    Ok(match family {
+        AddressFamily::INET if stream => Kind::Tcp4,
+        AddressFamily::INET6 if stream => Kind::Tcp6,
+        AddressFamily::INET if kind == SocketType::DGRAM => Kind::Udp4,
+        AddressFamily::INET6 if kind == SocketType::DGRAM => Kind::Udp6,
+        AddressFamily::INET | AddressFamily::INET6 => Kind::Raw,
+        AddressFamily::PACKET => Kind::Packet,
+        AddressFamily::VSOCK if stream => Kind::VsockStream,
+        AddressFamily::VSOCK => Kind::VsockMessages,
+        _ if stream => Kind::OtherStream,
+        _ => Kind::OtherDatagram,
+    })
+}
+
+/// Sets SO_ZEROCOPY; says whether the kernel sends from this socket without a copy.
+///
+/// Linux does so for TCP and UDP, from 6.7 on for vsock, and not for raw and packet sockets.
+///
+/// # Errors
+/// What setsockopt(2) answers, but for EOPNOTSUPP and the like, which mean no.
+pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
+    let on: libc::c_int = 1;
+    // SAFETY: the option's value is an int that outlives the call, and its length is given.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_ZEROCOPY,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if result == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EOPNOTSUPP | libc::ENOPROTOOPT | libc::EINVAL) => Ok(false),
+        _ => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, UdpSocket};
+
+    #[test]
+    fn sockets_are_told_apart() {
+        let tcp = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let udp = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+        let (unix, _peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        assert_eq!(kind(&tcp).expect("a socket"), Kind::Tcp4);
+        assert_eq!(kind(&udp).expect("a socket"), Kind::Udp4);
+        assert_eq!(kind(&unix).expect("a socket"), Kind::OtherStream);
+        assert!(permit_zero_copy(&tcp).expect("an answer"));
+        assert!(permit_zero_copy(&udp).expect("an answer"));
+        assert!(!permit_zero_copy(&unix).expect("an answer"));
+        let file = tempfile();
+        assert_eq!(
+            kind(&file).map_err(|error| error.raw_os_error()),
+            Err(Some(libc::ENOTSOCK))
+        );
+    }
+
+    fn tempfile() -> std::fs::File {
+        std::fs::File::open("/dev/null").expect("the null device")
+    }
+}

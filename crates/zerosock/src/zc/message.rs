@@ -1,0 +1,183 @@
+//! What goes into a sender, and what comes out of it.
+
+use std::io;
+
+use zerosock_sys::zc::{Address, Buf, Stable};
+
+use super::NoSuchSlot;
+
+/// Whether a send may go without a copy.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub enum Copying {
+    /// Whatever costs less, as far as that is known.
+    #[default]
+    Auto,
+    /// Never copied by us, however short. The kernel may still copy, and says so.
+    Never,
+    /// Always copied: the buffer is free with the result. Such a send has no number.
+    Always,
+}
+
+/// A buffer and how it is to be sent.
+///
+/// ```
+/// use zerosock::zc::{Buf, Copying, Outgoing};
+///
+/// let mut outgoing: Outgoing = Outgoing::new(vec![0; 4096]).slot(3).flush();
+/// outgoing.copying = Copying::Never;
+/// ```
+#[derive(Debug)]
+pub struct Outgoing<B = Buf> {
+    /// The bytes.
+    pub buffer: B,
+    /// Where to, if the socket is not connected.
+    pub to: Option<Address>,
+    /// The slot whose notifier it attaches to.
+    pub slot: Option<u32>,
+    /// Closes that notifier if the send succeeds.
+    pub flush: bool,
+    /// More is to come that belongs to it (MSG_MORE): of a datagram the rest, of a stream what
+    /// should go with it in one segment.
+    pub more: bool,
+    /// Whether it may go without a copy.
+    pub copying: Copying,
+}
+
+impl<B> Outgoing<B> {
+    /// Sent to the peer the socket is connected to, attached to no slot, copied or not as costs
+    /// less.
+    pub fn new(buffer: impl Into<B>) -> Self {
+        Self {
+            buffer: buffer.into(),
+            to: None,
+            slot: None,
+            flush: false,
+            more: false,
+            copying: Copying::Auto,
+        }
+    }
+
+    /// Sent to this address.
+    #[must_use]
+    pub fn to(self, address: Address) -> Self {
+        let to = Some(address);
+        Self { to, ..self }
+    }
+
+    /// Attached to the notifier of this slot.
+    #[must_use]
+    pub fn slot(self, slot: u32) -> Self {
+        let slot = Some(slot);
+        Self { slot, ..self }
+    }
+
+    /// Closes its slot's notifier if it succeeds.
+    #[must_use]
+    pub fn flush(self) -> Self {
+        let flush = true;
+        Self { flush, ..self }
+    }
+
+    /// To be continued by the next send (MSG_MORE).
+    #[must_use]
+    pub fn more(self) -> Self {
+        let more = true;
+        Self { more, ..self }
+    }
+
+    /// Copied or not as is said here.
+    #[must_use]
+    pub fn copying(self, copying: Copying) -> Self {
+        Self { copying, ..self }
+    }
+}
+
+/// Why a sender did not accept a send. Nothing of it was sent.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// As many buffers are under way as the sender has places for.
+    #[error("all places of the sender are taken")]
+    Full,
+    /// More buffers are to be taken back than there are places, by 1024, or 65536 notifications or
+    /// completions are to be read.
+    #[error("buffers, notifications or completions are to be taken first")]
+    Unread,
+    /// There is no such slot.
+    #[error(transparent)]
+    NoSuchSlot(#[from] NoSuchSlot),
+    /// A flush without a slot.
+    #[error("a flush names no slot")]
+    FlushWithoutSlot,
+    /// More pieces than one call of the kernel takes (1024).
+    #[error("a buffer of more than 1024 pieces")]
+    TooManyPieces,
+    /// A stream that has failed: nothing can be sent behind what got lost.
+    #[error("an earlier send failed: {0}")]
+    Broken(io::Error),
+    /// More room for completions than 16.
+    #[error("room for more than 16 completions")]
+    TooMuchRoom,
+    /// The kernel's answer to the call itself.
+    #[error(transparent)]
+    Call(io::Error),
+}
+
+/// A send that was not accepted, and its buffer.
+#[derive(Debug)]
+pub struct Refused<B = Buf> {
+    /// As it was given.
+    pub outgoing: Outgoing<B>,
+    /// Why.
+    pub why: Refusal,
+}
+
+impl<B> std::fmt::Display for Refused<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl<B: std::fmt::Debug> std::error::Error for Refused<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.why)
+    }
+}
+
+/// A buffer that is free again.
+#[derive(Debug)]
+pub struct Returned<B = Buf> {
+    /// As it was given.
+    pub buffer: B,
+    /// Its number; none if it was to be copied ([`Copying::Always`]).
+    pub number: Option<u32>,
+    /// How it went.
+    pub outcome: Result<Sent, Failed>,
+}
+
+/// How a buffer was sent.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Sent {
+    /// The device, or the receiver, read the buffer itself.
+    InPlace,
+    /// Through a copy, by us or by the kernel after all.
+    Copied,
+}
+
+/// A send that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}, after {sent} bytes")]
+pub struct Failed {
+    /// How many bytes of it were taken before.
+    pub sent: usize,
+    /// What the kernel answered.
+    #[source]
+    pub error: io::Error,
+}
+
+/// Whether a buffer has more pieces than the kernel takes.
+pub(super) fn too_many_pieces(buffer: &impl Stable) -> bool {
+    let mut pieces = 0;
+    buffer.pieces(&mut |_| pieces += 1);
+    pieces > 1024
+}

@@ -1,0 +1,89 @@
+//! Zero-copy send on the kernel's sockets, without the book-keeping.
+//!
+//! A [`Sender`] sends owned buffers over a TCP, UDP, raw, packet or vsock socket and gives each
+//! back when the kernel has let go of it. How it knows is its own business: over io_uring, over the
+//! error queue, or because it copied. Whatever the back-end, everything below works the same.
+//!
+//! # Knowing that a buffer is free
+//! There are three ways, to be mixed at will:
+//!
+//! - [`Sender::returned`] gives buffers back one by one, with how each went.
+//! - *Slots*: sends attach to the notifier of a slot; a flush closes it; and one [`Notification`],
+//!   with the slot's tag and a sequence number, says that all of them are free.
+//! - *Inline*: a send carries room for up to 16 [`Completion`]s and comes back with ranges of the
+//!   numbers of earlier sends that are over, `lo..=hi`. That costs no system call over io_uring,
+//!   one that does not wait with the error queue, and never a poll.
+//!
+//! # An example of the inline way
+//! Each send that may go without a copy has a number, from 0 on. Two buffers take turns here: before
+//! one is used again its number must have been named.
+//!
+//! ```
+//! use std::io::Read;
+//! use std::net::{TcpListener, TcpStream};
+//! use zerosock::zc::{Completion, Outgoing, Sender};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let listener = TcpListener::bind("127.0.0.1:0")?;
+//! let socket = TcpStream::connect(listener.local_addr()?)?;
+//! let mut peer = listener.accept()?.0;
+//!
+//! let mut sender: Sender<Vec<u8>> = Sender::builder().inline_completions().open(socket)?;
+//! let mut free = vec![vec![b'a'; 10_000], vec![b'b'; 10_000]];
+//! let mut over = 0;
+//! let mut room = [Completion::default(); 16];
+//! for _ in 0..6 {
+//!     let buffer = loop {
+//!         // A buffer that is named by a completion can be had back.
+//!         free.extend(std::iter::from_fn(|| sender.returned()).map(|returned| returned.buffer));
+//!         match free.pop() {
+//!             Some(buffer) => break buffer,
+//!             None => sender.wait(None)?,
+//!         }
+//!     };
+//!     let told = sender.send_with(Outgoing::new(buffer), &mut room)?;
+//!     over += room[..told].iter().map(|range| range.count()).sum::<u32>();
+//! }
+//! sender.finish(None)?;
+//! let told = sender.completions(&mut room)?;
+//! over += room[..told].iter().map(|range| range.count()).sum::<u32>();
+//! assert_eq!(over, 6);
+//! # drop(sender);
+//! let mut received = Vec::new();
+//! peer.read_to_end(&mut received)?;
+//! assert_eq!(received.len(), 60_000);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! With sends that are corked ([`Outgoing::more`]), or mixed with some that are always copied
+//! ([`Copying::Always`]), nothing changes: the latter have no number, and are in no range.
+//!
+//! # What must hold
+//! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it
+//! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
+//! is told of exactly once each way. Streams keep their order, and short sends are completed.
+
+mod calibration;
+mod carrier;
+mod flights;
+mod message;
+mod policy;
+mod ranges;
+mod readiness;
+mod sender;
+mod shared;
+mod slots;
+mod stats;
+#[cfg(feature = "tokio")]
+pub mod tokio;
+
+pub use carrier::Backend;
+pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
+pub use policy::Threshold;
+pub use ranges::Completion;
+pub use sender::{Builder, Interest, OpenError, Sender};
+pub use shared::SharedSender;
+pub use slots::{NoSuchSlot, Notification};
+pub use stats::{Report, Stats};
+pub use zerosock_sys::zc::{Address, Buf, Kind, Mapped, Pool, PoolBuf, Stable};

@@ -1,0 +1,171 @@
+//! When it pays not to copy, and when to stop trying.
+//!
+//! Not copying costs: pages are pinned, a second completion is posted and read. Below a threshold
+//! copying is cheaper, and that depends on the kind of socket, on the device behind it and on whether
+//! the memory is registered. So it is measured, once for each kind of socket and size class of the
+//! process, on what the program sends anyway: turns of one way and of the other, and the better
+//! one is kept ([`calibration`](super::calibration)). A socket whose notifications say that the kernel copied after all is
+//! not tried again but rarely.
+
+use zerosock_sys::zc::{Kind, Way};
+
+use super::calibration::{self, Class};
+use super::message::Copying;
+
+/// So many notifications in a row that say "copied", and zero copy is off.
+const PATIENCE: u32 = 16;
+/// So many sends later it is tried again, and each time twice as many.
+const FIRST_PAUSE: u64 = 1 << 10;
+/// The longest pause, in sends.
+const LONGEST_PAUSE: u64 = 1 << 20;
+
+/// From which length on a buffer is sent in place.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub enum Threshold {
+    /// As is measured.
+    #[default]
+    Measured,
+    /// From so many bytes on.
+    Bytes(usize),
+}
+
+pub(super) struct Policy {
+    kind: Kind,
+    threshold: Threshold,
+    /// The kernel does not do it on this socket.
+    impossible: bool,
+    /// Notifications in a row that said "copied".
+    copied: u32,
+    /// Sends until it is tried again; none while it is on.
+    pause: Option<u64>,
+    next_pause: u64,
+}
+
+impl Policy {
+    pub(super) fn new(kind: Kind, threshold: Threshold, possible: bool) -> Self {
+        Self {
+            kind,
+            threshold,
+            impossible: !possible,
+            copied: 0,
+            pause: None,
+            next_pause: FIRST_PAUSE,
+        }
+    }
+
+    /// How to send `len` bytes.
+    pub(super) fn way(&mut self, wish: Copying, len: usize, registered: bool) -> Way {
+        match wish {
+            Copying::Always => Way::Copy,
+            _ if self.impossible => Way::Copy,
+            Copying::Never => Way::ZeroCopy,
+            Copying::Auto => self.choose(len, registered),
+        }
+    }
+
+    fn choose(&mut self, len: usize, registered: bool) -> Way {
+        if let Some(left) = &mut self.pause {
+            *left = left.saturating_sub(1);
+            if *left > 0 {
+                return Way::Copy;
+            }
+            // One that says otherwise is enough to go on with; one more that says "copied" is not.
+            self.pause = None;
+            self.copied = PATIENCE - 1;
+        }
+        let in_place = match self.threshold {
+            Threshold::Bytes(bytes) => len >= bytes,
+            Threshold::Measured => {
+                return calibration::way(Class::of(self.kind, registered, len));
+            }
+        };
+        if in_place { Way::ZeroCopy } else { Way::Copy }
+    }
+
+    /// A notification says whether the kernel copied.
+    pub(super) fn noted(&mut self, copied: bool) {
+        if !copied {
+            self.copied = 0;
+            self.next_pause = FIRST_PAUSE;
+            return;
+        }
+        self.copied += 1;
+        if self.copied >= PATIENCE && self.pause.is_none() {
+            self.copied = 0;
+            self.pause = Some(self.next_pause);
+            self.next_pause = (self.next_pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// The kernel says that this socket cannot.
+    pub(super) fn cannot(&mut self) {
+        self.impossible = true;
+    }
+
+    /// Whether zero copy is off for now because the kernel copied, or for good.
+    pub(super) fn is_off(&self) -> bool {
+        self.impossible || self.pause.is_some()
+    }
+
+    pub(super) fn class(&self, registered: bool, len: usize) -> Option<Class> {
+        let measured = self.threshold == Threshold::Measured && !self.is_off();
+        measured.then(|| Class::of(self.kind, registered, len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy() -> Policy {
+        Policy::new(Kind::Tcp4, Threshold::Bytes(1000), true)
+    }
+
+    #[test]
+    fn the_threshold_is_a_length() {
+        let mut policy = policy();
+        assert_eq!(policy.way(Copying::Auto, 999, false), Way::Copy);
+        assert_eq!(policy.way(Copying::Auto, 1000, false), Way::ZeroCopy);
+        assert_eq!(policy.way(Copying::Never, 1, false), Way::ZeroCopy);
+        assert_eq!(policy.way(Copying::Always, 1 << 20, true), Way::Copy);
+    }
+
+    #[test]
+    fn what_is_copied_all_the_same_is_copied_by_us() {
+        let mut policy = policy();
+        for _ in 0..PATIENCE {
+            assert_eq!(policy.way(Copying::Auto, 5000, false), Way::ZeroCopy);
+            policy.noted(true);
+        }
+        assert!(policy.is_off());
+        let mut tried = Vec::new();
+        for send in 0..8 * FIRST_PAUSE {
+            if policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy {
+                tried.push(send);
+                policy.noted(true);
+            }
+        }
+        // After 1024 sends, after 2048 more, after 4096 more.
+        assert_eq!(tried, [1023, 3071, 7167]);
+        // Who insists is heard.
+        assert_eq!(policy.way(Copying::Never, 5000, false), Way::ZeroCopy);
+    }
+
+    #[test]
+    fn one_that_goes_in_place_brings_it_back() {
+        let mut policy = policy();
+        for _ in 0..PATIENCE {
+            policy.noted(true);
+        }
+        while policy.way(Copying::Auto, 5000, false) == Way::Copy {}
+        policy.noted(false);
+        assert!((0..10_000).all(|_| policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy));
+    }
+
+    #[test]
+    fn a_socket_that_cannot_is_not_asked() {
+        let mut policy = policy();
+        policy.cannot();
+        assert_eq!(policy.way(Copying::Never, 5000, false), Way::Copy);
+    }
+}

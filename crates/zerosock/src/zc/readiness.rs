@@ -1,0 +1,66 @@
+//! Sleeping until a sender's socket or ring has something to say, without holding the sender.
+//!
+//! The descriptor of the sender lies, edge-triggered, in an epoll of its own: a socket that has
+//! hung up says so once, not all the time. Whoever is woken drains the epoll before he asks the
+//! sender, so that what comes in between wakes him again.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Readiness {
+    epoll: OwnedFd,
+    bell: OwnedFd,
+}
+
+impl Readiness {
+    /// Of the descriptor of a sender.
+    pub(super) fn of(sender: BorrowedFd<'_>) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        // IN is for rings: of a socket we do not want to know what it has received.
+        let wanted = match rustix::net::sockopt::socket_type(sender) {
+            Ok(_) => epoll::EventFlags::OUT,
+            Err(_) => epoll::EventFlags::IN,
+        };
+        let nothing = epoll::EventData::new_u64(0);
+        epoll::add(&epoll, sender, nothing, wanted | epoll::EventFlags::ET)?;
+        let bell_rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, &bell, nothing, bell_rings)?;
+        Ok(Self { epoll, bell })
+    }
+
+    /// Sleeps until there may be news, or for `timeout`; what there was is drained.
+    pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        let mut events = [MaybeUninit::uninit(); 4];
+        match epoll::wait(&self.epoll, &mut events, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Wakes whoever sleeps, or the next who would.
+    pub(super) fn ring(&self) {
+        // It fails only if it has been rung 2^64 - 2 times: then it rings.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+}
+
+impl AsFd for Readiness {
+    /// Readable when there may be news.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+impl AsRawFd for Readiness {
+    fn as_raw_fd(&self) -> RawFd {
+        self.epoll.as_raw_fd()
+    }
+}

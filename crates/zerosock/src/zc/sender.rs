@@ -1,0 +1,510 @@
+//! The sender: what a program has in hand.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use zerosock_sys::zc::{Buf, Kind, Stable};
+
+use super::calibration;
+use super::carrier::{Backend, Carrier};
+use super::flights::Flights;
+use super::message::too_many_pieces;
+use super::policy::{Policy, Threshold};
+use super::slots::Slots;
+use super::{
+    Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned, Stats,
+};
+
+/// Completions that one send can bring back.
+const ROOM: usize = 16;
+/// Places unless told otherwise.
+const CAPACITY: u32 = 256;
+/// The most places: what a completion queue can hold two answers each of.
+const MOST: u32 = 1 << 14;
+/// Notifications, and ranges, that may be unread.
+const UNREAD: usize = 1 << 16;
+/// Threads that may share a sender and take buffers back only after each send: what is free then is
+/// at most what was under way and one send of each.
+const THREADS: usize = 1024;
+
+/// Why a socket could not be opened for sending.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// It is no socket.
+    #[error("not a socket")]
+    NotASocket,
+    /// The back-end that was asked for cannot send from this socket on this machine.
+    #[error("this socket cannot be sent from by {0:?}")]
+    Unavailable(Backend),
+    /// No places, or more than 16384.
+    #[error("{0} places: there must be 1 to {MOST}")]
+    Capacity(u32),
+    /// The kernel's answer.
+    #[error(transparent)]
+    Call(io::Error),
+}
+
+/// How a sender is to be.
+#[derive(Clone, Debug)]
+pub struct Builder {
+    backend: Option<Backend>,
+    capacity: u32,
+    tags: Vec<u64>,
+    threshold: Threshold,
+    inline: bool,
+    discard: bool,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            backend: None,
+            capacity: CAPACITY,
+            tags: vec![0],
+            threshold: Threshold::Measured,
+            inline: false,
+            discard: false,
+        }
+    }
+}
+
+impl Builder {
+    /// This back-end or none. Without, the best there is: io_uring, else the error queue, else
+    /// copying.
+    #[must_use]
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = Some(backend);
+        self
+    }
+
+    /// So many buffers can be under way, and 1024 more be free and not taken back: 256 unless told,
+    /// 16384 at most.
+    #[must_use]
+    pub fn capacity(mut self, places: u32) -> Self {
+        self.capacity = places;
+        self
+    }
+
+    /// A slot for each tag. Without, there is one, with the tag 0. There may be as many as memory
+    /// has room for, at about 100 bytes each.
+    #[must_use]
+    pub fn slots(mut self, tags: impl IntoIterator<Item = u64>) -> Self {
+        self.tags = tags.into_iter().collect();
+        self
+    }
+
+    /// From which length on buffers go in place, where a send leaves that open.
+    #[must_use]
+    pub fn threshold(mut self, threshold: Threshold) -> Self {
+        self.threshold = threshold;
+        self
+    }
+
+    /// Keeps [`Completion`]s, to be read with [`Sender::send_with`] or [`Sender::completions`]. They
+    /// must be read then: when 65536 are unread, no more sends are accepted.
+    #[must_use]
+    pub fn inline_completions(mut self) -> Self {
+        self.inline = true;
+        self
+    }
+
+    /// Drops buffers when they are free instead of giving them back.
+    #[must_use]
+    pub fn discard_returned(mut self) -> Self {
+        self.discard = true;
+        self
+    }
+
+    /// A sender over `socket`, which is its own from now on. What is sent over a duplicate of it
+    /// falls in between; with MSG_ZEROCOPY it must not be, since that takes numbers of ours.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open<B: Stable>(self, socket: impl Into<OwnedFd>) -> Result<Sender<B>, OpenError> {
+        if self.capacity == 0 || self.capacity > MOST {
+            return Err(OpenError::Capacity(self.capacity));
+        }
+        let opened = Carrier::open(socket.into(), self.capacity, self.backend);
+        let (carrier, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
+            (io::ErrorKind::Unsupported, Some(backend)) => OpenError::Unavailable(backend),
+            _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
+                OpenError::NotASocket
+            }
+            _ => OpenError::Call(error),
+        })?;
+        let possible = carrier.backend() != Backend::Copy;
+        let policy = Policy::new(kind, self.threshold, possible);
+        let slots = Slots::new(self.tags);
+        let mut flights = Flights::new(carrier, kind.is_stream(), self.capacity, slots, policy);
+        flights.tells_ranges = self.inline;
+        flights.gives_back = !self.discard;
+        Ok(Sender {
+            flights,
+            kind,
+            capacity: self.capacity as usize,
+            threshold: self.threshold,
+        })
+    }
+}
+
+/// Sends owned buffers over one socket, and gives them back when the kernel has let go of them.
+///
+/// Nothing here blocks but [`send`](Self::send) and [`send_with`](Self::send_with), while there is
+/// no place, and [`wait`](Self::wait) and [`finish`](Self::finish), whose purpose that is.
+/// [`push`](Self::push) and [`submit`](Self::submit) are the two halves of a send: several pushes
+/// and one submission cost one system call over io_uring.
+///
+/// A sender that is dropped hands over what the kernel takes at once and ends the rest; buffers that
+/// the kernel still reads are freed when it has let go of them.
+///
+/// ```
+/// use std::net::UdpSocket;
+/// use zerosock::zc::{Outgoing, Sender};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);
+/// socket.connect(peer.local_addr()?)?;
+/// let mut sender: Sender = Sender::open(socket)?;
+/// sender.send(Outgoing::new(&b"static bytes"[..]))?;
+/// sender.send(Outgoing::new(vec![1; 3000]))?;
+/// sender.finish(None)?;
+/// let lengths: Vec<_> = std::iter::from_fn(|| sender.returned())
+///     .map(|returned| returned.outcome.map(|_| returned.number))
+///     .collect::<Result<_, _>>()?;
+/// assert_eq!(lengths, [Some(0), Some(1)]);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Sender<B: Stable = Buf> {
+    flights: Flights<B>,
+    kind: Kind,
+    capacity: usize,
+    threshold: Threshold,
+}
+
+impl Sender<Buf> {
+    /// A sender for buffers of any kind, over the best back-end there is.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn open(socket: impl Into<OwnedFd>) -> Result<Self, OpenError> {
+        Builder::default().open(socket)
+    }
+
+    /// How a sender is to be, step by step.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+}
+
+impl<B: Stable> Sender<B> {
+    /// Accepts a send, without a system call. It goes to the kernel with the next submission.
+    /// Returns its number; none if it is to be copied.
+    ///
+    /// # Errors
+    /// With the buffer, if it is not accepted: [`Refusal`].
+    pub fn push(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
+        if let Err(why) = self.check(&outgoing) {
+            return Err(Refused { outgoing, why });
+        }
+        let accepted = self.flights.accept(outgoing);
+        accepted.map_err(|(outgoing, why)| Refused { outgoing, why })
+    }
+
+    fn check(&self, outgoing: &Outgoing<B>) -> Result<(), Refusal> {
+        match outgoing.slot {
+            Some(slot) => self.flights.slots.check(slot)?,
+            None if outgoing.flush => return Err(Refusal::FlushWithoutSlot),
+            None => {}
+        }
+        let unread = self.flights.slots.waiting().max(self.flights.ranges.len());
+        if unread >= UNREAD || self.flights.free.len() > self.capacity + THREADS {
+            return Err(Refusal::Unread);
+        }
+        if too_many_pieces(&outgoing.buffer) {
+            return Err(Refusal::TooManyPieces);
+        }
+        Ok(())
+    }
+
+    /// Hands what was accepted to the kernel, as far as it takes it now, and takes in what it has
+    /// said. Does not wait.
+    ///
+    /// # Errors
+    /// What the kernel answers to the call itself. What it answers to a send is told with its
+    /// buffer.
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.flights.submit()?;
+        self.flights.progress();
+        // What was short, or came too early, goes at once if nothing speaks against it.
+        if !self.flights.is_handed_over() && !self.flights.is_full() {
+            self.flights.submit()?;
+            self.flights.progress();
+        }
+        Ok(())
+    }
+
+    /// Sends: accepts, waiting for a place if there is none, and submits. Returns its number; none
+    /// if it is to be copied.
+    ///
+    /// # Errors
+    /// With the buffer, if it is not accepted; never with [`Refusal::Full`]. With
+    /// [`Refusal::Unread`] if nobody takes buffers back: who does after every send never sees it.
+    pub fn send(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
+        let mut outgoing = outgoing;
+        loop {
+            match self.push(outgoing) {
+                Ok(number) => {
+                    // A failure of the call is no failure of the send: it is accepted, and the
+                    // next submission hands it over or says why not.
+                    let _ = self.submit();
+                    return Ok(number);
+                }
+                Err(Refused {
+                    outgoing: back,
+                    why: Refusal::Full,
+                }) => {
+                    outgoing = back;
+                    if let Err(error) = self.submit().and_then(|()| self.wait_for_kernel(None)) {
+                        let why = Refusal::Call(error);
+                        return Err(Refused { outgoing, why });
+                    }
+                }
+                Err(refused) => return Err(refused),
+            }
+        }
+    }
+
+    /// Sends, and tells which earlier sends are over: fills `room` from the front, and returns how
+    /// many ranges it holds now. The builder must have asked for them.
+    ///
+    /// Over io_uring they are read from shared memory; with the error queue, by one call that does
+    /// not wait.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send); [`Refusal::TooMuchRoom`] for more than 16.
+    pub fn send_with(
+        &mut self,
+        outgoing: Outgoing<B>,
+        room: &mut [Completion],
+    ) -> Result<usize, Refused<B>> {
+        if let Err(why) = Self::check_room(room) {
+            return Err(Refused { outgoing, why });
+        }
+        self.send(outgoing)?;
+        Ok(self.told(room))
+    }
+
+    pub(super) fn check_room(room: &[Completion]) -> Result<(), Refusal> {
+        match room.len() {
+            0..=ROOM => Ok(()),
+            _ => Err(Refusal::TooMuchRoom),
+        }
+    }
+
+    /// What is over, as a send tells of it.
+    pub(super) fn told(&mut self, room: &mut [Completion]) -> usize {
+        if self.flights.carrier.backend() == Backend::ErrorQueue {
+            // Nothing that is lost: what it cannot read now it reads later.
+            let _ = self.flights.carrier.reap();
+            self.flights.progress();
+        }
+        self.flights.ranges.take(room)
+    }
+
+    /// Tells which sends are over, without one. At most one system call, which does not wait.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn completions(&mut self, room: &mut [Completion]) -> io::Result<usize> {
+        self.poll()?;
+        Ok(self.flights.ranges.take(room))
+    }
+
+    /// Takes in what the kernel has said, and hands over what had to wait for it. Does not wait.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn poll(&mut self) -> io::Result<()> {
+        self.flights.carrier.reap()?;
+        self.flights.progress();
+        if !self.flights.is_handed_over() {
+            self.submit()?;
+        }
+        Ok(())
+    }
+
+    /// The oldest buffer that is free. No system call: [`poll`](Self::poll) and everything that
+    /// sends or waits take in what the kernel says.
+    pub fn returned(&mut self) -> Option<Returned<B>> {
+        self.flights.take()
+    }
+
+    /// Closes the notifiers of a range of slots, for every send accepted before.
+    ///
+    /// # Errors
+    /// If there are fewer slots; nothing is flushed then.
+    pub fn flush(&mut self, slots: Range<u32>) -> Result<(), NoSuchSlot> {
+        self.flights.slots.flush(slots)
+    }
+
+    /// The oldest notification of a slot. No system call.
+    pub fn notification(&mut self) -> Option<Notification> {
+        self.flights.slots.next()
+    }
+
+    /// Gives a slot another tag, for notifiers that are made from now on.
+    ///
+    /// # Errors
+    /// If there are fewer slots.
+    pub fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
+        self.flights.slots.set_tag(slot, tag)
+    }
+
+    /// Hands over what was accepted, and waits until the kernel has said something, or for
+    /// `timeout`. Returns at once if it has nothing to say.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.submit()?;
+        if !self.flights.free.is_empty() || self.flights.is_quiet() {
+            return Ok(());
+        }
+        self.wait_for_kernel(timeout)
+    }
+
+    fn wait_for_kernel(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.flights.wait(timeout)?;
+        self.flights.progress();
+        self.submit()
+    }
+
+    /// Flushes every slot and waits until every buffer is free, or for `timeout`. Whether all are.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn finish(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
+        self.flush_all();
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            self.submit()?;
+            if self.flights.is_quiet() {
+                return Ok(true);
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                return Ok(false);
+            }
+            self.flights.wait(left)?;
+            self.flights.progress();
+        }
+    }
+
+    pub(super) fn flush_all(&mut self) {
+        let slots = self.flights.slots.count();
+        // The range is the slots that there are.
+        let _ = self.flights.slots.flush(0..slots);
+    }
+
+    /// Counts what the kernel has said so far.
+    pub(super) fn heard(&self) -> u64 {
+        self.flights.heard
+    }
+
+    pub(super) fn has_returned(&self) -> bool {
+        !self.flights.free.is_empty()
+    }
+
+    /// Whether everything that was accepted is over, and its buffer free.
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        self.flights.is_quiet()
+    }
+
+    /// Ends every send that the kernel has not taken; their buffers come back as failed.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn cancel(&mut self) -> io::Result<()> {
+        self.flights.cancel()
+    }
+
+    /// What it is, and what it has learnt.
+    #[must_use]
+    pub fn report(&self) -> Report {
+        let threshold = |registered| match self.threshold {
+            Threshold::Bytes(bytes) => Some(bytes),
+            Threshold::Measured => calibration::threshold(self.kind, registered),
+        };
+        Report {
+            backend: self.flights.carrier.backend(),
+            socket: self.kind,
+            threshold: threshold(false),
+            registered_threshold: threshold(true),
+            off: self.flights.policy.is_off(),
+            registered: self.flights.carrier.registered(),
+        }
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        Stats {
+            system_calls: self.flights.carrier.system_calls(),
+            ..self.flights.stats
+        }
+    }
+
+    /// How many places are free.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.flights.carrier.room()
+    }
+
+    /// The socket, to look at and to receive from.
+    #[must_use]
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.flights.carrier.socket()
+    }
+
+    /// What an event loop is to wait for on [`as_fd`](AsFd::as_fd) before it calls
+    /// [`poll`](Self::poll).
+    #[must_use]
+    pub fn interest(&self) -> Interest {
+        match self.flights.carrier.backend() {
+            Backend::Uring => Interest::Readable,
+            _ if self.flights.is_full() => Interest::WritableOrError,
+            _ => Interest::Error,
+        }
+    }
+}
+
+/// What an event loop waits for on a sender's descriptor.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Interest {
+    /// EPOLLIN.
+    Readable,
+    /// EPOLLERR, which need not be asked for.
+    Error,
+    /// EPOLLOUT, and EPOLLERR.
+    WritableOrError,
+}
+
+impl<B: Stable> AsFd for Sender<B> {
+    /// The descriptor that an event loop waits on, for what [`interest`](Self::interest) says: the
+    /// ring, or the socket.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.flights.carrier.as_fd()
+    }
+}
+
+impl<B: Stable> std::fmt::Debug for Sender<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Sender({:?}, {:?})", self.report().backend, self.kind)
+    }
+}

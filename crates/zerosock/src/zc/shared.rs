@@ -1,0 +1,356 @@
+//! A sender that several threads send over.
+//!
+//! The sender is behind a lock that nobody holds while he sleeps. Of those who sleep one waits for
+//! the kernel, the *watch*; the others wait for him, or for whoever else finds out something.
+//!
+//! What must hold: whoever changes what another may sleep for tells him before the lock is free
+//! again.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use zerosock_sys::zc::{Buf, Stable};
+
+use super::readiness::Readiness;
+use super::{
+    Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Report, Returned,
+    Sender, Stats,
+};
+
+/// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
+///
+/// Buffers, notifications and completions are the sender's: whoever asks first has them.
+///
+/// ```
+/// use std::net::UdpSocket;
+/// use std::thread;
+/// use zerosock::zc::{Outgoing, Sender, SharedSender};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);
+/// socket.connect(peer.local_addr()?)?;
+/// let sender: SharedSender = Sender::open(socket)?.into_shared()?;
+/// thread::scope(|scope| {
+///     for byte in 0..4 {
+///         let sender = sender.clone();
+///         scope.spawn(move || sender.send(Outgoing::new(vec![byte; 500])).map(drop));
+///     }
+/// });
+/// sender.finish(None)?;
+/// assert_eq!(sender.stats().bytes, 4 * 500);
+/// # Ok(())
+/// # }
+/// ```
+pub struct SharedSender<B: Stable = Buf> {
+    shared: Arc<Shared<B>>,
+}
+
+struct Shared<B: Stable> {
+    state: Mutex<State<B>>,
+    /// Told of what the watch, or anybody, has found out.
+    news: Condvar,
+    readiness: Readiness,
+}
+
+struct State<B: Stable> {
+    sender: Sender<B>,
+    /// Somebody waits for the kernel.
+    watched: bool,
+    /// How many wait for him.
+    sleepers: usize,
+}
+
+impl<B: Stable> Clone for SharedSender<B> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+}
+
+impl<B: Stable> Sender<B> {
+    /// The same sender, for several threads.
+    ///
+    /// # Errors
+    /// If there are no more descriptors: two are needed. The sender is dropped then.
+    pub fn into_shared(self) -> Result<SharedSender<B>, OpenError> {
+        let readiness = Readiness::of(std::os::fd::AsFd::as_fd(&self)).map_err(OpenError::Call)?;
+        let state = State {
+            sender: self,
+            watched: false,
+            sleepers: 0,
+        };
+        Ok(SharedSender {
+            shared: Arc::new(Shared {
+                state: Mutex::new(state),
+                news: Condvar::new(),
+                readiness,
+            }),
+        })
+    }
+}
+
+impl<B: Stable> SharedSender<B> {
+    /// As [`Sender::push`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn push(&self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
+        self.with(|sender| sender.push(outgoing))
+    }
+
+    /// As [`Sender::submit`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn submit(&self) -> io::Result<()> {
+        self.with(Sender::submit)
+    }
+
+    /// As [`Sender::send`]. Other threads go on while this one waits for a place.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send(&self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
+        let mut outgoing = outgoing;
+        loop {
+            let sent = self.with(|sender| {
+                let number = sender.push(outgoing)?;
+                // As with one thread: it is accepted, whatever the call answers.
+                let _ = sender.submit();
+                Ok(number)
+            });
+            match sent {
+                Err(Refused {
+                    outgoing: back,
+                    why: Refusal::Full,
+                }) => {
+                    outgoing = back;
+                    if let Err(error) = self.sleep(None, |sender| sender.room() > 0) {
+                        let why = Refusal::Call(error);
+                        return Err(Refused { outgoing, why });
+                    }
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// As [`Sender::send_with`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send_with(
+        &self,
+        outgoing: Outgoing<B>,
+        room: &mut [Completion],
+    ) -> Result<usize, Refused<B>> {
+        if let Err(why) = Sender::<B>::check_room(room) {
+            return Err(Refused { outgoing, why });
+        }
+        self.send(outgoing)?;
+        Ok(self.with(|sender| sender.told(room)))
+    }
+
+    /// As [`Sender::completions`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn completions(&self, room: &mut [Completion]) -> io::Result<usize> {
+        self.with(|sender| sender.completions(room))
+    }
+
+    /// As [`Sender::poll`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn poll(&self) -> io::Result<()> {
+        self.with(Sender::poll)
+    }
+
+    /// As [`Sender::returned`].
+    #[must_use]
+    pub fn returned(&self) -> Option<Returned<B>> {
+        self.with(Sender::returned)
+    }
+
+    /// As [`Sender::notification`].
+    #[must_use]
+    pub fn notification(&self) -> Option<Notification> {
+        self.with(Sender::notification)
+    }
+
+    /// As [`Sender::flush`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn flush(&self, slots: Range<u32>) -> Result<(), NoSuchSlot> {
+        self.with(|sender| sender.flush(slots))
+    }
+
+    /// As [`Sender::set_tag`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_tag(&self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
+        self.with(|sender| sender.set_tag(slot, tag))
+    }
+
+    /// As [`Sender::wait`]. Other threads go on meanwhile.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
+        let heard = self.with(|sender| sender.heard());
+        self.sleep(timeout, |sender| {
+            sender.heard() != heard || sender.has_returned() || sender.is_quiet()
+        })
+        .map(drop)
+    }
+
+    /// As [`Sender::finish`]. Other threads go on meanwhile, and what they send must be over, too.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn finish(&self, timeout: Option<Duration>) -> io::Result<bool> {
+        self.with(|sender| sender.flush_all());
+        self.sleep(timeout, |sender| sender.is_quiet())
+    }
+
+    /// As [`Sender::cancel`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn cancel(&self) -> io::Result<()> {
+        self.with(Sender::cancel)
+    }
+
+    /// As [`Sender::report`].
+    #[must_use]
+    pub fn report(&self) -> Report {
+        self.with(|sender| sender.report())
+    }
+
+    /// As [`Sender::stats`].
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.with(|sender| sender.stats())
+    }
+
+    /// The sender itself, if this is the last handle to it.
+    ///
+    /// # Errors
+    /// The handle, if it is not.
+    pub fn into_inner(self) -> Result<Sender<B>, Self> {
+        match Arc::try_unwrap(self.shared) {
+            Ok(shared) => {
+                let state = shared.state.into_inner();
+                Ok(state.unwrap_or_else(PoisonError::into_inner).sender)
+            }
+            Err(shared) => Err(Self { shared }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<B>> {
+        // Who panicked with the lock held did so in the sender, whose buffers are the kernel's or
+        // ours as before.
+        let state = self.shared.state.lock();
+        state.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut Sender<B>) -> T) -> T {
+        let mut state = self.lock();
+        let heard = state.sender.heard();
+        let result = act(&mut state.sender);
+        if state.sender.heard() != heard {
+            self.tell(&state);
+        }
+        result
+    }
+
+    /// Tells everybody who sleeps.
+    fn tell(&self, state: &State<B>) {
+        if state.sleepers > 0 {
+            self.shared.news.notify_all();
+        }
+        if state.watched {
+            self.shared.readiness.ring();
+        }
+    }
+
+    /// Lets the sender work, sleeping in between, until `done`, or for `timeout`. Whether it is.
+    fn sleep(
+        &self,
+        timeout: Option<Duration>,
+        done: impl Fn(&Sender<B>) -> bool,
+    ) -> io::Result<bool> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut state = self.lock();
+        loop {
+            let heard = state.sender.heard();
+            let polled = state.sender.submit().and_then(|()| state.sender.poll());
+            if state.sender.heard() != heard {
+                self.tell(&state);
+            }
+            polled?;
+            if done(&state.sender) {
+                return Ok(true);
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                return Ok(false);
+            }
+            state = match state.watched {
+                true => self.sleep_behind(state, left),
+                false => self.watch(state, left)?,
+            };
+        }
+    }
+
+    /// Sleeps until somebody has news.
+    fn sleep_behind<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State<B>>,
+        left: Option<Duration>,
+    ) -> MutexGuard<'a, State<B>> {
+        state.sleepers += 1;
+        let news = &self.shared.news;
+        let mut state = match left {
+            Some(left) => match news.wait_timeout(state, left) {
+                Ok((state, _)) => state,
+                Err(poisoned) => poisoned.into_inner().0,
+            },
+            None => news.wait(state).unwrap_or_else(PoisonError::into_inner),
+        };
+        state.sleepers -= 1;
+        state
+    }
+
+    /// Waits for the kernel on behalf of all.
+    fn watch<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State<B>>,
+        left: Option<Duration>,
+    ) -> io::Result<MutexGuard<'a, State<B>>> {
+        state.watched = true;
+        drop(state);
+        let waited = self.shared.readiness.wait(left);
+        let mut state = self.lock();
+        state.watched = false;
+        if state.sleepers > 0 {
+            // One of them watches from now on, if this one does not.
+            self.shared.news.notify_all();
+        }
+        waited.map(|()| state)
+    }
+}
+
+impl<B: Stable> std::fmt::Debug for SharedSender<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("SharedSender")
+            .field(&self.lock().sender)
+            .finish()
+    }
+}

@@ -1,0 +1,247 @@
+//! Slots and notifiers: being told once that several buffers are free.
+//!
+//! A slot holds at most one notifier. A send that is executed attaches to its slot's notifier,
+//! which is made when there is none, with the slot's tag and its next sequence number. A flush
+//! closes the notifier: nothing more attaches, and when every attached send has released its
+//! buffer, one [`Notification`] is posted. The slot's next send makes a new notifier. A slot to
+//! which nothing is attached posts nothing when it is flushed, and a send that fails does not
+//! flush, though it attaches. This is what the notification slots of io_uring did before Linux 6.0
+//! was released without them (Pavel Begunkov's series "io_uring zerocopy send", v3, July 2022).
+//!
+//! What must hold: a flush covers every send that was accepted before it, also those that the
+//! kernel has not executed yet; nothing is posted twice; nothing is lost.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use slab::Slab;
+
+/// All sends that were attached to one notifier have released their buffers.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Notification {
+    /// The slot's tag, as it was when the notifier was made.
+    pub tag: u64,
+    /// Which notifier of its slot it is, counted from 0 and wrapping.
+    pub sequence: u32,
+}
+
+/// There are fewer slots than that.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("there is no slot {slot}: there are {slots}")]
+pub struct NoSuchSlot {
+    /// The one that was named.
+    pub slot: u32,
+    /// How many there are.
+    pub slots: u32,
+}
+
+/// A send's place among those of its slot.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Ticket {
+    slot: u32,
+    /// Sends accepted before it.
+    before: u64,
+}
+
+/// The notifier that a send is attached to.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Attached(usize);
+
+#[derive(Default)]
+pub(super) struct Slots {
+    slots: Vec<Slot>,
+    notifiers: Slab<Notifier>,
+    posted: VecDeque<Notification>,
+}
+
+struct Slot {
+    tag: u64,
+    /// What the next notifier is called.
+    sequence: u32,
+    notifier: Option<usize>,
+    /// Sends accepted and sends over, both counted without end.
+    accepted: u64,
+    over: u64,
+    /// Flushes that wait for sends accepted before them.
+    flushes: VecDeque<Flush>,
+}
+
+struct Flush {
+    /// Sends accepted before it.
+    before: u64,
+    /// How many of them are not over.
+    left: u64,
+}
+
+struct Notifier {
+    tag: u64,
+    sequence: u32,
+    attached: usize,
+    closed: bool,
+}
+
+impl Slots {
+    /// One slot for each tag.
+    pub(super) fn new(tags: impl IntoIterator<Item = u64>) -> Self {
+        let slot = |tag| Slot {
+            tag,
+            sequence: 0,
+            notifier: None,
+            accepted: 0,
+            over: 0,
+            flushes: VecDeque::new(),
+        };
+        Self {
+            slots: tags.into_iter().map(slot).collect(),
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn count(&self) -> u32 {
+        self.slots.len() as u32
+    }
+
+    fn slot(&mut self, slot: u32) -> Result<&mut Slot, NoSuchSlot> {
+        let slots = self.count();
+        let found = self.slots.get_mut(slot as usize);
+        found.ok_or(NoSuchSlot { slot, slots })
+    }
+
+    /// Whether there is such a slot.
+    pub(super) fn check(&self, slot: u32) -> Result<(), NoSuchSlot> {
+        let slots = self.count();
+        if slot < slots {
+            Ok(())
+        } else {
+            Err(NoSuchSlot { slot, slots })
+        }
+    }
+
+    /// The tag of notifiers that are made from now on.
+    pub(super) fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
+        self.slot(slot)?.tag = tag;
+        Ok(())
+    }
+
+    /// A send to this slot has been accepted.
+    pub(super) fn accepted(&mut self, slot: u32) -> Ticket {
+        let mut before = 0;
+        if let Ok(slot) = self.slot(slot) {
+            before = slot.accepted;
+            slot.accepted += 1;
+        }
+        Ticket { slot, before }
+    }
+
+    /// The kernel has executed a send, which flushes if it was to and succeeded. The send is to be
+    /// released.
+    pub(super) fn executed(&mut self, ticket: Ticket, flush: bool) -> Option<Attached> {
+        let slot = self.slots.get_mut(ticket.slot as usize)?;
+        let notifier = match slot.notifier {
+            Some(notifier) => notifier,
+            None => {
+                let made = self.notifiers.insert(Notifier {
+                    tag: slot.tag,
+                    sequence: slot.sequence,
+                    attached: 0,
+                    closed: false,
+                });
+                slot.sequence = slot.sequence.wrapping_add(1);
+                slot.notifier = Some(made);
+                made
+            }
+        };
+        self.notifiers.get_mut(notifier)?.attached += 1;
+        if flush {
+            self.close(ticket.slot);
+        }
+        self.over(ticket);
+        Some(Attached(notifier))
+    }
+
+    /// A send ends without having been executed.
+    pub(super) fn abandoned(&mut self, ticket: Ticket) {
+        self.over(ticket);
+    }
+
+    /// Sends need not be over in the order in which they were accepted.
+    fn over(&mut self, ticket: Ticket) {
+        let Some(slot) = self.slots.get_mut(ticket.slot as usize) else {
+            return;
+        };
+        slot.over += 1;
+        let waits = |flush: &&mut Flush| ticket.before < flush.before;
+        for flush in slot.flushes.iter_mut().rev().take_while(waits) {
+            flush.left -= 1;
+        }
+        let mut reached = false;
+        while slot.flushes.front().is_some_and(|flush| flush.left == 0) {
+            slot.flushes.pop_front();
+            reached = true;
+        }
+        if reached {
+            self.close(ticket.slot);
+        }
+    }
+
+    /// Closes the notifier that is in the slot, if there is one.
+    fn close(&mut self, index: u32) {
+        let slot = self.slots.get_mut(index as usize);
+        let Some(notifier) = slot.and_then(|slot| slot.notifier.take()) else {
+            return;
+        };
+        if let Some(closed) = self.notifiers.get_mut(notifier) {
+            closed.closed = true;
+        }
+        self.post_if_done(notifier);
+    }
+
+    fn post_if_done(&mut self, notifier: usize) {
+        let done = |notifier: &Notifier| notifier.closed && notifier.attached == 0;
+        if self.notifiers.get(notifier).is_some_and(done) {
+            let Notifier { tag, sequence, .. } = self.notifiers.remove(notifier);
+            self.posted.push_back(Notification { tag, sequence });
+        }
+    }
+
+    /// A send's buffer is free.
+    pub(super) fn released(&mut self, Attached(notifier): Attached) {
+        if let Some(found) = self.notifiers.get_mut(notifier) {
+            found.attached = found.attached.saturating_sub(1);
+            self.post_if_done(notifier);
+        }
+    }
+
+    /// Flushes the slots of a range, each after the sends that were accepted before.
+    pub(super) fn flush(&mut self, range: Range<u32>) -> Result<(), NoSuchSlot> {
+        if let Some(last) = range.clone().last() {
+            self.check(last)?;
+        }
+        for index in range {
+            let slot = self.slot(index)?;
+            if slot.over == slot.accepted {
+                self.close(index);
+            } else if slot.flushes.back().map(|flush| flush.before) != Some(slot.accepted) {
+                slot.flushes.push_back(Flush {
+                    before: slot.accepted,
+                    left: slot.accepted - slot.over,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The oldest notification that has not been taken.
+    pub(super) fn next(&mut self) -> Option<Notification> {
+        self.posted.pop_front()
+    }
+
+    /// How many are to be taken.
+    pub(super) fn waiting(&self) -> usize {
+        self.posted.len()
+    }
+}
+
+#[cfg(test)]
+#[path = "slots_tests.rs"]
+mod tests;

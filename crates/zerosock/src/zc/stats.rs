@@ -1,0 +1,48 @@
+//! What a sender has done, in numbers.
+
+use zerosock_sys::zc::Kind;
+
+use super::Backend;
+
+/// Counts of a sender since it was opened.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Sends that were accepted.
+    pub accepted: u64,
+    /// Bytes that the kernel took.
+    pub bytes: u64,
+    /// Requests that were made of the kernel: more than sends where one took several.
+    pub requests: u64,
+    /// Sends whose buffer the device or the receiver read itself.
+    pub in_place: u64,
+    /// Notifications: what the kernel was asked to send without a copy and has let go.
+    pub notified: u64,
+    /// Of those, how many the kernel copied after all.
+    pub copied_by_kernel: u64,
+    /// Sends copied because the kernel had no memory to do without.
+    pub copied_for_memory: u64,
+    /// System calls for sending, asking and waiting.
+    pub system_calls: u64,
+    /// Sends that failed.
+    pub failed: u64,
+}
+
+/// What a sender is, and what it has learnt.
+#[derive(Copy, Clone, Debug)]
+#[non_exhaustive]
+pub struct Report {
+    /// What carries its sends.
+    pub backend: Backend,
+    /// The kind of its socket.
+    pub socket: Kind,
+    /// From which length on it sends in place: told, or measured; none while no length is known
+    /// at which that pays.
+    pub threshold: Option<usize>,
+    /// The same for memory of a pool that is registered.
+    pub registered_threshold: Option<usize>,
+    /// Zero copy is off: for good, or because the kernel copied all the same.
+    pub off: bool,
+    /// Arenas of pools that are registered with the kernel.
+    pub registered: usize,
+}

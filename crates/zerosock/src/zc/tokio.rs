@@ -1,0 +1,176 @@
+//! A sender in a tokio runtime.
+
+use std::future::poll_fn;
+use std::io;
+use std::os::fd::AsFd;
+use std::task::{Context, Poll, ready};
+
+use ::tokio::io::Interest;
+use ::tokio::io::unix::AsyncFd;
+use zerosock_sys::zc::{Buf, Stable};
+
+use super::readiness::Readiness;
+use super::{Notification, OpenError, Outgoing, Refusal, Refused, Returned, Sender};
+
+/// A [`Sender`] whose waiting is awaited.
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// use tokio::net::UdpSocket;
+/// use zerosock::zc::tokio::AsyncSender;
+/// use zerosock::zc::{Outgoing, Sender, Stable};
+///
+/// let peer = UdpSocket::bind("127.0.0.1:0").await?;
+/// let socket = UdpSocket::bind("127.0.0.1:0").await?;
+/// socket.connect(peer.local_addr()?).await?;
+/// let mut sender: AsyncSender = Sender::open(socket.into_std()?)?.try_into()?;
+/// sender.send(Outgoing::new(vec![7; 1000])).await?;
+/// let returned = sender.returned().await?.expect("one is under way");
+/// assert_eq!(returned.buffer.total(), 1000);
+/// assert_eq!(peer.recv(&mut [0; 2000]).await?, 1000);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Whatever is awaited here may be dropped halfway. Buffers that were accepted are the sender's as
+/// ever; one that waits for its place in [`send`](Self::send) goes with the future: who wants to
+/// keep it awaits [`room`](Self::room) first.
+pub struct AsyncSender<B: Stable = Buf> {
+    // Before the sender: it must be taken out of the runtime while it is open.
+    readiness: AsyncFd<Readiness>,
+    sender: Sender<B>,
+}
+
+impl<B: Stable> TryFrom<Sender<B>> for AsyncSender<B> {
+    type Error = OpenError;
+
+    /// In the runtime of the current task.
+    fn try_from(sender: Sender<B>) -> Result<Self, OpenError> {
+        let readiness = Readiness::of(sender.as_fd()).map_err(OpenError::Call)?;
+        #[allow(
+            deprecated,
+            reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
+                      that it stays open and the same"
+        )]
+        let readiness =
+            AsyncFd::with_interest(readiness, Interest::READABLE).map_err(OpenError::Call)?;
+        Ok(Self { readiness, sender })
+    }
+}
+
+impl<B: Stable> AsyncSender<B> {
+    /// Accepts a send once there is a place for it, and submits it. Returns its number; none if it
+    /// is to be copied.
+    ///
+    /// # Errors
+    /// As [`Sender::send`].
+    pub async fn send(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
+        if let Err(error) = self.room().await {
+            let why = Refusal::Call(error);
+            return Err(Refused { outgoing, why });
+        }
+        let number = self.sender.push(outgoing)?;
+        // It is accepted: the next submission says why this one did not go through.
+        let _ = self.sender.submit();
+        Ok(number)
+    }
+
+    /// Waits until there is a place.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub async fn room(&mut self) -> io::Result<()> {
+        poll_fn(|cx| self.poll_room(cx)).await
+    }
+
+    /// The next buffer that is free; none if none is under way.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub async fn returned(&mut self) -> io::Result<Option<Returned<B>>> {
+        poll_fn(|cx| self.poll_returned(cx)).await
+    }
+
+    /// The next notification of a slot; none if nothing is under way.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub async fn notification(&mut self) -> io::Result<Option<Notification>> {
+        poll_fn(|cx| {
+            self.poll_until(cx, |sender| match sender.notification() {
+                None if sender.is_quiet() => Some(None),
+                None => None,
+                some => Some(some),
+            })
+        })
+        .await
+    }
+
+    /// Flushes every slot and waits until every buffer is free.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub async fn finish(&mut self) -> io::Result<()> {
+        self.sender.flush_all();
+        poll_fn(|cx| self.poll_until(cx, |sender| sender.is_quiet().then_some(()))).await
+    }
+
+    /// [`room`](Self::room), for who polls by himself.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn poll_room(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.poll_until(cx, |sender| (sender.room() > 0).then_some(()))
+    }
+
+    /// [`returned`](Self::returned), for who polls by himself.
+    ///
+    /// # Errors
+    /// What the kernel answers.
+    pub fn poll_returned(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Option<Returned<B>>>> {
+        self.poll_until(cx, |sender| match sender.returned() {
+            None if sender.is_quiet() => Some(None),
+            None => None,
+            some => Some(some),
+        })
+    }
+
+    /// The sender itself, for what does not wait.
+    pub fn get_mut(&mut self) -> &mut Sender<B> {
+        &mut self.sender
+    }
+
+    /// The sender, out of the runtime.
+    #[must_use]
+    pub fn into_inner(self) -> Sender<B> {
+        self.sender
+    }
+
+    fn poll_until<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        mut done: impl FnMut(&mut Sender<B>) -> Option<T>,
+    ) -> Poll<io::Result<T>> {
+        loop {
+            if let Some(done) = done(&mut self.sender) {
+                return Poll::Ready(Ok(done));
+            }
+            self.sender.submit()?;
+            self.sender.poll()?;
+            if let Some(done) = done(&mut self.sender) {
+                return Poll::Ready(Ok(done));
+            }
+            let mut ready = ready!(self.readiness.poll_read_ready(cx))?;
+            // What is drained now has come before the next look.
+            ready.get_inner().wait(Some(std::time::Duration::ZERO))?;
+            ready.clear_ready();
+        }
+    }
+}
+
+impl<B: Stable> std::fmt::Debug for AsyncSender<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("AsyncSender").field(&self.sender).finish()
+    }
+}

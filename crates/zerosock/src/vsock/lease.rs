@@ -22,6 +22,7 @@ use super::errors::StreamError;
 use super::hub::Core;
 use super::leases::{Entered, NONE};
 use super::sockets::{Copied, LeaseParts, PIECES, Place};
+use crate::zc::{Buf, Mapped};
 
 /// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer
 /// back to its sender, and credit for more.
@@ -80,6 +81,18 @@ struct Body {
     place: Place,
     /// The opener's declaration, if it covers this peer.
     trust: Option<Trust>,
+}
+
+impl Body {
+    /// What is left to be dropped when a lease has become another: it names none.
+    fn nothing() -> Self {
+        Self {
+            index: NONE,
+            len: 0,
+            place: Place::Copied((Arc::default(), 0)),
+            trust: None,
+        }
+    }
 }
 
 /// Leased bytes that stay where they are as long as this lives.
@@ -181,17 +194,25 @@ impl<'a> Lease<'a> {
 
     /// The same lease, no longer bound to its stream.
     pub fn into_owned(mut self) -> OwnedLease {
-        // What is left to be dropped here names no lease.
-        let nothing = Body {
-            index: NONE,
-            len: 0,
-            place: Place::Copied((Arc::default(), 0)),
-            trust: None,
-        };
         OwnedLease {
             core: self.core.clone(),
-            body: std::mem::replace(&mut self.body, nothing),
+            body: std::mem::replace(&mut self.body, Body::nothing()),
         }
+    }
+
+    /// The bytes as what a [`zc::Sender`](crate::zc::Sender) sends, from where they lie: straight
+    /// from the peer's memory to a socket of the kernel. The buffer goes back to the peer when the
+    /// kernel has let go of it and the sender has been asked: who waits for more from the peer
+    /// while the sender has all that the peer may send waits for ever. No trust is needed: the
+    /// kernel reads what is there at that moment.
+    ///
+    /// # Errors
+    /// [`StreamError::Torn`], and the lease as it was: see [`Reading::is_torn`].
+    pub fn into_buf(self) -> Result<Buf, (StreamError, Self)> {
+        let core = self.core;
+        self.into_owned()
+            .into_buf()
+            .map_err(|(error, lease)| (error, lease.into_bound(core)))
     }
 
     /// The bytes as one shared buffer that any number of readers can have without a copy. The
@@ -212,6 +233,12 @@ impl<'a> Lease<'a> {
 }
 
 impl OwnedLease {
+    /// The lease, bound to its stream again.
+    fn into_bound(mut self, core: &Arc<Core>) -> Lease<'_> {
+        let body = std::mem::replace(&mut self.body, Body::nothing());
+        Lease { core, body }
+    }
+
     /// Length in bytes; never 0.
     #[expect(clippy::len_without_is_empty, reason = "a lease is never empty")]
     pub fn len(&self) -> usize {
@@ -249,6 +276,35 @@ impl OwnedLease {
     /// Those of `writev(2)`.
     pub fn write_to(&self, fd: impl AsFd) -> io::Result<usize> {
         self.read().write_to(fd)
+    }
+
+    /// As [`Lease::into_buf`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn into_buf(self) -> Result<Buf, (StreamError, Self)> {
+        if self.read().is_torn() {
+            return Err((StreamError::Torn, self));
+        }
+        let len = self.len();
+        let place = self.body.place.clone();
+        let shared = Shared::new(self);
+        let Place::InPlace {
+            memory,
+            pieces,
+            offset,
+        } = place
+        else {
+            return Ok(Bytes::from_owner(shared).into());
+        };
+        if !shared.entered {
+            return Ok(Bytes::from_owner(shared).into());
+        }
+        Ok(match Mapped::new(&memory, &pieces, offset, len, shared) {
+            Ok(mapped) => mapped.into(),
+            // Scattered over more regions than fit: read where they lie, once.
+            Err(shared) => shared.reading().to_vec().into(),
+        })
     }
 
     /// As [`Lease::into_bytes`].

@@ -1,0 +1,163 @@
+//! What the kernel denies: io_uring by seccomp, and memory by a limit.
+
+use std::collections::BTreeMap;
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::thread;
+use std::time::Duration;
+
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use zerosock::zc::{Backend, Copying, OpenError, Outgoing, Sender};
+
+use crate::network::{SINK, fill, with_sink};
+use crate::streams::check;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Tells the test that it is the process that it started.
+const CHILD: &str = "ZEROSOCK_TEST_CHILD";
+
+/// On a thread of its own, from which io_uring is forbidden as container runtimes do it.
+fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+    let filter: BpfProgram = SeccompFilter::new(
+        BTreeMap::from([
+            (libc::SYS_io_uring_setup, vec![]),
+            (libc::SYS_io_uring_enter, vec![]),
+            (libc::SYS_io_uring_register, vec![]),
+        ]),
+        SeccompAction::Allow,
+        SeccompAction::Errno(libc::EPERM as u32),
+        TargetArch::try_from(std::env::consts::ARCH).expect("a known architecture"),
+    )
+    .and_then(TryInto::try_into)
+    .expect("a filter");
+    thread::scope(|scope| {
+        let inside = scope.spawn(move || {
+            seccompiler::apply_filter(&filter).expect("a filter");
+            test()
+        });
+        inside.join().expect("the test inside")
+    })
+}
+
+#[test]
+fn without_io_uring_the_error_queue_carries() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = listener.local_addr().expect("an address");
+    without_uring(|| {
+        let socket = TcpStream::connect(address).expect("loopback");
+        let peer = listener.accept().expect("a stream").0;
+        let again = socket.try_clone().expect("a socket");
+        let opened = Sender::builder()
+            .backend(Backend::Uring)
+            .open::<Vec<u8>>(again);
+        assert!(
+            matches!(
+                opened,
+                Err(OpenError::Unavailable(Backend::Uring) | OpenError::Call(_))
+            ),
+            "{opened:?}"
+        );
+        let mut sender: Sender<Vec<u8>> = Sender::builder().open(socket).expect("a sender");
+        assert_eq!(sender.report().backend, Backend::ErrorQueue);
+        let mut bytes = vec![0; 1 << 20];
+        fill(&mut bytes, 0);
+        let outgoing = Outgoing::new(bytes).copying(Copying::Never);
+        let reader = thread::spawn(move || check(peer));
+        sender
+            .send(outgoing)
+            .map_err(|refused| refused.why)
+            .expect("a place");
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        assert_eq!(sender.stats().notified, sender.stats().requests);
+        drop(sender);
+        assert_eq!(reader.join().expect("the contents"), 1 << 20);
+    });
+}
+
+/// Gives up the capability that lifts the limit of locked memory, and sets it, for this thread and
+/// this process. Only in a process that does nothing else.
+fn limit_locked_memory(bytes: u64) {
+    const CAP_IPC_LOCK: u32 = 14;
+    let limit = libc::rlimit {
+        rlim_cur: bytes,
+        rlim_max: bytes,
+    };
+    // SAFETY: a complete `rlimit` that outlives the call.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit) }, 0);
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    let mut header = Header {
+        version: 0x2008_0522,
+        pid: 0,
+    };
+    let mut sets = [[0u32; 3]; 2];
+    // SAFETY: version 3 has two sets of three words; both outlive the calls.
+    unsafe {
+        assert_eq!(libc::syscall(libc::SYS_capget, &mut header, &mut sets), 0);
+        for word in &mut sets[0] {
+            *word &= !(1 << CAP_IPC_LOCK);
+        }
+        assert_eq!(libc::syscall(libc::SYS_capset, &mut header, &sets), 0);
+    }
+}
+
+/// What `a_limit_of_locked_memory_stalls_nothing` does in a process of its own.
+fn send_with_little_locked_memory() {
+    let ran = with_sink("a_limit_of_locked_memory", || {
+        limit_locked_memory(64 << 10);
+        for backend in [Backend::Uring, Backend::ErrorQueue] {
+            let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
+            socket.connect(SINK[0]).expect("a route");
+            let builder = Sender::builder().backend(backend).capacity(64);
+            let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+            // One send alone is above the limit; those of 8000 bytes are together.
+            for len in [65_000, 8000] {
+                for _ in 0..200 {
+                    let outgoing = Outgoing::new(vec![3; len]).copying(Copying::Never);
+                    sender
+                        .send(outgoing)
+                        .map_err(|refused| refused.why)
+                        .expect("a place");
+                    while let Some(returned) = sender.returned() {
+                        returned.outcome.expect("it was sent");
+                    }
+                }
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            let stats = sender.stats();
+            assert_eq!((stats.accepted, stats.failed), (400, 0), "{backend:?}");
+            assert_eq!(stats.bytes, 200 * 65_000 + 200 * 8000, "{backend:?}");
+            assert!(stats.copied_for_memory > 0, "{backend:?}: {stats:?}");
+        }
+        println!("all sent");
+    });
+    if ran.is_none() {
+        println!("no namespace");
+    }
+}
+
+#[test]
+fn a_limit_of_locked_memory_stalls_nothing() {
+    // The limit is the process's, and so is what is given up to be under it.
+    if std::env::var_os(CHILD).is_some() {
+        return send_with_little_locked_memory();
+    }
+    let output = std::process::Command::new(std::env::current_exe().expect("this test"))
+        .args([
+            "--exact",
+            "--nocapture",
+            "faults::a_limit_of_locked_memory_stalls_nothing",
+        ])
+        .env(CHILD, "1")
+        .output()
+        .expect("a process");
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{told}{why}");
+    assert!(
+        told.contains("all sent") || told.contains("no namespace"),
+        "{told}{why}"
+    );
+}

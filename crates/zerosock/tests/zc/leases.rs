@@ -1,0 +1,116 @@
+//! What a peer's memory holds goes to a socket of the kernel from where it lies.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use zerosock::vsock::{Endpoint, Host, Stream};
+use zerosock::zc::{Backend, Buf, Copying, Outgoing, Sender};
+use zerosock::{Address, Cid, Port};
+
+use crate::network::{BACKENDS, fill};
+use crate::pump::Pumped;
+use crate::streams::check;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const MOMENT: Duration = Duration::from_millis(1);
+const TOTAL: usize = 4 << 20;
+
+/// A connection between a host and a process that has attached to it, neither of which trusts the
+/// other, and what keeps the host going until it is dropped.
+fn connection() -> (Stream, Stream, (Pumped, TempDir)) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("attach.sock");
+    let host = Pumped::new(Host::builder().attach(&path).start().expect("a host"));
+    let listener = host.listen(Port::new(1), 1).expect("a port");
+    let process = Endpoint::attach(&path).expect("an endpoint");
+    let theirs = process
+        .connect(Address::new(Cid::HOST, Port::new(1)))
+        .expect("a connection");
+    let ours = listener.accept().expect("a connection").0;
+    (ours, theirs, (host, folder))
+}
+
+#[test]
+fn a_lease_on_a_peers_memory_goes_to_a_socket_from_there() {
+    for backend in BACKENDS {
+        let (ours, theirs, _going) = connection();
+        ours.set_nonblocking(true).expect("a stream");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+        let far = listener.accept().expect("a stream").0;
+        let reader = thread::spawn(move || check(far));
+        let writer = thread::spawn(move || {
+            let mut bytes = vec![0; TOTAL];
+            fill(&mut bytes, 0);
+            (&theirs).write_all(&bytes).expect("all of it");
+            theirs
+        });
+        let mut sender: Sender = Sender::builder()
+            .backend(backend)
+            .open(socket.expect("loopback"))
+            .expect("a sender");
+        let (mut passed, mut in_place) = (0, 0);
+        while passed < TOTAL {
+            let lease = match ours.recv() {
+                Ok(lease) => lease.expect("more"),
+                Err(error) => {
+                    // The peer may wait for what the sender has: who waits for both looks at both.
+                    assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}");
+                    sender.wait(Some(MOMENT)).expect("the kernel answers");
+                    while sender.returned().is_some() {}
+                    thread::yield_now();
+                    continue;
+                }
+            };
+            passed += lease.len();
+            let buffer = lease.into_buf().map_err(|(error, _)| error);
+            let buffer = buffer.expect("the peer lives");
+            in_place += usize::from(matches!(buffer, Buf::Mapped(_)));
+            sender
+                .send(Outgoing::new(buffer).copying(Copying::Never))
+                .map_err(|refused| refused.why)
+                .expect("a place");
+            while let Some(returned) = sender.returned() {
+                returned.outcome.expect("it was sent");
+            }
+        }
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        // The writer has more than its credit to write: it gets on only because buffers go back.
+        drop(writer.join().expect("the peer"));
+        assert!(in_place > 0, "{backend:?}");
+        assert_eq!(sender.stats().failed, 0, "{backend:?}");
+        if backend != Backend::Copy {
+            assert!(sender.stats().notified > 0, "{backend:?}");
+        }
+        drop(sender);
+        assert_eq!(reader.join().expect("the contents"), TOTAL as u64);
+    }
+}
+
+#[test]
+fn a_buffer_of_a_peer_is_not_its_again_before_it_was_sent() {
+    let (ours, theirs, _going) = connection();
+    (&theirs).write_all(b"these bytes stay").expect("a packet");
+    let lease = ours.recv().expect("a connection").expect("a packet");
+    let buffer = lease.into_buf().map_err(|(error, _)| error).expect("alive");
+    // Everything else that the peer can write goes elsewhere.
+    theirs.set_nonblocking(true).expect("a stream");
+    while (&theirs).write(&[b'x'; 4096]).is_ok_and(|taken| taken > 0) {}
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+    let mut sender: Sender = Sender::open(socket.expect("loopback")).expect("a sender");
+    let outgoing = Outgoing::new(buffer).copying(Copying::Never);
+    sender
+        .send(outgoing)
+        .map_err(|refused| refused.why)
+        .expect("a place");
+    assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+    drop(sender);
+    let mut received = Vec::new();
+    let mut far = listener.accept().expect("a stream").0;
+    far.read_to_end(&mut received).expect("the bytes");
+    assert_eq!(received, b"these bytes stay");
+}

@@ -1,0 +1,17 @@
+//! `zerosock::zc` on real sockets: in network namespaces that the tests make themselves, and on
+//! loopback where nothing depends on the device.
+
+mod bad_input;
+mod faults;
+mod kinds;
+mod knowing;
+mod leases;
+mod model;
+mod network;
+#[path = "../common/pump.rs"]
+#[allow(dead_code, reason = "other tests stop a host early")]
+mod pump;
+#[cfg(feature = "tokio")]
+mod shared;
+mod sink;
+mod streams;

@@ -19,6 +19,7 @@ use zerosock_cli::vm::protocol::{Command, FromGuest, How, Outcome, Request, Sock
 use zerosock_sys::vsock;
 
 use super::calls::{self, Made};
+use super::owned;
 use super::stream::{self, elapsed, errno_name};
 
 /// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
@@ -114,6 +115,13 @@ impl Agent {
                 let kept = locked(&self.kept).clone();
                 Ok(stream::send(&*self.socket(socket)?, source, &chunks, &kept))
             }
+            Command::SendOwned {
+                socket,
+                seed,
+                len,
+                chunk,
+                backend,
+            } => owned::send(&*self.socket(socket)?, seed, len, chunk, &backend),
             Command::Receive {
                 socket,
                 limit,

@@ -5,6 +5,7 @@ mod agent;
 mod calls;
 mod forward;
 mod leash;
+mod owned;
 mod stream;
 
 use std::ffi::OsString;

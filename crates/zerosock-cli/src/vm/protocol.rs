@@ -105,6 +105,20 @@ pub enum Command {
         /// Sizes of the writes, in turn.
         chunks: Vec<usize>,
     },
+    /// Sends a pattern through a `zerosock::zc::Sender`, without a copy where that is possible.
+    /// What carried it, and its counts, are in `text`.
+    SendOwned {
+        /// Over which socket; a duplicate of it is the sender's.
+        socket: Socket,
+        /// The pattern's seed.
+        seed: u64,
+        /// How many bytes.
+        len: u64,
+        /// In buffers of so many.
+        chunk: usize,
+        /// Over which back-end: `uring`, `error queue` or `copy`.
+        backend: String,
+    },
     /// Receives until `limit` bytes or the end of the stream.
     Receive {
         /// From which socket.

@@ -10,6 +10,7 @@ mod perf;
 mod refusal;
 mod seqpacket;
 mod services;
+mod zero_copy;
 
 use crate::Scenario;
 
@@ -40,6 +41,7 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
         "seqpacket_netcat_in_the_guest",
         hybrid_messages::netcat_in_the_guest,
     ),
+    ("owned_buffers_over_kernel_vsock", zero_copy::to_host),
     ("stalled_host_reader", credit::stalled_host_reader),
     ("stalled_guest_reader", credit::stalled_guest_reader),
     ("receive_low_water", credit::receive_low_water),

@@ -1,0 +1,48 @@
+//! Owned buffers over a stock guest's own AF_VSOCK, by the library's zero-copy sender.
+
+use std::thread;
+
+use zerosock_cli::vm::protocol::Command;
+
+use crate::lab::{Lab, STEP, expected, read_exact};
+
+const LEN: u64 = 8 << 20;
+/// No multiple of a page: the last page of each buffer is shared with the next.
+const CHUNK: usize = 100_000;
+
+/// Over every back-end that the guest's kernel has: the bytes arrive while buffers are used again
+/// as soon as they are free, and each is given back.
+pub(crate) fn to_host(lab: &Lab) {
+    // MSG_ZEROCOPY on AF_VSOCK came with Linux 6.7.
+    let has_zero_copy = !lab.release.starts_with("6.1.");
+    for (seed, backend) in ["uring", "error queue", "copy"].into_iter().enumerate() {
+        let (socket, stream) = lab.a.to_host();
+        let sending = lab.a.start(Command::SendOwned {
+            socket,
+            seed: seed as u64,
+            len: LEN,
+            chunk: CHUNK,
+            backend: backend.to_owned(),
+        });
+        if backend != "copy" && !has_zero_copy {
+            let refused = sending.wait(STEP).expect_err("no zero copy").to_string();
+            assert!(refused.contains("cannot be sent from"), "{refused}");
+            lab.a.close(socket);
+            continue;
+        }
+        let received = thread::spawn(move || read_exact(&stream, LEN));
+        let sent = sending.wait(STEP).expect("sent");
+        assert_eq!((sent.errno, sent.bytes), (None, LEN), "{backend}");
+        let digest = received.join().expect("the bytes");
+        assert_eq!(digest, expected(seed as u64, LEN), "{backend}");
+        let told = sent.text.expect("counts");
+        if backend == "copy" {
+            assert!(told.contains(" 0 in place, 0 notified"), "{told}");
+        } else {
+            // The guest's kernel copies only when the peer's credit is short.
+            assert!(!told.contains(" 0 in place"), "{told}");
+            assert!(!told.contains(" 0 notified"), "{told}");
+        }
+        lab.a.close(socket);
+    }
+}

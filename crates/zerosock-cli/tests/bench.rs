@@ -242,3 +242,28 @@ fn dgram_has_a_row_for_every_size_and_number_of_senders() {
         }
     }
 }
+
+#[test]
+fn send_and_notify_have_a_row_for_each_way_or_say_why_not() {
+    for (arguments, rows) in [
+        (&["send", "--case", "UDP, 600 B"], 9),
+        // Two back-ends with three metrics each.
+        (&["notify", "--case", "UDP, IPv4, limit 32"], 6),
+    ] {
+        let (table, text) = bench(arguments);
+        assert_eq!(table["table"], arguments[0]);
+        if is_missing(&table, "zerosock") {
+            // The one thing that another machine may lack: a network namespace, and ip(8) in it.
+            assert!(text.contains("missing: zerosock"), "{text}");
+            println!(
+                "\nSKIPPED network: bench {}: {}",
+                arguments[0], table["missing"]
+            );
+            continue;
+        }
+        check_rows(&table);
+        let found = table["rows"].as_array().unwrap();
+        assert_eq!(found.len(), rows, "{text}");
+        assert!(found.iter().all(|row| row["missing"].is_null()), "{text}");
+    }
+}

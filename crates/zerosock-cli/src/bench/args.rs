@@ -70,6 +70,10 @@ pub(crate) enum TableName {
     Scale,
     /// Datagrams: ours beside UDP over the loopback interface
     Dgram,
+    /// Zero-copy sends a second on the kernel's sockets, beside a bare io_uring loop
+    Send,
+    /// What it costs to know that a sent buffer is free, beside the error queue
+    Notify,
 }
 
 /// The order of a worker, word by word.
@@ -106,7 +110,7 @@ impl Settings {
         }
         if tables.is_empty() {
             return Err(Failure::usage(
-                "which table? give one or more of local, device, rx, hold, scale and dgram",
+                "which table? give one or more of local, device, rx, hold, scale, dgram, send and notify",
             ));
         }
         let mut seen = Vec::new();

@@ -38,6 +38,8 @@ pub(crate) fn main(args: BenchArgs) -> Result<(), Failure> {
             TableName::Hold => tables::hold::run(&settings, cores, &machine),
             TableName::Scale => tables::scale::run(&settings, cores, &machine),
             TableName::Dgram => tables::dgram::run(&settings, cores, &machine),
+            TableName::Send => tables::zc::send::run(&settings, cores, &machine),
+            TableName::Notify => tables::zc::notify::run(&settings, cores, &machine),
         };
         if to_stdout {
             eprintln!("{}", table.text());
@@ -60,7 +62,11 @@ fn install(tables: &[TableName]) {
         let outcome = match table {
             TableName::Local => peers::iceoryx2::install(),
             TableName::Device | TableName::Scale => tables::device::install_peer(),
-            TableName::Rx | TableName::Hold | TableName::Dgram => Ok(()),
+            TableName::Rx
+            | TableName::Hold
+            | TableName::Dgram
+            | TableName::Send
+            | TableName::Notify => Ok(()),
         };
         if let Err(reason) = outcome {
             eprintln!("zerosock: --install-peers: {reason}");

@@ -7,7 +7,7 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use crate::bench::rounds::{Spread, ratio};
+use crate::bench::rounds::{Spread, interval, ratio};
 
 /// What a figure is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -67,6 +67,9 @@ struct JsonRow<'t> {
     peer_name: &'t str,
     peer: Option<f64>,
     ratio: Option<f64>,
+    /// Of the mean of the rounds' ratios, 95 %.
+    ratio_low: Option<f64>,
+    ratio_high: Option<f64>,
     higher_is_better: bool,
     ours_best: Option<f64>,
     ours_slowest: Option<f64>,
@@ -84,6 +87,14 @@ impl Row {
             (Ok(ours), Ok(peer)) => ratio(ours.median, peer.median, self.metric.higher_is_better),
             _ => None,
         }
+    }
+
+    /// Between which two the mean of the rounds' ratios lies, 95 %; none of fewer than five rounds.
+    pub(crate) fn interval(&self) -> Option<(f64, f64)> {
+        let (Ok(ours), Ok(peer)) = (&self.ours, &self.peer) else {
+            return None;
+        };
+        interval(&ours.rounds, &peer.rounds, self.metric.higher_is_better)
     }
 
     fn missing(&self) -> Option<String> {
@@ -105,6 +116,8 @@ impl Row {
             peer_name: &self.peer_name,
             peer: peer.map(|spread| spread.median),
             ratio: self.ratio(),
+            ratio_low: self.interval().map(|(low, _)| low),
+            ratio_high: self.interval().map(|(_, high)| high),
             higher_is_better: self.metric.higher_is_better,
             ours_best: ours.map(|spread| spread.best),
             ours_slowest: ours.map(|spread| spread.slowest),
@@ -165,7 +178,7 @@ impl Table {
                 cell(&row.ours),
                 row.peer_name.clone(),
                 cell(&row.peer),
-                row.ratio().map_or(String::new(), number),
+                ratio_cell(row),
             ]);
         }
         let width = |column: usize| {
@@ -224,6 +237,17 @@ fn cell(figure: &Result<Spread, String>) -> String {
             number(spread.slowest)
         ),
         Err(_) => "missing".to_owned(),
+    }
+}
+
+/// The ratio, and its interval if there are rounds enough for one.
+fn ratio_cell(row: &Row) -> String {
+    let Some(ratio) = row.ratio() else {
+        return String::new();
+    };
+    match row.interval() {
+        Some((low, high)) => format!("{} ({} to {})", number(ratio), number(low), number(high)),
+        None => number(ratio),
     }
 }
 

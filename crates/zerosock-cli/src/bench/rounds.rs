@@ -49,6 +49,38 @@ pub(crate) fn ratio(ours: f64, peer: f64, higher_is_better: bool) -> Option<f64>
     ratio.is_finite().then_some(ratio)
 }
 
+/// Between which two the mean of the rounds' ratios lies with 95 %: Student's, of their logarithms.
+/// None of fewer than five pairs.
+pub(crate) fn interval(ours: &[f64], peer: &[f64], higher_is_better: bool) -> Option<(f64, f64)> {
+    if ours.len() != peer.len() || ours.len() < 5 {
+        return None;
+    }
+    let pairs = ours.iter().zip(peer);
+    let logs = pairs.map(|(&ours, &peer)| ratio(ours, peer, higher_is_better).map(f64::ln));
+    let logs: Vec<f64> = logs.collect::<Option<_>>()?;
+    let count = logs.len() as f64;
+    let mean = logs.iter().sum::<f64>() / count;
+    let squares: f64 = logs.iter().map(|log| (log - mean).powi(2)).sum();
+    let error = (squares / (count - 1.0) / count).sqrt();
+    let reach = student(logs.len() - 1) * error;
+    let (low, high) = ((mean - reach).exp(), (mean + reach).exp());
+    (low.is_finite() && high.is_finite()).then_some((low, high))
+}
+
+/// Student's factor for 95 %, both sides, of so many degrees of freedom; from 30 on within 0.01.
+fn student(freedom: usize) -> f64 {
+    const FIRST: [f64; 29] = [
+        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+        2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+        2.052, 2.048, 2.045,
+    ];
+    match freedom.checked_sub(1).map(|at| FIRST.get(at)) {
+        Some(Some(&factor)) => factor,
+        Some(None) => 1.96 + 2.5 / freedom as f64,
+        None => f64::INFINITY,
+    }
+}
+
 /// Runs `rounds` rounds of `contestants` contestants; `run(round, who)` is one measurement. Gives,
 /// for each, all its outcomes or the reason of its first failure.
 pub(crate) fn alternate<T>(
@@ -97,6 +129,22 @@ mod tests {
         assert_eq!(ratio(10.0, 5.0, true), Some(2.0));
         assert_eq!(ratio(5.0, 10.0, false), Some(2.0));
         assert_eq!(ratio(1.0, 0.0, true), None);
+    }
+
+    #[test]
+    fn an_interval_is_around_the_mean_of_the_ratios() {
+        let ours = [2.0, 2.0, 2.0, 2.0, 2.0];
+        let (low, high) = interval(&ours, &[1.0; 5], true).unwrap();
+        assert!((low - 2.0).abs() < 1e-9 && (high - 2.0).abs() < 1e-9);
+        // Logarithms -a, -a, 0, a, a: deviation a, error a / sqrt(5), and 2.776 of that.
+        let a = 0.1f64;
+        let ours = [-a, -a, 0.0, a, a].map(f64::exp);
+        let (low, high) = interval(&ours, &[1.0; 5], true).unwrap();
+        let reach = 2.776 * a / 5f64.sqrt();
+        assert!((low - (-reach).exp()).abs() < 1e-9 && (high - reach.exp()).abs() < 1e-9);
+        assert_eq!(interval(&[1.0; 4], &[1.0; 4], true), None);
+        assert_eq!(interval(&[1.0; 5], &[1.0; 6], true), None);
+        assert!((student(40) - 2.021).abs() < 0.01 && (student(30) - 2.042).abs() < 0.01);
     }
 
     #[test]

@@ -37,7 +37,10 @@ fn isolated<T: Send>(name: &str, test: impl FnOnce() -> T + Send) -> Option<T> {
 
 /// Says that a test was not run here. Not by `println!`, which a passing test swallows.
 fn skip(name: &str, why: &dyn std::fmt::Display) {
-    let _ = writeln!(io::stderr(), "\nSKIPPED network: {name}: no namespace can be made: {why}");
+    let _ = writeln!(
+        io::stderr(),
+        "\nSKIPPED network: {name}: no namespace can be made: {why}"
+    );
 }
 
 /// Runs ip(8) with these words.

@@ -6,3 +6,4 @@ pub(crate) mod hold;
 pub(crate) mod local;
 pub(crate) mod rx;
 pub(crate) mod scale;
+pub(crate) mod zc;

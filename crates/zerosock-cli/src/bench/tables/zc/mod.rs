@@ -1,0 +1,230 @@
+//! Zero-copy sends on the kernel's sockets: `send` and `notify`, in namespaces of their own.
+//!
+//! Everything is measured in this process: a thread that sends, and for streams one that receives,
+//! each in a network namespace and on a core of its own. Contestants send the same number of
+//! buffers in turn, over a socket that is new for each measurement.
+
+pub(crate) mod notify;
+pub(crate) mod send;
+mod sockets;
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+use zerosock::zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Sender, Stable};
+use zerosock_sys::zc::bare::{self, Bare, Counts};
+
+use sockets::Carried;
+
+/// Requests handed to the kernel together.
+const BATCH: usize = 32;
+/// Buffers that everybody sends in turn: two batches.
+const BUFFERS: usize = 64;
+
+/// What a measurement came to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Measured {
+    counts: Counts,
+    time: Duration,
+    /// Time of the sending thread on a core.
+    cpu: Duration,
+}
+
+/// Takes the time of a loop that asks it whether to go on.
+struct Window {
+    begin: Instant,
+    warm: Duration,
+    time: Duration,
+    first: Option<(Instant, Duration, Counts)>,
+    last: Option<Measured>,
+}
+
+impl Window {
+    fn new(warm: Duration, time: Duration) -> Self {
+        Self {
+            begin: Instant::now(),
+            warm,
+            time,
+            first: None,
+            last: None,
+        }
+    }
+
+    fn go_on(&mut self, counts: &Counts) -> bool {
+        let now = Instant::now();
+        let Some((since, cpu, before)) = self.first else {
+            if now - self.begin >= self.warm {
+                self.first = Some((now, thread_time(), *counts));
+            }
+            return true;
+        };
+        if now - since < self.time {
+            return true;
+        }
+        if self.last.is_none() {
+            self.last = Some(Measured {
+                counts: Counts {
+                    sends: counts.sends - before.sends,
+                    bytes: counts.bytes - before.bytes,
+                    notified: counts.notified - before.notified,
+                    copied: counts.copied - before.copied,
+                    calls: counts.calls - before.calls,
+                },
+                time: now - since,
+                cpu: thread_time().saturating_sub(cpu),
+            });
+        }
+        false
+    }
+
+    fn measured(self) -> Result<Measured, String> {
+        self.last.ok_or_else(|| "it ended early".to_owned())
+    }
+}
+
+fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(
+        u64::try_from(time.tv_sec).unwrap_or(0),
+        u32::try_from(time.tv_nsec).unwrap_or(0),
+    )
+}
+
+/// Buffers of the program's own memory, every page of them touched.
+fn vectors(size: usize) -> Vec<Vec<u8>> {
+    (0..BUFFERS)
+        .map(|index| vec![index as u8 + 1; size])
+        .collect()
+}
+
+/// Buffers of a pool, which a ring registers.
+fn blocks(size: usize) -> Result<Vec<PoolBuf>, String> {
+    let pool = Pool::new(BUFFERS, size).map_err(|error| format!("a pool: {error}"))?;
+    let mut blocks: Vec<PoolBuf> = std::iter::from_fn(|| pool.loan()).take(BUFFERS).collect();
+    for (index, block) in blocks.iter_mut().enumerate() {
+        block.fill(index as u8 + 1);
+        block
+            .set_range(0, size)
+            .map_err(|len| format!("a block of {len} bytes"))?;
+    }
+    Ok(blocks)
+}
+
+/// The kernel's interface alone.
+fn bare_ring<B: Stable>(
+    carried: &Carried,
+    buffers: Vec<B>,
+    how: Bare,
+    mut window: Window,
+) -> Result<Measured, String> {
+    let socket = carried.socket()?;
+    let is_stream = carried.is_stream();
+    bare::over_ring(socket.as_fd(), buffers, BATCH, how, is_stream, |counts| {
+        window.go_on(counts)
+    })
+    .map_err(|error| error.to_string())?;
+    window.measured()
+}
+
+/// As the kernel's own test program does it.
+fn bare_queue(
+    carried: &Carried,
+    size: usize,
+    limit: u32,
+    mut window: Window,
+) -> Result<Measured, String> {
+    let socket = carried.socket()?;
+    let permitted =
+        zerosock_sys::zc::permit_zero_copy(&socket).map_err(|error| error.to_string())?;
+    if !permitted {
+        return Err("the socket does not send without a copy".to_owned());
+    }
+    bare::over_error_queue(socket.as_fd(), &vectors(size), limit, |counts| {
+        window.go_on(counts)
+    })
+    .map_err(|error| error.to_string())?;
+    window.measured()
+}
+
+/// How our sender is used.
+#[derive(Clone, Copy, Debug)]
+struct Ours {
+    backend: Option<Backend>,
+    copying: Copying,
+    /// Requests between two submissions.
+    batch: usize,
+    /// A flush with every send; otherwise one at the end.
+    flush: bool,
+    /// Asks inline after so many sends; otherwise never.
+    ask: Option<u32>,
+}
+
+/// Our sender.
+fn ours<B: Stable>(
+    carried: &Carried,
+    buffers: Vec<B>,
+    how: Ours,
+    mut window: Window,
+) -> Result<Measured, String> {
+    let socket: OwnedFd = carried.socket()?;
+    let mut builder = Sender::builder().capacity(2 * BUFFERS as u32);
+    if how.ask.is_some() {
+        builder = builder.inline_completions();
+    }
+    if let Some(backend) = how.backend {
+        builder = builder.backend(backend);
+    }
+    let mut sender: Sender<B> = builder.open(socket).map_err(|error| error.to_string())?;
+    let mut spare: VecDeque<B> = buffers.into();
+    let mut room = [Completion::default(); 16];
+    let mut unasked = 0;
+    let failed = |error: &dyn std::fmt::Display| error.to_string();
+    while window.go_on(&counts(&sender)) {
+        for _ in 0..how.batch {
+            let Some(buffer) = spare.pop_front() else {
+                break;
+            };
+            let mut outgoing = Outgoing::new(buffer).slot(0).copying(how.copying);
+            outgoing.flush = how.flush;
+            sender.push(outgoing).map_err(|refused| failed(&refused))?;
+            unasked += 1;
+        }
+        sender.submit().map_err(|error| failed(&error))?;
+        if how.ask.is_some_and(|limit| unasked >= limit) {
+            sender
+                .completions(&mut room)
+                .map_err(|error| failed(&error))?;
+            unasked = 0;
+        }
+        loop {
+            while let Some(returned) = sender.returned() {
+                returned.outcome.map_err(|error| failed(&error))?;
+                spare.push_back(returned.buffer);
+            }
+            while sender.notification().is_some() {}
+            if !spare.is_empty() {
+                break;
+            }
+            sender.wait(None).map_err(|error| failed(&error))?;
+        }
+    }
+    let finished = sender.finish(Some(Duration::from_secs(10)));
+    match finished {
+        Ok(true) => window.measured(),
+        Ok(false) => Err("notifications are missing".to_owned()),
+        Err(error) => Err(failed(&error)),
+    }
+}
+
+fn counts<B: Stable>(sender: &Sender<B>) -> Counts {
+    let stats = sender.stats();
+    Counts {
+        sends: stats.requests,
+        bytes: stats.bytes,
+        notified: stats.notified,
+        copied: stats.copied_by_kernel,
+        calls: stats.system_calls,
+    }
+}

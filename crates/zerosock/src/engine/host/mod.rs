@@ -3,8 +3,8 @@
 //!
 //! Most calls touch one device: they find it by the pool of the connection's buffers and act on its
 //! queues at once; [`HostEngine::flush`] and the next turn show the guest what came of it. `calls`
-//! has those calls, `start` makes the devices, `stores` finds the home of what is held when it may
-//! be any of them; here is what a turn does.
+//! has those calls, `messages` what they do with whole messages, `start` makes the devices, `stores`
+//! finds the home of what is held when it may be any of them; here is what a turn does.
 //!
 //! What must hold: a turn that finds nothing costs a look at each queue's index and no system call;
 //! descriptors are looked at when something may be there (every so many turns, and often while
@@ -12,6 +12,7 @@
 
 mod calls;
 mod datagrams;
+mod messages;
 mod start;
 mod stores;
 

@@ -1,0 +1,123 @@
+//! Whole messages of a host's sockets, as [`super::calls`] asks for them: read, leased, sent, lent.
+
+use std::io::IoSlice;
+
+use super::HostEngine;
+use crate::device::lending::LoanOf;
+use crate::vsock::engine::{LoanParts, LoanedPart, RecvFault, SendFault};
+use crate::vsock::sockets::{LeaseParts, Message, NoLease, StreamId};
+
+impl HostEngine {
+    pub(super) fn read_message(
+        &mut self,
+        id: StreamId,
+        out: &mut [u8],
+        peek: bool,
+    ) -> Result<Option<Message>, RecvFault> {
+        let mut message = None;
+        self.received(id, |sockets, store| {
+            message = sockets.read_message(id, out, peek, store);
+            message.is_some() && !peek
+        });
+        if message.is_none() {
+            self.why_empty(id)?;
+        }
+        Ok(message)
+    }
+
+    pub(super) fn lease_message(
+        &mut self,
+        id: StreamId,
+    ) -> Result<Option<(Vec<LeaseParts>, bool)>, RecvFault> {
+        self.weigh_old(id);
+        let mut result = Err(NoLease::Empty);
+        self.received(id, |sockets, store| {
+            result = sockets.lease_message(id, store);
+            result.is_ok()
+        });
+        match result {
+            Ok(message) => Ok(Some(message)),
+            Err(NoLease::TooMany) => Err(RecvFault::TooManyLeases),
+            Err(NoLease::Empty) => self.why_empty(id).map(|()| None),
+        }
+    }
+
+    pub(super) fn send_message(
+        &mut self,
+        id: StreamId,
+        slices: &[IoSlice<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault> {
+        let (vm, flow) = self.sender(id)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let sent = device.app_send_message(id, flow, slices, ends_record, &mut cx);
+        self.touch(vm);
+        sent
+    }
+
+    pub(super) fn loan_message(
+        &mut self,
+        id: StreamId,
+        len: usize,
+    ) -> Result<Vec<LoanParts>, SendFault> {
+        let (vm, flow) = self.sender(id)?;
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let parts = device.app_loan_message(id, flow, len, &mut cx);
+        self.touch(vm);
+        parts
+    }
+
+    pub(super) fn send_message_loan(
+        &mut self,
+        id: StreamId,
+        parts: &[LoanedPart<'_>],
+        ends_record: bool,
+    ) -> Result<bool, SendFault> {
+        let head = parts
+            .first()
+            .and_then(|part| self.app()?.loan_at(part.index));
+        let Some((LoanOf::Message, vm)) = head else {
+            return Err(SendFault::Unknown);
+        };
+        let fault = match self.sender(id) {
+            Ok(_) if self.worker.devices.get_mut(vm).is_some() => None,
+            Ok(_) => Some(SendFault::Reset),
+            Err(fault) => Some(fault),
+        };
+        if let Some(fault) = fault {
+            for part in parts {
+                self.drop_loan(part.index, vm);
+            }
+            return Err(fault);
+        }
+        let now = self.time_for(vm);
+        let (device, mut cx) = self.worker.lend(vm, now);
+        let device = device.ok_or(SendFault::Reset)?;
+        let sent = device.app_send_message_loan(id, parts, ends_record, &mut cx);
+        self.touch(vm);
+        sent
+    }
+
+    pub(super) fn is_sending(&self, id: StreamId) -> bool {
+        let Some((vm, flow)) = self.flow_of(id) else {
+            return false;
+        };
+        let device = self.worker.devices.get(vm);
+        device.is_some_and(|device| device.is_sending(flow))
+    }
+
+    pub(super) fn may_send_message(&mut self, id: StreamId) -> bool {
+        let (vm, flow) = match self.sender(id) {
+            Ok(sender) => sender,
+            Err(SendFault::NotConnected) => return false,
+            Err(_) => return true,
+        };
+        let now = self.now;
+        let (device, mut cx) = self.worker.lend(vm, now);
+        device.is_none_or(|device| device.app_may_send(id, flow, &mut cx))
+    }
+}

@@ -86,6 +86,8 @@ pub struct Booting<'c> {
     untried: Vec<Accel>,
     accel: Accel,
     started: Started,
+    /// An emulated kernel has died already.
+    again: bool,
 }
 
 struct Started {
@@ -138,6 +140,7 @@ pub fn start(config: Config<'_>) -> Result<Booting<'_>, BootError> {
         untried,
         accel,
         started,
+        again: false,
     })
 }
 
@@ -165,17 +168,25 @@ impl Booting<'_> {
                 }
                 Err(what) => {
                     let console = self.started.console.tail(15);
+                    let died = self.started.console.tail(200).contains("Kernel panic");
                     self.started.process.kill();
-                    if last {
+                    if died && self.accel == Accel::Tcg && !std::mem::replace(&mut self.again, true)
+                    {
+                        // On a busy machine an emulated kernel may die of its own text, which it
+                        // changes while another of its CPUs runs it.
+                        eprintln!("an emulated kernel died; it boots again, once:\n{console}");
+                        self.started = spawn(&self.config, self.accel)?;
+                    } else if last {
                         return Err(BootError::NoLife {
                             accel: self.accel,
                             what,
                             console,
                         });
+                    } else {
+                        accel::remember_kvm_failure(&what);
+                        self.accel = self.untried.remove(0);
+                        self.started = spawn(&self.config, self.accel)?;
                     }
-                    accel::remember_kvm_failure(&what);
-                    self.accel = self.untried.remove(0);
-                    self.started = spawn(&self.config, self.accel)?;
                 }
             }
         }

@@ -6,6 +6,7 @@ mod credit;
 mod datagrams;
 mod hybrid_messages;
 mod life;
+mod messages_in_place;
 mod perf;
 mod refusal;
 mod seqpacket;
@@ -42,6 +43,10 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
         hybrid_messages::netcat_in_the_guest,
     ),
     ("owned_buffers_over_kernel_vsock", zero_copy::to_host),
+    (
+        "seqpacket_in_place_with_the_embedding_program",
+        messages_in_place::with_the_embedding_program,
+    ),
     ("stalled_host_reader", credit::stalled_host_reader),
     ("stalled_guest_reader", credit::stalled_guest_reader),
     ("receive_low_water", credit::receive_low_water),

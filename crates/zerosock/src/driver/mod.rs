@@ -228,7 +228,7 @@ impl Driver {
             (lane.rx.has_used() && !self.is_blocked(id))
                 || (lane.wants_slots() && lane.tx.has_used())
         };
-        self.store.lanes.ids().any(arrivals) || self.event_queue.has_used()
+        self.store.lanes.ids().any(arrivals) || self.event_queue.has_used() || self.has_landed()
     }
 
     /// Whether the protocol core has something to tell.

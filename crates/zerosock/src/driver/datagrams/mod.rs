@@ -11,6 +11,8 @@
 #[cfg(test)]
 mod bad_input_tests;
 mod calls;
+#[cfg(test)]
+mod waking_tests;
 
 use zerosock_proto::vsock::datagram::{
     Assembler, Control, DatagramId, DatagramTable, MAX_DATAGRAM, Piece, data,
@@ -245,6 +247,13 @@ impl Driver {
             }
         }
         Ok(())
+    }
+
+    /// Whether the device has taken something for which a sender waits: asked for last, by who looks
+    /// in vain for anything else.
+    #[inline]
+    pub(in crate::driver) fn has_landed(&self) -> bool {
+        self.datagrams.want_slots() && self.store.lanes[LANE].tx.has_used()
     }
 
     /// Takes note of datagrams that the device has taken. True: there were some.

@@ -222,6 +222,37 @@ pub(crate) struct SendQueue {
     pub(crate) unreleased: u64,
 }
 
+/// What few connections are.
+#[derive(Copy, Clone, Debug, Default)]
+pub(crate) struct Unusual(u8);
+
+impl Unusual {
+    /// The caller was told QueueFull; or that a message for which it has credit is to wait.
+    const WANTS_SPACE: u8 = 1;
+    /// Small pieces are to be gathered when it is short of packets.
+    const COALESCES: u8 = 2;
+
+    pub(crate) fn wants_space(self) -> bool {
+        self.0 & Self::WANTS_SPACE != 0
+    }
+
+    pub(crate) fn set_wants_space(&mut self, wants: bool) {
+        self.set(Self::WANTS_SPACE, wants);
+    }
+
+    pub(crate) fn coalesces(self) -> bool {
+        self.0 & Self::COALESCES != 0
+    }
+
+    pub(crate) fn set_coalesces(&mut self, coalesces: bool) {
+        self.set(Self::COALESCES, coalesces);
+    }
+
+    fn set(&mut self, bit: u8, on: bool) {
+        self.0 = if on { self.0 | bit } else { self.0 & !bit };
+    }
+}
+
 /// A connection. At rest it owns no memory but itself, unless its user queues sends: a hundred
 /// thousand of them is a number that a device is to bear, so what few have is behind a pointer.
 #[derive(Debug)]
@@ -246,15 +277,13 @@ pub(crate) struct Connection {
     pub(crate) queue: Option<Box<SendQueue>>,
     /// Whether there are sends in it, so that packets need not look.
     pub(crate) has_queued: bool,
-    /// Whether small pieces are to be gathered when it is short of packets.
-    pub(crate) coalesces: bool,
     /// Whether the queue is of such.
     pub(crate) gathers: bool,
 
     /// The caller was told NoCredit.
     pub(crate) wants_credit: bool,
-    /// The caller was told QueueFull; or that a message for which it has credit is to wait.
-    pub(crate) wants_space: bool,
+    /// What few connections are; one byte, because every packet asks whether it is any of them.
+    pub(crate) unusual: Unusual,
     /// The caller was told to wait until it has more to send, or the peer has read.
     pub(crate) holds_back: bool,
     /// It has waited for long enough: the next packet may be small.
@@ -300,10 +329,9 @@ impl Connection {
             hold: None,
             queue: None,
             has_queued: false,
-            coalesces: false,
             gathers: false,
             wants_credit: false,
-            wants_space: false,
+            unusual: Unusual::default(),
             holds_back: false,
             passes: false,
             passed: 0,
@@ -387,7 +415,8 @@ impl Connection {
     /// that coalesces never goes straight.
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
-        !(self.wants_credit | self.wants_space | self.asked | self.has_queued | self.coalesces)
+        let waits = self.wants_credit | self.asked | self.has_queued;
+        u8::from(waits) | self.unusual.0 == 0
     }
 
     /// Queues a send behind the others; its number.
@@ -511,7 +540,7 @@ impl Connection {
             queue.sends = VecDeque::new();
         }
         self.has_queued = false;
-        self.wants_space = false;
+        self.unusual.set_wants_space(false);
     }
 
     /// A header with our credit, which need not be told again.

@@ -64,7 +64,7 @@ impl<S: BuildHasher> Shard<S> {
     /// let go.
     pub fn set_coalesces(&mut self, flow: FlowId, coalesces: bool) {
         if let Some(connection) = self.table.get_mut(flow) {
-            connection.coalesces = coalesces;
+            connection.unusual.set_coalesces(coalesces);
             if !coalesces {
                 self.let_go(flow);
             }
@@ -77,7 +77,7 @@ impl<S: BuildHasher> Shard<S> {
             return false;
         };
         let few = (1..SMALL).contains(&len) && connection.tx.is_short();
-        may_gather(connection) && (connection.gathers || connection.coalesces && few)
+        may_gather(connection) && (connection.gathers || connection.unusual.coalesces() && few)
     }
 
     /// Takes up to `len` bytes of a stream, as a queued send, to leave with those that follow: as

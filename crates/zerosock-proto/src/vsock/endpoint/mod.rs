@@ -393,7 +393,7 @@ impl<S: BuildHasher> Shard<S> {
                     // Nothing comes that gathered bytes could wait for.
                     connection.holds_back = false;
                     connection.wants_credit = false;
-                    connection.wants_space = false;
+                    connection.unusual.set_wants_space(false);
                     connection.pending.writable = false;
                 }
                 if local.is_both() {
@@ -452,12 +452,12 @@ impl<S: BuildHasher> Shard<S> {
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        if connection.wants_space
+        if connection.unusual.wants_space()
             && connection.may_send()
             && connection.queued() <= most / 2
             && !connection.is_barred()
         {
-            connection.wants_space = false;
+            connection.unusual.set_wants_space(false);
             if let Some(messages) = &mut connection.messages {
                 messages.tx.wants_empty = false;
             }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use zerosock_ring::{Memory, Piece as Extent, SliceBuf};
 
-use super::PoolBuf;
 use super::pool::Arena;
+use super::{FilePart, PoolBuf};
 
 /// Bytes in one place, as the kernel is told of them.
 #[derive(Copy, Clone, Debug)]
@@ -218,6 +218,8 @@ pub enum Buf {
     Pool(PoolBuf),
     /// Memory that a peer shares.
     Mapped(Mapped),
+    /// Part of a file.
+    File(FilePart),
     /// Several buffers, sent as one.
     Many(Vec<Buf>),
 }
@@ -232,6 +234,7 @@ unsafe impl Stable for Buf {
             Self::Static(bytes) => bytes.pieces(each),
             Self::Pool(block) => block.pieces(each),
             Self::Mapped(bytes) => bytes.pieces(each),
+            Self::File(part) => part.pieces(each),
             Self::Many(list) => list.pieces(each),
         }
     }
@@ -277,6 +280,12 @@ impl From<PoolBuf> for Buf {
 impl From<Mapped> for Buf {
     fn from(bytes: Mapped) -> Self {
         Self::Mapped(bytes)
+    }
+}
+
+impl From<FilePart> for Buf {
+    fn from(part: FilePart) -> Self {
+        Self::File(part)
     }
 }
 

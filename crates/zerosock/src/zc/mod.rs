@@ -86,4 +86,4 @@ pub use sender::{Builder, Interest, OpenError, Sender};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
 pub use stats::{Report, Stats};
-pub use zerosock_sys::zc::{Address, Buf, Kind, Mapped, Pool, PoolBuf, Stable};
+pub use zerosock_sys::zc::{Address, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable};

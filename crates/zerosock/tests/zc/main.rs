@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod faults;
+mod files;
 mod kinds;
 mod knowing;
 mod leases;

@@ -9,6 +9,8 @@
 //! new one to memory that was torn away; what is copied out is copied once; a lease goes back
 //! exactly once.
 
+mod shared;
+
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
@@ -18,6 +20,7 @@ use bytes::Bytes;
 use zerocopy::{FromBytes, Immutable, KnownLayout};
 use zerosock_ring::{SliceBuf, Trust};
 
+use self::shared::Shared;
 use super::errors::StreamError;
 use super::hub::Core;
 use super::leases::{Entered, NONE};
@@ -539,68 +542,6 @@ impl Drop for Reading<'_> {
         if self.entered {
             self.core.leave(self.body.index);
         }
-    }
-}
-
-/// An owned lease whose bytes stay where they are: what a [`Bytes`] is made of.
-struct Shared {
-    lease: OwnedLease,
-    /// The bytes, if the endpoint had moved them before.
-    copy: Option<Copied>,
-    /// They are in place.
-    entered: bool,
-}
-
-impl Shared {
-    fn new(lease: OwnedLease) -> Shared {
-        // The reading goes on for as long as this lives; the drop ends it.
-        let mut reading = std::mem::ManuallyDrop::new(lease.read());
-        let (copy, entered) = (reading.copy.take(), reading.entered);
-        Shared {
-            lease,
-            copy,
-            entered,
-        }
-    }
-
-    fn reading(&self) -> std::mem::ManuallyDrop<Reading<'_>> {
-        std::mem::ManuallyDrop::new(Reading {
-            core: &self.lease.core,
-            body: &self.lease.body,
-            copy: self.copy.clone(),
-            entered: self.entered,
-        })
-    }
-}
-
-impl AsRef<[u8]> for Shared {
-    fn as_ref(&self) -> &[u8] {
-        if let Some((bytes, start)) = &self.copy {
-            return bytes
-                .get(*start..*start + self.lease.body.len)
-                .unwrap_or(&[]);
-        }
-        match &self.lease.body.place {
-            Place::Copied((bytes, start)) => bytes
-                .get(*start..*start + self.lease.body.len)
-                .unwrap_or(&[]),
-            Place::InPlace {
-                memory,
-                pieces,
-                offset,
-            } => match (&pieces[..], self.lease.body.trust.filter(|_| self.entered)) {
-                ([piece], Some(trust)) => memory
-                    .trusted_slice(piece.part(*offset, self.lease.body.len), trust)
-                    .unwrap_or(&[]),
-                _ => &[],
-            },
-        }
-    }
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        drop(std::mem::ManuallyDrop::into_inner(self.reading()));
     }
 }
 

@@ -158,11 +158,20 @@ fn a_hosts_small_writes_that_coalesce_fill_a_buffer_that_nobody_reads() {
 #[test]
 fn what_waits_leaves_at_once_when_nothing_can_be_added() {
     type End = fn(Stream) -> (&'static [u8], Option<Stream>);
-    let ends: [(End, bool); 4] = [
+    let ends: [(End, bool); 5] = [
         (
             |stream| {
                 (&stream).flush().unwrap();
                 (b"", Some(stream))
+            },
+            false,
+        ),
+        (
+            |stream| {
+                // As a stream that is owned, which is another implementation.
+                let mut writer = std::io::BufWriter::new(stream);
+                writer.flush().unwrap();
+                (b"", writer.into_inner().ok())
             },
             false,
         ),

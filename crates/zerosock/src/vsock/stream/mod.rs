@@ -329,8 +329,9 @@ impl Write for Stream {
         (&*self).write_vectored(slices)
     }
 
+    /// As for `&Stream`.
     fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        (&*self).flush()
     }
 }
 

@@ -258,8 +258,9 @@ macro_rules! half {
                 self.stream().poll_write(cx, bytes)
             }
 
+            /// As [`Stream`](crate::vsock::Stream)'s: it never waits.
             fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-                Poll::Ready(Ok(()))
+                Poll::Ready(io::Write::flush(&mut &self.stream().stream))
             }
 
             /// Sends end of file.

@@ -255,8 +255,9 @@ impl AsyncWrite for AsyncStream {
         AsyncStream::poll_write(&self, cx, bytes)
     }
 
+    /// As [`Stream`]'s: it never waits.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
+        Poll::Ready((&self.stream).flush())
     }
 
     /// Sends end of file.

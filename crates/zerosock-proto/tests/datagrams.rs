@@ -215,7 +215,7 @@ proptest! {
             let want = match (first, last, sum) {
                 (true, true, _) => Piece::Whole,
                 (true, false, _) => Piece::First,
-                (false, _, 65537..) => Piece::TooLong,
+                (false, _, 65537..) => Piece::Lost,
                 (false, true, len) => Piece::Last { len },
                 (false, false, _) => Piece::More,
             };

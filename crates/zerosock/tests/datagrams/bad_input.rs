@@ -214,6 +214,8 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
         scene.part(OURS.get(), PORT, b"and no more", false);
         scene.counts_lost("incomplete", |drops| drops.incomplete, u64::from(MOST) + 1);
         scene.others_are_unharmed();
+        // What comes of it later is no datagram without a beginning.
+        scene.part(OURS.get(), PORT, b", too late", true);
         scene.still_hears(b"whole again");
     }
 }

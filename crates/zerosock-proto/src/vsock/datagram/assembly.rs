@@ -24,8 +24,9 @@ pub enum Piece {
         /// All of them.
         len: u32,
     },
-    /// Part of a datagram that is too long: what was kept is to be thrown away.
-    TooLong,
+    /// Part of a datagram that is lost, because it is too long or was not complete in time: what was
+    /// kept is to be thrown away.
+    Lost,
 }
 
 /// A datagram that was thrown away before it was whole.
@@ -56,7 +57,7 @@ impl Lost {
 struct Set {
     src: Address,
     dst: Address,
-    /// `None`: it became too long, and the rest is dropped as well.
+    /// `None`: it is lost, and the rest is dropped as well.
     len: Option<u32>,
     since: Instant,
 }
@@ -87,11 +88,7 @@ impl Assembler {
     #[cold]
     fn fragment(&mut self, header: &Repr, now: Instant) -> Piece {
         let last = header.flags & DGRAM_EOM != 0;
-        let fits = |set: &mut Set| {
-            set.src == header.src
-                && set.dst == header.dst
-                && now.saturating_duration_since(set.since) <= ASSEMBLY
-        };
+        let fits = |set: &mut Set| set.src == header.src && set.dst == header.dst;
         let Some(mut set) = self.set.take_if(fits) else {
             self.forget();
             if last {
@@ -105,27 +102,31 @@ impl Assembler {
             });
             return Piece::First;
         };
-        let before = set.len;
-        set.len = before
-            .map(|len| len.saturating_add(header.len))
-            .filter(|&len| len <= MAX_DATAGRAM);
-        if before.is_some() && set.len.is_none() {
-            self.lost = Some(Lost::TooLong { to: set.dst });
+        if let Some(before) = set.len {
+            let len = before.saturating_add(header.len);
+            let lost = if now.saturating_duration_since(set.since) > ASSEMBLY {
+                // Its rest is no datagram: it would be one without a beginning.
+                Some(Lost::Incomplete { to: set.dst })
+            } else {
+                (len > MAX_DATAGRAM).then_some(Lost::TooLong { to: set.dst })
+            };
+            set.len = lost.is_none().then_some(len);
+            self.lost = lost;
         }
         if !last {
             self.set = Some(set);
         }
         match set.len {
-            None => Piece::TooLong,
+            None => Piece::Lost,
             Some(len) if last => Piece::Last { len },
             Some(_) => Piece::More,
         }
     }
 
-    /// The set that is not complete will not be: the queue has ended, or time is up.
+    /// The set that is not complete will not be: the queue has ended.
     pub fn forget(&mut self) {
         if let Some(set) = self.set.take() {
-            // One that is too long was so when it became it.
+            // One that is lost already was told of when it became so.
             let incomplete = Lost::Incomplete { to: set.dst };
             self.lost = set.len.map(|_| incomplete);
         }
@@ -145,14 +146,16 @@ impl Assembler {
 
     /// When what is kept is to be thrown away.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        Some(self.set?.since + ASSEMBLY)
+        let set = self.set.filter(|set| set.len.is_some())?;
+        Some(set.since + ASSEMBLY)
     }
 
-    /// True: what is kept is to be thrown away.
+    /// True: what is kept is to be thrown away. Its rest may still come, and is no datagram.
     pub fn handle_timeout(&mut self, now: Instant) -> bool {
         let over = self.poll_timeout().is_some_and(|at| at <= now);
-        if over {
-            self.forget();
+        if let (Some(set), true) = (&mut self.set, over) {
+            set.len = None;
+            self.lost = Some(Lost::Incomplete { to: set.dst });
         }
         over
     }
@@ -219,10 +222,10 @@ mod tests {
     fn what_is_too_long_is_dropped_to_its_end() {
         let mut set = Assembler::new();
         assert_eq!(put(&mut set, 1, 65536, false), Piece::First);
-        assert_eq!(put(&mut set, 1, 1, false), Piece::TooLong);
+        assert_eq!(put(&mut set, 1, 1, false), Piece::Lost);
         assert_eq!(set.take_lost(), Some(Lost::TooLong { to: HOST }));
-        assert_eq!(put(&mut set, 1, u32::MAX, false), Piece::TooLong);
-        assert_eq!(put(&mut set, 1, 1, true), Piece::TooLong);
+        assert_eq!(put(&mut set, 1, u32::MAX, false), Piece::Lost);
+        assert_eq!(put(&mut set, 1, 1, true), Piece::Lost);
         assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
         assert_eq!(set.take_lost(), None, "once");
     }
@@ -235,10 +238,22 @@ mod tests {
         assert_eq!(set.poll_timeout(), Some(late));
         assert!(!set.handle_timeout(Instant::ZERO) && set.handle_timeout(late));
         assert_eq!(set.take_lost(), INCOMPLETE);
+        // What comes behind is the end of what was thrown away.
+        assert_eq!(set.poll_timeout(), None);
+        assert_eq!(put(&mut set, 1, 1, false), Piece::Lost);
+        assert_eq!(put(&mut set, 1, 1, true), Piece::Lost);
+        assert_eq!(set.take_lost(), None, "once");
+        assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
         assert_eq!(put(&mut set, 1, 1, false), Piece::First);
         let late = late + Duration::from_nanos(1);
         let piece = set.handle(&data(from(1), HOST, 1, true), || late);
-        assert_eq!(piece, Piece::Whole, "also when nobody looked at the time");
+        assert_eq!(piece, Piece::Lost, "also when nobody looked at the time");
         assert_eq!(set.take_lost(), INCOMPLETE);
+        // Another address begins a datagram of its own all the same.
+        assert_eq!(put(&mut set, 1, 1, false), Piece::First);
+        assert!(set.handle_timeout(late + ASSEMBLY));
+        assert_eq!(set.take_lost(), INCOMPLETE);
+        assert_eq!(put(&mut set, 2, 1, true), Piece::Whole);
+        assert_eq!(set.take_lost(), None);
     }
 }

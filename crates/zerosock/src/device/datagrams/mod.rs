@@ -195,7 +195,7 @@ impl Device {
             }
             Part::More => None,
             Part::Last { len } => Some(len),
-            Part::TooLong => {
+            Part::Lost => {
                 self.datagrams.kept = Vec::new();
                 cx.counters.bad_packets.add(1);
                 return self.complete_tx(chain);

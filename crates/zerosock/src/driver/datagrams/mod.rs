@@ -181,7 +181,7 @@ impl Driver {
             }
             Piece::More => None,
             Piece::Last { len } => Some(len),
-            Piece::TooLong => {
+            Piece::Lost => {
                 datagrams.kept = Vec::new();
                 return self.store.release(slot);
             }

@@ -95,6 +95,18 @@ fn nor_does_one_behind_the_switch() {
     slow_and_fast(&sender, &other, &slow, &fast);
 }
 
+/// One who may be sent to and may not answer: he has no port that is open, neither the one he sends
+/// from.
+#[test]
+fn nor_does_one_who_could_not_answer() {
+    let serve = Serve::new(2);
+    let from = serve.process_with(|builder| builder.ports([Port::new(9000)]));
+    let to = serve.process();
+    let (slow, fast) = (at(&to, PORT), at(&to, Port::ANY));
+    let (sender, other) = (at(&from, Port::ANY), at(&from, Port::ANY));
+    slow_and_fast(&sender, &other, &slow, &fast);
+}
+
 #[test]
 fn nor_one_that_does_not_even_look_while_another_process_does() {
     let serve = Serve::new(1);

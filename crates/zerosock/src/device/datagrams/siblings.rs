@@ -29,7 +29,12 @@ impl Device {
         bytes: Option<Vec<u8>>,
         cx: &mut Context<'_>,
     ) {
-        let may = cx.routes.may_reach(self.cid, header.dst);
+        // A word goes to who may reach the one that says it: he need not be reached himself, and
+        // the port that he sends from need not be one that he has named.
+        let may = match Datagrams::is_data(&header) {
+            true => cx.routes.may_reach(self.cid, header.dst),
+            false => cx.routes.may_reach(header.dst.cid, header.src),
+        };
         let device = may.then(|| cx.routes.target(header.dst)).flatten();
         let (Some(device), Some(tx)) = (device, self.tx.as_ref()) else {
             cx.counters

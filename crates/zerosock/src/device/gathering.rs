@@ -74,6 +74,8 @@ impl Device {
             .write(chain.writable(), HEADER_LEN, payload);
         emit(rx, chain, &header, payload.len());
         if let Some(app) = cx.app.as_deref_mut() {
+            // Who asked counts it as gathered, which is counted when it is sent.
+            app.tally.sent += payload.len() as u64;
             app.tally.packets_sent += 1;
         }
         Ok(payload.len())

@@ -118,7 +118,7 @@ impl Endpoint {
     /// nobody with that CID: only a [`Host`](super::Host) can tell), `TimedOut` when nobody answers
     /// in [`connect_timeout`](super::EndpointBuilder::connect_timeout), `HostUnreachable` for an address
     /// that is nobody's or when the device has gone, `AddrInUse` when no local port is left,
-    /// `OutOfMemory` beyond 4096 connections. `ConnectionAborted` when the endpoint is over.
+    /// `OutOfMemory` beyond [`max_connections`](super::EndpointBuilder::max_connections). `ConnectionAborted` when the endpoint is over.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }

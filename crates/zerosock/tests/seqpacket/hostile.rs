@@ -264,23 +264,36 @@ fn messages_above_the_credit_are_reset() {
     pair.still_good();
 }
 
-/// Very many messages of one byte: what each costs beside its byte counts too.
+/// Very many messages of one byte: what each costs beside its byte counts too, by far more than the
+/// bytes.
 #[test]
 fn a_crowd_of_tiny_messages_is_bounded() {
-    let hosted = Hosted::with_hold(1, Duration::from_millis(1));
+    const MOST: usize = 512 << 10;
+    const CROWD: usize = 20_000;
+    let hosted = Hosted::tuned(|builder| builder.hold(Duration::from_millis(1)).max_copied(MOST));
     let mut pair = Pair::new(&hosted);
-    for _ in 0..20_000 {
+    let is_reset = (0..CROWD).any(|_| {
         pair.raw.part(OURS, SEQ_EOM, b"x");
-    }
-    pair.raw.guest.wait_tx_done();
+        pair.raw.guest.wait_tx_done();
+        std::iter::from_fn(|| pair.raw.guest.try_recv())
+            .any(|(header, _)| header.op.known() == Some(Op::Rst))
+    });
+    assert!(is_reset, "all are kept");
     pair.still_good();
-    let (mut out, mut read) = ([0; 2], 0);
     pair.bad.set_nonblocking(true).unwrap();
-    while let Ok(Some(message)) = pair.bad.recv(&mut out) {
-        assert_eq!((message.len, out[0]), (1, b'x'));
-        read += 1;
-    }
-    assert!(read > 0);
+    let (mut out, mut read) = ([0; 2], 0);
+    let end = loop {
+        match pair.bad.recv(&mut out) {
+            Ok(message) => {
+                let message = message.expect("no end in good order");
+                assert_eq!((message.len, out[0]), (1, b'x'));
+                read += 1;
+            }
+            Err(error) => break error,
+        }
+    };
+    // Their bytes alone would all fit.
+    assert_eq!(end.kind(), ErrorKind::ConnectionReset, "after {read}");
     pair.still_good();
 }
 

@@ -187,6 +187,8 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
     victim.driver.datagrams.handle_timeout(late);
     assert_eq!(victim.drops().incomplete, 501);
     assert_eq!(victim.driver.datagrams.kept.capacity(), 0);
+    // What comes of it later is no datagram without a beginning.
+    victim.part(9, us(), b", too late", true);
     victim.still_hears(b"whole again");
     victim.others_are_unharmed();
 }

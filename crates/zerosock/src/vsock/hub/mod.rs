@@ -19,6 +19,8 @@
 //! Here are the lock and what is done with it; `wait` is how a call waits, `waiters` who is told and
 //! how.
 
+#[cfg(feature = "tokio")]
+mod tasks;
 mod wait;
 mod waiters;
 
@@ -48,6 +50,8 @@ pub(crate) struct State {
     /// Whoever sleeps on the engine's descriptor, by ticket.
     sleeper: Option<u64>,
     waiters: Vec<Waiter>,
+    #[cfg(feature = "tokio")]
+    tasks: tasks::Tasks,
     tickets: u64,
     learned: Learned,
     /// Calls since the last turn that needed none.
@@ -160,6 +164,8 @@ impl Core {
                 engine,
                 sleeper: None,
                 waiters: Vec::new(),
+                #[cfg(feature = "tokio")]
+                tasks: tasks::Tasks::default(),
                 tickets: 0,
                 learned: Learned::default(),
                 skipped: 0,
@@ -382,7 +388,7 @@ impl<'a> Locked<'a> {
                 }
             }
             #[cfg(feature = "tokio")]
-            Ending::Task(ticket) => return self.delist(*ticket),
+            Ending::Task(ticket) => return self.delist_task(*ticket),
             #[cfg(feature = "tokio")]
             Ending::Bell(bell) => return self.desert(bell),
         }
@@ -417,6 +423,8 @@ impl<'a> Locked<'a> {
         for waiter in state.waiters.drain(..) {
             waiter.who.tell(core, sleeper == Some(waiter.ticket));
         }
+        #[cfg(feature = "tokio")]
+        state.tasks.tell_all();
     }
 
     /// Whether the endpoint is over: what is there can be read, and nothing will come.
@@ -435,7 +443,7 @@ impl Drop for Locked<'_> {
         if self.collected {
             self.settle();
         }
-        if !self.state().waiters.is_empty() {
+        if self.state().is_waited_for() {
             self.settle_waiters();
             self.hand_over();
         }

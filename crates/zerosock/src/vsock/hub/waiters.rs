@@ -2,7 +2,8 @@
 //!
 //! Some sleep on the engine's descriptor, which the rings have to be armed for: one thread at most
 //! (the sleeper), those who poll with a [`Bell`] of their own, and whoever polls the endpoint's
-//! descriptor. The others, parked threads and tasks, hear only what they are told.
+//! descriptor. The others, parked threads and tasks, hear only what they are told. Threads and those
+//! who poll are few, and are looked at one by one; tasks may be very many, and are not (`tasks`).
 //!
 //! What must hold: whoever gives the lock back tells all that concerns others, leaves the rings
 //! armed for those who sleep on them, and leaves no timer that none of them wakes for.
@@ -29,7 +30,7 @@ use crate::vsock::sockets::StreamId;
 const TICK: Duration = Duration::from_nanos(1);
 
 /// What a waiter waits for.
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum Interest {
     Conn(StreamId),
     Port(Port),
@@ -37,14 +38,12 @@ pub(crate) enum Interest {
     Anything,
 }
 
-impl Interest {
-    fn covers(self, stirred: Stirred) -> bool {
-        match (self, stirred) {
-            (Interest::Conn(one), Stirred::Conn(other)) => one == other,
-            (Interest::Port(one), Stirred::Port(other)) => one == other,
-            (Interest::Datagram(one), Stirred::Datagram(other)) => one == other,
-            (Interest::Anything, _) => true,
-            _ => false,
+impl From<Stirred> for Interest {
+    fn from(stirred: Stirred) -> Interest {
+        match stirred {
+            Stirred::Conn(conn) => Interest::Conn(conn),
+            Stirred::Port(port) => Interest::Port(port),
+            Stirred::Datagram(socket) => Interest::Datagram(socket),
         }
     }
 }
@@ -75,9 +74,6 @@ pub(crate) struct Alarm {
 pub(super) enum Who {
     /// Sleeps in [`Core::wait`].
     Thread(Thread),
-    /// A task of an executor; told once.
-    #[cfg(feature = "tokio")]
-    Task(std::task::Waker),
     /// Polls the engine's descriptor, and a bell that nobody else silences; told once.
     Bell(Arc<Bell>),
     /// Polls the descriptor, by [`AsFd`]; told once.
@@ -99,25 +95,27 @@ impl Core {
         task: &std::task::Waker,
     ) {
         let mut locked = self.lock();
-        let waiters = &mut locked.state().waiters;
-        let known = waiters.iter_mut().find(|waiter| waiter.ticket == *ticket);
-        if let Some(Waiter {
-            who: Who::Task(known),
-            ..
-        }) = known
-        {
-            known.clone_from(task);
-            // As for a new one: what he waits for now may be another thing.
-            locked.state().armed = false;
+        let state = locked.state();
+        // What the rings were armed for may not be what this one waits for.
+        state.armed = false;
+        if state.tasks.renew(*ticket, task) {
             return;
         }
-        *ticket = locked.enlist(interest, Who::Task(task.clone()));
+        state.tickets += 1;
+        *ticket = state.tickets;
+        state.tasks.add(*ticket, interest, task.clone());
     }
 
     /// Those who are to be told of something.
     #[cfg(test)]
     pub(crate) fn waiters(&self) -> usize {
-        self.lock().state().waiters.len()
+        let mut locked = self.lock();
+        let state = locked.state();
+        #[cfg(feature = "tokio")]
+        let tasks = state.tasks.len();
+        #[cfg(not(feature = "tokio"))]
+        let tasks = 0;
+        state.waiters.len() + tasks
     }
 }
 
@@ -177,14 +175,7 @@ impl Locked<'_> {
     #[cfg(feature = "tokio")]
     pub(super) fn desert(&mut self, bell: &Arc<Bell>) {
         self.unwatch(bell);
-        let core = self.core;
-        self.state().waiters.retain(|waiter| {
-            let task = matches!(waiter.who, Who::Task(_));
-            if task {
-                waiter.who.tell(core, false);
-            }
-            !task
-        });
+        self.state().tasks.tell_all();
     }
 
     /// Arms the rings anew for one who is about to sleep. True: something has come meanwhile.
@@ -232,6 +223,12 @@ impl Locked<'_> {
         ticket
     }
 
+    /// A task waits no longer.
+    #[cfg(feature = "tokio")]
+    pub(super) fn delist_task(&mut self, ticket: u64) {
+        self.state().tasks.remove(ticket);
+    }
+
     pub(super) fn delist(&mut self, ticket: u64) {
         let waiters = &mut self.state().waiters;
         if let Some(at) = waiters.iter().position(|waiter| waiter.ticket == ticket) {
@@ -246,7 +243,7 @@ impl Locked<'_> {
         if self
             .guard
             .as_ref()
-            .is_none_or(|state| state.waiters.is_empty())
+            .is_none_or(|state| !state.is_waited_for())
         {
             return;
         }
@@ -281,8 +278,13 @@ impl Locked<'_> {
         let state = self.state();
         while let Some(stirred) = state.engine.next_stirred() {
             let sleeper = state.sleeper;
+            let stirred = Interest::from(stirred);
+            #[cfg(feature = "tokio")]
+            for interest in [stirred, Interest::Anything] {
+                state.tasks.tell(interest);
+            }
             state.waiters.retain(|waiter| {
-                let told = waiter.interest.covers(stirred);
+                let told = waiter.interest == stirred || waiter.interest == Interest::Anything;
                 if told {
                     waiter.who.tell(core, sleeper == Some(waiter.ticket));
                 }
@@ -350,6 +352,16 @@ impl Locked<'_> {
 }
 
 impl State {
+    /// Whether anybody is to be told of anything.
+    #[inline]
+    pub(super) fn is_waited_for(&self) -> bool {
+        #[cfg(feature = "tokio")]
+        if !self.tasks.is_empty() {
+            return true;
+        }
+        !self.waiters.is_empty()
+    }
+
     /// Whether anybody sleeps on the rings.
     fn is_watched(&self) -> bool {
         let sleeper = self.sleeper;
@@ -363,8 +375,6 @@ impl Waiter {
         match self.who {
             Who::Thread(_) => sleeper == Some(self.ticket),
             Who::Bell(_) | Who::Descriptor => true,
-            #[cfg(feature = "tokio")]
-            Who::Task(_) => false,
         }
     }
 }
@@ -374,8 +384,6 @@ impl Who {
         match self {
             Who::Thread(_) if asleep_on_descriptor => core.waker.ring(),
             Who::Thread(thread) => thread.unpark(),
-            #[cfg(feature = "tokio")]
-            Who::Task(task) => task.wake_by_ref(),
             Who::Bell(bell) => bell.ring(),
             Who::Descriptor => core.bell.ring(),
         }

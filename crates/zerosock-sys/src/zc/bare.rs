@@ -9,7 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::calls::{ErrorQueue, Message, send};
+use super::calls::send;
+use super::error_queue::ErrorQueue;
 use super::ring::{COPIED, REPORT_USAGE, SOCKET};
 use super::{Piece, Stable};
 
@@ -169,8 +170,8 @@ pub fn over_error_queue(
         if !go_on(&counts) {
             break;
         }
-        let message = Message::new(vec![only_piece(buffer).vector()], None);
-        counts.bytes += send(socket, &message, true, 0)? as u64;
+        let pieces = [only_piece(buffer).vector()];
+        counts.bytes += send(socket, &pieces, None, true, 0)? as u64;
         counts.sends += 1;
         counts.calls += 1;
         since += 1;

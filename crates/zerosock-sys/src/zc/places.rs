@@ -22,7 +22,8 @@ impl Key {
 /// A buffer of several pieces, as sendmsg(2) reads it.
 pub(super) struct Message {
     pub(super) header: libc::msghdr,
-    pub(super) pieces: Vec<libc::iovec>,
+    /// What the header refers to.
+    _pieces: Vec<libc::iovec>,
 }
 
 pub(super) struct Place<B> {
@@ -125,6 +126,14 @@ impl<B> Places<B> {
         }
     }
 
+    /// A notification is to come.
+    pub(super) fn owes(&mut self, key: Key) {
+        if let Some(place) = self.places.get_mut(key.index()) {
+            self.owed += u32::from(place.results == 0 && place.notes == 0);
+            place.notes += 1;
+        }
+    }
+
     /// A notification has come.
     pub(super) fn noted(&mut self, key: Key) {
         if let Some(place) = self
@@ -174,17 +183,25 @@ impl Rest {
 }
 
 impl Message {
-    /// The kernel's form of `pieces`, to `address`. The header refers to both: they must stay where
-    /// they are while it is used.
-    pub(super) fn new(mut pieces: Vec<libc::iovec>, address: Option<&Address>) -> Self {
-        // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
-        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
-        header.msg_iov = pieces.as_mut_ptr();
-        header.msg_iovlen = pieces.len();
-        if let Some(address) = address {
-            header.msg_name = address.as_ptr().cast_mut().cast();
-            header.msg_namelen = address.len();
+    /// The kernel's form of `pieces`, to `address`, which must stay where it is while the header is
+    /// used.
+    pub(super) fn new(pieces: Vec<libc::iovec>, address: Option<&Address>) -> Self {
+        Self {
+            header: header(&pieces, address),
+            _pieces: pieces,
         }
-        Self { header, pieces }
     }
+}
+
+/// What sendmsg(2) reads. It refers to both: they must stay where they are while it is used.
+pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc::msghdr {
+    // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    header.msg_iov = pieces.as_ptr().cast_mut();
+    header.msg_iovlen = pieces.len() as _;
+    if let Some(address) = address {
+        header.msg_name = address.as_ptr().cast_mut().cast();
+        header.msg_namelen = address.len();
+    }
+    header
 }

@@ -17,10 +17,6 @@ pub enum Backend {
     Copy,
 }
 
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one for each sender, and the larger is the usual one"
-)]
 pub(super) enum Carrier<B: Stable> {
     Ring(Ring<B>),
     Calls(Calls<B>, Backend),

@@ -6,6 +6,7 @@ mod faults;
 mod files;
 mod kinds;
 mod knowing;
+mod late_errors;
 mod leases;
 mod model;
 mod network;

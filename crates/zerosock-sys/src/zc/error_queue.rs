@@ -1,0 +1,175 @@
+//! A socket's error queue: where the kernel names the zero-copy sends whose buffers are free.
+
+use std::io;
+use std::mem::{self, MaybeUninit};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// `SO_EE_ORIGIN_ZEROCOPY`.
+const ORIGIN: u8 = 5;
+/// `SO_EE_CODE_ZEROCOPY_COPIED`.
+const COPIED: u8 = 1;
+/// `SOL_VSOCK` and `VSOCK_RECVERR`.
+const VSOCK: (libc::c_int, libc::c_int) = (287, 1);
+/// Messages that one call takes.
+pub(super) const BATCH: usize = 16;
+/// Room for the control data of each: an extended error and the address of its offender, and what
+/// else the socket was told to tell of (SO_TIMESTAMPING, IP_PKTINFO and the like).
+const CONTROL: usize = 256;
+
+/// Numbers of sends, from the first to the last, and whether the kernel copied.
+pub(super) type Named = (u32, u32, bool);
+
+/// Where messages of the error queue are received.
+pub(super) struct ErrorQueue {
+    /// Messages that one call takes.
+    batch: usize,
+    headers: [libc::mmsghdr; BATCH],
+    control: [Control; BATCH],
+}
+
+#[derive(Copy, Clone)]
+#[repr(C, align(8))]
+struct Control([u8; CONTROL]);
+
+// SAFETY: the pointers in the headers are set anew before each call, to the value's own control
+// buffers; between calls nobody follows them.
+unsafe impl Send for ErrorQueue {}
+
+impl Default for ErrorQueue {
+    fn default() -> Self {
+        Self {
+            batch: BATCH,
+            // SAFETY: all zeros is a valid `mmsghdr`: null pointers with zero lengths.
+            headers: unsafe { MaybeUninit::zeroed().assume_init() },
+            control: [Control([0; CONTROL]); BATCH],
+        }
+    }
+}
+
+impl ErrorQueue {
+    /// One that takes one message a call.
+    pub(super) fn one_by_one() -> Self {
+        Self {
+            batch: 1,
+            ..Self::default()
+        }
+    }
+
+    /// Takes up to [`BATCH`] messages; fewer than that are all there were. How many.
+    pub(super) fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        for (entry, control) in self.headers.iter_mut().zip(&mut self.control) {
+            entry.msg_hdr.msg_control = control.0.as_mut_ptr().cast();
+            entry.msg_hdr.msg_controllen = CONTROL as _;
+        }
+        // SAFETY: as many headers as are named; each has room for control data of the length it
+        // says and for nothing else. All of it outlives the call. No timeout is given.
+        let count = unsafe {
+            libc::recvmmsg(
+                socket.as_raw_fd(),
+                self.headers.as_mut_ptr(),
+                self.batch.min(BATCH) as libc::c_uint,
+                (libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT) as _,
+                std::ptr::null_mut(),
+            )
+        };
+        if let Ok(count) = usize::try_from(count) {
+            return Ok(count);
+        }
+        let error = io::Error::last_os_error();
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
+            _ => Err(error),
+        }
+    }
+
+    /// What a message received last names; none if it is about something else.
+    pub(super) fn range(&self, index: usize) -> Option<Named> {
+        let used = self.headers.get(index)?.msg_hdr.msg_controllen;
+        named(self.control.get(index)?.0.get(..used.min(CONTROL))?)
+    }
+}
+
+/// Looks through control messages: a timestamp may be in front of what is looked for.
+fn named(mut control: &[u8]) -> Option<Named> {
+    // `struct cmsghdr`: its length with itself, the level and the type; the next one begins at a
+    // multiple of the length's size.
+    const WORD: usize = mem::size_of::<usize>();
+    const HEADER: usize = WORD + 8;
+    loop {
+        let len = usize::from_ne_bytes(control.get(..WORD)?.try_into().ok()?);
+        let level = int(control, WORD)?;
+        let kind = int(control, WORD + 4)?;
+        let data = control.get(HEADER..len)?;
+        let is_error = matches!(
+            (level, kind),
+            (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR) | VSOCK
+        );
+        if is_error {
+            return extended(data);
+        }
+        control = control.get(len.checked_next_multiple_of(WORD)?..)?;
+    }
+}
+
+/// `struct sock_extended_err`: u32 errno, u8 origin, type, code, pad, u32 info, u32 data.
+fn extended(error: &[u8]) -> Option<Named> {
+    let (origin, code) = (*error.get(4)?, *error.get(6)?);
+    let (lo, hi) = (int(error, 8)? as u32, int(error, 12)? as u32);
+    (origin == ORIGIN && int(error, 0)? == 0).then_some((lo, hi, code & COPIED != 0))
+}
+
+fn int(bytes: &[u8], at: usize) -> Option<i32> {
+    let bytes = bytes.get(at..at + 4)?;
+    Some(i32::from_ne_bytes(bytes.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(level: i32, kind: i32, data: &[u8]) -> Vec<u8> {
+        let mut bytes = (mem::size_of::<usize>() + 8 + data.len())
+            .to_ne_bytes()
+            .to_vec();
+        bytes.extend(level.to_ne_bytes());
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend(data);
+        bytes.resize(bytes.len().next_multiple_of(mem::size_of::<usize>()), 0);
+        bytes
+    }
+
+    fn notification(origin: u8, lo: u32, hi: u32) -> Vec<u8> {
+        let mut bytes = vec![0, 0, 0, 0, origin, 0, COPIED, 0];
+        bytes.extend(lo.to_ne_bytes());
+        bytes.extend(hi.to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn a_notification_is_found_behind_other_messages() {
+        let found = Some((3, 9, true));
+        for (level, kind) in [(libc::SOL_IP, 11), (libc::SOL_IPV6, 25), VSOCK] {
+            let wanted = message(level, kind, &notification(ORIGIN, 3, 9));
+            let odd = message(libc::SOL_SOCKET, libc::SCM_TIMESTAMP, &[1; 13]);
+            assert_eq!(named(&wanted), found);
+            assert_eq!(named(&[odd, wanted].concat()), found);
+        }
+    }
+
+    #[test]
+    fn what_is_no_notification_names_nothing() {
+        let like_one = notification(ORIGIN, 3, 9);
+        assert_eq!(named(&message(libc::SOL_SOCKET, 11, &like_one)), None);
+        let other = notification(2, 3, 9);
+        assert_eq!(named(&message(libc::SOL_IP, 11, &other)), None);
+        let whole = message(libc::SOL_IP, 11, &like_one);
+        for len in 0..whole.len() {
+            assert_eq!(named(&whole[..len]), None, "{len}");
+        }
+        for len in [0, 1, 15, usize::MAX, usize::MAX - 7] {
+            let mut bytes = message(libc::SOL_SOCKET, 1, &[0; 64]);
+            bytes[..8].copy_from_slice(&len.to_ne_bytes());
+            assert_eq!(named(&bytes), None, "{len}");
+        }
+    }
+}

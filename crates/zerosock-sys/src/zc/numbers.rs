@@ -1,0 +1,177 @@
+//! Which zero-copy send of a socket has which number.
+//!
+//! The kernel numbers them in the order in which they are made, and names ranges of numbers when
+//! their buffers are free; a range may come before an earlier one. Numbers wrap. One that is named
+//! before it was given to anybody here is somebody else's, and takes its place in the order all the
+//! same: else every send after it would be free when its predecessor is.
+
+use std::collections::VecDeque;
+
+use super::Key;
+
+/// The furthest that a name may be ahead of what was given.
+const AHEAD: u32 = 1 << 16;
+
+/// Whose a number is.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum Whose {
+    Of(Key),
+    /// Taken, by whom is not known, and not named yet.
+    Unknown,
+    /// Named.
+    Free,
+}
+
+#[derive(Default)]
+pub(super) struct Numbers {
+    /// Whose the numbers from `first` on are.
+    given: VecDeque<Whose>,
+    first: u32,
+}
+
+impl Numbers {
+    /// Whether every number that was given has been named.
+    pub(super) fn is_empty(&self) -> bool {
+        self.given.is_empty()
+    }
+
+    /// The number that the next send has.
+    pub(super) fn next(&self) -> u32 {
+        self.first.wrapping_add(self.given.len() as u32)
+    }
+
+    /// A send has taken it.
+    pub(super) fn give(&mut self, key: Key) {
+        self.given.push_back(Whose::Of(key));
+    }
+
+    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were. Those that have been
+    /// named already are passed over. False if they are too far ahead to be true.
+    pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Key)) -> bool {
+        let ahead = hi.wrapping_sub(self.next());
+        if ahead < 1 << 31 {
+            if ahead >= AHEAD {
+                return false;
+            }
+            for _ in 0..=ahead {
+                self.given.push_back(Whose::Unknown);
+            }
+        }
+        let known = self.given.len() as u32;
+        for offset in 0..known.min(hi.wrapping_sub(lo).saturating_add(1)) {
+            // From the end, which is known: the beginning may lie behind what is.
+            let place = hi.wrapping_sub(offset).wrapping_sub(self.first);
+            if let Some(whose) = self.given.get_mut(place as usize)
+                && let Whose::Of(key) = std::mem::replace(whose, Whose::Free)
+            {
+                freed(key);
+            }
+        }
+        self.shed(|whose| whose == Whose::Free);
+        true
+    }
+
+    /// Numbers from `from` on that are nobody's are `key`'s. How many.
+    pub(super) fn claim(&mut self, from: u32, key: Key) -> u32 {
+        let mut count = 0;
+        // If it has been passed already, none is left to be claimed in front.
+        let skipped = match from.wrapping_sub(self.first) {
+            behind if behind >= 1 << 31 => 0,
+            ahead => ahead as usize,
+        };
+        for whose in self.given.iter_mut().skip(skipped) {
+            if *whose == Whose::Unknown {
+                *whose = Whose::Of(key);
+                count += 1;
+            }
+        }
+        count
+    }
+
+    /// Does not wait for numbers that are nobody's.
+    pub(super) fn disown(&mut self) {
+        self.shed(|whose| !matches!(whose, Whose::Of(_)));
+    }
+
+    fn shed(&mut self, old: impl Fn(Whose) -> bool) {
+        while self.given.front().is_some_and(|&whose| old(whose)) {
+            self.given.pop_front();
+            self.first = self.first.wrapping_add(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn named(numbers: &mut Numbers, lo: u32, hi: u32) -> Vec<u32> {
+        let mut freed = Vec::new();
+        assert!(numbers.name(lo, hi, |key| freed.push(key.0)));
+        freed.sort_unstable();
+        freed
+    }
+
+    /// Numbers that begin shortly before they wrap.
+    fn numbers(first: u32, keys: &[u32]) -> Numbers {
+        let mut numbers = Numbers {
+            first,
+            ..Numbers::default()
+        };
+        keys.iter().for_each(|&key| numbers.give(Key(key)));
+        numbers
+    }
+
+    #[test]
+    fn ranges_come_in_any_order_and_wrap() {
+        let first = u32::MAX - 1;
+        let mut numbers = numbers(first, &[10, 11, 12, 13]);
+        assert_eq!(named(&mut numbers, 0, 0), [12]);
+        assert_eq!(named(&mut numbers, first, u32::MAX), [10, 11]);
+        assert_eq!(named(&mut numbers, first, 0), []);
+        // One that begins behind what is known.
+        assert_eq!(named(&mut numbers, u32::MAX - 9, 1), [13]);
+        assert!(numbers.is_empty());
+        assert_eq!(numbers.next(), 2);
+    }
+
+    #[test]
+    fn a_number_of_nobody_keeps_its_place() {
+        let mut numbers = numbers(0, &[10]);
+        // 1 was taken by a send that failed, and comes before 0.
+        assert_eq!(named(&mut numbers, 1, 1), []);
+        numbers.give(Key(12));
+        assert_eq!(named(&mut numbers, 0, 1), [10]);
+        assert_eq!(named(&mut numbers, 2, 2), [12]);
+    }
+
+    #[test]
+    fn what_was_skipped_can_be_claimed() {
+        let mut numbers = numbers(5, &[]);
+        // 6 is named, so that 5 was taken.
+        assert_eq!(named(&mut numbers, 6, 6), []);
+        assert_eq!(numbers.claim(5, Key(1)), 1);
+        assert_eq!(numbers.claim(5, Key(1)), 0);
+        numbers.give(Key(2));
+        assert_eq!(named(&mut numbers, 5, 5), [1]);
+        assert_eq!(named(&mut numbers, 7, 7), [2]);
+        assert!(numbers.is_empty());
+    }
+
+    #[test]
+    fn what_nobody_claims_is_not_waited_for() {
+        let mut numbers = numbers(0, &[]);
+        assert_eq!(named(&mut numbers, 3, 3), []);
+        numbers.disown();
+        assert!(numbers.is_empty());
+        assert_eq!(named(&mut numbers, 0, 2), []);
+        assert_eq!(numbers.next(), 4);
+    }
+
+    #[test]
+    fn a_name_far_ahead_is_refused() {
+        let mut numbers = numbers(0, &[10]);
+        assert!(!numbers.name(AHEAD + 1, AHEAD + 1, |_| panic!("nobody's")));
+        assert_eq!(numbers.next(), 1);
+    }
+}

@@ -1,0 +1,183 @@
+//! Datagrams that fail after the kernel has given them a number, and timestamps in front of what it
+//! names: every other buffer comes back when the kernel is done with that one, and not before.
+
+use std::iter;
+use std::net::UdpSocket;
+use std::os::fd::AsRawFd;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
+use zerosock_sys::zc::{Calls, Event, Order, Way, permit_zero_copy};
+
+use crate::network::{SINK, with_sink};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn set(socket: &UdpSocket, level: i32, option: i32) {
+    let on: libc::c_int = 1;
+    // SAFETY: an int that outlives the call, with its length.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            option,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// Runs tc(8) with these words.
+fn tc(words: &str) {
+    let output = Command::new("tc").args(words.split(' ')).output();
+    let output = output.expect("tc(8)");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "tc {words}: {told}");
+}
+
+/// A queue in front of the device that lets 3000 bytes pass, holds back as much, and drops the rest.
+fn hold_back() {
+    tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 3000");
+}
+
+fn socket(to: &str) -> UdpSocket {
+    let v6 = to.starts_with('[');
+    let socket = UdpSocket::bind(if v6 { "[::]:0" } else { "0.0.0.0:0" }).expect("an address");
+    socket.connect(to).expect("a route");
+    // Without, UDP does not tell that a queue was full.
+    if v6 {
+        set(&socket, libc::SOL_IPV6, libc::IPV6_RECVERR);
+    }
+    set(&socket, libc::SOL_IP, libc::IP_RECVERR);
+    socket
+}
+
+fn sender(to: &str) -> Sender<Vec<u8>> {
+    let builder = Sender::builder().backend(Backend::ErrorQueue);
+    builder.open(socket(to)).expect("a sender")
+}
+
+fn send(sender: &mut Sender<Vec<u8>>, len: usize, mark: u8) {
+    let outgoing = Outgoing::new(vec![mark; len]).copying(Copying::Never);
+    let sent = sender.send(outgoing).map_err(|refused| refused.why);
+    sent.expect("it is accepted");
+}
+
+/// Who has come back: the first byte, and how it went.
+fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
+    sender.poll().expect("the kernel answers");
+    let outcome = |one: Returned<Vec<u8>>| (one.buffer[0], one.outcome.ok());
+    std::iter::from_fn(|| sender.returned())
+        .map(outcome)
+        .collect()
+}
+
+#[test]
+fn a_late_error_frees_nobody_elses_buffer() {
+    with_sink("a_late_error_frees_nobody_elses_buffer", || {
+        for to in SINK {
+            hold_back();
+            let mut sender = sender(to);
+            // Through, and what follows has to wait.
+            send(&mut sender, 2500, 1);
+            assert_eq!(back(&mut sender), [(1, Some(Sent::InPlace))], "{to}");
+            for round in 0..10 {
+                // Never through, with a number and a notification.
+                send(&mut sender, 4000, 2);
+                assert_eq!(back(&mut sender), [(2, None)], "{to}, {round}");
+                // Fails before it has a number.
+                send(&mut sender, 70_000, 3);
+                assert_eq!(back(&mut sender), [(3, None)], "{to}, {round}");
+            }
+            send(&mut sender, 2500, 4);
+            // It waits in the queue, and so does its buffer.
+            assert_eq!(back(&mut sender), [], "{to}");
+            assert!(!sender.finish(Some(Duration::from_millis(100))).expect("it"));
+            assert_eq!(back(&mut sender), [], "{to}");
+            tc("qdisc del dev sink0 root");
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            assert_eq!(back(&mut sender), [(4, Some(Sent::InPlace))], "{to}");
+            // In step to the end: what comes now is told of when it is named.
+            for mark in 5..20 {
+                send(&mut sender, 2500, mark);
+                let found = back(&mut sender);
+                assert_eq!(found, [(mark, Some(Sent::InPlace))], "{to}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_datagram_that_failed_in_part_keeps_its_buffer() {
+    with_sink("a_datagram_that_failed_in_part", || {
+        for to in SINK {
+            let mtu = ["link", "set", "sink0", "mtu", "1500"];
+            let status = Command::new("ip").args(mtu).status();
+            assert!(status.expect("ip(8)").success());
+            tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
+            let socket = socket(to);
+            assert!(permit_zero_copy(&socket).expect("an answer"));
+            let mut calls: Calls<Vec<u8>> = Calls::new(socket.into(), 4, true);
+            let order = Order {
+                way: Way::ZeroCopy,
+                from: 0,
+                whole: false,
+                linked: false,
+                more: false,
+                when_writable: false,
+            };
+            let start = |calls: &mut Calls<_>, len| {
+                let key = calls.put(vec![1; len], None).expect("a place");
+                calls.start(key, order).expect("it is made");
+                let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
+                    Event::Done(of, result) if of == key => Some(result),
+                    _ => None,
+                });
+                (key, done.expect("a result"))
+            };
+            // Of its fragments the first are let through, some wait, and the others are dropped.
+            let (parts, result) = start(&mut calls, 20_000);
+            assert_eq!(
+                result.map_err(|why| why.raw_os_error()),
+                Err(Some(libc::ENOBUFS))
+            );
+            let (next, result) = start(&mut calls, 300);
+            assert_eq!(result.expect("it waits, too"), 300);
+            // Neither is named, and the first one's number is not taken for the second one's.
+            calls.reap().expect("the kernel answers");
+            assert!(!calls.idle(parts) && !calls.idle(next), "{to}");
+            tc("qdisc del dev sink0 root");
+            let begun = Instant::now();
+            while calls.owed() > 0 {
+                assert!(begun.elapsed() < PATIENCE, "{to}");
+                calls.wait(Some(PATIENCE)).expect("the kernel answers");
+                while calls.event().is_some() {}
+            }
+            assert!(calls.idle(parts) && calls.idle(next), "{to}");
+        }
+    });
+}
+
+#[test]
+fn a_timestamp_in_front_of_a_name_hides_nothing() {
+    with_sink("a_timestamp_in_front_of_a_name", || {
+        for to in SINK {
+            let socket = socket(to);
+            set(&socket, libc::SOL_SOCKET, libc::SO_TIMESTAMP);
+            set(&socket, libc::SOL_SOCKET, libc::SO_RXQ_OVFL);
+            let builder = Sender::builder().backend(Backend::ErrorQueue);
+            let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+            let begun = Instant::now();
+            for _ in 0..100 {
+                send(&mut sender, 5000, 1);
+            }
+            assert!(
+                sender.finish(Some(PATIENCE)).expect("it"),
+                "{to}: {begun:?}"
+            );
+            assert_eq!(sender.stats().in_place, 100, "{to}");
+        }
+    });
+}

@@ -34,7 +34,7 @@ pub use calls::Calls;
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
-pub use ring::Ring;
+pub use ring::{LONGEST, Ring};
 pub use socket::{Kind, kind, permit_zero_copy};
 
 /// Whether the kernel may keep the buffer.

@@ -31,8 +31,8 @@ const NOBODY: u64 = u64::MAX;
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 /// How many arenas a ring registers at most; blocks of more are sent like other memory.
 const ARENAS: u32 = 64;
-/// The longest request; the kernel takes no more in one call (MAX_RW_COUNT).
-const LONGEST: usize = 0x7fff_f000;
+/// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
+pub const LONGEST: usize = 0x7fff_f000;
 
 /// Sends of one socket through a ring of its own.
 pub struct Ring<B: Stable> {

@@ -1,16 +1,22 @@
 //! What a send costs with and without a copy: measured once for each class, for the whole process.
 //!
-//! A class is a kind of socket, memory that is registered or not, and a length to within a factor
-//! of two. While a class is undecided, turns of the two ways alternate, and each turn that consists
-//! of sends of one class and one way counts: the time of its system call, divided by its sends.
-//! The cheapest turn of each way is what it costs when nothing disturbs it. When both have been
-//! seen often enough the cheaper is kept for good; not copying must be cheaper by a twentieth,
-//! because a part of its cost comes later, when it is notified.
+//! A class is a kind of socket, the back-end, memory that is registered or not, and a length to
+//! within a factor of two. While a class is undecided, turns of the two ways alternate, and each
+//! turn counts that consists of sends of one class and one way, all of which the kernel took in it:
+//! the time of its system call, divided by its sends. The cheapest turn of each way is what it
+//! costs when nothing disturbs it. When both have been seen often enough the cheaper is kept; not
+//! copying must be cheaper by a twentieth, because a part of its cost comes later, when it is
+//! notified.
+//!
+//! No decision is for ever: after a million sends a class is measured anew, for as long as that
+//! takes and for 8192 sends at most. Meanwhile the old decision is what a report names.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use zerosock_sys::zc::{Kind, Way};
+
+use super::Backend;
 
 /// Turns of each way until a class is decided.
 const TURNS: u32 = 24;
@@ -19,13 +25,18 @@ const STRETCH: u32 = 32;
 /// Below 256 bytes one class, above 16 MiB one.
 const SIZES: usize = 18;
 const KINDS: usize = 10;
+/// The error queue, the ring, and the ring with memory that is registered.
+const MEANS: usize = 3;
+/// Sends until a decided class is measured anew, and for how many of them at most.
+const LASTS: u32 = 1 << 20;
+const ANEW: u32 = 1 << 13;
 
 /// What is decided together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) struct Class(usize);
 
 impl Class {
-    pub(super) fn of(kind: Kind, registered: bool, len: usize) -> Self {
+    pub(super) fn of(kind: Kind, backend: Backend, registered: bool, len: usize) -> Self {
         let kind = match kind {
             Kind::Tcp4 => 0,
             Kind::Tcp6 => 1,
@@ -39,7 +50,12 @@ impl Class {
             Kind::OtherDatagram => 9,
         };
         let size = (usize::BITS - (len >> 8).leading_zeros()) as usize;
-        Self((kind * 2 + usize::from(registered)) * SIZES + size.min(SIZES - 1))
+        // Only a ring registers memory.
+        let means = match backend {
+            Backend::Uring => 1 + usize::from(registered),
+            Backend::ErrorQueue | Backend::Copy => 0,
+        };
+        Self((kind * MEANS + means) * SIZES + size.min(SIZES - 1))
     }
 }
 
@@ -50,10 +66,14 @@ struct Cell {
     /// The same in place.
     place: AtomicU64,
     places: AtomicU32,
-    /// Sends that were asked about while undecided.
+    /// Sends that were asked about while it is measured.
     asked: AtomicU32,
     /// 0 undecided, 1 copy, 2 in place.
     decided: AtomicU32,
+    /// It is measured, for the first time or anew.
+    open: AtomicBool,
+    /// Sends since it was decided.
+    used: AtomicU32,
 }
 
 impl Cell {
@@ -65,16 +85,45 @@ impl Cell {
             places: AtomicU32::new(0),
             asked: AtomicU32::new(0),
             decided: AtomicU32::new(0),
+            open: AtomicBool::new(true),
+            used: AtomicU32::new(0),
         }
     }
 
     fn way(&self) -> Way {
-        match self.decided.load(Relaxed) {
-            1 => Way::Copy,
-            2 => Way::ZeroCopy,
-            _ if (self.asked.fetch_add(1, Relaxed) / STRETCH).is_multiple_of(2) => Way::Copy,
-            _ => Way::ZeroCopy,
+        let decided = self.decided.load(Relaxed);
+        if self.open.load(Relaxed) {
+            let asked = self.asked.fetch_add(1, Relaxed);
+            if decided == 0 || asked < ANEW {
+                return match (asked / STRETCH).is_multiple_of(2) {
+                    true => Way::Copy,
+                    false => Way::ZeroCopy,
+                };
+            }
+            // Nothing could be learnt: it stays as it was.
+            self.close();
         }
+        match decided {
+            2 => Way::ZeroCopy,
+            _ => Way::Copy,
+        }
+    }
+
+    fn close(&self) {
+        self.used.store(0, Relaxed);
+        self.open.store(false, Relaxed);
+    }
+
+    fn used(&self, sends: u32) {
+        if self.open.load(Relaxed) || self.used.fetch_add(sends, Relaxed) < LASTS - sends {
+            return;
+        }
+        self.copy.store(u64::MAX, Relaxed);
+        self.place.store(u64::MAX, Relaxed);
+        self.copies.store(0, Relaxed);
+        self.places.store(0, Relaxed);
+        self.asked.store(0, Relaxed);
+        self.open.store(true, Relaxed);
     }
 
     fn learn(&self, way: Way, each: u64) {
@@ -90,10 +139,11 @@ impl Cell {
         let (copy, place) = (self.copy.load(Relaxed), self.place.load(Relaxed));
         let in_place = place.saturating_add(place / 20) <= copy;
         self.decided.store(1 + u32::from(in_place), Relaxed);
+        self.close();
     }
 }
 
-static CELLS: [Cell; KINDS * 2 * SIZES] = [const { Cell::new() }; KINDS * 2 * SIZES];
+static CELLS: [Cell; KINDS * MEANS * SIZES] = [const { Cell::new() }; KINDS * MEANS * SIZES];
 
 /// How to send one of this class.
 pub(super) fn way(class: Class) -> Way {
@@ -104,7 +154,14 @@ pub(super) fn way(class: Class) -> Way {
 pub(super) fn is_open(class: Class) -> bool {
     CELLS
         .get(class.0)
-        .is_some_and(|cell| cell.decided.load(Relaxed) == 0)
+        .is_some_and(|cell| cell.open.load(Relaxed))
+}
+
+/// So many sends have been of this class.
+pub(super) fn used(class: Class, sends: u32) {
+    if let Some(cell) = CELLS.get(class.0) {
+        cell.used(sends);
+    }
 }
 
 /// A turn of so many sends took so long.
@@ -118,14 +175,15 @@ pub(super) fn learn(class: Class, way: Way, sends: u32, took: Duration) {
     cell.learn(way, picoseconds / u64::from(sends));
 }
 
-/// The length from which on the process sends in place over sockets of this kind; none while that
-/// is not decided for any length, or if copying won at all that are.
-pub(super) fn threshold(kind: Kind, registered: bool) -> Option<usize> {
-    let Class(first) = Class::of(kind, registered, 0);
+/// The shortest length from which on every class that is decided goes in place; none while there is
+/// none.
+pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> Option<usize> {
+    let Class(first) = Class::of(kind, backend, registered, 0);
     let cells = CELLS.get(first..first + SIZES)?;
-    let size = cells
-        .iter()
-        .position(|cell| cell.decided.load(Relaxed) == 2)?;
+    let decided = |cell: &Cell| cell.decided.load(Relaxed);
+    let copied = cells.iter().rposition(|cell| decided(cell) == 1);
+    let from = copied.map_or(0, |last| last + 1);
+    let size = from + cells[from..].iter().position(|cell| decided(cell) == 2)?;
     Some(if size == 0 { 0 } else { 128 << size })
 }
 
@@ -135,14 +193,51 @@ mod tests {
 
     #[test]
     fn sizes_are_classes() {
-        let class = |len| Class::of(Kind::Tcp4, false, len);
+        let class = |len| Class::of(Kind::Tcp4, Backend::Uring, false, len);
         assert_eq!(class(0), class(255));
         assert_ne!(class(255), class(256));
         assert_eq!(class(4096), class(8191));
         assert_eq!(class(usize::MAX), class(32 << 20));
-        assert_ne!(class(4096), Class::of(Kind::Tcp4, true, 4096));
-        let last = Class::of(Kind::OtherDatagram, true, usize::MAX);
+        let last = Class::of(Kind::OtherDatagram, Backend::Uring, true, usize::MAX);
         assert!(last.0 < CELLS.len());
+    }
+
+    #[test]
+    fn what_costs_differently_is_another_class() {
+        let class = |backend, registered| Class::of(Kind::Tcp4, backend, registered, 4096);
+        let (ring, queue) = (Backend::Uring, Backend::ErrorQueue);
+        assert_ne!(class(ring, false), class(ring, true));
+        assert_ne!(class(ring, false), class(queue, false));
+        // No memory is registered for the error queue.
+        assert_eq!(class(queue, false), class(queue, true));
+    }
+
+    #[test]
+    fn a_decision_is_measured_anew_and_stays_if_nothing_is_learnt() {
+        let cell = Cell::new();
+        let learn = |copy, place| {
+            for _ in 0..TURNS {
+                cell.learn(Way::Copy, copy);
+                cell.learn(Way::ZeroCopy, place);
+            }
+        };
+        learn(1000, 500);
+        assert_eq!(cell.way(), Way::ZeroCopy);
+        for _ in 0..LASTS / 1024 - 1 {
+            cell.used(1024);
+            assert_eq!(cell.way(), Way::ZeroCopy);
+        }
+        cell.used(1024);
+        // Both ways for a while, though nothing comes of it.
+        let copies = (0..ANEW).filter(|_| cell.way() == Way::Copy).count();
+        assert_eq!(copies, ANEW as usize / 2);
+        assert!((0..ANEW).all(|_| cell.way() == Way::ZeroCopy));
+        // The next time it is another machine.
+        for _ in 0..LASTS / 1024 {
+            cell.used(1024);
+        }
+        learn(500, 1000);
+        assert!((0..ANEW).all(|_| cell.way() == Way::Copy));
     }
 
     fn decide(copy: u64, place: u64) -> Way {
@@ -168,9 +263,15 @@ mod tests {
     #[test]
     fn the_threshold_is_the_least_length_that_goes_in_place() {
         // A kind that no other test sends over.
-        assert_eq!(threshold(Kind::OtherDatagram, true), None);
-        let class = Class::of(Kind::OtherDatagram, true, 16_384);
-        CELLS[class.0].decided.store(2, Relaxed);
-        assert_eq!(threshold(Kind::OtherDatagram, true), Some(16_384));
+        let class = |len| Class::of(Kind::OtherDatagram, Backend::Uring, true, len).0;
+        let threshold = || threshold(Kind::OtherDatagram, Backend::Uring, true);
+        assert_eq!(threshold(), None);
+        CELLS[class(16_384)].decided.store(2, Relaxed);
+        assert_eq!(threshold(), Some(16_384));
+        CELLS[class(32_768)].decided.store(1, Relaxed);
+        assert_eq!(threshold(), None, "a longer one is copied");
+        CELLS[class(usize::MAX)].decided.store(2, Relaxed);
+        assert_eq!(threshold(), Some(16 << 20));
+        assert_eq!(class((16 << 20) - 1) + 1, class(16 << 20));
     }
 }

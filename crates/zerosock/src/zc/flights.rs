@@ -6,6 +6,10 @@
 //! linked requests is under way at a time: unlinked ones could overtake each other, and what is
 //! short must be completed before anything follows. A stream on which a send failed takes no more.
 //!
+//! On the ring a submission can be answered within the call, and then nothing is owed that an event
+//! loop could wait for. So a submission goes round until everything is with the kernel, or nothing
+//! may be started: either way something is to come.
+//!
 //! When the kernel has no memory for a zero-copy send (ENOBUFS, ENOMEM: the limit of locked memory,
 //! or of the socket's notifications) the send waits for a notification, which frees some. When none
 //! is to come, or after a few such rounds, it is copied. Nothing stalls.
@@ -14,20 +18,22 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Event, Key, NotStarted, Order, Stable, Way};
+use zerosock_sys::zc::{Key, LONGEST, NotStarted, Order, Stable};
 
-use super::calibration::{self, Class};
+use super::answers::CANCELLED;
+use super::calibration;
 use super::carrier::{Backend, Carrier};
-use super::message::{Copying, Failed, Outgoing, Refusal, Returned, Sent};
+use super::cork::Cork;
+use super::flight::{self, Flight, Part};
+use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
-use super::slots::{Attached, Slots, Ticket};
+use super::slots::Slots;
 use super::stats::Stats;
+use super::turn::Turn;
 
 /// Requests of a stream under way together.
 const CHAIN: usize = 32;
-/// Rounds of waiting for memory until a send is copied.
-const ROUNDS: u8 = 3;
 
 pub(super) struct Flights<B: Stable> {
     pub(super) carrier: Carrier<B>,
@@ -35,59 +41,33 @@ pub(super) struct Flights<B: Stable> {
     pub(super) ranges: Ranges,
     pub(super) policy: Policy,
     pub(super) stats: Stats,
-    stream: bool,
+    pub(super) stream: bool,
     /// Whether ranges are kept, and buffers given back.
     pub(super) tells_ranges: bool,
     pub(super) gives_back: bool,
     /// By place.
-    flights: Box<[Flight]>,
+    pub(super) flights: Box<[Flight]>,
     queue: VecDeque<Key>,
-    /// What is to be asked again, before the queue.
-    again: VecDeque<Key>,
+    /// What is to be asked again, before the queue, in the order of acceptance.
+    pub(super) again: VecDeque<Key>,
     /// Requests whose result is to come.
-    open: usize,
+    pub(super) open: usize,
     /// The last answer was WouldBlock.
-    full: bool,
+    pub(super) full: bool,
+    /// The request that waits until the socket is writable; others would only be refused.
+    pub(super) armed: Option<Key>,
     /// The kernel had no memory; a notification is waited for.
-    starved: bool,
-    /// Counts what the kernel has said.
-    pub(super) heard: u64,
+    pub(super) starved: bool,
+    /// Counts the buffers that have become free.
+    pub(super) released: u64,
     /// What ended the stream.
-    broken: Option<i32>,
-    /// What is cancelled is not asked again.
-    closing: bool,
+    pub(super) broken: Option<i32>,
+    pub(super) cork: Cork,
     /// Free, and to be taken by the user.
     pub(super) free: VecDeque<Returned<B>>,
     next: u32,
-    turn: Turn,
-}
-
-struct Flight {
-    number: Option<u32>,
-    ticket: Option<Ticket>,
-    attached: Option<Attached>,
-    total: usize,
-    sent: usize,
-    way: Way,
-    /// Kept by the policy's class while that is measured.
-    class: Option<Class>,
-    failure: Option<i32>,
-    rounds: u8,
-    flush: bool,
-    more: bool,
-    started: bool,
-    over: bool,
-    /// Some request of it was made without a copy, and some was copied.
-    in_place: bool,
-    copied: bool,
-}
-
-/// The requests between two submissions, as far as they are alike.
-#[derive(Default)]
-struct Turn {
-    sends: u32,
-    /// None when nothing has been started, or things that differ.
-    alike: Option<(Class, Way)>,
+    accepted: u64,
+    pub(super) turn: Turn,
 }
 
 impl<B: Stable> Flights<B> {
@@ -98,23 +78,6 @@ impl<B: Stable> Flights<B> {
         slots: Slots,
         policy: Policy,
     ) -> Self {
-        let flight = |_| Flight {
-            number: None,
-            ticket: None,
-            attached: None,
-            total: 0,
-            sent: 0,
-            way: Way::Copy,
-            class: None,
-            failure: None,
-            rounds: 0,
-            flush: false,
-            more: false,
-            started: false,
-            over: false,
-            in_place: false,
-            copied: false,
-        };
         Self {
             carrier,
             slots,
@@ -124,17 +87,19 @@ impl<B: Stable> Flights<B> {
             stream,
             tells_ranges: false,
             gives_back: true,
-            flights: (0..capacity).map(flight).collect(),
+            flights: (0..capacity).map(|_| Flight::vacant()).collect(),
             queue: VecDeque::new(),
             again: VecDeque::new(),
             open: 0,
             full: false,
+            armed: None,
             starved: false,
-            heard: 0,
+            released: 0,
             broken: None,
-            closing: false,
+            cork: Cork::default(),
             free: VecDeque::new(),
             next: 0,
+            accepted: 0,
             turn: Turn::default(),
         }
     }
@@ -145,8 +110,7 @@ impl<B: Stable> Flights<B> {
         outgoing: Outgoing<B>,
     ) -> Result<Option<u32>, (Outgoing<B>, Refusal)> {
         if let Some(error) = self.broken {
-            let error = io::Error::from_raw_os_error(error);
-            return Err((outgoing, Refusal::Broken(error)));
+            return Err((outgoing, Refusal::Broken(flight::error(error))));
         }
         let (total, registered) = (outgoing.buffer.total(), outgoing.buffer.arena().is_some());
         let Outgoing {
@@ -180,51 +144,61 @@ impl<B: Stable> Flights<B> {
         let ticket = slot.map(|slot| self.slots.accepted(slot));
         if let Some(place) = self.flights.get_mut(key.index()) {
             *place = Flight {
+                ordinal: self.accepted,
                 number,
                 ticket,
-                attached: None,
                 total,
-                sent: 0,
                 way,
                 class: match copying {
                     Copying::Auto => self.policy.class(registered, total),
                     Copying::Never | Copying::Always => None,
                 },
-                failure: None,
-                rounds: 0,
                 flush,
                 more,
-                started: false,
-                over: false,
-                in_place: false,
-                copied: false,
+                part: match self.stream {
+                    true => Part::Whole,
+                    false => self.cork.accept(more),
+                },
+                ..Flight::vacant()
             };
         }
         self.queue.push_back(key);
+        self.accepted += 1;
         self.stats.accepted += 1;
         Ok(number)
     }
 
-    /// Starts what may be started, and tells the kernel.
+    /// Starts what may be started, tells the kernel, and takes in what it says at once; again, as
+    /// long as that lets more be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
         if self.queue.is_empty() && self.again.is_empty() {
-            return self.carrier.submit();
+            self.carrier.submit()?;
+            self.progress();
         }
-        let begun = self.turn_is_open().then(Instant::now);
-        let result = self.start_all();
-        if let Some(begun) = begun {
-            self.measured(begun.elapsed());
+        let at_once = self.is_at_once();
+        while self.may_start() {
+            self.full &= !at_once;
+            let begun = self.turn_is_open().then(Instant::now);
+            self.turn = self.turn.next();
+            let started = self.start_all(at_once)?;
+            let took = begun.map(|begun| begun.elapsed());
+            self.progress();
+            if let Some(took) = took {
+                self.turn.teach(took, &self.policy);
+            }
+            if started == 0 || self.full && at_once {
+                break;
+            }
         }
-        result
+        Ok(())
     }
 
-    fn start_all(&mut self) -> io::Result<()> {
-        // A carrier that makes its requests at once knows the answer before the next one.
-        let at_once = self.carrier.backend() != Backend::Uring;
-        self.turn = Turn::default();
-        self.full &= !at_once;
+    /// How many requests there were, and sends that failed instead.
+    fn start_all(&mut self, at_once: bool) -> io::Result<usize> {
+        let mut all = 0;
         while self.may_start() {
             let started = self.start_some(if at_once { 1 } else { CHAIN })?;
+            all += started;
             if at_once {
                 self.progress();
             }
@@ -232,202 +206,90 @@ impl<B: Stable> Flights<B> {
                 break;
             }
         }
-        self.carrier.submit()
+        self.carrier.submit()?;
+        Ok(all)
+    }
+
+    /// A carrier that makes its requests at once knows the answer before the next one.
+    fn is_at_once(&self) -> bool {
+        self.carrier.backend() != Backend::Uring
     }
 
     fn may_start(&self) -> bool {
         let waits = self.starved && self.carrier.owed() > 0;
-        let chained = self.stream && self.open > 0;
-        !(waits || chained || self.queue.is_empty() && self.again.is_empty())
+        let chained = (self.stream || self.cork.under_way) && self.open > 0;
+        !(waits || chained || self.armed.is_some() || self.is_all_started())
+    }
+
+    fn is_all_started(&self) -> bool {
+        self.queue.is_empty() && self.again.is_empty()
     }
 
     /// Starts up to `most` requests; of a stream, as one chain. How many.
     fn start_some(&mut self, most: usize) -> io::Result<usize> {
         let count = most.min(self.again.len() + self.queue.len());
-        let mut started = 0;
+        let (mut started, mut chained) = (0, false);
         while started < count {
             let Some(key) = self.again.pop_front().or_else(|| self.queue.pop_front()) else {
                 break;
             };
-            if let Some(error) = self.broken {
+            let Some(flight) = self.flights.get_mut(key.index()) else {
+                continue;
+            };
+            if let Some(error) = self.broken.or_else(|| self.cork.ends(flight)) {
                 self.fail(key, error);
                 started += 1;
                 continue;
             }
+            if !self.cork.admits(flight.part, self.open, chained) {
+                self.again.push_front(key);
+                break;
+            }
             let last = started + 1 == count;
-            let Some(flight) = self.flights.get_mut(key.index()) else {
-                continue;
-            };
             let order = Order {
                 way: flight.way,
                 from: flight.sent,
                 whole: self.stream,
-                // A datagram that is continued keeps its order, too.
-                linked: (self.stream || flight.more) && !last,
+                linked: is_followed(flight, self.stream) && !last,
                 more: flight.more,
                 when_writable: self.full,
             };
             match self.carrier.start(key, order) {
                 Ok(()) => {
                     flight.started = true;
-                    self.turn
-                        .count(flight.class.map(|class| (class, flight.way)));
+                    flight.turn = self.turn.number;
+                    let way = flight.way;
+                    self.turn.started(flight.class.map(|class| (class, way)));
+                    self.cork.started(flight.part);
+                    chained = flight.part != Part::Whole;
                     self.open += 1;
-                    self.full = false;
                     started += 1;
                     self.stats.requests += 1;
+                    if std::mem::take(&mut self.full) {
+                        self.armed = Some(key);
+                    }
+                    if !order.linked && (self.stream || chained || self.armed.is_some()) {
+                        break;
+                    }
                 }
                 Err(NotStarted::QueueFull) => {
                     // The request before it may be linked to this one: the kernel ends a chain
                     // where a submission ends.
                     self.again.push_front(key);
                     self.carrier.submit()?;
-                    if self.stream {
-                        break;
-                    }
+                    break;
                 }
                 Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
-                    self.fail(key, libc_einval());
+                    let code = rustix::io::Errno::INVAL.raw_os_error();
+                    if flight.part != Part::Whole && flight.more {
+                        self.cork.ended = Some(code);
+                    }
+                    self.fail(key, code);
                     started += 1;
                 }
             }
         }
         Ok(started)
-    }
-
-    /// Takes in what the kernel has said.
-    pub(super) fn progress(&mut self) {
-        while let Some(event) = self.carrier.next() {
-            self.heard += 1;
-            match event {
-                Event::Done(key, result) => self.done(key, result),
-                Event::Noted { key, copied } => self.noted(key, copied),
-            }
-        }
-    }
-
-    fn done(&mut self, key: Key, result: io::Result<usize>) {
-        self.open = self.open.saturating_sub(1);
-        let broken = self.broken;
-        let starved = self.carrier.owed() > 0;
-        let Some(flight) = self.flights.get_mut(key.index()) else {
-            return;
-        };
-        let error = match result {
-            Ok(sent) => {
-                flight.sent += sent;
-                match flight.way {
-                    Way::Copy => flight.copied = true,
-                    Way::ZeroCopy => flight.in_place = true,
-                }
-                if flight.sent >= flight.total || !self.stream {
-                    return self.over(key);
-                }
-                if sent > 0 {
-                    return self.again.push_back(key);
-                }
-                io::Error::from(io::ErrorKind::WriteZero)
-            }
-            Err(error) => error,
-        };
-        let code = error.raw_os_error().unwrap_or(0);
-        match Answer::of(code) {
-            Answer::Again => self.again.push_back(key),
-            Answer::Cancelled if broken.is_none() && !self.closing => self.again.push_back(key),
-            Answer::Cancelled => self.fail(key, broken.unwrap_or(code)),
-            Answer::Full => {
-                self.full = true;
-                self.again.push_back(key);
-            }
-            Answer::NoMemory if flight.way == Way::ZeroCopy => {
-                flight.rounds += 1;
-                if flight.rounds > ROUNDS || !starved {
-                    flight.way = Way::Copy;
-                    self.stats.copied_for_memory += 1;
-                } else {
-                    self.starved = true;
-                }
-                self.again.push_back(key);
-            }
-            Answer::Cannot if flight.way == Way::ZeroCopy => {
-                flight.way = Way::Copy;
-                self.policy.cannot();
-                self.again.push_back(key);
-            }
-            Answer::NoMemory | Answer::Cannot | Answer::Failed => {
-                if self.stream && self.broken.is_none() {
-                    self.broken = Some(code);
-                }
-                self.fail(key, code);
-            }
-        }
-    }
-
-    fn noted(&mut self, key: Key, copied: bool) {
-        self.starved = false;
-        self.policy.noted(copied);
-        self.stats.notified += 1;
-        self.stats.copied_by_kernel += u64::from(copied);
-        let Some(flight) = self.flights.get_mut(key.index()) else {
-            return;
-        };
-        flight.copied |= copied;
-        if flight.over && self.carrier.idle(key) {
-            self.release(key);
-        }
-    }
-
-    fn fail(&mut self, key: Key, code: i32) {
-        if let Some(flight) = self.flights.get_mut(key.index()) {
-            flight.failure = Some(code);
-            self.stats.failed += 1;
-        }
-        self.over(key);
-    }
-
-    /// The kernel is asked nothing more for it.
-    fn over(&mut self, key: Key) {
-        let Some(flight) = self.flights.get_mut(key.index()) else {
-            return;
-        };
-        flight.over = true;
-        self.stats.bytes += flight.sent as u64;
-        if let Some(ticket) = flight.ticket.take() {
-            if flight.started {
-                let flush = flight.flush && flight.failure.is_none();
-                flight.attached = self.slots.executed(ticket, flush);
-            } else {
-                self.slots.abandoned(ticket);
-            }
-        }
-        if self.carrier.idle(key) {
-            self.release(key);
-        }
-    }
-
-    /// Its buffer is free, and so is its place.
-    fn release(&mut self, key: Key) {
-        let (Some(buffer), Some(flight)) =
-            (self.carrier.take(key), self.flights.get_mut(key.index()))
-        else {
-            return;
-        };
-        let copied = flight.copied || !flight.in_place;
-        self.stats.in_place += u64::from(!copied);
-        if let Some(attached) = flight.attached.take() {
-            self.slots.released(attached);
-        }
-        if let Some(number) = flight.number.filter(|_| self.tells_ranges) {
-            self.ranges.add(number, copied);
-        }
-        if self.gives_back {
-            let (number, outcome) = (flight.number, flight.outcome());
-            self.free.push_back(Returned {
-                buffer,
-                number,
-                outcome,
-            });
-        }
     }
 
     /// The oldest buffer that is free.
@@ -455,19 +317,25 @@ impl<B: Stable> Flights<B> {
         if self.is_handed_over() {
             return Ok(());
         }
-        let cancelled = rustix::io::Errno::CANCELED.raw_os_error();
-        self.closing = true;
         if self.stream {
             // What was begun may be in part on its way: nothing can follow it.
-            self.broken = self.broken.or(Some(cancelled));
+            self.broken = self.broken.or(Some(CANCELLED));
         }
         while let Some(key) = self.again.pop_front().or_else(|| self.queue.pop_front()) {
-            self.fail(key, cancelled);
+            self.fail(key, CANCELLED);
+        }
+        if self.cork.accepting {
+            self.cork.ended = Some(CANCELLED);
+        }
+        // What another thread has submitted may say so only later.
+        let under_way = |flight: &&mut Flight| flight.started && !flight.over;
+        for flight in self.flights.iter_mut().filter(under_way) {
+            flight.cancelled = true;
         }
         let result = self.carrier.submit().and_then(|()| self.carrier.cancel());
         self.progress();
-        self.closing = false;
-        result
+        // What had been taken in part ends here, too.
+        result.and(self.submit())
     }
 
     /// Sleeps until the kernel says something, or for `timeout`.
@@ -482,28 +350,6 @@ impl<B: Stable> Flights<B> {
             .and_then(|first| first.class)
             .is_some_and(calibration::is_open)
     }
-
-    fn measured(&mut self, took: Duration) {
-        if let Some((class, way)) = self.turn.alike {
-            calibration::learn(class, way, self.turn.sends, took);
-        }
-    }
-}
-
-impl Flight {
-    fn outcome(&self) -> Result<Sent, Failed> {
-        match self.failure {
-            None if self.in_place && !self.copied => Ok(Sent::InPlace),
-            None => Ok(Sent::Copied),
-            Some(code) => Err(Failed {
-                sent: self.sent,
-                error: match code {
-                    0 => io::ErrorKind::WriteZero.into(),
-                    code => io::Error::from_raw_os_error(code),
-                },
-            }),
-        }
-    }
 }
 
 impl<B: Stable> Drop for Flights<B> {
@@ -513,42 +359,17 @@ impl<B: Stable> Drop for Flights<B> {
     }
 }
 
-impl Turn {
-    fn count(&mut self, one: Option<(Class, Way)>) {
-        if self.sends == 0 {
-            self.alike = one;
-        } else if self.alike != one {
-            self.alike = None;
-        }
-        self.sends += 1;
+/// Whether the request made next may be made without waiting for this one's result, if it is linked
+/// to it: the kernel cuts a request that is longer than it takes, and calls that a success. A
+/// datagram's pieces keep their order, too.
+fn is_followed(flight: &Flight, stream: bool) -> bool {
+    let rest = flight.total.saturating_sub(flight.sent);
+    match stream {
+        true => rest <= LONGEST,
+        false => flight.part != Part::Whole && flight.more,
     }
 }
 
-/// What an error of a request means for it.
-enum Answer {
-    Again,
-    /// The request before it in its chain did not succeed.
-    Cancelled,
-    Full,
-    NoMemory,
-    /// Not without a copy.
-    Cannot,
-    Failed,
-}
-
-impl Answer {
-    fn of(code: i32) -> Self {
-        match rustix::io::Errno::from_raw_os_error(code) {
-            rustix::io::Errno::INTR => Self::Again,
-            rustix::io::Errno::CANCELED => Self::Cancelled,
-            rustix::io::Errno::AGAIN => Self::Full,
-            rustix::io::Errno::NOBUFS | rustix::io::Errno::NOMEM => Self::NoMemory,
-            rustix::io::Errno::OPNOTSUPP => Self::Cannot,
-            _ => Self::Failed,
-        }
-    }
-}
-
-fn libc_einval() -> i32 {
-    rustix::io::Errno::INVAL.raw_os_error()
-}
+#[cfg(test)]
+#[path = "flights_tests.rs"]
+mod tests;

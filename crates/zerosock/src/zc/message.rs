@@ -37,7 +37,8 @@ pub struct Outgoing<B = Buf> {
     /// Closes that notifier if the send succeeds.
     pub flush: bool,
     /// More is to come that belongs to it (MSG_MORE): of a datagram the rest, of a stream what
-    /// should go with it in one segment.
+    /// should go with it in one segment. When a piece of a datagram fails, those behind it fail, too,
+    /// and nothing arrives; those before it have been taken, and come back as sent.
     pub more: bool,
     /// Whether it may go without a copy.
     pub copying: Copying,

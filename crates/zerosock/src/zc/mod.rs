@@ -64,8 +64,11 @@
 //! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
 //! is told of exactly once each way. Streams keep their order, and short sends are completed.
 
+mod answers;
 mod calibration;
 mod carrier;
+mod cork;
+mod flight;
 mod flights;
 mod message;
 mod policy;
@@ -77,6 +80,7 @@ mod slots;
 mod stats;
 #[cfg(feature = "tokio")]
 pub mod tokio;
+mod turn;
 
 pub use carrier::Backend;
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};

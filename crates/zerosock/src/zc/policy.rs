@@ -9,6 +9,7 @@
 
 use zerosock_sys::zc::{Kind, Way};
 
+use super::Backend;
 use super::calibration::{self, Class};
 use super::message::Copying;
 
@@ -16,6 +17,8 @@ use super::message::Copying;
 const PATIENCE: u32 = 16;
 /// So many sends later it is tried again, and each time twice as many.
 const FIRST_PAUSE: u64 = 1 << 10;
+/// A class is told of so many sends at once: it is shared by the whole process.
+const TELL: u32 = 1 << 10;
 /// The longest pause, in sends.
 const LONGEST_PAUSE: u64 = 1 << 20;
 
@@ -31,9 +34,14 @@ pub enum Threshold {
 
 pub(super) struct Policy {
     kind: Kind,
+    backend: Backend,
     threshold: Threshold,
+    /// Sends since the classes were told.
+    since: u32,
     /// The kernel does not do it on this socket.
     impossible: bool,
+    /// The last notification said that the kernel did not copy.
+    in_place: bool,
     /// Notifications in a row that said "copied".
     copied: u32,
     /// Sends until it is tried again; none while it is on.
@@ -42,11 +50,14 @@ pub(super) struct Policy {
 }
 
 impl Policy {
-    pub(super) fn new(kind: Kind, threshold: Threshold, possible: bool) -> Self {
+    pub(super) fn new(kind: Kind, backend: Backend, threshold: Threshold) -> Self {
         Self {
             kind,
+            backend,
             threshold,
-            impossible: !possible,
+            since: 0,
+            impossible: backend == Backend::Copy,
+            in_place: false,
             copied: 0,
             pause: None,
             next_pause: FIRST_PAUSE,
@@ -76,7 +87,13 @@ impl Policy {
         let in_place = match self.threshold {
             Threshold::Bytes(bytes) => len >= bytes,
             Threshold::Measured => {
-                return calibration::way(Class::of(self.kind, registered, len));
+                let class = Class::of(self.kind, self.backend, registered, len);
+                self.since += 1;
+                if self.since == TELL {
+                    self.since = 0;
+                    calibration::used(class, TELL);
+                }
+                return calibration::way(class);
             }
         };
         if in_place { Way::ZeroCopy } else { Way::Copy }
@@ -84,6 +101,7 @@ impl Policy {
 
     /// A notification says whether the kernel copied.
     pub(super) fn noted(&mut self, copied: bool) {
+        self.in_place = !copied;
         if !copied {
             self.copied = 0;
             self.next_pause = FIRST_PAUSE;
@@ -109,7 +127,13 @@ impl Policy {
 
     pub(super) fn class(&self, registered: bool, len: usize) -> Option<Class> {
         let measured = self.threshold == Threshold::Measured && !self.is_off();
-        measured.then(|| Class::of(self.kind, registered, len))
+        measured.then(|| Class::of(self.kind, self.backend, registered, len))
+    }
+
+    /// Whether the kernel did not copy when it was asked last: only then is what that cost what it
+    /// costs not to copy.
+    pub(super) fn sends_in_place(&self) -> bool {
+        self.in_place
     }
 }
 
@@ -118,7 +142,7 @@ mod tests {
     use super::*;
 
     fn policy() -> Policy {
-        Policy::new(Kind::Tcp4, Threshold::Bytes(1000), true)
+        Policy::new(Kind::Tcp4, Backend::Uring, Threshold::Bytes(1000))
     }
 
     #[test]

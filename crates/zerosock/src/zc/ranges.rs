@@ -13,7 +13,9 @@ pub struct Completion {
     /// The last.
     pub hi: u32,
     /// They were copied: by us, or by the kernel after all. Otherwise the buffers themselves went
-    /// to the device.
+    /// to the device. A range says that buffers are free, not how it went: a send that failed before
+    /// any of it was taken in place is named as copied. [`Sender::returned`](super::Sender::returned)
+    /// tells of the failure.
     pub copied: bool,
 }
 

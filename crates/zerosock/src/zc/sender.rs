@@ -135,8 +135,7 @@ impl Builder {
             }
             _ => OpenError::Call(error),
         })?;
-        let possible = carrier.backend() != Backend::Copy;
-        let policy = Policy::new(kind, self.threshold, possible);
+        let policy = Policy::new(kind, carrier.backend(), self.threshold);
         let slots = Slots::new(self.tags);
         let mut flights = Flights::new(carrier, kind.is_stream(), self.capacity, slots, policy);
         flights.tells_ranges = self.inline;
@@ -146,6 +145,7 @@ impl Builder {
             kind,
             capacity: self.capacity as usize,
             threshold: self.threshold,
+            told: 0,
         })
     }
 }
@@ -183,6 +183,8 @@ pub struct Sender<B: Stable = Buf> {
     kind: Kind,
     capacity: usize,
     threshold: Threshold,
+    /// What had been heard when the last wait ended.
+    told: u64,
 }
 
 impl Sender<Buf> {
@@ -238,14 +240,7 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers to the call itself. What it answers to a send is told with its
     /// buffer.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.flights.submit()?;
-        self.flights.progress();
-        // What was short, or came too early, goes at once if nothing speaks against it.
-        if !self.flights.is_handed_over() && !self.flights.is_full() {
-            self.flights.submit()?;
-            self.flights.progress();
-        }
-        Ok(())
+        self.flights.submit()
     }
 
     /// Sends: accepts, waiting for a place if there is none, and submits. Returns its number; none
@@ -269,7 +264,7 @@ impl<B: Stable> Sender<B> {
                     why: Refusal::Full,
                 }) => {
                     outgoing = back;
-                    if let Err(error) = self.submit().and_then(|()| self.wait_for_kernel(None)) {
+                    if let Err(error) = self.wait_for_place() {
                         let why = Refusal::Call(error);
                         return Err(Refused { outgoing, why });
                     }
@@ -365,23 +360,32 @@ impl<B: Stable> Sender<B> {
         self.flights.slots.set_tag(slot, tag)
     }
 
-    /// Hands over what was accepted, and waits until the kernel has said something, or for
-    /// `timeout`. Returns at once if it has nothing to say.
+    /// Hands over what was accepted, and waits for news, or for `timeout`. News is a buffer that is
+    /// free, or a notification: also one that came since the last wait ended, whoever took it in, so
+    /// that nothing is slept over. What was there before and has not been taken is no news. Returns
+    /// at once if there is nothing to wait for, and early after a signal, or when the kernel has
+    /// taken a part of a send.
     ///
     /// # Errors
     /// What the kernel answers.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.submit()?;
-        if !self.flights.free.is_empty() || self.flights.is_quiet() {
-            return Ok(());
+        if self.heard() == self.told && !self.flights.is_quiet() {
+            self.flights.wait(timeout)?;
+            self.flights.progress();
+            self.submit()?;
         }
-        self.wait_for_kernel(timeout)
+        self.told = self.heard();
+        Ok(())
     }
 
-    fn wait_for_kernel(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.flights.wait(timeout)?;
-        self.flights.progress();
-        self.submit()
+    fn wait_for_place(&mut self) -> io::Result<()> {
+        self.submit()?;
+        if self.room() == 0 {
+            self.flights.wait(None)?;
+            self.flights.progress();
+        }
+        Ok(())
     }
 
     /// Flushes every slot and waits until every buffer is free, or for `timeout`. Whether all are.
@@ -411,13 +415,10 @@ impl<B: Stable> Sender<B> {
         let _ = self.flights.slots.flush(0..slots);
     }
 
-    /// Counts what the kernel has said so far.
+    /// Counts the news so far: buffers that have become free, and notifications. What else the
+    /// kernel says, that the socket is full or that a send goes on, nobody waits for.
     pub(super) fn heard(&self) -> u64 {
-        self.flights.heard
-    }
-
-    pub(super) fn has_returned(&self) -> bool {
-        !self.flights.free.is_empty()
+        self.flights.released + self.flights.slots.told()
     }
 
     /// Whether everything that was accepted is over, and its buffer free.
@@ -439,7 +440,10 @@ impl<B: Stable> Sender<B> {
     pub fn report(&self) -> Report {
         let threshold = |registered| match self.threshold {
             Threshold::Bytes(bytes) => Some(bytes),
-            Threshold::Measured => calibration::threshold(self.kind, registered),
+            Threshold::Measured => {
+                let backend = self.flights.carrier.backend();
+                calibration::threshold(self.kind, backend, registered)
+            }
         };
         Report {
             backend: self.flights.carrier.backend(),

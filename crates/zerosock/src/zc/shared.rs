@@ -6,8 +6,10 @@
 //! What must hold: whoever changes what another may sleep for tells him before the lock is free
 //! again.
 
+use std::cell::Cell;
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,7 +23,8 @@ use super::{
 
 /// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
 ///
-/// Buffers, notifications and completions are the sender's: whoever asks first has them.
+/// Buffers, notifications and completions are the sender's: whoever asks first has them. Each thread
+/// should have a clone of its own: what ends a [`wait`](Self::wait) is news to the handle.
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -45,6 +48,8 @@ use super::{
 /// ```
 pub struct SharedSender<B: Stable = Buf> {
     shared: Arc<Shared<B>>,
+    /// What had been heard when the last wait on this handle ended.
+    told: AtomicU64,
 }
 
 struct Shared<B: Stable> {
@@ -66,6 +71,7 @@ impl<B: Stable> Clone for SharedSender<B> {
     fn clone(&self) -> Self {
         Self {
             shared: Arc::clone(&self.shared),
+            told: AtomicU64::new(self.told.load(Relaxed)),
         }
     }
 }
@@ -88,6 +94,7 @@ impl<B: Stable> Sender<B> {
                 news: Condvar::new(),
                 readiness,
             }),
+            told: AtomicU64::new(0),
         })
     }
 }
@@ -198,16 +205,20 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.set_tag(slot, tag))
     }
 
-    /// As [`Sender::wait`]. Other threads go on meanwhile.
+    /// As [`Sender::wait`], for what is news since the last wait on this handle. Other threads go on
+    /// meanwhile.
     ///
     /// # Errors
     /// As there.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
-        let heard = self.with(|sender| sender.heard());
+        let told = self.told.load(Relaxed);
+        let heard = Cell::new(told);
         self.sleep(timeout, |sender| {
-            sender.heard() != heard || sender.has_returned() || sender.is_quiet()
-        })
-        .map(drop)
+            heard.set(sender.heard());
+            heard.get() != told || sender.is_quiet()
+        })?;
+        self.told.store(heard.get(), Relaxed);
+        Ok(())
     }
 
     /// As [`Sender::finish`]. Other threads go on meanwhile, and what they send must be over, too.
@@ -249,7 +260,10 @@ impl<B: Stable> SharedSender<B> {
                 let state = shared.state.into_inner();
                 Ok(state.unwrap_or_else(PoisonError::into_inner).sender)
             }
-            Err(shared) => Err(Self { shared }),
+            Err(shared) => Err(Self {
+                shared,
+                told: self.told,
+            }),
         }
     }
 

@@ -52,6 +52,8 @@ pub(super) struct Slots {
     slots: Vec<Slot>,
     notifiers: Slab<Notifier>,
     posted: VecDeque<Notification>,
+    /// How many have ever been posted.
+    told: u64,
 }
 
 struct Slot {
@@ -201,6 +203,7 @@ impl Slots {
         if self.notifiers.get(notifier).is_some_and(done) {
             let Notifier { tag, sequence, .. } = self.notifiers.remove(notifier);
             self.posted.push_back(Notification { tag, sequence });
+            self.told += 1;
         }
     }
 
@@ -234,6 +237,11 @@ impl Slots {
     /// The oldest notification that has not been taken.
     pub(super) fn next(&mut self) -> Option<Notification> {
         self.posted.pop_front()
+    }
+
+    /// How many have been posted, taken or not.
+    pub(super) fn told(&self) -> u64 {
+        self.told
     }
 
     /// How many are to be taken.

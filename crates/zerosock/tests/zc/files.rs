@@ -1,11 +1,11 @@
 //! Files, sent from where they lie in memory.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use zerosock::zc::{Copying, FileMap, FilePart, Outgoing, Sender};
+use zerosock::zc::{Backend, Copying, FileMap, FilePart, Outgoing, Sender};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -77,4 +77,49 @@ fn a_file_that_is_cut_off_fails_the_send_and_nothing_else() {
         );
         drop(far);
     }
+}
+
+/// The kernel takes no more than 2 GiB less a page at once, and calls that a success.
+#[test]
+fn what_follows_a_send_that_is_longer_than_a_request_stays_behind_it() {
+    const PART: usize = 64 << 20;
+    const PARTS: usize = 33;
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+    let mut far = listener.accept().expect("a stream").0;
+    let builder = Sender::builder().backend(Backend::Uring).capacity(4);
+    let socket = socket.expect("loopback");
+    let mut sender: Sender<Vec<FilePart>> = builder.open(socket).expect("a sender");
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(PART as u64).expect("room");
+    let zeros = FileMap::new(&file).expect("a mapping");
+    let mut end = tempfile::tempfile().expect("a file");
+    end.write_all(&[1; 1000]).expect("room");
+    let end = FileMap::new(&end).expect("a mapping");
+    let long: Vec<FilePart> = (0..PARTS).map(|_| zeros.part(0, PART)).collect();
+    for parts in [long, vec![end.part(0, 1000)]] {
+        let pushed = sender.push(Outgoing::new(parts).copying(Copying::Always));
+        pushed.map_err(|refused| refused.why).expect("a place");
+    }
+    let reader = thread::spawn(move || {
+        far.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        let mut bytes = vec![0; 1 << 20];
+        let (mut at, mut first) = (0, None);
+        loop {
+            let count = far.read(&mut bytes).expect("the stream goes on");
+            if count == 0 {
+                return (at, first);
+            }
+            if first.is_none() && bytes[..count].contains(&1) {
+                let place = bytes.iter().position(|&byte| byte == 1);
+                first = place.map(|place| at + place);
+            }
+            at += count;
+        }
+    });
+    assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+    drop(sender);
+    let all = PART * PARTS;
+    let found = reader.join().expect("the contents");
+    assert_eq!(found, (all + 1000, Some(all)));
 }

@@ -169,3 +169,87 @@ fn corked_datagrams_are_one_and_have_a_number_each() {
         assert_eq!(told, 2, "{backend:?}");
     }
 }
+
+/// A receiver, and a sender to it.
+fn datagrams(backend: Backend) -> (Sender<Vec<u8>>, UdpSocket) {
+    let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+    receiver.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+    let address = receiver.local_addr().expect("an address");
+    socket.connect(address).expect("loopback");
+    let builder = Sender::builder().backend(backend);
+    (builder.open(socket).expect("a sender"), receiver)
+}
+
+#[test]
+fn a_datagram_of_which_a_piece_fails_does_not_arrive_in_part() {
+    for (backend, apart) in BACKENDS
+        .into_iter()
+        .flat_map(|it| [(it, false), (it, true)])
+    {
+        let (mut sender, receiver) = datagrams(backend);
+        // The second is too long; the fourth is a datagram of its own.
+        for (len, more) in [
+            (1000, true),
+            (65_500, true),
+            (2000, true),
+            (3000, false),
+            (10, false),
+        ] {
+            let outgoing = Outgoing {
+                more,
+                ..Outgoing::new(vec![1; len])
+            };
+            let pushed = sender.push(outgoing.copying(Copying::Always));
+            pushed.map_err(|refused| refused.why).expect("a place");
+            if apart {
+                sender.submit().expect("the kernel answers");
+            }
+        }
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        let mut outcomes: Vec<_> = std::iter::from_fn(|| sender.returned())
+            .map(|returned| (returned.buffer.len(), returned.outcome.is_ok()))
+            .collect();
+        outcomes.sort_unstable();
+        let expected = [
+            (10, true),
+            (1000, true),
+            (2000, false),
+            (3000, false),
+            (65_500, false),
+        ];
+        assert_eq!(outcomes, expected, "{backend:?}, {apart}");
+        let mut bytes = [0; 10_000];
+        let count = receiver.recv(&mut bytes).expect("a datagram");
+        assert_eq!(count, 10, "{backend:?}, {apart}: a part of one arrived");
+    }
+}
+
+#[test]
+fn a_datagram_of_many_pieces_is_one_among_others() {
+    const PIECES: usize = 50;
+    for backend in BACKENDS {
+        let (mut sender, receiver) = datagrams(backend);
+        let mut push = |len, more| {
+            let outgoing = Outgoing {
+                more,
+                ..Outgoing::new(vec![1; len])
+            };
+            let pushed = sender.push(outgoing.copying(Copying::Always));
+            pushed.map_err(|refused| refused.why).expect("a place");
+        };
+        for _ in 0..2 {
+            push(7, false);
+            for piece in 1..=PIECES {
+                push(100, piece < PIECES);
+            }
+        }
+        push(8, false);
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        let mut bytes = [0; 10_000];
+        for expected in [7, 100 * PIECES, 7, 100 * PIECES, 8] {
+            let count = receiver.recv(&mut bytes).expect("a datagram");
+            assert_eq!(count, expected, "{backend:?}");
+        }
+    }
+}

@@ -8,6 +8,8 @@ mod kinds;
 mod knowing;
 mod late_errors;
 mod leases;
+#[cfg(feature = "tokio")]
+mod loops;
 mod model;
 mod network;
 #[path = "../common/pump.rs"]

@@ -136,6 +136,42 @@ fn threads_that_wait_for_a_place_get_one_when_the_peer_reads() {
     }
 }
 
+/// The kernel ends what a thread submitted when that exits, in whatever order.
+#[test]
+fn a_stream_keeps_its_order_when_threads_end() {
+    const EACH_LEN: usize = (1 << 20) + 77;
+    for backend in BACKENDS {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+        let far = listener.accept().expect("a stream").0;
+        let builder = Sender::builder().backend(backend).capacity(64);
+        let sender: Sender<Vec<u8>> = builder.open(socket.expect("loopback")).expect("a sender");
+        let sender = sender.into_shared().expect("descriptors");
+        let mut at = 0;
+        for turn in 0..8 {
+            let (sender, from) = (sender.clone(), at);
+            let thread = thread::spawn(move || {
+                for index in 0..8 {
+                    // More than any buffer between the two takes, of the first at least.
+                    let mut bytes = vec![0; EACH_LEN];
+                    fill(&mut bytes, from + (index * EACH_LEN) as u64);
+                    let copying = [Copying::Never, Copying::Always][turn % 2];
+                    let pushed = sender.push(Outgoing::new(bytes).copying(copying));
+                    pushed.map_err(|refused| refused.why).expect("a place");
+                }
+                sender.submit().expect("the kernel answers");
+            });
+            thread.join().expect("the thread");
+            at += 8 * EACH_LEN as u64;
+        }
+        let reader = thread::spawn(move || check(far));
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        assert_eq!(sender.stats().failed, 0, "{backend:?}");
+        drop(sender);
+        assert_eq!(reader.join().expect("the contents"), at, "{backend:?}");
+    }
+}
+
 fn runtime() -> tokio::runtime::Runtime {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     builder.enable_io().build().expect("a runtime")

@@ -221,7 +221,7 @@ fn ours<B: Stable>(
 fn counts<B: Stable>(sender: &Sender<B>) -> Counts {
     let stats = sender.stats();
     Counts {
-        sends: stats.requests,
+        sends: stats.over,
         bytes: stats.bytes,
         notified: stats.notified,
         copied: stats.copied_by_kernel,

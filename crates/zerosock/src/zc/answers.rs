@@ -1,0 +1,284 @@
+//! What the kernel says of sends, and what follows from it.
+
+use std::io;
+
+use zerosock_sys::zc::{Event, Key, Stable, Way};
+
+use super::flight::{Flight, Part};
+use super::flights::Flights;
+use super::message::Returned;
+
+/// Rounds of waiting for memory until a send is copied.
+const ROUNDS: u8 = 3;
+/// What was cancelled ends with this.
+pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
+
+impl<B: Stable> Flights<B> {
+    /// Takes in what the kernel has said.
+    pub(super) fn progress(&mut self) {
+        while let Some(event) = self.carrier.next() {
+            match event {
+                Event::Done(key, result) => self.done(key, result),
+                Event::Noted { key, copied } => self.noted(key, copied),
+            }
+        }
+        if self.carrier.owed() == 0 {
+            // No notification is to come that there could be memory after.
+            self.starved = false;
+        }
+    }
+
+    fn done(&mut self, key: Key, result: io::Result<usize>) {
+        self.open = self.open.saturating_sub(1);
+        if self.armed == Some(key) {
+            self.armed = None;
+        }
+        let Some(flight) = self.flights.get_mut(key.index()) else {
+            return;
+        };
+        let piece = flight.part != Part::Whole;
+        let code = match result {
+            Ok(sent) => {
+                flight.sent += sent;
+                match flight.way {
+                    Way::Copy => flight.copied = true,
+                    Way::ZeroCopy => flight.in_place = true,
+                }
+                let whole = flight.sent >= flight.total || !self.stream;
+                if whole {
+                    self.turn.ended(flight.turn);
+                    self.cork.taken |= piece;
+                    self.over(key);
+                } else if sent > 0 {
+                    self.ask_again(key);
+                }
+                (!whole && sent == 0).then_some(0)
+            }
+            Err(error) => Some(error.raw_os_error().unwrap_or(0)),
+        };
+        match code {
+            Some(code) if piece => self.cork.failed.push((key, code)),
+            Some(code) => self.refused(key, code),
+            None => {}
+        }
+        if self.cork.under_way && self.open == 0 {
+            self.settle_cork();
+        }
+    }
+
+    /// A request was answered with an error.
+    fn refused(&mut self, key: Key, code: i32) {
+        let waits = self.carrier.owed() > 0;
+        let broken = self.broken;
+        let Some(flight) = self.flights.get_mut(key.index()) else {
+            return;
+        };
+        match Answer::of(code, flight.way) {
+            Answer::Failed => {
+                if self.stream && self.broken.is_none() {
+                    self.broken = Some(code);
+                }
+                return self.fail(key, code);
+            }
+            Answer::Cancelled if broken.is_some() => {
+                return self.fail(key, broken.unwrap_or(code));
+            }
+            _ if flight.cancelled => return self.fail(key, CANCELLED),
+            Answer::Again | Answer::Cancelled => {}
+            Answer::Full => self.full = true,
+            Answer::NoMemory => {
+                flight.rounds += 1;
+                if flight.rounds > ROUNDS || !waits {
+                    flight.way = Way::Copy;
+                    self.stats.copied_for_memory += 1;
+                } else {
+                    self.starved = true;
+                }
+            }
+            Answer::Cannot => {
+                flight.way = Way::Copy;
+                self.policy.cannot();
+            }
+        }
+        self.ask_again(key);
+    }
+
+    /// To be asked again, in its turn: results come in any order, the stream goes on in one.
+    fn ask_again(&mut self, key: Key) {
+        let ordinal = |key: &Key| {
+            let flight = self.flights.get(key.index());
+            flight.map_or(u64::MAX, |flight| flight.ordinal)
+        };
+        let own = ordinal(&key);
+        let at = match self.again.back() {
+            Some(last) if ordinal(last) > own => {
+                self.again.partition_point(|other| ordinal(other) < own)
+            }
+            _ => self.again.len(),
+        };
+        self.again.insert(at, key);
+    }
+
+    /// Every result of a chain of pieces is in.
+    fn settle_cork(&mut self) {
+        self.cork.under_way = false;
+        let failed = std::mem::take(&mut self.cork.failed);
+        // Those behind the first that failed say only that.
+        let own = failed.iter().find(|(_, code)| *code != CANCELLED);
+        let Some(&(cause, code)) = own.or(failed.first()) else {
+            return;
+        };
+        let flight = |key: Key| self.flights.get(key.index());
+        let way = flight(cause).map_or(Way::Copy, |flight| flight.way);
+        let any = |is: fn(&Flight) -> bool| {
+            let mut pieces = failed.iter().filter_map(|&(key, _)| flight(key));
+            pieces.any(is)
+        };
+        let failure = match Answer::of(code, way) {
+            Answer::Failed => Some(code),
+            _ if any(|piece| piece.cancelled) => Some(CANCELLED),
+            _ => self.cork.taken.then_some(code),
+        };
+        let goes_on = !any(|piece| !piece.more);
+        match failure {
+            None => {
+                for (key, code) in failed {
+                    self.refused(key, code);
+                }
+            }
+            Some(failure) => {
+                if goes_on {
+                    self.cork.ended = Some(failure);
+                }
+                for (key, _) in failed {
+                    self.fail(key, failure);
+                }
+            }
+        }
+    }
+
+    fn noted(&mut self, key: Key, copied: bool) {
+        self.starved = false;
+        self.policy.noted(copied);
+        self.stats.notified += 1;
+        self.stats.copied_by_kernel += u64::from(copied);
+        let Some(flight) = self.flights.get_mut(key.index()) else {
+            return;
+        };
+        flight.copied |= copied;
+        if flight.over && self.carrier.idle(key) {
+            self.release(key);
+        }
+    }
+
+    pub(super) fn fail(&mut self, key: Key, code: i32) {
+        if let Some(flight) = self.flights.get_mut(key.index()) {
+            flight.failure = Some(code);
+            self.stats.failed += 1;
+        }
+        self.over(key);
+    }
+
+    /// The kernel is asked nothing more for it.
+    fn over(&mut self, key: Key) {
+        let Some(flight) = self.flights.get_mut(key.index()) else {
+            return;
+        };
+        flight.over = true;
+        self.stats.over += 1;
+        self.stats.bytes += flight.sent as u64;
+        if let Some(ticket) = flight.ticket.take() {
+            if flight.started {
+                let flush = flight.flush && flight.failure.is_none();
+                flight.attached = self.slots.executed(ticket, flush);
+            } else {
+                self.slots.abandoned(ticket);
+            }
+        }
+        if self.carrier.idle(key) {
+            self.release(key);
+        }
+    }
+
+    /// Its buffer is free, and so is its place.
+    fn release(&mut self, key: Key) {
+        let (Some(buffer), Some(flight)) =
+            (self.carrier.take(key), self.flights.get_mut(key.index()))
+        else {
+            return;
+        };
+        self.released += 1;
+        let copied = flight.copied || !flight.in_place;
+        self.stats.in_place += u64::from(!copied);
+        if let Some(attached) = flight.attached.take() {
+            self.slots.released(attached);
+        }
+        if let Some(number) = flight.number.filter(|_| self.tells_ranges) {
+            self.ranges.add(number, copied);
+        }
+        if self.gives_back {
+            let (number, outcome) = (flight.number, flight.outcome());
+            self.free.push_back(Returned {
+                buffer,
+                number,
+                outcome,
+            });
+        }
+    }
+}
+
+/// What an error of a request means for it.
+#[derive(Debug, Eq, PartialEq)]
+enum Answer {
+    Again,
+    /// The request before it in its chain did not succeed.
+    Cancelled,
+    Full,
+    /// Not without a copy: for now, or at all.
+    NoMemory,
+    Cannot,
+    Failed,
+}
+
+impl Answer {
+    fn of(code: i32, way: Way) -> Self {
+        use rustix::io::Errno;
+        const AGAIN: i32 = Errno::INTR.raw_os_error();
+        const FULL: i32 = Errno::AGAIN.raw_os_error();
+        const NO_BUFFERS: i32 = Errno::NOBUFS.raw_os_error();
+        const NO_MEMORY: i32 = Errno::NOMEM.raw_os_error();
+        const CANNOT: i32 = Errno::OPNOTSUPP.raw_os_error();
+        match code {
+            AGAIN => Self::Again,
+            CANCELLED => Self::Cancelled,
+            FULL => Self::Full,
+            NO_BUFFERS | NO_MEMORY if way == Way::ZeroCopy => Self::NoMemory,
+            CANNOT if way == Way::ZeroCopy => Self::Cannot,
+            _ => Self::Failed,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_send_of_which_nothing_is_taken_has_failed() {
+        // 0 is no number of an error.
+        assert_eq!(Answer::of(0, Way::ZeroCopy), Answer::Failed);
+        assert_eq!(
+            super::super::flight::error(0).kind(),
+            io::ErrorKind::WriteZero
+        );
+    }
+
+    #[test]
+    fn memory_is_waited_for_only_where_a_copy_can_follow() {
+        for code in [rustix::io::Errno::NOBUFS, rustix::io::Errno::NOMEM] {
+            let code = code.raw_os_error();
+            assert_eq!(Answer::of(code, Way::ZeroCopy), Answer::NoMemory);
+            assert_eq!(Answer::of(code, Way::Copy), Answer::Failed);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The requests of one submission, as far as they teach what a send costs.
+
+use std::time::Duration;
+
+use zerosock_sys::zc::Way;
+
+use super::calibration::{self, Class};
+use super::policy::Policy;
+
+#[derive(Default)]
+pub(super) struct Turn {
+    pub(super) number: u64,
+    sends: u32,
+    /// Of those, how many were over, with success, when the submission was.
+    whole: u32,
+    /// None when nothing has been started, or things that differ.
+    alike: Option<(Class, Way)>,
+}
+
+impl Turn {
+    pub(super) fn next(&self) -> Self {
+        Self {
+            number: self.number + 1,
+            ..Self::default()
+        }
+    }
+
+    /// A request has been made.
+    pub(super) fn started(&mut self, one: Option<(Class, Way)>) {
+        if self.sends == 0 {
+            self.alike = one;
+        } else if self.alike != one {
+            self.alike = None;
+        }
+        self.sends += 1;
+    }
+
+    /// A send is over with success, whose last request was made in the turn of this number.
+    pub(super) fn ended(&mut self, number: u64) {
+        self.whole += u32::from(number == self.number);
+    }
+
+    /// What is learnt of a turn that took so long: nothing, unless the kernel has taken everything
+    /// in that time. A request that waits, or is refused, costs next to nothing and sends nothing.
+    /// Nor if the kernel copied what it should not: that is the socket's, not the class's.
+    pub(super) fn teach(&self, took: Duration, policy: &Policy) {
+        if let Some((class, way)) = self.lesson(policy.sends_in_place()) {
+            calibration::learn(class, way, self.sends, took);
+        }
+    }
+
+    fn lesson(&self, in_place: bool) -> Option<(Class, Way)> {
+        let taken = self.sends > 0 && self.whole == self.sends;
+        self.alike
+            .filter(|&(_, way)| taken && (way == Way::Copy || in_place))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerosock_sys::zc::Kind;
+
+    use super::super::Backend;
+    use super::*;
+
+    fn one(way: Way) -> Option<(Class, Way)> {
+        let class = Class::of(Kind::OtherStream, Backend::Uring, false, 5000);
+        Some((class, way))
+    }
+
+    #[test]
+    fn a_turn_teaches_only_when_all_of_it_was_taken() {
+        let mut turn = Turn::default().next();
+        turn.started(one(Way::Copy));
+        turn.started(one(Way::Copy));
+        assert_eq!(turn.lesson(true), None);
+        turn.ended(1);
+        // What an earlier turn began is none of its.
+        turn.ended(0);
+        assert_eq!(turn.lesson(true), None);
+        turn.ended(1);
+        assert_eq!(turn.lesson(true), one(Way::Copy));
+        assert_eq!(turn.lesson(false), one(Way::Copy));
+        assert_eq!(turn.next().lesson(true), None);
+    }
+
+    #[test]
+    fn a_socket_that_copies_all_the_same_teaches_what_copying_costs_alone() {
+        let mut turn = Turn::default().next();
+        turn.started(one(Way::ZeroCopy));
+        turn.ended(1);
+        assert_eq!(turn.lesson(false), None);
+        assert_eq!(turn.lesson(true), one(Way::ZeroCopy));
+    }
+
+    #[test]
+    fn a_turn_of_different_sends_teaches_nothing() {
+        let mut turn = Turn::default().next();
+        turn.started(one(Way::Copy));
+        turn.started(one(Way::ZeroCopy));
+        turn.ended(1);
+        turn.ended(1);
+        assert_eq!(turn.lesson(true), None);
+    }
+}

@@ -304,7 +304,8 @@ impl<B: Stable> AsFd for Calls<B> {
 impl<B: Stable> Drop for Calls<B> {
     fn drop(&mut self) {
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
-        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        let _ = inner.reap();
         if inner.places.owed > 0 {
             orphans::adopt(inner);
         }
@@ -427,6 +428,10 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
         // Not without end: peers can fill the queue too, if errors are asked for.
         let _ = (0..LOOKS).all(|_| self.reap().is_ok_and(|count| count > 0));
         self.places.owed == 0
+    }
+
+    fn free_one(&mut self) -> bool {
+        self.places.drop_one()
     }
 
     fn descriptor(&self) -> (BorrowedFd<'_>, bool) {

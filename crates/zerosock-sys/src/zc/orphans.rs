@@ -3,10 +3,15 @@
 //! They may not be freed: the kernel would send what lies there next, whatever that is. One thread,
 //! which exists only while there are such buffers, waits for the kernel and frees them. If it cannot
 //! be had, they are leaked.
+//!
+//! To free a buffer is to run a program's code. It may panic, which costs that buffer alone, and it
+//! may drop another carrier, which comes here: no lock is held meanwhile.
 
+use std::any::Any;
 use std::mem;
 use std::os::fd::BorrowedFd;
-use std::sync::{Mutex, PoisonError};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -14,8 +19,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// What waits for the kernel.
 pub(super) trait Orphan: Send {
-    /// Takes what the kernel has said, without waiting. Whether it owes nothing more.
+    /// Takes what the kernel has said, without waiting for long. Whether it owes nothing more.
     fn is_done(&mut self) -> bool;
+
+    /// Frees one of its buffers, if it has one. Only when it is done.
+    fn free_one(&mut self) -> bool;
 
     /// A descriptor that tells when there is something, and whether it does so by being readable;
     /// else by an error.
@@ -25,15 +33,29 @@ pub(super) trait Orphan: Send {
 /// Those that are to come to the thread, and whether there is one.
 static WAITING: Mutex<(Vec<Box<dyn Orphan>>, bool)> = Mutex::new((Vec::new(), false));
 
+fn waiting() -> MutexGuard<'static, (Vec<Box<dyn Orphan>>, bool)> {
+    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Those that the thread looks after. If it ends before its time they wait for the next one.
+struct Mine(Vec<Box<dyn Orphan>>);
+
+impl Drop for Mine {
+    fn drop(&mut self) {
+        if !self.0.is_empty() {
+            let mut waiting = waiting();
+            waiting.0.append(&mut self.0);
+            waiting.1 = false;
+        }
+    }
+}
+
 /// The longest that newcomers wait, and that a descriptor is not looked at.
 const TURN: Duration = Duration::from_millis(20);
 
 /// Waits for the kernel in `orphan`'s stead, on another thread.
-pub(super) fn adopt(mut orphan: impl Orphan + 'static) {
-    if orphan.is_done() {
-        return;
-    }
-    let mut waiting = WAITING.lock().unwrap_or_else(PoisonError::into_inner);
+pub(super) fn adopt(orphan: impl Orphan + 'static) {
+    let mut waiting = waiting();
     waiting.0.push(Box::new(orphan));
     if waiting.1 {
         return;
@@ -47,18 +69,29 @@ pub(super) fn adopt(mut orphan: impl Orphan + 'static) {
 }
 
 fn look_after() {
-    let mut mine: Vec<Box<dyn Orphan>> = Vec::new();
+    let mut mine = Mine(Vec::new());
     loop {
         {
-            let mut waiting = WAITING.lock().unwrap_or_else(PoisonError::into_inner);
-            mine.append(&mut waiting.0);
-            mine.retain_mut(|orphan| !orphan.is_done());
-            if mine.is_empty() {
+            let mut waiting = waiting();
+            mine.0.append(&mut waiting.0);
+            if mine.0.is_empty() {
                 waiting.1 = false;
                 return;
             }
         }
+        let mut index = 0;
+        while let Some(orphan) = mine.0.get_mut(index) {
+            if orphan.is_done() {
+                free(mine.0.swap_remove(index));
+            } else {
+                index += 1;
+            }
+        }
+        if mine.0.is_empty() {
+            continue;
+        }
         let mut descriptors: Vec<_> = mine
+            .0
             .iter()
             .map(|orphan| match orphan.descriptor() {
                 (fd, true) => PollFd::from_borrowed_fd(fd, PollFlags::IN),
@@ -72,4 +105,15 @@ fn look_after() {
             thread::sleep(Duration::from_millis(1));
         }
     }
+}
+
+/// One buffer at a time: two panics at once would end the process.
+fn free(mut orphan: Box<dyn Orphan>) {
+    // What is thrown may throw, too, when it is dropped.
+    let keep = |thrown: Box<dyn Any + Send>| mem::forget(thrown);
+    while catch_unwind(AssertUnwindSafe(|| orphan.free_one()))
+        .map_err(keep)
+        .unwrap_or(true)
+    {}
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(orphan))).map_err(keep);
 }

@@ -105,6 +105,17 @@ impl<B> Places<B> {
         Some(buffer)
     }
 
+    /// Drops one of the buffers, if there is one, whatever is owed for it.
+    pub(super) fn drop_one(&mut self) -> bool {
+        let mut buffers = self.places.iter_mut().map(|place| &mut place.buffer);
+        buffers.find_map(Option::take).is_some()
+    }
+
+    /// Whether a result is to come.
+    pub(super) fn has_requests(&self) -> bool {
+        self.places.iter().any(|place| place.results > 0)
+    }
+
     /// A request has been made of it, that owes a result.
     pub(super) fn begun(&mut self, key: Key) {
         if let Some(place) = self.places.get_mut(key.index()) {

@@ -31,6 +31,8 @@ const NOBODY: u64 = u64::MAX;
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 /// How many arenas a ring registers at most; blocks of more are sent like other memory.
 const ARENAS: u32 = 64;
+/// The longest that the thread of orphans waits for one ring.
+const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
 pub const LONGEST: usize = 0x7fff_f000;
 
@@ -48,8 +50,20 @@ struct Inner<B> {
     arenas: Vec<Registered>,
     /// Entries of the submission queue that the kernel has not been told of.
     queued: usize,
+    /// Of a ring that was dropped: what is left to be ended.
+    ending: Ending,
     /// System calls for sending and waiting.
     calls: u64,
+}
+
+/// What was not done yet of a ring that is to go.
+#[derive(Copy, Clone, Eq, PartialEq)]
+enum Ending {
+    /// Requests that the kernel has are to be cancelled.
+    Requests,
+    /// They have been; the ring has the socket open.
+    Socket,
+    Nothing,
 }
 
 struct Registered {
@@ -75,6 +89,7 @@ impl<B: Stable> Ring<B> {
                     places: Places::new(capacity),
                     arenas: Vec::new(),
                     queued: 0,
+                    ending: Ending::Requests,
                     calls: 0,
                 }),
             }),
@@ -291,14 +306,14 @@ impl<B: Stable> Drop for Ring<B> {
     fn drop(&mut self) {
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
         let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        if inner.places.owed == 0 {
-            return;
-        }
         // What was accepted is the kernel's if it takes it now, and ends if it does not.
         let _ = inner.submit();
-        let _ = inner.cancel();
+        while inner.event().is_some() {}
+        if inner.places.owed > 0 {
+            return orphans::adopt(inner);
+        }
+        // Else the socket stays open until the kernel has taken the ring apart, which is later.
         let _ = inner.ring.submitter().unregister_files();
-        orphans::adopt(inner);
     }
 }
 
@@ -369,10 +384,30 @@ impl<B: Stable> Inner<B> {
     }
 
     fn cancel(&mut self) -> io::Result<()> {
+        self.cancel_within(None)
+    }
+
+    fn cancel_within(&self, time: Option<Duration>) -> io::Result<()> {
         let all = types::CancelBuilder::any();
-        match self.ring.submitter().register_sync_cancel(None, all) {
+        let time = time.map(types::Timespec::from);
+        match self.ring.submitter().register_sync_cancel(time, all) {
             Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(error),
             _ => Ok(()),
+        }
+    }
+
+    /// Goes on with the end of a ring that was dropped. The socket is let go when only
+    /// notifications are to come: its peer is told of the end, and older kernels wait for requests
+    /// before they let it go.
+    fn end(&mut self) {
+        if self.ending == Ending::Requests && self.cancel_within(Some(MOMENT)).is_ok() {
+            self.ending = Ending::Socket;
+        }
+        while self.event().is_some() {}
+        let ended = self.ending == Ending::Socket || self.places.owed == 0;
+        if ended && self.ending != Ending::Nothing && !self.places.has_requests() {
+            let _ = self.ring.submitter().unregister_files();
+            self.ending = Ending::Nothing;
         }
     }
 
@@ -388,7 +423,13 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
             let _ = self.enter(0, Some(Duration::ZERO));
         }
         while self.event().is_some() {}
+        self.end();
+        while self.event().is_some() {}
         self.places.owed == 0
+    }
+
+    fn free_one(&mut self) -> bool {
+        self.places.drop_one()
     }
 
     fn descriptor(&self) -> (BorrowedFd<'_>, bool) {

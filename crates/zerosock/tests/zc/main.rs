@@ -12,6 +12,7 @@ mod leases;
 mod loops;
 mod model;
 mod network;
+mod orphans;
 #[path = "../common/pump.rs"]
 #[allow(dead_code, reason = "other tests stop a host early")]
 mod pump;

@@ -67,7 +67,7 @@ impl<B: Stable> Flights<B> {
     }
 
     /// A request was answered with an error.
-    fn refused(&mut self, key: Key, code: i32) {
+    pub(super) fn refused(&mut self, key: Key, code: i32) {
         let waits = self.carrier.owed() > 0;
         let broken = self.broken;
         let Some(flight) = self.flights.get_mut(key.index()) else {
@@ -104,7 +104,7 @@ impl<B: Stable> Flights<B> {
     }
 
     /// To be asked again, in its turn: results come in any order, the stream goes on in one.
-    fn ask_again(&mut self, key: Key) {
+    pub(super) fn ask_again(&mut self, key: Key) {
         let ordinal = |key: &Key| {
             let flight = self.flights.get(key.index());
             flight.map_or(u64::MAX, |flight| flight.ordinal)

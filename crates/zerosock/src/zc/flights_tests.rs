@@ -27,15 +27,60 @@ fn nothing_follows_what_one_request_does_not_take() {
     assert!(is_followed(&piece, false));
 }
 
-#[test]
-fn memory_is_not_waited_for_when_nothing_is_owed() {
+/// Of datagrams, over calls that copy.
+fn flights() -> Flights<Vec<u8>> {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     let address = socket.local_addr().expect("an address");
     socket.connect(address).expect("loopback");
-    let opened = Carrier::<Vec<u8>>::open(socket.into(), 4, Some(Backend::Copy));
+    let opened = Carrier::open(socket.into(), 8, Some(Backend::Copy));
     let (carrier, kind) = opened.expect("a carrier");
     let policy = Policy::new(kind, Backend::Copy, Threshold::Measured);
-    let mut flights = Flights::new(carrier, false, 4, Slots::new([0]), policy);
+    Flights::new(carrier, false, 8, Slots::new([0]), policy)
+}
+
+#[test]
+fn what_is_asked_again_goes_in_the_order_of_acceptance() {
+    let mut flights = flights();
+    // Places are used again: their order is not that of the sends.
+    for _ in 0..3 {
+        assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+    }
+    flights.submit().expect("the kernel answers");
+    for _ in 0..5 {
+        assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+    }
+    let accepted: Vec<Key> = flights.queue.drain(..).collect();
+    for answered in [4, 0, 2, 1, 3] {
+        flights.ask_again(accepted[answered]);
+    }
+    assert_eq!(Vec::from(flights.again.clone()), accepted);
+}
+
+/// What another thread submitted is cancelled in its time, after the call that cancels.
+#[test]
+fn a_cancellation_that_comes_late_is_one() {
+    for code in [CANCELLED, rustix::io::Errno::AGAIN.raw_os_error()] {
+        let mut flights = flights();
+        assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+        let key = flights.queue.pop_front().expect("it was accepted");
+        flights.flights[key.index()].started = true;
+        flights.open = 1;
+        flights.cancel().expect("the kernel answers");
+        flights.open = 0;
+        flights.refused(key, code);
+        let failed = flights.take().expect("it is over").outcome;
+        let error = failed.expect_err("it was cancelled").error;
+        assert_eq!(error.raw_os_error(), Some(CANCELLED));
+        // The next is none of it.
+        assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+        flights.submit().expect("the kernel answers");
+        assert!(flights.take().expect("it is over").outcome.is_ok());
+    }
+}
+
+#[test]
+fn memory_is_not_waited_for_when_nothing_is_owed() {
+    let mut flights = flights();
     flights.starved = true;
     assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
     flights.submit().expect("the kernel answers");

@@ -195,7 +195,7 @@ fn until_asleep(thread: i32) {
 }
 
 #[test]
-fn who_waits_is_told_of_a_cancellation_and_of_a_flush() {
+fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender: Sender<Vec<u8>> = Sender::builder()
@@ -208,6 +208,19 @@ fn who_waits_is_told_of_a_cancellation_and_of_a_flush() {
         let sent = sender.send(Outgoing::new(vec![2; 64 << 20]).copying(Copying::Always));
         sent.map_err(|refused| refused.why).expect("a place");
         let (tell, told) = mpsc::channel();
+        let (own, news) = (sender.clone(), tell.clone());
+        thread::spawn(move || {
+            own.wait(None).expect("the kernel answers");
+            // SAFETY: gettid(2) cannot fail and touches no memory.
+            news.send(unsafe { libc::gettid() }).expect("the test");
+            while own.notification().is_none() {
+                own.wait(None).expect("the kernel answers");
+            }
+            news.send(1).expect("the test");
+        });
+        until_asleep(told.recv_timeout(PATIENCE).expect("a thread"));
+        sender.flush(0..1).expect("a slot");
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(1), "{backend:?}: a flush");
         // One waits for the kernel, the other for him.
         for _ in 0..2 {
             let (own, tell) = (sender.clone(), tell.clone());

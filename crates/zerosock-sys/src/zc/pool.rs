@@ -1,5 +1,6 @@
 //! Memory to send from, that a ring can register once instead of pinning it with every send.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -40,6 +41,7 @@ impl Arena {
         let len = wanted
             .checked_next_multiple_of(HUGE)
             .ok_or(io::ErrorKind::OutOfMemory)?;
+        let blocks = u32::try_from(blocks).map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let map = |flags| {
             // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no
@@ -47,7 +49,12 @@ impl Arena {
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }
         };
         let (base, huge) = match map(MapFlags::PRIVATE | MapFlags::HUGETLB) {
-            Ok(base) => (base, true),
+            Ok(base) if populate(base, len) => (base, true),
+            Ok(base) => {
+                // SAFETY: the mapping made above, which nobody else knows of.
+                let _ = unsafe { munmap(base, len) };
+                (map(MapFlags::PRIVATE)?, false)
+            }
             Err(_) => (map(MapFlags::PRIVATE)?, false),
         };
         if !huge {
@@ -55,7 +62,6 @@ impl Arena {
             // not its contents; that it is refused is no loss.
             let _ = unsafe { madvise(base, len, Advice::LinuxHugepage) };
         }
-        let blocks = u32::try_from(blocks).map_err(|_| io::ErrorKind::InvalidInput)?;
         Ok(Self {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             base: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
@@ -83,6 +89,13 @@ impl Arena {
     }
 }
 
+/// Has the kernel give all pages of a new mapping: a reserved huge page can still be denied, by a
+/// limit of the control group or of a node of memory, and to touch it then is to die of SIGBUS.
+fn populate(base: *mut c_void, len: usize) -> bool {
+    // SAFETY: the caller's own mapping, just made; the kernel writes into its pages what is there.
+    unsafe { madvise(base, len, Advice::LinuxPopulateWrite) }.is_ok()
+}
+
 impl Drop for Arena {
     fn drop(&mut self) {
         // SAFETY: the mapping that `map` made, unmapped once. No block is out: each has a handle.
@@ -98,7 +111,7 @@ impl fmt::Debug for Arena {
 
 /// Blocks of memory, all of one length, to be filled and sent.
 ///
-/// Where the machine has huge pages set aside, it lies in those; else the kernel is asked for
+/// Where the machine has huge pages set aside and gives them (Linux 5.14), it lies in those; else the kernel is asked for
 /// transparent ones. A sender over io_uring registers it when it first sends from it: from then
 /// on no send pins pages, and none counts against the limit of locked memory (`RLIMIT_MEMLOCK`)
 /// but the registration. A handle is cheap to clone; the memory is there for as long as a handle,

@@ -55,7 +55,8 @@ impl From<&[u8]> for Piece {
 /// # Safety
 /// The pieces are the same at every call, and readable memory for as long as the value exists,
 /// wherever it is moved. Nobody can write there meanwhile through safe code, except others who
-/// share the memory as guests and peers do; that the kernel's copy tolerates.
+/// share the memory as guests and peers do, and whoever writes a file that is mapped; that the
+/// kernel's copy tolerates.
 pub unsafe trait Stable: Send + 'static {
     /// Shows its pieces in order.
     fn pieces(&self, each: &mut impl FnMut(Piece));

@@ -31,6 +31,8 @@ const NOBODY: u64 = u64::MAX;
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 /// How many arenas a ring registers at most; blocks of more are sent like other memory.
 const ARENAS: u32 = 64;
+/// Sends after which an arena that could not be registered is tried again.
+const PAUSE: u32 = 1024;
 /// The longest that the thread of orphans waits for one ring.
 const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
@@ -47,7 +49,7 @@ struct Inner<B> {
     ring: IoUring,
     socket: OwnedFd,
     places: Places<B>,
-    arenas: Vec<Registered>,
+    arenas: Arenas,
     /// Entries of the submission queue that the kernel has not been told of.
     queued: usize,
     /// Of a ring that was dropped: what is left to be ended.
@@ -66,10 +68,18 @@ enum Ending {
     Nothing,
 }
 
+/// The arenas that the ring has registered, in the places that they have among its buffers.
+#[derive(Default)]
+struct Arenas {
+    registered: Vec<Registered>,
+    /// The ring has room for them.
+    has_table: bool,
+    /// So many sends are not to try to register anything: it failed, and it is not cheap.
+    pause: u32,
+}
+
 struct Registered {
     id: u64,
-    /// Its place among the ring's buffers; none if it could not be registered.
-    index: Option<u16>,
     /// The memory lives at least as long as the ring that has it registered.
     _arena: Arc<Arena>,
 }
@@ -87,7 +97,7 @@ impl<B: Stable> Ring<B> {
                     ring,
                     socket,
                     places: Places::new(capacity),
-                    arenas: Vec::new(),
+                    arenas: Arenas::default(),
                     queued: 0,
                     ending: Ending::Requests,
                     calls: 0,
@@ -153,7 +163,7 @@ impl<B: Stable> Ring<B> {
                     Way::ZeroCopy => {
                         let index = buffer
                             .arena()
-                            .and_then(|arena| registered(&mut inner.arenas, &inner.ring, arena));
+                            .and_then(|arena| inner.arenas.number(&inner.ring, arena));
                         opcode::SendZc::new(SOCKET, piece.address, len)
                             .buf_index(index)
                             .dest_addr(address)
@@ -229,7 +239,7 @@ impl<B: Stable> Ring<B> {
     /// What io_uring_enter(2) answers.
     pub fn reap(&mut self) -> io::Result<()> {
         let inner = &mut *self.inner;
-        if inner.ring.completion().is_empty() && inner.ring.submission().taskrun() {
+        if inner.ring.completion().is_empty() && inner.has_more() {
             inner.enter(0, Some(Duration::ZERO))?;
         }
         Ok(())
@@ -290,8 +300,7 @@ impl<B: Stable> Ring<B> {
     /// How many arenas of pools the ring has registered.
     #[must_use]
     pub fn registered(&self) -> usize {
-        let arenas = self.inner.arenas.iter();
-        arenas.filter(|arena| arena.index.is_some()).count()
+        self.inner.arenas.registered.len()
     }
 }
 
@@ -328,6 +337,12 @@ impl<B: Stable> Inner<B> {
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
         }
+    }
+
+    /// Whether the kernel has something to post: what is done, or found no room in the queue.
+    fn has_more(&mut self) -> bool {
+        let flags = self.ring.submission();
+        flags.taskrun() || flags.cq_overflow()
     }
 
     fn submit(&mut self) -> io::Result<()> {
@@ -419,7 +434,7 @@ impl<B: Stable> Inner<B> {
 
 impl<B: Stable> orphans::Orphan for Inner<B> {
     fn is_done(&mut self) -> bool {
-        if self.ring.submission().taskrun() {
+        if self.has_more() {
             let _ = self.enter(0, Some(Duration::ZERO));
         }
         while self.event().is_some() {}
@@ -437,37 +452,49 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
     }
 }
 
-/// Under which number the ring has an arena registered; the first block of it registers it.
-fn registered(known: &mut Vec<Registered>, ring: &IoUring, arena: &Arc<Arena>) -> Option<u16> {
-    if let Some(found) = known.iter().find(|known| known.id == arena.id()) {
-        return found.index;
+impl Arenas {
+    /// Under which number the ring has an arena registered; the first block of it registers it. If
+    /// that fails, mostly for want of memory that may be locked, a later one does.
+    fn number(&mut self, ring: &IoUring, arena: &Arc<Arena>) -> Option<u16> {
+        let mut known = self.registered.iter();
+        if let Some(found) = known.position(|known| known.id == arena.id()) {
+            return Some(found as u16);
+        }
+        let index = self.registered.len() as u32;
+        if index >= ARENAS || self.pause > 0 {
+            self.pause = self.pause.saturating_sub(1);
+            return None;
+        }
+        let submitter = ring.submitter();
+        self.has_table = self.has_table || submitter.register_buffers_sparse(ARENAS).is_ok();
+        // SAFETY: the arena's mapping is valid; it is kept, below, for as long as the ring is.
+        let done = self.has_table
+            && unsafe {
+                submitter
+                    .register_buffers_update(index, &[arena.vector()], None)
+                    .is_ok()
+            };
+        if !done {
+            self.pause = PAUSE;
+            return None;
+        }
+        self.registered.push(Registered {
+            id: arena.id(),
+            _arena: Arc::clone(arena),
+        });
+        Some(index as u16)
     }
-    let index = known.len() as u32;
-    if index >= ARENAS {
-        return None;
-    }
-    let submitter = ring.submitter();
-    let ready = index > 0 || submitter.register_buffers_sparse(ARENAS).is_ok();
-    // SAFETY: the arena's mapping is valid; it is kept, below, for as long as the ring is.
-    let done = ready
-        && unsafe {
-            submitter
-                .register_buffers_update(index, &[arena.vector()], None)
-                .is_ok()
-        };
-    let index = done.then_some(index as u16);
-    known.push(Registered {
-        id: arena.id(),
-        index,
-        _arena: Arc::clone(arena),
-    });
-    index
 }
 
 /// Whether the kernel has zero-copy sends that report whether they copied, and lets us use them.
 pub(super) fn supported() -> bool {
     static SUPPORTED: OnceLock<bool> = OnceLock::new();
-    *SUPPORTED.get_or_init(|| try_out().unwrap_or(false))
+    if let Some(&known) = SUPPORTED.get() {
+        return known;
+    }
+    // An error is no answer to keep: descriptors or memory can be short, and a filter one thread's.
+    let answer = try_out().ok();
+    answer.is_some_and(|answer| *SUPPORTED.get_or_init(|| answer))
 }
 
 fn try_out() -> io::Result<bool> {
@@ -482,6 +509,9 @@ fn try_out() -> io::Result<bool> {
     // SAFETY: the request names no memory, and no socket.
     unsafe { ring.submission().push(&entry.build()) }.map_err(io::Error::other)?;
     ring.submit_and_wait(1)?;
-    let answer = ring.completion().next().map(|entry| -entry.result());
-    Ok(answer == Some(libc::EBADF))
+    match ring.completion().next().map(|entry| -entry.result()) {
+        Some(libc::EBADF) => Ok(true),
+        Some(libc::EINVAL) => Ok(false),
+        _ => Err(io::ErrorKind::Other.into()),
+    }
 }

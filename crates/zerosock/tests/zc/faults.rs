@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const CHILD: &str = "ZEROSOCK_TEST_CHILD";
 
 /// On a thread of its own, from which io_uring is forbidden as container runtimes do it.
-fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {
+pub(crate) fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {
     let filter: BpfProgram = SeccompFilter::new(
         BTreeMap::from([
             (libc::SYS_io_uring_setup, vec![]),
@@ -74,15 +74,19 @@ fn without_io_uring_the_error_queue_carries() {
 }
 
 /// Gives up the capability that lifts the limit of locked memory, and sets it, for this thread and
-/// this process. Only in a process that does nothing else.
-fn limit_locked_memory(bytes: u64) {
+/// this process. Only in a process that does nothing else. What the limit may be raised to.
+pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
     const CAP_IPC_LOCK: u32 = 14;
-    let limit = libc::rlimit {
-        rlim_cur: bytes,
-        rlim_max: bytes,
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
     };
-    // SAFETY: a complete `rlimit` that outlives the call.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit) }, 0);
+    // SAFETY: a complete `rlimit` that outlives the calls.
+    unsafe {
+        assert_eq!(libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit), 0);
+        limit.rlim_cur = bytes;
+        assert_eq!(libc::setrlimit(libc::RLIMIT_MEMLOCK, &limit), 0);
+    }
     #[repr(C)]
     struct Header {
         version: u32,
@@ -101,12 +105,13 @@ fn limit_locked_memory(bytes: u64) {
         }
         assert_eq!(libc::syscall(libc::SYS_capset, &mut header, &sets), 0);
     }
+    limit.rlim_max
 }
 
 /// What `a_limit_of_locked_memory_stalls_nothing` does in a process of its own.
 fn send_with_little_locked_memory() {
     let ran = with_sink("a_limit_of_locked_memory", || {
-        limit_locked_memory(64 << 10);
+        let _ = limit_locked_memory(64 << 10);
         for backend in [Backend::Uring, Backend::ErrorQueue] {
             let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
             socket.connect(SINK[0]).expect("a route");

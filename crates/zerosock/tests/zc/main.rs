@@ -2,6 +2,7 @@
 //! loopback where nothing depends on the device.
 
 mod bad_input;
+mod denied;
 mod faults;
 mod files;
 mod kinds;

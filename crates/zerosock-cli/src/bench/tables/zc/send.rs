@@ -25,7 +25,7 @@ const METHOD: &str = "One thread on a core of its own sends 64 buffers in turn, 
     other core, which copies on receiving. `bare` is a loop written for this table that does nothing \
     but submit prepared requests and read completions: the limit. `flush`: every send closes its \
     slot's notifier and is told of by one notification; else there is one at the end. `registered`: \
-    the buffers are blocks of a pool. The interval is that of the mean of the rounds' ratios, 95 %.";
+    the buffers are blocks of a pool. What counts is sends that are over, not requests. The interval is that of the mean of the rounds' ratios, 95 %.";
 
 /// Who takes part.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

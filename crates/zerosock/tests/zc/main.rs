@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod denied;
+mod ends;
 mod faults;
 mod files;
 mod kinds;

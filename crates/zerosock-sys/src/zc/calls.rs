@@ -266,12 +266,6 @@ impl<B: Stable> Calls<B> {
         self.inner.places.take(key)
     }
 
-    /// The buffer, to look at.
-    #[must_use]
-    pub fn peek(&self, key: Key) -> Option<&B> {
-        self.inner.places.get(key)?.buffer.as_ref()
-    }
-
     /// Nothing: the kernel has no request that is not done.
     ///
     /// # Errors

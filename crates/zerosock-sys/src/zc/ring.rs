@@ -271,12 +271,6 @@ impl<B: Stable> Ring<B> {
         self.inner.places.take(key)
     }
 
-    /// The buffer, to look at.
-    #[must_use]
-    pub fn peek(&self, key: Key) -> Option<&B> {
-        self.inner.places.get(key)?.buffer.as_ref()
-    }
-
     /// Ends what the kernel has not done yet; each request says so by its result.
     ///
     /// # Errors

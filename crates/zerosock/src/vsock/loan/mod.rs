@@ -436,6 +436,22 @@ impl<'a> Loan<'a> {
     }
 }
 
+/// Appends one slice after the other until one does not fit.
+pub(super) fn append_each(
+    slices: &[IoSlice<'_>],
+    mut append: impl FnMut(&[u8]) -> io::Result<usize>,
+) -> io::Result<usize> {
+    let mut done = 0;
+    for slice in slices {
+        let written = append(slice)?;
+        done += written;
+        if written < slice.len() {
+            break;
+        }
+    }
+    Ok(done)
+}
+
 impl Write for Loan<'_> {
     /// Appends; 0 when it is full.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -444,15 +460,7 @@ impl Write for Loan<'_> {
 
     /// Appends all that fits, from one slice after the other.
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let mut done = 0;
-        for slice in slices {
-            let written = self.write(slice)?;
-            done += written;
-            if written < slice.len() {
-                break;
-            }
-        }
-        Ok(done)
+        append_each(slices, |slice| self.write(slice))
     }
 
     /// Nothing to do: a loan is sent by [`Loan::send`].

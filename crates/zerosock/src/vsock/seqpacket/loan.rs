@@ -11,7 +11,7 @@ use crate::vsock::engine::{Engine, LoanParts, LoanedPart, SendFault};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
 use crate::vsock::leases::NONE;
-use crate::vsock::loan::{Buffer, Filling};
+use crate::vsock::loan::{Buffer, Filling, append_each};
 
 /// The right to write one message where the peer will read it: into as many of its buffers as it
 /// takes. It is sent with [`send`](Self::send), as a whole; dropped, it goes back unsent. The peer
@@ -330,15 +330,7 @@ impl Write for MessageLoan<'_> {
 
     /// Appends all that fits, from one slice after the other.
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let mut done = 0;
-        for slice in slices {
-            let written = self.write(slice)?;
-            done += written;
-            if written < slice.len() {
-                break;
-            }
-        }
-        Ok(done)
+        append_each(slices, |slice| self.write(slice))
     }
 
     /// Nothing to do: a message is sent by [`MessageLoan::send`].

@@ -3,34 +3,25 @@
 //! A request is made at once when it is started. The kernel numbers the zero-copy sends of a socket
 //! (`numbers`) and names the numbers in its error queue (`error_queue`). The socket's numbers are
 //! ours alone: whoever sends with MSG_ZEROCOPY on a duplicate of it confuses them.
-//!
-//! A datagram may fail after it was given its number: when a filter forbids it (EPERM), a queue is
-//! full (ENOBUFS, if IP_RECVERR is set) or its device goes down. Then the number is used, and the
-//! buffer is the kernel's until it is named, which may be later than the error if a part of the
-//! datagram is on its way already. Other failures take no number. Which it was is not said, so that
-//! it is asked: another send, that is certain to fail after it was given a number (`probe`), is
-//! named at once, and what is missing in front of it was the failed one's. As long as there is no
-//! answer, the failed one's buffer stays and everything else is copied.
+//! What a send that failed may have taken of them is found out in `doubt`.
 
 use std::collections::VecDeque;
 use std::io;
-use std::mem::{self, ManuallyDrop};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use super::error_queue::{BATCH, ErrorQueue};
+use super::doubt::Doubt;
+use super::error_queue::ErrorQueue;
 use super::numbers::Numbers;
 use super::places::{Places, Rest, header};
-use super::{Address, Event, Key, Kind, NotStarted, Order, Piece, Stable, Way, kind, orphans};
+use super::{Address, Event, Key, Kind, NotStarted, Order, Stable, Way, kind, orphans};
 
-/// The longest datagram, and more: what is longer fails before anything is done about it.
-const DATAGRAM: usize = 0xffff;
 /// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
-const LOOKS: usize = 64;
+pub(super) const LOOKS: usize = 64;
 /// How often a number in doubt is asked after.
 const DOUBT: Duration = Duration::from_millis(10);
 
@@ -40,34 +31,26 @@ pub struct Calls<B: Stable> {
     inner: ManuallyDrop<Inner<B>>,
 }
 
-struct Inner<B> {
-    socket: OwnedFd,
+pub(super) struct Inner<B> {
+    pub(super) socket: OwnedFd,
     zero_copy: bool,
-    places: Places<B>,
-    events: VecDeque<Event>,
-    numbers: Numbers,
+    pub(super) places: Places<B>,
+    pub(super) events: VecDeque<Event>,
+    pub(super) numbers: Numbers,
     /// A send that failed and may have taken a number.
-    doubt: Option<Doubt>,
+    pub(super) doubt: Option<Doubt>,
     /// Sends of UDP: those can fail late.
     datagrams: bool,
-    is_v6: bool,
+    pub(super) is_v6: bool,
     /// The last datagram is to be continued (MSG_MORE).
-    corked: bool,
+    pub(super) corked: bool,
     /// What the socket's error was when a wait found one; the next request has it as its result.
     error: Option<io::Error>,
     /// The last request was answered with WouldBlock.
     full: bool,
     queue: Box<ErrorQueue>,
     /// System calls for sending, asking and waiting.
-    calls: u64,
-}
-
-struct Doubt {
-    key: Key,
-    /// What it was answered.
-    code: i32,
-    /// The number that it took, if it took one.
-    number: u32,
+    pub(super) calls: u64,
 }
 
 impl<B: Stable> Calls<B> {
@@ -320,7 +303,7 @@ impl<B: Stable> Inner<B> {
         Ok(count)
     }
 
-    fn look(&mut self) -> io::Result<usize> {
+    pub(super) fn look(&mut self) -> io::Result<usize> {
         self.calls += 1;
         let count = self.queue.receive(self.socket.as_fd())?;
         for (lo, hi, copied) in (0..count).filter_map(|index| self.queue.range(index)) {
@@ -332,88 +315,6 @@ impl<B: Stable> Inner<B> {
             self.zero_copy &= in_step;
         }
         Ok(count)
-    }
-
-    /// Looks until there is nothing to be seen, within reason. Whether there is nothing.
-    fn look_at_all(&mut self) -> bool {
-        (0..LOOKS).any(|_| self.look().is_ok_and(|count| count < BATCH))
-    }
-
-    /// Whether a datagram of `total` bytes can have a number although it was answered with an error.
-    fn may_have_number(&self, code: i32, total: usize) -> bool {
-        match code {
-            // The kernel's memory for notifications, or the limit of locked memory. A queue that
-            // is full is only told of if errors are asked for.
-            libc::ENOBUFS => self.hears_of_drops(),
-            // The socket's own buffer.
-            libc::EAGAIN => false,
-            _ => total <= DATAGRAM,
-        }
-    }
-
-    /// Finds out whether the send in doubt has a number, if that can be had now.
-    fn settle(&mut self) {
-        let Some(doubt) = self.doubt.take() else {
-            return;
-        };
-        let mut complete = self.look_at_all();
-        let mut answer = None;
-        if complete && !self.corked && self.numbers.next() == doubt.number {
-            answer = match sockopt_is_set(self.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
-                // What the user gathers must not get any more; and errors end it before numbers.
-                true => Some(doubt.code),
-                false => self.probe(doubt.key),
-            };
-            complete = self.look_at_all();
-        }
-        // It fails where the other did, before there are numbers. Of memory that can be chance, as
-        // long as other sends use some.
-        let of_memory = matches!(doubt.code, libc::ENOBUFS | libc::ENOMEM);
-        let failed_early = answer == Some(doubt.code) && (!of_memory || self.numbers.is_empty());
-        if !complete || (self.numbers.next() == doubt.number && !failed_early) {
-            self.doubt = Some(doubt);
-            return;
-        }
-        for _ in 0..self.numbers.claim(doubt.number, doubt.key) {
-            self.places.owes(doubt.key);
-        }
-        let place = self.places.get(doubt.key);
-        if place.is_some_and(|place| place.results == 0) {
-            let (key, copied) = (doubt.key, false);
-            self.events.push_back(Event::Noted { key, copied });
-        }
-        self.places.noted(doubt.key);
-    }
-
-    /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
-    fn probe(&mut self, key: Key) -> Option<i32> {
-        let place = self.places.get(key);
-        self.calls += 1;
-        let first = probe(
-            self.socket.as_fd(),
-            place.and_then(|place| place.address.as_ref()),
-        );
-        if matches!(
-            first,
-            None | Some(libc::EINVAL | libc::EAGAIN | libc::ENOBUFS)
-        ) {
-            return first;
-        }
-        // There may be no way to there any more.
-        self.calls += 1;
-        let home: IpAddr = match self.is_v6 {
-            true => Ipv6Addr::LOCALHOST.into(),
-            false => Ipv4Addr::LOCALHOST.into(),
-        };
-        let home = Address::new(&SocketAddr::new(home, 9));
-        probe(self.socket.as_fd(), home.as_ref());
-        first
-    }
-
-    /// Whether a send is told that a queue was full.
-    fn hears_of_drops(&self) -> bool {
-        let is_set = |level, option| sockopt_is_set(self.socket.as_fd(), level, option);
-        is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
     }
 }
 
@@ -458,52 +359,4 @@ pub(super) fn send(
             return Err(error);
         }
     }
-}
-
-/// A datagram that is to be cut into more segments than the kernel ever makes of one (UDP_SEGMENT,
-/// Linux 4.18): it is refused (EINVAL) when it is complete, and with it goes the number that it was
-/// given. Nothing is sent. What was answered; none if it was taken after all.
-fn probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
-    static BYTES: [u8; 1 << 14] = [0; 1 << 14];
-    #[repr(C)]
-    struct Control {
-        header: libc::cmsghdr,
-        segment: u16,
-        _rest: [u16; 3],
-    }
-    // SAFETY: all zeros is a valid `cmsghdr`, and so is the rest.
-    let mut control: Control = unsafe { mem::zeroed() };
-    control.header.cmsg_len = (mem::size_of::<libc::cmsghdr>() + 2) as _;
-    control.header.cmsg_level = libc::SOL_UDP;
-    control.header.cmsg_type = libc::UDP_SEGMENT;
-    control.segment = 1;
-    let pieces = [Piece::from(&BYTES[..]).vector()];
-    let mut header = header(&pieces, address);
-    header.msg_control = (&raw mut control).cast();
-    header.msg_controllen = mem::size_of::<Control>() as _;
-    let flags = libc::MSG_ZEROCOPY | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: the header refers to the pieces, the address and the control data, which outlive the
-    // call; the piece to bytes that are never freed or written.
-    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &header, flags) };
-    match sent {
-        0.. => None,
-        _ => io::Error::last_os_error().raw_os_error(),
-    }
-}
-
-/// Whether an option whose value is an int is set.
-fn sockopt_is_set(socket: BorrowedFd<'_>, level: libc::c_int, option: libc::c_int) -> bool {
-    let mut value: libc::c_int = 0;
-    let mut len = mem::size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the value is an int, whose length is given; both outlive the call.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            level,
-            option,
-            (&raw mut value).cast(),
-            &mut len,
-        )
-    };
-    result == 0 && value != 0
 }

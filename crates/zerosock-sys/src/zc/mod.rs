@@ -14,9 +14,11 @@
 //! Which sends are made, in which order and again after which errors is not decided here.
 
 mod address;
+mod arenas;
 pub mod bare;
 mod buffers;
 mod calls;
+mod doubt;
 mod error_queue;
 mod file;
 mod numbers;

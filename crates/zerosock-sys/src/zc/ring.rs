@@ -12,13 +12,13 @@
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 
+use super::arenas::Arenas;
 use super::places::{Message, Places, Rest};
-use super::pool::Arena;
 use super::{Address, Event, Key, NotStarted, Order, Stable, Way, orphans};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2).
@@ -29,10 +29,6 @@ pub(super) const COPIED: u32 = 1 << 31;
 const NOBODY: u64 = u64::MAX;
 /// The socket's place among the ring's files.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
-/// How many arenas a ring registers at most; blocks of more are sent like other memory.
-const ARENAS: u32 = 64;
-/// Sends after which an arena that could not be registered is tried again.
-const PAUSE: u32 = 1024;
 /// The longest that the thread of orphans waits for one ring.
 const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
@@ -66,22 +62,6 @@ enum Ending {
     /// They have been; the ring has the socket open.
     Socket,
     Nothing,
-}
-
-/// The arenas that the ring has registered, in the places that they have among its buffers.
-#[derive(Default)]
-struct Arenas {
-    registered: Vec<Registered>,
-    /// The ring has room for them.
-    has_table: bool,
-    /// So many sends are not to try to register anything: it failed, and it is not cheap.
-    pause: u32,
-}
-
-struct Registered {
-    id: u64,
-    /// The memory lives at least as long as the ring that has it registered.
-    _arena: Arc<Arena>,
 }
 
 impl<B: Stable> Ring<B> {
@@ -443,40 +423,6 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
 
     fn descriptor(&self) -> (BorrowedFd<'_>, bool) {
         (self.as_fd(), true)
-    }
-}
-
-impl Arenas {
-    /// Under which number the ring has an arena registered; the first block of it registers it. If
-    /// that fails, mostly for want of memory that may be locked, a later one does.
-    fn number(&mut self, ring: &IoUring, arena: &Arc<Arena>) -> Option<u16> {
-        let mut known = self.registered.iter();
-        if let Some(found) = known.position(|known| known.id == arena.id()) {
-            return Some(found as u16);
-        }
-        let index = self.registered.len() as u32;
-        if index >= ARENAS || self.pause > 0 {
-            self.pause = self.pause.saturating_sub(1);
-            return None;
-        }
-        let submitter = ring.submitter();
-        self.has_table = self.has_table || submitter.register_buffers_sparse(ARENAS).is_ok();
-        // SAFETY: the arena's mapping is valid; it is kept, below, for as long as the ring is.
-        let done = self.has_table
-            && unsafe {
-                submitter
-                    .register_buffers_update(index, &[arena.vector()], None)
-                    .is_ok()
-            };
-        if !done {
-            self.pause = PAUSE;
-            return None;
-        }
-        self.registered.push(Registered {
-            id: arena.id(),
-            _arena: Arc::clone(arena),
-        });
-        Some(index as u16)
     }
 }
 

@@ -1,15 +1,21 @@
 //! What a send costs with and without a copy: measured once for each class, for the whole process.
 //!
 //! A class is a kind of socket, the back-end, memory that is registered or not, and a length to
-//! within a factor of two. While a class is undecided, turns of the two ways alternate, and each
-//! turn counts that consists of sends of one class and one way, all of which the kernel took in it:
-//! the time of its system call, divided by its sends. The cheapest turn of each way is what it
-//! costs when nothing disturbs it. When both have been seen often enough the cheaper is kept; not
-//! copying must be cheaper by a twentieth, because a part of its cost comes later, when it is
-//! notified.
+//! within a factor of two. While a class is undecided, submissions of the two ways take turns, and
+//! each counts that consists of sends of one class and one way, all of which the kernel took in it,
+//! on a socket that takes buffers in place: the time of its system call, divided by its sends. The
+//! cheapest turn of each way is what it costs when nothing disturbs it. When both have been seen
+//! often enough the cheaper is kept; not copying must be cheaper by a twentieth, because a part of
+//! its cost comes later, when it is notified, and is nowhere to be seen by itself: the kernel pays
+//! for it in the device's interrupt, and posts it in whichever call comes next.
+//!
+//! A class of which nothing can be learnt, because its sockets are always full or its sends always
+//! go together with others, is not tried both ways for ever: after 32768 sends it is decided as the
+//! kernel's documentation would (`Documentation/networking/msg_zerocopy.rst`: "only effective at
+//! writes over around 10 KB"), and called assumed.
 //!
 //! No decision is for ever: after a million sends a class is measured anew, for as long as that
-//! takes and for 8192 sends at most. Meanwhile the old decision is what a report names.
+//! takes and for 32768 sends at most. Meanwhile the old decision is what a report names.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -17,19 +23,24 @@ use std::time::Duration;
 use zerosock_sys::zc::{Kind, Way};
 
 use super::Backend;
+use super::stats::Basis;
 
 /// Turns of each way until a class is decided.
 const TURNS: u32 = 24;
-/// Sends in a row the same way while it is undecided.
+/// So many sends at least go the same way until it is the other's turn.
 const STRETCH: u32 = 32;
 /// Below 256 bytes one class, above 16 MiB one.
 const SIZES: usize = 18;
 const KINDS: usize = 10;
 /// The error queue, the ring, and the ring with memory that is registered.
 const MEANS: usize = 3;
-/// Sends until a decided class is measured anew, and for how many of them at most.
+/// Sends until a decided class is measured anew.
 const LASTS: u32 = 1 << 20;
-const ANEW: u32 = 1 << 13;
+/// Sends that are tried at most until a class is decided, or left as it was.
+const ENOUGH: u32 = 1 << 15;
+/// What cannot be measured goes in place from this class on: it begins at 16 KiB, where the one
+/// below has the kernel's 10 KB in it.
+const ASSUMED: usize = 7;
 
 /// What is decided together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -57,18 +68,45 @@ impl Class {
         };
         Self((kind * MEANS + means) * SIZES + size.min(SIZES - 1))
     }
+
+    /// What is assumed where nothing can be learnt.
+    fn assumed(self) -> Way {
+        match self.0 % SIZES >= ASSUMED {
+            true => Way::ZeroCopy,
+            false => Way::Copy,
+        }
+    }
+}
+
+/// What is known of one way.
+struct Side {
+    /// The cheapest turn so far, in picoseconds a send.
+    cheapest: AtomicU64,
+    turns: AtomicU32,
+    /// Sends that went this way to be measured, whether anything was learnt of them or not.
+    tried: AtomicU32,
+}
+
+impl Side {
+    const fn new() -> Self {
+        Self {
+            cheapest: AtomicU64::new(u64::MAX),
+            turns: AtomicU32::new(0),
+            tried: AtomicU32::new(0),
+        }
+    }
+
+    fn clear(&self) {
+        self.cheapest.store(u64::MAX, Relaxed);
+        self.turns.store(0, Relaxed);
+        self.tried.store(0, Relaxed);
+    }
 }
 
 struct Cell {
-    /// The cheapest turn so far, in picoseconds a send, and the number of turns: copying.
-    copy: AtomicU64,
-    copies: AtomicU32,
-    /// The same in place.
-    place: AtomicU64,
-    places: AtomicU32,
-    /// Sends that were asked about while it is measured.
-    asked: AtomicU32,
-    /// 0 undecided, 1 copy, 2 in place.
+    copy: Side,
+    place: Side,
+    /// See `decision`.
     decided: AtomicU32,
     /// It is measured, for the first time or anew.
     open: AtomicBool,
@@ -79,75 +117,93 @@ struct Cell {
 impl Cell {
     const fn new() -> Self {
         Self {
-            copy: AtomicU64::new(u64::MAX),
-            copies: AtomicU32::new(0),
-            place: AtomicU64::new(u64::MAX),
-            places: AtomicU32::new(0),
-            asked: AtomicU32::new(0),
+            copy: Side::new(),
+            place: Side::new(),
             decided: AtomicU32::new(0),
             open: AtomicBool::new(true),
             used: AtomicU32::new(0),
         }
     }
 
-    fn way(&self) -> Way {
-        let decided = self.decided.load(Relaxed);
-        if self.open.load(Relaxed) {
-            let asked = self.asked.fetch_add(1, Relaxed);
-            if decided == 0 || asked < ANEW {
-                return match (asked / STRETCH).is_multiple_of(2) {
-                    true => Way::Copy,
-                    false => Way::ZeroCopy,
-                };
-            }
-            // Nothing could be learnt: it stays as it was.
-            self.close();
-        }
-        match decided {
-            2 => Way::ZeroCopy,
-            _ => Way::Copy,
+    fn side(&self, way: Way) -> &Side {
+        match way {
+            Way::Copy => &self.copy,
+            Way::ZeroCopy => &self.place,
         }
     }
 
-    fn close(&self) {
+    fn decision(&self) -> Option<(Way, Basis)> {
+        match self.decided.load(Relaxed) {
+            1 => Some((Way::Copy, Basis::Measured)),
+            2 => Some((Way::ZeroCopy, Basis::Measured)),
+            3 => Some((Way::Copy, Basis::Assumed)),
+            4 => Some((Way::ZeroCopy, Basis::Assumed)),
+            _ => None,
+        }
+    }
+
+    fn decide(&self, way: Way, basis: Basis) {
+        let measured = 1 + u32::from(way == Way::ZeroCopy);
+        let assumed = 2 * u32::from(basis == Basis::Assumed);
+        self.decided.store(measured + assumed, Relaxed);
         self.used.store(0, Relaxed);
         self.open.store(false, Relaxed);
+    }
+
+    /// How one send goes. What is submitted together goes the way `before` that its first one went;
+    /// what cannot be learnt is as it was, or `assumed`.
+    fn way(&self, before: Option<Way>, assumed: Way) -> Way {
+        if self.open.load(Relaxed) {
+            let tried = |way| self.side(way).tried.load(Relaxed);
+            let (copied, placed) = (tried(Way::Copy), tried(Way::ZeroCopy));
+            if copied.saturating_add(placed) < ENOUGH {
+                let way = before.unwrap_or(match copied / STRETCH <= placed / STRETCH {
+                    true => Way::Copy,
+                    false => Way::ZeroCopy,
+                });
+                self.side(way).tried.fetch_add(1, Relaxed);
+                return way;
+            }
+            let (way, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
+            self.decide(way, basis);
+        }
+        self.decision().map_or(assumed, |(way, _)| way)
     }
 
     fn used(&self, sends: u32) {
         if self.open.load(Relaxed) || self.used.fetch_add(sends, Relaxed) < LASTS - sends {
             return;
         }
-        self.copy.store(u64::MAX, Relaxed);
-        self.place.store(u64::MAX, Relaxed);
-        self.copies.store(0, Relaxed);
-        self.places.store(0, Relaxed);
-        self.asked.store(0, Relaxed);
+        self.copy.clear();
+        self.place.clear();
         self.open.store(true, Relaxed);
     }
 
     fn learn(&self, way: Way, each: u64) {
-        let (cost, turns) = match way {
-            Way::Copy => (&self.copy, &self.copies),
-            Way::ZeroCopy => (&self.place, &self.places),
-        };
-        cost.fetch_min(each, Relaxed);
-        turns.fetch_add(1, Relaxed);
-        if self.copies.load(Relaxed) < TURNS || self.places.load(Relaxed) < TURNS {
+        let side = self.side(way);
+        side.cheapest.fetch_min(each, Relaxed);
+        side.turns.fetch_add(1, Relaxed);
+        let seen = |side: &Side| side.turns.load(Relaxed) >= TURNS;
+        if !(seen(&self.copy) && seen(&self.place)) {
             return;
         }
-        let (copy, place) = (self.copy.load(Relaxed), self.place.load(Relaxed));
-        let in_place = place.saturating_add(place / 20) <= copy;
-        self.decided.store(1 + u32::from(in_place), Relaxed);
-        self.close();
+        let cost = |side: &Side| side.cheapest.load(Relaxed);
+        let (copy, place) = (cost(&self.copy), cost(&self.place));
+        let better = match place.saturating_add(place / 20) <= copy {
+            true => Way::ZeroCopy,
+            false => Way::Copy,
+        };
+        self.decide(better, Basis::Measured);
     }
 }
 
 static CELLS: [Cell; KINDS * MEANS * SIZES] = [const { Cell::new() }; KINDS * MEANS * SIZES];
 
-/// How to send one of this class.
-pub(super) fn way(class: Class) -> Way {
-    CELLS.get(class.0).map_or(Way::Copy, Cell::way)
+/// How to send one of this class, behind one of the same submission that went the way `before`.
+pub(super) fn way(class: Class, before: Option<Way>) -> Way {
+    let assumed = class.assumed();
+    let cell = CELLS.get(class.0);
+    cell.map_or(assumed, |cell| cell.way(before, assumed))
 }
 
 /// Whether turns of this class are still to be measured.
@@ -164,6 +220,12 @@ pub(super) fn used(class: Class, sends: u32) {
     }
 }
 
+/// How many those are since it was decided.
+#[cfg(test)]
+pub(super) fn since(class: Class) -> u32 {
+    CELLS[class.0].used.load(Relaxed)
+}
+
 /// A turn of so many sends took so long.
 pub(super) fn learn(class: Class, way: Way, sends: u32, took: Duration) {
     let Some(cell) = CELLS.get(class.0).filter(|_| sends > 0) else {
@@ -175,16 +237,32 @@ pub(super) fn learn(class: Class, way: Way, sends: u32, took: Duration) {
     cell.learn(way, picoseconds / u64::from(sends));
 }
 
-/// The shortest length from which on every class that is decided goes in place; none while there is
-/// none.
-pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> Option<usize> {
+/// The shortest length from which on every class that is decided goes in place, if there is one;
+/// and how that is known: by the two classes that bound it.
+pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Option<usize>, Basis) {
+    if backend == Backend::Copy {
+        return (None, Basis::Unknown);
+    }
     let Class(first) = Class::of(kind, backend, registered, 0);
-    let cells = CELLS.get(first..first + SIZES)?;
-    let decided = |cell: &Cell| cell.decided.load(Relaxed);
-    let copied = cells.iter().rposition(|cell| decided(cell) == 1);
+    let cells = CELLS.get(first..first + SIZES).unwrap_or_default();
+    let goes = |wanted| move |cell: &Cell| cell.decision().is_some_and(|(way, _)| way == wanted);
+    let copied = cells.iter().rposition(goes(Way::Copy));
     let from = copied.map_or(0, |last| last + 1);
-    let size = from + cells[from..].iter().position(|cell| decided(cell) == 2)?;
-    Some(if size == 0 { 0 } else { 128 << size })
+    let above = cells.get(from..).unwrap_or_default().iter();
+    let placed = above
+        .clone()
+        .position(goes(Way::ZeroCopy))
+        .map(|place| from + place);
+    let bounds = [copied, placed].into_iter().flatten();
+    let known = bounds.filter_map(|bound| cells.get(bound)?.decision());
+    let basis = known
+        .map(|(_, basis)| basis)
+        .reduce(|one, other| match one {
+            Basis::Measured => other,
+            _ => one,
+        });
+    let len = placed.map(|size| if size == 0 { 0 } else { 128 << size });
+    (len, basis.unwrap_or(Basis::Unknown))
 }
 
 #[cfg(test)]
@@ -212,6 +290,8 @@ mod tests {
         assert_eq!(class(queue, false), class(queue, true));
     }
 
+    const COPY: Way = Way::Copy;
+
     #[test]
     fn a_decision_is_measured_anew_and_stays_if_nothing_is_learnt() {
         let cell = Cell::new();
@@ -222,35 +302,88 @@ mod tests {
             }
         };
         learn(1000, 500);
-        assert_eq!(cell.way(), Way::ZeroCopy);
+        assert_eq!(cell.way(None, COPY), Way::ZeroCopy);
         for _ in 0..LASTS / 1024 - 1 {
             cell.used(1024);
-            assert_eq!(cell.way(), Way::ZeroCopy);
+            assert_eq!(cell.way(None, COPY), Way::ZeroCopy);
         }
         cell.used(1024);
         // Both ways for a while, though nothing comes of it.
-        let copies = (0..ANEW).filter(|_| cell.way() == Way::Copy).count();
-        assert_eq!(copies, ANEW as usize / 2);
-        assert!((0..ANEW).all(|_| cell.way() == Way::ZeroCopy));
+        let copies = (0..ENOUGH).filter(|_| cell.way(None, COPY) == Way::Copy);
+        assert_eq!(copies.count(), ENOUGH as usize / 2);
+        assert!((0..ENOUGH).all(|_| cell.way(None, COPY) == Way::ZeroCopy));
+        assert_eq!(cell.decision(), Some((Way::ZeroCopy, Basis::Measured)));
         // The next time it is another machine.
         for _ in 0..LASTS / 1024 {
             cell.used(1024);
         }
         learn(500, 1000);
-        assert!((0..ANEW).all(|_| cell.way() == Way::Copy));
+        assert!((0..ENOUGH).all(|_| cell.way(None, COPY) == Way::Copy));
+    }
+
+    #[test]
+    fn what_teaches_nothing_is_assumed_in_the_end_and_measured_anew() {
+        for assumed in [Way::Copy, Way::ZeroCopy] {
+            let cell = Cell::new();
+            let ways = |cell: &Cell| {
+                let ways = (0..ENOUGH).map(|_| cell.way(None, assumed));
+                ways.filter(|&way| way == Way::Copy).count()
+            };
+            assert_eq!(ways(&cell), ENOUGH as usize / 2);
+            assert_eq!(cell.decision(), None);
+            assert_eq!(cell.way(None, assumed), assumed);
+            assert_eq!(cell.decision(), Some((assumed, Basis::Assumed)));
+            for _ in 0..LASTS / 1024 {
+                assert_eq!(cell.way(None, assumed), assumed);
+                cell.used(1024);
+            }
+            assert_eq!(ways(&cell), ENOUGH as usize / 2);
+            for _ in 0..TURNS {
+                cell.learn(Way::Copy, 1000);
+                cell.learn(Way::ZeroCopy, 500);
+            }
+            assert_eq!(cell.decision(), Some((Way::ZeroCopy, Basis::Measured)));
+        }
+    }
+
+    #[test]
+    fn what_is_assumed_begins_at_16_kib() {
+        for kind in [Kind::Tcp4, Kind::OtherDatagram] {
+            let assumed = |len| Class::of(kind, Backend::Uring, true, len).assumed();
+            assert_eq!(assumed(0), Way::Copy);
+            assert_eq!(assumed((16 << 10) - 1), Way::Copy);
+            assert_eq!(assumed(16 << 10), Way::ZeroCopy);
+            assert_eq!(assumed(usize::MAX), Way::ZeroCopy);
+        }
+    }
+
+    /// However many go together, and whatever went before.
+    #[test]
+    fn what_is_submitted_together_goes_one_way_and_the_ways_take_turns() {
+        for together in [1, 31, 32, 33, 48, 64, 256] {
+            let cell = Cell::new();
+            cell.way(None, COPY);
+            let mut turns = [0u32; 2];
+            while turns.iter().any(|&turns| turns < TURNS) {
+                let first = cell.way(None, COPY);
+                assert!((1..together).all(|_| cell.way(Some(first), COPY) == first));
+                turns[usize::from(first == Way::ZeroCopy)] += 1;
+                assert_eq!(cell.decision(), None, "{together}: {turns:?}");
+            }
+        }
     }
 
     fn decide(copy: u64, place: u64) -> Way {
         let cell = Cell::new();
         let mut seen = [0; 2];
-        while cell.decided.load(Relaxed) == 0 {
-            let way = cell.way();
+        while cell.decision().is_none() {
+            let way = cell.way(None, COPY);
             let noise = u64::from(seen[0] as u32 % 7) * 1000;
             seen[usize::from(way == Way::ZeroCopy)] += 1;
             cell.learn(way, noise + if way == Way::Copy { copy } else { place });
             assert!(seen.iter().sum::<i32>() < 1000, "it never decides");
         }
-        cell.way()
+        cell.way(None, COPY)
     }
 
     #[test]
@@ -265,13 +398,31 @@ mod tests {
         // A kind that no other test sends over.
         let class = |len| Class::of(Kind::OtherDatagram, Backend::Uring, true, len).0;
         let threshold = || threshold(Kind::OtherDatagram, Backend::Uring, true);
-        assert_eq!(threshold(), None);
-        CELLS[class(16_384)].decided.store(2, Relaxed);
-        assert_eq!(threshold(), Some(16_384));
-        CELLS[class(32_768)].decided.store(1, Relaxed);
-        assert_eq!(threshold(), None, "a longer one is copied");
-        CELLS[class(usize::MAX)].decided.store(2, Relaxed);
-        assert_eq!(threshold(), Some(16 << 20));
+        let decide = |len, way, basis| CELLS[class(len)].decide(way, basis);
+        assert_eq!(threshold(), (None, Basis::Unknown));
+        decide(16_384, Way::ZeroCopy, Basis::Measured);
+        assert_eq!(threshold(), (Some(16_384), Basis::Measured));
+        decide(1024, Way::Copy, Basis::Assumed);
+        assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
+        decide(2048, Way::Copy, Basis::Measured);
+        assert_eq!(threshold(), (Some(16_384), Basis::Measured));
+        decide(16_384, Way::ZeroCopy, Basis::Assumed);
+        assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
+        decide(32_768, Way::Copy, Basis::Measured);
+        // A longer one is copied.
+        assert_eq!(threshold(), (None, Basis::Measured));
+        decide(usize::MAX, Way::ZeroCopy, Basis::Measured);
+        assert_eq!(threshold(), (Some(16 << 20), Basis::Measured));
         assert_eq!(class((16 << 20) - 1) + 1, class(16 << 20));
+    }
+
+    #[test]
+    fn a_back_end_that_copies_has_no_threshold_of_anothers() {
+        let class = Class::of(Kind::VsockMessages, Backend::ErrorQueue, false, 16_384);
+        CELLS[class.0].decide(Way::ZeroCopy, Basis::Measured);
+        let threshold = |backend| threshold(Kind::VsockMessages, backend, false);
+        let found = (Some(16_384), Basis::Measured);
+        assert_eq!(threshold(Backend::ErrorQueue), found);
+        assert_eq!(threshold(Backend::Copy), (None, Basis::Unknown));
     }
 }

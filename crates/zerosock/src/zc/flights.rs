@@ -171,6 +171,7 @@ impl<B: Stable> Flights<B> {
     /// Starts what may be started, tells the kernel, and takes in what it says at once; again, as
     /// long as that lets more be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
+        self.policy.submitted();
         if self.queue.is_empty() && self.again.is_empty() {
             self.carrier.submit()?;
             self.progress();

@@ -89,5 +89,5 @@ pub use ranges::Completion;
 pub use sender::{Builder, Interest, OpenError, Sender};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
-pub use stats::{Report, Stats};
+pub use stats::{Basis, Report, Stats};
 pub use zerosock_sys::zc::{Address, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable};

@@ -4,8 +4,8 @@
 //! copying is cheaper, and that depends on the kind of socket, on the device behind it and on whether
 //! the memory is registered. So it is measured, once for each kind of socket and size class of the
 //! process, on what the program sends anyway: turns of one way and of the other, and the better
-//! one is kept ([`calibration`](super::calibration)). A socket whose notifications say that the kernel copied after all is
-//! not tried again but rarely.
+//! one is kept ([`calibration`](super::calibration)). A socket whose notifications say that the
+//! kernel copied after all is not tried again but rarely.
 
 use zerosock_sys::zc::{Kind, Way};
 
@@ -17,15 +17,16 @@ use super::message::Copying;
 const PATIENCE: u32 = 16;
 /// So many sends later it is tried again, and each time twice as many.
 const FIRST_PAUSE: u64 = 1 << 10;
-/// A class is told of so many sends at once: it is shared by the whole process.
-const TELL: u32 = 1 << 10;
+/// A class is told of so many sends at once: it is shared by the whole process. A prime: the send
+/// that tells is of every class in turn, also where lengths come in a pattern.
+const TELL: u32 = 1021;
 /// The longest pause, in sends.
 const LONGEST_PAUSE: u64 = 1 << 20;
 
 /// From which length on a buffer is sent in place.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub enum Threshold {
-    /// As is measured.
+    /// As is measured; from 16 KiB on where that cannot be ([`Basis`](super::Basis)).
     #[default]
     Measured,
     /// From so many bytes on.
@@ -38,6 +39,9 @@ pub(super) struct Policy {
     threshold: Threshold,
     /// Sends since the classes were told.
     since: u32,
+    /// How the last send of a measured class goes. What is submitted together goes alike, else
+    /// nothing could be learnt of it.
+    last: Option<(Class, Way)>,
     /// The kernel does not do it on this socket.
     impossible: bool,
     /// The last notification said that the kernel did not copy.
@@ -56,6 +60,7 @@ impl Policy {
             backend,
             threshold,
             since: 0,
+            last: None,
             impossible: backend == Backend::Copy,
             in_place: false,
             copied: 0,
@@ -93,10 +98,18 @@ impl Policy {
                     self.since = 0;
                     calibration::used(class, TELL);
                 }
-                return calibration::way(class);
+                let before = self.last.filter(|&(last, _)| last == class);
+                let way = calibration::way(class, before.map(|(_, way)| way));
+                self.last = Some((class, way));
+                return way;
             }
         };
         if in_place { Way::ZeroCopy } else { Way::Copy }
+    }
+
+    /// What is accepted from now on is not submitted with what was before.
+    pub(super) fn submitted(&mut self) {
+        self.last = None;
     }
 
     /// A notification says whether the kernel copied.
@@ -130,8 +143,8 @@ impl Policy {
         measured.then(|| Class::of(self.kind, self.backend, registered, len))
     }
 
-    /// Whether the kernel did not copy when it was asked last: only then is what that cost what it
-    /// costs not to copy.
+    /// Whether the kernel did not copy when it was asked last. Only then is what that cost what it
+    /// costs not to copy; and what a copy costs is compared with that on the same kind of device.
     pub(super) fn sends_in_place(&self) -> bool {
         self.in_place
     }
@@ -184,6 +197,45 @@ mod tests {
         while policy.way(Copying::Auto, 5000, false) == Way::Copy {}
         policy.noted(false);
         assert!((0..10_000).all(|_| policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy));
+    }
+
+    #[test]
+    fn what_is_submitted_together_goes_alike() {
+        // A kind that no other test sends over.
+        let mut policy = Policy::new(Kind::Packet, Backend::Uring, Threshold::Measured);
+        let mut ways = Vec::new();
+        for _ in 0..100 {
+            let together: Vec<_> = (0..48)
+                .map(|_| policy.way(Copying::Auto, 5000, false))
+                .collect();
+            assert_eq!(together, [together[0]; 48]);
+            ways.push(together[0]);
+            policy.submitted();
+        }
+        let copies = ways.iter().filter(|&&way| way == Way::Copy).count();
+        assert!((40..=60).contains(&copies), "{copies}");
+    }
+
+    #[test]
+    fn every_class_is_told_of_its_sends() {
+        // A kind that no other test sends over.
+        let mut policy = Policy::new(Kind::Raw, Backend::Uring, Threshold::Measured);
+        let since = |len| calibration::since(Class::of(Kind::Raw, Backend::Uring, false, len));
+        let mut ask = |times| {
+            for _ in 0..times {
+                for len in [100, 50_000] {
+                    policy.way(Copying::Auto, len, false);
+                    policy.submitted();
+                }
+            }
+        };
+        // Until both are decided, since nothing is learnt.
+        ask(1 << 15);
+        ask(TELL * 10 + 1);
+        for len in [100, 50_000] {
+            let told = since(len) / TELL;
+            assert!((9..=11).contains(&told), "{len}: {told}");
+        }
     }
 
     #[test]

@@ -14,7 +14,8 @@ use super::message::too_many_pieces;
 use super::policy::{Policy, Threshold};
 use super::slots::Slots;
 use super::{
-    Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned, Stats,
+    Basis, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned,
+    Stats,
 };
 
 /// Completions that one send can bring back.
@@ -439,17 +440,20 @@ impl<B: Stable> Sender<B> {
     #[must_use]
     pub fn report(&self) -> Report {
         let threshold = |registered| match self.threshold {
-            Threshold::Bytes(bytes) => Some(bytes),
+            Threshold::Bytes(bytes) => (Some(bytes), Basis::Told),
             Threshold::Measured => {
                 let backend = self.flights.carrier.backend();
                 calibration::threshold(self.kind, backend, registered)
             }
         };
+        let (plain, registered) = (threshold(false), threshold(true));
         Report {
             backend: self.flights.carrier.backend(),
             socket: self.kind,
-            threshold: threshold(false),
-            registered_threshold: threshold(true),
+            threshold: plain.0,
+            threshold_is: plain.1,
+            registered_threshold: registered.0,
+            registered_threshold_is: registered.1,
             off: self.flights.policy.is_off(),
             registered: self.flights.carrier.registered(),
         }

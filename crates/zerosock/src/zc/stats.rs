@@ -30,6 +30,21 @@ pub struct Stats {
     pub failed: u64,
 }
 
+/// How a [threshold](Report::threshold) is known, or that there is none.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub enum Basis {
+    /// The builder was told.
+    Told,
+    /// No length is decided yet, or none ever will be: the back-end copies.
+    Unknown,
+    /// The length below it and the one above have been measured, as far as they are decided.
+    Measured,
+    /// One of them could not be measured, because sockets were full or sends of several lengths went
+    /// together: such lengths go in place from 16 KiB on, until they are measured anew.
+    Assumed,
+}
+
 /// What a sender is, and what it has learnt.
 #[derive(Copy, Clone, Debug)]
 #[non_exhaustive]
@@ -38,15 +53,18 @@ pub struct Report {
     pub backend: Backend,
     /// The kind of its socket.
     pub socket: Kind,
-    /// From which length on it sends in place. As told; or as measured: the shortest from which on
-    /// every length that has been measured paid, over this kind of socket and back-end in the whole
-    /// process. None while there is no such length. Lengths are measured in classes, each up to
-    /// twice as long; those that have not been are sent both ways for now, also above the threshold,
-    /// and each is measured anew after a million sends. What the kernel copies all the same is told
-    /// by `off`.
+    /// From which length on it sends in place. As told; or the shortest from which on every length
+    /// that is decided goes in place, over this kind of socket and back-end in the whole process.
+    /// None while there is no such length. Lengths are decided in classes, each up to twice as long;
+    /// those that have not been are sent both ways for now, also above the threshold, and each is
+    /// measured anew after a million sends. What the kernel copies all the same is told by `off`.
     pub threshold: Option<usize>,
+    /// How that is known.
+    pub threshold_is: Basis,
     /// The same for memory of a pool; over io_uring that is registered, and costs less.
     pub registered_threshold: Option<usize>,
+    /// How that is known.
+    pub registered_threshold_is: Basis,
     /// Zero copy is off: for good, or because the kernel copied all the same.
     pub off: bool,
     /// Arenas of pools that are registered with the kernel.

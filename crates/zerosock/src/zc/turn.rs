@@ -42,7 +42,8 @@ impl Turn {
 
     /// What is learnt of a turn that took so long: nothing, unless the kernel has taken everything
     /// in that time. A request that waits, or is refused, costs next to nothing and sends nothing.
-    /// Nor if the kernel copied what it should not: that is the socket's, not the class's.
+    /// Nor on a socket whose buffers the kernel copies: both of its costs are the socket's, not the
+    /// class's, which others share whose device takes pages.
     pub(super) fn teach(&self, took: Duration, policy: &Policy) {
         if let Some((class, way)) = self.lesson(policy.sends_in_place()) {
             calibration::learn(class, way, self.sends, took);
@@ -51,8 +52,7 @@ impl Turn {
 
     fn lesson(&self, in_place: bool) -> Option<(Class, Way)> {
         let taken = self.sends > 0 && self.whole == self.sends;
-        self.alike
-            .filter(|&(_, way)| taken && (way == Way::Copy || in_place))
+        self.alike.filter(|_| taken && in_place)
     }
 }
 
@@ -80,17 +80,18 @@ mod tests {
         assert_eq!(turn.lesson(true), None);
         turn.ended(1);
         assert_eq!(turn.lesson(true), one(Way::Copy));
-        assert_eq!(turn.lesson(false), one(Way::Copy));
         assert_eq!(turn.next().lesson(true), None);
     }
 
     #[test]
-    fn a_socket_that_copies_all_the_same_teaches_what_copying_costs_alone() {
-        let mut turn = Turn::default().next();
-        turn.started(one(Way::ZeroCopy));
-        turn.ended(1);
-        assert_eq!(turn.lesson(false), None);
-        assert_eq!(turn.lesson(true), one(Way::ZeroCopy));
+    fn a_socket_whose_buffers_are_copied_all_the_same_teaches_nothing() {
+        for way in [Way::Copy, Way::ZeroCopy] {
+            let mut turn = Turn::default().next();
+            turn.started(one(way));
+            turn.ended(1);
+            assert_eq!(turn.lesson(false), None);
+            assert_eq!(turn.lesson(true), one(way));
+        }
     }
 
     #[test]

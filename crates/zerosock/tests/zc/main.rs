@@ -22,3 +22,4 @@ mod pump;
 mod shared;
 mod sink;
 mod streams;
+mod threshold;

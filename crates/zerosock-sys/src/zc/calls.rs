@@ -7,34 +7,27 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use super::doubt::Doubt;
+use super::carrier::Held;
+use super::doubt::{Doubt, may_have_number};
 use super::error_queue::ErrorQueue;
 use super::numbers::Numbers;
-use super::places::{Places, Rest, header};
-use super::{Address, Event, Key, Kind, NotStarted, Order, Stable, Way, kind, orphans};
+use super::places::{Rest, header};
+use super::{Address, Event, Key, Kind, NotStarted, Order, Stable, Way};
 
 /// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
 pub(super) const LOOKS: usize = 64;
 /// How often a number in doubt is asked after.
 const DOUBT: Duration = Duration::from_millis(10);
 
-/// Sends of one socket by a call each.
-pub struct Calls<B: Stable> {
-    /// Taken out by drop alone.
-    inner: ManuallyDrop<Inner<B>>,
-}
-
-pub(super) struct Inner<B> {
-    pub(super) socket: OwnedFd,
+/// Sends by a call each.
+pub(super) struct Calls {
     zero_copy: bool,
-    pub(super) places: Places<B>,
     pub(super) events: VecDeque<Event>,
     pub(super) numbers: Numbers,
     /// A send that failed and may have taken a number.
@@ -49,61 +42,39 @@ pub(super) struct Inner<B> {
     /// The last request was answered with WouldBlock.
     full: bool,
     queue: Box<ErrorQueue>,
-    /// System calls for sending, asking and waiting.
-    pub(super) calls: u64,
 }
 
-impl<B: Stable> Calls<B> {
-    /// Sends of `socket` with `capacity` places; with `zero_copy` if SO_ZEROCOPY is set.
-    #[must_use]
-    pub fn new(socket: OwnedFd, capacity: u32, zero_copy: bool) -> Self {
-        let kind = kind(&socket).ok();
+impl Calls {
+    /// Sends of a socket of that kind; with `zero_copy` if SO_ZEROCOPY is set.
+    pub(super) fn new(kind: Kind, zero_copy: bool) -> Self {
         Self {
-            inner: ManuallyDrop::new(Inner {
-                socket,
-                zero_copy,
-                places: Places::new(capacity),
-                events: VecDeque::new(),
-                numbers: Numbers::default(),
-                doubt: None,
-                datagrams: matches!(kind, Some(Kind::Udp4 | Kind::Udp6)),
-                is_v6: kind == Some(Kind::Udp6),
-                corked: false,
-                error: None,
-                full: false,
-                queue: Box::default(),
-                calls: 0,
-            }),
+            zero_copy,
+            events: VecDeque::new(),
+            numbers: Numbers::default(),
+            doubt: None,
+            datagrams: matches!(kind, Kind::Udp4 | Kind::Udp6),
+            is_v6: kind == Kind::Udp6,
+            corked: false,
+            error: None,
+            full: false,
+            queue: Box::default(),
         }
     }
 
-    /// How many places are free.
-    #[must_use]
-    pub fn room(&self) -> usize {
-        self.inner.places.room()
-    }
-
-    /// Puts a buffer, and where it goes if the socket is not connected, into a place.
-    ///
-    /// # Errors
-    /// Gives it back if no place is free.
-    pub fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
-        self.inner.places.put(buffer, address)
-    }
-
-    /// Makes a request of what lies in a place: one call, that does not block.
-    ///
-    /// # Errors
-    /// If it cannot be made; the place is as it was.
-    pub fn start(&mut self, key: Key, order: Order) -> Result<(), NotStarted> {
-        let inner = &mut *self.inner;
+    /// One call, that does not block.
+    pub(super) fn start<B: Stable>(
+        &mut self,
+        held: &mut Held<B>,
+        key: Key,
+        order: Order,
+    ) -> Result<(), NotStarted> {
         let wished = order.way == Way::ZeroCopy;
-        let mut zero_copy = wished && inner.zero_copy;
-        if zero_copy && inner.doubt.is_some() {
-            inner.settle();
-            zero_copy = inner.doubt.is_none() && inner.zero_copy;
+        let mut zero_copy = wished && self.zero_copy;
+        if zero_copy && self.doubt.is_some() {
+            self.settle(held);
+            zero_copy = self.doubt.is_none() && self.zero_copy;
         }
-        let place = inner.places.get(key).ok_or(NotStarted::Vacant)?;
+        let place = held.places.get(key).ok_or(NotStarted::Vacant)?;
         let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
         let only;
         let many;
@@ -120,195 +91,118 @@ impl<B: Stable> Calls<B> {
                 &many
             }
         };
-        let told = inner.error.take();
+        let told = self.error.take();
         let made = told.is_none();
         let result = match told {
             Some(error) => Err(error),
             None => {
                 let more = if order.more { libc::MSG_MORE } else { 0 };
                 let flags = libc::MSG_DONTWAIT | more;
-                inner.calls += 1;
+                held.calls += 1;
                 let address = place.address.as_ref();
-                send(inner.socket.as_fd(), pieces, address, zero_copy, flags)
+                send(held.socket.as_fd(), pieces, address, zero_copy, flags)
             }
         };
-        inner.full = matches!(&result, Err(error) if error.kind() == io::ErrorKind::WouldBlock);
-        inner.places.begun(key);
+        self.full = matches!(&result, Err(error) if error.kind() == io::ErrorKind::WouldBlock);
+        held.places.begun(key);
         match &result {
             Ok(sent) => {
-                inner.corked = order.more;
+                self.corked = order.more;
                 if zero_copy && *sent > 0 {
-                    inner.numbers.give(key);
-                    inner.places.owes(key);
+                    self.numbers.give(key);
+                    held.places.owes(key);
                 } else if wished && !zero_copy {
                     // It was to go without a copy, and did not.
-                    inner.events.push_back(Event::Noted { key, copied: true });
+                    self.events.push_back(Event::Noted { key, copied: true });
                 }
             }
-            Err(error) if made && zero_copy && inner.datagrams => {
+            Err(error) if made && zero_copy && self.datagrams => {
                 let code = error.raw_os_error().unwrap_or(0);
                 let total = pieces.iter().map(|piece| piece.iov_len).sum();
-                if inner.may_have_number(code, total) {
+                if may_have_number(held.socket.as_fd(), code, total) {
                     // An error ends what was to be continued.
-                    inner.corked = false;
-                    inner.doubt = Some(Doubt {
+                    self.corked = false;
+                    self.doubt = Some(Doubt {
                         key,
                         code,
-                        number: inner.numbers.next(),
+                        number: self.numbers.next(),
                     });
-                    inner.places.owes(key);
-                    inner.settle();
+                    held.places.owes(key);
+                    self.settle(held);
                 }
             }
             Err(_) => {}
         }
-        inner.places.ended(key, false);
-        inner.events.push_back(Event::Done(key, result));
+        held.places.ended(key, false);
+        self.events.push_back(Event::Done(key, result));
         Ok(())
     }
 
-    /// Nothing: requests are made when they are started.
-    ///
-    /// # Errors
-    /// None.
-    pub fn submit(&mut self) -> io::Result<()> {
-        Ok(())
+    pub(super) fn event(&mut self) -> Option<Event> {
+        self.events.pop_front()
     }
 
-    /// The next thing that the kernel has said: no system call.
-    pub fn event(&mut self) -> Option<Event> {
-        self.inner.events.pop_front()
-    }
-
-    /// Reads the error queue, if it owes something: one call, which does not wait.
-    ///
-    /// # Errors
-    /// What recvmmsg(2) answers.
-    pub fn reap(&mut self) -> io::Result<()> {
-        self.inner.reap().map(drop)
-    }
-
-    /// Waits until the kernel says something or, after WouldBlock, until the socket is writable,
-    /// or for `timeout`. Returns at once if there is nothing to wait for.
-    ///
-    /// # Errors
-    /// What poll(2) and recvmmsg(2) answer. A signal ends the waiting early.
-    pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        let inner = &mut *self.inner;
-        if !inner.events.is_empty() || (inner.places.owed == 0 && !inner.full) {
+    pub(super) fn wait<B>(
+        &mut self,
+        held: &mut Held<B>,
+        timeout: Option<Duration>,
+    ) -> io::Result<()> {
+        if !self.events.is_empty() || (held.places.owed == 0 && !self.full) {
             return Ok(());
         }
-        let wanted = if inner.full {
+        let wanted = if self.full {
             PollFlags::OUT
         } else {
             PollFlags::empty()
         };
-        let mut descriptors = [PollFd::new(&inner.socket, wanted)];
-        let timeout = match inner.doubt {
+        let mut descriptors = [PollFd::new(&held.socket, wanted)];
+        let timeout = match self.doubt {
             Some(_) => Some(timeout.unwrap_or(DOUBT).min(DOUBT)),
             None => timeout,
         };
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
-        inner.calls += 1;
+        held.calls += 1;
         match poll(&mut descriptors, timeout.as_ref()) {
-            Ok(0) if inner.doubt.is_some() => return inner.reap().map(drop),
+            Ok(0) if self.doubt.is_some() => return self.reap(held).map(drop),
             Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(()),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
         }
         let found = descriptors[0].revents();
         if found.contains(PollFlags::OUT) {
-            inner.full = false;
+            self.full = false;
         }
-        if inner.reap()? == 0 && !found.contains(PollFlags::OUT) {
+        if self.reap(held)? == 0 && !found.contains(PollFlags::OUT) {
             // Not the queue, but the socket: its error is told once, to the next request; what has
             // hung up says so again and again.
-            if let Ok(Err(error)) = sockopt::socket_error(&inner.socket) {
-                inner.error = Some(error.into());
-                inner.full = false;
+            if let Ok(Err(error)) = sockopt::socket_error(&held.socket) {
+                self.error = Some(error.into());
+                self.full = false;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
     }
 
-    /// How many places the kernel owes something for.
-    #[must_use]
-    pub fn owed(&self) -> u32 {
-        self.inner.places.owed
-    }
-
-    /// Whether the kernel owes nothing for this place.
-    #[must_use]
-    pub fn idle(&self, key: Key) -> bool {
-        self.inner.places.idle(key)
-    }
-
-    /// The buffer, if the kernel owes nothing for it. The place is free then.
-    pub fn take(&mut self, key: Key) -> Option<B> {
-        self.inner.places.take(key)
-    }
-
-    /// Nothing: the kernel has no request that is not done.
-    ///
-    /// # Errors
-    /// None.
-    pub fn cancel(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    /// System calls so far, for sending, asking and waiting.
-    #[must_use]
-    pub fn system_calls(&self) -> u64 {
-        self.inner.calls
-    }
-
-    /// The socket.
-    #[must_use]
-    pub fn socket(&self) -> BorrowedFd<'_> {
-        self.inner.socket.as_fd()
-    }
-}
-
-impl<B: Stable> AsFd for Calls<B> {
-    /// The socket: it has an error to tell (EPOLLERR) when a notification has come, and is
-    /// writable when it takes more.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.inner.socket.as_fd()
-    }
-}
-
-impl<B: Stable> Drop for Calls<B> {
-    fn drop(&mut self) {
-        // SAFETY: taken once, as this is drop, and `inner` is not used after it.
-        let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        let _ = inner.reap();
-        if inner.places.owed > 0 {
-            orphans::adopt(inner);
-        }
-    }
-}
-
-impl<B: Stable> Inner<B> {
     /// One look at the error queue, if it owes something. How many messages there were.
-    fn reap(&mut self) -> io::Result<usize> {
+    pub(super) fn reap<B>(&mut self, held: &mut Held<B>) -> io::Result<usize> {
         if self.numbers.is_empty() && self.doubt.is_none() {
             return Ok(0);
         }
-        let count = self.look()?;
+        let count = self.look(held)?;
         match self.doubt {
-            Some(_) => self.settle(),
+            Some(_) => self.settle(held),
             None => self.numbers.disown(),
         }
         Ok(count)
     }
 
-    pub(super) fn look(&mut self) -> io::Result<usize> {
-        self.calls += 1;
-        let count = self.queue.receive(self.socket.as_fd())?;
+    pub(super) fn look<B>(&mut self, held: &mut Held<B>) -> io::Result<usize> {
+        held.calls += 1;
+        let count = self.queue.receive(held.socket.as_fd())?;
         for (lo, hi, copied) in (0..count).filter_map(|index| self.queue.range(index)) {
             let in_step = self.numbers.name(lo, hi, |key| {
-                self.places.noted(key);
+                held.places.noted(key);
                 self.events.push_back(Event::Noted { key, copied });
             });
             // Somebody else sends without a copy, and much: what we gave has lost its meaning.
@@ -316,21 +210,10 @@ impl<B: Stable> Inner<B> {
         }
         Ok(count)
     }
-}
 
-impl<B: Stable> orphans::Orphan for Inner<B> {
-    fn is_done(&mut self) -> bool {
-        // Not without end: peers can fill the queue too, if errors are asked for.
-        let _ = (0..LOOKS).all(|_| self.reap().is_ok_and(|count| count > 0));
-        self.places.owed == 0
-    }
-
-    fn free_one(&mut self) -> bool {
-        self.places.drop_one()
-    }
-
-    fn descriptor(&self) -> (BorrowedFd<'_>, bool) {
-        (self.socket.as_fd(), false)
+    /// Looks as long as there is something; not without end: peers can fill the queue too.
+    pub(super) fn reap_all<B>(&mut self, held: &mut Held<B>) {
+        let _ = (0..LOOKS).all(|_| self.reap(held).is_ok_and(|count| count > 0));
     }
 }
 

@@ -13,10 +13,11 @@ use std::mem;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use super::calls::{Inner, LOOKS};
+use super::calls::{Calls, LOOKS};
+use super::carrier::Held;
 use super::error_queue::BATCH;
 use super::places::header;
-use super::{Address, Event, Key, Piece, Stable};
+use super::{Address, Event, Key, Piece};
 
 /// The longest datagram, and more: what is longer fails before anything is done about it.
 const DATAGRAM: usize = 0xffff;
@@ -30,38 +31,26 @@ pub(super) struct Doubt {
     pub(super) number: u32,
 }
 
-impl<B: Stable> Inner<B> {
+impl Calls {
     /// Looks until there is nothing to be seen, within reason. Whether there is nothing.
-    fn look_at_all(&mut self) -> bool {
-        (0..LOOKS).any(|_| self.look().is_ok_and(|count| count < BATCH))
-    }
-
-    /// Whether a datagram of `total` bytes can have a number although it was answered with an error.
-    pub(super) fn may_have_number(&self, code: i32, total: usize) -> bool {
-        match code {
-            // The kernel's memory for notifications, or the limit of locked memory. A queue that
-            // is full is only told of if errors are asked for.
-            libc::ENOBUFS => self.hears_of_drops(),
-            // The socket's own buffer.
-            libc::EAGAIN => false,
-            _ => total <= DATAGRAM,
-        }
+    fn look_at_all<B>(&mut self, held: &mut Held<B>) -> bool {
+        (0..LOOKS).any(|_| self.look(held).is_ok_and(|count| count < BATCH))
     }
 
     /// Finds out whether the send in doubt has a number, if that can be had now.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn settle<B>(&mut self, held: &mut Held<B>) {
         let Some(doubt) = self.doubt.take() else {
             return;
         };
-        let mut complete = self.look_at_all();
+        let mut complete = self.look_at_all(held);
         let mut answer = None;
         if complete && !self.corked && self.numbers.next() == doubt.number {
-            answer = match sockopt_is_set(self.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
+            answer = match sockopt_is_set(held.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
                 // What the user gathers must not get any more; and errors end it before numbers.
                 true => Some(doubt.code),
-                false => self.probe(doubt.key),
+                false => self.probe(held, doubt.key),
             };
-            complete = self.look_at_all();
+            complete = self.look_at_all(held);
         }
         // It fails where the other did, before there are numbers. Of memory that can be chance, as
         // long as other sends use some.
@@ -72,22 +61,22 @@ impl<B: Stable> Inner<B> {
             return;
         }
         for _ in 0..self.numbers.claim(doubt.number, doubt.key) {
-            self.places.owes(doubt.key);
+            held.places.owes(doubt.key);
         }
-        let place = self.places.get(doubt.key);
+        let place = held.places.get(doubt.key);
         if place.is_some_and(|place| place.results == 0) {
             let (key, copied) = (doubt.key, false);
             self.events.push_back(Event::Noted { key, copied });
         }
-        self.places.noted(doubt.key);
+        held.places.noted(doubt.key);
     }
 
     /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
-    fn probe(&mut self, key: Key) -> Option<i32> {
-        let place = self.places.get(key);
-        self.calls += 1;
+    fn probe<B>(&self, held: &mut Held<B>, key: Key) -> Option<i32> {
+        let place = held.places.get(key);
+        held.calls += 1;
         let first = probe(
-            self.socket.as_fd(),
+            held.socket.as_fd(),
             place.and_then(|place| place.address.as_ref()),
         );
         if matches!(
@@ -97,21 +86,33 @@ impl<B: Stable> Inner<B> {
             return first;
         }
         // There may be no way to there any more.
-        self.calls += 1;
+        held.calls += 1;
         let home: IpAddr = match self.is_v6 {
             true => Ipv6Addr::LOCALHOST.into(),
             false => Ipv4Addr::LOCALHOST.into(),
         };
         let home = Address::new(&SocketAddr::new(home, 9));
-        probe(self.socket.as_fd(), home.as_ref());
+        probe(held.socket.as_fd(), home.as_ref());
         first
     }
+}
 
-    /// Whether a send is told that a queue was full.
-    fn hears_of_drops(&self) -> bool {
-        let is_set = |level, option| sockopt_is_set(self.socket.as_fd(), level, option);
-        is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
+/// Whether a datagram of `total` bytes can have a number although it was answered with an error.
+pub(super) fn may_have_number(socket: BorrowedFd<'_>, code: i32, total: usize) -> bool {
+    match code {
+        // The kernel's memory for notifications, or the limit of locked memory. A queue that
+        // is full is only told of if errors are asked for.
+        libc::ENOBUFS => hears_of_drops(socket),
+        // The socket's own buffer.
+        libc::EAGAIN => false,
+        _ => total <= DATAGRAM,
     }
+}
+
+/// Whether a send is told that a queue was full.
+fn hears_of_drops(socket: BorrowedFd<'_>) -> bool {
+    let is_set = |level, option| sockopt_is_set(socket, level, option);
+    is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
 }
 
 /// A datagram that is to be cut into more segments than the kernel ever makes of one (UDP_SEGMENT,

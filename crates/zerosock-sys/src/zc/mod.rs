@@ -1,12 +1,12 @@
 //! Sends whose buffers the kernel keeps for a while: who owns them meanwhile.
 //!
 //! A zero-copy send is over twice: when the call has its result, and when the kernel no longer
-//! reads the buffer. Whatever lies between belongs to a carrier: [`Ring`] (io_uring's SEND_ZC and
-//! SENDMSG_ZC) or [`Calls`] (sendmsg(2), with MSG_ZEROCOPY and the error queue or without). Both are
-//! driven alike: [`put`](Ring::put) gives a buffer into a place of theirs, [`start`](Ring::start)
-//! makes a request of it, [`submit`](Ring::submit) hands requests to the kernel, and
-//! [`event`](Ring::event) tells what has become of them; when a place is idle,
-//! [`take`](Ring::take) gives the buffer back.
+//! reads the buffer. Whatever lies between belongs to a [`Carrier`]: over io_uring (`ring`: SEND_ZC and
+//! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or without). It is
+//! driven alike whichever it is: [`put`](Carrier::put) gives a buffer into a place of its own,
+//! [`start`](Carrier::start) makes a request of it, [`submit`](Carrier::submit) hands requests to the
+//! kernel, and [`event`](Carrier::event) tells what has become of them; when a place is idle,
+//! [`take`](Carrier::take) gives the buffer back.
 //!
 //! What must hold: a buffer leaves its place only when the kernel owes nothing for it: no result
 //! and no notification. A carrier that is dropped before goes, with its buffers, to a thread that
@@ -18,6 +18,7 @@ mod arenas;
 pub mod bare;
 mod buffers;
 mod calls;
+mod carrier;
 mod doubt;
 mod error_queue;
 mod file;
@@ -32,11 +33,11 @@ use std::io;
 
 pub use address::Address;
 pub use buffers::{Buf, Mapped, Piece, Stable};
-pub use calls::Calls;
+pub use carrier::{Backend, Carrier};
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
-pub use ring::{LONGEST, Ring};
+pub use ring::LONGEST;
 pub use socket::{Kind, kind, permit_zero_copy};
 
 /// Whether the kernel may keep the buffer.
@@ -57,7 +58,7 @@ pub struct Order {
     pub from: usize,
     /// Of a stream: all of it or an error (MSG_WAITALL).
     pub whole: bool,
-    /// The request started next waits for the success of this one. [`Calls`] has no use for it.
+    /// The request started next waits for the success of this one. Of use to a ring alone.
     pub linked: bool,
     /// MSG_MORE: what follows belongs to it.
     pub more: bool,

@@ -16,7 +16,7 @@ pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 impl<B: Stable> Flights<B> {
     /// Takes in what the kernel has said.
     pub(super) fn progress(&mut self) {
-        while let Some(event) = self.carrier.next() {
+        while let Some(event) = self.carrier.event() {
             match event {
                 Event::Done(key, result) => self.done(key, result),
                 Event::Noted { key, copied } => self.noted(key, copied),

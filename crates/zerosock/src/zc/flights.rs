@@ -18,11 +18,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Key, LONGEST, NotStarted, Order, Stable};
+use zerosock_sys::zc::{Backend, Carrier, Key, LONGEST, NotStarted, Order, Stable};
 
 use super::answers::CANCELLED;
 use super::calibration;
-use super::carrier::{Backend, Carrier};
 use super::cork::Cork;
 use super::flight::{self, Flight, Part};
 use super::message::{Copying, Outgoing, Refusal, Returned};

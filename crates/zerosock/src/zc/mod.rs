@@ -66,7 +66,6 @@
 
 mod answers;
 mod calibration;
-mod carrier;
 mod cork;
 mod flight;
 mod flights;
@@ -82,7 +81,6 @@ mod stats;
 pub mod tokio;
 mod turn;
 
-pub use carrier::Backend;
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
 pub use policy::Threshold;
 pub use ranges::Completion;
@@ -90,4 +88,6 @@ pub use sender::{Builder, Interest, OpenError, Sender};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
 pub use stats::{Basis, Report, Stats};
-pub use zerosock_sys::zc::{Address, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable};
+pub use zerosock_sys::zc::{
+    Address, Backend, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable,
+};

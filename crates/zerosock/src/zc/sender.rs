@@ -5,10 +5,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Buf, Kind, Stable};
+use zerosock_sys::zc::{Backend, Buf, Carrier, Kind, Stable};
 
 use super::calibration;
-use super::carrier::{Backend, Carrier};
 use super::flights::Flights;
 use super::message::too_many_pieces;
 use super::policy::{Policy, Threshold};

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
-use zerosock_sys::zc::{Calls, Event, Order, Way, permit_zero_copy};
+use zerosock_sys::zc::{Carrier, Event, Order, Way};
 
 use crate::network::{SINK, with_sink};
 
@@ -118,8 +118,8 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             assert!(status.expect("ip(8)").success());
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
             let socket = socket(to);
-            assert!(permit_zero_copy(&socket).expect("an answer"));
-            let mut calls: Calls<Vec<u8>> = Calls::new(socket.into(), 4, true);
+            let opened = Carrier::open(socket.into(), 4, Some(Backend::ErrorQueue));
+            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
             let order = Order {
                 way: Way::ZeroCopy,
                 from: 0,
@@ -128,7 +128,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
                 more: false,
                 when_writable: false,
             };
-            let start = |calls: &mut Calls<_>, len| {
+            let start = |calls: &mut Carrier<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
                 calls.start(key, order).expect("it is made");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {

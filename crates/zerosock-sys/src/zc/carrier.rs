@@ -1,0 +1,287 @@
+//! One interface to whichever of the kernel's carries the sends.
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use super::calls::Calls;
+use super::places::Places;
+use super::ring::Ring;
+use super::{
+    Address, Event, Key, Kind, NotStarted, Order, Stable, kind, orphans, permit_zero_copy,
+};
+
+/// What carries sends.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub enum Backend {
+    /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux 6.2.
+    Uring,
+    /// sendmsg(2) with MSG_ZEROCOPY, and the socket's error queue.
+    ErrorQueue,
+    /// sendmsg(2), which copies. Everything else works as with the others.
+    Copy,
+}
+
+/// The sends of one socket.
+pub struct Carrier<B: Stable> {
+    /// Taken out by drop alone.
+    inner: ManuallyDrop<Inner<B>>,
+}
+
+struct Inner<B> {
+    // Before the places: a ring that is closed reads nothing of them any more.
+    means: Means,
+    held: Held<B>,
+    backend: Backend,
+}
+
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one for a carrier; what lies in a box is looked up for each send"
+)]
+enum Means {
+    Ring(Ring),
+    Calls(Calls),
+}
+
+/// What every carrier has.
+pub(super) struct Held<B> {
+    pub(super) socket: OwnedFd,
+    pub(super) places: Places<B>,
+    /// System calls for sending, asking and waiting.
+    pub(super) calls: u64,
+}
+
+impl<B: Stable> Carrier<B> {
+    /// The best for `socket`, or the one that is wanted, with `capacity` places; and what kind of
+    /// socket it is.
+    ///
+    /// # Errors
+    /// `Unsupported` if the one that is wanted does not carry this socket, or not on this kernel;
+    /// ENOTSOCK if it is none; what setsockopt(2) and io_uring_setup(2) answer.
+    pub fn open(
+        socket: OwnedFd,
+        capacity: u32,
+        wanted: Option<Backend>,
+    ) -> io::Result<(Self, Kind)> {
+        let kind = kind(&socket)?;
+        let permitted = wanted != Some(Backend::Copy) && permit_zero_copy(&socket)?;
+        let (means, backend) = match (wanted, permitted) {
+            (Some(Backend::Copy) | None, false) => (None, Backend::Copy),
+            (Some(_), false) => return Err(io::ErrorKind::Unsupported.into()),
+            (Some(Backend::Uring), true) => (Some(Ring::open(&socket, capacity)?), Backend::Uring),
+            (None, true) => match Ring::open(&socket, capacity) {
+                Ok(ring) => (Some(ring), Backend::Uring),
+                Err(_) => (None, Backend::ErrorQueue),
+            },
+            (Some(wanted), true) => (None, wanted),
+        };
+        let calls = || Means::Calls(Calls::new(kind, backend == Backend::ErrorQueue));
+        let inner = Inner {
+            means: means.map_or_else(calls, Means::Ring),
+            held: Held {
+                socket,
+                places: Places::new(capacity),
+                calls: 0,
+            },
+            backend,
+        };
+        let inner = ManuallyDrop::new(inner);
+        Ok((Self { inner }, kind))
+    }
+
+    /// What it is.
+    #[must_use]
+    pub fn backend(&self) -> Backend {
+        self.inner.backend
+    }
+
+    /// How many places are free.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.inner.held.places.room()
+    }
+
+    /// Puts a buffer, and where it goes if the socket is not connected, into a place.
+    ///
+    /// # Errors
+    /// Gives it back if no place is free.
+    pub fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
+        self.inner.held.places.put(buffer, address)
+    }
+
+    /// Makes a request of what lies in a place. Over a ring the kernel learns of it by
+    /// [`submit`](Self::submit); else it is one call, which does not block.
+    ///
+    /// # Errors
+    /// If it cannot be made; the place is as it was.
+    pub fn start(&mut self, key: Key, order: Order) -> Result<(), NotStarted> {
+        let Inner { means, held, .. } = &mut *self.inner;
+        match means {
+            Means::Ring(ring) => ring.start(held, key, order),
+            Means::Calls(calls) => calls.start(held, key, order),
+        }
+    }
+
+    /// Tells the kernel of the requests that were started: one system call over a ring, none if
+    /// there are none.
+    ///
+    /// # Errors
+    /// What io_uring_enter(2) answers, but for a completion queue that is to be read first.
+    pub fn submit(&mut self) -> io::Result<()> {
+        let Inner { means, held, .. } = &mut *self.inner;
+        match means {
+            Means::Ring(ring) => ring.submit(held),
+            Means::Calls(_) => Ok(()),
+        }
+    }
+
+    /// The next thing that the kernel has said: no system call.
+    pub fn event(&mut self) -> Option<Event> {
+        let Inner { means, held, .. } = &mut *self.inner;
+        match means {
+            Means::Ring(ring) => ring.event(held),
+            Means::Calls(calls) => calls.event(),
+        }
+    }
+
+    /// Makes what is done known: has the kernel post it, or reads the error queue. At most one
+    /// system call, which does not wait; none if nothing can have happened.
+    ///
+    /// # Errors
+    /// What io_uring_enter(2) or recvmmsg(2) answers.
+    pub fn reap(&mut self) -> io::Result<()> {
+        let Inner { means, held, .. } = &mut *self.inner;
+        match means {
+            Means::Ring(ring) => ring.reap(held),
+            Means::Calls(calls) => calls.reap(held).map(drop),
+        }
+    }
+
+    /// Tells the kernel of what was started and waits until it says something or, after WouldBlock
+    /// of a call, until the socket is writable, or for `timeout`. Returns at once if there is
+    /// nothing to wait for.
+    ///
+    /// # Errors
+    /// What io_uring_enter(2), or poll(2) and recvmmsg(2), answer. A signal ends the waiting early.
+    pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        let Inner { means, held, .. } = &mut *self.inner;
+        match means {
+            Means::Ring(ring) => ring.wait(held, timeout),
+            Means::Calls(calls) => calls.wait(held, timeout),
+        }
+    }
+
+    /// How many places the kernel owes something for.
+    #[must_use]
+    pub fn owed(&self) -> u32 {
+        self.inner.held.places.owed
+    }
+
+    /// Whether the kernel owes nothing for this place.
+    #[must_use]
+    pub fn idle(&self, key: Key) -> bool {
+        self.inner.held.places.idle(key)
+    }
+
+    /// The buffer, if the kernel owes nothing for it. The place is free then.
+    pub fn take(&mut self, key: Key) -> Option<B> {
+        self.inner.held.places.take(key)
+    }
+
+    /// Ends what the kernel has not done yet; each request says so by its result. Without a ring
+    /// there is none.
+    ///
+    /// # Errors
+    /// What io_uring_register(2) answers.
+    pub fn cancel(&mut self) -> io::Result<()> {
+        match &self.inner.means {
+            Means::Ring(ring) => ring.cancel(),
+            Means::Calls(_) => Ok(()),
+        }
+    }
+
+    /// System calls so far, for sending, asking and waiting.
+    #[must_use]
+    pub fn system_calls(&self) -> u64 {
+        self.inner.held.calls
+    }
+
+    /// The socket.
+    #[must_use]
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.inner.held.socket.as_fd()
+    }
+
+    /// How many arenas of pools are registered with the kernel.
+    #[must_use]
+    pub fn registered(&self) -> usize {
+        match &self.inner.means {
+            Means::Ring(ring) => ring.registered(),
+            Means::Calls(_) => 0,
+        }
+    }
+}
+
+impl<B: Stable> AsFd for Carrier<B> {
+    /// What an event loop waits on. A ring is readable when [`event`](Carrier::event) has something
+    /// to tell. Else it is the socket: it has an error to tell (EPOLLERR) when a notification has
+    /// come, and is writable when it takes more.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
+    }
+}
+
+impl<B: Stable> Drop for Carrier<B> {
+    fn drop(&mut self) {
+        // SAFETY: taken once, as this is drop, and `inner` is not used after it.
+        let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        let Inner { means, held, .. } = &mut inner;
+        match means {
+            Means::Ring(ring) => {
+                // What was accepted is the kernel's if it takes it now, and ends if it does not.
+                let _ = ring.submit(held);
+                while ring.event(held).is_some() {}
+            }
+            Means::Calls(calls) => {
+                let _ = calls.reap(held);
+            }
+        }
+        if held.places.owed > 0 {
+            return orphans::adopt(inner);
+        }
+        if let Means::Ring(ring) = means {
+            // Else the socket stays open until the kernel has taken the ring apart, which is later.
+            ring.let_go();
+        }
+    }
+}
+
+impl<B> Inner<B> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.means {
+            Means::Ring(ring) => ring.as_fd(),
+            Means::Calls(_) => self.held.socket.as_fd(),
+        }
+    }
+}
+
+impl<B: Stable> orphans::Orphan for Inner<B> {
+    fn is_done(&mut self) -> bool {
+        let Inner { means, held, .. } = self;
+        match means {
+            Means::Ring(ring) => ring.go_on_ending(held),
+            Means::Calls(calls) => calls.reap_all(held),
+        }
+        held.places.owed == 0
+    }
+
+    fn free_one(&mut self) -> bool {
+        self.held.places.drop_one()
+    }
+
+    fn descriptor(&self) -> (BorrowedFd<'_>, bool) {
+        (self.as_fd(), matches!(self.means, Means::Ring(_)))
+    }
+}

@@ -1,4 +1,14 @@
 //! The memory of pools that a ring has registered.
+//!
+//! A ring has room for 64 arenas. The first request without a copy of one of its blocks registers an
+//! arena; until that succeeds its blocks are sent like other memory. To register is to pin every
+//! page, and counts against the limit of locked memory. When there is no room, or no memory, what no
+//! pool has any more goes first, then what has not been sent from for the longest time; but not
+//! what was sent from a moment ago: pools that take turns would be registered for every send.
+//!
+//! What must hold: an arena is replaced only while no request that names its number is under way,
+//! since the kernel looks it up when it executes the request, which may be long after it was told
+//! of it. From then until the notification the kernel keeps by itself what it reads.
 
 use std::sync::Arc;
 
@@ -6,57 +16,258 @@ use io_uring::IoUring;
 
 use super::pool::Arena;
 
-/// How many arenas a ring registers at most; blocks of more are sent like other memory.
-const ARENAS: u32 = 64;
-/// Sends after which an arena that could not be registered is tried again.
-const PAUSE: u32 = 1024;
+/// How many arenas a ring registers at most.
+const ARENAS: usize = 64;
+/// Requests from pools after which an arena that was not sent from may be replaced, and one that
+/// could not be registered is tried again.
+const PAUSE: u64 = 1024;
 
-/// The arenas that the ring has registered, in the places that they have among its buffers.
+/// The arenas that the ring has registered.
 #[derive(Default)]
 pub(super) struct Arenas {
-    pub(super) registered: Vec<Registered>,
+    /// By number.
+    entries: Vec<Option<Entry>>,
+    /// Where the last request found its own.
+    last: usize,
+    /// Counts requests.
+    clock: u64,
+    /// Nothing is tried before: it failed, and it is not cheap.
+    not_before: u64,
     /// The ring has room for them.
     has_table: bool,
-    /// So many sends are not to try to register anything: it failed, and it is not cheap.
-    pause: u32,
 }
 
-pub(super) struct Registered {
-    id: u64,
-    /// The memory lives at least as long as the ring that has it registered.
-    _arena: Arc<Arena>,
+struct Entry {
+    /// The memory lives at least as long as it is registered.
+    arena: Arc<Arena>,
+    /// When it was sent from last.
+    used: u64,
+    /// Places with requests under way that name it.
+    places: u32,
+}
+
+impl Entry {
+    fn is(&self, arena: &Arc<Arena>) -> bool {
+        Arc::ptr_eq(&self.arena, arena)
+    }
+
+    /// Neither a pool nor a block has it any more.
+    fn is_left(&self) -> bool {
+        Arc::strong_count(&self.arena) == 1
+    }
 }
 
 impl Arenas {
-    /// Under which number the ring has an arena registered; the first block of it registers it. If
-    /// that fails, mostly for want of memory that may be locked, a later one does.
+    /// How many are registered.
+    pub(super) fn count(&self) -> usize {
+        self.entries.iter().flatten().count()
+    }
+
+    /// Whether a request would be made from registered memory, as far as can be said before.
+    pub(super) fn expects(&self, arena: &Arc<Arena>) -> bool {
+        self.find(arena).is_some()
+            || self.clock + 1 >= self.not_before
+                && (self.has_room() || self.unused(self.clock + 1).is_some())
+    }
+
+    /// Under which number a request finds an arena registered, if it does.
     pub(super) fn number(&mut self, ring: &IoUring, arena: &Arc<Arena>) -> Option<u16> {
-        let mut known = self.registered.iter();
-        if let Some(found) = known.position(|known| known.id == arena.id()) {
-            return Some(found as u16);
-        }
-        let index = self.registered.len() as u32;
-        if index >= ARENAS || self.pause > 0 {
-            self.pause = self.pause.saturating_sub(1);
-            return None;
-        }
-        let submitter = ring.submitter();
-        self.has_table = self.has_table || submitter.register_buffers_sparse(ARENAS).is_ok();
-        // SAFETY: the arena's mapping is valid; it is kept, below, for as long as the ring is.
-        let done = self.has_table
-            && unsafe {
-                submitter
-                    .register_buffers_update(index, &[arena.vector()], None)
-                    .is_ok()
-            };
-        if !done {
-            self.pause = PAUSE;
-            return None;
-        }
-        self.registered.push(Registered {
-            id: arena.id(),
-            _arena: Arc::clone(arena),
-        });
+        self.clock += 1;
+        let found = self.find(arena);
+        let index = found.or_else(|| self.register(ring, arena))?;
+        self.last = index;
+        let entry = self.entries.get_mut(index)?.as_mut()?;
+        entry.used = self.clock;
         Some(index as u16)
+    }
+
+    /// A place has requests under way that name it.
+    pub(super) fn begun(&mut self, number: u16) {
+        if let Some(Some(entry)) = self.entries.get_mut(usize::from(number)) {
+            entry.places += 1;
+        }
+    }
+
+    /// It has none any more.
+    pub(super) fn ended(&mut self, number: u16) {
+        if let Some(Some(entry)) = self.entries.get_mut(usize::from(number)) {
+            entry.places -= 1;
+        }
+    }
+
+    fn find(&self, arena: &Arc<Arena>) -> Option<usize> {
+        let is_it = |entry: &Option<Entry>| entry.as_ref().is_some_and(|entry| entry.is(arena));
+        match self.entries.get(self.last).is_some_and(is_it) {
+            true => Some(self.last),
+            false => self.entries.iter().position(is_it),
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.count() < ARENAS
+    }
+
+    /// A number that is nobody's.
+    fn vacant(&mut self) -> Option<usize> {
+        let vacant = self.entries.iter().position(Option::is_none);
+        if vacant.is_none() && self.has_room() {
+            self.entries.push(None);
+            return Some(self.entries.len() - 1);
+        }
+        vacant
+    }
+
+    /// What can be replaced: of no use any more, else the least recently used.
+    fn unused(&self, now: u64) -> Option<usize> {
+        let entries = self.entries.iter().enumerate();
+        let unused = entries.filter_map(|(index, entry)| {
+            let entry = entry.as_ref().filter(|entry| entry.places == 0)?;
+            let is_old = entry.is_left() || entry.used + PAUSE <= now;
+            is_old.then_some((!entry.is_left(), entry.used, index))
+        });
+        unused.min().map(|(.., index)| index)
+    }
+
+    fn register(&mut self, ring: &IoUring, arena: &Arc<Arena>) -> Option<usize> {
+        if self.clock < self.not_before {
+            return None;
+        }
+        self.has_table = self.has_table
+            || ring
+                .submitter()
+                .register_buffers_sparse(ARENAS as u32)
+                .is_ok();
+        if self.has_table {
+            // Memory that nobody can send from is nothing to keep.
+            for index in 0..self.entries.len() {
+                let entry = self.entries[index].as_ref();
+                if entry.is_some_and(|entry| entry.is_left() && entry.places == 0) {
+                    self.clear(ring, index);
+                }
+            }
+            if let Some(index) = self.vacant()
+                && self.set(ring, index, arena)
+            {
+                return Some(index);
+            }
+            if let Some(index) = self.unused(self.clock) {
+                self.clear(ring, index);
+                if self.set(ring, index, arena) {
+                    return Some(index);
+                }
+            }
+        }
+        self.not_before = self.clock + PAUSE;
+        None
+    }
+
+    /// Has the kernel give up what it has under a number.
+    fn clear(&mut self, ring: &IoUring, index: usize) {
+        let nothing = libc::iovec {
+            iov_base: std::ptr::null_mut(),
+            iov_len: 0,
+        };
+        // SAFETY: no memory is named.
+        let done = unsafe { update(ring, index, nothing) };
+        if done {
+            self.entries[index] = None;
+        }
+    }
+
+    fn set(&mut self, ring: &IoUring, index: usize, arena: &Arc<Arena>) -> bool {
+        if self.entries[index].is_some() {
+            return false;
+        }
+        // SAFETY: the arena's mapping is valid; it is kept, below, until the kernel has been told to
+        // give it up, or the ring is gone.
+        let done = unsafe { update(ring, index, arena.vector()) };
+        self.entries[index] = done.then(|| Entry {
+            arena: Arc::clone(arena),
+            used: self.clock,
+            places: 0,
+        });
+        done
+    }
+}
+
+/// Registers memory under a number, instead of what is there.
+///
+/// # Safety
+/// The memory is mapped for as long as it is registered.
+unsafe fn update(ring: &IoUring, index: usize, memory: libc::iovec) -> bool {
+    let submitter = ring.submitter();
+    // SAFETY: the caller's promise.
+    unsafe { submitter.register_buffers_update(index as u32, &[memory], None) }.is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::super::{Pool, PoolBuf};
+    use super::*;
+
+    /// A ring, and blocks of so many pools; none where io_uring is forbidden.
+    fn setting(name: &str, pools: usize) -> Option<(IoUring, Vec<PoolBuf>)> {
+        let ring = match IoUring::new(2) {
+            Ok(ring) => ring,
+            Err(why) => {
+                let _ = writeln!(std::io::stderr(), "\nSKIPPED io_uring: {name}: {why}");
+                return None;
+            }
+        };
+        let block = |_| Pool::new(1, 4096).expect("memory").loan().expect("a block");
+        Some((ring, (0..pools).map(block).collect()))
+    }
+
+    #[test]
+    fn what_a_request_names_is_not_replaced() {
+        let name = "what_a_request_names_is_not_replaced";
+        let Some((ring, blocks)) = setting(name, ARENAS + 2) else {
+            return;
+        };
+        let mut arenas = Arenas::default();
+        for (number, block) in (0..).zip(&blocks[..ARENAS]) {
+            assert!(arenas.expects(block.arena()));
+            assert_eq!(arenas.number(&ring, block.arena()), Some(number));
+        }
+        let [more, another] = [ARENAS, ARENAS + 1].map(|index| blocks[index].arena());
+        assert!(!arenas.expects(more));
+        assert_eq!(arenas.number(&ring, more), None);
+        arenas.begun(0);
+        arenas.begun(0);
+        arenas.ended(0);
+        for _ in 0..PAUSE {
+            assert_eq!(arenas.number(&ring, blocks[1].arena()), Some(1));
+        }
+        // The first is the oldest, and the second in use.
+        assert!(arenas.expects(more));
+        assert_eq!(arenas.number(&ring, more), Some(2));
+        arenas.ended(0);
+        assert!(arenas.expects(another));
+        assert_eq!(arenas.number(&ring, another), Some(0));
+        assert_eq!(arenas.number(&ring, blocks[3].arena()), Some(3));
+        assert_eq!(arenas.count(), ARENAS);
+    }
+
+    #[test]
+    fn what_nobody_has_is_kept_only_while_a_request_names_it() {
+        let name = "what_nobody_has_is_kept_only_while_a_request_names_it";
+        let Some((ring, mut blocks)) = setting(name, 4) else {
+            return;
+        };
+        let mut arenas = Arenas::default();
+        for block in &blocks[..3] {
+            let number = arenas.number(&ring, block.arena());
+            arenas.begun(number.expect("memory that may be locked"));
+        }
+        arenas.ended(1);
+        blocks.drain(..2);
+        assert_eq!(arenas.number(&ring, blocks[1].arena()), Some(1));
+        assert_eq!(arenas.count(), 3);
+        arenas.ended(0);
+        let next = Pool::new(1, 4096).expect("memory").loan().expect("a block");
+        assert_eq!(arenas.number(&ring, next.arena()), Some(0));
+        assert_eq!(arenas.count(), 3);
     }
 }

@@ -214,6 +214,23 @@ impl<B: Stable> Carrier<B> {
         self.inner.held.socket.as_fd()
     }
 
+    /// Whether a request without a copy of this buffer is expected to be made from memory that is
+    /// registered with the kernel: it is, or can be.
+    #[must_use]
+    pub fn expects_registered(&self, buffer: &B) -> bool {
+        match &self.inner.means {
+            Means::Ring(ring) => ring.expects_registered(buffer),
+            Means::Calls(_) => false,
+        }
+    }
+
+    /// Whether the request that is under way was.
+    #[must_use]
+    pub fn is_registered(&self, key: Key) -> bool {
+        let place = self.inner.held.places.get(key);
+        place.is_some_and(|place| place.arena.is_some())
+    }
+
     /// How many arenas of pools are registered with the kernel.
     #[must_use]
     pub fn registered(&self) -> usize {

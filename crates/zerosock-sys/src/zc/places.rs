@@ -31,6 +31,8 @@ pub(super) struct Place<B> {
     pub(super) address: Option<Address>,
     /// What a request refers to; replaced only while no request is under way.
     pub(super) message: Option<Box<Message>>,
+    /// The number of its arena, while requests are under way that name it.
+    pub(super) arena: Option<u16>,
     /// Results that are to come.
     pub(super) results: u32,
     /// Notifications that are to come.
@@ -55,6 +57,7 @@ impl<B> Places<B> {
             buffer: None,
             address: None,
             message: None,
+            arena: None,
             results: 0,
             notes: 0,
         };

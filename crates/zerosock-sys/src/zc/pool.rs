@@ -5,7 +5,6 @@ use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -18,7 +17,6 @@ const HUGE: usize = 2 << 20;
 /// One mapping of a pool: what a ring registers.
 #[doc(hidden)]
 pub struct Arena {
-    id: u64,
     base: NonNull<u8>,
     len: usize,
     block: usize,
@@ -34,7 +32,6 @@ unsafe impl Sync for Arena {}
 
 impl Arena {
     fn map(blocks: usize, block: usize) -> io::Result<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let wanted = blocks
             .checked_mul(block)
             .ok_or(io::ErrorKind::OutOfMemory)?;
@@ -63,18 +60,12 @@ impl Arena {
             let _ = unsafe { madvise(base, len, Advice::LinuxHugepage) };
         }
         Ok(Self {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
             base: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
             len,
             block,
             huge,
             free: Mutex::new((0..blocks).rev().collect()),
         })
-    }
-
-    /// What tells it from every other of the process, also from those that are gone.
-    pub(super) fn id(&self) -> u64 {
-        self.id
     }
 
     pub(super) fn vector(&self) -> libc::iovec {
@@ -105,17 +96,19 @@ impl Drop for Arena {
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Arena({}, {} bytes)", self.id, self.len)
+        write!(f, "Arena({} bytes)", self.len)
     }
 }
 
 /// Blocks of memory, all of one length, to be filled and sent.
 ///
-/// Where the machine has huge pages set aside and gives them (Linux 5.14), it lies in those; else the kernel is asked for
-/// transparent ones. A sender over io_uring registers it when it first sends from it: from then
-/// on no send pins pages, and none counts against the limit of locked memory (`RLIMIT_MEMLOCK`)
-/// but the registration. A handle is cheap to clone; the memory is there for as long as a handle,
-/// a block or a sender that has registered it.
+/// Where the machine has huge pages set aside and gives them (Linux 5.14), it lies in those; else the
+/// kernel is asked for transparent ones. A sender over io_uring registers it when it first sends from
+/// it: from then on no send pins pages, and none counts against the limit of locked memory
+/// (`RLIMIT_MEMLOCK`) but the registration. It has room for 64 pools, fewer if some are larger than
+/// 1 GiB: another takes the place of one that was not sent from for a thousand sends, and is sent
+/// from like other memory until then. A handle is cheap to clone; the memory is there for as long as
+/// a handle, a block or a sender that has it registered.
 #[derive(Clone, Debug)]
 pub struct Pool {
     arenas: Arc<[Arc<Arena>]>,

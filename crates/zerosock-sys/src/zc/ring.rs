@@ -98,6 +98,7 @@ impl Ring {
         let flags = libc::MSG_NOSIGNAL
             | if order.whole { libc::MSG_WAITALL } else { 0 }
             | if order.more { libc::MSG_MORE } else { 0 };
+        let mut number = None;
         let entry = match Rest::of(buffer, order.from) {
             Rest::One(piece) => {
                 let len = piece.len.min(LONGEST) as u32;
@@ -107,11 +108,10 @@ impl Ring {
                 };
                 match order.way {
                     Way::ZeroCopy => {
-                        let index = buffer
-                            .arena()
-                            .and_then(|arena| self.arenas.number(&self.ring, arena));
+                        let arena = buffer.arena();
+                        number = arena.and_then(|arena| self.arenas.number(&self.ring, arena));
                         opcode::SendZc::new(SOCKET, piece.address, len)
-                            .buf_index(index)
+                            .buf_index(number)
                             .dest_addr(address)
                             .dest_addr_len(address_len)
                             .flags(flags)
@@ -147,6 +147,10 @@ impl Ring {
                 }
             }
         };
+        if let (None, Some(number)) = (place.arena, number) {
+            place.arena = Some(number);
+            self.arenas.begun(number);
+        }
         let link = if order.linked {
             squeue::Flags::IO_LINK
         } else {
@@ -171,7 +175,8 @@ impl Ring {
         // are (`Stable`), its address and its message. None of them leaves the place or is replaced
         // before the kernel has given the request's result, and the buffer not before the
         // notification (`Places::take`, and `start` for the message). When the carrier, which has
-        // both, is dropped before, they live on together (`orphans`). A registered arena lives as long as the ring.
+        // both, is dropped before, they live on together (`orphans`). A registered arena is mapped
+        // for as long as it is registered, and not replaced while a request names it (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
         }
@@ -244,6 +249,11 @@ impl Ring {
                 return Some(Event::Noted { key, copied });
             }
             held.places.ended(key, cqueue::more(entry.flags()));
+            if let Some(place) = held.places.get_mut(key).filter(|place| place.results == 0)
+                && let Some(number) = place.arena.take()
+            {
+                self.arenas.ended(number);
+            }
             let result = match usize::try_from(entry.result()) {
                 Ok(sent) => Ok(sent),
                 Err(_) => Err(io::Error::from_raw_os_error(-entry.result())),
@@ -297,7 +307,13 @@ impl Ring {
 
     /// How many arenas of pools it has registered.
     pub(super) fn registered(&self) -> usize {
-        self.arenas.registered.len()
+        self.arenas.count()
+    }
+
+    /// Whether a request without a copy of this buffer is expected to be from registered memory.
+    pub(super) fn expects_registered(&self, buffer: &impl Stable) -> bool {
+        let arena = buffer.arena();
+        arena.is_some_and(|arena| self.arenas.expects(arena))
     }
 
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {

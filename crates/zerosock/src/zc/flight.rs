@@ -17,6 +17,8 @@ pub(super) struct Flight {
     pub(super) total: usize,
     pub(super) sent: usize,
     pub(super) way: Way,
+    /// Its class is that of registered memory.
+    pub(super) registered: bool,
     /// Kept by the policy's class while that is measured.
     pub(super) class: Option<Class>,
     pub(super) failure: Option<i32>,
@@ -55,6 +57,7 @@ impl Flight {
             total: 0,
             sent: 0,
             way: Way::Copy,
+            registered: false,
             class: None,
             failure: None,
             rounds: 0,

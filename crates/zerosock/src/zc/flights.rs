@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Backend, Carrier, Key, LONGEST, NotStarted, Order, Stable};
+use zerosock_sys::zc::{Backend, Carrier, Key, LONGEST, NotStarted, Order, Stable, Way};
 
 use super::answers::CANCELLED;
 use super::calibration;
@@ -111,7 +111,8 @@ impl<B: Stable> Flights<B> {
         if let Some(error) = self.broken {
             return Err((outgoing, Refusal::Broken(flight::error(error))));
         }
-        let (total, registered) = (outgoing.buffer.total(), outgoing.buffer.arena().is_some());
+        let total = outgoing.buffer.total();
+        let registered = self.carrier.expects_registered(&outgoing.buffer);
         let Outgoing {
             buffer,
             to,
@@ -148,6 +149,7 @@ impl<B: Stable> Flights<B> {
                 ticket,
                 total,
                 way,
+                registered,
                 class: match copying {
                     Copying::Auto => self.policy.class(registered, total),
                     Copying::Never | Copying::Always => None,
@@ -258,8 +260,13 @@ impl<B: Stable> Flights<B> {
                 Ok(()) => {
                     flight.started = true;
                     flight.turn = self.turn.number;
-                    let way = flight.way;
+                    let (way, registered) = (flight.way, self.carrier.is_registered(key));
+                    if way == Way::ZeroCopy && registered != flight.registered {
+                        // It costs what another class does.
+                        flight.class = None;
+                    }
                     self.turn.started(flight.class.map(|class| (class, way)));
+                    self.stats.registered += u64::from(registered);
                     self.cork.started(flight.part);
                     chained = flight.part != Part::Whole;
                     self.open += 1;

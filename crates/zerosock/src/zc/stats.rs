@@ -16,6 +16,8 @@ pub struct Stats {
     pub bytes: u64,
     /// Requests that were made of the kernel: more than sends where one took several.
     pub requests: u64,
+    /// Of those, how many from memory of a pool that is registered with the kernel.
+    pub registered: u64,
     /// Sends whose buffer the device or the receiver read itself.
     pub in_place: u64,
     /// Notifications: what the kernel was asked to send without a copy and has let go.
@@ -67,6 +69,7 @@ pub struct Report {
     pub registered_threshold_is: Basis,
     /// Zero copy is off: for good, or because the kernel copied all the same.
     pub off: bool,
-    /// Arenas of pools that are registered with the kernel.
+    /// Arenas of pools (of up to 1 GiB each) that are registered with the kernel: 64 at most. Sends
+    /// from others are counted, and measured, as sends from other memory.
     pub registered: usize,
 }

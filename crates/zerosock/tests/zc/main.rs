@@ -15,6 +15,7 @@ mod loops;
 mod model;
 mod network;
 mod orphans;
+mod pools;
 #[path = "../common/pump.rs"]
 #[allow(dead_code, reason = "other tests stop a host early")]
 mod pump;

@@ -142,6 +142,13 @@ impl Table {
         }
     }
 
+    /// Notes why each end of a cable did not work on its own core, if it did not.
+    pub(crate) fn note_unsteered(&mut self, reason: Option<String>) {
+        if let Some(reason) = reason {
+            self.note_missing("steering", &reason);
+        }
+    }
+
     /// As text: a table in Markdown, which is readable as it is.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();

@@ -25,6 +25,15 @@ pub enum Bare {
     Registered,
 }
 
+/// When the kernel posts what is done, to a loop over a ring.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub enum Posting {
+    /// When the thread enters the kernel for whatever reason (COOP_TASKRUN).
+    OnEntry,
+    /// Only when the thread asks for it (DEFER_TASKRUN), which no other may use the ring then.
+    OnAsking,
+}
+
 /// What a loop did.
 #[derive(Copy, Clone, Debug, Default)]
 pub struct Counts {
@@ -49,18 +58,20 @@ pub fn over_ring<B: Stable>(
     socket: BorrowedFd<'_>,
     buffers: Vec<B>,
     batch: usize,
-    how: Bare,
+    (how, posting): (Bare, Posting),
     is_stream: bool,
     mut go_on: impl FnMut(&Counts) -> bool,
 ) -> io::Result<Counts> {
     let (Some(first), true) = (buffers.first(), batch > 0) else {
         return Err(io::ErrorKind::InvalidInput.into());
     };
-    let mut ring: IoUring = IoUring::builder()
-        .setup_submit_all()
-        .setup_coop_taskrun()
-        .setup_cqsize(4 * batch as u32)
-        .build(batch as u32)?;
+    let mut ring = IoUring::builder();
+    ring.setup_submit_all().setup_cqsize(4 * batch as u32);
+    match posting {
+        Posting::OnEntry => ring.setup_coop_taskrun(),
+        Posting::OnAsking => ring.setup_single_issuer().setup_defer_taskrun(),
+    };
+    let mut ring: IoUring = ring.build(batch as u32)?;
     ring.submitter().register_files(&[socket.as_raw_fd()])?;
     if how == Bare::Registered {
         let arena = first.arena().ok_or(io::ErrorKind::InvalidInput)?;
@@ -163,15 +174,18 @@ pub fn over_error_queue(
     limit: u32,
     mut go_on: impl FnMut(&Counts) -> bool,
 ) -> io::Result<Counts> {
-    let mut queue = ErrorQueue::one_by_one();
+    let mut queue = ErrorQueue::default();
     let mut counts = Counts::default();
     let mut since = 0;
-    for buffer in buffers.iter().cycle() {
+    let pieces: Vec<_> = buffers
+        .iter()
+        .map(|one| [only_piece(one).vector()])
+        .collect();
+    for pieces in pieces.iter().cycle() {
         if !go_on(&counts) {
             break;
         }
-        let pieces = [only_piece(buffer).vector()];
-        counts.bytes += send(socket, &pieces, None, true, 0)? as u64;
+        counts.bytes += send(socket, pieces, None, true, 0)? as u64;
         counts.sends += 1;
         counts.calls += 1;
         since += 1;
@@ -200,7 +214,7 @@ pub fn over_error_queue(
 
 fn drain(queue: &mut ErrorQueue, socket: BorrowedFd<'_>, counts: &mut Counts) -> io::Result<()> {
     loop {
-        let found = queue.receive(socket.as_fd())?;
+        let found = queue.receive_one(socket.as_fd())?;
         counts.calls += 1;
         if found == 0 {
             return Ok(());

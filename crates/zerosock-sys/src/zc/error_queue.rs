@@ -21,8 +21,6 @@ pub(super) type Named = (u32, u32, bool);
 
 /// Where messages of the error queue are received.
 pub(super) struct ErrorQueue {
-    /// Messages that one call takes.
-    batch: usize,
     headers: [libc::mmsghdr; BATCH],
     control: [Control; BATCH],
 }
@@ -38,7 +36,6 @@ unsafe impl Send for ErrorQueue {}
 impl Default for ErrorQueue {
     fn default() -> Self {
         Self {
-            batch: BATCH,
             // SAFETY: all zeros is a valid `mmsghdr`: null pointers with zero lengths.
             headers: unsafe { MaybeUninit::zeroed().assume_init() },
             control: [Control([0; CONTROL]); BATCH],
@@ -47,12 +44,16 @@ impl Default for ErrorQueue {
 }
 
 impl ErrorQueue {
-    /// One that takes one message a call.
-    pub(super) fn one_by_one() -> Self {
-        Self {
-            batch: 1,
-            ..Self::default()
-        }
+    /// Takes one message by recvmsg(2), as programs do that know of no other call. How many.
+    pub(super) fn receive_one(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let [first, ..] = &mut self.headers;
+        first.msg_hdr.msg_control = self.control[0].0.as_mut_ptr().cast();
+        first.msg_hdr.msg_controllen = CONTROL as _;
+        let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
+        // SAFETY: the header has room for control data of the length it says and for nothing else;
+        // both outlive the call.
+        let taken = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut first.msg_hdr, flags) };
+        answer(if taken < 0 { -1 } else { 1 })
     }
 
     /// Takes up to [`BATCH`] messages; fewer than that are all there were. How many.
@@ -67,25 +68,30 @@ impl ErrorQueue {
             libc::recvmmsg(
                 socket.as_raw_fd(),
                 self.headers.as_mut_ptr(),
-                self.batch.min(BATCH) as libc::c_uint,
+                BATCH as libc::c_uint,
                 (libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT) as _,
                 std::ptr::null_mut(),
             )
         };
-        if let Ok(count) = usize::try_from(count) {
-            return Ok(count);
-        }
-        let error = io::Error::last_os_error();
-        match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
-            _ => Err(error),
-        }
+        answer(count as isize)
     }
 
     /// What a message received last names; none if it is about something else.
     pub(super) fn range(&self, index: usize) -> Option<Named> {
         let used = self.headers.get(index)?.msg_hdr.msg_controllen;
         named(self.control.get(index)?.0.get(..used.min(CONTROL))?)
+    }
+}
+
+/// How many messages a call took.
+fn answer(count: isize) -> io::Result<usize> {
+    if let Ok(count) = usize::try_from(count) {
+        return Ok(count);
+    }
+    let error = io::Error::last_os_error();
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
+        _ => Err(error),
     }
 }
 

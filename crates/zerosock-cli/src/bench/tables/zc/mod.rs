@@ -7,6 +7,7 @@
 pub(crate) mod notify;
 pub(crate) mod send;
 mod sockets;
+mod tool;
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use zerosock::zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Sender, Stable};
-use zerosock_sys::zc::bare::{self, Bare, Counts};
+use zerosock_sys::zc::bare::{self, Bare, Counts, Posting};
 
 use sockets::Carried;
 
@@ -117,10 +118,12 @@ fn bare_ring<B: Stable>(
     carried: &Carried,
     buffers: Vec<B>,
     how: Bare,
+    posting: Posting,
     mut window: Window,
 ) -> Result<Measured, String> {
     let socket = carried.socket()?;
     let is_stream = carried.is_stream();
+    let how = (how, posting);
     bare::over_ring(socket.as_fd(), buffers, BATCH, how, is_stream, |counts| {
         window.go_on(counts)
     })
@@ -157,7 +160,7 @@ struct Ours {
     batch: usize,
     /// A flush with every send; otherwise one at the end.
     flush: bool,
-    /// Asks inline after so many sends; otherwise never.
+    /// Every so many sends, one carries room for what is over; otherwise none does.
     ask: Option<u32>,
 }
 
@@ -188,16 +191,16 @@ fn ours<B: Stable>(
             };
             let mut outgoing = Outgoing::new(buffer).slot(0).copying(how.copying);
             outgoing.flush = how.flush;
-            sender.push(outgoing).map_err(|refused| failed(&refused))?;
             unasked += 1;
+            if how.ask.is_some_and(|limit| unasked >= limit) {
+                let told = sender.send_with(outgoing, &mut room);
+                told.map_err(|refused| failed(&refused))?;
+                unasked = 0;
+            } else {
+                sender.push(outgoing).map_err(|refused| failed(&refused))?;
+            }
         }
         sender.submit().map_err(|error| failed(&error))?;
-        if how.ask.is_some_and(|limit| unasked >= limit) {
-            sender
-                .completions(&mut room)
-                .map_err(|error| failed(&error))?;
-            unasked = 0;
-        }
         loop {
             while let Some(returned) = sender.returned() {
                 returned.outcome.map_err(|error| failed(&error))?;

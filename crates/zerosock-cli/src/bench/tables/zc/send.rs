@@ -1,10 +1,10 @@
 //! How many sends a second: with a copy, without, and with a notification asked for each.
 
 use zerosock::zc::Copying;
-use zerosock_sys::zc::bare::Bare;
+use zerosock_sys::zc::bare::{Bare, Posting};
 
 use super::sockets::{Carried, with_network};
-use super::{BATCH, Measured, Ours, Window, bare_ring, blocks, ours, vectors};
+use super::{BATCH, Measured, Ours, Window, bare_ring, blocks, ours, tool, vectors};
 use crate::bench::args::Settings;
 use crate::bench::pair::Cores;
 use crate::bench::report::{Metric, Row, Table};
@@ -22,125 +22,125 @@ const TCP: [usize; 3] = [4000, 16_000, 65_000];
 const METHOD: &str = "One thread on a core of its own sends 64 buffers in turn, 32 to each submission, \
     over io_uring. UDP goes into an ifb device, which drops what it gets without looking at it, so that \
     the kernel copies nothing that it is not asked to; TCP goes over a veth pair to a thread on the \
-    other core, which copies on receiving. `bare` is a loop written for this table that does nothing \
-    but submit prepared requests and read completions: the limit. `flush`: every send closes its \
-    slot's notifier and is told of by one notification; else there is one at the end. `registered`: \
-    the buffers are blocks of a pool. What counts is sends that are over, not requests. The interval is that of the mean of the rounds' ratios, 95 %.";
+    other core, which takes it unseen (MSG_TRUNC); the receiving side of the pair copies, on that core. \
+    `bare` is a loop written for this table that does nothing but submit prepared requests and read \
+    completions: the limit. There are two, one with a ring that is one thread's alone (DEFER_TASKRUN); \
+    the better counts. `io_uring_zerocopy_tx` is the kernel's own test program: one buffer, 1.2 s, no \
+    warm-up. `flush`: every send closes its slot's notifier and is told of by one notification; else \
+    there is one at the end. `registered`: the buffers are blocks of a pool. What counts is sends that \
+    are over, not requests. The interval is that of the mean of the rounds' ratios, 95 %.";
 
-/// Who takes part.
+/// Who takes part, and how it sends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Who {
-    Bare(Bare),
-    Plain,
-    Zc { flush: bool, registered: bool },
-    Auto { registered: bool },
+    /// The kernel's interface alone.
+    Bare(Bare, Posting),
+    /// The kernel's own test program.
+    Tool(Bare),
+    /// Our sender, told how, with one flush at the end.
+    Ours(Bare),
+    /// With a flush for each send.
+    Flush(Bare),
+    /// Choosing between copying and this.
+    Auto(Bare),
 }
 
-const ALL: [Who; 10] = [
-    Who::Bare(Bare::Plain),
-    Who::Plain,
-    Who::Bare(Bare::ZeroCopy),
-    Who::Zc {
-        flush: false,
-        registered: false,
-    },
-    Who::Zc {
-        flush: true,
-        registered: false,
-    },
-    Who::Auto { registered: false },
-    Who::Bare(Bare::Registered),
-    Who::Zc {
-        flush: false,
-        registered: true,
-    },
-    Who::Zc {
-        flush: true,
-        registered: true,
-    },
-    Who::Auto { registered: true },
+use Bare::{Plain, Registered, ZeroCopy};
+use Posting::{OnAsking, OnEntry};
+
+const ALL: [Who; 16] = [
+    Who::Bare(Plain, OnEntry),
+    Who::Bare(Plain, OnAsking),
+    Who::Ours(Plain),
+    Who::Bare(ZeroCopy, OnEntry),
+    Who::Bare(ZeroCopy, OnAsking),
+    Who::Ours(ZeroCopy),
+    Who::Flush(ZeroCopy),
+    Who::Auto(ZeroCopy),
+    Who::Bare(Registered, OnEntry),
+    Who::Bare(Registered, OnAsking),
+    Who::Ours(Registered),
+    Who::Flush(Registered),
+    Who::Auto(Registered),
+    Who::Tool(Plain),
+    Who::Tool(ZeroCopy),
+    Who::Tool(Registered),
 ];
 
-/// What is set beside what: ours, and the peer.
-const ROWS: [(&str, Who, &str, Who); 9] = [
-    ("plain", Who::Plain, "bare, plain", Who::Bare(Bare::Plain)),
+/// The end of a row's name, ours, what its peers are called, and the peers: the best of them counts.
+type Compared = (&'static str, Who, &'static str, &'static [Who]);
+
+/// What is set beside what.
+const ROWS: [Compared; 12] = [
+    (
+        "plain",
+        Who::Ours(Plain),
+        "bare, plain",
+        &[Who::Bare(Plain, OnEntry), Who::Bare(Plain, OnAsking)],
+    ),
+    ("plain", Who::Ours(Plain), tool::NAME, &[Who::Tool(Plain)]),
     (
         "zc",
-        Who::Zc {
-            flush: false,
-            registered: false,
-        },
+        Who::Ours(ZeroCopy),
         "bare, zc",
-        Who::Bare(Bare::ZeroCopy),
+        &[Who::Bare(ZeroCopy, OnEntry), Who::Bare(ZeroCopy, OnAsking)],
+    ),
+    (
+        "zc",
+        Who::Ours(ZeroCopy),
+        tool::NAME,
+        &[Who::Tool(ZeroCopy)],
+    ),
+    (
+        "zc",
+        Who::Ours(ZeroCopy),
+        "zerosock, plain",
+        &[Who::Ours(Plain)],
     ),
     (
         "zc, registered",
-        Who::Zc {
-            flush: false,
-            registered: true,
-        },
+        Who::Ours(Registered),
         "bare, registered",
-        Who::Bare(Bare::Registered),
+        &[
+            Who::Bare(Registered, OnEntry),
+            Who::Bare(Registered, OnAsking),
+        ],
+    ),
+    (
+        "zc, registered",
+        Who::Ours(Registered),
+        tool::NAME,
+        &[Who::Tool(Registered)],
+    ),
+    (
+        "zc, registered",
+        Who::Ours(Registered),
+        "zerosock, plain",
+        &[Who::Ours(Plain)],
     ),
     (
         "zc + flush",
-        Who::Zc {
-            flush: true,
-            registered: false,
-        },
+        Who::Flush(ZeroCopy),
         "zerosock, one flush",
-        Who::Zc {
-            flush: false,
-            registered: false,
-        },
+        &[Who::Ours(ZeroCopy)],
     ),
     (
         "zc + flush, registered",
-        Who::Zc {
-            flush: true,
-            registered: true,
-        },
+        Who::Flush(Registered),
         "zerosock, one flush",
-        Who::Zc {
-            flush: false,
-            registered: true,
-        },
-    ),
-    (
-        "zc",
-        Who::Zc {
-            flush: false,
-            registered: false,
-        },
-        "zerosock, plain",
-        Who::Plain,
-    ),
-    (
-        "zc, registered",
-        Who::Zc {
-            flush: false,
-            registered: true,
-        },
-        "zerosock, plain",
-        Who::Plain,
+        &[Who::Ours(Registered)],
     ),
     (
         "automatic",
-        Who::Auto { registered: false },
+        Who::Auto(ZeroCopy),
         "zerosock, plain or zc",
-        Who::Zc {
-            flush: false,
-            registered: false,
-        },
+        &[Who::Ours(ZeroCopy), Who::Ours(Plain)],
     ),
     (
         "automatic, registered",
-        Who::Auto { registered: true },
+        Who::Auto(Registered),
         "zerosock, plain or zc",
-        Who::Zc {
-            flush: false,
-            registered: true,
-        },
+        &[Who::Ours(Registered), Who::Ours(Plain)],
     ),
 ];
 
@@ -154,58 +154,73 @@ pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
         rows: Vec::new(),
         missing: Vec::new(),
     };
+    let missing = tool::missing();
     let measured = with_network(cores, |network| {
         let udp = UDP.map(|size| ("UDP", network.udp4, size));
         let tcp = TCP.map(|size| ("TCP", network.tcp4, size));
         let mut rows = Vec::new();
         for (protocol, carried, size) in udp.into_iter().chain(tcp) {
             let case = format!("{protocol}, {size} B");
-            if ROWS
-                .iter()
-                .any(|(row, ..)| settings.wants(&format!("{case}, {row}")))
-            {
-                case_of(settings, carried, size, &case, &mut rows);
-            }
+            let wanted: Vec<_> = ROWS
+                .into_iter()
+                .filter(|(row, .., peers)| {
+                    let is_tool = peers.iter().any(|peer| matches!(peer, Who::Tool(_)));
+                    settings.wants(&format!("{case}, {row}")) && !(is_tool && missing.is_some())
+                })
+                .collect();
+            case_of(settings, carried, size, &case, &wanted, &mut rows);
         }
-        Ok(rows)
+        Ok((rows, network.unsteered.clone()))
     });
     match measured {
-        Ok(rows) => table.rows = rows,
+        Ok((rows, unsteered)) => {
+            table.rows = rows;
+            table.note_unsteered(unsteered);
+        }
         Err(reason) => table.note_missing("zerosock", &reason),
+    }
+    if let Some(reason) = missing {
+        table.note_missing(tool::NAME, &reason);
     }
     table
 }
 
-fn case_of(settings: &Settings, carried: Carried, size: usize, case: &str, rows: &mut Vec<Row>) {
-    let outcomes = alternate(settings.rounds, ALL.len(), |round, who| {
-        eprintln!("{case}: round {}, {:?}", round + 1, ALL[who]);
-        measure(settings, carried, size, ALL[who])
+/// Measures whoever is needed for these rows.
+fn case_of(
+    settings: &Settings,
+    carried: Carried,
+    size: usize,
+    case: &str,
+    wanted: &[Compared],
+    rows: &mut Vec<Row>,
+) {
+    let takes_part =
+        |who: &Who| (wanted.iter()).any(|(_, us, _, peers)| us == who || peers.contains(who));
+    let all: Vec<Who> = ALL.into_iter().filter(takes_part).collect();
+    let outcomes = alternate(settings.rounds, all.len(), |round, who| {
+        eprintln!("{case}: round {}, {:?}", round + 1, all[who]);
+        measure(settings, carried, size, all[who])
     });
     let figure = |who: Who| -> Result<Spread, String> {
-        let at = ALL.iter().position(|&one| one == who);
+        let at = all.iter().position(|&one| one == who);
         let outcomes = at.and_then(|at| outcomes.get(at)).ok_or("not measured")?;
         let rates = outcomes.as_ref().map_err(Clone::clone)?.iter().map(rate);
         Spread::of(rates.collect(), RATE.higher_is_better).ok_or_else(|| "no rounds".to_owned())
     };
-    for (name, us, peer_name, peer) in ROWS {
-        let name = format!("{case}, {name}");
-        if !settings.wants(&name) {
-            continue;
-        }
-        let peer = match us {
-            // The better of the two that it chooses from.
-            Who::Auto { .. } => match (figure(peer), figure(Who::Plain)) {
-                (Ok(zc), Ok(plain)) => Ok(if zc.median > plain.median { zc } else { plain }),
-                (failed @ Err(_), _) | (_, failed) => failed,
-            },
-            _ => figure(peer),
+    for &(name, us, peer_name, peers) in wanted {
+        let peers = peers.iter().map(|&peer| figure(peer));
+        let peers: Result<Vec<_>, _> = peers.collect();
+        let best = |peers: Vec<Spread>| {
+            (peers.into_iter())
+                .max_by(|one, other| one.median.total_cmp(&other.median))
+                .ok_or_else(|| "no peer".to_owned())
         };
         rows.push(Row {
-            name,
+            name: format!("{case}, {name}"),
             metric: RATE,
             ours: figure(us),
             peer_name: peer_name.to_owned(),
-            peer,
+            peer: peers.and_then(best),
         });
     }
 }
@@ -217,31 +232,29 @@ fn measure(
     who: Who,
 ) -> Result<Measured, String> {
     let window = Window::new(settings.warm, settings.time);
-    let how = |copying, flush| Ours {
+    let (memory, copying, flush) = match who {
+        Who::Tool(how) => return tool::run(&carried, size, how),
+        Who::Bare(Registered, posting) => {
+            return bare_ring(&carried, blocks(size)?, Registered, posting, window);
+        }
+        Who::Bare(how, posting) => {
+            return bare_ring(&carried, vectors(size), how, posting, window);
+        }
+        Who::Ours(Plain) => (Plain, Copying::Always, false),
+        Who::Ours(memory) => (memory, Copying::Never, false),
+        Who::Flush(memory) => (memory, Copying::Never, true),
+        Who::Auto(memory) => (memory, Copying::Auto, false),
+    };
+    let how = Ours {
         backend: None,
         copying,
         batch: BATCH,
         flush,
         ask: None,
     };
-    match who {
-        Who::Bare(Bare::Registered) => bare_ring(&carried, blocks(size)?, Bare::Registered, window),
-        Who::Bare(bare) => bare_ring(&carried, vectors(size), bare, window),
-        Who::Plain => ours(&carried, vectors(size), how(Copying::Always, false), window),
-        Who::Zc {
-            flush,
-            registered: false,
-        } => ours(&carried, vectors(size), how(Copying::Never, flush), window),
-        Who::Zc {
-            flush,
-            registered: true,
-        } => ours(&carried, blocks(size)?, how(Copying::Never, flush), window),
-        Who::Auto { registered: false } => {
-            ours(&carried, vectors(size), how(Copying::Auto, false), window)
-        }
-        Who::Auto { registered: true } => {
-            ours(&carried, blocks(size)?, how(Copying::Auto, false), window)
-        }
+    match memory {
+        Registered => ours(&carried, blocks(size)?, how, window),
+        Plain | ZeroCopy => ours(&carried, vectors(size), how, window),
     }
 }
 
@@ -267,11 +280,9 @@ mod tests {
 
     #[test]
     fn every_row_is_of_contestants_that_take_part() {
-        for (name, us, peer_name, peer) in ROWS {
-            assert!(
-                ALL.contains(&us) && ALL.contains(&peer),
-                "{name}, {peer_name}"
-            );
+        for (name, us, peer_name, peers) in ROWS {
+            let all_of_them = peers.iter().all(|peer| ALL.contains(peer));
+            assert!(ALL.contains(&us) && all_of_them, "{name}, {peer_name}");
         }
     }
 }

@@ -1,12 +1,12 @@
 //! The networks: a sink that takes pages as they are, and a cable to a receiver.
 
-use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
 
+use rustix::net::{RecvFlags, recv};
 use zerosock_sys::affinity;
 use zerosock_sys::network::isolate_thread;
 
@@ -17,13 +17,19 @@ use crate::bench::pair::Cores;
 pub(super) enum Carried {
     /// UDP into an `ifb` device, which drops it without looking at it.
     Udp(SocketAddr),
-    /// TCP over a veth pair, which copies, to a thread that reads it.
+    /// TCP over a veth pair to a thread that takes it. The receiving side of the pair copies.
     Tcp(SocketAddr),
 }
 
 impl Carried {
     pub(super) fn is_stream(self) -> bool {
         matches!(self, Self::Tcp(_))
+    }
+
+    pub(super) fn to(self) -> SocketAddr {
+        match self {
+            Self::Udp(to) | Self::Tcp(to) => to,
+        }
     }
 
     /// A new socket that is connected.
@@ -47,6 +53,14 @@ pub(super) struct Network {
     pub(super) udp6: Carried,
     pub(super) tcp4: Carried,
     pub(super) tcp6: Carried,
+    /// Why what comes out of the cable is not worked off on the core of who receives it.
+    pub(super) unsteered: Option<String>,
+}
+
+/// What listens at the other end of the cable: the ports for IPv4 and IPv6, and as in [`Network`].
+struct Far {
+    ports: (u16, u16),
+    unsteered: Option<String>,
 }
 
 /// Runs `measure` on a thread in a network of its own, with a receiver in another.
@@ -61,7 +75,7 @@ pub(super) fn with_network<T: Send>(
         let sending = scope.spawn(move || {
             isolate_thread().map_err(|error| format!("a network namespace: {error}"))?;
             pin(cores.sender)?;
-            let listening = far_end(cores.receiver)?;
+            let far = far_end(cores)?;
             for words in [
                 "link set lo up",
                 "link add sink0 type ifb",
@@ -77,11 +91,12 @@ pub(super) fn with_network<T: Send>(
             measure(&Network {
                 udp4: Carried::Udp(address("10.9.0.2:9")?),
                 udp6: Carried::Udp(address("[fd09::2]:9")?),
-                tcp4: Carried::Tcp(SocketAddr::new([10, 8, 0, 2].into(), listening.0)),
+                tcp4: Carried::Tcp(SocketAddr::new([10, 8, 0, 2].into(), far.ports.0)),
                 tcp6: Carried::Tcp(SocketAddr::new(
                     std::net::Ipv6Addr::new(0xfd08, 0, 0, 0, 0, 0, 0, 2).into(),
-                    listening.1,
+                    far.ports.1,
                 )),
+                unsteered: far.unsteered,
             })
         });
         match sending.join() {
@@ -93,37 +108,40 @@ pub(super) fn with_network<T: Send>(
 
 /// Starts a receiver in a namespace of its own, at the other end of a cable, and says where it
 /// listens. It ends with the program.
-fn far_end(core: Option<usize>) -> Result<(u16, u16), String> {
+fn far_end(cores: Cores) -> Result<Far, String> {
     let (here, path) = channel();
     let (plug, plugged) = channel();
     let (listen, listening) = channel();
     thread::spawn(move || {
         let begin = || -> Result<(), String> {
             isolate_thread().map_err(|error| format!("a network namespace: {error}"))?;
-            pin(core)
+            pin(cores.receiver)
         };
         let thread = rustix::thread::gettid().as_raw_nonzero();
         let path = format!("/proc/{}/task/{thread}/ns/net", std::process::id());
         let _ = here.send(begin().map(|()| path));
         let Ok(()) = plugged.recv() else { return };
-        let listen_at = || -> Result<Vec<TcpListener>, String> {
-            end("far0", 2)?;
-            let listeners = ["10.8.0.2:0", "[fd08::2]:0"].map(TcpListener::bind);
-            listeners
-                .into_iter()
-                .map(|listener| listener.map_err(|error| format!("a listener: {error}")))
-                .collect()
+        let listen_at = |address: &str| {
+            let failed = |error| format!("a listener: {error}");
+            let listener = TcpListener::bind(address).map_err(failed)?;
+            let port = listener.local_addr().map_err(failed)?.port();
+            Ok::<_, String>((listener, port))
         };
-        let listeners = listen_at();
-        let ports = listeners.as_ref().map(|listeners| {
-            let ports = listeners.iter().map(|listener| {
-                let address = listener.local_addr();
-                address.map_or(0, |address| address.port())
-            });
-            ports.collect::<Vec<u16>>()
-        });
-        let _ = listen.send(ports.map_err(Clone::clone));
-        for listener in listeners.unwrap_or_default() {
+        let begin = || -> Result<_, String> {
+            end("far0", 2)?;
+            let (four, six) = (listen_at("10.8.0.2:0")?, listen_at("[fd08::2]:0")?);
+            let far = Far {
+                ports: (four.1, six.1),
+                unsteered: steer("far0", cores.receiver).err(),
+            };
+            Ok((far, [four.0, six.0]))
+        };
+        let (far, listeners) = match begin() {
+            Ok((far, listeners)) => (Ok(far), listeners.into()),
+            Err(reason) => (Err(reason), Vec::new()),
+        };
+        let _ = listen.send(far);
+        for listener in listeners {
             // Its threads stay in this one's namespace, and on its core.
             thread::spawn(move || receive(&listener));
         }
@@ -135,16 +153,20 @@ fn far_end(core: Option<usize>) -> Result<(u16, u16), String> {
     end("near0", 1)?;
     plug.send(())
         .map_err(|_| "the receiver panicked".to_owned())?;
-    match listening.recv().map_err(gone)??[..] {
-        [four, six] => Ok((four, six)),
-        _ => Err("the receiver listens nowhere".to_owned()),
-    }
+    let far = listening.recv().map_err(gone)??;
+    Ok(Far {
+        unsteered: far.unsteered.or(steer("near0", cores.sender).err()),
+        ..far
+    })
 }
 
+/// Takes everything and looks at nothing (MSG_TRUNC: the kernel does not even copy it out), as the
+/// kernel's own test program does.
 fn receive(listener: &TcpListener) {
-    let mut bytes = vec![0; 1 << 20];
-    while let Ok((mut stream, _)) = listener.accept() {
-        while stream.read(&mut bytes).is_ok_and(|count| count > 0) {}
+    let mut room = vec![0; 1 << 21];
+    while let Ok((stream, _)) = listener.accept() {
+        let mut take = || recv(&stream, &mut room[..], RecvFlags::TRUNC);
+        while take().is_ok_and(|(_, count)| count > 0) {}
     }
 }
 
@@ -154,6 +176,22 @@ fn end(device: &str, number: u8) -> Result<(), String> {
     ip(&format!("link set {device} up"))
 }
 
+/// Has what this device brings in worked off on one core (receive packet steering). Else the sender's
+/// core would work off what it sends over a veth pair on the receiver's behalf as well, its copies
+/// included, as no sender does to a machine elsewhere.
+fn steer(device: &str, core: Option<usize>) -> Result<(), String> {
+    let Some(core) = core.filter(|&core| core < 32) else {
+        return Ok(());
+    };
+    // What /sys shows is the network of whoever mounted it.
+    let set = format!(
+        "mount -t sysfs sysfs /sys && echo {:x} > /sys/class/net/{device}/queues/rx-0/rps_cpus",
+        1u32 << core
+    );
+    run(Command::new("unshare").args(["--mount", "sh", "-ec", &set]))
+        .map_err(|told| format!("{device} to core {core}: {told}"))
+}
+
 fn pin(core: Option<usize>) -> Result<(), String> {
     let Some(core) = core else { return Ok(()) };
     affinity::pin_current_thread(core).map_err(|error| format!("core {core}: {error}"))
@@ -161,13 +199,14 @@ fn pin(core: Option<usize>) -> Result<(), String> {
 
 /// Runs ip(8) with these words.
 fn ip(words: &str) -> Result<(), String> {
-    let output = Command::new("ip")
-        .args(words.split(' '))
-        .output()
-        .map_err(|error| format!("ip(8): {error}"))?;
-    if output.status.success() {
-        return Ok(());
+    run(Command::new("ip").args(words.split(' '))).map_err(|told| format!("ip {words}: {told}"))
+}
+
+/// Runs a program to its end; what it told if it failed.
+fn run(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|error| error.to_string())?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
     }
-    let told = String::from_utf8_lossy(&output.stderr);
-    Err(format!("ip {words}: {}", told.trim()))
 }

@@ -1,0 +1,90 @@
+//! The kernel's own test program for zero-copy sends, `io_uring_zerocopy_tx` of its self-tests, if
+//! somebody has built it.
+//!
+//! It sends one buffer over and over for a fixed time and says how often. It has no warm-up, and its
+//! requests on a stream are not linked: their order is nobody's.
+
+use std::ffi::OsString;
+use std::io;
+use std::process::Command;
+use std::time::Duration;
+
+use zerosock_sys::zc::bare::{Bare, Counts};
+
+use super::sockets::Carried;
+use super::{BATCH, Measured};
+
+/// What it is called, where it is looked for, and where else.
+pub(super) const NAME: &str = "io_uring_zerocopy_tx";
+const VARIABLE: &str = "IO_URING_ZEROCOPY_TX";
+
+/// It measures so many seconds and a fifth of one.
+const SECONDS: u64 = 1;
+const TIME: Duration = Duration::from_millis(1000 * SECONDS + 200);
+
+fn program() -> OsString {
+    std::env::var_os(VARIABLE).unwrap_or_else(|| NAME.into())
+}
+
+/// Why it cannot take part, if it cannot.
+pub(super) fn missing() -> Option<String> {
+    match Command::new(program()).output() {
+        Ok(_) => None,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Some(format!(
+            "not installed: neither in PATH nor named by {VARIABLE}"
+        )),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// Runs it, from this thread's network and on its core.
+pub(super) fn run(carried: &Carried, size: usize, how: Bare) -> Result<Measured, String> {
+    let to = carried.to();
+    let output = Command::new(program())
+        .arg(if to.is_ipv4() { "-4" } else { "-6" })
+        .arg(format!("-D{}", to.ip()))
+        .arg(format!("-p{}", to.port()))
+        .arg(format!("-s{size}"))
+        .arg(format!("-n{BATCH}"))
+        .arg(format!("-t{SECONDS}"))
+        .arg(match how {
+            Bare::Plain => "-m0",
+            Bare::ZeroCopy => "-m1",
+            Bare::Registered => "-m2",
+        })
+        .arg(if carried.is_stream() { "tcp" } else { "udp" })
+        .output()
+        .map_err(|error| error.to_string())?;
+    let told = String::from_utf8_lossy(&output.stderr);
+    let sends = sends(&told).ok_or_else(|| told.trim().to_owned())?;
+    let counts = Counts {
+        sends,
+        bytes: sends * size as u64,
+        ..Counts::default()
+    };
+    Ok(Measured {
+        counts,
+        time: TIME,
+        ..Measured::default()
+    })
+}
+
+/// `tx=N (MB=N), tx/s=N (MB/s=N)`. What it says a second is too much by its fifth of a second.
+fn sends(told: &str) -> Option<u64> {
+    let (_, behind) = told.split_once("tx=")?;
+    behind.split(' ').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_it_tells_is_read() {
+        assert_eq!(
+            sends("tx=478752 (MB=29677), tx/s=478752 (MB/s=29677)\n"),
+            Some(478_752)
+        );
+        assert_eq!(sends("./tool: connect: Network is unreachable"), None);
+    }
+}

@@ -34,7 +34,8 @@ pub struct Outgoing<B = Buf> {
     pub to: Option<Address>,
     /// The slot whose notifier it attaches to.
     pub slot: Option<u32>,
-    /// Closes that notifier if the send succeeds.
+    /// Closes that notifier if the send succeeds, once every send to the slot that was accepted
+    /// before it is over, too.
     pub flush: bool,
     /// More is to come that belongs to it (MSG_MORE): of a datagram the rest, of a stream what
     /// should go with it in one segment. When a piece of a datagram fails, those behind it fail, too,

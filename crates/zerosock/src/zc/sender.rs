@@ -352,7 +352,7 @@ impl<B: Stable> Sender<B> {
         self.flights.slots.next()
     }
 
-    /// Gives a slot another tag, for notifiers that are made from now on.
+    /// Gives a slot another tag, for notifiers whose first send is accepted from now on.
     ///
     /// # Errors
     /// If there are fewer slots.

@@ -8,6 +8,11 @@
 //! flush, though it attaches. This is what the notification slots of io_uring did before Linux 6.0
 //! was released without them (Pavel Begunkov's series "io_uring zerocopy send", v3, July 2022).
 //!
+//! There a request was executed within the call that submitted it. Here one may be asked again, and
+//! others overtake it. What a program is told must not depend on that: so a flush, also one that a
+//! send carries, waits for what was accepted before it, and a notifier has the tag that its slot had
+//! when the first of its sends was accepted.
+//!
 //! What must hold: a flush covers every send that was accepted before it, also those that the
 //! kernel has not executed yet; nothing is posted twice; nothing is lost.
 
@@ -19,7 +24,7 @@ use slab::Slab;
 /// All sends that were attached to one notifier have released their buffers.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Notification {
-    /// The slot's tag, as it was when the notifier was made.
+    /// The slot's tag, as it was when the first of those sends was accepted.
     pub tag: u64,
     /// Which notifier of its slot it is, counted from 0 and wrapping.
     pub sequence: u32,
@@ -41,6 +46,8 @@ pub(super) struct Ticket {
     slot: u32,
     /// Sends accepted before it.
     before: u64,
+    /// The slot's tag then.
+    tag: u64,
 }
 
 /// The notifier that a send is attached to.
@@ -61,25 +68,49 @@ struct Slot {
     /// What the next notifier is called.
     sequence: u32,
     notifier: Option<usize>,
-    /// Sends accepted and sends over, both counted without end.
-    accepted: u64,
-    over: u64,
-    /// Flushes that wait for sends accepted before them.
-    flushes: VecDeque<Flush>,
-}
-
-struct Flush {
-    /// Sends accepted before it.
-    before: u64,
-    /// How many of them are not over.
-    left: u64,
+    /// Sends that are over and before which all are, counted without end.
+    passed: u64,
+    /// Of those accepted after them, whether each is over.
+    over: VecDeque<bool>,
+    /// Flushes that wait: each for so many sends, the first that were accepted. In order.
+    flushes: VecDeque<u64>,
 }
 
 struct Notifier {
     tag: u64,
+    /// Sends accepted before the first that is attached.
+    first: u64,
     sequence: u32,
     attached: usize,
     closed: bool,
+}
+
+impl Slot {
+    /// Sends accepted so far.
+    fn accepted(&self) -> u64 {
+        self.passed + self.over.len() as u64
+    }
+
+    /// Notes a flush for the first `before` sends that were accepted.
+    fn flush(&mut self, before: u64) {
+        let at = self.flushes.partition_point(|&flush| flush < before);
+        if self.flushes.get(at) != Some(&before) {
+            self.flushes.insert(at, before);
+        }
+    }
+
+    /// Whether what some flush waits for is over. Those are done with.
+    fn is_reached(&mut self) -> bool {
+        let waiting = self.flushes.len();
+        while self
+            .flushes
+            .front()
+            .is_some_and(|&flush| flush <= self.passed)
+        {
+            self.flushes.pop_front();
+        }
+        self.flushes.len() < waiting
+    }
 }
 
 impl Slots {
@@ -89,8 +120,8 @@ impl Slots {
             tag,
             sequence: 0,
             notifier: None,
-            accepted: 0,
-            over: 0,
+            passed: 0,
+            over: VecDeque::new(),
             flushes: VecDeque::new(),
         };
         Self {
@@ -119,31 +150,36 @@ impl Slots {
         }
     }
 
-    /// The tag of notifiers that are made from now on.
+    /// The tag of notifiers whose first send is accepted from now on.
     pub(super) fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
         self.slot(slot)?.tag = tag;
         Ok(())
     }
 
     /// A send to this slot has been accepted.
-    pub(super) fn accepted(&mut self, slot: u32) -> Ticket {
-        let mut before = 0;
-        if let Ok(slot) = self.slot(slot) {
-            before = slot.accepted;
-            slot.accepted += 1;
+    pub(super) fn accepted(&mut self, index: u32) -> Ticket {
+        let (mut before, mut tag) = (0, 0);
+        if let Ok(slot) = self.slot(index) {
+            (before, tag) = (slot.accepted(), slot.tag);
+            slot.over.push_back(false);
         }
-        Ticket { slot, before }
+        Ticket {
+            slot: index,
+            before,
+            tag,
+        }
     }
 
     /// The kernel has executed a send, which flushes if it was to and succeeded. The send is to be
     /// released.
     pub(super) fn executed(&mut self, ticket: Ticket, flush: bool) -> Option<Attached> {
         let slot = self.slots.get_mut(ticket.slot as usize)?;
-        let notifier = match slot.notifier {
+        let index = match slot.notifier {
             Some(notifier) => notifier,
             None => {
                 let made = self.notifiers.insert(Notifier {
-                    tag: slot.tag,
+                    tag: ticket.tag,
+                    first: ticket.before,
                     sequence: slot.sequence,
                     attached: 0,
                     closed: false,
@@ -153,12 +189,17 @@ impl Slots {
                 made
             }
         };
-        self.notifiers.get_mut(notifier)?.attached += 1;
         if flush {
-            self.close(ticket.slot);
+            slot.flush(ticket.before + 1);
+        }
+        let notifier = self.notifiers.get_mut(index)?;
+        notifier.attached += 1;
+        if ticket.before < notifier.first {
+            // It was overtaken.
+            (notifier.first, notifier.tag) = (ticket.before, ticket.tag);
         }
         self.over(ticket);
-        Some(Attached(notifier))
+        Some(Attached(index))
     }
 
     /// A send ends without having been executed.
@@ -171,17 +212,15 @@ impl Slots {
         let Some(slot) = self.slots.get_mut(ticket.slot as usize) else {
             return;
         };
-        slot.over += 1;
-        let waits = |flush: &&mut Flush| ticket.before < flush.before;
-        for flush in slot.flushes.iter_mut().rev().take_while(waits) {
-            flush.left -= 1;
+        let ahead = ticket.before.wrapping_sub(slot.passed) as usize;
+        if let Some(over) = slot.over.get_mut(ahead) {
+            *over = true;
         }
-        let mut reached = false;
-        while slot.flushes.front().is_some_and(|flush| flush.left == 0) {
-            slot.flushes.pop_front();
-            reached = true;
+        while slot.over.front() == Some(&true) {
+            slot.over.pop_front();
+            slot.passed += 1;
         }
-        if reached {
+        if slot.is_reached() {
             self.close(ticket.slot);
         }
     }
@@ -222,13 +261,10 @@ impl Slots {
         }
         for index in range {
             let slot = self.slot(index)?;
-            if slot.over == slot.accepted {
+            if slot.over.is_empty() {
                 self.close(index);
-            } else if slot.flushes.back().map(|flush| flush.before) != Some(slot.accepted) {
-                slot.flushes.push_back(Flush {
-                    before: slot.accepted,
-                    left: slot.accepted - slot.over,
-                });
+            } else {
+                slot.flush(slot.accepted());
             }
         }
         Ok(())

@@ -79,6 +79,41 @@ fn a_flush_waits_for_one_that_is_overtaken() {
     assert_eq!(posted(&mut slots), [(1, 0)]);
 }
 
+/// A datagram that meets no memory is asked again, and one that is copied passes it.
+#[test]
+fn a_flush_on_the_send_covers_what_was_accepted_before_it() {
+    let mut slots = Slots::new([1]);
+    let [before, flushing, after] = [(); 3].map(|()| slots.accepted(0));
+    let flushing = slots.executed(flushing, true).expect("a slot");
+    slots.released(flushing);
+    assert_eq!(posted(&mut slots), []);
+    let before = slots.executed(before, false).expect("a slot");
+    assert_eq!(posted(&mut slots), []);
+    slots.released(before);
+    assert_eq!(posted(&mut slots), [(1, 0)]);
+    let after = slots.executed(after, true).expect("a slot");
+    slots.released(after);
+    assert_eq!(posted(&mut slots), [(1, 1)]);
+}
+
+/// When the kernel's answers are taken in is chance, and so is their order.
+#[test]
+fn a_tag_is_what_it_was_when_the_first_send_was_accepted() {
+    for order in [[0, 1], [1, 0]] {
+        let mut slots = Slots::new([1]);
+        let old = slots.accepted(0);
+        slots.set_tag(0, 2).expect("a slot");
+        let new = slots.accepted(0);
+        slots.set_tag(0, 3).expect("a slot");
+        slots.flush(0..1).expect("a slot");
+        for index in order {
+            let attached = slots.executed([old, new][index], false).expect("a slot");
+            slots.released(attached);
+        }
+        assert_eq!(posted(&mut slots), [(1, 0)], "{order:?}");
+    }
+}
+
 #[test]
 fn one_that_is_never_executed_holds_no_flush_up() {
     let mut slots = Slots::new([1]);
@@ -134,71 +169,79 @@ fn a_slot_out_of_range_changes_nothing() {
 #[derive(Clone, Debug)]
 enum Step {
     Accept(u32, bool),
-    Execute(bool),
+    /// Any that has not been, with or without success.
+    Execute(prop::sample::Index, bool),
+    Abandon(prop::sample::Index),
     Release(prop::sample::Index),
     Flush(u32, u32),
+    Tag(u32),
 }
 
 fn step() -> impl Strategy<Value = Step> {
+    let index = any::<prop::sample::Index>;
     prop_oneof![
         4 => (0..3u32, any::<bool>()).prop_map(|(slot, flush)| Step::Accept(slot, flush)),
-        4 => prop::bool::weighted(0.8).prop_map(Step::Execute),
-        4 => any::<prop::sample::Index>().prop_map(Step::Release),
+        4 => (index(), prop::bool::weighted(0.8))
+            .prop_map(|(which, success)| Step::Execute(which, success)),
+        1 => index().prop_map(Step::Abandon),
+        4 => index().prop_map(Step::Release),
         1 => (0..3u32, 0..3u32).prop_map(|(from, to)| Step::Flush(from, to)),
+        1 => (0..3u32).prop_map(Step::Tag),
     ]
 }
 
-/// The rules said again as history: for each slot the list of what happened in order, flushes put
-/// behind the sends they cover. A notifier is a stretch between flushes that has sends in it.
-#[derive(Default)]
-struct Model {
-    /// For each slot: sends by number, and flushes.
-    history: [Vec<Entry>; 3],
+struct Sent {
+    slot: usize,
+    ticket: Ticket,
+    tag: u64,
+    flush: bool,
+    over: bool,
+    released: bool,
+    attached: Option<Attached>,
 }
 
-#[derive(Copy, Clone)]
-enum Entry {
-    Send(usize),
-    Flush,
+/// The rules said again for one slot. Sends are known by their numbers, which are the order of
+/// acceptance.
+#[derive(Default)]
+struct Model {
+    tag: u64,
+    open: Vec<usize>,
+    closed: Vec<Vec<usize>>,
+    /// Flushes to come, each for the sends numbered below it.
+    flushes: Vec<usize>,
 }
 
 impl Model {
-    /// What must have been posted by now, for each slot in the order of sequences.
-    fn posted(&self, slot: usize, sends: &[Sent]) -> Vec<u32> {
-        let mut done = Vec::new();
-        let (mut sequence, mut attached, mut free) = (0, 0, true);
-        for entry in &self.history[slot] {
-            match *entry {
-                Entry::Send(number) if sends[number].executed.is_none() => break,
-                Entry::Send(number) => {
-                    attached += 1;
-                    free &= sends[number].released;
-                    if sends[number].executed == Some(true) && sends[number].flush {
-                        if free {
-                            done.push(sequence);
-                        }
-                        (sequence, attached, free) = (sequence + 1, 0, true);
-                    }
-                }
-                Entry::Flush if attached > 0 => {
-                    if free {
-                        done.push(sequence);
-                    }
-                    (sequence, attached, free) = (sequence + 1, 0, true);
-                }
-                Entry::Flush => {}
-            }
+    /// Does the flushes whose time has come.
+    fn go_on(&mut self, slot: usize, sends: &[Sent]) {
+        let waits = |flush: &usize| {
+            let mut before = sends[..*flush].iter();
+            before.any(|send| send.slot == slot && !send.over)
+        };
+        let waiting = self.flushes.len();
+        self.flushes.retain(waits);
+        if self.flushes.len() < waiting && !self.open.is_empty() {
+            self.closed.push(std::mem::take(&mut self.open));
         }
-        done
+    }
+
+    /// What must have been posted by now.
+    fn posted(&self, sends: &[Sent]) -> Vec<(u32, u64)> {
+        let groups = (0..).zip(&self.closed);
+        groups
+            .filter(|(_, group)| group.iter().all(|&send| sends[send].released))
+            .map(|(sequence, group)| {
+                let first = group.iter().min().expect("nothing attached posts nothing");
+                (sequence, sends[*first].tag)
+            })
+            .collect()
     }
 }
 
-struct Sent {
-    ticket: Ticket,
-    flush: bool,
-    executed: Option<bool>,
-    released: bool,
-    attached: Option<Attached>,
+/// One of those that are not over.
+fn pick(sends: &[Sent], index: prop::sample::Index) -> Option<usize> {
+    let waiting: Vec<_> = (0..sends.len()).filter(|&send| !sends[send].over).collect();
+    (!waiting.is_empty()).then(|| *index.get(&waiting))
 }
 
 proptest! {
@@ -207,52 +250,76 @@ proptest! {
     #[test]
     fn slots_do_as_the_rules_say(steps in vec(step(), 0..200)) {
         let mut slots = Slots::new([0, 1, 2]);
-        let mut model = Model::default();
+        let mut models: [Model; 3] = Default::default();
+        let mut tags = 3;
+        (0..).zip(&mut models).for_each(|(tag, model)| model.tag = tag);
         let mut sends: Vec<Sent> = Vec::new();
-        let mut next = 0;
-        let mut seen: [Vec<u32>; 3] = Default::default();
+        let mut seen: [Vec<(u32, u64)>; 3] = Default::default();
+        // Tags differ, and say whose they are.
+        let slot_of = |tag: u64| (tag % 3) as usize;
         for step in steps {
             match step {
                 Step::Accept(slot, flush) => {
                     let ticket = slots.accepted(slot);
-                    model.history[slot as usize].push(Entry::Send(sends.len()));
-                    sends.push(Sent { ticket, flush, executed: None, released: false, attached: None });
+                    let slot = slot as usize;
+                    let (over, released, attached) = (false, false, None);
+                    let tag = models[slot].tag;
+                    sends.push(Sent { slot, ticket, tag, flush, over, released, attached });
                 }
-                Step::Execute(success) if next < sends.len() => {
-                    let send = &mut sends[next];
-                    next += 1;
-                    send.executed = Some(success);
-                    send.attached = slots.executed(send.ticket, success && send.flush);
+                Step::Execute(which, success) => if let Some(which) = pick(&sends, which) {
+                    let send = &mut sends[which];
+                    let flush = success && send.flush;
+                    send.over = true;
+                    send.attached = slots.executed(send.ticket, flush);
                     prop_assert!(send.attached.is_some());
+                    let slot = send.slot;
+                    models[slot].open.push(which);
+                    if flush {
+                        models[slot].flushes.push(which + 1);
+                    }
+                    models[slot].go_on(slot, &sends);
                 }
-                Step::Release(index) if next > 0 => {
-                    let send = &mut sends[index.index(next)];
-                    if let Some(attached) = send.attached.take() {
-                        send.released = true;
+                Step::Abandon(which) => if let Some(which) = pick(&sends, which) {
+                    sends[which].over = true;
+                    slots.abandoned(sends[which].ticket);
+                    let slot = sends[which].slot;
+                    models[slot].go_on(slot, &sends);
+                }
+                Step::Release(index) => if !sends.is_empty() {
+                    let send = index.index(sends.len());
+                    if let Some(attached) = sends[send].attached.take() {
+                        sends[send].released = true;
                         slots.released(attached);
                     }
                 }
                 Step::Flush(from, to) => {
                     slots.flush(from..to).expect("slots");
-                    for slot in from..to {
-                        model.history[slot as usize].push(Entry::Flush);
+                    let range = from as usize..to as usize;
+                    for (slot, model) in models.iter_mut().enumerate() {
+                        if range.contains(&slot) {
+                            model.flushes.push(sends.len());
+                            model.go_on(slot, &sends);
+                        }
                     }
                 }
-                Step::Execute(_) | Step::Release(_) => {}
+                Step::Tag(slot) => {
+                    let tag = tags + u64::from(slot);
+                    tags += 3;
+                    slots.set_tag(slot, tag).expect("a slot");
+                    models[slot as usize].tag = tag;
+                }
             }
             while let Some(found) = slots.next() {
-                seen[found.tag as usize].push(found.sequence);
+                seen[slot_of(found.tag)].push((found.sequence, found.tag));
             }
-            for (slot, seen) in seen.iter().enumerate() {
-                let mut sorted = seen.clone();
-                sorted.sort_unstable();
-                prop_assert_eq!(&sorted, &model.posted(slot, &sends), "slot {}", slot);
+            for (model, seen) in models.iter().zip(&mut seen) {
+                seen.sort_unstable();
+                prop_assert_eq!(&*seen, &model.posted(&sends));
             }
         }
         // Everything released and flushed leaves nothing behind.
-        while next < sends.len() {
-            sends[next].attached = slots.executed(sends[next].ticket, false);
-            next += 1;
+        for send in sends.iter_mut().filter(|send| !send.over) {
+            send.attached = slots.executed(send.ticket, false);
         }
         for send in &mut sends {
             if let Some(attached) = send.attached.take() {
@@ -261,5 +328,6 @@ proptest! {
         }
         slots.flush(0..3).expect("slots");
         prop_assert!(slots.notifiers.is_empty());
+        prop_assert!(slots.slots.iter().all(|slot| slot.over.is_empty() && slot.flushes.is_empty()));
     }
 }

@@ -2,8 +2,9 @@
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
 
-use rustix::net::{AddressFamily, SocketType, sockopt};
+use rustix::net::{AddressFamily, SocketType, connect_unspec, sockopt};
 
 /// SO_ZEROCOPY, of the level SOL_SOCKET.
 const SO_ZEROCOPY: libc::c_int = 60;
@@ -94,6 +95,25 @@ pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
     }
 }
 
+/// Ends a stream so that its peer meets an error instead of an end (TCP: RST). What has been sent and
+/// not been acknowledged is given up, with the buffers of it that the kernel reads; what has been
+/// received and not been read, too. Says whether this kind of stream knows such an end: only TCP does.
+///
+/// It is at once, whoever else has the socket open; on kernels that do not let it be while a thread
+/// waits in a call on it, with the last descriptor.
+///
+/// # Errors
+/// What setsockopt(2) answers.
+pub fn reset(socket: impl AsFd) -> io::Result<bool> {
+    if !matches!(kind(&socket)?, Kind::Tcp4 | Kind::Tcp6) {
+        return Ok(false);
+    }
+    sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
+    // A connection that is no more can not be ended again.
+    let _ = connect_unspec(&socket);
+    Ok(true)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -115,6 +135,22 @@ mod tests {
             kind(&file).map_err(|error| error.raw_os_error()),
             Err(Some(libc::ENOTSOCK))
         );
+    }
+
+    #[test]
+    fn a_reset_is_at_once_whoever_has_the_socket() {
+        use std::io::Read;
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let ours = std::net::TcpStream::connect(listener.local_addr().expect("an address"));
+        let ours = ours.expect("loopback");
+        let mut theirs = listener.accept().expect("a stream").0;
+        let _other = ours.try_clone().expect("a descriptor");
+        assert!(reset(&ours).expect("an answer"));
+        let read = theirs.read(&mut [0]).map_err(|error| error.kind());
+        assert_eq!(read, Err(io::ErrorKind::ConnectionReset));
+        assert!(reset(&ours).expect("again"));
+        let (unix, _peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        assert!(!reset(&unix).expect("an answer"));
     }
 
     fn tempfile() -> std::fs::File {

@@ -209,6 +209,11 @@ impl<'a> Lease<'a> {
     /// while the sender has all that the peer may send waits for ever. No trust is needed: the
     /// kernel reads what is there at that moment.
     ///
+    /// The endpoint cannot take it back, and the kernel keeps it until a TCP receiver has
+    /// acknowledged it, which can take as long as that one likes.
+    /// [`Sender::close`](crate::zc::Sender::close) with a time bounds that: it resets the connection
+    /// then, which lets go of the peer's memory.
+    ///
     /// # Errors
     /// [`StreamError::Torn`], and the lease as it was: see [`Reading::is_torn`].
     pub fn into_buf(self) -> Result<Buf, (StreamError, Self)> {

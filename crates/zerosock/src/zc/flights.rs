@@ -4,7 +4,9 @@
 //! A send is *queued*, *started* (the kernel has a request of it), *over* (all of it was taken, or
 //! it failed), and then free when the kernel owes nothing more for it. On a stream one chain of
 //! linked requests is under way at a time: unlinked ones could overtake each other, and what is
-//! short must be completed before anything follows. A stream on which a send failed takes no more.
+//! short must be completed before anything follows. A stream on which a send failed takes no more; one
+//! that ends before the kernel has taken all that was accepted is reset, so that its peer does not
+//! take it for a whole one.
 //!
 //! On the ring a submission can be answered within the call, and then nothing is owed that an event
 //! loop could wait for. So a submission goes round until everything is with the kernel, or nothing
@@ -18,7 +20,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Backend, Carrier, Key, LONGEST, NotStarted, Order, Stable, Way};
+use rustix::net::{Shutdown, shutdown};
+use zerosock_sys::zc::{self, Backend, Carrier, Key, LONGEST, NotStarted, Order, Stable, Way};
 
 use super::answers::CANCELLED;
 use super::calibration;
@@ -61,6 +64,8 @@ pub(super) struct Flights<B: Stable> {
     pub(super) released: u64,
     /// What ended the stream.
     pub(super) broken: Option<i32>,
+    /// No more is accepted, and whoever closed it says how it ends.
+    pub(super) closed: bool,
     pub(super) cork: Cork,
     /// Free, and to be taken by the user.
     pub(super) free: VecDeque<Returned<B>>,
@@ -95,6 +100,7 @@ impl<B: Stable> Flights<B> {
             starved: false,
             released: 0,
             broken: None,
+            closed: false,
             cork: Cork::default(),
             free: VecDeque::new(),
             next: 0,
@@ -108,6 +114,9 @@ impl<B: Stable> Flights<B> {
         &mut self,
         outgoing: Outgoing<B>,
     ) -> Result<Option<u32>, (Outgoing<B>, Refusal)> {
+        if self.closed {
+            return Err((outgoing, Refusal::Closed));
+        }
         if let Some(error) = self.broken {
             return Err((outgoing, Refusal::Broken(flight::error(error))));
         }
@@ -291,6 +300,9 @@ impl<B: Stable> Flights<B> {
                     if flight.part != Part::Whole && flight.more {
                         self.cork.ended = Some(code);
                     }
+                    if self.stream {
+                        self.broken = self.broken.or(Some(code));
+                    }
                     self.fail(key, code);
                     started += 1;
                 }
@@ -345,6 +357,39 @@ impl<B: Stable> Flights<B> {
         result.and(self.submit())
     }
 
+    /// Hands over what the kernel takes while nobody waits for it.
+    fn hand_over(&mut self) {
+        loop {
+            let before = self.stats.over;
+            let done = self.submit().and_then(|()| self.carrier.reap());
+            self.progress();
+            if done.is_err() || self.stats.over == before || self.is_handed_over() {
+                return;
+            }
+        }
+    }
+
+    /// Whether the kernel has taken all that was accepted.
+    fn is_whole(&self) -> bool {
+        self.is_handed_over() && self.broken.is_none()
+    }
+
+    /// Ends the stream for its peer: what is not to be taken for all of it with a reset, if there are
+    /// resets for its kind. Whether it was reset.
+    pub(super) fn end(&mut self, orderly: bool) -> bool {
+        self.closed = true;
+        if !self.stream {
+            return false;
+        }
+        let socket = self.carrier.socket();
+        if !orderly && zc::reset(socket).unwrap_or(false) {
+            return true;
+        }
+        // The socket may be open elsewhere, too. One that is not connected any more has ended.
+        let _ = shutdown(socket, Shutdown::Write);
+        false
+    }
+
     /// Sleeps until the kernel says something, or for `timeout`.
     pub(super) fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.carrier.wait(timeout)
@@ -361,8 +406,14 @@ impl<B: Stable> Flights<B> {
 
 impl<B: Stable> Drop for Flights<B> {
     fn drop(&mut self) {
+        if self.closed {
+            return;
+        }
         // What the kernel takes at once is sent; the carrier ends the rest.
-        let _ = self.submit();
+        self.hand_over();
+        if self.stream && !self.is_whole() {
+            self.end(false);
+        }
     }
 }
 

@@ -117,6 +117,9 @@ pub enum Refusal {
     /// A stream that has failed: nothing can be sent behind what got lost.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
+    /// The sender was closed, by another handle to it.
+    #[error("the sender is closed")]
+    Closed,
     /// More room for completions than 16.
     #[error("room for more than 16 completions")]
     TooMuchRoom,

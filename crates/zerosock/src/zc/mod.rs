@@ -59,6 +59,12 @@
 //! With sends that are corked ([`Outgoing::more`]), or mixed with some that are always copied
 //! ([`Copying::Always`]), nothing changes: the latter have no number, and are in no range.
 //!
+//! # How it ends
+//! [`Sender::close`] waits until everything is over and says so, or what is left when its time is up;
+//! [`Sender::into_socket`] gives the socket back when nothing is under way; and a sender can be
+//! dropped. A TCP stream of which something is missing then is reset: its peer meets ECONNRESET, not
+//! an end that looks like one of the whole. A buffer that a slow receiver holds is free with that, too.
+//!
 //! # What must hold
 //! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it
 //! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
@@ -66,6 +72,7 @@
 
 mod answers;
 mod calibration;
+mod close;
 mod cork;
 mod flight;
 mod flights;
@@ -81,6 +88,7 @@ mod stats;
 pub mod tokio;
 mod turn;
 
+pub use close::{Closed, End, Keeping, Kept};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
 pub use policy::Threshold;
 pub use ranges::Completion;

@@ -157,8 +157,10 @@ impl Builder {
 /// [`push`](Self::push) and [`submit`](Self::submit) are the two halves of a send: several pushes
 /// and one submission cost one system call over io_uring.
 ///
-/// A sender that is dropped hands over what the kernel takes at once and ends the rest; buffers that
-/// the kernel still reads are freed when it has let go of them.
+/// A sender that is dropped hands over what the kernel takes at once and ends the rest. If that was
+/// all, a stream's peer reads all of it and then the end; if it was not, or a send had failed, the
+/// stream is reset (TCP), so that what is cut short does not look whole. [`close`](Self::close) waits
+/// and says which it was. Buffers that the kernel still reads are freed when it has let go of them.
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -179,9 +181,9 @@ impl Builder {
 /// # }
 /// ```
 pub struct Sender<B: Stable = Buf> {
-    flights: Flights<B>,
+    pub(super) flights: Flights<B>,
     kind: Kind,
-    capacity: usize,
+    pub(super) capacity: usize,
     threshold: Threshold,
     /// What had been heard when the last wait ended.
     told: u64,
@@ -394,10 +396,19 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers.
     pub fn finish(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
         self.flush_all();
+        self.wait_until(timeout, Self::is_quiet)
+    }
+
+    /// Waits until it is `done`, or for `timeout`. Whether it is.
+    pub(super) fn wait_until(
+        &mut self,
+        timeout: Option<Duration>,
+        done: impl Fn(&Self) -> bool,
+    ) -> io::Result<bool> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             self.submit()?;
-            if self.flights.is_quiet() {
+            if done(self) {
                 return Ok(true);
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));

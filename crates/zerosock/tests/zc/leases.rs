@@ -114,3 +114,52 @@ fn a_buffer_of_a_peer_is_not_its_again_before_it_was_sent() {
     far.read_to_end(&mut received).expect("the bytes");
     assert_eq!(received, b"these bytes stay");
 }
+
+/// Memory that a peer waits for is not held for as long as a receiver likes.
+#[test]
+fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
+    for backend in [Backend::Uring, Backend::ErrorQueue] {
+        let (ours, theirs, _going) = connection();
+        ours.set_nonblocking(true).expect("a stream");
+        theirs.set_nonblocking(true).expect("a stream");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
+        let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+        let _far = listener.accept().expect("a stream").0;
+        let mut sender: Sender = Sender::builder()
+            .backend(backend)
+            .open(socket.expect("loopback"))
+            .expect("a sender");
+        // The peer writes as long as it can, and nobody reads at the far end.
+        let mut in_place = 0;
+        let (bytes, begun) = ([7; 1 << 16], std::time::Instant::now());
+        let mut waits = None;
+        while waits.is_none_or(|since: std::time::Instant| since.elapsed() < 20 * MOMENT) {
+            assert!(begun.elapsed() < PATIENCE, "{backend:?}: it is never full");
+            match (&theirs).write(&bytes) {
+                Ok(_) => waits = None,
+                Err(_) => _ = waits.get_or_insert_with(std::time::Instant::now),
+            }
+            if let Ok(lease) = ours.recv() {
+                let buffer = lease.expect("more").into_buf().map_err(|(error, _)| error);
+                let buffer = buffer.expect("the peer lives");
+                in_place += usize::from(matches!(buffer, Buf::Mapped(_)));
+                let outgoing = Outgoing::new(buffer).copying(Copying::Never);
+                let sent = sender.send(outgoing).map_err(|refused| refused.why);
+                sent.expect("a place");
+            }
+            while sender.returned().is_some() {}
+        }
+        assert!(in_place > 0 && !sender.is_quiet(), "{backend:?}");
+        let closed = sender.close(Some(10 * MOMENT));
+        assert!(closed.reset, "{backend:?}");
+        assert_eq!(closed.held, 0, "{backend:?}");
+        drop(closed);
+        let begun = std::time::Instant::now();
+        while (&theirs).write(&bytes).is_err() {
+            assert!(begun.elapsed() < PATIENCE, "{backend:?}");
+            let _ = ours.recv();
+            thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! The end of a sender: all of it, or what is left of it, and how its peer is told.
+//!
+//! What must hold: a stream that ends before the kernel has taken everything, or before it has let go
+//! of everything in the time that it was given, is reset: nobody takes a part for the whole. Where
+//! streams know no reset (all but TCP) the result says so.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use zerosock_sys::zc::{Buf, Stable};
+
+use super::flight;
+use super::{Completion, Notification, Returned, Sender};
+
+/// How a sender ended.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum End {
+    /// Everything that was accepted is over, and every buffer is free. The peer of a stream reads all
+    /// of it, and then the end.
+    Whole,
+    /// The time was up before that.
+    TimedOut,
+    /// A send of the stream had failed before, or had been cancelled.
+    Broken(io::Error),
+    /// The kernel refused a call.
+    Call(io::Error),
+}
+
+/// What is left of a sender that was closed.
+#[derive(Debug)]
+#[must_use = "it says whether everything was sent"]
+#[non_exhaustive]
+pub struct Closed<B: Stable = Buf> {
+    /// How it ended.
+    pub end: End,
+    /// Its stream was reset: the peer meets an error (ECONNRESET) where the rest is missing. If
+    /// neither this nor [`End::Whole`] is said of a stream, its kind knows no reset, and the peer
+    /// cannot tell the end from an orderly one: vsock, Unix sockets.
+    pub reset: bool,
+    /// The buffers that are free and had not been taken, in the order in which they became free. What
+    /// the kernel had not taken has failed (ECANCELED).
+    pub returned: Vec<Returned<B>>,
+    /// The notifications that had not been taken.
+    pub notifications: Vec<Notification>,
+    /// The completions that had not been taken, if the sender kept any.
+    pub completions: Vec<Completion>,
+    /// How many buffers the kernel still reads. They are freed, not given back, when it has let go
+    /// of them.
+    pub held: usize,
+}
+
+impl<B: Stable> Closed<B> {
+    /// Whether it ended as [`End::Whole`].
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        matches!(self.end, End::Whole)
+    }
+}
+
+/// Why a sender keeps its socket.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Keeping {
+    /// Something that was accepted is not over, or its buffer is not free.
+    #[error("not everything that was accepted is over")]
+    Busy,
+    /// The last datagram is to be continued.
+    #[error("the last datagram is to be continued")]
+    Corked,
+    /// A send of the stream failed: what is sent next would lie behind a gap.
+    #[error("an earlier send failed: {0}")]
+    Broken(io::Error),
+    /// There is no descriptor to be had.
+    #[error(transparent)]
+    Call(io::Error),
+}
+
+/// A sender that keeps its socket.
+#[derive(Debug)]
+pub struct Kept<B: Stable = Buf> {
+    /// As it was.
+    pub sender: Box<Sender<B>>,
+    /// Why.
+    pub why: Keeping,
+}
+
+impl<B: Stable> std::fmt::Display for Kept<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl<B: Stable + std::fmt::Debug> std::error::Error for Kept<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.why)
+    }
+}
+
+impl<B: Stable> Sender<B> {
+    /// Flushes every slot, and ends when every buffer is free, or after `timeout`; at once if a send
+    /// of the stream has failed.
+    ///
+    /// If every buffer is free in time, the peer of a stream is told of the end. If not, whatever is
+    /// missing, the stream is reset: what the peer has not acknowledged is given up, and with it the
+    /// buffers that only it held. So this bounds how long a slow receiver can hold a buffer; a time
+    /// of zero ends it at once. What other sockets have not handed over is cancelled; what waits in
+    /// front of a device stays there.
+    ///
+    /// ```
+    /// use std::io::Read;
+    /// use std::net::{TcpListener, TcpStream};
+    /// use std::time::Duration;
+    /// use zerosock::zc::{Outgoing, Sender};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let listener = TcpListener::bind("127.0.0.1:0")?;
+    /// let mut sender: Sender = Sender::open(TcpStream::connect(listener.local_addr()?)?)?;
+    /// let mut peer = listener.accept()?.0;
+    /// sender.send(Outgoing::new(&b"all of it"[..]))?;
+    /// let closed = sender.close(Some(Duration::from_secs(30)));
+    /// assert!(closed.is_whole());
+    /// assert_eq!(closed.returned.len(), 1);
+    /// let mut text = String::new();
+    /// peer.read_to_string(&mut text)?;
+    /// assert_eq!(text, "all of it");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn close(mut self, timeout: Option<Duration>) -> Closed<B> {
+        self.begin_close();
+        let waited = self.wait_until(timeout, Self::may_end);
+        self.end(waited)
+    }
+
+    /// Nothing more is accepted.
+    pub(super) fn begin_close(&mut self) {
+        self.flights.closed = true;
+        self.flush_all();
+    }
+
+    /// Whether there is nothing to wait for: a stream with a gap is reset.
+    pub(super) fn may_end(&self) -> bool {
+        self.is_quiet() || self.flights.broken.is_some()
+    }
+
+    /// Ends it, after having waited until it may.
+    pub(super) fn end(&mut self, waited: io::Result<bool>) -> Closed<B> {
+        let end = match (self.flights.broken, waited) {
+            (Some(code), _) => End::Broken(flight::error(code)),
+            (None, Ok(true)) => End::Whole,
+            (None, Ok(false)) => End::TimedOut,
+            (None, Err(error)) => End::Call(error),
+        };
+        let whole = matches!(end, End::Whole);
+        if !whole {
+            // What it answers to this, the carrier goes on with when it is dropped.
+            let _ = self.flights.cancel();
+        }
+        let reset = self.flights.end(whole);
+        // A reset frees buffers within the call.
+        let _ = self.flights.carrier.reap();
+        self.flights.progress();
+        let mut completions = vec![Completion::default(); self.flights.ranges.len()];
+        let told = self.flights.ranges.take(&mut completions);
+        completions.truncate(told);
+        Closed {
+            end,
+            reset,
+            returned: std::iter::from_fn(|| self.returned()).collect(),
+            notifications: std::iter::from_fn(|| self.notification()).collect(),
+            completions,
+            held: self.capacity.saturating_sub(self.room()),
+        }
+    }
+
+    /// The socket, once everything that was accepted is over and its buffer free. What is free and
+    /// has not been taken is dropped.
+    ///
+    /// # Errors
+    /// [`Kept`], with the sender.
+    pub fn into_socket(self) -> Result<OwnedFd, Kept<B>> {
+        let why = match self.flights.broken {
+            Some(code) => Keeping::Broken(flight::error(code)),
+            None if !self.is_quiet() => Keeping::Busy,
+            None if self.flights.cork.accepting => Keeping::Corked,
+            // The ring lets go of its own when it is dropped; to have that one out of it would be
+            // the same socket.
+            None => match self.socket().try_clone_to_owned() {
+                Ok(socket) => return Ok(socket),
+                Err(error) => Keeping::Call(error),
+            },
+        };
+        let sender = Box::new(self);
+        Err(Kept { sender, why })
+    }
+}

@@ -9,9 +9,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::{PollFd, PollFlags, poll};
 
+use super::attempts::COPIED;
 use super::calls::send;
 use super::error_queue::ErrorQueue;
-use super::ring::{COPIED, REPORT_USAGE, SOCKET};
+use super::ring::{REPORT_USAGE, SOCKET};
 use super::{Piece, Stable};
 
 /// How a loop sends.

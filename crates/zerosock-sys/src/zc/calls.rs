@@ -110,10 +110,11 @@ impl Calls {
                 self.corked = order.more;
                 if zero_copy && *sent > 0 {
                     self.numbers.give(key);
-                    held.places.owes(key);
+                    held.places.owes(key, true);
                 } else if wished && !zero_copy {
                     // It was to go without a copy, and did not.
-                    self.events.push_back(Event::Noted { key, copied: true });
+                    let copied = Some(true);
+                    self.events.push_back(Event::Noted { key, copied });
                 }
             }
             Err(error) if made && zero_copy && self.datagrams => {
@@ -127,13 +128,13 @@ impl Calls {
                         code,
                         number: self.numbers.next(),
                     });
-                    held.places.owes(key);
+                    held.places.owes(key, false);
                     self.settle(held);
                 }
             }
             Err(_) => {}
         }
-        held.places.ended(key, false);
+        held.places.ended(key);
         self.events.push_back(Event::Done(key, result));
         Ok(())
     }
@@ -201,8 +202,9 @@ impl Calls {
         held.calls += 1;
         let count = self.queue.receive(held.socket.as_fd())?;
         for (lo, hi, copied) in (0..count).filter_map(|index| self.queue.range(index)) {
-            let in_step = self.numbers.name(lo, hi, |key| {
-                held.places.noted(key);
+            let in_step = self.numbers.name(lo, hi, |key, took| {
+                held.places.noted(key, took);
+                let copied = took.then_some(copied);
                 self.events.push_back(Event::Noted { key, copied });
             });
             // Somebody else sends without a copy, and much: what we gave has lost its meaning.

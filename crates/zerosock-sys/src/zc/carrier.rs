@@ -179,6 +179,13 @@ impl<B: Stable> Carrier<B> {
         self.inner.held.places.owed
     }
 
+    /// How many requests took bytes and have their notification to come: each frees memory then
+    /// that the kernel counts.
+    #[must_use]
+    pub fn reading(&self) -> u32 {
+        self.inner.held.places.reading
+    }
+
     /// Whether the kernel owes nothing for this place.
     #[must_use]
     pub fn idle(&self, key: Key) -> bool {

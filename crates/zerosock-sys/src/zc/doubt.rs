@@ -61,14 +61,14 @@ impl Calls {
             return;
         }
         for _ in 0..self.numbers.claim(doubt.number, doubt.key) {
-            held.places.owes(doubt.key);
+            held.places.owes(doubt.key, false);
         }
         let place = held.places.get(doubt.key);
         if place.is_some_and(|place| place.results == 0) {
-            let (key, copied) = (doubt.key, false);
+            let (key, copied) = (doubt.key, None);
             self.events.push_back(Event::Noted { key, copied });
         }
-        held.places.noted(doubt.key);
+        held.places.noted(doubt.key, false);
     }
 
     /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.

@@ -15,6 +15,7 @@
 
 mod address;
 mod arenas;
+mod attempts;
 pub mod bare;
 mod buffers;
 mod calls;
@@ -71,13 +72,13 @@ pub struct Order {
 pub enum Event {
     /// A request has ended: so many bytes were taken.
     Done(Key, io::Result<usize>),
-    /// The kernel does not read the buffer any more on behalf of one request; `copied` if it had
-    /// copied after all.
+    /// The kernel does not read the buffer any more on behalf of one request.
     Noted {
         /// Of which place.
         key: Key,
-        /// It made a copy, so that the cost of both ways was paid.
-        copied: bool,
+        /// Whether it made a copy after all, so that the cost of both ways was paid. Of a request
+        /// that took nothing there is nothing to be said, whatever its notification says.
+        copied: Option<bool>,
     },
 }
 

@@ -16,6 +16,8 @@ const AHEAD: u32 = 1 << 16;
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Whose {
     Of(Key),
+    /// Of one that failed and took it nevertheless.
+    OfFailed(Key),
     /// Taken, by whom is not known, and not named yet.
     Unknown,
     /// Named.
@@ -45,9 +47,9 @@ impl Numbers {
         self.given.push_back(Whose::Of(key));
     }
 
-    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were. Those that have been
-    /// named already are passed over. False if they are too far ahead to be true.
-    pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Key)) -> bool {
+    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were, and whether that had
+    /// taken bytes. Those that have been named already are passed over. False if they are too far ahead to be true.
+    pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Key, bool)) -> bool {
         let ahead = hi.wrapping_sub(self.next());
         if ahead < 1 << 31 {
             if ahead >= AHEAD {
@@ -61,10 +63,13 @@ impl Numbers {
         for offset in 0..known.min(hi.wrapping_sub(lo).saturating_add(1)) {
             // From the end, which is known: the beginning may lie behind what is.
             let place = hi.wrapping_sub(offset).wrapping_sub(self.first);
-            if let Some(whose) = self.given.get_mut(place as usize)
-                && let Whose::Of(key) = std::mem::replace(whose, Whose::Free)
-            {
-                freed(key);
+            let Some(whose) = self.given.get_mut(place as usize) else {
+                continue;
+            };
+            match std::mem::replace(whose, Whose::Free) {
+                Whose::Of(key) => freed(key, true),
+                Whose::OfFailed(key) => freed(key, false),
+                Whose::Unknown | Whose::Free => {}
             }
         }
         self.shed(|whose| whose == Whose::Free);
@@ -81,7 +86,7 @@ impl Numbers {
         };
         for whose in self.given.iter_mut().skip(skipped) {
             if *whose == Whose::Unknown {
-                *whose = Whose::Of(key);
+                *whose = Whose::OfFailed(key);
                 count += 1;
             }
         }
@@ -90,7 +95,7 @@ impl Numbers {
 
     /// Does not wait for numbers that are nobody's.
     pub(super) fn disown(&mut self) {
-        self.shed(|whose| !matches!(whose, Whose::Of(_)));
+        self.shed(|whose| matches!(whose, Whose::Unknown | Whose::Free));
     }
 
     fn shed(&mut self, old: impl Fn(Whose) -> bool) {
@@ -107,7 +112,7 @@ mod tests {
 
     fn named(numbers: &mut Numbers, lo: u32, hi: u32) -> Vec<u32> {
         let mut freed = Vec::new();
-        assert!(numbers.name(lo, hi, |key| freed.push(key.0)));
+        assert!(numbers.name(lo, hi, |key, _| freed.push(key.0)));
         freed.sort_unstable();
         freed
     }
@@ -171,7 +176,7 @@ mod tests {
     #[test]
     fn a_name_far_ahead_is_refused() {
         let mut numbers = numbers(0, &[10]);
-        assert!(!numbers.name(AHEAD + 1, AHEAD + 1, |_| panic!("nobody's")));
+        assert!(!numbers.name(AHEAD + 1, AHEAD + 1, |_, _| panic!("nobody's")));
         assert_eq!(numbers.next(), 1);
     }
 }

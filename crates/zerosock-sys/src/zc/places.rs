@@ -49,6 +49,8 @@ pub(super) struct Places<B> {
     free: Vec<u32>,
     /// Places for which the kernel owes something.
     pub(super) owed: u32,
+    /// Requests that took bytes and whose notification is to come.
+    pub(super) reading: u32,
 }
 
 impl<B> Places<B> {
@@ -65,6 +67,7 @@ impl<B> Places<B> {
             places: (0..capacity).map(place).collect(),
             free: (0..capacity).rev().collect(),
             owed: 0,
+            reading: 0,
         }
     }
 
@@ -127,35 +130,36 @@ impl<B> Places<B> {
         }
     }
 
-    /// A result has come; a notification is to follow if `more`.
-    pub(super) fn ended(&mut self, key: Key, more: bool) {
+    /// A result has come. If a notification is to follow that has been said before (`owes`).
+    pub(super) fn ended(&mut self, key: Key) {
         if let Some(place) = self
             .places
             .get_mut(key.index())
             .filter(|place| place.results > 0)
         {
             place.results -= 1;
-            place.notes += u32::from(more);
             self.owed -= u32::from(place.results == 0 && place.notes == 0);
         }
     }
 
-    /// A notification is to come.
-    pub(super) fn owes(&mut self, key: Key) {
+    /// A notification is to come, of a request that took bytes or not.
+    pub(super) fn owes(&mut self, key: Key, took: bool) {
         if let Some(place) = self.places.get_mut(key.index()) {
             self.owed += u32::from(place.results == 0 && place.notes == 0);
+            self.reading += u32::from(took);
             place.notes += 1;
         }
     }
 
-    /// A notification has come.
-    pub(super) fn noted(&mut self, key: Key) {
+    /// A notification has come, of a request that took bytes or not.
+    pub(super) fn noted(&mut self, key: Key, took: bool) {
         if let Some(place) = self
             .places
             .get_mut(key.index())
             .filter(|place| place.notes > 0)
         {
             place.notes -= 1;
+            self.reading -= u32::from(took);
             self.owed -= u32::from(place.results == 0 && place.notes == 0);
         }
     }

@@ -3,7 +3,8 @@
 //! One ring for one socket, which is registered with it. A request is an entry of the submission
 //! queue; nothing is a system call but [`submit`](Ring::submit) and the waiting. Completions are
 //! read from memory that the kernel shares. A zero-copy request has two: its result, which says by
-//! a flag whether a notification follows, and that notification.
+//! a flag whether a notification follows, and that notification. Which request of which place a
+//! completion is of, and when a place is idle, is kept by `attempts`.
 //!
 //! The ring is made with COOP_TASKRUN: the kernel posts what is done when the thread that submitted
 //! enters it next for whatever reason, at the latest at a tick of the clock, and does not interrupt
@@ -14,17 +15,16 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
+use io_uring::{IoUring, Probe, opcode, squeue, types};
 
 use super::arenas::Arenas;
+use super::attempts::{Attempts, Posted};
 use super::carrier::Held;
 use super::places::{Message, Rest};
 use super::{Event, Key, NotStarted, Order, Stable, Way};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2).
 pub(super) const REPORT_USAGE: u16 = 1 << 3;
-/// `IORING_NOTIF_USAGE_ZC_COPIED`, in a notification's result.
-pub(super) const COPIED: u32 = 1 << 31;
 /// Completions of requests that are nobody's: a wait for a writable socket.
 const NOBODY: u64 = u64::MAX;
 /// The socket's place among the ring's files.
@@ -48,6 +48,7 @@ enum Ending {
 pub(super) struct Ring {
     ring: IoUring,
     arenas: Arenas,
+    attempts: Attempts,
     /// Entries of the submission queue that the kernel has not been told of.
     queued: usize,
     /// Of a ring that is to go: what is left to be ended.
@@ -77,6 +78,7 @@ impl Ring {
         Ok(Self {
             ring,
             arenas: Arenas::default(),
+            attempts: Attempts::new(capacity),
             queued: 0,
             ending: Ending::Requests,
         })
@@ -156,7 +158,7 @@ impl Ring {
         } else {
             squeue::Flags::empty()
         };
-        let entry = entry.user_data(u64::from(key.0)).flags(link);
+        let entry = entry.user_data(self.attempts.next(key)).flags(link);
         if order.when_writable {
             let poll = opcode::PollAdd::new(SOCKET, libc::POLLOUT as u32)
                 .build()
@@ -242,23 +244,21 @@ impl Ring {
             if entry.user_data() == NOBODY {
                 continue;
             }
-            let key = Key(entry.user_data() as u32);
-            if cqueue::notif(entry.flags()) {
-                held.places.noted(key);
-                let copied = entry.result() as u32 & COPIED != 0;
-                return Some(Event::Noted { key, copied });
-            }
-            held.places.ended(key, cqueue::more(entry.flags()));
-            if let Some(place) = held.places.get_mut(key).filter(|place| place.results == 0)
+            let posted = Posted {
+                user_data: entry.user_data(),
+                result: entry.result(),
+                flags: entry.flags(),
+            };
+            let event = self.attempts.event(&mut held.places, posted);
+            if let Some(Event::Done(key, _)) = event
+                && let Some(place) = held.places.get_mut(key).filter(|place| place.results == 0)
                 && let Some(number) = place.arena.take()
             {
                 self.arenas.ended(number);
             }
-            let result = match usize::try_from(entry.result()) {
-                Ok(sent) => Ok(sent),
-                Err(_) => Err(io::Error::from_raw_os_error(-entry.result())),
-            };
-            return Some(Event::Done(key, result));
+            if event.is_some() {
+                return event;
+            }
         }
     }
 

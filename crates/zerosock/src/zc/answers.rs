@@ -22,10 +22,15 @@ impl<B: Stable> Flights<B> {
                 Event::Noted { key, copied } => self.noted(key, copied),
             }
         }
-        if self.carrier.owed() == 0 {
-            // No notification is to come that there could be memory after.
-            self.starved = false;
-        }
+        // No notification is to come that there could be memory after.
+        self.starved &= self.frees_memory();
+    }
+
+    /// Whether something is to come that memory is free after: the notification of a request that
+    /// took bytes, or the result of one that may have. Of what is behind a failure in its chain
+    /// nothing is taken.
+    pub(super) fn frees_memory(&self) -> bool {
+        self.carrier.reading() > 0 || (!self.stream && self.open > 0)
     }
 
     fn done(&mut self, key: Key, result: io::Result<usize>) {
@@ -68,7 +73,7 @@ impl<B: Stable> Flights<B> {
 
     /// A request was answered with an error.
     pub(super) fn refused(&mut self, key: Key, code: i32) {
-        let waits = self.carrier.owed() > 0;
+        let waits = self.frees_memory();
         let broken = self.broken;
         let Some(flight) = self.flights.get_mut(key.index()) else {
             return;
@@ -157,15 +162,17 @@ impl<B: Stable> Flights<B> {
         }
     }
 
-    fn noted(&mut self, key: Key, copied: bool) {
-        self.starved = false;
-        self.policy.noted(copied);
+    pub(super) fn noted(&mut self, key: Key, copied: Option<bool>) {
         self.stats.notified += 1;
-        self.stats.copied_by_kernel += u64::from(copied);
+        if let Some(copied) = copied {
+            self.starved = false;
+            self.policy.noted(copied);
+            self.stats.copied_by_kernel += u64::from(copied);
+        }
         let Some(flight) = self.flights.get_mut(key.index()) else {
             return;
         };
-        flight.copied |= copied;
+        flight.copied |= copied == Some(true);
         if flight.over && self.carrier.idle(key) {
             self.release(key);
         }

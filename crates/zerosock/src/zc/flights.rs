@@ -227,7 +227,7 @@ impl<B: Stable> Flights<B> {
     }
 
     fn may_start(&self) -> bool {
-        let waits = self.starved && self.carrier.owed() > 0;
+        let waits = self.starved && self.frees_memory();
         let chained = (self.stream || self.cork.under_way) && self.open > 0;
         !(waits || chained || self.armed.is_some() || self.is_all_started())
     }

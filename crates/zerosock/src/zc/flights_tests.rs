@@ -29,12 +29,16 @@ fn nothing_follows_what_one_request_does_not_take() {
 
 /// Of datagrams, over calls that copy.
 fn flights() -> Flights<Vec<u8>> {
+    flights_over(Backend::Copy)
+}
+
+fn flights_over(backend: Backend) -> Flights<Vec<u8>> {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     let address = socket.local_addr().expect("an address");
     socket.connect(address).expect("loopback");
-    let opened = Carrier::open(socket.into(), 8, Some(Backend::Copy));
+    let opened = Carrier::open(socket.into(), 8, Some(backend));
     let (carrier, kind) = opened.expect("a carrier");
-    let policy = Policy::new(kind, Backend::Copy, Threshold::Measured);
+    let policy = Policy::new(kind, backend, Threshold::Measured);
     Flights::new(carrier, false, 8, Slots::new([0]), policy)
 }
 
@@ -86,4 +90,43 @@ fn memory_is_not_waited_for_when_nothing_is_owed() {
     flights.submit().expect("the kernel answers");
     assert!(flights.is_quiet());
     assert!(!flights.starved);
+}
+
+/// The kernel says of requests that took nothing that it copied.
+#[test]
+fn what_took_nothing_teaches_nothing() {
+    let mut flights = flights_over(Backend::ErrorQueue);
+    assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+    let key = flights.queue.pop_front().expect("it was accepted");
+    flights.starved = true;
+    for _ in 0..100 {
+        flights.noted(key, None);
+    }
+    assert!(!flights.policy.is_off());
+    assert!(flights.starved, "no memory was freed");
+    assert!(!flights.flights[key.index()].copied);
+    for _ in 0..100 {
+        flights.noted(key, Some(true));
+    }
+    assert!(flights.policy.is_off());
+    assert!(!flights.starved);
+}
+
+#[test]
+fn memory_is_not_waited_for_when_nothing_will_free_any() {
+    let mut flights = flights_over(Backend::ErrorQueue);
+    let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
+    assert!(flights.accept(outgoing).is_ok());
+    let key = flights.queue.pop_front().expect("it was accepted");
+    flights.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
+    assert!(!flights.starved);
+    assert_eq!(flights.stats.copied_for_memory, 1);
+    // The result of another is to come, which may have taken some.
+    let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
+    assert!(flights.accept(outgoing).is_ok());
+    let key = flights.queue.pop_front().expect("it was accepted");
+    flights.open = 1;
+    flights.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
+    assert!(flights.starved);
+    assert_eq!(flights.stats.copied_for_memory, 1);
 }

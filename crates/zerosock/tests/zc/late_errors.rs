@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
 use zerosock_sys::zc::{Carrier, Event, Order, Way};
 
-use crate::network::{SINK, with_sink};
+use crate::network::{SINK, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -27,14 +27,6 @@ fn set(socket: &UdpSocket, level: i32, option: i32) {
         )
     };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-}
-
-/// Runs tc(8) with these words.
-fn tc(words: &str) {
-    let output = Command::new("tc").args(words.split(' ')).output();
-    let output = output.expect("tc(8)");
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "tc {words}: {told}");
 }
 
 /// A queue in front of the device that lets 3000 bytes pass, holds back as much, and drops the rest.

@@ -2,6 +2,8 @@
 //! loopback where nothing depends on the device.
 
 mod bad_input;
+#[cfg(feature = "tokio")]
+mod delayed;
 mod denied;
 mod ends;
 mod faults;

@@ -53,6 +53,14 @@ fn ip(words: &str) {
     assert!(output.status.success(), "ip {words}: {told}");
 }
 
+/// Runs tc(8) with these words.
+pub(crate) fn tc(words: &str) {
+    let output = Command::new("tc").args(words.split(' ')).output();
+    let output = output.expect("tc(8)");
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "tc {words}: {told}");
+}
+
 /// A namespace with nothing but its loopback device.
 pub(crate) fn with_loopback<T: Send>(name: &str, test: impl FnOnce() -> T + Send) -> Option<T> {
     isolated(name, test)

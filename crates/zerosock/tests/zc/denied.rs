@@ -3,34 +3,14 @@
 //! Each test is a process of its own: what it denies itself, and what is remembered, is a process's.
 
 use std::net::{TcpListener, TcpStream, UdpSocket};
-use std::process::Command;
 use std::time::Duration;
 
 use zerosock::zc::{Backend, Copying, Outgoing, Pool, PoolBuf, Sender};
 
+use crate::alone::{alone, skip};
 use crate::faults::{limit_locked_memory, without_uring};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Tells the test that it is the process that it started.
-const CHILD: &str = "ZEROSOCK_TEST_DENIED";
-
-/// Runs `test` in a process of its own.
-fn alone(name: &str, test: impl FnOnce()) {
-    if std::env::var_os(CHILD).is_some() {
-        test();
-        println!("it ran");
-        return;
-    }
-    let output = Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "--nocapture", name])
-        .env(CHILD, "1")
-        .output()
-        .expect("a process");
-    let told = String::from_utf8_lossy(&output.stdout).into_owned();
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    let passed = output.status.success() && told.contains("it ran");
-    assert!(passed, "{told}{why}");
-}
 
 #[test]
 fn io_uring_is_asked_for_again_after_a_refusal() {
@@ -55,7 +35,7 @@ fn a_pool_is_registered_when_memory_may_be_locked_again() {
     let name = "denied::a_pool_is_registered_when_memory_may_be_locked_again";
     alone(name, || {
         let most = limit_locked_memory(64 << 10);
-        let pool = Pool::new(8, 4096).expect("memory");
+        let pool = Pool::new(64, 4096).expect("memory");
         let peer = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let address = peer.local_addr().expect("an address");
@@ -71,10 +51,10 @@ fn a_pool_is_registered_when_memory_may_be_locked_again() {
             back.outcome.expect("it was sent");
             sender.report().registered
         };
-        // The pool has a huge page at least, which is more than the limit.
+        // The pool is larger than the limit.
         assert_eq!(send(), 0);
         if most < 4 << 20 {
-            return println!("SKIPPED: too little memory may be locked here");
+            return skip("memory", name, &"too little of it may be locked");
         }
         let limit = libc::rlimit {
             rlim_cur: most,

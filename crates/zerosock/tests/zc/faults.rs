@@ -8,12 +8,11 @@ use std::time::Duration;
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use zerosock::zc::{Backend, Copying, OpenError, Outgoing, Sender};
 
+use crate::alone::alone;
 use crate::network::{SINK, fill, with_sink};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Tells the test that it is the process that it started.
-const CHILD: &str = "ZEROSOCK_TEST_CHILD";
 
 /// On a thread of its own, from which io_uring is forbidden as container runtimes do it.
 pub(crate) fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {
@@ -113,61 +112,39 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
     limit.rlim_max
 }
 
-/// What `a_limit_of_locked_memory_stalls_nothing` does in a process of its own.
-fn send_with_little_locked_memory() {
-    let ran = with_sink("a_limit_of_locked_memory", || {
-        let _ = limit_locked_memory(64 << 10);
-        for backend in [Backend::Uring, Backend::ErrorQueue] {
-            let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
-            socket.connect(SINK[0]).expect("a route");
-            let builder = Sender::builder().backend(backend).capacity(64);
-            let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
-            // One send alone is above the limit; those of 8000 bytes are together.
-            for len in [65_000, 8000] {
-                for _ in 0..200 {
-                    let outgoing = Outgoing::new(vec![3; len]).copying(Copying::Never);
-                    sender
-                        .send(outgoing)
-                        .map_err(|refused| refused.why)
-                        .expect("a place");
-                    while let Some(returned) = sender.returned() {
-                        returned.outcome.expect("it was sent");
-                    }
-                }
-            }
-            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
-            let stats = sender.stats();
-            assert_eq!((stats.accepted, stats.failed), (400, 0), "{backend:?}");
-            assert_eq!(stats.bytes, 200 * 65_000 + 200 * 8000, "{backend:?}");
-            assert!(stats.copied_for_memory > 0, "{backend:?}: {stats:?}");
-        }
-        println!("all sent");
-    });
-    if ran.is_none() {
-        println!("no namespace");
-    }
-}
-
 #[test]
 fn a_limit_of_locked_memory_stalls_nothing() {
     // The limit is the process's, and so is what is given up to be under it.
-    if std::env::var_os(CHILD).is_some() {
-        return send_with_little_locked_memory();
+    let name = "faults::a_limit_of_locked_memory_stalls_nothing";
+    alone(name, || {
+        let _ = with_sink(name, send_with_little_locked_memory);
+    });
+}
+
+fn send_with_little_locked_memory() {
+    let _ = limit_locked_memory(64 << 10);
+    for backend in [Backend::Uring, Backend::ErrorQueue] {
+        let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
+        socket.connect(SINK[0]).expect("a route");
+        let builder = Sender::builder().backend(backend).capacity(64);
+        let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+        // One send alone is above the limit; those of 8000 bytes are together.
+        for len in [65_000, 8000] {
+            for _ in 0..200 {
+                let outgoing = Outgoing::new(vec![3; len]).copying(Copying::Never);
+                sender
+                    .send(outgoing)
+                    .map_err(|refused| refused.why)
+                    .expect("a place");
+                while let Some(returned) = sender.returned() {
+                    returned.outcome.expect("it was sent");
+                }
+            }
+        }
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        let stats = sender.stats();
+        assert_eq!((stats.accepted, stats.failed), (400, 0), "{backend:?}");
+        assert_eq!(stats.bytes, 200 * 65_000 + 200 * 8000, "{backend:?}");
+        assert!(stats.copied_for_memory > 0, "{backend:?}: {stats:?}");
     }
-    let output = std::process::Command::new(std::env::current_exe().expect("this test"))
-        .args([
-            "--exact",
-            "--nocapture",
-            "faults::a_limit_of_locked_memory_stalls_nothing",
-        ])
-        .env(CHILD, "1")
-        .output()
-        .expect("a process");
-    let told = String::from_utf8_lossy(&output.stdout).into_owned();
-    let why = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{told}{why}");
-    assert!(
-        told.contains("all sent") || told.contains("no namespace"),
-        "{told}{why}"
-    );
 }

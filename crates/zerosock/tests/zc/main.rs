@@ -1,6 +1,7 @@
 //! `zerosock::zc` on real sockets: in network namespaces that the tests make themselves, and on
 //! loopback where nothing depends on the device.
 
+mod alone;
 mod bad_input;
 #[cfg(feature = "tokio")]
 mod delayed;

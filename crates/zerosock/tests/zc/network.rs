@@ -1,12 +1,13 @@
 //! Networks of a test's own: a sink that takes pages without copying them, and a cable between two
 //! namespaces. Where a namespace cannot be made the test says so, by name.
 
-use std::io::{self, Write};
 use std::process::Command;
 use std::sync::mpsc;
 use std::thread;
 
 use zerosock::zc::Backend;
+
+use crate::alone::skip;
 
 /// All of them: what works with one works with each.
 pub(crate) const BACKENDS: [Backend; 3] = [Backend::Uring, Backend::ErrorQueue, Backend::Copy];
@@ -22,7 +23,11 @@ fn isolated<T: Send>(name: &str, test: impl FnOnce() -> T + Send) -> Option<T> {
     thread::scope(|scope| {
         let inside = scope.spawn(|| {
             if let Err(why) = zerosock_sys::network::isolate_thread() {
-                skip(name, &why);
+                skip(
+                    "network",
+                    name,
+                    &format_args!("no namespace can be made: {why}"),
+                );
                 return None;
             }
             ip("link set lo up");
@@ -33,14 +38,6 @@ fn isolated<T: Send>(name: &str, test: impl FnOnce() -> T + Send) -> Option<T> {
             Err(panic) => std::panic::resume_unwind(panic),
         }
     })
-}
-
-/// Says that a test was not run here. Not by `println!`, which a passing test swallows.
-fn skip(name: &str, why: &dyn std::fmt::Display) {
-    let _ = writeln!(
-        io::stderr(),
-        "\nSKIPPED network: {name}: no namespace can be made: {why}"
-    );
 }
 
 /// Runs ip(8) with these words.

@@ -1,0 +1,33 @@
+//! Tests that are processes of their own: what they deny themselves is denied to a process.
+
+use std::io::{self, Write};
+use std::process::Command;
+
+/// Tells the test that it is the process that it started.
+const CHILD: &str = "ZEROSOCK_TEST_CHILD";
+
+/// Runs `test`, which is called so, in a process of its own. What it skips is said by this one.
+pub(crate) fn alone(name: &str, test: impl FnOnce()) {
+    if std::env::var_os(CHILD).is_some() {
+        test();
+        println!("it ran");
+        return;
+    }
+    let output = Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", "--nocapture", name])
+        .env(CHILD, "1")
+        .output()
+        .expect("a process");
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    let why = String::from_utf8_lossy(&output.stderr).into_owned();
+    let passed = output.status.success() && told.contains("it ran");
+    assert!(passed, "{told}{why}");
+    for line in why.lines().filter(|line| line.starts_with("SKIPPED ")) {
+        let _ = writeln!(io::stderr(), "\n{line}");
+    }
+}
+
+/// Says that a test was not run here. Not by `println!`, which a passing test swallows.
+pub(crate) fn skip(what: &str, name: &str, why: &dyn std::fmt::Display) {
+    let _ = writeln!(io::stderr(), "\nSKIPPED {what}: {name}: {why}");
+}

@@ -204,7 +204,6 @@ unsafe impl Stable for Mapped {
 }
 
 /// A buffer of whatever kind: what a sender takes unless it is told of one kind only.
-#[derive(Debug)]
 #[non_exhaustive]
 pub enum Buf {
     /// Shared bytes.
@@ -225,6 +224,23 @@ pub enum Buf {
     Many(Vec<Buf>),
 }
 
+impl fmt::Debug for Buf {
+    /// Its kind and length: nobody wants to read megabytes.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self {
+            Self::Bytes(_) => "Bytes",
+            Self::Vec(_) => "Vec",
+            Self::Arc(_) => "Arc",
+            Self::Static(_) => "Static",
+            Self::Pool(_) => "Pool",
+            Self::Mapped(_) => "Mapped",
+            Self::File(_) => "File",
+            Self::Many(_) => "Many",
+        };
+        write!(f, "{kind}({} bytes)", self.total())
+    }
+}
+
 // SAFETY: each kind keeps the promise.
 unsafe impl Stable for Buf {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
@@ -243,6 +259,7 @@ unsafe impl Stable for Buf {
     fn arena(&self) -> Option<&Arc<Arena>> {
         match self {
             Self::Pool(block) => Some(block.arena()),
+            Self::Many(list) => list.arena(),
             _ => None,
         }
     }
@@ -323,6 +340,12 @@ mod tests {
             [100, 50, 7, 6]
         );
         assert_eq!(moved.total(), 163);
+    }
+
+    #[test]
+    fn who_prints_a_buffer_reads_its_length() {
+        let many = Buf::from(vec![Buf::from(vec![1; 100]), Buf::from(&b"static"[..])]);
+        assert_eq!(format!("{many:?}"), "Many(106 bytes)");
     }
 
     #[test]

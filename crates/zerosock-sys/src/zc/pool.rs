@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::param::page_size;
 
 /// What io_uring registers as one buffer at most.
 const ARENA: usize = 1 << 30;
@@ -18,7 +19,10 @@ const HUGE: usize = 2 << 20;
 #[doc(hidden)]
 pub struct Arena {
     base: NonNull<u8>,
+    /// Of the mapping.
     len: usize,
+    /// Of the pages that blocks lie in.
+    used: usize,
     block: usize,
     huge: bool,
     free: Mutex<Vec<u32>>,
@@ -35,8 +39,13 @@ impl Arena {
         let wanted = blocks
             .checked_mul(block)
             .ok_or(io::ErrorKind::OutOfMemory)?;
+        // What is registered counts as locked memory by the page: a small pool gets no huge one.
+        let page = match wanted > HUGE / 2 {
+            true => HUGE,
+            false => page_size(),
+        };
         let len = wanted
-            .checked_next_multiple_of(HUGE)
+            .checked_next_multiple_of(page)
             .ok_or(io::ErrorKind::OutOfMemory)?;
         let blocks = u32::try_from(blocks).map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -45,14 +54,17 @@ impl Arena {
             // memory that exists.
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }
         };
-        let (base, huge) = match map(MapFlags::PRIVATE | MapFlags::HUGETLB) {
-            Ok(base) if populate(base, len) => (base, true),
-            Ok(base) => {
+        // Of this size, whatever size is the machine's default: others could not be unmapped by it.
+        let in_huge_pages = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
+        let reserved = (page == HUGE).then(|| map(in_huge_pages).ok()).flatten();
+        let (base, huge) = match reserved {
+            Some(base) if populate(base, len) => (base, true),
+            Some(base) => {
                 // SAFETY: the mapping made above, which nobody else knows of.
                 let _ = unsafe { munmap(base, len) };
                 (map(MapFlags::PRIVATE)?, false)
             }
-            Err(_) => (map(MapFlags::PRIVATE)?, false),
+            None => (map(MapFlags::PRIVATE)?, false),
         };
         if !huge {
             // SAFETY: exactly the mapping made above. The advice changes the size of its pages,
@@ -62,6 +74,7 @@ impl Arena {
         Ok(Self {
             base: NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?,
             len,
+            used: wanted.next_multiple_of(if huge { HUGE } else { page_size() }),
             block,
             huge,
             free: Mutex::new((0..blocks).rev().collect()),
@@ -71,7 +84,7 @@ impl Arena {
     pub(super) fn vector(&self) -> libc::iovec {
         libc::iovec {
             iov_base: self.base.as_ptr().cast(),
-            iov_len: self.len,
+            iov_len: self.used,
         }
     }
 
@@ -102,10 +115,11 @@ impl fmt::Debug for Arena {
 
 /// Blocks of memory, all of one length, to be filled and sent.
 ///
-/// Where the machine has huge pages set aside and gives them (Linux 5.14), it lies in those; else the
-/// kernel is asked for transparent ones. A sender over io_uring registers it when it first sends from
-/// it: from then on no send pins pages, and none counts against the limit of locked memory
-/// (`RLIMIT_MEMLOCK`) but the registration. It has room for 64 pools, fewer if some are larger than
+/// One of more than 1 MiB lies in huge pages of 2 MiB, where the machine has some set aside and gives
+/// them (Linux 5.14); else the kernel is asked for transparent ones. A sender over io_uring registers
+/// the pages of its blocks when it first sends from it: from then on no send of one block pins pages,
+/// and none counts against the limit of locked memory (`RLIMIT_MEMLOCK`) but the registration. Several
+/// blocks in one send (a vector of them) are pinned as other memory is. It has room for 64 pools, fewer if some are larger than
 /// 1 GiB: another takes the place of one that was not sent from for a thousand sends, and is sent
 /// from like other memory until then. A handle is cheap to clone; the memory is there for as long as
 /// a handle, a block or a sender that has it registered.
@@ -258,6 +272,18 @@ mod tests {
         assert_eq!(block.set_range(1, usize::MAX), Err(4096));
         block.set_range(4000, 96).expect("within");
         assert_eq!(block.len(), 96);
+    }
+
+    #[test]
+    fn what_is_registered_is_what_blocks_lie_in() {
+        let page = page_size();
+        for (blocks, block) in [(1, 1), (3, page / 2), (8, page), (5, 1 << 20)] {
+            let pool = Pool::new(blocks, block).expect("memory");
+            let used: usize = pool.arenas.iter().map(|arena| arena.vector().iov_len).sum();
+            let unit = if pool.huge() { HUGE } else { page };
+            assert_eq!(used, (blocks * block).next_multiple_of(unit));
+            assert!(pool.arenas.iter().all(|arena| arena.len >= arena.used));
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What goes into a sender, and what comes out of it.
 
+use std::fmt;
 use std::io;
 
 use zerosock_sys::zc::{Address, Buf, Stable};
@@ -26,7 +27,6 @@ pub enum Copying {
 /// let mut outgoing: Outgoing = Outgoing::new(vec![0; 4096]).slot(3).flush();
 /// outgoing.copying = Copying::Never;
 /// ```
-#[derive(Debug)]
 pub struct Outgoing<B = Buf> {
     /// The bytes.
     pub buffer: B,
@@ -94,6 +94,19 @@ impl<B> Outgoing<B> {
     }
 }
 
+impl<B: Stable> fmt::Debug for Outgoing<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outgoing")
+            .field("bytes", &self.buffer.total())
+            .field("to", &self.to)
+            .field("slot", &self.slot)
+            .field("flush", &self.flush)
+            .field("more", &self.more)
+            .field("copying", &self.copying)
+            .finish()
+    }
+}
+
 /// Why a sender did not accept a send. Nothing of it was sent.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -129,7 +142,6 @@ pub enum Refusal {
 }
 
 /// A send that was not accepted, and its buffer.
-#[derive(Debug)]
 pub struct Refused<B = Buf> {
     /// As it was given.
     pub outgoing: Outgoing<B>,
@@ -137,20 +149,35 @@ pub struct Refused<B = Buf> {
     pub why: Refusal,
 }
 
-impl<B> std::fmt::Display for Refused<B> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl<B> Refused<B> {
+    /// The buffer, as it was given.
+    pub fn into_buffer(self) -> B {
+        self.outgoing.buffer
+    }
+}
+
+impl<B: Stable> fmt::Debug for Refused<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Refused")
+            .field("why", &self.why)
+            .field("outgoing", &self.outgoing)
+            .finish()
+    }
+}
+
+impl<B> fmt::Display for Refused<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.why.fmt(f)
     }
 }
 
-impl<B: std::fmt::Debug> std::error::Error for Refused<B> {
+impl<B: Stable> std::error::Error for Refused<B> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         Some(&self.why)
     }
 }
 
 /// A buffer that is free again.
-#[derive(Debug)]
 pub struct Returned<B = Buf> {
     /// As it was given.
     pub buffer: B,
@@ -158,6 +185,16 @@ pub struct Returned<B = Buf> {
     pub number: Option<u32>,
     /// How it went.
     pub outcome: Result<Sent, Failed>,
+}
+
+impl<B: Stable> fmt::Debug for Returned<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Returned")
+            .field("bytes", &self.buffer.total())
+            .field("number", &self.number)
+            .field("outcome", &self.outcome)
+            .finish()
+    }
 }
 
 /// How a buffer was sent.

@@ -4,9 +4,11 @@ use std::fs::File;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
 
-use zerosock::zc::{Backend, Buf, Completion, OpenError, Outgoing, Pool, Refusal, Sender};
+use zerosock::zc::{
+    Backend, Buf, Completion, OpenError, Outgoing, Pool, Refusal, Sender, Threshold,
+};
 
-use crate::network::BACKENDS;
+use crate::network::{BACKENDS, SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -211,4 +213,56 @@ fn a_closed_stream_gives_every_buffer_back() {
             .expect_err("it is over");
         assert!(matches!(refused.why, Refusal::Broken(_)));
     }
+}
+
+/// Takes buffers back, but reads neither notifications nor completions: it stops at some point, and
+/// goes on when one of either is read.
+#[test]
+fn what_nobody_reads_stops_the_sender() {
+    const MOST: usize = 1 << 16;
+    with_sink("what_nobody_reads", || {
+        for notifications in [true, false] {
+            let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
+            socket.connect(SINK[0]).expect("a route");
+            let builder = Sender::builder().backend(Backend::ErrorQueue);
+            let builder = match notifications {
+                true => builder,
+                false => builder.inline_completions().threshold(Threshold::Bytes(2)),
+            };
+            let mut sender: Sender<&'static [u8]> = builder.open(socket).expect("a sender");
+            let mut count = 0;
+            let refused = loop {
+                // Sends that are copied and such as are not make ranges of their own.
+                let outgoing = Outgoing::new(match count % 2 {
+                    0 => &b"0"[..],
+                    _ => &b"00"[..],
+                });
+                let outgoing = match notifications {
+                    true => outgoing.slot(0).flush(),
+                    false => outgoing,
+                };
+                match sender.send(outgoing) {
+                    Ok(_) => count += 1,
+                    Err(refused) => break refused,
+                }
+                while sender.returned().is_some() {}
+                assert!(count < 2 * MOST, "nothing stops it");
+            };
+            assert!(matches!(refused.why, Refusal::Unread));
+            // What was under way came on top.
+            assert!(count >= MOST, "{count}");
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            while sender.returned().is_some() {}
+            let mut room = [Completion::default(); 16];
+            let mut read = 0;
+            while sender.push(Outgoing::new(&b"0"[..])).is_err() {
+                read += match notifications {
+                    true => usize::from(sender.notification().is_some()),
+                    false => sender.completions(&mut room).expect("the kernel answers"),
+                };
+                assert!(read <= MOST, "nothing makes it go on");
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        }
+    });
 }

@@ -243,3 +243,31 @@ fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
         drop(far);
     }
 }
+
+/// One waits for the kernel on behalf of both, and goes when his time is over.
+#[test]
+fn who_waits_behind_another_does_not_sleep_on_when_that_one_goes() {
+    for backend in BACKENDS {
+        let (socket, far) = pair();
+        let sender: Sender<Vec<u8>> = Sender::builder()
+            .backend(backend)
+            .open(socket)
+            .expect("a sender");
+        let sender = sender.into_shared().expect("descriptors");
+        let sent = sender.send(Outgoing::new(vec![0; 32 << 20]).copying(Copying::Always));
+        sent.map_err(|refused| refused.why).expect("a place");
+        let (tell, told) = mpsc::channel();
+        let first = sender.clone();
+        let impatient = thread::spawn(move || first.finish(Some(MOMENT * 5)));
+        // He sleeps first, if the machine is not very slow.
+        thread::sleep(MOMENT);
+        let second = sender.clone();
+        thread::spawn(move || tell.send(second.finish(None).expect("the kernel answers")));
+        let finished = impatient.join().expect("a thread");
+        assert!(!finished.expect("the kernel answers"), "{backend:?}");
+        let reader = thread::spawn(move || std::io::copy(&mut &far, &mut std::io::sink()));
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(true), "{backend:?}");
+        drop(sender);
+        drop(reader.join());
+    }
+}

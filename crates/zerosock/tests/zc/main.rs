@@ -3,6 +3,8 @@
 
 mod alone;
 mod bad_input;
+mod calls;
+mod cut_short;
 #[cfg(feature = "tokio")]
 mod delayed;
 mod denied;
@@ -25,5 +27,6 @@ mod pump;
 #[cfg(feature = "tokio")]
 mod shared;
 mod sink;
+mod slots;
 mod streams;
 mod threshold;

@@ -39,7 +39,7 @@ pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
 pub use ring::LONGEST;
-pub use socket::{Kind, kind, permit_zero_copy, reset};
+pub use socket::{Kind, forget_pieces, kind, permit_zero_copy, reset};
 
 /// Whether the kernel may keep the buffer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
-use rustix::net::{AddressFamily, SocketType, connect_unspec, sockopt};
+use rustix::net::{AddressFamily, SendFlags, SocketType, connect_unspec, send, sockopt};
 
 /// SO_ZEROCOPY, of the level SOL_SOCKET.
 const SO_ZEROCOPY: libc::c_int = 60;
@@ -114,6 +114,24 @@ pub fn reset(socket: impl AsFd) -> io::Result<bool> {
     Ok(true)
 }
 
+/// Has a socket of UDP forget the pieces of a datagram that it was given with MSG_MORE: else they
+/// would be in front of what is sent next. Another socket is left alone.
+///
+/// There is no call for it. What makes the datagram too long is refused, and with it goes everything
+/// that the socket had gathered.
+pub fn forget_pieces(socket: impl AsFd) {
+    // The longest that the socket looks at; it does not fit, also when it is alone.
+    static TOO_LONG: [u8; 0xffff] = [0; 0xffff];
+    if matches!(kind(&socket), Ok(Kind::Udp4 | Kind::Udp6)) {
+        // The answer is an error, as it should be.
+        let _ = send(
+            &socket,
+            &TOO_LONG,
+            SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+        );
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,6 +169,36 @@ mod tests {
         assert!(reset(&ours).expect("again"));
         let (unix, _peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
         assert!(!reset(&unix).expect("an answer"));
+    }
+
+    #[test]
+    fn pieces_are_forgotten_and_nothing_is_sent() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let far = UdpSocket::bind(address).expect("loopback");
+            let near = UdpSocket::bind(address).expect("loopback");
+            let to = far.local_addr().expect("an address");
+            for connected in [false, true] {
+                if connected {
+                    near.connect(to).expect("loopback");
+                }
+                // Without any, and with some.
+                forget_pieces(&near);
+                let more = SendFlags::MORE;
+                match connected {
+                    true => send(&near, &[1; 100], more),
+                    false => rustix::net::sendto(&near, &[1; 100], more, &to),
+                }
+                .expect("it is gathered");
+                forget_pieces(&near);
+                match connected {
+                    true => near.send(&[2; 5]),
+                    false => near.send_to(&[2; 5], to),
+                }
+                .expect("it is sent");
+                let count = far.recv(&mut [0; 1000]).expect("a datagram");
+                assert_eq!(count, 5, "{address}, {connected}");
+            }
+        }
     }
 
     fn tempfile() -> std::fs::File {

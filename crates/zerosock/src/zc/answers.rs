@@ -127,10 +127,14 @@ impl<B: Stable> Flights<B> {
     /// Every result of a chain of pieces is in.
     fn settle_cork(&mut self) {
         self.cork.under_way = false;
+        let torn = std::mem::take(&mut self.cork.torn);
         let failed = std::mem::take(&mut self.cork.failed);
         // Those behind the first that failed say only that.
         let own = failed.iter().find(|(_, code)| *code != CANCELLED);
         let Some(&(cause, code)) = own.or(failed.first()) else {
+            if torn {
+                self.forget_pieces();
+            }
             return;
         };
         let flight = |key: Key| self.flights.get(key.index());
@@ -155,10 +159,19 @@ impl<B: Stable> Flights<B> {
                 if goes_on {
                     self.cork.ended = Some(failure);
                 }
+                self.forget_pieces();
                 for (key, _) in failed {
                     self.fail(key, failure);
                 }
             }
+        }
+    }
+
+    /// The datagram whose pieces the socket has comes to nothing. If it was sent after all, this
+    /// changes nothing.
+    pub(super) fn forget_pieces(&mut self) {
+        if std::mem::take(&mut self.cork.taken) {
+            zerosock_sys::zc::forget_pieces(self.carrier.socket());
         }
     }
 

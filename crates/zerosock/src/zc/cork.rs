@@ -1,8 +1,10 @@
 //! A datagram that is sent in pieces, each but the last with MSG_MORE.
 //!
-//! The socket keeps what it was given until the last piece comes, and gives up all of it when one
-//! fails. Whatever is sent next begins a datagram: a piece that was sent again alone, or behind one
-//! that failed, would arrive as a datagram that nobody sent. So the pieces of one datagram, and
+//! The socket keeps what it was given until the last piece comes, and gives up all of it when it
+//! refuses one. Whatever is sent next begins a datagram: a piece that was sent again alone, or behind
+//! one that failed, would arrive as a datagram that nobody sent. Where a piece fails that the socket
+//! never saw, because it was cancelled or there was no memory to lock, it has to be told to forget
+//! those before: they would arrive in front of the next datagram. So the pieces of one datagram, and
 //! nothing else, are under way together; they are asked again together, if none was taken, or not
 //! at all.
 
@@ -20,6 +22,8 @@ pub(super) struct Cork {
     pub(super) taken: bool,
     /// Pieces that the kernel answered with an error, and which.
     pub(super) failed: Vec<(Key, i32)>,
+    /// Those that are under way were cancelled, or some that belong to them.
+    pub(super) torn: bool,
     /// What the pieces that are still to come end with.
     pub(super) ended: Option<i32>,
 }

@@ -351,8 +351,12 @@ impl<B: Stable> Flights<B> {
         for flight in self.flights.iter_mut().filter(under_way) {
             flight.cancelled = true;
         }
+        self.cork.torn = self.cork.under_way;
         let result = self.carrier.submit().and_then(|()| self.carrier.cancel());
         self.progress();
+        if !self.cork.under_way {
+            self.forget_pieces();
+        }
         // What had been taken in part ends here, too.
         result.and(self.submit())
     }

@@ -9,6 +9,7 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use zerosock::zc::{Backend, Copying, OpenError, Outgoing, Sender};
 
 use crate::alone::alone;
+use crate::corks::{datagrams, outcomes, push};
 use crate::network::{SINK, fill, with_sink};
 use crate::streams::check;
 
@@ -146,5 +147,36 @@ fn send_with_little_locked_memory() {
         assert_eq!((stats.accepted, stats.failed), (400, 0), "{backend:?}");
         assert_eq!(stats.bytes, 200 * 65_000 + 200 * 8000, "{backend:?}");
         assert!(stats.copied_for_memory > 0, "{backend:?}: {stats:?}");
+    }
+}
+
+#[test]
+fn a_datagram_of_which_a_piece_finds_no_memory_is_in_no_other_one() {
+    let name = "faults::a_datagram_of_which_a_piece_finds_no_memory_is_in_no_other_one";
+    alone(name, send_pieces_with_little_locked_memory);
+}
+
+fn send_pieces_with_little_locked_memory() {
+    let _ = limit_locked_memory(64 << 10);
+    for backend in [Backend::Uring, Backend::ErrorQueue] {
+        let (mut sender, receiver) = datagrams(backend);
+        for together in [true, false] {
+            push(&mut sender, 1000, true, Copying::Always);
+            if !together {
+                sender.submit().expect("the kernel answers");
+            }
+            push(&mut sender, 64_000, false, Copying::Never);
+            push(&mut sender, 10, false, Copying::Always);
+            let outcomes = outcomes(&mut sender);
+            let mut bytes = vec![0; 70_000];
+            let mut receive = || receiver.recv(&mut bytes).expect("a datagram");
+            // All of it, if it was asked again together.
+            if outcomes == [(10, true), (1000, true), (64_000, true)] {
+                assert_eq!(receive(), 65_000, "{backend:?}");
+            } else {
+                assert_eq!(outcomes, [(10, true), (1000, true), (64_000, false)]);
+            }
+            assert_eq!(receive(), 10, "{backend:?}, {together}");
+        }
     }
 }

@@ -4,6 +4,7 @@
 mod alone;
 mod bad_input;
 mod calls;
+mod corks;
 mod cut_short;
 #[cfg(feature = "tokio")]
 mod delayed;

@@ -68,7 +68,11 @@ impl Calls {
         key: Key,
         order: Order,
     ) -> Result<(), NotStarted> {
-        let wished = order.way == Way::ZeroCopy;
+        let place = held.places.get(key).ok_or(NotStarted::Vacant)?;
+        let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
+        // An empty datagram, or an empty piece of one, has a number or not, as it comes. A copy has
+        // none, and costs nothing.
+        let wished = order.way == Way::ZeroCopy && buffer.total() > order.from;
         let mut zero_copy = wished && self.zero_copy;
         if zero_copy && self.doubt.is_some() {
             self.settle(held);

@@ -144,7 +144,10 @@ impl<B: Stable> Flights<B> {
                 return Err((outgoing, Refusal::Full));
             }
         };
-        let way = self.policy.way(copying, total, registered);
+        let way = match total {
+            0 => Way::Copy,
+            _ => self.policy.way(copying, total, registered),
+        };
         let number = (copying != Copying::Always).then(|| {
             let number = self.next;
             self.next = number.wrapping_add(1);
@@ -160,8 +163,8 @@ impl<B: Stable> Flights<B> {
                 way,
                 registered,
                 class: match copying {
-                    Copying::Auto => self.policy.class(registered, total),
-                    Copying::Never | Copying::Always => None,
+                    Copying::Auto if total > 0 => self.policy.class(registered, total),
+                    _ => None,
                 },
                 flush,
                 more,

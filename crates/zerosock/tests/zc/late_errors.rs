@@ -29,6 +29,25 @@ fn set(socket: &UdpSocket, level: i32, option: i32) {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
+const ORDER: Order = Order {
+    way: Way::ZeroCopy,
+    from: 0,
+    whole: false,
+    linked: false,
+    more: false,
+    when_writable: false,
+};
+
+/// Waits until nothing is owed.
+fn settle(calls: &mut Carrier<Vec<u8>>) {
+    let begun = Instant::now();
+    while calls.owed() > 0 {
+        assert!(begun.elapsed() < PATIENCE);
+        calls.wait(Some(PATIENCE)).expect("the kernel answers");
+        while calls.event().is_some() {}
+    }
+}
+
 /// A queue in front of the device that lets 3000 bytes pass, holds back as much, and drops the rest.
 fn hold_back() {
     tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 3000");
@@ -112,17 +131,9 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             let socket = socket(to);
             let opened = Carrier::open(socket.into(), 4, Some(Backend::ErrorQueue));
             let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
-            let order = Order {
-                way: Way::ZeroCopy,
-                from: 0,
-                whole: false,
-                linked: false,
-                more: false,
-                when_writable: false,
-            };
             let start = |calls: &mut Carrier<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
-                calls.start(key, order).expect("it is made");
+                calls.start(key, ORDER).expect("it is made");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
                     Event::Done(of, result) if of == key => Some(result),
                     _ => None,
@@ -141,12 +152,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             calls.reap().expect("the kernel answers");
             assert!(!calls.idle(parts) && !calls.idle(next), "{to}");
             tc("qdisc del dev sink0 root");
-            let begun = Instant::now();
-            while calls.owed() > 0 {
-                assert!(begun.elapsed() < PATIENCE, "{to}");
-                calls.wait(Some(PATIENCE)).expect("the kernel answers");
-                while calls.event().is_some() {}
-            }
+            settle(&mut calls);
             assert!(calls.idle(parts) && calls.idle(next), "{to}");
         }
     });
@@ -170,6 +176,35 @@ fn a_timestamp_in_front_of_a_name_hides_nothing() {
                 "{to}: {begun:?}"
             );
             assert_eq!(sender.stats().in_place, 100, "{to}");
+        }
+    });
+}
+
+/// The kernel gives an empty datagram a number, if it is asked to send that without a copy.
+#[test]
+fn an_empty_datagram_is_nobody_elses_number() {
+    with_sink("an_empty_datagram_is_nobody_elses_number", || {
+        for to in SINK {
+            hold_back();
+            let opened = Carrier::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+            let start = |calls: &mut Carrier<_>, len, more| {
+                let key = calls.put(vec![1; len], None).expect("a place");
+                let order = Order { more, ..ORDER };
+                calls.start(key, order).expect("it is made");
+                key
+            };
+            // All of it passes: one of two pieces, the second of them empty, and empty ones.
+            let mut through = vec![start(&mut calls, 2000, true)];
+            through.extend([0, 0, 0, 0].map(|len| start(&mut calls, len, false)));
+            // What follows has to wait. Nobody has looked in between.
+            let held = [1300, 0, 1200].map(|len| start(&mut calls, len, false));
+            calls.reap().expect("the kernel answers");
+            assert!(through.iter().all(|&key| calls.idle(key)), "{to}");
+            assert!(!calls.idle(held[0]) && !calls.idle(held[2]), "{to}");
+            assert!(calls.idle(held[1]), "{to}");
+            tc("qdisc del dev sink0 root");
+            settle(&mut calls);
         }
     });
 }

@@ -18,17 +18,18 @@ enum Whose {
     Of(Key),
     /// Of one that failed and took it nevertheless.
     OfFailed(Key),
-    /// Taken, by whom is not known, and not named yet.
+    /// Taken, by whom is not known.
     Unknown,
-    /// Named.
-    Free,
 }
 
 #[derive(Default)]
 pub(super) struct Numbers {
-    /// Whose the numbers from `first` on are.
-    given: VecDeque<Whose>,
-    first: u32,
+    /// Those that were given and have not been named, in their order. A number that is held for long
+    /// keeps none of its followers here.
+    given: VecDeque<(u32, Whose)>,
+    next: u32,
+    /// How many of them are nobody's.
+    unknown: usize,
 }
 
 impl Numbers {
@@ -39,69 +40,74 @@ impl Numbers {
 
     /// The number that the next send has.
     pub(super) fn next(&self) -> u32 {
-        self.first.wrapping_add(self.given.len() as u32)
+        self.next
     }
 
     /// A send has taken it.
     pub(super) fn give(&mut self, key: Key) {
-        self.given.push_back(Whose::Of(key));
+        self.push(Whose::Of(key));
+    }
+
+    fn push(&mut self, whose: Whose) {
+        self.given.push_back((self.next, whose));
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// The first of what was given that is at most so far behind the next number.
+    fn position(&self, behind: u64) -> usize {
+        let next = self.next;
+        self.given
+            .partition_point(|(number, _)| u64::from(next.wrapping_sub(*number)) > behind)
     }
 
     /// The numbers from `lo` to `hi` are free; `freed` is told whose they were, and whether that had
-    /// taken bytes. Those that have been named already are passed over. False if they are too far ahead to be true.
+    /// taken bytes. Those that have been named already are passed over. False if they are too far
+    /// ahead to be true.
     pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Key, bool)) -> bool {
-        let ahead = hi.wrapping_sub(self.next());
+        let ahead = hi.wrapping_sub(self.next);
         if ahead < 1 << 31 {
             if ahead >= AHEAD {
                 return false;
             }
-            for _ in 0..=ahead {
-                self.given.push_back(Whose::Unknown);
+            let named = hi.wrapping_sub(lo).min(ahead);
+            for _ in named..ahead {
+                self.push(Whose::Unknown);
+                self.unknown += 1;
             }
+            self.next = hi.wrapping_add(1);
         }
-        let known = self.given.len() as u32;
-        for offset in 0..known.min(hi.wrapping_sub(lo).saturating_add(1)) {
-            // From the end, which is known: the beginning may lie behind what is.
-            let place = hi.wrapping_sub(offset).wrapping_sub(self.first);
-            let Some(whose) = self.given.get_mut(place as usize) else {
-                continue;
-            };
-            match std::mem::replace(whose, Whose::Free) {
+        let behind = u64::from(self.next.wrapping_sub(hi));
+        let first = self.position(behind + u64::from(hi.wrapping_sub(lo)));
+        let end = self.position(behind - 1);
+        for (_, whose) in self.given.drain(first..end.max(first)) {
+            match whose {
                 Whose::Of(key) => freed(key, true),
                 Whose::OfFailed(key) => freed(key, false),
-                Whose::Unknown | Whose::Free => {}
+                Whose::Unknown => self.unknown -= 1,
             }
         }
-        self.shed(|whose| whose == Whose::Free);
         true
     }
 
     /// Numbers from `from` on that are nobody's are `key`'s. How many.
     pub(super) fn claim(&mut self, from: u32, key: Key) -> u32 {
         let mut count = 0;
-        // If it has been passed already, none is left to be claimed in front.
-        let skipped = match from.wrapping_sub(self.first) {
-            behind if behind >= 1 << 31 => 0,
-            ahead => ahead as usize,
-        };
-        for whose in self.given.iter_mut().skip(skipped) {
+        let first = self.position(u64::from(self.next.wrapping_sub(from)));
+        for (_, whose) in self.given.iter_mut().skip(first) {
             if *whose == Whose::Unknown {
                 *whose = Whose::OfFailed(key);
                 count += 1;
             }
         }
+        self.unknown -= count as usize;
         count
     }
 
     /// Does not wait for numbers that are nobody's.
     pub(super) fn disown(&mut self) {
-        self.shed(|whose| matches!(whose, Whose::Unknown | Whose::Free));
-    }
-
-    fn shed(&mut self, old: impl Fn(Whose) -> bool) {
-        while self.given.front().is_some_and(|&whose| old(whose)) {
-            self.given.pop_front();
-            self.first = self.first.wrapping_add(1);
+        if self.unknown > 0 {
+            self.given.retain(|(_, whose)| *whose != Whose::Unknown);
+            self.unknown = 0;
         }
     }
 }
@@ -120,7 +126,7 @@ mod tests {
     /// Numbers that begin shortly before they wrap.
     fn numbers(first: u32, keys: &[u32]) -> Numbers {
         let mut numbers = Numbers {
-            first,
+            next: first,
             ..Numbers::default()
         };
         keys.iter().for_each(|&key| numbers.give(Key(key)));
@@ -171,6 +177,23 @@ mod tests {
         assert!(numbers.is_empty());
         assert_eq!(named(&mut numbers, 0, 2), []);
         assert_eq!(numbers.next(), 4);
+    }
+
+    #[test]
+    fn a_number_that_is_held_keeps_nothing_of_its_followers() {
+        let mut numbers = numbers(u32::MAX - 500, &[7]);
+        for _ in 0..100_000 {
+            let number = numbers.next();
+            numbers.give(Key(8));
+            numbers.give(Key(9));
+            let after = number.wrapping_add(1);
+            assert_eq!(named(&mut numbers, after, after), [9]);
+            assert_eq!(named(&mut numbers, number, number), [8]);
+        }
+        assert_eq!(numbers.given.len(), 1);
+        assert!(numbers.given.capacity() < 16);
+        assert_eq!(named(&mut numbers, u32::MAX - 500, u32::MAX - 500), [7]);
+        assert!(numbers.is_empty());
     }
 
     #[test]

@@ -2,23 +2,18 @@
 //! bytes are read late. A buffer that came back too early is seen at the receiver, since it is
 //! written over as soon as it is back.
 
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use rustix::net::sockopt::set_socket_send_buffer_size;
-use zerosock::zc::{Backend, Copying, Outgoing, Sender, SharedSender};
+use rustix::net::sockopt::{set_socket_recv_buffer_size_force, set_socket_send_buffer_size};
+use zerosock::zc::{Backend, Buf, Copying, Outgoing, Pool, Sender, SharedSender};
 
-use crate::network::{fill, tc, with_cable};
+use crate::network::{BACKENDS, fill, slow_down, with_cable};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The cable takes so much from now on, 50 kB in a millisecond.
-fn slow_down() {
-    tc("qdisc replace dev near0 root tbf rate 400mbit burst 20000 limit 8000000");
-}
 
 /// The kernel ends what a thread submitted when that exits: the first of a chain in part, the others
 /// at all, and posts for those a notification that no result has spoken of, some milliseconds later.
@@ -95,5 +90,111 @@ fn spoil(sender: &SharedSender<Vec<u8>>) {
         returned.buffer.fill(0xee);
         // What is freed may be given back to the system: kept, it is read as it is now.
         std::mem::forget(returned.buffer);
+    }
+}
+
+/// Lengths of every size class of datagrams; above 9000 they go in fragments.
+const LENGTHS: [usize; 10] = [0, 1, 600, 1000, 1500, 4000, 8000, 9001, 16_384, 65_000];
+/// Datagrams of each.
+const EACH: usize = 30;
+
+/// Two buffers take turns. Each is written over when it is back, and then filled anew.
+#[test]
+fn datagrams_arrive_as_they_were_when_sent() {
+    for backend in BACKENDS {
+        for registered in [false, true] {
+            let (told, address) = mpsc::channel::<SocketAddr>();
+            let (got, arrived) = mpsc::channel();
+            let near = move || {
+                slow_down();
+                let socket = UdpSocket::bind("10.8.0.1:0").expect("an address");
+                let to = address.recv().expect("the far end");
+                socket.connect(to).expect("the cable");
+                let sender: Sender = Sender::builder()
+                    .backend(backend)
+                    .open(socket)
+                    .expect("a sender");
+                let pool = Pool::new(2, 65_536).expect("memory");
+                let block = || Buf::from(pool.loan().expect("a block"));
+                let buffers = match registered {
+                    true => vec![block(), block()],
+                    false => vec![Buf::from(vec![0; 65_536]), Buf::from(vec![0; 65_536])],
+                };
+                send_datagrams(sender, buffers, || {
+                    arrived.recv_timeout(PATIENCE).expect("it arrives");
+                });
+            };
+            let far = move || {
+                let socket = UdpSocket::bind("10.8.0.2:0").expect("an address");
+                // What waits to be read is not dropped.
+                set_socket_recv_buffer_size_force(&socket, 8 << 20).expect("a socket");
+                socket.set_read_timeout(Some(PATIENCE)).expect("a socket");
+                let address = socket.local_addr().expect("an address");
+                told.send(address).expect("the near end");
+                let (mut found, mut wanted) = (vec![0; 65_536], vec![0; 65_536]);
+                for (number, len) in numbered() {
+                    let count = socket
+                        .recv(&mut found)
+                        .unwrap_or_else(|why| panic!("{number}: {why}"));
+                    fill(&mut wanted[..len], number << 20);
+                    let whole = found[..count] == wanted[..len];
+                    assert!(whole, "{backend:?}: {number}, of {len} bytes");
+                    let _ = got.send(());
+                }
+            };
+            with_cable("datagrams_arrive_as_they_were_when_sent", near, far);
+        }
+    }
+}
+
+/// All datagrams, with their numbers.
+fn numbered() -> impl Iterator<Item = (u64, usize)> {
+    (0..).zip((0..EACH).flat_map(|_| LENGTHS))
+}
+
+/// `arrived` waits until one more has.
+fn send_datagrams(mut sender: Sender, mut buffers: Vec<Buf>, arrived: impl Fn()) {
+    for (number, len) in numbered() {
+        // So few that the receiver has room for them.
+        if number >= 32 {
+            arrived();
+        }
+        let mut buffer = loop {
+            while let Some(returned) = sender.returned() {
+                returned.outcome.expect("it was sent");
+                let mut buffer = returned.buffer;
+                write(&mut buffer, None).fill(0xee);
+                buffers.push(buffer);
+            }
+            match buffers.pop() {
+                Some(buffer) => break buffer,
+                None => sender.wait(Some(PATIENCE)).expect("the kernel answers"),
+            }
+        };
+        fill(write(&mut buffer, Some(len)), number << 20);
+        let outgoing = Outgoing::new(buffer).copying(Copying::Never);
+        let sent = sender.send(outgoing).map_err(|refused| refused.why);
+        sent.expect("it is accepted");
+    }
+    assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+    assert_eq!(sender.stats().failed, 0);
+}
+
+/// The bytes of a buffer, to be written; if a length is told, it has that from now on.
+fn write(buffer: &mut Buf, len: Option<usize>) -> &mut [u8] {
+    match buffer {
+        Buf::Vec(bytes) => {
+            if let Some(len) = len {
+                bytes.resize(len, 0);
+            }
+            bytes
+        }
+        Buf::Pool(block) => {
+            if let Some(len) = len {
+                block.set_range(0, len).expect("within");
+            }
+            block
+        }
+        other => panic!("not one of ours: {other:?}"),
     }
 }

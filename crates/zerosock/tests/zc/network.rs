@@ -58,6 +58,13 @@ pub(crate) fn tc(words: &str) {
     assert!(output.status.success(), "tc {words}: {told}");
 }
 
+/// The cable takes so much from now on, 50 kB in a millisecond: what is sent lies in a queue for a
+/// while, and its bytes are read late. A buffer that comes back too early, and is written over then,
+/// is seen at the receiver.
+pub(crate) fn slow_down() {
+    tc("qdisc replace dev near0 root tbf rate 400mbit burst 20000 limit 8000000");
+}
+
 /// A namespace with nothing but its loopback device.
 pub(crate) fn with_loopback<T: Send>(name: &str, test: impl FnOnce() -> T + Send) -> Option<T> {
     isolated(name, test)

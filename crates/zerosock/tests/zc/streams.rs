@@ -1,5 +1,5 @@
-//! Streams over a cable: every byte arrives, in order, while buffers are filled anew as soon as they
-//! are given back.
+//! Streams over a slow cable: every byte arrives, in order, while buffers are written over as soon as
+//! they are given back.
 
 use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use zerosock::zc::{Backend, Buf, Copying, Outgoing, Pool, Sender, Threshold};
 
-use crate::network::{BACKENDS, CABLE, byte, fill, with_cable};
+use crate::network::{BACKENDS, CABLE, byte, fill, slow_down, with_cable};
 
 /// Lengths of every size class, and what lies beside their bounds.
 const LENGTHS: [usize; 14] = [
@@ -100,13 +100,13 @@ fn send(mut sender: Sender<Buf>, wish: impl Fn(u64) -> Copying) -> u64 {
 }
 
 fn stream_arrives(name: &str, backend: Backend, wish: impl Fn(u64) -> Copying + Send + Copy) {
-    for [near, far] in CABLE {
+    for [_, far] in CABLE {
         let (told, address) = mpsc::channel();
         let ends = with_cable(
             name,
             move || {
                 let address: SocketAddr = address.recv().expect("the far end");
-                let _ = near;
+                slow_down();
                 let socket = TcpStream::connect(address).expect("the cable");
                 let builder = Sender::builder()
                     .backend(backend)

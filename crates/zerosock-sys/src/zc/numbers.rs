@@ -170,6 +170,17 @@ mod tests {
     }
 
     #[test]
+    fn what_has_been_passed_is_not_claimed_and_what_follows_is() {
+        let mut numbers = numbers(5, &[10]);
+        assert_eq!(named(&mut numbers, 5, 5), [10]);
+        // Of 5 to 7 the first has been passed, and 7 is named.
+        assert_eq!(named(&mut numbers, 7, 7), []);
+        assert_eq!(numbers.claim(5, Key(1)), 1);
+        assert_eq!(named(&mut numbers, 6, 6), [1]);
+        assert!(numbers.is_empty());
+    }
+
+    #[test]
     fn what_nobody_claims_is_not_waited_for() {
         let mut numbers = numbers(0, &[]);
         assert_eq!(named(&mut numbers, 3, 3), []);

@@ -125,7 +125,7 @@ impl<B: Stable> Flights<B> {
     }
 
     /// Every result of a chain of pieces is in.
-    fn settle_cork(&mut self) {
+    pub(super) fn settle_cork(&mut self) {
         self.cork.under_way = false;
         let torn = std::mem::take(&mut self.cork.torn);
         let failed = std::mem::take(&mut self.cork.failed);

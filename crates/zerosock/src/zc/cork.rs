@@ -97,4 +97,17 @@ mod tests {
         assert!(!cork.admits(Part::First, 1, true), "of another datagram");
         assert!(!cork.admits(Part::Whole, 1, true));
     }
+
+    #[test]
+    fn what_was_taken_of_one_datagram_says_nothing_of_the_next() {
+        let mut cork = Cork::default();
+        cork.started(Part::First);
+        cork.taken = true;
+        cork.started(Part::Later);
+        assert!(cork.taken);
+        cork.started(Part::Whole);
+        assert!(cork.taken, "another is none of it");
+        cork.started(Part::First);
+        assert!(!cork.taken);
+    }
 }

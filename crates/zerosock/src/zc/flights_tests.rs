@@ -130,3 +130,33 @@ fn memory_is_not_waited_for_when_nothing_will_free_any() {
     assert!(flights.starved);
     assert_eq!(flights.stats.copied_for_memory, 1);
 }
+
+/// What was cancelled is taken all the same, and what belongs to it is not.
+#[test]
+fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
+    let mut flights = flights();
+    let piece = |len, more| Outgoing {
+        more,
+        ..Outgoing::new(vec![1; len])
+    };
+    assert!(flights.accept(piece(100, true)).is_ok());
+    flights.submit().expect("the kernel answers");
+    // It is as if the kernel had not said so yet.
+    flights.cork.under_way = true;
+    flights.open = 1;
+    assert!(flights.accept(piece(200, true)).is_ok());
+    flights.cancel().expect("the kernel answers");
+    flights.open = 0;
+    flights.settle_cork();
+    for len in [300, 10] {
+        assert!(flights.accept(piece(len, false)).is_ok());
+    }
+    flights.submit().expect("the kernel answers");
+    let mut bytes = [0; 1000];
+    let received = rustix::net::recv(
+        flights.carrier.socket(),
+        &mut bytes,
+        rustix::net::RecvFlags::empty(),
+    );
+    assert_eq!(received.expect("a datagram").0, 10);
+}

@@ -70,10 +70,18 @@ struct Slot {
     notifier: Option<usize>,
     /// Sends that are over and before which all are, counted without end.
     passed: u64,
-    /// Of those accepted after them, whether each is over.
-    over: VecDeque<bool>,
-    /// Flushes that wait: each for so many sends, the first that were accepted. In order.
-    flushes: VecDeque<u64>,
+    /// Those accepted after them, in order.
+    sends: VecDeque<Accepted>,
+    /// How often one of them was looked at.
+    #[cfg(test)]
+    looks: u64,
+}
+
+#[derive(Default)]
+struct Accepted {
+    over: bool,
+    /// A flush waits for this one and all before it.
+    flush: bool,
 }
 
 struct Notifier {
@@ -88,28 +96,28 @@ struct Notifier {
 impl Slot {
     /// Sends accepted so far.
     fn accepted(&self) -> u64 {
-        self.passed + self.over.len() as u64
+        self.passed + self.sends.len() as u64
     }
 
-    /// Notes a flush for the first `before` sends that were accepted.
-    fn flush(&mut self, before: u64) {
-        let at = self.flushes.partition_point(|&flush| flush < before);
-        if self.flushes.get(at) != Some(&before) {
-            self.flushes.insert(at, before);
-        }
-    }
-
-    /// Whether what some flush waits for is over. Those are done with.
-    fn is_reached(&mut self) -> bool {
-        let waiting = self.flushes.len();
-        while self
-            .flushes
-            .front()
-            .is_some_and(|&flush| flush <= self.passed)
+    /// The send before which so many were accepted, unless it has been passed.
+    fn send(&mut self, before: u64) -> Option<&mut Accepted> {
+        #[cfg(test)]
         {
-            self.flushes.pop_front();
+            self.looks += 1;
         }
-        self.flushes.len() < waiting
+        let ahead = before.wrapping_sub(self.passed);
+        self.sends.get_mut(ahead as usize)
+    }
+
+    /// Passes what is over, until something is not. Whether flushes were reached on the way.
+    fn pass(&mut self) -> bool {
+        let mut reached = false;
+        while let Some(send) = self.send(self.passed).filter(|send| send.over) {
+            reached |= send.flush;
+            self.sends.pop_front();
+            self.passed += 1;
+        }
+        reached
     }
 }
 
@@ -121,8 +129,9 @@ impl Slots {
             sequence: 0,
             notifier: None,
             passed: 0,
-            over: VecDeque::new(),
-            flushes: VecDeque::new(),
+            sends: VecDeque::new(),
+            #[cfg(test)]
+            looks: 0,
         };
         Self {
             slots: tags.into_iter().map(slot).collect(),
@@ -161,7 +170,7 @@ impl Slots {
         let (mut before, mut tag) = (0, 0);
         if let Ok(slot) = self.slot(index) {
             (before, tag) = (slot.accepted(), slot.tag);
-            slot.over.push_back(false);
+            slot.sends.push_back(Accepted::default());
         }
         Ticket {
             slot: index,
@@ -189,8 +198,8 @@ impl Slots {
                 made
             }
         };
-        if flush {
-            slot.flush(ticket.before + 1);
+        if let Some(send) = slot.send(ticket.before) {
+            send.flush |= flush;
         }
         let notifier = self.notifiers.get_mut(index)?;
         notifier.attached += 1;
@@ -212,15 +221,10 @@ impl Slots {
         let Some(slot) = self.slots.get_mut(ticket.slot as usize) else {
             return;
         };
-        let ahead = ticket.before.wrapping_sub(slot.passed) as usize;
-        if let Some(over) = slot.over.get_mut(ahead) {
-            *over = true;
+        if let Some(send) = slot.send(ticket.before) {
+            send.over = true;
         }
-        while slot.over.front() == Some(&true) {
-            slot.over.pop_front();
-            slot.passed += 1;
-        }
-        if slot.is_reached() {
+        if slot.pass() {
             self.close(ticket.slot);
         }
     }
@@ -261,10 +265,9 @@ impl Slots {
         }
         for index in range {
             let slot = self.slot(index)?;
-            if slot.over.is_empty() {
-                self.close(index);
-            } else {
-                slot.flush(slot.accepted());
+            match slot.sends.back_mut() {
+                Some(last) => last.flush = true,
+                None => self.close(index),
             }
         }
         Ok(())

@@ -166,6 +166,35 @@ fn a_slot_out_of_range_changes_nothing() {
     assert_eq!(posted(&mut slots), []);
 }
 
+/// Sends, each with a flush behind it, that are over in this order. How often one was looked at.
+fn looks(order: impl IntoIterator<Item = usize>, sends: usize) -> u64 {
+    let mut slots = Slots::new([1]);
+    let accept = |_| {
+        let ticket = slots.accepted(0);
+        slots.flush(0..1).expect("a slot");
+        ticket
+    };
+    let tickets: Vec<Ticket> = (0..sends).map(accept).collect();
+    for index in order {
+        let attached = slots.executed(tickets[index], true).expect("a slot");
+        slots.released(attached);
+    }
+    // All are over, and flushed.
+    assert!(slots.notifiers.is_empty() && slots.slots[0].sends.is_empty());
+    assert!(!posted(&mut slots).is_empty());
+    slots.slots[0].looks
+}
+
+#[test]
+fn many_flushes_that_wait_cost_no_more_each() {
+    const SENDS: usize = 10_000;
+    const MOST: u64 = 4 * SENDS as u64;
+    assert!(looks(0..SENDS, SENDS) <= MOST);
+    assert!(looks((0..SENDS).rev(), SENDS) <= MOST);
+    // 7919 is prime, and no factor of the number.
+    assert!(looks((0..SENDS).map(|send| send * 7919 % SENDS), SENDS) <= MOST);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Accept(u32, bool),
@@ -328,6 +357,6 @@ proptest! {
         }
         slots.flush(0..3).expect("slots");
         prop_assert!(slots.notifiers.is_empty());
-        prop_assert!(slots.slots.iter().all(|slot| slot.over.is_empty() && slot.flushes.is_empty()));
+        prop_assert!(slots.slots.iter().all(|slot| slot.sends.is_empty()));
     }
 }

@@ -69,11 +69,15 @@ pub fn kind(socket: impl AsFd) -> io::Result<Kind> {
 
 /// Sets SO_ZEROCOPY; says whether the kernel sends from this socket without a copy.
 ///
-/// Linux does so for TCP and UDP, from 6.7 on for vsock, and not for raw and packet sockets.
+/// Linux does so for TCP and UDP, from 6.7 on for vsock, and not for raw and packet sockets, nor for
+/// TCP under an upper-layer protocol (kernel TLS), which takes SO_ZEROCOPY and then refuses the sends.
 ///
 /// # Errors
 /// What setsockopt(2) answers, but for EOPNOTSUPP and the like, which mean no.
 pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
+    if has_upper_layer(&socket) {
+        return Ok(false);
+    }
     let on: libc::c_int = 1;
     // SAFETY: the option's value is an int that outlives the call, and its length is given.
     let result = unsafe {
@@ -130,6 +134,25 @@ pub fn forget_pieces(socket: impl AsFd) {
             SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
         );
     }
+}
+
+/// Whether it is TCP that passes what is sent through an upper-layer protocol (TCP_ULP).
+fn has_upper_layer(socket: impl AsFd) -> bool {
+    // TCP_ULP_NAME_MAX.
+    let mut name = [0u8; 16];
+    let mut len = name.len() as libc::socklen_t;
+    // SAFETY: the value has the length that is given; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_TCP,
+            libc::TCP_ULP,
+            name.as_mut_ptr().cast(),
+            &mut len,
+        )
+    };
+    // Without one the name is empty. Other sockets have no such option.
+    result == 0 && len > 0
 }
 
 #[cfg(test)]

@@ -78,7 +78,7 @@ impl<B: Stable> Flights<B> {
         let Some(flight) = self.flights.get_mut(key.index()) else {
             return;
         };
-        match Answer::of(code, flight.way) {
+        match Answer::of(code, flight.way, self.whole) {
             Answer::Failed => {
                 if self.stream && self.broken.is_none() {
                     self.broken = Some(code);
@@ -104,6 +104,7 @@ impl<B: Stable> Flights<B> {
                 flight.way = Way::Copy;
                 self.policy.cannot();
             }
+            Answer::NotWhole => self.whole = false,
         }
         self.ask_again(key);
     }
@@ -143,7 +144,7 @@ impl<B: Stable> Flights<B> {
             let mut pieces = failed.iter().filter_map(|&(key, _)| flight(key));
             pieces.any(is)
         };
-        let failure = match Answer::of(code, way) {
+        let failure = match Answer::of(code, way, false) {
             Answer::Failed => Some(code),
             _ if any(|piece| piece.cancelled) => Some(CANCELLED),
             _ => self.cork.taken.then_some(code),
@@ -257,11 +258,14 @@ enum Answer {
     /// Not without a copy: for now, or at all.
     NoMemory,
     Cannot,
+    /// Not with MSG_WAITALL: kernel TLS refuses every flag that it does not know.
+    NotWhole,
     Failed,
 }
 
 impl Answer {
-    fn of(code: i32, way: Way) -> Self {
+    /// To a request made that way, `whole` if it was to be.
+    fn of(code: i32, way: Way, whole: bool) -> Self {
         use rustix::io::Errno;
         const AGAIN: i32 = Errno::INTR.raw_os_error();
         const FULL: i32 = Errno::AGAIN.raw_os_error();
@@ -274,6 +278,7 @@ impl Answer {
             FULL => Self::Full,
             NO_BUFFERS | NO_MEMORY if way == Way::ZeroCopy => Self::NoMemory,
             CANNOT if way == Way::ZeroCopy => Self::Cannot,
+            CANNOT if whole => Self::NotWhole,
             _ => Self::Failed,
         }
     }
@@ -286,7 +291,7 @@ mod tests {
     #[test]
     fn a_send_of_which_nothing_is_taken_has_failed() {
         // 0 is no number of an error.
-        assert_eq!(Answer::of(0, Way::ZeroCopy), Answer::Failed);
+        assert_eq!(Answer::of(0, Way::ZeroCopy, true), Answer::Failed);
         assert_eq!(
             super::super::flight::error(0).kind(),
             io::ErrorKind::WriteZero
@@ -297,8 +302,8 @@ mod tests {
     fn memory_is_waited_for_only_where_a_copy_can_follow() {
         for code in [rustix::io::Errno::NOBUFS, rustix::io::Errno::NOMEM] {
             let code = code.raw_os_error();
-            assert_eq!(Answer::of(code, Way::ZeroCopy), Answer::NoMemory);
-            assert_eq!(Answer::of(code, Way::Copy), Answer::Failed);
+            assert_eq!(Answer::of(code, Way::ZeroCopy, true), Answer::NoMemory);
+            assert_eq!(Answer::of(code, Way::Copy, true), Answer::Failed);
         }
     }
 }

@@ -44,6 +44,9 @@ pub(super) struct Flights<B: Stable> {
     pub(super) policy: Policy,
     pub(super) stats: Stats,
     pub(super) stream: bool,
+    /// Each request of a stream is whole (MSG_WAITALL), so that others can be linked to it. Calls are
+    /// made one by one, and some sockets refuse the flag: theirs are, too.
+    pub(super) whole: bool,
     /// Whether ranges are kept, and buffers given back.
     pub(super) tells_ranges: bool,
     pub(super) gives_back: bool,
@@ -83,6 +86,7 @@ impl<B: Stable> Flights<B> {
         policy: Policy,
     ) -> Self {
         Self {
+            whole: stream && carrier.backend() == Backend::Uring,
             carrier,
             slots,
             ranges: Ranges::default(),
@@ -211,7 +215,8 @@ impl<B: Stable> Flights<B> {
     fn start_all(&mut self, at_once: bool) -> io::Result<usize> {
         let mut all = 0;
         while self.may_start() {
-            let started = self.start_some(if at_once { 1 } else { CHAIN })?;
+            let one_by_one = at_once || self.stream && !self.whole;
+            let started = self.start_some(if one_by_one { 1 } else { CHAIN })?;
             all += started;
             if at_once {
                 self.progress();
@@ -263,7 +268,7 @@ impl<B: Stable> Flights<B> {
             let order = Order {
                 way: flight.way,
                 from: flight.sent,
-                whole: self.stream,
+                whole: self.whole,
                 linked: is_followed(flight, self.stream) && !last,
                 more: flight.more,
                 when_writable: self.full,

@@ -1,6 +1,7 @@
 //! The decisions of the flights that no peer can be made to bring about.
 
-use std::net::UdpSocket;
+use std::io::Read;
+use std::net::{TcpListener, TcpStream, UdpSocket};
 
 use super::super::policy::Threshold;
 use super::*;
@@ -159,4 +160,56 @@ fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
         rustix::net::RecvFlags::empty(),
     );
     assert_eq!(received.expect("a datagram").0, 10);
+}
+
+/// A socket that refuses MSG_WAITALL, as kernel TLS does.
+#[test]
+fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+    let mut peer = listener.accept().expect("a stream").0;
+    let socket = socket.expect("loopback").into();
+    let Ok((carrier, kind)) = Carrier::<Vec<u8>>::open(socket, 8, Some(Backend::Uring)) else {
+        return eprintln!("SKIPPED io_uring: a_stream_whose_requests_cannot_be_whole");
+    };
+    let policy = Policy::new(kind, Backend::Uring, Threshold::Measured);
+    let mut flights = Flights::new(carrier, true, 8, Slots::new([0]), policy);
+    for byte in 0..4 {
+        let outgoing = Outgoing::new(vec![byte; 10_000]).copying(Copying::Always);
+        assert!(flights.accept(outgoing).is_ok());
+    }
+    assert_eq!(flights.start_some(0).expect("nothing is started"), 0);
+    // The first of a chain is refused, and the others with it.
+    let accepted: Vec<Key> = flights.queue.drain(..).collect();
+    let refused = rustix::io::Errno::OPNOTSUPP.raw_os_error();
+    flights.refused(accepted[0], refused);
+    for &other in &accepted[1..] {
+        flights.refused(other, CANCELLED);
+    }
+    assert!(!flights.whole && flights.broken.is_none());
+    assert_eq!(Vec::from(flights.again.clone()), accepted);
+    assert_eq!(flights.start_some(1).expect("the kernel answers"), 1);
+    assert!(!flights.may_start(), "one at a time");
+    while !flights.is_quiet() {
+        flights.wait(None).expect("the kernel answers");
+        flights.progress();
+        flights.submit().expect("the kernel answers");
+    }
+    let mut bytes = vec![0; 40_000];
+    peer.read_exact(&mut bytes).expect("all of it");
+    assert!(
+        bytes
+            .chunks(10_000)
+            .zip(0..)
+            .all(|(chunk, byte)| chunk == [byte; 10_000])
+    );
+    // Who refuses without the flag, too, has refused.
+    assert!(
+        flights
+            .accept(Outgoing::new(vec![0]).copying(Copying::Always))
+            .is_ok()
+    );
+    let key = flights.queue.pop_front().expect("it was accepted");
+    flights.refused(key, refused);
+    assert_eq!(flights.broken, Some(refused));
 }

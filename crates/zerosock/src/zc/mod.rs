@@ -2,7 +2,8 @@
 //!
 //! A [`Sender`] sends owned buffers over a TCP, UDP, raw, packet or vsock socket and gives each
 //! back when the kernel has let go of it. How it knows is its own business: over io_uring, over the
-//! error queue, or because it copied. Whatever the back-end, everything below works the same.
+//! error queue, or because it copied. Whatever the back-end, everything below works the same. From raw
+//! and packet sockets, and from TCP that encrypts (kernel TLS), it copies.
 //!
 //! # Knowing that a buffer is free
 //! There are three ways, to be mixed at will:

@@ -31,3 +31,4 @@ mod sink;
 mod slots;
 mod streams;
 mod threshold;
+mod upper_layer;

@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketType, connect_unspec, send, sockopt};
 
 /// SO_ZEROCOPY, of the level SOL_SOCKET.
@@ -118,21 +119,35 @@ pub fn reset(socket: impl AsFd) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Has a socket of UDP forget the pieces of a datagram that it was given with MSG_MORE: else they
-/// would be in front of what is sent next. Another socket is left alone.
+/// Has a socket forget the pieces of a datagram that it was given with MSG_MORE: else they would be in
+/// front of what is sent next.
 ///
-/// There is no call for it. What makes the datagram too long is refused, and with it goes everything
-/// that the socket had gathered.
-pub fn forget_pieces(socket: impl AsFd) {
+/// There is no call for it. What makes a datagram of UDP too long is refused, and with it goes
+/// everything that the socket had gathered.
+///
+/// # Errors
+/// If it may have them yet: `Unsupported` of raw sockets; what sendmsg(2) answers.
+pub fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
     // The longest that the socket looks at; it does not fit, also when it is alone.
     static TOO_LONG: [u8; 0xffff] = [0; 0xffff];
-    if matches!(kind(&socket), Ok(Kind::Udp4 | Kind::Udp6)) {
-        // The answer is an error, as it should be.
-        let _ = send(
-            &socket,
-            &TOO_LONG,
-            SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
-        );
+    match kind(&socket)? {
+        Kind::Udp4 | Kind::Udp6 => {}
+        Kind::Raw => return Err(io::ErrorKind::Unsupported.into()),
+        // Each send is a message of its own.
+        _ => return Ok(()),
+    }
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    match send(&socket, &TOO_LONG, flags) {
+        // The others come of a socket that has gathered nothing: it has nowhere to send to.
+        Err(
+            Errno::MSGSIZE
+            | Errno::DESTADDRREQ
+            | Errno::NETUNREACH
+            | Errno::HOSTUNREACH
+            | Errno::PIPE,
+        ) => Ok(()),
+        Err(error) => Err(error.into()),
+        Ok(_) => Err(io::ErrorKind::Other.into()),
     }
 }
 
@@ -205,14 +220,14 @@ mod tests {
                     near.connect(to).expect("loopback");
                 }
                 // Without any, and with some.
-                forget_pieces(&near);
+                forget_pieces(&near).expect("it is UDP");
                 let more = SendFlags::MORE;
                 match connected {
                     true => send(&near, &[1; 100], more),
                     false => rustix::net::sendto(&near, &[1; 100], more, &to),
                 }
                 .expect("it is gathered");
-                forget_pieces(&near);
+                forget_pieces(&near).expect("it is UDP");
                 match connected {
                     true => near.send(&[2; 5]),
                     false => near.send_to(&[2; 5], to),

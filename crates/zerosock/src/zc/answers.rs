@@ -2,7 +2,7 @@
 
 use std::io;
 
-use zerosock_sys::zc::{Event, Key, Stable, Way};
+use zerosock_sys::zc::{self, Event, Key, Stable, Way};
 
 use super::flight::{Flight, Part};
 use super::flights::Flights;
@@ -53,6 +53,7 @@ impl<B: Stable> Flights<B> {
                 if whole {
                     self.turn.ended(flight.turn);
                     self.cork.taken |= piece;
+                    self.cork.gathered = piece && flight.more;
                     self.over(key);
                 } else if sent > 0 {
                     self.ask_again(key);
@@ -168,11 +169,16 @@ impl<B: Stable> Flights<B> {
         }
     }
 
-    /// The datagram whose pieces the socket has comes to nothing. If it was sent after all, this
-    /// changes nothing.
+    /// The datagram whose pieces the socket has comes to nothing.
     pub(super) fn forget_pieces(&mut self) {
-        if std::mem::take(&mut self.cork.taken) {
-            zerosock_sys::zc::forget_pieces(self.carrier.socket());
+        self.cork.taken = false;
+        if !std::mem::take(&mut self.cork.gathered) {
+            return;
+        }
+        if let Err(error) = zc::forget_pieces(self.carrier.socket()) {
+            let unsupported = rustix::io::Errno::OPNOTSUPP.raw_os_error();
+            let code = error.raw_os_error().unwrap_or(unsupported);
+            self.broken = self.broken.or(Some(code));
         }
     }
 

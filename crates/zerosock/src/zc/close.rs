@@ -24,6 +24,9 @@ pub enum End {
     TimedOut,
     /// A send of the stream had failed before, or had been cancelled.
     Broken(io::Error),
+    /// The last datagram was to be continued ([`Outgoing::more`](super::Outgoing::more)); nothing of
+    /// it is sent.
+    Corked,
     /// The kernel refused a call.
     Call(io::Error),
 }
@@ -69,7 +72,8 @@ pub enum Keeping {
     /// The last datagram is to be continued.
     #[error("the last datagram is to be continued")]
     Corked,
-    /// A send of the stream failed: what is sent next would lie behind a gap.
+    /// A send failed: what is sent next would lie behind a gap in the stream, or be glued to a part
+    /// of a raw packet.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
     /// There is no descriptor to be had.
@@ -149,6 +153,7 @@ impl<B: Stable> Sender<B> {
     pub(super) fn end(&mut self, waited: io::Result<bool>) -> Closed<B> {
         let end = match (self.flights.broken, waited) {
             (Some(code), _) => End::Broken(flight::error(code)),
+            (None, Ok(true)) if self.flights.cork.accepting => End::Corked,
             (None, Ok(true)) => End::Whole,
             (None, Ok(false)) => End::TimedOut,
             (None, Err(error)) => End::Call(error),
@@ -157,6 +162,9 @@ impl<B: Stable> Sender<B> {
         if !whole {
             // What it answers to this, the carrier goes on with when it is dropped.
             let _ = self.flights.cancel();
+            if self.flights.open == 0 {
+                self.flights.forget_pieces();
+            }
         }
         let reset = self.flights.end(whole);
         // A reset frees buffers within the call.

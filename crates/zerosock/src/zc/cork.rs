@@ -4,7 +4,8 @@
 //! refuses one. Whatever is sent next begins a datagram: a piece that was sent again alone, or behind
 //! one that failed, would arrive as a datagram that nobody sent. Where a piece fails that the socket
 //! never saw, because it was cancelled or there was no memory to lock, it has to be told to forget
-//! those before: they would arrive in front of the next datagram. So the pieces of one datagram, and
+//! those before: they would arrive in front of the next datagram. A raw socket cannot be told, and is
+//! sent nothing more. So the pieces of one datagram, and
 //! nothing else, are under way together; they are asked again together, if none was taken, or not
 //! at all.
 
@@ -20,6 +21,8 @@ pub(super) struct Cork {
     pub(super) under_way: bool,
     /// The socket has taken a piece of it.
     pub(super) taken: bool,
+    /// The socket may have pieces of a datagram that has not ended.
+    pub(super) gathered: bool,
     /// Pieces that the kernel answered with an error, and which.
     pub(super) failed: Vec<(Key, i32)>,
     /// Those that are under way were cancelled, or some that belong to them.

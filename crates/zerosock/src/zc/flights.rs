@@ -67,8 +67,10 @@ pub(super) struct Flights<B: Stable> {
     pub(super) released: u64,
     /// What ended the stream.
     pub(super) broken: Option<i32>,
-    /// No more is accepted, and whoever closed it says how it ends.
+    /// No more is accepted.
     pub(super) closed: bool,
+    /// The peer has been told of the end.
+    ended: bool,
     pub(super) cork: Cork,
     /// Free, and to be taken by the user.
     pub(super) free: VecDeque<Returned<B>>,
@@ -105,6 +107,7 @@ impl<B: Stable> Flights<B> {
             released: 0,
             broken: None,
             closed: false,
+            ended: false,
             cork: Cork::default(),
             free: VecDeque::new(),
             next: 0,
@@ -389,9 +392,12 @@ impl<B: Stable> Flights<B> {
     /// Ends the stream for its peer: what is not to be taken for all of it with a reset, if there are
     /// resets for its kind. Whether it was reset.
     pub(super) fn end(&mut self, orderly: bool) -> bool {
-        self.closed = true;
+        self.ended = true;
         if !self.stream {
             return false;
+        }
+        if !orderly {
+            self.broken = self.broken.or(Some(CANCELLED));
         }
         let socket = self.carrier.socket();
         if !orderly && zc::reset(socket).unwrap_or(false) {
@@ -418,7 +424,7 @@ impl<B: Stable> Flights<B> {
 
 impl<B: Stable> Drop for Flights<B> {
     fn drop(&mut self) {
-        if self.closed {
+        if self.ended {
             return;
         }
         // What the kernel takes at once is sent; the carrier ends the rest.

@@ -127,7 +127,9 @@ pub enum Refusal {
     /// More pieces than one call of the kernel takes (1024).
     #[error("a buffer of more than 1024 pieces")]
     TooManyPieces,
-    /// A stream that has failed: nothing can be sent behind what got lost.
+    /// A stream that has failed: nothing can be sent behind what got lost. Or a raw socket that has
+    /// gathered a part of a packet whose rest failed ([`Outgoing::more`]): it cannot be made to forget
+    /// that, and would glue the next packet to it.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
     /// The sender was closed, by another handle to it.

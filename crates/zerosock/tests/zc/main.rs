@@ -21,6 +21,7 @@ mod loops;
 mod model;
 mod network;
 mod orphans;
+mod pieces;
 mod pools;
 #[path = "../common/pump.rs"]
 #[allow(dead_code, reason = "other tests stop a host early")]

@@ -138,6 +138,10 @@ impl<B: Stable> Sender<B> {
         self.end(waited)
     }
 
+    pub(super) fn is_closed(&self) -> bool {
+        self.flights.closed
+    }
+
     /// Nothing more is accepted.
     pub(super) fn begin_close(&mut self) {
         self.flights.closed = true;

@@ -65,6 +65,7 @@
 //! [`Sender::into_socket`] gives the socket back when nothing is under way; and a sender can be
 //! dropped. A TCP stream of which something is missing then is reset: its peer meets ECONNRESET, not
 //! an end that looks like one of the whole. A buffer that a slow receiver holds is free with that, too.
+//! Senders of several threads ([`SharedSender::close`]) and of tasks end alike.
 //!
 //! # What must hold
 //! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it

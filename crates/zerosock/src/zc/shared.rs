@@ -9,16 +9,17 @@
 use std::cell::Cell;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use zerosock_sys::zc::{Buf, Stable};
 
 use super::readiness::Readiness;
 use super::{
-    Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Report, Returned,
-    Sender, Stats,
+    Closed, Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Report,
+    Returned, Sender, Stats,
 };
 
 /// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
@@ -57,6 +58,10 @@ struct Shared<B: Stable> {
     /// Told of what the watch, or anybody, has found out.
     news: Condvar,
     readiness: Readiness,
+    /// For event loops, once there is one.
+    events: OnceLock<Readiness>,
+    /// The sender's, which is behind the lock.
+    socket: OwnedFd,
 }
 
 struct State<B: Stable> {
@@ -80,9 +85,13 @@ impl<B: Stable> Sender<B> {
     /// The same sender, for several threads.
     ///
     /// # Errors
-    /// If there are no more descriptors: two are needed. The sender is dropped then.
+    /// If there are no more descriptors: three are needed. The sender is dropped then.
     pub fn into_shared(self) -> Result<SharedSender<B>, OpenError> {
-        let readiness = Readiness::of(std::os::fd::AsFd::as_fd(&self)).map_err(OpenError::Call)?;
+        let readiness = Readiness::of(self.as_fd()).map_err(OpenError::Call)?;
+        let socket = self
+            .socket()
+            .try_clone_to_owned()
+            .map_err(OpenError::Call)?;
         let state = State {
             sender: self,
             watched: false,
@@ -93,6 +102,8 @@ impl<B: Stable> Sender<B> {
                 state: Mutex::new(state),
                 news: Condvar::new(),
                 readiness,
+                events: OnceLock::new(),
+                socket,
             }),
             told: AtomicU64::new(0),
         })
@@ -135,7 +146,8 @@ impl<B: Stable> SharedSender<B> {
                     why: Refusal::Full,
                 }) => {
                     outgoing = back;
-                    if let Err(error) = self.sleep(None, |sender| sender.room() > 0) {
+                    let goes_on = |sender: &Sender<B>| sender.room() > 0 || sender.is_closed();
+                    if let Err(error) = self.sleep(None, goes_on) {
                         let why = Refusal::Call(error);
                         return Err(Refused { outgoing, why });
                     }
@@ -174,6 +186,10 @@ impl<B: Stable> SharedSender<B> {
     /// # Errors
     /// As there.
     pub fn poll(&self) -> io::Result<()> {
+        if let Some(events) = self.shared.events.get() {
+            // What comes from now on wakes the event loop again.
+            events.wait(Some(Duration::ZERO))?;
+        }
         self.with(Sender::poll)
     }
 
@@ -238,6 +254,60 @@ impl<B: Stable> SharedSender<B> {
         self.with(Sender::cancel)
     }
 
+    /// As [`Sender::close`]. From now on nothing is accepted, on no handle ([`Refusal::Closed`]), and
+    /// what any of them has sent must be over in time. What is left is given to the first who closes.
+    /// The peer is told now, the descriptor goes with the last handle.
+    pub fn close(&self, timeout: Option<Duration>) -> Closed<B> {
+        {
+            let mut state = self.lock();
+            state.sender.begin_close();
+            self.tell(&state);
+        }
+        let waited = self.sleep(timeout, Sender::may_end);
+        let mut state = self.lock();
+        let closed = state.sender.end(waited);
+        self.tell(&state);
+        closed
+    }
+
+    /// As [`Sender::is_quiet`].
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        self.with(|sender| sender.is_quiet())
+    }
+
+    /// As [`Sender::room`]. Other threads can have taken it before this one sends.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.with(|sender| sender.room())
+    }
+
+    /// As [`Sender::socket`].
+    #[must_use]
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.shared.socket.as_fd()
+    }
+
+    /// A descriptor for an event loop that goes on while other threads send: readable (EPOLLIN) when
+    /// there may be news, also news that another thread has taken in. [`poll`](Self::poll) is to be
+    /// called then, before buffers and notifications are taken. It is one for all handles.
+    ///
+    /// # Errors
+    /// If there are no more descriptors, at the first call: two are needed.
+    pub fn events(&self) -> io::Result<BorrowedFd<'_>> {
+        let state = self.lock();
+        let events = match self.shared.events.get() {
+            Some(events) => events,
+            None => {
+                let made = Readiness::of(state.sender.as_fd())?;
+                self.shared.events.get_or_init(|| made)
+            }
+        };
+        // What has been taken in before is news to a loop that begins.
+        events.ring();
+        Ok(events.as_fd())
+    }
+
     /// As [`Sender::report`].
     #[must_use]
     pub fn report(&self) -> Report {
@@ -250,7 +320,7 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.stats())
     }
 
-    /// The sender itself, if this is the last handle to it.
+    /// The sender itself, if this is the last handle to it: also for [`Sender::into_socket`].
     ///
     /// # Errors
     /// The handle, if it is not.
@@ -291,6 +361,9 @@ impl<B: Stable> SharedSender<B> {
         }
         if state.watched {
             self.shared.readiness.ring();
+        }
+        if let Some(events) = self.shared.events.get() {
+            events.ring();
         }
     }
 

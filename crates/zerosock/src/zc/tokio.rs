@@ -2,15 +2,20 @@
 
 use std::future::poll_fn;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use ::tokio::io::Interest;
 use ::tokio::io::unix::AsyncFd;
 use zerosock_sys::zc::{Buf, Stable};
 
 use super::readiness::Readiness;
-use super::{Notification, OpenError, Outgoing, Refusal, Refused, Returned, Sender};
+use super::{
+    Closed, Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Returned,
+    Sender,
+};
 
 /// A [`Sender`] whose waiting is awaited.
 ///
@@ -76,6 +81,22 @@ impl<B: Stable> AsyncSender<B> {
         Ok(number)
     }
 
+    /// Sends, and tells which earlier sends are over, as [`Sender::send_with`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn send_with(
+        &mut self,
+        outgoing: Outgoing<B>,
+        room: &mut [Completion],
+    ) -> Result<usize, Refused<B>> {
+        if let Err(why) = Sender::<B>::check_room(room) {
+            return Err(Refused { outgoing, why });
+        }
+        self.send(outgoing).await?;
+        Ok(self.sender.told(room))
+    }
+
     /// Waits until there is a place.
     ///
     /// # Errors
@@ -136,9 +157,91 @@ impl<B: Stable> AsyncSender<B> {
         })
     }
 
-    /// The sender itself, for what does not wait.
-    pub fn get_mut(&mut self) -> &mut Sender<B> {
-        &mut self.sender
+    /// Ends it as [`Sender::close`] does, when every buffer is free or after `timeout`, for which the
+    /// runtime must have its timers enabled. Whoever drops the future drops the sender.
+    pub async fn close(mut self, timeout: Option<Duration>) -> Closed<B> {
+        let closing = poll_fn(|cx| self.poll_close(cx));
+        match timeout {
+            None => closing.await,
+            Some(timeout) => match ::tokio::time::timeout(timeout, closing).await {
+                Ok(closed) => closed,
+                Err(_) => self.sender.end(Ok(false)),
+            },
+        }
+    }
+
+    /// [`close`](Self::close) without a time, for who polls by himself. Nothing is accepted from now
+    /// on. When there is no more time, [`into_inner`](Self::into_inner) and [`Sender::close`] with none
+    /// end it.
+    pub fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<Closed<B>> {
+        self.sender.begin_close();
+        let waited = ready!(self.poll_until(cx, |sender| sender.may_end().then_some(true)));
+        Poll::Ready(self.sender.end(waited))
+    }
+
+    /// As [`Sender::push`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn push(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
+        self.sender.push(outgoing)
+    }
+
+    /// As [`Sender::submit`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn submit(&mut self) -> io::Result<()> {
+        self.sender.submit()
+    }
+
+    /// As [`Sender::cancel`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn cancel(&mut self) -> io::Result<()> {
+        self.sender.cancel()
+    }
+
+    /// As [`Sender::flush`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn flush(&mut self, slots: Range<u32>) -> Result<(), NoSuchSlot> {
+        self.sender.flush(slots)
+    }
+
+    /// As [`Sender::set_tag`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
+        self.sender.set_tag(slot, tag)
+    }
+
+    /// As [`Sender::completions`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn completions(&mut self, room: &mut [Completion]) -> io::Result<usize> {
+        self.sender.completions(room)
+    }
+
+    /// The oldest buffer that is free, as [`Sender::returned`]: without waiting for one.
+    pub fn try_returned(&mut self) -> Option<Returned<B>> {
+        self.sender.returned()
+    }
+
+    /// The oldest notification of a slot, as [`Sender::notification`]: without waiting for one.
+    pub fn try_notification(&mut self) -> Option<Notification> {
+        self.sender.notification()
+    }
+
+    /// The sender, to be looked at. It is not to be had for changing: the runtime waits on its
+    /// descriptor: another sender in its place would not be heard.
+    #[must_use]
+    pub fn get_ref(&self) -> &Sender<B> {
+        &self.sender
     }
 
     /// The sender, out of the runtime.

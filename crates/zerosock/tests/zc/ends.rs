@@ -15,12 +15,12 @@ use crate::streams::check;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Long enough for a loopback to have moved what it can.
 const MOMENT: Duration = Duration::from_millis(50);
-const SENDS: usize = 64;
+pub(crate) const SENDS: usize = 64;
 const LEN: usize = 1 << 17;
 /// More than a socket and its peer hold, if nobody reads.
-const ALL: u64 = (SENDS * LEN) as u64;
+pub(crate) const ALL: u64 = (SENDS * LEN) as u64;
 
-fn pair() -> (TcpStream, TcpStream) {
+pub(crate) fn pair() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let far = listener.accept().expect("a stream").0;
@@ -28,7 +28,7 @@ fn pair() -> (TcpStream, TcpStream) {
 }
 
 /// A sender of `ALL` bytes, of which the kernel has what it takes.
-fn with_much(socket: TcpStream, backend: Backend, copying: Copying) -> Sender<Vec<u8>> {
+pub(crate) fn with_much(socket: TcpStream, backend: Backend, copying: Copying) -> Sender<Vec<u8>> {
     let builder = Sender::builder().backend(backend).capacity(SENDS as u32);
     let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
     for index in 0..SENDS {
@@ -44,7 +44,7 @@ fn with_much(socket: TcpStream, backend: Backend, copying: Copying) -> Sender<Ve
 }
 
 /// Reads until the stream fails, and says that it was reset. How many bytes came before.
-fn read_to_reset(mut far: TcpStream) -> u64 {
+pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
     far.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let (mut bytes, mut count) = (vec![0; 1 << 16], 0);
     loop {

@@ -63,7 +63,7 @@ fn task(sender: Sender<Vec<u8>>, submitted: impl FnOnce()) -> Sender<Vec<u8>> {
     let runtime = builder.enable_io().build().expect("a runtime");
     runtime.block_on(async {
         let mut sender = AsyncSender::try_from(sender).expect("descriptors");
-        sender.get_mut().submit().expect("the kernel answers");
+        sender.submit().expect("the kernel answers");
         submitted();
         sender.finish().await.expect("the kernel answers");
         sender.into_inner()

@@ -10,6 +10,8 @@ mod cut_short;
 mod delayed;
 mod denied;
 mod ends;
+#[cfg(feature = "tokio")]
+mod ends_shared;
 mod faults;
 mod files;
 mod kinds;

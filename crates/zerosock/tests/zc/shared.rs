@@ -205,7 +205,7 @@ fn what_is_awaited_arrives_and_comes_back() {
                             .await
                             .map_err(|refused| refused.why)
                             .expect("it is accepted");
-                        if sender.get_mut().room() == 0 {
+                        if sender.get_ref().room() == 0 {
                             let returned = sender.returned().await.expect("the kernel answers");
                             let returned = returned.expect("eight are under way");
                             returned.outcome.expect("it was sent");

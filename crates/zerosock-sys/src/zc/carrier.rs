@@ -34,6 +34,8 @@ struct Inner<B> {
     means: Means,
     held: Held<B>,
     backend: Backend,
+    /// Why the kernel gave no ring.
+    refused: Option<io::ErrorKind>,
 }
 
 #[expect(
@@ -67,13 +69,17 @@ impl<B: Stable> Carrier<B> {
     ) -> io::Result<(Self, Kind)> {
         let kind = kind(&socket)?;
         let permitted = wanted != Some(Backend::Copy) && permit_zero_copy(&socket)?;
+        let mut refused = None;
         let (means, backend) = match (wanted, permitted) {
             (Some(Backend::Copy) | None, false) => (None, Backend::Copy),
             (Some(_), false) => return Err(io::ErrorKind::Unsupported.into()),
             (Some(Backend::Uring), true) => (Some(Ring::open(&socket, capacity)?), Backend::Uring),
             (None, true) => match Ring::open(&socket, capacity) {
                 Ok(ring) => (Some(ring), Backend::Uring),
-                Err(_) => (None, Backend::ErrorQueue),
+                Err(why) => {
+                    refused = Some(why.kind());
+                    (None, Backend::ErrorQueue)
+                }
             },
             (Some(wanted), true) => (None, wanted),
         };
@@ -86,6 +92,7 @@ impl<B: Stable> Carrier<B> {
                 calls: 0,
             },
             backend,
+            refused,
         };
         let inner = ManuallyDrop::new(inner);
         Ok((Self { inner }, kind))
@@ -95,6 +102,12 @@ impl<B: Stable> Carrier<B> {
     #[must_use]
     pub fn backend(&self) -> Backend {
         self.inner.backend
+    }
+
+    /// Why it is not a ring, if that was tried.
+    #[must_use]
+    pub fn ring_refused(&self) -> Option<io::ErrorKind> {
+        self.inner.refused
     }
 
     /// How many places are free.

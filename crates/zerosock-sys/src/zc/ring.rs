@@ -62,7 +62,7 @@ impl Ring {
     /// `Unsupported` where the kernel lacks what is needed (Linux 6.2); what io_uring_setup(2)
     /// answers, EPERM where it is forbidden.
     pub(super) fn open(socket: impl AsFd, capacity: u32) -> io::Result<Self> {
-        if !supported() {
+        if !supported()? {
             return Err(io::ErrorKind::Unsupported.into());
         }
         let ring = IoUring::builder()
@@ -323,14 +323,14 @@ impl Ring {
 }
 
 /// Whether the kernel has zero-copy sends that report whether they copied, and lets us use them.
-pub(super) fn supported() -> bool {
+pub(super) fn supported() -> io::Result<bool> {
     static SUPPORTED: OnceLock<bool> = OnceLock::new();
     if let Some(&known) = SUPPORTED.get() {
-        return known;
+        return Ok(known);
     }
     // An error is no answer to keep: descriptors or memory can be short, and a filter one thread's.
-    let answer = try_out().ok();
-    answer.is_some_and(|answer| *SUPPORTED.get_or_init(|| answer))
+    let answer = try_out()?;
+    Ok(*SUPPORTED.get_or_init(|| answer))
 }
 
 fn try_out() -> io::Result<bool> {

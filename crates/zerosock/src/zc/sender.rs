@@ -459,6 +459,7 @@ impl<B: Stable> Sender<B> {
         let (plain, registered) = (threshold(false), threshold(true));
         Report {
             backend: self.flights.carrier.backend(),
+            uring_refused: self.flights.carrier.ring_refused(),
             socket: self.kind,
             threshold: plain.0,
             threshold_is: plain.1,

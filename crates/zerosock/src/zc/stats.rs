@@ -1,5 +1,7 @@
 //! What a sender has done, in numbers.
 
+use std::io;
+
 use zerosock_sys::zc::Kind;
 
 use super::Backend;
@@ -53,6 +55,9 @@ pub enum Basis {
 pub struct Report {
     /// What carries its sends.
     pub backend: Backend,
+    /// Why io_uring does not, if it was to be had and the kernel refused: `PermissionDenied` where it
+    /// is forbidden, `Unsupported` before Linux 6.2.
+    pub uring_refused: Option<io::ErrorKind>,
     /// The kind of its socket.
     pub socket: Kind,
     /// From which length on it sends in place. As told; or the shortest from which on every length

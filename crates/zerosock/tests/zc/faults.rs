@@ -1,6 +1,7 @@
 //! What the kernel denies: io_uring by seccomp, and memory by a limit.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::thread;
 use std::time::Duration;
@@ -57,7 +58,9 @@ fn without_io_uring_the_error_queue_carries() {
             "{opened:?}"
         );
         let mut sender: Sender<Vec<u8>> = Sender::builder().open(socket).expect("a sender");
-        assert_eq!(sender.report().backend, Backend::ErrorQueue);
+        let report = sender.report();
+        assert_eq!(report.backend, Backend::ErrorQueue);
+        assert_eq!(report.uring_refused, Some(ErrorKind::PermissionDenied));
         let mut bytes = vec![0; 1 << 20];
         fill(&mut bytes, 0);
         let outgoing = Outgoing::new(bytes).copying(Copying::Never);

@@ -7,6 +7,11 @@
 //! it is asked: another send, that is certain to fail after it was given a number (`probe`), is
 //! named at once, and what is missing in front of it was the failed one's. As long as there is no
 //! answer, the failed one's buffer stays and everything else is copied.
+//!
+//! When there was no memory (ENOBUFS) the probe may find none either, and that says nothing: what is
+//! locked counts for all sockets of a user, so that it may have become short since, by the failed
+//! one's own pages, too. But each number costs the socket some memory from when it is given until it
+//! is read (`holds_no_number`): where none is used, none was given.
 
 use std::io;
 use std::mem;
@@ -43,19 +48,18 @@ impl Calls {
             return;
         };
         let mut complete = self.look_at_all(held);
-        let mut answer = None;
-        if complete && !self.corked && self.numbers.next() == doubt.number {
-            answer = match sockopt_is_set(held.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
+        let mut failed_early = complete && holds_no_number(held.socket.as_fd());
+        if complete && !failed_early && !self.corked && self.numbers.next() == doubt.number {
+            let answer = match sockopt_is_set(held.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
                 // What the user gathers must not get any more; and errors end it before numbers.
                 true => Some(doubt.code),
                 false => self.probe(held, doubt.key),
             };
             complete = self.look_at_all(held);
+            // It fails where the other did, before there are numbers. Of memory that can be chance.
+            let of_memory = matches!(doubt.code, libc::ENOBUFS | libc::ENOMEM);
+            failed_early = answer == Some(doubt.code) && !of_memory;
         }
-        // It fails where the other did, before there are numbers. Of memory that can be chance, as
-        // long as other sends use some.
-        let of_memory = matches!(doubt.code, libc::ENOBUFS | libc::ENOMEM);
-        let failed_early = answer == Some(doubt.code) && (!of_memory || self.numbers.is_empty());
         if !complete || (self.numbers.next() == doubt.number && !failed_early) {
             self.doubt = Some(doubt);
             return;
@@ -107,6 +111,27 @@ pub(super) fn may_have_number(socket: BorrowedFd<'_>, code: i32, total: usize) -
         libc::EAGAIN => false,
         _ => total <= DATAGRAM,
     }
+}
+
+/// Whether the socket has given no number that has not been named, and that name read: each is some
+/// of its option memory (SO_MEMINFO, Linux 4.12) until then. What else is, such as a filter, makes
+/// the answer no.
+fn holds_no_number(socket: BorrowedFd<'_>) -> bool {
+    const SO_MEMINFO: libc::c_int = 55;
+    const OPTION_MEMORY: usize = 6;
+    let mut counts = [u32::MAX; 16];
+    let mut len = mem::size_of_val(&counts) as libc::socklen_t;
+    // SAFETY: room for more counts than there are, whose length is given; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_MEMINFO,
+            counts.as_mut_ptr().cast(),
+            &mut len,
+        )
+    };
+    result == 0 && counts[OPTION_MEMORY] == 0
 }
 
 /// Whether a send is told that a queue was full.

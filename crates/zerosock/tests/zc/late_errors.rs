@@ -5,12 +5,15 @@ use std::iter;
 use std::net::UdpSocket;
 use std::os::fd::AsRawFd;
 use std::process::Command;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
 use zerosock_sys::zc::{Carrier, Event, Order, Way};
 
-use crate::network::{SINK, tc, with_sink};
+use crate::alone::alone;
+use crate::faults::limit_locked_memory;
+use crate::network::{SINK, ip, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -206,5 +209,80 @@ fn an_empty_datagram_is_nobody_elses_number() {
             tc("qdisc del dev sink0 root");
             settle(&mut calls);
         }
+    });
+}
+
+/// What waits in the queue of a device that the test need not look at.
+fn hold_elsewhere(to: &str) -> Carrier<Vec<u8>> {
+    let opened = Carrier::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+    let mut other: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+    // The first is through. Each of the others has two pages, as they are counted.
+    for _ in 0..6 {
+        let key = other.put(vec![2; 2500], None).expect("a place");
+        other.start(key, ORDER).expect("it is made");
+    }
+    other.reap().expect("the kernel answers");
+    assert_eq!(other.reading(), 5);
+    other
+}
+
+#[test]
+fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
+    let name = "late_errors::memory_that_others_have_locked_says_nothing_of_a_buffer";
+    alone(name, || {
+        let _ = with_sink(name, || {
+            ip("link set sink0 mtu 1500");
+            ip("link add sink1 type ifb");
+            ip("addr add 10.9.1.1/24 dev sink1");
+            ip("link set sink1 mtu 65535 up");
+            ip("neigh add 10.9.1.2 lladdr 02:00:00:00:00:03 dev sink1 nud permanent");
+            tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
+            for to in SINK {
+                tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
+                let unprivileged = || {
+                    let _ = limit_locked_memory(16 << 12);
+                    let other = hold_elsewhere("10.9.1.2:9");
+                    let opened = Carrier::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
+                    let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+                    // Six pages: some of its fragments wait, others are dropped, and what is left
+                    // of the memory is less than any send needs.
+                    let key = calls.put(vec![1; 20_000], None).expect("a place");
+                    calls.start(key, ORDER).expect("it is made");
+                    (other, calls, key)
+                };
+                let thread = thread::scope(|scope| scope.spawn(unprivileged).join());
+                let (mut other, mut calls, key) = thread.expect("the thread");
+                let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
+                    Event::Done(_, result) => result.err(),
+                    Event::Noted { .. } => None,
+                });
+                let code = done.and_then(|error| error.raw_os_error());
+                assert_eq!(code, Some(libc::ENOBUFS), "{to}");
+                assert!(!calls.idle(key), "{to}: the queue has some of it");
+                tc("qdisc del dev sink0 root");
+                settle(&mut calls);
+                tc("qdisc del dev sink1 root");
+                settle(&mut other);
+                tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
+            }
+        });
+    });
+}
+
+#[test]
+fn a_send_that_never_has_memory_is_in_nobodys_doubt() {
+    let name = "late_errors::a_send_that_never_has_memory_is_in_nobodys_doubt";
+    alone(name, || {
+        let _ = with_sink(name, || {
+            // Less than any send needs.
+            let _ = limit_locked_memory(1 << 12);
+            for to in SINK {
+                let mut sender = sender(to);
+                for mark in 0..10 {
+                    send(&mut sender, 3000, mark);
+                    assert_eq!(back(&mut sender), [(mark, Some(Sent::Copied))], "{to}");
+                }
+            }
+        });
     });
 }

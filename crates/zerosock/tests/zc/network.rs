@@ -41,7 +41,7 @@ fn isolated<T: Send>(name: &str, test: impl FnOnce() -> T + Send) -> Option<T> {
 }
 
 /// Runs ip(8) with these words.
-fn ip(words: &str) {
+pub(crate) fn ip(words: &str) {
     let output = Command::new("ip")
         .args(words.split(' '))
         .output()

@@ -1,8 +1,9 @@
 //! The carrier over sendmsg(2), with the error queue or without zero copy at all.
 //!
 //! A request is made at once when it is started. The kernel numbers the zero-copy sends of a socket
-//! (`numbers`) and names the numbers in its error queue (`error_queue`). The socket's numbers are
-//! ours alone: whoever sends with MSG_ZEROCOPY on a duplicate of it confuses them.
+//! (`numbers`) and names the numbers in its error queue (`error_queue`). Where they begin is found out
+//! before the first (`counter`). From then on they are ours alone: whoever sends with MSG_ZEROCOPY on
+//! a duplicate of the socket by other means confuses them.
 //! What a send that failed may have taken of them is found out in `doubt`.
 
 use std::collections::VecDeque;
@@ -14,8 +15,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
 use super::carrier::Held;
+use super::counter::Claim;
 use super::doubt::{Doubt, may_have_number};
-use super::error_queue::ErrorQueue;
+use super::error_queue::{ErrorQueue, Named};
 use super::numbers::Numbers;
 use super::places::{Rest, header};
 use super::{Address, Event, Key, Kind, NotStarted, Order, Stable, Way};
@@ -30,18 +32,24 @@ pub(super) struct Calls {
     zero_copy: bool,
     pub(super) events: VecDeque<Event>,
     pub(super) numbers: Numbers,
+    /// The numbers have begun.
+    pub(super) counting: bool,
+    /// Of the socket's queue and its numbers.
+    pub(super) claim: Option<Claim>,
+    /// What was named while the numbers meant nothing.
+    early: Vec<Named>,
+    pub(super) kind: Kind,
     /// A send that failed and may have taken a number.
     pub(super) doubt: Option<Doubt>,
     /// Sends of UDP: those can fail late.
     datagrams: bool,
-    pub(super) is_v6: bool,
     /// The last datagram is to be continued (MSG_MORE).
     pub(super) corked: bool,
     /// What the socket's error was when a wait found one; the next request has it as its result.
     error: Option<io::Error>,
     /// The last request was answered with WouldBlock.
     full: bool,
-    queue: Box<ErrorQueue>,
+    pub(super) queue: Box<ErrorQueue>,
 }
 
 impl Calls {
@@ -51,9 +59,12 @@ impl Calls {
             zero_copy,
             events: VecDeque::new(),
             numbers: Numbers::default(),
+            counting: false,
+            claim: None,
+            early: Vec::new(),
+            kind,
             doubt: None,
             datagrams: matches!(kind, Kind::Udp4 | Kind::Udp6),
-            is_v6: kind == Kind::Udp6,
             corked: false,
             error: None,
             full: false,
@@ -78,6 +89,7 @@ impl Calls {
             self.settle(held);
             zero_copy = self.doubt.is_none() && self.zero_copy;
         }
+        zero_copy = zero_copy && self.counts(held, key);
         let place = held.places.get(key).ok_or(NotStarted::Vacant)?;
         let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
         let only;
@@ -205,16 +217,33 @@ impl Calls {
     pub(super) fn look<B>(&mut self, held: &mut Held<B>) -> io::Result<usize> {
         held.calls += 1;
         let count = self.queue.receive(held.socket.as_fd())?;
-        for (lo, hi, copied) in (0..count).filter_map(|index| self.queue.range(index)) {
-            let in_step = self.numbers.name(lo, hi, |key, took| {
-                held.places.noted(key, took);
-                let copied = took.then_some(copied);
-                self.events.push_back(Event::Noted { key, copied });
-            });
-            // Somebody else sends without a copy, and much: what we gave has lost its meaning.
-            self.zero_copy &= in_step;
+        for index in 0..count {
+            let Some(named) = self.queue.range(index) else {
+                continue;
+            };
+            if self.numbers.are_known() {
+                self.name(held, named);
+                continue;
+            }
+            self.early.push(named);
+            if self.numbers.learn(named.0, named.1) {
+                for named in std::mem::take(&mut self.early) {
+                    self.name(held, named);
+                }
+            }
         }
         Ok(count)
+    }
+
+    /// The kernel is done with what has these numbers.
+    fn name<B>(&mut self, held: &mut Held<B>, (lo, hi, copied): Named) {
+        let in_step = self.numbers.name(lo, hi, |key, took| {
+            held.places.noted(key, took);
+            let copied = took.then_some(copied);
+            self.events.push_back(Event::Noted { key, copied });
+        });
+        // Somebody else sends without a copy, and much: what we gave has lost its meaning.
+        self.zero_copy &= in_step;
     }
 
     /// Looks as long as there is something; not without end: peers can fill the queue too.

@@ -38,10 +38,6 @@ struct Inner<B> {
     refused: Option<io::ErrorKind>,
 }
 
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one for a carrier; what lies in a box is looked up for each send"
-)]
 enum Means {
     Ring(Ring),
     Calls(Calls),

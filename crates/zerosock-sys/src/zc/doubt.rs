@@ -22,7 +22,7 @@ use super::calls::{Calls, LOOKS};
 use super::carrier::Held;
 use super::error_queue::BATCH;
 use super::places::header;
-use super::{Address, Event, Key, Piece};
+use super::{Address, Event, Key, Kind, Piece};
 
 /// The longest datagram, and more: what is longer fails before anything is done about it.
 const DATAGRAM: usize = 0xffff;
@@ -76,7 +76,7 @@ impl Calls {
     }
 
     /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
-    fn probe<B>(&self, held: &mut Held<B>, key: Key) -> Option<i32> {
+    pub(super) fn probe<B>(&self, held: &mut Held<B>, key: Key) -> Option<i32> {
         let place = held.places.get(key);
         held.calls += 1;
         let first = probe(
@@ -91,9 +91,9 @@ impl Calls {
         }
         // There may be no way to there any more.
         held.calls += 1;
-        let home: IpAddr = match self.is_v6 {
-            true => Ipv6Addr::LOCALHOST.into(),
-            false => Ipv4Addr::LOCALHOST.into(),
+        let home: IpAddr = match self.kind {
+            Kind::Udp6 => Ipv6Addr::LOCALHOST.into(),
+            _ => Ipv4Addr::LOCALHOST.into(),
         };
         let home = Address::new(&SocketAddr::new(home, 9));
         probe(held.socket.as_fd(), home.as_ref());
@@ -172,7 +172,11 @@ fn probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
 }
 
 /// Whether an option whose value is an int is set.
-fn sockopt_is_set(socket: BorrowedFd<'_>, level: libc::c_int, option: libc::c_int) -> bool {
+pub(super) fn sockopt_is_set(
+    socket: BorrowedFd<'_>,
+    level: libc::c_int,
+    option: libc::c_int,
+) -> bool {
     let mut value: libc::c_int = 0;
     let mut len = mem::size_of::<libc::c_int>() as libc::socklen_t;
     // SAFETY: the value is an int, whose length is given; both outlive the call.

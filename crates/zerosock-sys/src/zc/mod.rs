@@ -20,6 +20,7 @@ pub mod bare;
 mod buffers;
 mod calls;
 mod carrier;
+mod counter;
 mod doubt;
 mod error_queue;
 mod file;

@@ -4,6 +4,10 @@
 //! their buffers are free; a range may come before an earlier one. Numbers wrap. One that is named
 //! before it was given to anybody here is somebody else's, and takes its place in the order all the
 //! same: else every send after it would be free when its predecessor is.
+//!
+//! Which number the first one had may not be known (`counter`). Then nothing that is named is
+//! anybody's until it can be told from the names: they are ours alone, so that they lie among as many
+//! numbers as were given, and when they reach from the first of those to the last it is known.
 
 use std::collections::VecDeque;
 
@@ -30,9 +34,47 @@ pub(super) struct Numbers {
     next: u32,
     /// How many of them are nobody's.
     unknown: usize,
+    /// Which number is the first is to be learnt.
+    learning: bool,
+    /// The first and the last that were named until then.
+    reach: Option<(u32, u32)>,
 }
 
 impl Numbers {
+    /// Begins with this number, or with one that is to be learnt.
+    pub(super) fn begin(&mut self, next: Option<u32>) {
+        self.next = next.unwrap_or(0);
+        self.learning = next.is_none();
+    }
+
+    /// Whether names mean something.
+    pub(super) fn are_known(&self) -> bool {
+        !self.learning
+    }
+
+    /// Numbers that were named while it was not known which was the first: that may tell. Whether it
+    /// is known.
+    pub(super) fn learn(&mut self, lo: u32, hi: u32) -> bool {
+        // Numbers wrap: of two the one that is less than half the way behind is earlier.
+        let behind = |a: u32, b: u32| b.wrapping_sub(a) < 1 << 31;
+        let (first, last) = self.reach.unwrap_or((lo, hi));
+        let first = if behind(lo, first) { lo } else { first };
+        let last = if behind(last, hi) { hi } else { last };
+        self.reach = Some((first, last));
+        let given = self.given.len() as u32;
+        if last.wrapping_sub(first).saturating_add(1) >= given {
+            // What comes before ours is of somebody who was there before.
+            let next = last.wrapping_add(1);
+            let ahead = next.wrapping_sub(self.next);
+            for (number, _) in &mut self.given {
+                *number = number.wrapping_add(ahead);
+            }
+            self.next = next;
+            self.learning = false;
+        }
+        !self.learning
+    }
+
     /// Whether every number that was given has been named.
     pub(super) fn is_empty(&self) -> bool {
         self.given.is_empty()
@@ -205,6 +247,36 @@ mod tests {
         assert!(numbers.given.capacity() < 16);
         assert_eq!(named(&mut numbers, u32::MAX - 500, u32::MAX - 500), [7]);
         assert!(numbers.is_empty());
+    }
+
+    #[test]
+    fn the_first_number_is_learnt_from_names() {
+        for start in [0, 7, u32::MAX - 1] {
+            let at = |offset: u32| start.wrapping_add(offset);
+            let mut numbers = Numbers::default();
+            numbers.begin(None);
+            (10..14).for_each(|key| numbers.give(Key(key)));
+            // Whose these are depends on where the others lie.
+            assert!(!numbers.learn(at(1), at(1)));
+            assert!(!numbers.learn(at(3), at(3)));
+            assert!(!numbers.are_known());
+            assert!(numbers.learn(at(0), at(0)));
+            let freed = [1, 3, 0].map(|offset| named(&mut numbers, at(offset), at(offset)));
+            assert_eq!(freed, [[11], [13], [10]]);
+            assert_eq!(named(&mut numbers, at(2), at(2)), [12]);
+            assert_eq!(numbers.next(), at(4));
+        }
+    }
+
+    #[test]
+    fn what_was_named_together_with_older_ones_is_the_last_of_them() {
+        let mut numbers = Numbers::default();
+        numbers.begin(None);
+        numbers.give(Key(1));
+        numbers.give(Key(2));
+        assert!(numbers.learn(90, 100));
+        assert_eq!(named(&mut numbers, 90, 100), [1, 2]);
+        assert_eq!(numbers.next(), 101);
     }
 
     #[test]

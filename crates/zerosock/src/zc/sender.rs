@@ -119,7 +119,13 @@ impl Builder {
     }
 
     /// A sender over `socket`, which is its own from now on. What is sent over a duplicate of it
-    /// falls in between; with MSG_ZEROCOPY it must not be, since that takes numbers of ours.
+    /// falls in between.
+    ///
+    /// The error queue is the socket's, and so is the kernel's count of what was sent without a
+    /// copy. Of several senders of this process over one socket and that back-end, the first that
+    /// sends without a copy has both, until it has gone and the kernel is done with what it sent; the
+    /// others copy meanwhile. What the program sends itself with MSG_ZEROCOPY must be over before
+    /// (the kernel is done with it, whether the queue was read or not), and none may be sent later.
     ///
     /// # Errors
     /// [`OpenError`].

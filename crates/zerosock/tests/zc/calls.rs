@@ -32,6 +32,14 @@ fn read(sender: &mut Sender<Vec<u8>>) {
     assert_eq!(sender.stats().system_calls, before);
 }
 
+/// Before the first, what it costs to find out which number it has.
+fn beginning(backend: Backend) -> u64 {
+    match backend {
+        Backend::ErrorQueue => 3,
+        _ => 0,
+    }
+}
+
 #[test]
 fn being_told_inline_costs_no_call_of_a_ring_and_one_of_the_error_queue() {
     with_sink("being_told_inline", || {
@@ -52,7 +60,7 @@ fn being_told_inline_costs_no_call_of_a_ring_and_one_of_the_error_queue() {
             }
             let calls = sender.stats().system_calls;
             assert!(
-                calls <= SENDS * each,
+                calls <= SENDS * each + beginning(backend),
                 "{backend:?}: {calls} for {SENDS} sends"
             );
             // They were told of on the way, or it would have cost nothing.
@@ -73,7 +81,14 @@ fn what_is_taken_without_asking_costs_no_call() {
                 // Also while something is owed.
                 read(&mut sender);
             }
-            assert_eq!(sender.stats().system_calls, SENDS, "{backend:?}");
+            // With the error queue: a look for each 16.
+            let looks = match backend {
+                Backend::ErrorQueue => SENDS / 16,
+                _ => 0,
+            };
+            let calls = sender.stats().system_calls;
+            let most = SENDS + looks + beginning(backend);
+            assert!((SENDS..=most).contains(&calls), "{backend:?}: {calls}");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
         }
     });

@@ -35,3 +35,4 @@ mod slots;
 mod streams;
 mod threshold;
 mod upper_layer;
+mod used;

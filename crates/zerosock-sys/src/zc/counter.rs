@@ -1,0 +1,126 @@
+//! Where a socket's count of zero-copy sends stands when a sender begins with it.
+//!
+//! The kernel counts them for the socket, not for us: who had it before, another sender or the
+//! program itself, has taken numbers. Nobody tells how many, so it is found out before the first
+//! send goes without a copy. A TCP socket that has sent nothing stands at zero. On UDP a send that is
+//! certain to fail after it was given a number (`doubt`) is named at once, and ours are those behind.
+//! What neither can be had of learns its count from what the kernel names (`numbers`).
+//!
+//! And nobody else may read the error queue meanwhile: of the senders of this process over one
+//! socket, however often it was duplicated, one at a time has the queue ([`Claim`]); what it has not
+//! been told of is told to it even when its carrier was dropped (`orphans`). The others copy.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::net::sockopt;
+
+use super::calls::{Calls, LOOKS};
+use super::carrier::Held;
+use super::doubt::sockopt_is_set;
+use super::error_queue::BATCH;
+use super::{Key, Kind};
+
+/// The sockets whose error queues are somebody's, by the numbers that the kernel gives them for
+/// good (SO_COOKIE).
+static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
+
+fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
+    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The right to a socket's error queue, and to its numbers.
+pub(super) struct Claim(u64);
+
+impl Claim {
+    /// None if somebody has it.
+    fn of(socket: BorrowedFd<'_>) -> Option<Self> {
+        let cookie = sockopt::socket_cookie(socket).ok()?;
+        let mut claimed = claimed();
+        let is_new = claimed.get_or_insert_default().insert(cookie);
+        is_new.then(|| Self(cookie))
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some(claimed) = claimed().as_mut() {
+            claimed.remove(&self.0);
+        }
+    }
+}
+
+impl Calls {
+    /// Whether the next zero-copy send's number is known, or will be. Finds out if it is not; `key`
+    /// is whose send it is to be.
+    pub(super) fn counts<B>(&mut self, held: &mut Held<B>, key: Key) -> bool {
+        if self.counting {
+            return true;
+        }
+        if self.claim.is_none() {
+            self.claim = Claim::of(held.socket.as_fd());
+        }
+        // What was named before is nobody's here.
+        if self.claim.is_none() || self.last_named(held).is_err() {
+            return false;
+        }
+        let next = match self.kind {
+            Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(held.socket.as_fd()) => Some(0),
+            Kind::Udp4 | Kind::Udp6 => {
+                // What is being gathered must not get any more.
+                let corked = self.corked
+                    || sockopt_is_set(held.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
+                if corked {
+                    return false;
+                }
+                self.probe(held, key);
+                match self.last_named(held) {
+                    Ok(Some(last)) => Some(last.wrapping_add(1)),
+                    // A filter forbids it, or memory is short: another time.
+                    _ => return false,
+                }
+            }
+            _ => None,
+        };
+        self.numbers.begin(next);
+        self.counting = true;
+        true
+    }
+
+    /// Empties the queue. The last number that was named there.
+    fn last_named<B>(&mut self, held: &mut Held<B>) -> io::Result<Option<u32>> {
+        let mut last = None;
+        for _ in 0..LOOKS {
+            held.calls += 1;
+            let count = self.queue.receive(held.socket.as_fd())?;
+            let mut named = (0..count).rev().filter_map(|index| self.queue.range(index));
+            last = named.next().map(|(_, hi, _)| hi).or(last);
+            if count < BATCH {
+                return Ok(last);
+            }
+        }
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+}
+
+/// Whether a TCP socket has never been given anything to send.
+fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
+    // SAFETY: all zeros is a valid `tcp_info`: numbers.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the value is a `tcp_info`, whose length is given; both outlive the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_TCP,
+            libc::TCP_INFO,
+            (&raw mut info).cast(),
+            &mut len,
+        )
+    };
+    // An older kernel fills less of it (both are of Linux 4.6).
+    let filled = len as usize >= std::mem::offset_of!(libc::tcp_info, tcpi_delivery_rate);
+    result == 0 && filled && info.tcpi_data_segs_out == 0 && info.tcpi_notsent_bytes == 0
+}

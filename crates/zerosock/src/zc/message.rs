@@ -138,6 +138,10 @@ pub enum Refusal {
     /// More room for completions than 16.
     #[error("room for more than 16 completions")]
     TooMuchRoom,
+    /// Room for completions of a sender that keeps none
+    /// ([`Builder::inline_completions`](super::Builder::inline_completions)).
+    #[error("the sender keeps no completions: its builder was not told to")]
+    NoCompletions,
     /// The kernel's answer to the call itself.
     #[error(transparent)]
     Call(io::Error),
@@ -202,7 +206,10 @@ impl<B: Stable> fmt::Debug for Returned<B> {
 /// How a buffer was sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Sent {
-    /// The device, or the receiver, read the buffer itself.
+    /// The device, or the receiver, read the buffer itself, as far as the kernel tells: over the
+    /// error queue it may name copied sends together with others that were not (each range has one
+    /// mark, that of its first), and over io_uring it does not tell when vsock copied because the
+    /// peer's credit was short.
     InPlace,
     /// Through a copy, by us or by the kernel after all.
     Copied,

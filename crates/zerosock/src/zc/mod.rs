@@ -70,7 +70,8 @@
 //! # What must hold
 //! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it
 //! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
-//! is told of exactly once each way. Streams keep their order, and short sends are completed.
+//! is told of exactly once each way that it takes part in: given back unless buffers are discarded, by
+//! its slot's notifier if it has a slot, and inline if it has a number. Streams keep their order, and short sends are completed.
 
 mod answers;
 mod calibration;

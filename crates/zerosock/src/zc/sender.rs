@@ -289,22 +289,24 @@ impl<B: Stable> Sender<B> {
     /// not wait.
     ///
     /// # Errors
-    /// As [`send`](Self::send); [`Refusal::TooMuchRoom`] for more than 16.
+    /// As [`send`](Self::send); [`Refusal::TooMuchRoom`] for more than 16, and
+    /// [`Refusal::NoCompletions`] if the builder has not asked for them.
     pub fn send_with(
         &mut self,
         outgoing: Outgoing<B>,
         room: &mut [Completion],
     ) -> Result<usize, Refused<B>> {
-        if let Err(why) = Self::check_room(room) {
+        if let Err(why) = self.check_room(room) {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing)?;
         Ok(self.told(room))
     }
 
-    pub(super) fn check_room(room: &[Completion]) -> Result<(), Refusal> {
+    pub(super) fn check_room(&self, room: &[Completion]) -> Result<(), Refusal> {
         match room.len() {
-            0..=ROOM => Ok(()),
+            0..=ROOM if self.flights.tells_ranges => Ok(()),
+            0..=ROOM => Err(Refusal::NoCompletions),
             _ => Err(Refusal::TooMuchRoom),
         }
     }
@@ -322,8 +324,12 @@ impl<B: Stable> Sender<B> {
     /// Tells which sends are over, without one. At most one system call, which does not wait.
     ///
     /// # Errors
-    /// What the kernel answers.
+    /// What the kernel answers; `InvalidInput` if the builder has not asked for them.
     pub fn completions(&mut self, room: &mut [Completion]) -> io::Result<usize> {
+        if !self.flights.tells_ranges {
+            let why = Refusal::NoCompletions;
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
         self.poll()?;
         Ok(self.flights.ranges.take(room))
     }

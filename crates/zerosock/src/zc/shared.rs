@@ -166,7 +166,7 @@ impl<B: Stable> SharedSender<B> {
         outgoing: Outgoing<B>,
         room: &mut [Completion],
     ) -> Result<usize, Refused<B>> {
-        if let Err(why) = Sender::<B>::check_room(room) {
+        if let Err(why) = self.with(|sender| sender.check_room(room)) {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing)?;

@@ -90,7 +90,7 @@ impl<B: Stable> AsyncSender<B> {
         outgoing: Outgoing<B>,
         room: &mut [Completion],
     ) -> Result<usize, Refused<B>> {
-        if let Err(why) = Sender::<B>::check_room(room) {
+        if let Err(why) = self.sender.check_room(room) {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing).await?;

@@ -86,6 +86,25 @@ fn what_is_refused_comes_back_with_its_cause() {
     }
 }
 
+/// Before, nothing ever came, and nothing was said.
+#[test]
+fn who_did_not_ask_for_completions_is_told_so() {
+    for backend in BACKENDS {
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        let opened = Sender::builder().backend(backend).open(socket);
+        let mut sender: Sender = opened.expect("a sender");
+        let mut room = [Completion::default(); 16];
+        for room in [&mut room[..], &mut []] {
+            let refused = sender.send_with(Outgoing::new(vec![1; 100]), room);
+            let why = refused.expect_err("it keeps none").why;
+            assert!(matches!(why, Refusal::NoCompletions));
+            let error = sender.completions(room).expect_err("it keeps none");
+            assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+        }
+        assert_eq!(sender.stats().accepted, 0);
+    }
+}
+
 #[test]
 fn a_full_sender_says_so_and_goes_on() {
     for backend in BACKENDS {

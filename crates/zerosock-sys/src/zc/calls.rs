@@ -17,7 +17,7 @@ use rustix::net::sockopt;
 use super::carrier::Held;
 use super::counter::Claim;
 use super::doubt::{Doubt, may_have_number};
-use super::error_queue::{ErrorQueue, Named};
+use super::error_queue::{BATCH, ErrorQueue, Named};
 use super::numbers::Numbers;
 use super::places::{Rest, header};
 use super::{Address, Event, Key, Kind, NotStarted, Order, Stable, Way};
@@ -49,6 +49,8 @@ pub(super) struct Calls {
     error: Option<io::Error>,
     /// The last request was answered with WouldBlock.
     full: bool,
+    /// Requests since the last look at the error queue.
+    unlooked: usize,
     pub(super) queue: Box<ErrorQueue>,
 }
 
@@ -68,6 +70,7 @@ impl Calls {
             corked: false,
             error: None,
             full: false,
+            unlooked: 0,
             queue: Box::default(),
         }
     }
@@ -152,6 +155,12 @@ impl Calls {
         }
         held.places.ended(key);
         self.events.push_back(Event::Done(key, result));
+        self.unlooked += 1;
+        if self.unlooked >= BATCH {
+            // As many as one call takes: who only sends gets buffers back, too. What it answers
+            // instead is answered again to who asks.
+            let _ = self.reap(held);
+        }
         Ok(())
     }
 
@@ -216,6 +225,7 @@ impl Calls {
 
     pub(super) fn look<B>(&mut self, held: &mut Held<B>) -> io::Result<usize> {
         held.calls += 1;
+        self.unlooked = 0;
         let count = self.queue.receive(held.socket.as_fd())?;
         for index in 0..count {
             let Some(named) = self.queue.range(index) else {

@@ -242,7 +242,8 @@ impl<B: Stable> Sender<B> {
     }
 
     /// Hands what was accepted to the kernel, as far as it takes it now, and takes in what it has
-    /// said. Does not wait.
+    /// said; over the error queue, whose reading is a system call, only once in 16 requests:
+    /// [`poll`](Self::poll) reads it now. Does not wait.
     ///
     /// # Errors
     /// What the kernel answers to the call itself. What it answers to a send is told with its
@@ -347,8 +348,11 @@ impl<B: Stable> Sender<B> {
         Ok(())
     }
 
-    /// The oldest buffer that is free. No system call: [`poll`](Self::poll) and everything that
-    /// sends or waits take in what the kernel says.
+    /// The oldest buffer that is free. No system call: [`poll`](Self::poll), everything that waits,
+    /// [`send_with`](Self::send_with) and [`completions`](Self::completions) take in what the kernel
+    /// says; so does [`submit`](Self::submit), and with it every send, but over the error queue only
+    /// once in 16 requests. Who sends rarely, and wants the last ones back, polls or waits for
+    /// [`interest`](Self::interest).
     pub fn returned(&mut self) -> Option<Returned<B>> {
         self.flights.take()
     }

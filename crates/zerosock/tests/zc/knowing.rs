@@ -170,6 +170,21 @@ fn corked_datagrams_are_one_and_have_a_number_each() {
     }
 }
 
+#[test]
+fn who_only_sends_gets_buffers_back() {
+    for backend in BACKENDS {
+        let (mut sender, _receiver) = datagrams(backend);
+        let mut back = 0;
+        for _ in 0..100 {
+            let outgoing = Outgoing::new(vec![1; 3000]).copying(Copying::Never);
+            let sent = sender.send(outgoing).map_err(|refused| refused.why);
+            sent.expect("there are 256 places");
+            back += std::iter::from_fn(|| sender.returned()).count();
+        }
+        assert!(back >= 80, "{backend:?}: {back}");
+    }
+}
+
 /// A receiver, and a sender to it.
 fn datagrams(backend: Backend) -> (Sender<Vec<u8>>, UdpSocket) {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");

@@ -182,10 +182,7 @@ impl Calls {
             PollFlags::empty()
         };
         let mut descriptors = [PollFd::new(&held.socket, wanted)];
-        let timeout = match self.doubt {
-            Some(_) => Some(timeout.unwrap_or(DOUBT).min(DOUBT)),
-            None => timeout,
-        };
+        let timeout = self.next_timeout().into_iter().chain(timeout).min();
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         held.calls += 1;
         match poll(&mut descriptors, timeout.as_ref()) {
@@ -208,6 +205,11 @@ impl Calls {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
+    }
+
+    /// After which time to look although nothing has said that there is something.
+    pub(super) fn next_timeout(&self) -> Option<Duration> {
+        self.doubt.as_ref().map(|_| DOUBT)
     }
 
     /// One look at the error queue, if it owes something. How many messages there were.

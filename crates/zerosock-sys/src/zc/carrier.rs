@@ -182,6 +182,16 @@ impl<B: Stable> Carrier<B> {
         }
     }
 
+    /// After which time to call [`reap`](Self::reap) although the descriptor has said nothing: there
+    /// is something to be asked for that nobody will tell of. [`wait`](Self::wait) minds it itself.
+    #[must_use]
+    pub fn next_timeout(&self) -> Option<Duration> {
+        match &self.inner.means {
+            Means::Ring(_) => None,
+            Means::Calls(calls) => calls.next_timeout(),
+        }
+    }
+
     /// How many places the kernel owes something for.
     #[must_use]
     pub fn owed(&self) -> u32 {

@@ -7,15 +7,21 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
 
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Readiness {
     epoll: OwnedFd,
     bell: OwnedFd,
+    /// Made when it is needed.
+    timer: OnceLock<OwnedFd>,
 }
 
 impl Readiness {
@@ -32,7 +38,8 @@ impl Readiness {
         epoll::add(&epoll, sender, nothing, wanted | epoll::EventFlags::ET)?;
         let bell_rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&epoll, &bell, nothing, bell_rings)?;
-        Ok(Self { epoll, bell })
+        let timer = OnceLock::new();
+        Ok(Self { epoll, bell, timer })
     }
 
     /// Sleeps until there may be news, or for `timeout`; what there was is drained.
@@ -43,6 +50,27 @@ impl Readiness {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Wakes whoever sleeps after this time, or the next who would. Only the last time counts.
+    pub(super) fn wake_after(&self, time: Duration) -> io::Result<()> {
+        let timer = match self.timer.get() {
+            Some(timer) => timer,
+            None => {
+                let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+                let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
+                let rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
+                epoll::add(&self.epoll, &timer, epoll::EventData::new_u64(0), rings)?;
+                // Who was faster has one as good: this one is closed, and with that out of the epoll.
+                self.timer.get_or_init(|| timer)
+            }
+        };
+        let once = Itimerspec {
+            it_interval: Timespec::default(),
+            it_value: Timespec::try_from(time).map_err(io::Error::other)?,
+        };
+        timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)?;
+        Ok(())
     }
 
     /// Wakes whoever sleeps, or the next who would.

@@ -507,8 +507,16 @@ impl<B: Stable> Sender<B> {
         self.flights.carrier.socket()
     }
 
+    /// After which time an event loop is to call [`poll`](Self::poll) although the descriptor has
+    /// said nothing; mostly none. With the error queue it may have to be asked again and again what
+    /// became of a datagram that failed, since nothing tells of that.
+    #[must_use]
+    pub fn next_timeout(&self) -> Option<Duration> {
+        self.flights.carrier.next_timeout()
+    }
+
     /// What an event loop is to wait for on [`as_fd`](AsFd::as_fd) before it calls
-    /// [`poll`](Self::poll).
+    /// [`poll`](Self::poll), but no longer than [`next_timeout`](Self::next_timeout).
     #[must_use]
     pub fn interest(&self) -> Interest {
         match self.flights.carrier.backend() {

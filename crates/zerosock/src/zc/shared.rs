@@ -190,7 +190,13 @@ impl<B: Stable> SharedSender<B> {
             // What comes from now on wakes the event loop again.
             events.wait(Some(Duration::ZERO))?;
         }
-        self.with(Sender::poll)
+        self.with(|sender| {
+            sender.poll()?;
+            match (sender.next_timeout(), self.shared.events.get()) {
+                (Some(timeout), Some(events)) => events.wake_after(timeout),
+                _ => Ok(()),
+            }
+        })
     }
 
     /// As [`Sender::returned`].
@@ -346,9 +352,11 @@ impl<B: Stable> SharedSender<B> {
 
     fn with<T>(&self, act: impl FnOnce(&mut Sender<B>) -> T) -> T {
         let mut state = self.lock();
-        let heard = state.sender.heard();
+        // Who sleeps must know also that he may sleep no longer than so.
+        let told = |sender: &Sender<B>| (sender.heard(), sender.next_timeout());
+        let before = told(&state.sender);
         let result = act(&mut state.sender);
-        if state.sender.heard() != heard {
+        if told(&state.sender) != before {
             self.tell(&state);
         }
         result
@@ -422,6 +430,7 @@ impl<B: Stable> SharedSender<B> {
         left: Option<Duration>,
     ) -> io::Result<MutexGuard<'a, State<B>>> {
         state.watched = true;
+        let left = state.sender.next_timeout().into_iter().chain(left).min();
         drop(state);
         let waited = self.shared.readiness.wait(left);
         let mut state = self.lock();

@@ -264,6 +264,9 @@ impl<B: Stable> AsyncSender<B> {
             if let Some(done) = done(&mut self.sender) {
                 return Poll::Ready(Ok(done));
             }
+            if let Some(timeout) = self.sender.next_timeout() {
+                self.readiness.get_ref().wake_after(timeout)?;
+            }
             let mut ready = ready!(self.readiness.poll_read_ready(cx))?;
             // What is drained now has come before the next look.
             ready.get_inner().wait(Some(std::time::Duration::ZERO))?;

@@ -2,12 +2,14 @@
 //! names: every other buffer comes back when the kernel is done with that one, and not before.
 
 use std::iter;
-use std::net::UdpSocket;
+use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::process::Command;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags};
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
 use zerosock_sys::zc::{Carrier, Event, Order, Way};
 
@@ -15,7 +17,7 @@ use crate::alone::alone;
 use crate::faults::limit_locked_memory;
 use crate::network::{SINK, ip, tc, with_sink};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn set(socket: &UdpSocket, level: i32, option: i32) {
     let on: libc::c_int = 1;
@@ -212,17 +214,28 @@ fn an_empty_datagram_is_nobody_elses_number() {
     });
 }
 
-/// What waits in the queue of a device that the test need not look at.
-fn hold_elsewhere(to: &str) -> Carrier<Vec<u8>> {
-    let opened = Carrier::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+const ELSEWHERE: &str = "10.9.1.2:9";
+
+/// A second device, whose queue holds back what does not pass at once.
+fn add_elsewhere() {
+    ip("link add sink1 type ifb");
+    ip("addr add 10.9.1.1/24 dev sink1");
+    ip("link set sink1 mtu 65535 up");
+    ip("neigh add 10.9.1.2 lladdr 02:00:00:00:00:03 dev sink1 nud permanent");
+    tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
+}
+
+/// What waits in the queue of a device that the test need not look at: so many sends of two pages.
+fn hold_elsewhere(to: &str, sends: u32) -> Carrier<Vec<u8>> {
+    let opened = Carrier::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
     let mut other: Carrier<Vec<u8>> = opened.expect("a carrier").0;
-    // The first is through. Each of the others has two pages, as they are counted.
-    for _ in 0..6 {
+    // The first is through.
+    for _ in 0..=sends {
         let key = other.put(vec![2; 2500], None).expect("a place");
         other.start(key, ORDER).expect("it is made");
+        other.reap().expect("the kernel answers");
     }
-    other.reap().expect("the kernel answers");
-    assert_eq!(other.reading(), 5);
+    assert_eq!(other.reading(), sends);
     other
 }
 
@@ -232,16 +245,12 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
     alone(name, || {
         let _ = with_sink(name, || {
             ip("link set sink0 mtu 1500");
-            ip("link add sink1 type ifb");
-            ip("addr add 10.9.1.1/24 dev sink1");
-            ip("link set sink1 mtu 65535 up");
-            ip("neigh add 10.9.1.2 lladdr 02:00:00:00:00:03 dev sink1 nud permanent");
-            tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
+            add_elsewhere();
             for to in SINK {
                 tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
                 let unprivileged = || {
                     let _ = limit_locked_memory(16 << 12);
-                    let other = hold_elsewhere("10.9.1.2:9");
+                    let other = hold_elsewhere(ELSEWHERE, 5);
                     let opened = Carrier::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
                     let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
                     // Six pages: some of its fragments wait, others are dropped, and what is left
@@ -284,5 +293,82 @@ fn a_send_that_never_has_memory_is_in_nobodys_doubt() {
                 }
             }
         });
+    });
+}
+
+/// A user whose memory others use up does not know whether his send had a number, if his socket has
+/// a use for option memory. Nothing tells of the end of that; who sleeps must ask again.
+fn who_sleeps_hears_of_memory_of_others(
+    name: &'static str,
+    finish: fn(Sender<Vec<u8>>, &mpsc::Sender<()>),
+) {
+    alone(name, || {
+        let _ = with_sink(name, || {
+            add_elsewhere();
+            let (tell, told) = mpsc::channel();
+            thread::spawn(move || {
+                let _ = limit_locked_memory(16 << 12);
+                let other = hold_elsewhere(ELSEWHERE, 8);
+                let socket = socket(SINK[0]);
+                let joined = socket
+                    .join_multicast_v4(&Ipv4Addr::new(224, 0, 0, 99), &Ipv4Addr::new(10, 9, 0, 1));
+                joined.expect("a group");
+                let builder = Sender::builder().backend(Backend::ErrorQueue);
+                let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+                send(&mut sender, 300, 1);
+                assert_eq!(back(&mut sender), [], "it is not known");
+                assert!(sender.next_timeout().is_some());
+                finish(sender, &tell);
+                drop(other);
+                tell.send(()).expect("the test");
+            });
+            told.recv_timeout(PATIENCE).expect("it is in doubt");
+            // The memory is free again, which is said to the other socket alone.
+            tc("qdisc del dev sink1 root");
+            told.recv_timeout(PATIENCE)
+                .expect("it is not in doubt any more");
+        });
+    });
+}
+
+#[test]
+fn a_shared_sender_asks_again_what_nobody_tells() {
+    let name = "late_errors::a_shared_sender_asks_again_what_nobody_tells";
+    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+        let sender = sender.into_shared().expect("descriptors");
+        assert!(!sender.finish(Some(Duration::ZERO)).expect("an answer"));
+        tell.send(()).expect("the test");
+        assert!(sender.finish(None).expect("the kernel answers"));
+    });
+}
+
+#[cfg(feature = "tokio")]
+#[test]
+fn a_task_asks_again_what_nobody_tells() {
+    let name = "late_errors::a_task_asks_again_what_nobody_tells";
+    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_io().build().expect("a runtime");
+        runtime.block_on(async {
+            let sender = zerosock::zc::tokio::AsyncSender::try_from(sender);
+            let mut sender = sender.expect("descriptors");
+            tell.send(()).expect("the test");
+            sender.finish().await.expect("the kernel answers");
+        });
+    });
+}
+
+#[test]
+fn an_event_loop_of_several_threads_asks_again_what_nobody_tells() {
+    let name = "late_errors::an_event_loop_of_several_threads_asks_again_what_nobody_tells";
+    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+        let sender = sender.into_shared().expect("descriptors");
+        tell.send(()).expect("the test");
+        let events = sender.events().expect("descriptors");
+        while !sender.is_quiet() {
+            let mut descriptors = [PollFd::new(&events, PollFlags::IN)];
+            rustix::event::poll(&mut descriptors, None).expect("an answer");
+            sender.poll().expect("the kernel answers");
+        }
     });
 }

@@ -308,13 +308,16 @@ fn who_sleeps_hears_of_memory_of_others(
             let (tell, told) = mpsc::channel();
             thread::spawn(move || {
                 let _ = limit_locked_memory(16 << 12);
-                let other = hold_elsewhere(ELSEWHERE, 8);
                 let socket = socket(SINK[0]);
                 let joined = socket
                     .join_multicast_v4(&Ipv4Addr::new(224, 0, 0, 99), &Ipv4Addr::new(10, 9, 0, 1));
                 joined.expect("a group");
                 let builder = Sender::builder().backend(Backend::ErrorQueue);
                 let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+                // Its numbers are known before there is no memory to ask for them.
+                send(&mut sender, 300, 0);
+                assert_eq!(back(&mut sender), [(0, Some(Sent::InPlace))]);
+                let other = hold_elsewhere(ELSEWHERE, 8);
                 send(&mut sender, 300, 1);
                 assert_eq!(back(&mut sender), [], "it is not known");
                 assert!(sender.next_timeout().is_some());

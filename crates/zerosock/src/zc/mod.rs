@@ -57,8 +57,37 @@
 //! # }
 //! ```
 //!
-//! With sends that are corked ([`Outgoing::more`]), or mixed with some that are always copied
-//! ([`Copying::Always`]), nothing changes: the latter have no number, and are in no range.
+//! Sends that are corked ([`Outgoing::more`]), and some that are always copied ([`Copying::Always`])
+//! among others, change nothing in this. The pieces of a corked datagram have a number each, which
+//! are over together, since the kernel makes one datagram of them. What is always copied has no
+//! number, and is in no range:
+//!
+//! ```
+//! use std::net::UdpSocket;
+//! use zerosock::zc::{Completion, Copying, Outgoing, Sender};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);
+//! socket.connect(peer.local_addr()?)?;
+//! let mut sender: Sender<Vec<u8>> = Sender::builder().inline_completions().open(socket)?;
+//! let mut room = [Completion::default(); 16];
+//!
+//! // One datagram of three pieces, and one that is copied.
+//! let head = sender.send(Outgoing::new(vec![b'h'; 20]).more())?;
+//! let body = sender.send(Outgoing::new(vec![b'b'; 3000]).more())?;
+//! let tail = sender.send(Outgoing::new(vec![b't'; 4]))?;
+//! let alone = sender.send(Outgoing::new(vec![b'a'; 100]).copying(Copying::Always))?;
+//! assert_eq!((head, body, tail, alone), (Some(0), Some(1), Some(2), None));
+//!
+//! sender.finish(None)?;
+//! let told = sender.completions(&mut room)?;
+//! let over: u32 = room[..told].iter().map(|range| range.count()).sum();
+//! assert_eq!(over, 3);
+//! let mut bytes = [0; 4096];
+//! assert_eq!((peer.recv(&mut bytes)?, peer.recv(&mut bytes)?), (3024, 100));
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! # How it ends
 //! [`Sender::close`] waits until everything is over and says so, or what is left when its time is up;
@@ -70,8 +99,9 @@
 //! # What must hold
 //! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it
 //! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
-//! is told of exactly once each way that it takes part in: given back unless buffers are discarded, by
-//! its slot's notifier if it has a slot, and inline if it has a number. Streams keep their order, and short sends are completed.
+//! is told of exactly once each way that it takes part in: given back unless buffers are discarded,
+//! by its slot's notifier if it has a slot, and inline if it has a number. Streams keep their order,
+//! and short sends are completed.
 
 mod answers;
 mod calibration;

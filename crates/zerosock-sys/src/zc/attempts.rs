@@ -70,9 +70,14 @@ impl Attempts {
         u64::from(number) << 32 | u64::from(key.0)
     }
 
+    /// The place that such user data is of.
+    pub(super) fn key(user_data: u64) -> Key {
+        Key(user_data as u32)
+    }
+
     /// What a completion means; nothing, if it is a notification that nobody waits for.
     pub(super) fn event<B>(&mut self, places: &mut Places<B>, posted: Posted) -> Option<Event> {
-        let key = Key(posted.user_data as u32);
+        let key = Self::key(posted.user_data);
         let number = (posted.user_data >> 32) as u32;
         let place = self.places.get_mut(key.index())?;
         if cqueue::notif(posted.flags) {

@@ -30,7 +30,8 @@ pub struct Carrier<B: Stable> {
 }
 
 struct Inner<B> {
-    // Before the places: a ring that is closed reads nothing of them any more.
+    // To close a ring is no end of what the kernel reads, which takes it apart later: both go
+    // together, when nothing is owed.
     means: Means,
     held: Held<B>,
     backend: Backend,
@@ -38,6 +39,10 @@ struct Inner<B> {
     refused: Option<io::ErrorKind>,
 }
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one for a carrier; what lies in a box is looked up for each send"
+)]
 enum Means {
     Ring(Ring),
     Calls(Calls),
@@ -286,6 +291,7 @@ impl<B: Stable> Drop for Carrier<B> {
                 // What was accepted is the kernel's if it takes it now, and ends if it does not.
                 let _ = ring.submit(held);
                 while ring.event(held).is_some() {}
+                ring.abandon(held);
             }
             Means::Calls(calls) => {
                 let _ = calls.reap(held);

@@ -10,6 +10,7 @@
 //! enters it next for whatever reason, at the latest at a tick of the clock, and does not interrupt
 //! it for that. When something waits to be posted, a flag in shared memory says so.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
@@ -51,6 +52,8 @@ pub(super) struct Ring {
     attempts: Attempts,
     /// Entries of the submission queue that the kernel has not been told of.
     queued: usize,
+    /// What those entries carry as user data, in their order.
+    unsent: VecDeque<u64>,
     /// Of a ring that is to go: what is left to be ended.
     ending: Ending,
 }
@@ -80,6 +83,7 @@ impl Ring {
             arenas: Arenas::default(),
             attempts: Attempts::new(capacity),
             queued: 0,
+            unsent: VecDeque::new(),
             ending: Ending::Requests,
         })
     }
@@ -181,6 +185,7 @@ impl Ring {
         // for as long as it is registered, and not replaced while a request names it (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
+            self.unsent.push_back(entry.get_user_data());
         }
     }
 
@@ -214,6 +219,8 @@ impl Ring {
             None => self.ring.submitter().submit_and_wait(want),
         };
         self.queued = self.ring.submission().len();
+        self.unsent
+            .drain(..self.unsent.len().saturating_sub(self.queued));
         match result.map_err(|error| (error.raw_os_error(), error)) {
             Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY), _)) => Ok(()),
             Err((_, error)) => Err(error),
@@ -275,10 +282,30 @@ impl Ring {
         }
     }
 
+    /// Ends the requests that the kernel has not been told of: it will not be. Nothing is to be
+    /// started or submitted after that.
+    pub(super) fn abandon<B>(&mut self, held: &mut Held<B>) {
+        for user_data in self.unsent.drain(..) {
+            if user_data != NOBODY {
+                held.places.ended(Attempts::key(user_data));
+            }
+        }
+    }
+
     /// Goes on with the end of a ring whose carrier was dropped, and takes in what the kernel says.
     pub(super) fn go_on_ending<B>(&mut self, held: &mut Held<B>) {
         if self.has_more() {
-            let _ = self.enter(held, 0, Some(Duration::ZERO));
+            const GETEVENTS: u32 = 1;
+            let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
+            // SAFETY: nothing is submitted, which matters: what was abandoned is in the queue, and
+            // its buffers may be free. No argument is given.
+            // Who may not enter is told of what finds room in the queue.
+            let _ = unsafe {
+                self.ring
+                    .submitter()
+                    .enter(submit, wait, GETEVENTS, argument)
+            };
+            held.calls += 1;
         }
         while self.event(held).is_some() {}
         self.end(held);

@@ -1,10 +1,11 @@
 //! What the kernel denies: io_uring by seccomp, and memory by a limit.
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use zerosock::zc::{Backend, Copying, OpenError, Outgoing, Sender};
@@ -74,6 +75,47 @@ fn without_io_uring_the_error_queue_carries() {
         drop(sender);
         assert_eq!(reader.join().expect("the contents"), 1 << 20);
     });
+}
+
+#[test]
+fn a_ring_that_is_forbidden_later_gives_up_what_never_left() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = listener.local_addr().expect("an address");
+    let socket = TcpStream::connect(address).expect("loopback");
+    let mut peer = listener.accept().expect("a stream").0;
+    let builder = Sender::builder().backend(Backend::Uring);
+    let mut sender: Sender<Arc<[u8]>> = builder.open(socket).expect("a sender");
+    let bytes: Arc<[u8]> = vec![1; 50_000].into();
+    let send = |sender: &mut Sender<_>| {
+        let outgoing = Outgoing::new(Arc::clone(&bytes)).copying(Copying::Never);
+        let pushed = sender.push(outgoing).map_err(|refused| refused.why);
+        pushed.expect("a place");
+    };
+    send(&mut sender);
+    sender.submit().expect("the kernel answers");
+    without_uring(|| {
+        send(&mut sender);
+        send(&mut sender);
+        let denied = sender.submit().expect_err("it is forbidden");
+        assert_eq!(denied.raw_os_error(), Some(libc::EPERM));
+        drop(sender);
+    });
+    // The first arrives, whose buffer is freed then, and those that never left are freed, too. Who
+    // looked after them did not, and was not woken.
+    peer.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    peer.read_exact(&mut vec![0; 50_000]).expect("the bytes");
+    let begun = Instant::now();
+    while Arc::strong_count(&bytes) > 1 {
+        assert!(
+            begun.elapsed() < PATIENCE,
+            "{} are left",
+            Arc::strong_count(&bytes) - 1
+        );
+        thread::yield_now();
+    }
+    // And so is the socket: the stream was cut short.
+    let end = peer.read(&mut [0]).map_err(|error| error.kind());
+    assert_eq!(end, Err(ErrorKind::ConnectionReset));
 }
 
 /// Gives up the capability that lifts the limit of locked memory, and sets it, for this thread and

@@ -122,6 +122,13 @@ impl Agent {
                 chunk,
                 backend,
             } => owned::send(&*self.socket(socket)?, seed, len, chunk, &backend),
+            Command::SendOwnedEncrypted {
+                seed,
+                len,
+                chunk,
+                backend,
+                keys_first,
+            } => owned::send_encrypted(seed, len, chunk, &backend, keys_first),
             Command::Receive {
                 socket,
                 limit,

@@ -116,8 +116,22 @@ pub enum Command {
         len: u64,
         /// In buffers of so many.
         chunk: usize,
-        /// Over which back-end: `uring`, `error queue` or `copy`.
+        /// Over which back-end: `uring`, `error queue`, `copy`, or `any`.
         backend: String,
+    },
+    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, encrypted by the guest's
+    /// kernel (TLS). `sha256` is of what the other end of the guest's own has received, decrypted.
+    SendOwnedEncrypted {
+        /// The pattern's seed.
+        seed: u64,
+        /// How many bytes.
+        len: u64,
+        /// In buffers of so many.
+        chunk: usize,
+        /// Over which back-end: `uring`, `error queue`, `copy`, or `any`.
+        backend: String,
+        /// The socket has its keys before the sender is opened, not after.
+        keys_first: bool,
     },
     /// Receives until `limit` bytes or the end of the stream.
     Receive {

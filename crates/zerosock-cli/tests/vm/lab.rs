@@ -32,6 +32,17 @@ pub(crate) const STEP: Duration = Duration::from_secs(40);
 /// A refusal must be known well before the 2 s after which a connection attempt times out.
 pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
 
+/// Modules that scenarios need beside those that every guest has: sockets to itself, and TLS.
+const EXTRA_MODULES: &[&str] = &[
+    "vsock_loopback",
+    "tls",
+    "gcm",
+    "ctr",
+    "ghash_generic",
+    "gf128mul",
+    "crypto_null",
+];
+
 /// Why a scenario cannot run on this machine.
 #[derive(Debug)]
 pub(crate) struct Skipped(pub(crate) String);
@@ -135,14 +146,8 @@ impl Lab {
         }
         let kernel = Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
         let dir = short_dir();
-        let mut builder = Builder::new(
-            &cache,
-            &kernel,
-            &guest_program(),
-            qemu::TTY,
-            &["vsock_loopback"],
-        )
-        .expect("an initramfs");
+        let mut builder = Builder::new(&cache, &kernel, &guest_program(), qemu::TTY, EXTRA_MODULES)
+            .expect("an initramfs");
         let qemu_ga = add_qemu_ga(&cache, &mut builder).err();
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");

@@ -43,6 +43,7 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
         hybrid_messages::netcat_in_the_guest,
     ),
     ("owned_buffers_over_kernel_vsock", zero_copy::to_host),
+    ("owned_buffers_over_kernel_tls", zero_copy::encrypted),
     (
         "seqpacket_in_place_with_the_embedding_program",
         messages_in_place::with_the_embedding_program,

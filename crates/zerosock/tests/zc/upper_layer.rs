@@ -1,13 +1,15 @@
 //! TCP under an upper-layer protocol: the kernel encrypts (TLS), and refuses flags that it does not
-//! know, MSG_ZEROCOPY and MSG_WAITALL among them. Everything arrives, by copies, and is told so.
+//! know, MSG_ZEROCOPY and MSG_WAITALL among them. Everything arrives, by copies, and is told so. The
+//! same runs over the kernels of stock guests (`owned_buffers_over_kernel_tls`).
 
 use std::io::{self, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::thread;
 use std::time::Duration;
 
 use zerosock::zc::{Backend, Copying, OpenError, Outgoing, Sender, Sent};
+use zerosock_sys::network;
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -16,53 +18,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const CHUNK: usize = 1 << 16;
 const CHUNKS: usize = 16;
 
-const SOL_TLS: libc::c_int = 282;
-const TLS_TX: libc::c_int = 1;
-const TLS_RX: libc::c_int = 2;
-
-/// `struct tls12_crypto_info_aes_gcm_128`.
-#[derive(Copy, Clone)]
-#[repr(C)]
-struct AesGcm128 {
-    version: u16,
-    cipher: u16,
-    iv: [u8; 8],
-    key: [u8; 16],
-    salt: [u8; 4],
-    sequence: [u8; 8],
-}
-
-/// TLS 1.3 with keys that both ends know.
-const KEYS: AesGcm128 = AesGcm128 {
-    version: 0x0304,
-    cipher: 51,
-    iv: [1; 8],
-    key: [2; 16],
-    salt: [3; 4],
-    sequence: [0; 8],
-};
-
-fn set<T>(socket: impl AsFd, level: libc::c_int, option: libc::c_int, value: &T) -> io::Result<()> {
-    let len = size_of::<T>() as libc::socklen_t;
-    let socket = socket.as_fd().as_raw_fd();
-    // SAFETY: the value outlives the call, and its length is given.
-    let result =
-        unsafe { libc::setsockopt(socket, level, option, std::ptr::from_ref(value).cast(), len) };
-    match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-fn upper_layer(socket: impl AsFd, name: &[u8; 5]) -> io::Result<()> {
-    // A name of three letters is told by the zero behind it.
-    set(socket, libc::SOL_TCP, libc::TCP_ULP, name)
-}
-
 /// Encrypts what is sent from here on.
 fn encrypt(socket: impl AsFd) {
-    upper_layer(&socket, b"tls\0\0").expect("kernel TLS");
-    set(&socket, SOL_TLS, TLS_TX, &KEYS).expect("keys");
+    network::set_upper_layer(&socket, "tls").expect("kernel TLS");
+    network::encrypt(&socket).expect("keys");
 }
 
 fn pair() -> (TcpStream, TcpStream) {
@@ -77,11 +36,11 @@ fn pair() -> (TcpStream, TcpStream) {
 /// Two ends of which the far one decrypts; none, by name, where the kernel has no TLS.
 fn pair_with_keys(name: &str) -> Option<(TcpStream, TcpStream)> {
     let (near, far) = pair();
-    if let Err(why) = upper_layer(&far, b"tls\0\0") {
+    if let Err(why) = network::set_upper_layer(&far, "tls") {
         let _ = writeln!(io::stderr(), "\nSKIPPED tls: {name}: no kernel TLS: {why}");
         return None;
     }
-    set(&far, SOL_TLS, TLS_RX, &KEYS).expect("keys");
+    network::decrypt(&far).expect("keys");
     Some((near, far))
 }
 
@@ -179,7 +138,7 @@ fn a_socket_that_cannot_any_more_goes_on_by_copies() {
     send(&mut sender, &mut at, Copying::Never);
     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
     assert!(!sender.report().off);
-    match upper_layer(sender.socket(), b"mptcp").map_err(|why| why.raw_os_error()) {
+    match network::set_upper_layer(sender.socket(), "mptcp").map_err(|why| why.raw_os_error()) {
         Err(Some(libc::EOPNOTSUPP)) => {}
         other => return eprintln!("SKIPPED mptcp: a_socket_that_cannot_any_more: {other:?}"),
     }

@@ -1,4 +1,5 @@
-//! Owned buffers over a stock guest's own AF_VSOCK, by the library's zero-copy sender.
+//! Owned buffers over a stock guest's own AF_VSOCK, and over TCP that its kernel encrypts, by the
+//! library's zero-copy sender.
 
 use std::thread;
 
@@ -44,5 +45,48 @@ pub(crate) fn to_host(lab: &Lab) {
             assert!(!told.contains(" 0 notified"), "{told}");
         }
         lab.a.close(socket);
+    }
+}
+
+/// Sockets that encrypt when a sender is opened over them, and those that do only afterwards: nothing
+/// can be sent from in place, everything arrives, by copies, and each buffer is given back.
+pub(crate) fn encrypted(lab: &Lab) {
+    const LEN: u64 = 1 << 20;
+    let argv = ["/bin/busybox", "ifconfig", "lo", "127.0.0.1", "up"];
+    let argv = argv.map(str::to_owned).to_vec();
+    let up = lab.a.run(Command::Run { argv });
+    assert_eq!(up.bytes, 0, "{:?}", up.text);
+    let ways = [
+        (true, "uring"),
+        (true, "error queue"),
+        (true, "any"),
+        (false, "uring"),
+        (false, "error queue"),
+        (false, "copy"),
+    ];
+    for (seed, (keys_first, backend)) in (0..).zip(ways) {
+        let sending = lab.a.start(Command::SendOwnedEncrypted {
+            seed,
+            len: LEN,
+            chunk: CHUNK,
+            backend: backend.to_owned(),
+            keys_first,
+        });
+        if keys_first && backend != "any" {
+            let refused = sending.wait(STEP).expect_err("it encrypts").to_string();
+            assert!(refused.contains("cannot be sent from"), "{refused}");
+            continue;
+        }
+        let sent = sending.wait(STEP).expect("sent");
+        let told = sent.text.expect("counts");
+        assert_eq!((sent.errno, sent.bytes), (None, LEN), "{backend}: {told}");
+        let (found, expected) = (sent.sha256.expect("a digest"), expected(seed, LEN));
+        assert_eq!(found, expected, "{backend}: {told}");
+        let buffers = LEN.div_ceil(CHUNK as u64);
+        assert!(told.contains(" 0 in place"), "{told}");
+        assert!(told.ends_with(&format!("{buffers} given back")), "{told}");
+        if keys_first {
+            assert!(told.starts_with("Copy:"), "{told}");
+        }
     }
 }

@@ -1,9 +1,11 @@
 //! The least that a program does to send without a copy: loops to measure a sender against.
 //!
 //! Both send from the same buffers over and over, in turn, check nothing that they need not, and
-//! tell of nothing but counts. For benchmarks only.
+//! tell of nothing but counts. For benchmarks only: when one ends before the kernel is done, by an
+//! error or a panic, its buffers are leaked, since nobody waits for what reads them.
 
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use io_uring::{IoUring, cqueue, opcode, squeue};
@@ -61,6 +63,21 @@ pub fn over_ring<B: Stable>(
     batch: usize,
     (how, posting): (Bare, Posting),
     is_stream: bool,
+    go_on: impl FnMut(&Counts) -> bool,
+) -> io::Result<Counts> {
+    let buffers = ManuallyDrop::new(buffers);
+    let counts = ring_loop(socket, &buffers, batch, (how, posting), is_stream, go_on)?;
+    // Every request has had its result, and its notification.
+    drop(ManuallyDrop::into_inner(buffers));
+    Ok(counts)
+}
+
+fn ring_loop<B: Stable>(
+    socket: BorrowedFd<'_>,
+    buffers: &[B],
+    batch: usize,
+    (how, posting): (Bare, Posting),
+    is_stream: bool,
     mut go_on: impl FnMut(&Counts) -> bool,
 ) -> io::Result<Counts> {
     let (Some(first), true) = (buffers.first(), batch > 0) else {
@@ -76,7 +93,7 @@ pub fn over_ring<B: Stable>(
     ring.submitter().register_files(&[socket.as_raw_fd()])?;
     if how == Bare::Registered {
         let arena = first.arena().ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: the buffers' arena is mapped until after the ring is gone: `buffers` is the older.
+        // SAFETY: the buffers' arena is mapped until after the ring is gone: who lent the buffers drops them later, if at all.
         unsafe { ring.submitter().register_buffers(&[arena.vector()])? };
     }
     let pieces = buffers.iter().map(only_piece).enumerate();
@@ -96,7 +113,8 @@ pub fn over_ring<B: Stable>(
                 true => squeue::Flags::IO_LINK,
                 false => squeue::Flags::empty(),
             };
-            // SAFETY: the buffer stays where it is, and readable, until after the ring is gone.
+            // SAFETY: the buffer stays where it is, and readable, until its notification has
+            // come; if nobody waits for that, for ever (`over_ring`).
             if unsafe { queue.push(&entries[at].clone().flags(link)) }.is_err() {
                 break;
             }
@@ -169,9 +187,22 @@ fn entry(piece: Piece, how: Bare, whole: bool) -> squeue::Entry {
 ///
 /// # Errors
 /// What the kernel answers, to whatever.
-pub fn over_error_queue(
+pub fn over_error_queue<B: Stable>(
     socket: BorrowedFd<'_>,
-    buffers: &[impl Stable],
+    buffers: Vec<B>,
+    limit: u32,
+    go_on: impl FnMut(&Counts) -> bool,
+) -> io::Result<Counts> {
+    let buffers = ManuallyDrop::new(buffers);
+    let counts = queue_loop(socket, &buffers, limit, go_on)?;
+    // Every send has been named.
+    drop(ManuallyDrop::into_inner(buffers));
+    Ok(counts)
+}
+
+fn queue_loop<B: Stable>(
+    socket: BorrowedFd<'_>,
+    buffers: &[B],
     limit: u32,
     mut go_on: impl FnMut(&Counts) -> bool,
 ) -> io::Result<Counts> {
@@ -226,6 +257,48 @@ fn drain(queue: &mut ErrorQueue, socket: BorrowedFd<'_>, counts: &mut Counts) ->
                 counts.notified += count;
                 counts.copied += count * u64::from(copied);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+    use std::os::fd::AsFd;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// What is left of the buffers when a loop is ended by a panic, with sends under way.
+    fn left(run: impl FnOnce(BorrowedFd<'_>, Vec<Arc<[u8]>>)) -> usize {
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        let address = socket.local_addr().expect("an address");
+        socket.connect(address).expect("loopback");
+        super::super::permit_zero_copy(&socket).expect("UDP");
+        let bytes: Arc<[u8]> = vec![1; 5000].into();
+        let buffers = vec![Arc::clone(&bytes)];
+        let ended = catch_unwind(AssertUnwindSafe(|| run(socket.as_fd(), buffers)));
+        assert!(ended.is_err());
+        Arc::strong_count(&bytes) - 1
+    }
+
+    #[test]
+    fn what_the_kernel_may_read_is_not_freed() {
+        let go_on = |counts: &Counts| match counts.sends {
+            0 => true,
+            _ => panic!("enough"),
+        };
+        assert_eq!(
+            left(|socket, buffers| drop(over_error_queue(socket, buffers, 8, go_on))),
+            1
+        );
+        let how = (Bare::ZeroCopy, Posting::OnEntry);
+        if super::super::ring::supported().is_ok_and(|has_it| has_it) {
+            assert_eq!(
+                left(|socket, buffers| drop(over_ring(socket, buffers, 1, how, false, go_on))),
+                1
+            );
         }
     }
 }

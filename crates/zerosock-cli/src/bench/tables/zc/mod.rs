@@ -144,7 +144,7 @@ fn bare_queue(
     if !permitted {
         return Err("the socket does not send without a copy".to_owned());
     }
-    bare::over_error_queue(socket.as_fd(), &vectors(size), limit, |counts| {
+    bare::over_error_queue(socket.as_fd(), vectors(size), limit, |counts| {
         window.go_on(counts)
     })
     .map_err(|error| error.to_string())?;

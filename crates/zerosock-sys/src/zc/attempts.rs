@@ -31,8 +31,26 @@ pub(super) const COPIED: u32 = 1 << 31;
 struct OfPlace {
     /// The number of the last one.
     last: u32,
-    /// Those whose notification is to come.
-    awaited: Vec<Awaited>,
+    /// One whose notification is to come: there is seldom another.
+    awaited: Option<Awaited>,
+    others: Vec<Awaited>,
+}
+
+impl OfPlace {
+    fn awaits(&mut self, one: Awaited) {
+        if let Some(older) = self.awaited.replace(one) {
+            self.others.push(older);
+        }
+    }
+
+    /// Whether it took bytes; none if nobody waits for this one.
+    fn noted(&mut self, number: u32) -> Option<bool> {
+        if let Some(one) = self.awaited.take_if(|one| one.number == number) {
+            return Some(one.took);
+        }
+        let index = self.others.iter().position(|one| one.number == number)?;
+        Some(self.others.swap_remove(index).took)
+    }
 }
 
 struct Awaited {
@@ -81,9 +99,7 @@ impl Attempts {
         let number = (posted.user_data >> 32) as u32;
         let place = self.places.get_mut(key.index())?;
         if cqueue::notif(posted.flags) {
-            let mut awaited = place.awaited.iter();
-            let index = awaited.position(|awaited| awaited.number == number)?;
-            let took = place.awaited.swap_remove(index).took;
+            let took = place.noted(number)?;
             places.noted(key, took);
             let copied = took.then_some(posted.result as u32 & COPIED != 0);
             return Some(Event::Noted { key, copied });
@@ -91,7 +107,7 @@ impl Attempts {
         let more = cqueue::more(posted.flags);
         let took = posted.result > 0;
         if more {
-            place.awaited.push(Awaited { number, took });
+            place.awaits(Awaited { number, took });
             places.owes(key, took);
         }
         places.ended(key);

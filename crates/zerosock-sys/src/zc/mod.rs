@@ -88,6 +88,9 @@ pub enum Event {
 pub enum NotStarted {
     /// There is nothing in that place.
     Vacant,
+    /// An earlier request of the same place has no result yet, and this one needs what that one still
+    /// refers to.
+    Unfinished,
     /// The submission queue is full: submit first.
     QueueFull,
     /// More pieces than one call takes (IOV_MAX, 1024).

@@ -137,7 +137,7 @@ impl Ring {
                 }
                 // An older message of this place is only replaced when no request refers to it.
                 if place.results > 0 {
-                    return Err(NotStarted::Vacant);
+                    return Err(NotStarted::Unfinished);
                 }
                 let message = Box::new(Message::new(pieces, place.address.as_ref()));
                 let header = &raw const message.header;

@@ -306,7 +306,7 @@ impl<B: Stable> Flights<B> {
                     self.carrier.submit()?;
                     break;
                 }
-                Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
+                Err(NotStarted::Vacant | NotStarted::Unfinished | NotStarted::TooManyPieces) => {
                     let code = rustix::io::Errno::INVAL.raw_os_error();
                     if flight.part != Part::Whole && flight.more {
                         self.cork.ended = Some(code);

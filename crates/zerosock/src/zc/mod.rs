@@ -109,6 +109,7 @@ mod close;
 mod cork;
 mod flight;
 mod flights;
+mod line;
 mod message;
 mod policy;
 mod ranges;

@@ -21,6 +21,8 @@ use std::ops::Range;
 
 use slab::Slab;
 
+use super::line::Line;
+
 /// All sends that were attached to one notifier have released their buffers.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Notification {
@@ -71,10 +73,7 @@ struct Slot {
     /// Sends that are over and before which all are, counted without end.
     passed: u64,
     /// Those accepted after them, in order.
-    sends: VecDeque<Accepted>,
-    /// How often one of them was looked at.
-    #[cfg(test)]
-    looks: u64,
+    sends: Line<Accepted>,
 }
 
 #[derive(Default)]
@@ -101,10 +100,6 @@ impl Slot {
 
     /// The send before which so many were accepted, unless it has been passed.
     fn send(&mut self, before: u64) -> Option<&mut Accepted> {
-        #[cfg(test)]
-        {
-            self.looks += 1;
-        }
         let ahead = before.wrapping_sub(self.passed);
         self.sends.get_mut(ahead as usize)
     }
@@ -112,9 +107,8 @@ impl Slot {
     /// Passes what is over, until something is not. Whether flushes were reached on the way.
     fn pass(&mut self) -> bool {
         let mut reached = false;
-        while let Some(send) = self.send(self.passed).filter(|send| send.over) {
+        while let Some(send) = self.sends.pop_if(|send| send.over) {
             reached |= send.flush;
-            self.sends.pop_front();
             self.passed += 1;
         }
         reached
@@ -129,9 +123,7 @@ impl Slots {
             sequence: 0,
             notifier: None,
             passed: 0,
-            sends: VecDeque::new(),
-            #[cfg(test)]
-            looks: 0,
+            sends: Line::default(),
         };
         Self {
             slots: tags.into_iter().map(slot).collect(),
@@ -170,7 +162,7 @@ impl Slots {
         let (mut before, mut tag) = (0, 0);
         if let Ok(slot) = self.slot(index) {
             (before, tag) = (slot.accepted(), slot.tag);
-            slot.sends.push_back(Accepted::default());
+            slot.sends.push(Accepted::default());
         }
         Ticket {
             slot: index,
@@ -265,7 +257,7 @@ impl Slots {
         }
         for index in range {
             let slot = self.slot(index)?;
-            match slot.sends.back_mut() {
+            match slot.sends.last_mut() {
                 Some(last) => last.flush = true,
                 None => self.close(index),
             }

@@ -1,6 +1,7 @@
 //! Full receivers, and senders that are asked to stop.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Instant;
 
@@ -194,27 +195,52 @@ fn a_receiver_that_dies_lets_its_sources_go() {
     ours.send_to(&[0; 1000], there).unwrap();
 }
 
-/// A program that ends when all was taken has lost nothing.
+/// A program that ends when all was taken has lost nothing. Without the flush it would go a while
+/// after the last send, and with it what the host holds in its memory.
 #[test]
 fn what_is_flushed_outlives_its_sender() {
-    const MOST: u64 = 100;
-    let hub = Hub::with(|builder| builder);
-    let serve = Serve::new(2);
-    let to = serve.process();
-    for (from, there) in [
-        (hub.process(), at_host(&hub, PORT)),
-        (serve.process(), at(&to, PORT)),
-    ] {
-        let ours = at(&from, Port::ANY);
-        for number in 0..MOST {
-            ours.send_to(&bytes(number, LEN), there.local_addr())
-                .unwrap();
-        }
-        ours.flush().unwrap();
-        drop((ours, from));
+    const MOST: u64 = 10;
+    let hub = Hub::new();
+    let (from, there) = (hub.process(), at_host(&hub, PORT));
+    let to = there.local_addr();
+    thread::scope(|scope| {
+        let (tell, told) = channel();
+        scope.spawn(move || {
+            let ours = at(&from, Port::ANY);
+            for number in 0..MOST {
+                ours.send_to(&bytes(number, LEN), to).unwrap();
+            }
+            tell.send("sent").unwrap();
+            ours.flush().unwrap();
+            drop((ours, from));
+            tell.send("gone").unwrap();
+        });
+        assert_eq!(told.recv_timeout(PATIENCE), Ok("sent"));
+        // Far longer than one that goes waits by itself.
+        let early = told.recv_timeout(Duration::from_millis(1000));
+        assert!(early.is_err(), "it is gone with what it sent");
         for number in 0..MOST {
             assert_bytes(&recv(&there).0, &bytes(number, LEN));
         }
+        assert_eq!(told.recv_timeout(PATIENCE), Ok("gone"));
+    });
+}
+
+/// A switch takes everything at once, so that this one does not show that the flush waits.
+#[test]
+fn what_is_flushed_through_a_switch_arrives() {
+    const MOST: u64 = 100;
+    let serve = Serve::new(2);
+    let (from, to) = (serve.process(), serve.process());
+    let (ours, there) = (at(&from, Port::ANY), at(&to, PORT));
+    for number in 0..MOST {
+        ours.send_to(&bytes(number, LEN), there.local_addr())
+            .unwrap();
+    }
+    ours.flush().unwrap();
+    drop((ours, from));
+    for number in 0..MOST {
+        assert_bytes(&recv(&there).0, &bytes(number, LEN));
     }
 }
 

@@ -34,5 +34,6 @@ mod sink;
 mod slots;
 mod streams;
 mod threshold;
+mod together;
 mod upper_layer;
 mod used;

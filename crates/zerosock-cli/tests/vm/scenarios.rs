@@ -45,6 +45,10 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
     ("owned_buffers_over_kernel_vsock", zero_copy::to_host),
     ("owned_buffers_over_kernel_tls", zero_copy::encrypted),
     (
+        "owned_messages_over_kernel_vsock_are_refused",
+        zero_copy::messages_are_refused,
+    ),
+    (
         "seqpacket_in_place_with_the_embedding_program",
         messages_in_place::with_the_embedding_program,
     ),

@@ -97,7 +97,11 @@ impl Calls {
         let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
         let only;
         let many;
-        let pieces: &[libc::iovec] = match Rest::of(buffer, order.from) {
+        let pieces: &[libc::iovec] = match Rest::of(
+            buffer,
+            order.from,
+            held.longest(if zero_copy { Way::ZeroCopy } else { Way::Copy }),
+        ) {
             Rest::One(piece) => {
                 only = [piece.vector()];
                 &only

@@ -9,7 +9,8 @@ use super::calls::Calls;
 use super::places::Places;
 use super::ring::Ring;
 use super::{
-    Address, Event, Key, Kind, NotStarted, Order, Stable, kind, orphans, permit_zero_copy,
+    Address, Event, Key, Kind, LONGEST, NotStarted, Order, Stable, Way, kind, orphans,
+    permit_zero_copy,
 };
 
 /// What carries sends.
@@ -52,9 +53,25 @@ enum Means {
 pub(super) struct Held<B> {
     pub(super) socket: OwnedFd,
     pub(super) places: Places<B>,
+    pub(super) kind: Kind,
     /// System calls for sending, asking and waiting.
     pub(super) calls: u64,
 }
+
+impl<B> Held<B> {
+    /// The longest request, in bytes.
+    pub(super) fn longest(&self, way: Way) -> usize {
+        match self.kind {
+            Kind::VsockStream if way == Way::ZeroCopy => VSOCK_PACKET,
+            _ => LONGEST,
+        }
+    }
+}
+
+/// The longest packet that vsock makes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). Of what it cuts into several
+/// only the last keeps the buffer: when that one cannot be made, for want of memory, the others are
+/// on their way and nobody is told when they have been read.
+const VSOCK_PACKET: usize = 64 << 10;
 
 impl<B: Stable> Carrier<B> {
     /// The best for `socket`, or the one that is wanted, with `capacity` places; and what kind of
@@ -69,6 +86,9 @@ impl<B: Stable> Carrier<B> {
         wanted: Option<Backend>,
     ) -> io::Result<(Self, Kind)> {
         let kind = kind(&socket)?;
+        if kind == Kind::VsockMessages {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
         let permitted = wanted != Some(Backend::Copy) && permit_zero_copy(&socket)?;
         let mut refused = None;
         let (means, backend) = match (wanted, permitted) {
@@ -90,6 +110,7 @@ impl<B: Stable> Carrier<B> {
             held: Held {
                 socket,
                 places: Places::new(capacity),
+                kind,
                 calls: 0,
             },
             backend,
@@ -231,6 +252,12 @@ impl<B: Stable> Carrier<B> {
             Means::Ring(ring) => ring.cancel(),
             Means::Calls(_) => Ok(()),
         }
+    }
+
+    /// The longest request, in bytes: what a send has behind that is another request's.
+    #[must_use]
+    pub fn longest(&self, way: Way) -> usize {
+        self.inner.held.longest(way)
     }
 
     /// System calls so far, for sending, asking and waiting.

@@ -165,7 +165,7 @@ impl<B> Places<B> {
     }
 }
 
-/// What of a buffer lies behind its first `from` bytes.
+/// What of a buffer lies behind its first `from` bytes, as far as one request takes it.
 pub(super) enum Rest {
     /// One piece, possibly empty.
     One(Piece),
@@ -174,14 +174,16 @@ pub(super) enum Rest {
 }
 
 impl Rest {
-    pub(super) fn of(buffer: &impl Stable, from: usize) -> Self {
-        let mut skip = from;
+    pub(super) fn of(buffer: &impl Stable, from: usize, most: usize) -> Self {
+        let (mut skip, mut left) = (from, most);
         let mut first = None;
         let mut many = Vec::new();
         buffer.pieces(&mut |piece| {
-            let Some(piece) = piece.behind(&mut skip) else {
+            let Some(mut piece) = piece.behind(&mut skip).filter(|_| left > 0) else {
                 return;
             };
+            piece.len = piece.len.min(left);
+            left -= piece.len;
             match first {
                 None => first = Some(piece),
                 Some(ahead) => {
@@ -222,4 +224,40 @@ pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc:
         header.msg_namelen = address.len();
     }
     header
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::zc::Buf;
+
+    fn lengths(rest: &Rest) -> Vec<usize> {
+        match rest {
+            Rest::One(piece) => vec![piece.len],
+            Rest::Many(pieces) => pieces.iter().map(|piece| piece.iov_len).collect(),
+        }
+    }
+
+    /// Of what is longer than one request the next one takes the rest, piece by piece.
+    #[test]
+    fn a_request_is_no_longer_than_it_may_be() {
+        let pieces = [3000, 0, 5000, 100].map(|len| Buf::from(vec![1; len]));
+        let buffer = Buf::from(pieces.into_iter().collect::<Vec<_>>());
+        for (from, most, expected) in [
+            (0, 10_000, &[3000, 5000, 100][..]),
+            (0, 3000, &[3000]),
+            (0, 3001, &[3000, 1]),
+            (3001, 5000, &[4999, 1]),
+            (8001, 5000, &[99]),
+            (8100, 5000, &[0]),
+        ] {
+            assert_eq!(
+                lengths(&Rest::of(&buffer, from, most)),
+                expected,
+                "{from}, {most}"
+            );
+        }
+        let one = Rest::of(&vec![1; 9000], 1000, 4096);
+        assert_eq!(lengths(&one), [4096]);
+    }
 }

@@ -99,15 +99,16 @@ impl Ring {
         if room < 1 + usize::from(order.when_writable) {
             return Err(NotStarted::QueueFull);
         }
+        let longest = held.longest(order.way);
         let place = held.places.get_mut(key).ok_or(NotStarted::Vacant)?;
         let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
         let flags = libc::MSG_NOSIGNAL
             | if order.whole { libc::MSG_WAITALL } else { 0 }
             | if order.more { libc::MSG_MORE } else { 0 };
         let mut number = None;
-        let entry = match Rest::of(buffer, order.from) {
+        let entry = match Rest::of(buffer, order.from, longest) {
             Rest::One(piece) => {
-                let len = piece.len.min(LONGEST) as u32;
+                let len = piece.len as u32;
                 let (address, address_len) = match &place.address {
                     Some(address) => (address.as_ptr(), address.len()),
                     None => (std::ptr::null(), 0),

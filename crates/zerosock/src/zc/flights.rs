@@ -21,7 +21,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
-use zerosock_sys::zc::{self, Backend, Carrier, Key, LONGEST, NotStarted, Order, Stable, Way};
+use zerosock_sys::zc::{self, Backend, Carrier, Key, NotStarted, Order, Stable, Way};
 
 use super::answers::CANCELLED;
 use super::calibration;
@@ -268,11 +268,12 @@ impl<B: Stable> Flights<B> {
                 break;
             }
             let last = started + 1 == count;
+            let longest = self.carrier.longest(flight.way);
             let order = Order {
                 way: flight.way,
                 from: flight.sent,
                 whole: self.whole,
-                linked: is_followed(flight, self.stream) && !last,
+                linked: is_followed(flight, self.stream, longest) && !last,
                 more: flight.more,
                 when_writable: self.full,
             };
@@ -438,10 +439,10 @@ impl<B: Stable> Drop for Flights<B> {
 /// Whether the request made next may be made without waiting for this one's result, if it is linked
 /// to it: the kernel cuts a request that is longer than it takes, and calls that a success. A
 /// datagram's pieces keep their order, too.
-fn is_followed(flight: &Flight, stream: bool) -> bool {
+fn is_followed(flight: &Flight, stream: bool, longest: usize) -> bool {
     let rest = flight.total.saturating_sub(flight.sent);
     match stream {
-        true => rest <= LONGEST,
+        true => rest <= longest,
         false => flight.part != Part::Whole && flight.more,
     }
 }

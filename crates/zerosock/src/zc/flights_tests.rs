@@ -3,6 +3,8 @@
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 
+use zerosock_sys::zc::LONGEST;
+
 use super::super::policy::Threshold;
 use super::*;
 
@@ -16,16 +18,18 @@ fn flight(total: usize, sent: usize) -> Flight {
 
 #[test]
 fn nothing_follows_what_one_request_does_not_take() {
-    assert!(is_followed(&flight(LONGEST, 0), true));
-    assert!(!is_followed(&flight(LONGEST + 1, 0), true));
-    assert!(is_followed(&flight(LONGEST + 1, 1), true));
-    assert!(!is_followed(&flight(100, 0), false));
+    assert!(is_followed(&flight(LONGEST, 0), true, LONGEST));
+    assert!(!is_followed(&flight(LONGEST + 1, 0), true, LONGEST));
+    assert!(is_followed(&flight(LONGEST + 1, 1), true, LONGEST));
+    assert!(!is_followed(&flight(100, 0), false, LONGEST));
+    // Of vsock one packet at a time.
+    assert!(!is_followed(&flight((64 << 10) + 1, 0), true, 64 << 10));
     let piece = Flight {
         part: Part::First,
         more: true,
         ..flight(100, 0)
     };
-    assert!(is_followed(&piece, false));
+    assert!(is_followed(&piece, false, LONGEST));
 }
 
 /// Of datagrams, over calls that copy.

@@ -36,7 +36,9 @@ pub enum OpenError {
     /// It is no socket.
     #[error("not a socket")]
     NotASocket,
-    /// The back-end that was asked for cannot send from this socket on this machine.
+    /// The back-end that was asked for cannot send from this socket on this machine. From messages
+    /// of AF_VSOCK (SOCK_SEQPACKET) none can: the kernel tears those that are sent without blocking
+    /// when the peer has room for a part.
     #[error("this socket cannot be sent from by {0:?}")]
     Unavailable(Backend),
     /// No places, or more than 16384.
@@ -135,7 +137,9 @@ impl Builder {
         }
         let opened = Carrier::open(socket.into(), self.capacity, self.backend);
         let (carrier, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
-            (io::ErrorKind::Unsupported, Some(backend)) => OpenError::Unavailable(backend),
+            (io::ErrorKind::Unsupported, backend) => {
+                OpenError::Unavailable(backend.unwrap_or(Backend::Uring))
+            }
             _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
                 OpenError::NotASocket
             }

@@ -235,6 +235,7 @@ impl Calls {
         let count = self.queue.receive(held.socket.as_fd())?;
         for index in 0..count {
             let Some(named) = self.queue.range(index) else {
+                held.foreign += 1;
                 continue;
             };
             if self.numbers.are_known() {

@@ -56,6 +56,8 @@ pub(super) struct Held<B> {
     pub(super) kind: Kind,
     /// System calls for sending, asking and waiting.
     pub(super) calls: u64,
+    /// Messages of the error queue that were about something else.
+    pub(super) foreign: u64,
 }
 
 impl<B> Held<B> {
@@ -112,6 +114,7 @@ impl<B: Stable> Carrier<B> {
                 places: Places::new(capacity),
                 kind,
                 calls: 0,
+                foreign: 0,
             },
             backend,
             refused,
@@ -258,6 +261,13 @@ impl<B: Stable> Carrier<B> {
     #[must_use]
     pub fn longest(&self, way: Way) -> usize {
         self.inner.held.longest(way)
+    }
+
+    /// Messages of the socket's error queue that were about something else than sends, and have been
+    /// dropped.
+    #[must_use]
+    pub fn foreign(&self) -> u64 {
+        self.inner.held.foreign
     }
 
     /// System calls so far, for sending, asking and waiting.

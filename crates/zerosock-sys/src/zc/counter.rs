@@ -95,8 +95,12 @@ impl Calls {
         for _ in 0..LOOKS {
             held.calls += 1;
             let count = self.queue.receive(held.socket.as_fd())?;
-            let mut named = (0..count).rev().filter_map(|index| self.queue.range(index));
-            last = named.next().map(|(_, hi, _)| hi).or(last);
+            for index in 0..count {
+                match self.queue.range(index) {
+                    Some((_, hi, _)) => last = Some(hi),
+                    None => held.foreign += 1,
+                }
+            }
             if count < BATCH {
                 return Ok(last);
             }

@@ -495,6 +495,7 @@ impl<B: Stable> Sender<B> {
     pub fn stats(&self) -> Stats {
         Stats {
             system_calls: self.flights.carrier.system_calls(),
+            foreign: self.flights.carrier.foreign(),
             ..self.flights.stats
         }
     }
@@ -505,7 +506,11 @@ impl<B: Stable> Sender<B> {
         self.flights.carrier.room()
     }
 
-    /// The socket, to look at and to receive from.
+    /// The socket, to look at and to receive from. Over the error queue back-end its error queue is
+    /// the sender's: who reads there takes notifications, and buffers never come back. What else
+    /// comes there (ICMP errors after IP_RECVERR, timestamps of what was sent) is read, counted
+    /// ([`Stats::foreign`](super::Stats::foreign)) and dropped. A program that wants such messages sends
+    /// over io_uring or by copies ([`Builder::backend`]), which leave that queue alone.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.flights.carrier.socket()

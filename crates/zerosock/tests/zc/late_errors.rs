@@ -163,6 +163,40 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
     });
 }
 
+/// A message of the error queue that is about something else is not dropped in silence, and where
+/// the queue is not ours it is left to the program.
+#[test]
+fn errors_of_the_network_are_counted_or_left_alone() {
+    for backend in [Backend::ErrorQueue, Backend::Uring] {
+        let nobody = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        let address = nobody.local_addr().expect("an address");
+        drop(nobody);
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        set(&socket, libc::SOL_IP, libc::IP_RECVERR);
+        let own = socket.try_clone().expect("a descriptor");
+        let mut sender: Sender<Vec<u8>> = Sender::builder()
+            .backend(backend)
+            .open(socket)
+            .expect("a sender");
+        let to = zerosock::zc::Address::new(&address).expect("it is short");
+        let outgoing = Outgoing::new(vec![1; 3000]).copying(Copying::Never).to(to);
+        let sent = sender.send(outgoing).map_err(|refused| refused.why);
+        sent.expect("it is accepted");
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        // SAFETY: no memory is named.
+        let left = unsafe {
+            let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
+            libc::recv(own.as_raw_fd(), std::ptr::null_mut(), 0, flags)
+        };
+        let found = (sender.stats().foreign, left >= 0);
+        let expected = match backend {
+            Backend::ErrorQueue => (1, false),
+            _ => (0, true),
+        };
+        assert_eq!(found, expected, "{backend:?}");
+    }
+}
+
 #[test]
 fn a_timestamp_in_front_of_a_name_hides_nothing() {
     with_sink("a_timestamp_in_front_of_a_name", || {

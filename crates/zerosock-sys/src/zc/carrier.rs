@@ -3,14 +3,14 @@
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::calls::Calls;
 use super::places::Places;
 use super::ring::Ring;
 use super::{
     Address, Event, Key, Kind, LONGEST, NotStarted, Order, Stable, Way, kind, orphans,
-    permit_zero_copy,
+    permit_zero_copy, reset,
 };
 
 /// What carries sends.
@@ -38,6 +38,8 @@ struct Inner<B> {
     backend: Backend,
     /// Why the kernel gave no ring.
     refused: Option<io::ErrorKind>,
+    /// When the stream is reset, if it was dropped and its buffers are not free by then.
+    reset_at: Option<Instant>,
 }
 
 #[expect(
@@ -118,6 +120,7 @@ impl<B: Stable> Carrier<B> {
             },
             backend,
             refused,
+            reset_at: None,
         };
         let inner = ManuallyDrop::new(inner);
         Ok((Self { inner }, kind))
@@ -270,6 +273,12 @@ impl<B: Stable> Carrier<B> {
         self.inner.held.foreign
     }
 
+    /// Once it has been dropped: resets the stream at this time ([`reset`]), if the kernel still reads
+    /// buffers then.
+    pub fn reset_at(&mut self, time: Instant) {
+        self.inner.reset_at = Some(time);
+    }
+
     /// System calls so far, for sending, asking and waiting.
     #[must_use]
     pub fn system_calls(&self) -> u64 {
@@ -355,6 +364,10 @@ impl<B> Inner<B> {
 
 impl<B: Stable> orphans::Orphan for Inner<B> {
     fn is_done(&mut self) -> bool {
+        if self.reset_at.is_some_and(|time| time <= Instant::now()) {
+            self.reset_at = None;
+            let _ = reset(&self.held.socket);
+        }
         let Inner { means, held, .. } = self;
         match means {
             Means::Ring(ring) => ring.go_on_ending(held),

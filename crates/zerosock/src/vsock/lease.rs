@@ -211,8 +211,9 @@ impl<'a> Lease<'a> {
     ///
     /// The endpoint cannot take it back, and the kernel keeps it until a TCP receiver has
     /// acknowledged it, which can take as long as that one likes.
-    /// [`Sender::close`](crate::zc::Sender::close) with a time bounds that: it resets the connection
-    /// then, which lets go of the peer's memory.
+    /// A sender with a limit ([`Builder::limit`](crate::zc::Builder::limit)) bounds that: it resets the
+    /// connection then, which lets go of the peer's memory.
+    /// [`Sender::close`](crate::zc::Sender::close) with a time does so, too.
     ///
     /// # Errors
     /// [`StreamError::Torn`], and the lease as it was: see [`Reading::is_torn`].

@@ -6,6 +6,7 @@ use zerosock_sys::zc::{self, Event, Key, Stable, Way};
 
 use super::flight::{Flight, Part};
 use super::flights::Flights;
+use super::limit::TIMED_OUT;
 use super::message::Returned;
 
 /// Rounds of waiting for memory until a send is copied.
@@ -79,6 +80,7 @@ impl<B: Stable> Flights<B> {
         let Some(flight) = self.flights.get_mut(key.index()) else {
             return;
         };
+        let cancelled = flight.cancelled;
         match Answer::of(code, flight.way, self.whole) {
             Answer::Failed => {
                 if self.stream && self.broken.is_none() {
@@ -89,7 +91,7 @@ impl<B: Stable> Flights<B> {
             Answer::Cancelled if broken.is_some() => {
                 return self.fail(key, broken.unwrap_or(code));
             }
-            _ if flight.cancelled => return self.fail(key, CANCELLED),
+            _ if cancelled.is_some() => return self.fail(key, cancelled.unwrap_or(code)),
             Answer::Again | Answer::Cancelled => {}
             Answer::Full => self.full = true,
             Answer::NoMemory => {
@@ -145,9 +147,11 @@ impl<B: Stable> Flights<B> {
             let mut pieces = failed.iter().filter_map(|&(key, _)| flight(key));
             pieces.any(is)
         };
+        let mut pieces = failed.iter().filter_map(|&(key, _)| flight(key));
+        let cancelled = pieces.find_map(|piece| piece.cancelled);
         let failure = match Answer::of(code, way, false) {
             Answer::Failed => Some(code),
-            _ if any(|piece| piece.cancelled) => Some(CANCELLED),
+            _ if cancelled.is_some() => cancelled,
             _ => self.cork.taken.then_some(code),
         };
         let goes_on = !any(|piece| !piece.more);
@@ -202,6 +206,7 @@ impl<B: Stable> Flights<B> {
         if let Some(flight) = self.flights.get_mut(key.index()) {
             flight.failure = Some(code);
             self.stats.failed += 1;
+            self.stats.timed_out += u64::from(flight.cancelled == Some(TIMED_OUT));
         }
         self.over(key);
     }

@@ -22,7 +22,8 @@ pub enum End {
     Whole,
     /// The time was up before that.
     TimedOut,
-    /// A send of the stream had failed before, or had been cancelled.
+    /// A send of the stream had failed before, had been cancelled, or was late (ETIMEDOUT,
+    /// [`Builder::limit`](super::Builder::limit)).
     Broken(io::Error),
     /// The last datagram was to be continued ([`Outgoing::more`](super::Outgoing::more)); nothing of
     /// it is sent.

@@ -30,8 +30,8 @@ pub(super) struct Flight {
     pub(super) turn: u64,
     pub(super) started: bool,
     pub(super) over: bool,
-    /// It is not to be asked again.
-    pub(super) cancelled: bool,
+    /// It is not to be asked again, and fails with this.
+    pub(super) cancelled: Option<i32>,
     /// Some request of it was made without a copy, and some was copied.
     pub(super) in_place: bool,
     pub(super) copied: bool,
@@ -67,7 +67,7 @@ impl Flight {
             turn: 0,
             started: false,
             over: false,
-            cancelled: false,
+            cancelled: None,
             in_place: false,
             copied: false,
         }

@@ -27,6 +27,7 @@ use super::answers::CANCELLED;
 use super::calibration;
 use super::cork::Cork;
 use super::flight::{self, Flight, Part};
+use super::limit::Limit;
 use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
@@ -70,13 +71,14 @@ pub(super) struct Flights<B: Stable> {
     /// No more is accepted.
     pub(super) closed: bool,
     /// The peer has been told of the end.
-    ended: bool,
+    pub(super) ended: bool,
     pub(super) cork: Cork,
     /// Free, and to be taken by the user.
     pub(super) free: VecDeque<Returned<B>>,
     next: u32,
     accepted: u64,
     pub(super) turn: Turn,
+    pub(super) limit: Limit,
 }
 
 impl<B: Stable> Flights<B> {
@@ -113,6 +115,7 @@ impl<B: Stable> Flights<B> {
             next: 0,
             accepted: 0,
             turn: Turn::default(),
+            limit: Limit::default(),
         }
     }
 
@@ -182,6 +185,7 @@ impl<B: Stable> Flights<B> {
                 ..Flight::vacant()
             };
         }
+        self.counts(key, self.accepted);
         self.queue.push_back(key);
         self.accepted += 1;
         self.stats.accepted += 1;
@@ -191,6 +195,7 @@ impl<B: Stable> Flights<B> {
     /// Starts what may be started, tells the kernel, and takes in what it says at once; again, as
     /// long as that lets more be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
+        self.lapse();
         self.policy.submitted();
         if self.queue.is_empty() && self.again.is_empty() {
             self.carrier.submit()?;
@@ -345,23 +350,28 @@ impl<B: Stable> Flights<B> {
 
     /// Ends what the kernel has not taken.
     pub(super) fn cancel(&mut self) -> io::Result<()> {
+        self.end_rest(CANCELLED)
+    }
+
+    /// Ends what the kernel has not taken, as failed with `code`.
+    pub(super) fn end_rest(&mut self, code: i32) -> io::Result<()> {
         if self.is_handed_over() {
             return Ok(());
         }
         if self.stream {
             // What was begun may be in part on its way: nothing can follow it.
-            self.broken = self.broken.or(Some(CANCELLED));
-        }
-        while let Some(key) = self.again.pop_front().or_else(|| self.queue.pop_front()) {
-            self.fail(key, CANCELLED);
-        }
-        if self.cork.accepting {
-            self.cork.ended = Some(CANCELLED);
+            self.broken = self.broken.or(Some(code));
         }
         // What another thread has submitted may say so only later.
-        let under_way = |flight: &&mut Flight| flight.started && !flight.over;
-        for flight in self.flights.iter_mut().filter(under_way) {
-            flight.cancelled = true;
+        let is_left = |flight: &&mut Flight| !flight.over;
+        for flight in self.flights.iter_mut().filter(is_left) {
+            flight.cancelled = flight.cancelled.or(Some(code));
+        }
+        while let Some(key) = self.again.pop_front().or_else(|| self.queue.pop_front()) {
+            self.fail(key, code);
+        }
+        if self.cork.accepting {
+            self.cork.ended = Some(code);
         }
         self.cork.torn = self.cork.under_way;
         let result = self.carrier.submit().and_then(|()| self.carrier.cancel());
@@ -409,9 +419,10 @@ impl<B: Stable> Flights<B> {
         false
     }
 
-    /// Sleeps until the kernel says something, or for `timeout`.
+    /// Sleeps until the kernel says something, or for `timeout`, or until a send is late.
     pub(super) fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.carrier.wait(timeout)
+        self.carrier
+            .wait(self.time_left().into_iter().chain(timeout).min())
     }
 
     fn turn_is_open(&self) -> bool {
@@ -432,6 +443,8 @@ impl<B: Stable> Drop for Flights<B> {
         self.hand_over();
         if self.stream && !self.is_whole() {
             self.end(false);
+        } else if let Some(due) = self.due() {
+            self.carrier.reset_at(due);
         }
     }
 }

@@ -217,3 +217,47 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
     flights.refused(key, refused);
     assert_eq!(flights.broken, Some(refused));
 }
+
+/// An old one may be there for as long as the limit is, and very many come and go meanwhile.
+#[test]
+fn what_is_over_is_forgotten_also_behind_what_is_not() {
+    let mut flights = flights();
+    flights.limit.time = Some(Duration::from_secs(3600));
+    assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+    // Nobody will start it.
+    flights.queue.clear();
+    flights.submit().expect("the kernel answers");
+    let due = flights.due();
+    for _ in 0..100 {
+        assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+        flights.submit().expect("the kernel answers");
+        assert!(flights.limit.sends.len() <= 16);
+    }
+    assert_eq!(flights.due(), due);
+}
+
+/// One look at the clock serves what is submitted together, and nothing that comes later.
+#[test]
+fn what_is_submitted_together_is_late_together() {
+    let mut flights = flights();
+    flights.limit.time = Some(Duration::from_secs(3600));
+    for submits in [false, true, true] {
+        assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+        flights.queue.clear();
+        if submits {
+            flights.submit().expect("the kernel answers");
+        }
+    }
+    let at: Vec<_> = flights.limit.sends.iter().map(|send| send.at).collect();
+    assert!(at[0] == at[1] && at[1] < at[2]);
+}
+
+#[test]
+fn a_limit_without_end_is_none() {
+    let mut flights = flights();
+    flights.limit.time = Some(Duration::MAX);
+    assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
+    assert_eq!(flights.due(), None);
+    flights.submit().expect("the kernel answers");
+    assert_eq!(flights.stats.failed, 0);
+}

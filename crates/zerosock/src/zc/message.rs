@@ -127,7 +127,8 @@ pub enum Refusal {
     /// More pieces than one call of the kernel takes (1024).
     #[error("a buffer of more than 1024 pieces")]
     TooManyPieces,
-    /// A stream that has failed: nothing can be sent behind what got lost. Or a raw socket that has
+    /// A stream that has failed, or of which a send was late (ETIMEDOUT,
+    /// [`Builder::limit`](super::Builder::limit)): nothing can be sent behind what got lost. Or a raw socket that has
     /// gathered a part of a packet whose rest failed ([`Outgoing::more`]): it cannot be made to forget
     /// that, and would glue the next packet to it.
     #[error("an earlier send failed: {0}")]
@@ -221,7 +222,7 @@ pub enum Sent {
 pub struct Failed {
     /// How many bytes of it were taken before.
     pub sent: usize,
-    /// What the kernel answered.
+    /// What the kernel answered; ETIMEDOUT if it was late ([`Builder::limit`](super::Builder::limit)).
     #[source]
     pub error: io::Error,
 }

@@ -96,6 +96,9 @@
 //! an end that looks like one of the whole. A buffer that a slow receiver holds is free with that, too.
 //! Senders of several threads ([`SharedSender::close`]) and of tasks end alike.
 //!
+//! A sender that goes on can have a limit ([`Builder::limit`]): when a send takes longer than that, its
+//! TCP stream is reset, and buffers that only a slow receiver held come back at once.
+//!
 //! # What must hold
 //! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it
 //! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
@@ -109,6 +112,7 @@ mod close;
 mod cork;
 mod flight;
 mod flights;
+mod limit;
 mod line;
 mod message;
 mod policy;

@@ -7,8 +7,8 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::OnceLock;
-use std::time::Duration;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::time::{
@@ -22,6 +22,8 @@ pub(super) struct Readiness {
     bell: OwnedFd,
     /// Made when it is needed.
     timer: OnceLock<OwnedFd>,
+    /// When it rings.
+    rings_at: Mutex<Option<Instant>>,
 }
 
 impl Readiness {
@@ -39,7 +41,12 @@ impl Readiness {
         let bell_rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(&epoll, &bell, nothing, bell_rings)?;
         let timer = OnceLock::new();
-        Ok(Self { epoll, bell, timer })
+        Ok(Self {
+            epoll,
+            bell,
+            timer,
+            rings_at: Mutex::new(None),
+        })
     }
 
     /// Sleeps until there may be news, or for `timeout`; what there was is drained.
@@ -52,8 +59,15 @@ impl Readiness {
         }
     }
 
-    /// Wakes whoever sleeps after this time, or the next who would. Only the last time counts.
+    /// Wakes whoever sleeps after this time, or earlier, if that was wanted before: who is woken asks
+    /// for it again. So it is seldom that a time which moves on all the while costs a call.
     pub(super) fn wake_after(&self, time: Duration) -> io::Result<()> {
+        let mut rings_at = self.rings_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let wanted = now.checked_add(time);
+        if rings_at.is_some_and(|at| now < at && wanted.is_none_or(|wanted| at <= wanted)) {
+            return Ok(());
+        }
         let timer = match self.timer.get() {
             Some(timer) => timer,
             None => {
@@ -67,9 +81,12 @@ impl Readiness {
         };
         let once = Itimerspec {
             it_interval: Timespec::default(),
-            it_value: Timespec::try_from(time).map_err(io::Error::other)?,
+            // Nothing would be never.
+            it_value: Timespec::try_from(time.max(Duration::from_nanos(1)))
+                .map_err(io::Error::other)?,
         };
         timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)?;
+        *rings_at = wanted;
         Ok(())
     }
 

@@ -58,6 +58,7 @@ pub struct Builder {
     threshold: Threshold,
     inline: bool,
     discard: bool,
+    limit: Option<Duration>,
 }
 
 impl Default for Builder {
@@ -69,6 +70,7 @@ impl Default for Builder {
             threshold: Threshold::Measured,
             inline: false,
             discard: false,
+            limit: None,
         }
     }
 }
@@ -120,6 +122,30 @@ impl Builder {
         self
     }
 
+    /// The longest that a send may take, from its acceptance until its buffer is free; without, as
+    /// long as it takes. Sends that are submitted together all count from the first of them.
+    ///
+    /// When one is late, what the kernel has not taken is cancelled, also what is younger, since that
+    /// waits behind it; it comes back as failed (ETIMEDOUT). A TCP stream is reset: the buffers that
+    /// only its peer held come back, as failed, too, although the kernel had taken them, since what
+    /// arrived of them nobody knows; and nothing more is accepted ([`Refusal::Broken`]). Buffers that
+    /// lie in front of a device follow when that is done with them. The bound holds for a sender that
+    /// is dropped, too.
+    ///
+    /// Other sockets cannot be reset. What the kernel has taken from them it keeps for as long as it
+    /// likes: datagrams that wait in front of a device, and what a peer over vsock has not read. They
+    /// come back as sent. A stream of theirs takes no more either.
+    ///
+    /// It is looked at whenever something is submitted, polled or waited for, and waits end when it is
+    /// time: no thread watches a sender that nobody calls. An event loop calls
+    /// [`poll`](Sender::poll) after [`next_timeout`](Sender::next_timeout); shared senders and those
+    /// of tasks wake whoever waits for them.
+    #[must_use]
+    pub fn limit(mut self, time: Duration) -> Self {
+        self.limit = Some(time);
+        self
+    }
+
     /// A sender over `socket`, which is its own from now on. What is sent over a duplicate of it
     /// falls in between.
     ///
@@ -150,6 +176,7 @@ impl Builder {
         let mut flights = Flights::new(carrier, kind.is_stream(), self.capacity, slots, policy);
         flights.tells_ranges = self.inline;
         flights.gives_back = !self.discard;
+        flights.limit.time = self.limit;
         Ok(Sender {
             flights,
             kind,
@@ -346,6 +373,7 @@ impl<B: Stable> Sender<B> {
     pub fn poll(&mut self) -> io::Result<()> {
         self.flights.carrier.reap()?;
         self.flights.progress();
+        self.flights.lapse();
         if !self.flights.is_handed_over() {
             self.submit()?;
         }
@@ -385,8 +413,8 @@ impl<B: Stable> Sender<B> {
     /// Hands over what was accepted, and waits for news, or for `timeout`. News is a buffer that is
     /// free, or a notification: also one that came since the last wait ended, whoever took it in, so
     /// that nothing is slept over. What was there before and has not been taken is no news. Returns
-    /// at once if there is nothing to wait for, and early after a signal, or when the kernel has
-    /// taken a part of a send.
+    /// at once if there is nothing to wait for, and early after a signal, when the kernel has taken a
+    /// part of a send, or when one is [late](Builder::limit).
     ///
     /// # Errors
     /// What the kernel answers.
@@ -450,6 +478,13 @@ impl<B: Stable> Sender<B> {
     /// kernel says, that the socket is full or that a send goes on, nobody waits for.
     pub(super) fn heard(&self) -> u64 {
         self.flights.released + self.flights.slots.told()
+    }
+
+    /// What whoever sleeps is to be told of when it changes: news, and that he may sleep no longer than
+    /// so. That a later send is now the next to be late he need not know.
+    pub(super) fn tidings(&self) -> (u64, Option<Duration>, bool) {
+        let asks = self.flights.carrier.next_timeout();
+        (self.heard(), asks, self.flights.due().is_some())
     }
 
     /// Whether everything that was accepted is over, and its buffer free.
@@ -517,11 +552,13 @@ impl<B: Stable> Sender<B> {
     }
 
     /// After which time an event loop is to call [`poll`](Self::poll) although the descriptor has
-    /// said nothing; mostly none. With the error queue it may have to be asked again and again what
-    /// became of a datagram that failed, since nothing tells of that.
+    /// said nothing; mostly none. With a [limit](Builder::limit) it is the time until the oldest send is
+    /// late. And with the error queue it may have to be asked again and again what became of a datagram
+    /// that failed, since nothing tells of that.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
-        self.flights.carrier.next_timeout()
+        let asks = self.flights.carrier.next_timeout();
+        asks.into_iter().chain(self.flights.time_left()).min()
     }
 
     /// What an event loop is to wait for on [`as_fd`](AsFd::as_fd) before it calls

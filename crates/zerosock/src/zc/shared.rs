@@ -352,11 +352,9 @@ impl<B: Stable> SharedSender<B> {
 
     fn with<T>(&self, act: impl FnOnce(&mut Sender<B>) -> T) -> T {
         let mut state = self.lock();
-        // Who sleeps must know also that he may sleep no longer than so.
-        let told = |sender: &Sender<B>| (sender.heard(), sender.next_timeout());
-        let before = told(&state.sender);
+        let before = state.sender.tidings();
         let result = act(&mut state.sender);
-        if told(&state.sender) != before {
+        if state.sender.tidings() != before {
             self.tell(&state);
         }
         result

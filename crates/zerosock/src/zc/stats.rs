@@ -32,6 +32,8 @@ pub struct Stats {
     pub system_calls: u64,
     /// Sends that failed.
     pub failed: u64,
+    /// Of those, how many because their time was up ([`Builder::limit`](super::Builder::limit)).
+    pub timed_out: u64,
     /// Messages of the socket's error queue that were about something else (ICMP errors, timestamps),
     /// read in search of notifications and dropped: over the error queue back-end alone.
     pub foreign: u64,

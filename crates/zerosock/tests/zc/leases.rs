@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tempfile::TempDir;
 use zerosock::vsock::{Endpoint, Host, Stream};
-use zerosock::zc::{Backend, Buf, Copying, Outgoing, Sender};
+use zerosock::zc::{Backend, Buf, Copying, Outgoing, Refusal, Sender};
 use zerosock::{Address, Cid, Port};
 
 use crate::network::{BACKENDS, fill};
@@ -165,5 +165,72 @@ fn a_slow_receiver_holds_a_peers_memory_for_a_bounded_time() {
             let _ = ours.recv();
             thread::yield_now();
         }
+    }
+}
+
+/// Nobody has to say when: a sender with a limit gives a peer's memory back by itself.
+#[test]
+fn a_limit_bounds_how_long_a_receiver_holds_a_peers_memory() {
+    const LIMIT: Duration = Duration::from_millis(200);
+    for backend in [Backend::Uring, Backend::ErrorQueue] {
+        let (ours, theirs, _going) = connection();
+        ours.set_nonblocking(true).expect("a stream");
+        theirs.set_nonblocking(true).expect("a stream");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
+        let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+        let mut far = listener.accept().expect("a stream").0;
+        let builder = Sender::builder().backend(backend).limit(LIMIT);
+        let mut sender: Sender = builder.open(socket.expect("loopback")).expect("a sender");
+        let begun = std::time::Instant::now();
+        // The peer writes as long as the sender takes what it has written.
+        let (mut in_place, mut late, mut out) = (0, 0, 0);
+        let refused = loop {
+            assert!(begun.elapsed() < PATIENCE, "{backend:?}: nothing is late");
+            let _ = (&theirs).write(&[7; 1 << 16]);
+            if let Ok(lease) = ours.recv() {
+                let buffer = lease.expect("more").into_buf().map_err(|(error, _)| error);
+                let buffer = buffer.expect("the peer lives");
+                in_place += usize::from(matches!(buffer, Buf::Mapped(_)));
+                let outgoing = Outgoing::new(buffer).copying(Copying::Never);
+                match sender.send(outgoing) {
+                    Ok(_) => out += 1,
+                    Err(refused) => break refused.why,
+                }
+            }
+            // For as long as it is told, unless the peer is to be looked at.
+            let time = sender.next_timeout().unwrap_or(MOMENT).min(MOMENT);
+            sender.wait(Some(time)).expect("the kernel answers");
+            while let Some(back) = sender.returned() {
+                out -= 1;
+                late += u64::from(back.outcome.is_err());
+            }
+            if late > 0 {
+                let refused = sender.send(Outgoing::new(vec![1u8]));
+                break refused.expect_err("it is late").why;
+            }
+        };
+        assert!(in_place > 0 && begun.elapsed() >= LIMIT, "{backend:?}");
+        match refused {
+            Refusal::Broken(error) => assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT)),
+            other => panic!("{backend:?}: {other}"),
+        }
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        while let Some(back) = sender.returned() {
+            out -= 1;
+            late += u64::from(back.outcome.is_err());
+        }
+        assert_eq!(out, 0, "{backend:?}");
+        assert_eq!(sender.stats().timed_out, late, "{backend:?}");
+        // The memory is the peer's again, while the sender is there.
+        let begun = std::time::Instant::now();
+        while (&theirs).write(&[7; 1 << 16]).is_err() {
+            assert!(begun.elapsed() < PATIENCE, "{backend:?}");
+            let _ = ours.recv();
+            thread::yield_now();
+        }
+        let end = std::io::copy(&mut far, &mut std::io::sink()).map_err(|error| error.kind());
+        assert_eq!(end, Err(ErrorKind::ConnectionReset), "{backend:?}");
+        drop(sender);
     }
 }

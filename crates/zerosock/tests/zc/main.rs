@@ -18,6 +18,7 @@ mod kinds;
 mod knowing;
 mod late_errors;
 mod leases;
+mod limits;
 #[cfg(feature = "tokio")]
 mod loops;
 mod model;

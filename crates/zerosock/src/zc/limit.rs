@@ -1,0 +1,138 @@
+//! A time that every send has until its buffer is free, and what is done when that is up.
+//!
+//! Sends are accepted in the order of time: the oldest that still counts is the first that is late. It
+//! is looked for when something is submitted, asked for or waited for, and who sleeps does so no
+//! longer than until then; nothing here has a clock, or a thread, of its own.
+//!
+//! What must hold: when the time is up everything is done that can be, and it counts no more. What is
+//! late for ever would be waited for without sleeping.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use zerosock_sys::zc::{self, Key, Stable};
+
+use super::flights::Flights;
+
+/// What is not done in time ends with this.
+pub(super) const TIMED_OUT: i32 = rustix::io::Errno::TIMEDOUT.raw_os_error();
+
+/// Which sends there are, by age.
+#[derive(Debug, Default)]
+pub(super) struct Limit {
+    /// None: they have all the time there is.
+    pub(super) time: Option<Duration>,
+    /// When the first of those was accepted that are not submitted yet: one look at the clock serves
+    /// all of them.
+    now: Option<Instant>,
+    /// The oldest first, with some among them that do not count any more.
+    pub(super) sends: VecDeque<Accepted>,
+}
+
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Accepted {
+    pub(super) at: Instant,
+    key: Key,
+    ordinal: u64,
+}
+
+impl<B: Stable> Flights<B> {
+    /// The send in this place, with this ordinal, has been accepted.
+    pub(super) fn counts(&mut self, key: Key, ordinal: u64) {
+        if self.limit.time.is_none() {
+            return;
+        }
+        if self.limit.sends.len() >= 2 * self.flights.len() {
+            // One that is old keeps those behind it from being forgotten one by one.
+            let mut sends = std::mem::take(&mut self.limit.sends);
+            sends.retain(|send| self.is_awaited(send));
+            self.limit.sends = sends;
+        }
+        let at = *self.limit.now.get_or_insert_with(Instant::now);
+        self.limit.sends.push_back(Accepted { at, key, ordinal });
+    }
+
+    /// Whether it counts: its buffer can be had back before the kernel gives it by itself. On streams
+    /// that is until it is free, else until the kernel has taken it.
+    fn is_awaited(&self, send: &Accepted) -> bool {
+        let flight = self.flights.get(send.key.index());
+        flight
+            .filter(|flight| flight.ordinal == send.ordinal)
+            .is_some_and(|flight| !flight.over || self.stream && !self.carrier.idle(send.key))
+    }
+
+    /// When the oldest send is late; none if there is none, or no limit.
+    pub(super) fn due(&self) -> Option<Instant> {
+        let time = self.limit.time?;
+        let oldest = self.limit.sends.iter().find(|send| self.is_awaited(send))?;
+        oldest.at.checked_add(time)
+    }
+
+    /// How long there is until then.
+    pub(super) fn time_left(&self) -> Option<Duration> {
+        let due = self.due()?;
+        Some(due.saturating_duration_since(Instant::now()))
+    }
+
+    fn is_late(&mut self, now: Instant) -> bool {
+        while let Some(send) = self.limit.sends.front()
+            && !self.is_awaited(send)
+        {
+            self.limit.sends.pop_front();
+        }
+        self.due().is_some_and(|due| due <= now)
+    }
+
+    /// If a send is late, ends what the kernel has not taken, and a stream with all of it.
+    pub(super) fn lapse(&mut self) {
+        self.limit.now = None;
+        if self.limit.sends.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        // It may have been in time, and nobody has asked.
+        while self.is_late(now) {
+            let before = (self.stats.over, self.stats.notified);
+            let _ = self.carrier.reap();
+            self.progress();
+            if before == (self.stats.over, self.stats.notified) {
+                break;
+            }
+        }
+        if self.is_late(now) {
+            self.recall();
+        }
+    }
+
+    /// Whatever the kernel answers meanwhile, the rest is done, too.
+    fn recall(&mut self) {
+        let sends = std::mem::take(&mut self.limit.sends);
+        if self.stream {
+            self.broken = self.broken.or(Some(TIMED_OUT));
+        }
+        let _ = self.end_rest(TIMED_OUT);
+        if !self.stream {
+            return;
+        }
+        // The kernel has taken all of these, and may have sent them. Nobody knows, and nobody will.
+        for send in &sends {
+            if !self.is_awaited(send) {
+                continue;
+            }
+            if let Some(flight) = self.flights.get_mut(send.key.index())
+                && flight.over
+                && flight.failure.is_none()
+            {
+                flight.failure = Some(TIMED_OUT);
+                self.stats.failed += 1;
+                self.stats.timed_out += 1;
+            }
+        }
+        if zc::reset(self.carrier.socket()).unwrap_or(false) {
+            self.ended = true;
+            // It frees buffers within the call.
+            let _ = self.carrier.reap();
+            self.progress();
+        }
+    }
+}

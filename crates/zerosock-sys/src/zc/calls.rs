@@ -16,7 +16,7 @@ use rustix::net::sockopt;
 
 use super::carrier::Held;
 use super::counter::Claim;
-use super::doubt::{Doubt, may_have_number};
+use super::doubt::{Doubt, holds_no_number, may_have_number};
 use super::error_queue::{BATCH, ErrorQueue, Named};
 use super::numbers::Numbers;
 use super::places::{Rest, header};
@@ -36,6 +36,8 @@ pub(super) struct Calls {
     pub(super) counting: bool,
     /// Of the socket's queue and its numbers.
     pub(super) claim: Option<Claim>,
+    /// The kernel has been seen to number what is sent, or does so for certain.
+    numbered: bool,
     /// What was named while the numbers meant nothing.
     early: Vec<Named>,
     pub(super) kind: Kind,
@@ -63,6 +65,7 @@ impl Calls {
             numbers: Numbers::default(),
             counting: false,
             claim: None,
+            numbered: !is_tcp(kind),
             early: Vec::new(),
             kind,
             doubt: None,
@@ -131,10 +134,10 @@ impl Calls {
         match &result {
             Ok(sent) => {
                 self.corked = order.more;
-                if zero_copy && *sent > 0 {
+                if zero_copy && *sent > 0 && self.is_numbered(held) {
                     self.numbers.give(key);
                     held.places.owes(key, true);
-                } else if wished && !zero_copy {
+                } else if wished && !(zero_copy && self.zero_copy) {
                     // It was to go without a copy, and did not.
                     let copied = Some(true);
                     self.events.push_back(Event::Noted { key, copied });
@@ -166,6 +169,18 @@ impl Calls {
             let _ = self.reap(held);
         }
         Ok(())
+    }
+
+    /// Whether the kernel has numbered the send that it has just taken. A program in the kernel that
+    /// looks at what is sent over a TCP socket (sk_msg) is given a copy, and what it keeps back or sends
+    /// over another socket has no number, so that none would ever be named. The first one tells.
+    fn is_numbered<B>(&mut self, held: &mut Held<B>) -> bool {
+        if !self.numbered {
+            held.calls += 1;
+            self.numbered = !holds_no_number(held.socket.as_fd());
+            self.zero_copy &= self.numbered;
+        }
+        self.numbered
     }
 
     pub(super) fn event(&mut self) -> Option<Event> {
@@ -254,6 +269,11 @@ impl Calls {
 
     /// The kernel is done with what has these numbers.
     fn name<B>(&mut self, held: &mut Held<B>, (lo, hi, copied): Named) {
+        // A stream's sends do not fail after they were given a number. So somebody else has taken
+        // these, or such a program has cut one of ours up, and what is named next may not be ours.
+        if is_tcp(self.kind) && self.numbers.is_ahead(hi) {
+            self.zero_copy = false;
+        }
         let in_step = self.numbers.name(lo, hi, |key, took| {
             held.places.noted(key, took);
             let copied = took.then_some(copied);
@@ -267,6 +287,10 @@ impl Calls {
     pub(super) fn reap_all<B>(&mut self, held: &mut Held<B>) {
         let _ = (0..LOOKS).all(|_| self.reap(held).is_ok_and(|count| count > 0));
     }
+}
+
+fn is_tcp(kind: Kind) -> bool {
+    matches!(kind, Kind::Tcp4 | Kind::Tcp6)
 }
 
 /// One sendmsg(2).

@@ -116,7 +116,7 @@ pub(super) fn may_have_number(socket: BorrowedFd<'_>, code: i32, total: usize) -
 /// Whether the socket has given no number that has not been named, and that name read: each is some
 /// of its option memory (SO_MEMINFO, Linux 4.12) until then. What else is, such as a filter, makes
 /// the answer no.
-fn holds_no_number(socket: BorrowedFd<'_>) -> bool {
+pub(super) fn holds_no_number(socket: BorrowedFd<'_>) -> bool {
     const SO_MEMINFO: libc::c_int = 55;
     const OPTION_MEMORY: usize = 6;
     let mut counts = [u32::MAX; 16];

@@ -85,6 +85,11 @@ impl Numbers {
         self.next
     }
 
+    /// Whether this number is one that was not given yet.
+    pub(super) fn is_ahead(&self, number: u32) -> bool {
+        number.wrapping_sub(self.next) < 1 << 31
+    }
+
     /// A send has taken it.
     pub(super) fn give(&mut self, key: Key) {
         self.push(Whose::Of(key));
@@ -106,8 +111,8 @@ impl Numbers {
     /// taken bytes. Those that have been named already are passed over. False if they are too far
     /// ahead to be true.
     pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Key, bool)) -> bool {
-        let ahead = hi.wrapping_sub(self.next);
-        if ahead < 1 << 31 {
+        if self.is_ahead(hi) {
+            let ahead = hi.wrapping_sub(self.next);
             if ahead >= AHEAD {
                 return false;
             }

@@ -33,6 +33,7 @@ mod pump;
 mod shared;
 mod sink;
 mod slots;
+mod sockmap;
 mod streams;
 mod threshold;
 mod together;

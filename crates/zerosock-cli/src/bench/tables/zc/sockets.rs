@@ -6,6 +6,7 @@ use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
 
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{RecvFlags, recv};
 use zerosock_sys::affinity;
 use zerosock_sys::network::isolate_thread;
@@ -42,7 +43,13 @@ impl Carried {
                 socket.connect(to).map_err(failed)?;
                 Ok(socket.into())
             }
-            Self::Tcp(to) => Ok(TcpStream::connect(to).map_err(failed)?.into()),
+            Self::Tcp(to) => {
+                let socket = TcpStream::connect(to).map_err(failed)?;
+                // As the kernel's own test programs have it.
+                set_socket_send_buffer_size(&socket, 1 << 21)
+                    .map_err(|error| failed(error.into()))?;
+                Ok(socket.into())
+            }
         }
     }
 }

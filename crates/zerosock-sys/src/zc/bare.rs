@@ -93,7 +93,8 @@ fn ring_loop<B: Stable>(
     ring.submitter().register_files(&[socket.as_raw_fd()])?;
     if how == Bare::Registered {
         let arena = first.arena().ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: the buffers' arena is mapped until after the ring is gone: who lent the buffers drops them later, if at all.
+        // SAFETY: the buffers' arena is mapped until after the ring is gone: who lent the buffers
+        // drops them later, if at all.
         unsafe { ring.submitter().register_buffers(&[arena.vector()])? };
     }
     let pieces = buffers.iter().map(only_piece).enumerate();

@@ -200,6 +200,17 @@ impl<B: Stable> Carrier<B> {
         }
     }
 
+    /// As [`reap`](Self::reap), for everything that is done, within reason: on the error queue, also
+    /// what is behind messages that are not the carrier's.
+    pub fn reap_all(&mut self) {
+        let Inner { means, held, .. } = &mut *self.inner;
+        match means {
+            // What it cannot post now it posts later.
+            Means::Ring(ring) => drop(ring.reap(held)),
+            Means::Calls(calls) => calls.reap_all(held),
+        }
+    }
+
     /// Tells the kernel of what was started and waits until it says something or, after WouldBlock
     /// of a call, until the socket is writable, or for `timeout`. Returns at once if there is
     /// nothing to wait for.

@@ -100,8 +100,9 @@ fn look_after() {
             .collect();
         let turn = Timespec::try_from(TURN).unwrap_or_default();
         let ready = poll(&mut descriptors, Some(&turn));
-        // A socket that has hung up says so all the time, also when nothing is new.
-        if ready.is_ok_and(|count| count > 0) {
+        // A socket that has hung up says so all the time, also when nothing is new; and a call that
+        // is refused is refused again.
+        if !matches!(ready, Ok(0)) {
             thread::sleep(Duration::from_millis(1));
         }
     }

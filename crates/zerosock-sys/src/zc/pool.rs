@@ -117,12 +117,12 @@ impl fmt::Debug for Arena {
 ///
 /// One of more than 1 MiB lies in huge pages of 2 MiB, where the machine has some set aside and gives
 /// them (Linux 5.14); else the kernel is asked for transparent ones. A sender over io_uring registers
-/// the pages of its blocks when it first sends from it: from then on no send of one block pins pages,
-/// and none counts against the limit of locked memory (`RLIMIT_MEMLOCK`) but the registration. Several
-/// blocks in one send (a vector of them) are pinned as other memory is. It has room for 64 pools, fewer if some are larger than
-/// 1 GiB: another takes the place of one that was not sent from for a thousand sends, and is sent
-/// from like other memory until then. A handle is cheap to clone; the memory is there for as long as
-/// a handle, a block or a sender that has it registered.
+/// the pages of its blocks when it first sends from it: from then on no send of one block pins
+/// pages, and none counts against the limit of locked memory (`RLIMIT_MEMLOCK`) but the registration.
+/// Several blocks in one send (a vector of them) are pinned as other memory is. It has room for 64
+/// pools, fewer if some are larger than 1 GiB: another takes the place of one that was not sent from
+/// for a thousand sends, and is sent from like other memory until then. A handle is cheap to clone;
+/// the memory is there for as long as a handle, a block or a sender that has it registered.
 #[derive(Clone, Debug)]
 pub struct Pool {
     arenas: Arc<[Arc<Arena>]>,

@@ -313,9 +313,8 @@ impl Ring {
         while self.event(held).is_some() {}
     }
 
-    /// The socket is let go when only
-    /// notifications are to come: its peer is told of the end, and older kernels wait for requests
-    /// before they let it go.
+    /// The socket is let go when only notifications are to come: its peer is told of the end, and older
+    /// kernels wait for requests before they let it go.
     fn end<B>(&mut self, held: &mut Held<B>) {
         if self.ending == Ending::Requests && self.cancel_within(Some(MOMENT)).is_ok() {
             self.ending = Ending::Socket;

@@ -143,7 +143,9 @@ pub fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
         // The others come of a socket that has gathered nothing: it has nowhere to send to.
         Err(
             Errno::MSGSIZE
+            | Errno::ACCESS
             | Errno::DESTADDRREQ
+            | Errno::NETDOWN
             | Errno::NETUNREACH
             | Errno::HOSTUNREACH
             | Errno::PIPE,

@@ -93,7 +93,7 @@ impl<B: Stable> Flights<B> {
         // It may have been in time, and nobody has asked.
         while self.is_late(now) {
             let before = (self.stats.over, self.stats.notified);
-            let _ = self.carrier.reap();
+            self.carrier.reap_all();
             self.progress();
             if before == (self.stats.over, self.stats.notified) {
                 break;

@@ -128,9 +128,9 @@ pub enum Refusal {
     #[error("a buffer of more than 1024 pieces")]
     TooManyPieces,
     /// A stream that has failed, or of which a send was late (ETIMEDOUT,
-    /// [`Builder::limit`](super::Builder::limit)): nothing can be sent behind what got lost. Or a raw socket that has
-    /// gathered a part of a packet whose rest failed ([`Outgoing::more`]): it cannot be made to forget
-    /// that, and would glue the next packet to it.
+    /// [`Builder::limit`](super::Builder::limit)): nothing can be sent behind what got lost. Or a raw
+    /// socket that has gathered a part of a packet whose rest failed ([`Outgoing::more`]): it cannot
+    /// be made to forget that, and would glue the next packet to it.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
     /// The sender was closed, by another handle to it.

@@ -41,6 +41,10 @@ pub enum OpenError {
     /// when the peer has room for a part.
     #[error("this socket cannot be sent from by {0:?}")]
     Unavailable(Backend),
+    /// Messages over vsock (SOCK_SEQPACKET): the kernel takes parts of a message for which there is
+    /// too little credit, and does not say so.
+    #[error("messages over vsock cannot be sent whole without blocking")]
+    Messages,
     /// No places, or more than 16384.
     #[error("{0} places: there must be 1 to {MOST}")]
     Capacity(u32),
@@ -136,6 +140,9 @@ impl Builder {
     /// likes: datagrams that wait in front of a device, and what a peer over vsock has not read. They
     /// come back as sent. A stream of theirs takes no more either.
     ///
+    /// A buffer that is copied is free when the kernel has taken it: what a slow receiver leaves in the
+    /// socket's own memory does not count.
+    ///
     /// It is looked at whenever something is submitted, polled or waited for, and waits end when it is
     /// time: no thread watches a sender that nobody calls. An event loop calls
     /// [`poll`](Sender::poll) after [`next_timeout`](Sender::next_timeout); shared senders and those
@@ -152,7 +159,8 @@ impl Builder {
     /// The error queue is the socket's, and so is the kernel's count of what was sent without a
     /// copy. Of several senders of this process over one socket and that back-end, the first that
     /// sends without a copy has both, until it has gone and the kernel is done with what it sent; the
-    /// others copy meanwhile. What the program sends itself with MSG_ZEROCOPY must be over before
+    /// others copy meanwhile. A TCP socket that was disconnected and connected again must not have been
+    /// sent from without a copy before: its count is not to be seen. What the program sends itself with MSG_ZEROCOPY must be over before
     /// (the kernel is done with it, whether the queue was read or not), and none may be sent later.
     ///
     /// # Errors
@@ -163,9 +171,8 @@ impl Builder {
         }
         let opened = Carrier::open(socket.into(), self.capacity, self.backend);
         let (carrier, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
-            (io::ErrorKind::Unsupported, backend) => {
-                OpenError::Unavailable(backend.unwrap_or(Backend::Uring))
-            }
+            (io::ErrorKind::Unsupported, Some(backend)) => OpenError::Unavailable(backend),
+            (io::ErrorKind::Unsupported, None) => OpenError::Messages,
             _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
                 OpenError::NotASocket
             }
@@ -431,7 +438,7 @@ impl<B: Stable> Sender<B> {
 
     fn wait_for_place(&mut self) -> io::Result<()> {
         self.submit()?;
-        if self.room() == 0 {
+        if self.room() == 0 && !self.is_broken() {
             self.flights.wait(None)?;
             self.flights.progress();
         }
@@ -480,11 +487,21 @@ impl<B: Stable> Sender<B> {
         self.flights.released + self.flights.slots.told()
     }
 
-    /// What whoever sleeps is to be told of when it changes: news, and that he may sleep no longer than
-    /// so. That a later send is now the next to be late he need not know.
-    pub(super) fn tidings(&self) -> (u64, Option<Duration>, bool) {
+    /// What whoever sleeps is to be told of when it changes: news, that a stream is broken, and that he
+    /// may sleep no longer than so. That a later send is now the next to be late he need not know.
+    pub(super) fn tidings(&self) -> (u64, bool, Option<Duration>, bool) {
         let asks = self.flights.carrier.next_timeout();
-        (self.heard(), asks, self.flights.due().is_some())
+        (
+            self.heard(),
+            self.is_broken(),
+            asks,
+            self.flights.due().is_some(),
+        )
+    }
+
+    /// Whether an earlier send failed so that nothing more is accepted.
+    pub(super) fn is_broken(&self) -> bool {
+        self.flights.broken.is_some()
     }
 
     /// Whether everything that was accepted is over, and its buffer free.

@@ -146,7 +146,9 @@ impl<B: Stable> SharedSender<B> {
                     why: Refusal::Full,
                 }) => {
                     outgoing = back;
-                    let goes_on = |sender: &Sender<B>| sender.room() > 0 || sender.is_closed();
+                    let goes_on = |sender: &Sender<B>| {
+                        sender.room() > 0 || sender.is_closed() || sender.is_broken()
+                    };
                     if let Err(error) = self.sleep(None, goes_on) {
                         let why = Refusal::Call(error);
                         return Err(Refused { outgoing, why });
@@ -382,9 +384,9 @@ impl<B: Stable> SharedSender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = self.lock();
         loop {
-            let heard = state.sender.heard();
+            let before = state.sender.tidings();
             let polled = state.sender.submit().and_then(|()| state.sender.poll());
-            if state.sender.heard() != heard {
+            if state.sender.tidings() != before {
                 self.tell(&state);
             }
             polled?;

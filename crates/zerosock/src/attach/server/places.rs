@@ -337,11 +337,20 @@ impl Server {
             (answer.port, answer.ports) = (Seat::sources(block).0, BLOCK);
         }
         let answer = encode_answer(&answer);
+        let (uid, pid) = (client.uid, client.pid);
+        // Before the answer: who has that can be found.
+        let process = Process {
+            cid,
+            name: name.clone(),
+            uid,
+            pid,
+            claims: claims.clone(),
+        };
+        self.directory.insert(vm, process);
         let sent = fd_passing::send(&client.socket, &[IoSlice::new(&answer)], &[theirs.as_fd()]);
         if let Err(error) = sent {
             return self.lose(key, &format!("it takes no answer: {error}"), house);
         }
-        let (uid, pid) = (client.uid, client.pid);
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             let name = name.as_ref().map_or("", Name::as_str);
             match service {
@@ -352,14 +361,6 @@ impl Server {
                 }
             }
         }
-        let process = Process {
-            cid,
-            name,
-            uid,
-            pid,
-            claims,
-        };
-        self.directory.insert(vm, process);
     }
 
     /// A member is to leave.

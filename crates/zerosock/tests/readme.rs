@@ -37,6 +37,7 @@ fn zero_copy(socket: TcpStream, bytes: Bytes, lease: OwnedLease) -> Result<(), B
     sender.send(Outgoing::new(bytes))?;                        // Bytes, Vec, Arc<[u8]>, a block of a Pool
     let buffer = lease.into_buf().map_err(|(error, _)| error)?; // a guest's memory, from where it lies
     sender.send(Outgoing::new(buffer))?;
+    sender.poll()?;                                            // what has the kernel let go of?
     while let Some(free) = sender.returned() { /* free.buffer is yours again */ }
     // Up to here
     Ok(())

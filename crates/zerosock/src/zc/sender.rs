@@ -41,8 +41,7 @@ pub enum OpenError {
     /// when the peer has room for a part.
     #[error("this socket cannot be sent from by {0:?}")]
     Unavailable(Backend),
-    /// Messages over vsock (SOCK_SEQPACKET): the kernel takes parts of a message for which there is
-    /// too little credit, and does not say so.
+    /// No back-end was asked for, and none can send from messages of AF_VSOCK, as said there.
     #[error("messages over vsock cannot be sent whole without blocking")]
     Messages,
     /// No places, or more than 16384.
@@ -159,9 +158,10 @@ impl Builder {
     /// The error queue is the socket's, and so is the kernel's count of what was sent without a
     /// copy. Of several senders of this process over one socket and that back-end, the first that
     /// sends without a copy has both, until it has gone and the kernel is done with what it sent; the
-    /// others copy meanwhile. A TCP socket that was disconnected and connected again must not have been
-    /// sent from without a copy before: its count is not to be seen. What the program sends itself with MSG_ZEROCOPY must be over before
-    /// (the kernel is done with it, whether the queue was read or not), and none may be sent later.
+    /// others copy meanwhile. What the program sends itself with MSG_ZEROCOPY must be over before (the
+    /// kernel is done with it, whether the queue was read or not), and none may be sent later. A TCP
+    /// socket that was disconnected and connected again must not have been sent from without a copy
+    /// before: where its count stands is not to be seen.
     ///
     /// # Errors
     /// [`OpenError`].

@@ -11,9 +11,9 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::attempts::COPIED;
 use super::calls::send;
 use super::error_queue::ErrorQueue;
+use super::requests::COPIED;
 use super::ring::{REPORT_USAGE, SOCKET};
 use super::{Piece, Stable};
 
@@ -295,7 +295,7 @@ mod tests {
             1
         );
         let how = (Bare::ZeroCopy, Posting::OnEntry);
-        if super::super::ring::supported().is_ok_and(|has_it| has_it) {
+        if super::super::ring::supported().is_ok_and(|has| has.zero_copy) {
             assert_eq!(
                 left(|socket, buffers| drop(over_ring(socket, buffers, 1, how, false, go_on))),
                 1

@@ -41,6 +41,15 @@ impl Piece {
     }
 }
 
+impl From<&libc::iovec> for Piece {
+    fn from(vector: &libc::iovec) -> Self {
+        Self {
+            address: vector.iov_base.cast_const().cast(),
+            len: vector.iov_len,
+        }
+    }
+}
+
 impl From<&[u8]> for Piece {
     fn from(bytes: &[u8]) -> Self {
         Self {

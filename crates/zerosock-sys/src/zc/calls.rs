@@ -6,7 +6,6 @@
 //! a duplicate of the socket by other means confuses them.
 //! What a send that failed may have taken of them is found out in `doubt`.
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -19,8 +18,9 @@ use super::counter::Claim;
 use super::doubt::{Doubt, holds_no_number, may_have_number};
 use super::error_queue::{BATCH, ErrorQueue, Named};
 use super::numbers::Numbers;
-use super::places::{Rest, header};
-use super::{Address, Event, Key, Kind, NotStarted, Order, Stable, Way};
+use super::places::header;
+use super::requests::{Note, Together};
+use super::{Address, Key, Kind, NotStarted, Order, Stable, Started, Way};
 
 /// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
 pub(super) const LOOKS: usize = 64;
@@ -30,7 +30,6 @@ const DOUBT: Duration = Duration::from_millis(10);
 /// Sends by a call each.
 pub(super) struct Calls {
     zero_copy: bool,
-    pub(super) events: VecDeque<Event>,
     pub(super) numbers: Numbers,
     /// The numbers have begun.
     pub(super) counting: bool,
@@ -61,7 +60,6 @@ impl Calls {
     pub(super) fn new(kind: Kind, zero_copy: bool) -> Self {
         Self {
             zero_copy,
-            events: VecDeque::new(),
             numbers: Numbers::default(),
             counting: false,
             claim: None,
@@ -82,11 +80,11 @@ impl Calls {
     pub(super) fn start<B: Stable>(
         &mut self,
         held: &mut Held<B>,
-        key: Key,
+        keys: &[Key],
         order: Order,
-    ) -> Result<(), NotStarted> {
-        let place = held.places.get(key).ok_or(NotStarted::Vacant)?;
-        let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
+    ) -> Result<Started, NotStarted> {
+        let &first = keys.first().ok_or(NotStarted::Vacant)?;
+        let buffer = held.places.buffer(first).ok_or(NotStarted::Vacant)?;
         // An empty datagram, or an empty piece of one, has a number or not, as it comes. A copy has
         // none, and costs nothing.
         let wished = order.way == Way::ZeroCopy && buffer.total() > order.from;
@@ -95,28 +93,19 @@ impl Calls {
             self.settle(held);
             zero_copy = self.doubt.is_none() && self.zero_copy;
         }
-        zero_copy = zero_copy && self.counts(held, key);
-        let place = held.places.get(key).ok_or(NotStarted::Vacant)?;
-        let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
-        let only;
-        let many;
-        let pieces: &[libc::iovec] = match Rest::of(
-            buffer,
-            order.from,
-            held.longest(if zero_copy { Way::ZeroCopy } else { Way::Copy }),
-        ) {
-            Rest::One(piece) => {
-                only = [piece.vector()];
-                &only
-            }
-            Rest::Many(pieces) if pieces.len() > libc::UIO_MAXIOV as usize => {
-                return Err(NotStarted::TooManyPieces);
-            }
-            Rest::Many(pieces) => {
-                many = pieces;
-                &many
-            }
+        zero_copy = zero_copy && self.counts(held, first);
+        let way = match zero_copy {
+            true => Way::ZeroCopy,
+            false => Way::Copy,
         };
+        let together = Together {
+            many: held.gathers(way),
+            by_arena: false,
+            longest: held.longest(way),
+        };
+        let id = held.requests.gather(&held.places, keys, &order, together)?;
+        let request = held.requests.get(id);
+        let (places, total) = (request.places(), request.total());
         let told = self.error.take();
         let made = told.is_none();
         let result = match told {
@@ -125,50 +114,53 @@ impl Calls {
                 let more = if order.more { libc::MSG_MORE } else { 0 };
                 let flags = libc::MSG_DONTWAIT | more;
                 held.calls += 1;
-                let address = place.address.as_ref();
-                send(held.socket.as_fd(), pieces, address, zero_copy, flags)
+                let address = held.places.address(first);
+                let socket = held.socket.as_fd();
+                send(socket, request.pieces(), address, zero_copy, flags)
             }
         };
         self.full = matches!(&result, Err(error) if error.kind() == io::ErrorKind::WouldBlock);
-        held.places.begun(key);
+        held.requests.begun(&mut held.places, id);
+        let mut note = Note::None;
         match &result {
             Ok(sent) => {
                 self.corked = order.more;
                 if zero_copy && *sent > 0 && self.is_numbered(held) {
-                    self.numbers.give(key);
-                    held.places.owes(key, true);
+                    self.numbers.give(id);
+                    note = Note::Follows;
                 } else if wished && !(zero_copy && self.zero_copy) {
-                    // It was to go without a copy, and did not.
-                    let copied = Some(true);
-                    self.events.push_back(Event::Noted { key, copied });
+                    note = Note::Copied;
                 }
             }
             Err(error) if made && zero_copy && self.datagrams => {
                 let code = error.raw_os_error().unwrap_or(0);
-                let total = pieces.iter().map(|piece| piece.iov_len).sum();
                 if may_have_number(held.socket.as_fd(), code, total) {
                     // An error ends what was to be continued.
                     self.corked = false;
                     self.doubt = Some(Doubt {
-                        key,
+                        id,
+                        key: first,
                         code,
                         number: self.numbers.next(),
                     });
-                    held.places.owes(key, false);
+                    held.requests.owes(&mut held.places, id);
                     self.settle(held);
                 }
             }
             Err(_) => {}
         }
-        held.places.ended(key);
-        self.events.push_back(Event::Done(key, result));
+        held.requests.result(&mut held.places, id, result, note);
         self.unlooked += 1;
         if self.unlooked >= BATCH {
             // As many as one call takes: who only sends gets buffers back, too. What it answers
             // instead is answered again to who asks.
             let _ = self.reap(held);
         }
-        Ok(())
+        Ok(Started {
+            places,
+            linked: false,
+            registered: false,
+        })
     }
 
     /// Whether the kernel has numbered the send that it has just taken. A program in the kernel that
@@ -183,16 +175,12 @@ impl Calls {
         self.numbered
     }
 
-    pub(super) fn event(&mut self) -> Option<Event> {
-        self.events.pop_front()
-    }
-
     pub(super) fn wait<B>(
         &mut self,
         held: &mut Held<B>,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        if !self.events.is_empty() || (held.places.owed == 0 && !self.full) {
+        if !held.requests.events.is_empty() || (held.places.owed == 0 && !self.full) {
             return Ok(());
         }
         let wanted = if self.full {
@@ -274,10 +262,8 @@ impl Calls {
         if is_tcp(self.kind) && self.numbers.is_ahead(hi) {
             self.zero_copy = false;
         }
-        let in_step = self.numbers.name(lo, hi, |key, took| {
-            held.places.noted(key, took);
-            let copied = took.then_some(copied);
-            self.events.push_back(Event::Noted { key, copied });
+        let in_step = self.numbers.name(lo, hi, |id| {
+            held.requests.noted(&mut held.places, id, copied);
         });
         // Somebody else sends without a copy, and much: what we gave has lost its meaning.
         self.zero_copy &= in_step;

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::calls::Calls;
 use super::places::Places;
+use super::requests::Requests;
 use super::ring::Ring;
 use super::{
-    Address, Event, Key, Kind, LONGEST, NotStarted, Order, Stable, Way, kind, orphans,
+    Address, Event, Key, Kind, LONGEST, NotStarted, Order, Stable, Started, Way, kind, orphans,
     permit_zero_copy, reset,
 };
 
@@ -55,6 +56,7 @@ enum Means {
 pub(super) struct Held<B> {
     pub(super) socket: OwnedFd,
     pub(super) places: Places<B>,
+    pub(super) requests: Requests,
     pub(super) kind: Kind,
     /// System calls for sending, asking and waiting.
     pub(super) calls: u64,
@@ -68,6 +70,20 @@ impl<B> Held<B> {
         match self.kind {
             Kind::VsockStream if way == Way::ZeroCopy => VSOCK_PACKET,
             _ => LONGEST,
+        }
+    }
+
+    pub(super) fn is_tcp(&self) -> bool {
+        matches!(self.kind, Kind::Tcp4 | Kind::Tcp6)
+    }
+
+    /// Whether a request can be of several places. A socket that takes only so many pages in place as
+    /// one packet holds, and copies what has more, gets them one by one.
+    pub(super) fn gathers(&self, way: Way) -> bool {
+        match self.kind {
+            Kind::Tcp4 | Kind::Tcp6 => true,
+            Kind::VsockStream | Kind::OtherStream => way == Way::Copy,
+            _ => false,
         }
     }
 }
@@ -114,6 +130,7 @@ impl<B: Stable> Carrier<B> {
             held: Held {
                 socket,
                 places: Places::new(capacity),
+                requests: Requests::default(),
                 kind,
                 calls: 0,
                 foreign: 0,
@@ -152,16 +169,17 @@ impl<B: Stable> Carrier<B> {
         self.inner.held.places.put(buffer, address)
     }
 
-    /// Makes a request of what lies in a place. Over a ring the kernel learns of it by
-    /// [`submit`](Self::submit); else it is one call, which does not block.
+    /// Makes one request of what lies in the first of these places, and on a stream in those behind it,
+    /// as many as go together. Over a ring the kernel learns of it by [`submit`](Self::submit); else it
+    /// is one call, which does not block.
     ///
     /// # Errors
-    /// If it cannot be made; the place is as it was.
-    pub fn start(&mut self, key: Key, order: Order) -> Result<(), NotStarted> {
+    /// If it cannot be made; the places are as they were.
+    pub fn start(&mut self, keys: &[Key], order: Order) -> Result<Started, NotStarted> {
         let Inner { means, held, .. } = &mut *self.inner;
         match means {
-            Means::Ring(ring) => ring.start(held, key, order),
-            Means::Calls(calls) => calls.start(held, key, order),
+            Means::Ring(ring) => ring.start(held, keys, order),
+            Means::Calls(calls) => calls.start(held, keys, order),
         }
     }
 
@@ -183,7 +201,7 @@ impl<B: Stable> Carrier<B> {
         let Inner { means, held, .. } = &mut *self.inner;
         match means {
             Means::Ring(ring) => ring.event(held),
-            Means::Calls(calls) => calls.event(),
+            Means::Calls(_) => held.requests.events.pop_front(),
         }
     }
 
@@ -271,12 +289,6 @@ impl<B: Stable> Carrier<B> {
         }
     }
 
-    /// The longest request, in bytes: what a send has behind that is another request's.
-    #[must_use]
-    pub fn longest(&self, way: Way) -> usize {
-        self.inner.held.longest(way)
-    }
-
     /// Messages of the socket's error queue that were about something else than sends, and have been
     /// dropped.
     #[must_use]
@@ -310,13 +322,6 @@ impl<B: Stable> Carrier<B> {
             Means::Ring(ring) => ring.expects_registered(buffer),
             Means::Calls(_) => false,
         }
-    }
-
-    /// Whether the request that is under way was.
-    #[must_use]
-    pub fn is_registered(&self, key: Key) -> bool {
-        let place = self.inner.held.places.get(key);
-        place.is_some_and(|place| place.arena.is_some())
     }
 
     /// How many arenas of pools are registered with the kernel.

@@ -22,13 +22,16 @@ use super::calls::{Calls, LOOKS};
 use super::carrier::Held;
 use super::error_queue::BATCH;
 use super::places::header;
-use super::{Address, Event, Key, Kind, Piece};
+use super::requests::Id;
+use super::{Address, Key, Kind, Piece};
 
 /// The longest datagram, and more: what is longer fails before anything is done about it.
 const DATAGRAM: usize = 0xffff;
 
 /// A send that failed and may have taken a number.
 pub(super) struct Doubt {
+    pub(super) id: Id,
+    /// Of which place it is.
     pub(super) key: Key,
     /// What it was answered.
     pub(super) code: i32,
@@ -64,25 +67,16 @@ impl Calls {
             self.doubt = Some(doubt);
             return;
         }
-        for _ in 0..self.numbers.claim(doubt.number, doubt.key) {
-            held.places.owes(doubt.key, false);
+        for _ in 0..self.numbers.claim(doubt.number, doubt.id) {
+            held.requests.owes(&mut held.places, doubt.id);
         }
-        let place = held.places.get(doubt.key);
-        if place.is_some_and(|place| place.results == 0) {
-            let (key, copied) = (doubt.key, None);
-            self.events.push_back(Event::Noted { key, copied });
-        }
-        held.places.noted(doubt.key, false);
+        held.requests.noted(&mut held.places, doubt.id, false);
     }
 
     /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
     pub(super) fn probe<B>(&self, held: &mut Held<B>, key: Key) -> Option<i32> {
-        let place = held.places.get(key);
         held.calls += 1;
-        let first = probe(
-            held.socket.as_fd(),
-            place.and_then(|place| place.address.as_ref()),
-        );
+        let first = probe(held.socket.as_fd(), held.places.address(key));
         if matches!(
             first,
             None | Some(libc::EINVAL | libc::EAGAIN | libc::ENOBUFS)

@@ -4,8 +4,8 @@
 //! reads the buffer. Whatever lies between belongs to a [`Carrier`]: over io_uring (`ring`: SEND_ZC and
 //! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or without). It is
 //! driven alike whichever it is: [`put`](Carrier::put) gives a buffer into a place of its own,
-//! [`start`](Carrier::start) makes a request of it, [`submit`](Carrier::submit) hands requests to the
-//! kernel, and [`event`](Carrier::event) tells what has become of them; when a place is idle,
+//! [`start`](Carrier::start) makes a request of it, on streams of several at once,
+//! [`submit`](Carrier::submit) hands requests to the kernel, and [`event`](Carrier::event) tells what has become of them; when a place is idle,
 //! [`take`](Carrier::take) gives the buffer back.
 //!
 //! What must hold: a buffer leaves its place only when the kernel owes nothing for it: no result
@@ -15,7 +15,6 @@
 
 mod address;
 mod arenas;
-mod attempts;
 pub mod bare;
 mod buffers;
 mod calls;
@@ -28,6 +27,7 @@ mod numbers;
 mod orphans;
 mod places;
 mod pool;
+mod requests;
 mod ring;
 mod socket;
 
@@ -51,27 +51,39 @@ pub enum Way {
     ZeroCopy,
 }
 
-/// How one request is made of what lies in a place.
+/// How one request is made of what lies in places.
 #[derive(Copy, Clone, Debug)]
 pub struct Order {
     /// With a copy or without.
     pub way: Way,
-    /// Bytes in front that have been sent already.
+    /// Bytes of the first place that have been sent already.
     pub from: usize,
-    /// Of a stream: all of it or an error (MSG_WAITALL).
+    /// Of a stream: all of it or an error (MSG_WAITALL), so that others can be linked to it.
     pub whole: bool,
-    /// The request started next waits for the success of this one. Of use to a ring alone.
+    /// What is started next, once all of these places are, waits for the success of this. Of use to a
+    /// ring alone.
     pub linked: bool,
-    /// MSG_MORE: what follows belongs to it.
+    /// MSG_MORE: what follows the last place belongs to it.
     pub more: bool,
     /// Made only once the socket is writable, after WouldBlock.
     pub when_writable: bool,
 }
 
+/// A request that was started.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Started {
+    /// How many places it is of, from the first on.
+    pub places: usize,
+    /// What is started next waits for its success.
+    pub linked: bool,
+    /// It is from memory that is registered with the kernel.
+    pub registered: bool,
+}
+
 /// What the kernel said of a place.
 #[derive(Debug)]
 pub enum Event {
-    /// A request has ended: so many bytes were taken.
+    /// A request has ended: so many bytes of this place were taken.
     Done(Key, io::Result<usize>),
     /// The kernel does not read the buffer any more on behalf of one request.
     Noted {
@@ -88,9 +100,6 @@ pub enum Event {
 pub enum NotStarted {
     /// There is nothing in that place.
     Vacant,
-    /// An earlier request of the same place has no result yet, and this one needs what that one still
-    /// refers to.
-    Unfinished,
     /// The submission queue is full: submit first.
     QueueFull,
     /// More pieces than one call takes (IOV_MAX, 1024).

@@ -1,4 +1,4 @@
-//! Which zero-copy send of a socket has which number.
+//! Which zero-copy request of a socket has which number.
 //!
 //! The kernel numbers them in the order in which they are made, and names ranges of numbers when
 //! their buffers are free; a range may come before an earlier one. Numbers wrap. One that is named
@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use super::Key;
+use super::requests::Id;
 
 /// The furthest that a name may be ahead of what was given.
 const AHEAD: u32 = 1 << 16;
@@ -19,9 +19,7 @@ const AHEAD: u32 = 1 << 16;
 /// Whose a number is.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Whose {
-    Of(Key),
-    /// Of one that failed and took it nevertheless.
-    OfFailed(Key),
+    Of(Id),
     /// Taken, by whom is not known.
     Unknown,
 }
@@ -91,8 +89,8 @@ impl Numbers {
     }
 
     /// A send has taken it.
-    pub(super) fn give(&mut self, key: Key) {
-        self.push(Whose::Of(key));
+    pub(super) fn give(&mut self, id: Id) {
+        self.push(Whose::Of(id));
     }
 
     fn push(&mut self, whose: Whose) {
@@ -107,10 +105,9 @@ impl Numbers {
             .partition_point(|(number, _)| u64::from(next.wrapping_sub(*number)) > behind)
     }
 
-    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were, and whether that had
-    /// taken bytes. Those that have been named already are passed over. False if they are too far
+    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were. Those that have been named already are passed over. False if they are too far
     /// ahead to be true.
-    pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Key, bool)) -> bool {
+    pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Id)) -> bool {
         if self.is_ahead(hi) {
             let ahead = hi.wrapping_sub(self.next);
             if ahead >= AHEAD {
@@ -128,21 +125,21 @@ impl Numbers {
         let end = self.position(behind - 1);
         for (_, whose) in self.given.drain(first..end.max(first)) {
             match whose {
-                Whose::Of(key) => freed(key, true),
-                Whose::OfFailed(key) => freed(key, false),
+                Whose::Of(id) => freed(id),
                 Whose::Unknown => self.unknown -= 1,
             }
         }
         true
     }
 
-    /// Numbers from `from` on that are nobody's are `key`'s. How many.
-    pub(super) fn claim(&mut self, from: u32, key: Key) -> u32 {
+    /// Numbers from `from` on that are nobody's are of `id`, which failed and took
+    /// them nevertheless. How many.
+    pub(super) fn claim(&mut self, from: u32, id: Id) -> u32 {
         let mut count = 0;
         let first = self.position(u64::from(self.next.wrapping_sub(from)));
         for (_, whose) in self.given.iter_mut().skip(first) {
             if *whose == Whose::Unknown {
-                *whose = Whose::OfFailed(key);
+                *whose = Whose::Of(id);
                 count += 1;
             }
         }
@@ -165,7 +162,7 @@ mod tests {
 
     fn named(numbers: &mut Numbers, lo: u32, hi: u32) -> Vec<u32> {
         let mut freed = Vec::new();
-        assert!(numbers.name(lo, hi, |key, _| freed.push(key.0)));
+        assert!(numbers.name(lo, hi, |id| freed.push(id.0)));
         freed.sort_unstable();
         freed
     }
@@ -176,7 +173,7 @@ mod tests {
             next: first,
             ..Numbers::default()
         };
-        keys.iter().for_each(|&key| numbers.give(Key(key)));
+        keys.iter().for_each(|&key| numbers.give(Id(key)));
         numbers
     }
 
@@ -198,7 +195,7 @@ mod tests {
         let mut numbers = numbers(0, &[10]);
         // 1 was taken by a send that failed, and comes before 0.
         assert_eq!(named(&mut numbers, 1, 1), []);
-        numbers.give(Key(12));
+        numbers.give(Id(12));
         assert_eq!(named(&mut numbers, 0, 1), [10]);
         assert_eq!(named(&mut numbers, 2, 2), [12]);
     }
@@ -208,9 +205,9 @@ mod tests {
         let mut numbers = numbers(5, &[]);
         // 6 is named, so that 5 was taken.
         assert_eq!(named(&mut numbers, 6, 6), []);
-        assert_eq!(numbers.claim(5, Key(1)), 1);
-        assert_eq!(numbers.claim(5, Key(1)), 0);
-        numbers.give(Key(2));
+        assert_eq!(numbers.claim(5, Id(1)), 1);
+        assert_eq!(numbers.claim(5, Id(1)), 0);
+        numbers.give(Id(2));
         assert_eq!(named(&mut numbers, 5, 5), [1]);
         assert_eq!(named(&mut numbers, 7, 7), [2]);
         assert!(numbers.is_empty());
@@ -222,7 +219,7 @@ mod tests {
         assert_eq!(named(&mut numbers, 5, 5), [10]);
         // Of 5 to 7 the first has been passed, and 7 is named.
         assert_eq!(named(&mut numbers, 7, 7), []);
-        assert_eq!(numbers.claim(5, Key(1)), 1);
+        assert_eq!(numbers.claim(5, Id(1)), 1);
         assert_eq!(named(&mut numbers, 6, 6), [1]);
         assert!(numbers.is_empty());
     }
@@ -242,8 +239,8 @@ mod tests {
         let mut numbers = numbers(u32::MAX - 500, &[7]);
         for _ in 0..100_000 {
             let number = numbers.next();
-            numbers.give(Key(8));
-            numbers.give(Key(9));
+            numbers.give(Id(8));
+            numbers.give(Id(9));
             let after = number.wrapping_add(1);
             assert_eq!(named(&mut numbers, after, after), [9]);
             assert_eq!(named(&mut numbers, number, number), [8]);
@@ -260,7 +257,7 @@ mod tests {
             let at = |offset: u32| start.wrapping_add(offset);
             let mut numbers = Numbers::default();
             numbers.begin(None);
-            (10..14).for_each(|key| numbers.give(Key(key)));
+            (10..14).for_each(|key| numbers.give(Id(key)));
             // Whose these are depends on where the others lie.
             assert!(!numbers.learn(at(1), at(1)));
             assert!(!numbers.learn(at(3), at(3)));
@@ -277,8 +274,8 @@ mod tests {
     fn what_was_named_together_with_older_ones_is_the_last_of_them() {
         let mut numbers = Numbers::default();
         numbers.begin(None);
-        numbers.give(Key(1));
-        numbers.give(Key(2));
+        numbers.give(Id(1));
+        numbers.give(Id(2));
         assert!(numbers.learn(90, 100));
         assert_eq!(named(&mut numbers, 90, 100), [1, 2]);
         assert_eq!(numbers.next(), 101);
@@ -287,7 +284,7 @@ mod tests {
     #[test]
     fn a_name_far_ahead_is_refused() {
         let mut numbers = numbers(0, &[10]);
-        assert!(!numbers.name(AHEAD + 1, AHEAD + 1, |_, _| panic!("nobody's")));
+        assert!(!numbers.name(AHEAD + 1, AHEAD + 1, |_| panic!("nobody's")));
         assert_eq!(numbers.next(), 1);
     }
 }

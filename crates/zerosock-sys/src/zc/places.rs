@@ -1,10 +1,9 @@
 //! Where buffers lie while the kernel reads them.
 //!
-//! The places are made once and never move: an address, and the list of a buffer's pieces, lie in
-//! them while a request refers to them. A place counts what the kernel owes for it; its contents
-//! go out only at zero.
+//! The places are made once and never move: an address lies there while a request refers to it. A
+//! place counts what the kernel owes for it; its contents go out only at zero.
 
-use super::{Address, Piece, Stable};
+use super::Address;
 
 /// A place of a carrier. Those of another carrier name some other place or none; the worst that
 /// comes of mixing them up is a buffer in other hands.
@@ -19,30 +18,14 @@ impl Key {
     }
 }
 
-/// A buffer of several pieces, as sendmsg(2) reads it.
-pub(super) struct Message {
-    pub(super) header: libc::msghdr,
-    /// What the header refers to.
-    _pieces: Vec<libc::iovec>,
-}
-
 pub(super) struct Place<B> {
     pub(super) buffer: Option<B>,
     pub(super) address: Option<Address>,
-    /// What a request refers to; replaced only while no request is under way.
-    pub(super) message: Option<Box<Message>>,
-    /// The number of its arena, while requests are under way that name it.
-    pub(super) arena: Option<u16>,
     /// Results that are to come.
     pub(super) results: u32,
     /// Notifications that are to come.
     pub(super) notes: u32,
 }
-
-// SAFETY: what is not Send by itself are the pointers in `message`. They point to memory that the
-// place's own `buffer`, which is Send, keeps in place, and to the place's own `address`; nobody
-// but the kernel follows them.
-unsafe impl<B: Send> Send for Place<B> {}
 
 pub(super) struct Places<B> {
     places: Box<[Place<B>]>,
@@ -58,8 +41,6 @@ impl<B> Places<B> {
         let place = |_| Place {
             buffer: None,
             address: None,
-            message: None,
-            arena: None,
             results: 0,
             notes: 0,
         };
@@ -89,8 +70,16 @@ impl<B> Places<B> {
         self.places.get(key.index())
     }
 
-    pub(super) fn get_mut(&mut self, key: Key) -> Option<&mut Place<B>> {
+    fn get_mut(&mut self, key: Key) -> Option<&mut Place<B>> {
         self.places.get_mut(key.index())
+    }
+
+    pub(super) fn buffer(&self, key: Key) -> Option<&B> {
+        self.get(key)?.buffer.as_ref()
+    }
+
+    pub(super) fn address(&self, key: Key) -> Option<&Address> {
+        self.get(key)?.address.as_ref()
     }
 
     /// Whether the kernel owes nothing for it.
@@ -106,7 +95,6 @@ impl<B> Places<B> {
         }
         let place = self.get_mut(key)?;
         let buffer = place.buffer.take()?;
-        place.message = None;
         self.free.push(key.0);
         Some(buffer)
     }
@@ -165,54 +153,6 @@ impl<B> Places<B> {
     }
 }
 
-/// What of a buffer lies behind its first `from` bytes, as far as one request takes it.
-pub(super) enum Rest {
-    /// One piece, possibly empty.
-    One(Piece),
-    /// Several.
-    Many(Vec<libc::iovec>),
-}
-
-impl Rest {
-    pub(super) fn of(buffer: &impl Stable, from: usize, most: usize) -> Self {
-        let (mut skip, mut left) = (from, most);
-        let mut first = None;
-        let mut many = Vec::new();
-        buffer.pieces(&mut |piece| {
-            let Some(mut piece) = piece.behind(&mut skip).filter(|_| left > 0) else {
-                return;
-            };
-            piece.len = piece.len.min(left);
-            left -= piece.len;
-            match first {
-                None => first = Some(piece),
-                Some(ahead) => {
-                    if many.is_empty() {
-                        many.push(ahead.vector());
-                    }
-                    many.push(piece.vector());
-                }
-            }
-        });
-        match first {
-            _ if !many.is_empty() => Self::Many(many),
-            Some(piece) => Self::One(piece),
-            None => Self::One(Piece::EMPTY),
-        }
-    }
-}
-
-impl Message {
-    /// The kernel's form of `pieces`, to `address`, which must stay where it is while the header is
-    /// used.
-    pub(super) fn new(pieces: Vec<libc::iovec>, address: Option<&Address>) -> Self {
-        Self {
-            header: header(&pieces, address),
-            _pieces: pieces,
-        }
-    }
-}
-
 /// What sendmsg(2) reads. It refers to both: they must stay where they are while it is used.
 pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc::msghdr {
     // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
@@ -224,40 +164,4 @@ pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc:
         header.msg_namelen = address.len();
     }
     header
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::zc::Buf;
-
-    fn lengths(rest: &Rest) -> Vec<usize> {
-        match rest {
-            Rest::One(piece) => vec![piece.len],
-            Rest::Many(pieces) => pieces.iter().map(|piece| piece.iov_len).collect(),
-        }
-    }
-
-    /// Of what is longer than one request the next one takes the rest, piece by piece.
-    #[test]
-    fn a_request_is_no_longer_than_it_may_be() {
-        let pieces = [3000, 0, 5000, 100].map(|len| Buf::from(vec![1; len]));
-        let buffer = Buf::from(pieces.into_iter().collect::<Vec<_>>());
-        for (from, most, expected) in [
-            (0, 10_000, &[3000, 5000, 100][..]),
-            (0, 3000, &[3000]),
-            (0, 3001, &[3000, 1]),
-            (3001, 5000, &[4999, 1]),
-            (8001, 5000, &[99]),
-            (8100, 5000, &[0]),
-        ] {
-            assert_eq!(
-                lengths(&Rest::of(&buffer, from, most)),
-                expected,
-                "{from}, {most}"
-            );
-        }
-        let one = Rest::of(&vec![1; 9000], 1000, 4096);
-        assert_eq!(lengths(&one), [4096]);
-    }
 }

@@ -3,8 +3,14 @@
 //! One ring for one socket, which is registered with it. A request is an entry of the submission
 //! queue; nothing is a system call but [`submit`](Ring::submit) and the waiting. Completions are
 //! read from memory that the kernel shares. A zero-copy request has two: its result, which says by
-//! a flag whether a notification follows, and that notification. Which request of which place a
-//! completion is of, and when a place is idle, is kept by `attempts`.
+//! a flag whether a notification follows, and that notification. Which request a completion is of, and
+//! when a place is idle, is kept by `requests`.
+//!
+//! On TCP the notifications of requests that follow each other can be one: since Linux 6.10 a packet
+//! that holds the end of one and the beginning of the next ties them together (`io_link_skb`), those
+//! to the next packet's, and so on for as long as there is more to send. Then nothing is told until
+//! everything is acknowledged, however long ago it was sent. So every now and then a packet ends with
+//! a request (MSG_EOR).
 //!
 //! The ring is made with COOP_TASKRUN: the kernel posts what is done when the thread that submitted
 //! enters it next for whatever reason, at the latest at a tick of the clock, and does not interrupt
@@ -16,20 +22,25 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use io_uring::{IoUring, Probe, opcode, squeue, types};
+use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 
 use super::arenas::Arenas;
-use super::attempts::{Attempts, Posted};
 use super::carrier::Held;
-use super::places::{Message, Rest};
-use super::{Event, Key, NotStarted, Order, Stable, Way};
+use super::places::header;
+use super::requests::{Posted, Together};
+use super::{Event, Key, NotStarted, Order, Piece, Stable, Started, Way};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2).
 pub(super) const REPORT_USAGE: u16 = 1 << 3;
+/// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
+const FIXED_BUF: u16 = 1 << 2;
 /// Completions of requests that are nobody's: a wait for a writable socket.
 const NOBODY: u64 = u64::MAX;
 /// The socket's place among the ring's files.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
+/// Bytes without a copy whose notifications may be tied together. A packet that ends with a request is
+/// shorter than others, and costs as much.
+const TIED: usize = 192 << 10;
 /// The longest that the thread of orphans waits for one ring.
 const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
@@ -49,11 +60,14 @@ enum Ending {
 pub(super) struct Ring {
     ring: IoUring,
     arenas: Arenas,
-    attempts: Attempts,
     /// Entries of the submission queue that the kernel has not been told of.
     queued: usize,
     /// What those entries carry as user data, in their order.
     unsent: VecDeque<u64>,
+    /// Bytes without a copy since a packet ended with a request.
+    tied: usize,
+    /// Requests of several pieces can be from registered memory.
+    vectors_of_arenas: bool,
     /// Of a ring that is to go: what is left to be ended.
     ending: Ending,
 }
@@ -65,7 +79,8 @@ impl Ring {
     /// `Unsupported` where the kernel lacks what is needed (Linux 6.2); what io_uring_setup(2)
     /// answers, EPERM where it is forbidden.
     pub(super) fn open(socket: impl AsFd, capacity: u32) -> io::Result<Self> {
-        if !supported()? {
+        let answers = supported()?;
+        if !answers.zero_copy {
             return Err(io::ErrorKind::Unsupported.into());
         }
         let ring = IoUring::builder()
@@ -81,9 +96,10 @@ impl Ring {
         Ok(Self {
             ring,
             arenas: Arenas::default(),
-            attempts: Attempts::new(capacity),
             queued: 0,
             unsent: VecDeque::new(),
+            tied: 0,
+            vectors_of_arenas: answers.vectors_of_arenas,
             ending: Ending::Requests,
         })
     }
@@ -92,78 +108,90 @@ impl Ring {
     pub(super) fn start<B: Stable>(
         &mut self,
         held: &mut Held<B>,
-        key: Key,
+        keys: &[Key],
         order: Order,
-    ) -> Result<(), NotStarted> {
+    ) -> Result<Started, NotStarted> {
         let room = self.ring.params().sq_entries() as usize - self.queued;
         if room < 1 + usize::from(order.when_writable) {
             return Err(NotStarted::QueueFull);
         }
-        let longest = held.longest(order.way);
-        let place = held.places.get_mut(key).ok_or(NotStarted::Vacant)?;
-        let buffer = place.buffer.as_ref().ok_or(NotStarted::Vacant)?;
-        let flags = libc::MSG_NOSIGNAL
-            | if order.whole { libc::MSG_WAITALL } else { 0 }
-            | if order.more { libc::MSG_MORE } else { 0 };
-        let mut number = None;
-        let entry = match Rest::of(buffer, order.from, longest) {
-            Rest::One(piece) => {
-                let len = piece.len as u32;
-                let (address, address_len) = match &place.address {
+        let together = Together {
+            many: held.gathers(order.way),
+            by_arena: order.way == Way::ZeroCopy,
+            longest: held.longest(order.way),
+        };
+        let id = held.requests.gather(&held.places, keys, &order, together)?;
+        let flags = self.flags(held.requests.get(id).total(), held.is_tcp(), order);
+        let first = held.requests.get(id).first();
+        let address = first.and_then(|first| held.places.address(first));
+        let request = held.requests.get_mut(id);
+        let arena = first
+            .and_then(|first| held.places.buffer(first)?.arena())
+            .filter(|_| order.way == Way::ZeroCopy);
+        let entry = match *request.pieces() {
+            [] | [_] => {
+                let piece = request.pieces().first().map_or(Piece::EMPTY, Piece::from);
+                let (to, to_len) = match address {
                     Some(address) => (address.as_ptr(), address.len()),
                     None => (std::ptr::null(), 0),
                 };
                 match order.way {
                     Way::ZeroCopy => {
-                        let arena = buffer.arena();
-                        number = arena.and_then(|arena| self.arenas.number(&self.ring, arena));
-                        opcode::SendZc::new(SOCKET, piece.address, len)
-                            .buf_index(number)
-                            .dest_addr(address)
-                            .dest_addr_len(address_len)
+                        request.arena = arena.and_then(|it| self.arenas.number(&self.ring, it));
+                        opcode::SendZc::new(SOCKET, piece.address, piece.len as u32)
+                            .buf_index(request.arena)
+                            .dest_addr(to)
+                            .dest_addr_len(to_len)
                             .flags(flags)
                             .zc_flags(REPORT_USAGE)
                             .build()
                     }
-                    Way::Copy => opcode::Send::new(SOCKET, piece.address, len)
-                        .dest_addr(address)
-                        .dest_addr_len(address_len)
+                    Way::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
+                        .dest_addr(to)
+                        .dest_addr_len(to_len)
                         .flags(flags)
                         .build(),
                 }
             }
-            Rest::Many(pieces) => {
-                if pieces.len() > libc::UIO_MAXIOV as usize {
-                    return Err(NotStarted::TooManyPieces);
-                }
-                // An older message of this place is only replaced when no request refers to it.
-                if place.results > 0 {
-                    return Err(NotStarted::Unfinished);
-                }
-                let message = Box::new(Message::new(pieces, place.address.as_ref()));
-                let header = &raw const message.header;
-                place.message = Some(message);
+            _ => {
+                let header = request.header(address);
                 match order.way {
-                    Way::ZeroCopy => opcode::SendMsgZc::new(SOCKET, header)
-                        .ioprio(REPORT_USAGE)
-                        .flags(flags as u32)
-                        .build(),
+                    Way::ZeroCopy => {
+                        // Its entry has room for the number of an arena, and our crate no word for it:
+                        // it is 0.
+                        let arena = arena.filter(|_| self.vectors_of_arenas);
+                        let number = arena.and_then(|it| self.arenas.number(&self.ring, it));
+                        request.arena = number.filter(|&number| number == 0);
+                        let fixed = match request.arena {
+                            Some(_) => FIXED_BUF,
+                            None => 0,
+                        };
+                        opcode::SendMsgZc::new(SOCKET, header)
+                            .ioprio(REPORT_USAGE | fixed)
+                            .flags(flags as u32)
+                            .build()
+                    }
                     Way::Copy => opcode::SendMsg::new(SOCKET, header)
                         .flags(flags as u32)
                         .build(),
                 }
             }
         };
-        if let (None, Some(number)) = (place.arena, number) {
-            place.arena = Some(number);
+        if let Some(number) = request.arena {
             self.arenas.begun(number);
         }
-        let link = if order.linked {
-            squeue::Flags::IO_LINK
-        } else {
-            squeue::Flags::empty()
+        let places = request.places();
+        let follows = order.linked || order.whole && places < keys.len();
+        let started = Started {
+            places,
+            linked: follows && !request.is_cut,
+            registered: request.arena.is_some(),
         };
-        let entry = entry.user_data(self.attempts.next(key)).flags(link);
+        let link = match started.linked {
+            true => squeue::Flags::IO_LINK,
+            false => squeue::Flags::empty(),
+        };
+        let entry = entry.user_data(held.requests.user_data(id)).flags(link);
         if order.when_writable {
             let poll = opcode::PollAdd::new(SOCKET, libc::POLLOUT as u32)
                 .build()
@@ -172,18 +200,38 @@ impl Ring {
             self.push(&poll);
         }
         self.push(&entry);
-        held.places.begun(key);
-        Ok(())
+        held.requests.begun(&mut held.places, id);
+        Ok(started)
+    }
+
+    /// Of a request of so many bytes.
+    fn flags(&mut self, total: usize, is_tcp: bool, order: Order) -> i32 {
+        let mut flags = libc::MSG_NOSIGNAL;
+        if order.whole {
+            flags |= libc::MSG_WAITALL;
+        }
+        if order.more {
+            flags |= libc::MSG_MORE;
+        }
+        if is_tcp && order.way == Way::ZeroCopy {
+            self.tied += total;
+            if self.tied >= TIED && order.whole && !order.more {
+                self.tied = 0;
+                flags |= libc::MSG_EOR;
+            }
+        }
+        flags
     }
 
     /// The queue has room: who calls has seen that.
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: what the entry refers to is the place's: its buffer, whose bytes stay where they
-        // are (`Stable`), its address and its message. None of them leaves the place or is replaced
-        // before the kernel has given the request's result, and the buffer not before the
-        // notification (`Places::take`, and `start` for the message). When the carrier, which has
-        // both, is dropped before, they live on together (`orphans`). A registered arena is mapped
-        // for as long as it is registered, and not replaced while a request names it (`arenas`).
+        // SAFETY: what the entry refers to are buffers in their places, whose bytes stay where they
+        // are (`Stable`), an address in a place, and a message that is the request's. None of them
+        // leaves the place or is replaced before the kernel has given the request's result, and the
+        // buffers not before the notification (`Places::take`, `Requests::settle`). When the carrier,
+        // which has all of it, is dropped before, it lives on as a whole (`orphans`). A registered
+        // arena is mapped for as long as it is registered, and not replaced while a request names it
+        // (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
             self.unsent.push_back(entry.get_user_data());
@@ -240,7 +288,8 @@ impl Ring {
         held: &mut Held<B>,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        if held.places.owed == 0 || !self.ring.completion().is_empty() {
+        let has_news = !held.requests.events.is_empty() || !self.ring.completion().is_empty();
+        if held.places.owed == 0 || has_news {
             return self.submit(held);
         }
         self.enter(held, 1, timeout)
@@ -248,6 +297,9 @@ impl Ring {
 
     pub(super) fn event<B>(&mut self, held: &mut Held<B>) -> Option<Event> {
         loop {
+            if let Some(event) = held.requests.events.pop_front() {
+                return Some(event);
+            }
             let entry = self.ring.completion().next()?;
             if entry.user_data() == NOBODY {
                 continue;
@@ -257,15 +309,8 @@ impl Ring {
                 result: entry.result(),
                 flags: entry.flags(),
             };
-            let event = self.attempts.event(&mut held.places, posted);
-            if let Some(Event::Done(key, _)) = event
-                && let Some(place) = held.places.get_mut(key).filter(|place| place.results == 0)
-                && let Some(number) = place.arena.take()
-            {
+            if let Some(number) = held.requests.posted(&mut held.places, posted) {
                 self.arenas.ended(number);
-            }
-            if event.is_some() {
-                return event;
             }
         }
     }
@@ -288,7 +333,7 @@ impl Ring {
     pub(super) fn abandon<B>(&mut self, held: &mut Held<B>) {
         for user_data in self.unsent.drain(..) {
             if user_data != NOBODY {
-                held.places.ended(Attempts::key(user_data));
+                held.requests.abandoned(&mut held.places, user_data);
             }
         }
     }
@@ -349,9 +394,18 @@ impl Ring {
     }
 }
 
-/// Whether the kernel has zero-copy sends that report whether they copied, and lets us use them.
-pub(super) fn supported() -> io::Result<bool> {
-    static SUPPORTED: OnceLock<bool> = OnceLock::new();
+/// What the kernel has.
+#[derive(Copy, Clone, Debug)]
+pub(super) struct Answers {
+    /// Zero-copy sends that report whether they copied, and lets us use them.
+    pub(super) zero_copy: bool,
+    /// Those of several pieces of registered memory.
+    vectors_of_arenas: bool,
+}
+
+/// What the kernel has, and lets us use.
+pub(super) fn supported() -> io::Result<Answers> {
+    static SUPPORTED: OnceLock<Answers> = OnceLock::new();
     if let Some(&known) = SUPPORTED.get() {
         return Ok(known);
     }
@@ -360,21 +414,45 @@ pub(super) fn supported() -> io::Result<bool> {
     Ok(*SUPPORTED.get_or_init(|| answer))
 }
 
-fn try_out() -> io::Result<bool> {
+fn try_out() -> io::Result<Answers> {
     let mut ring = IoUring::new(2)?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;
+    let mut answers = Answers {
+        zero_copy: false,
+        vectors_of_arenas: false,
+    };
     if !probe.is_supported(opcode::SendZc::CODE) || !probe.is_supported(opcode::SendMsgZc::CODE) {
-        return Ok(false);
+        return Ok(answers);
     }
-    // A kernel that does not know the flag says EINVAL before it looks at the descriptor.
-    let entry = opcode::SendZc::new(types::Fd(-1), std::ptr::null(), 0).zc_flags(REPORT_USAGE);
-    // SAFETY: the request names no memory, and no socket.
-    unsafe { ring.submission().push(&entry.build()) }.map_err(io::Error::other)?;
-    ring.submit_and_wait(1)?;
-    match ring.completion().next().map(|entry| -entry.result()) {
-        Some(libc::EBADF) => Ok(true),
-        Some(libc::EINVAL) => Ok(false),
-        _ => Err(io::ErrorKind::Other.into()),
+    // A kernel that does not know a flag says EINVAL before it looks at the descriptor.
+    let nowhere = types::Fd(-1);
+    let empty = header(&[], None);
+    for (entry, answer) in [
+        (
+            opcode::SendZc::new(nowhere, std::ptr::null(), 0)
+                .zc_flags(REPORT_USAGE)
+                .build(),
+            &mut answers.zero_copy,
+        ),
+        (
+            opcode::SendMsgZc::new(nowhere, &raw const empty)
+                .ioprio(REPORT_USAGE | FIXED_BUF)
+                .build(),
+            &mut answers.vectors_of_arenas,
+        ),
+    ] {
+        // SAFETY: the requests name no socket; one names a header of no pieces, which outlives the
+        // wait for its result.
+        unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
+        ring.submit_and_wait(1)?;
+        // That of the one before may have been notified of meanwhile, which says nothing.
+        let mut results = (ring.completion()).filter(|entry| !cqueue::notif(entry.flags()));
+        *answer = match results.next().map(|entry| -entry.result()) {
+            Some(libc::EBADF) => true,
+            Some(libc::EINVAL) => false,
+            _ => return Err(io::ErrorKind::Other.into()),
+        };
     }
+    Ok(answers)
 }

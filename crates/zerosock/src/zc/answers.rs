@@ -5,12 +5,15 @@ use std::io;
 use zerosock_sys::zc::{self, Event, Key, Stable, Way};
 
 use super::flight::{Flight, Part};
-use super::flights::Flights;
+use super::flights::{Flights, GATHERED};
 use super::limit::TIMED_OUT;
 use super::message::Returned;
 
 /// Rounds of waiting for memory until a send is copied.
 const ROUNDS: u8 = 3;
+/// Where the kernel had no memory for a request of several sends, the next ones are half as long, and
+/// so many bytes longer with each notification.
+const GROWTH: usize = 512;
 /// What was cancelled ends with this.
 pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 
@@ -95,6 +98,7 @@ impl<B: Stable> Flights<B> {
             Answer::Again | Answer::Cancelled => {}
             Answer::Full => self.full = true,
             Answer::NoMemory => {
+                self.gather /= 2;
                 flight.rounds += 1;
                 if flight.rounds > ROUNDS || !waits {
                     flight.way = Way::Copy;
@@ -190,6 +194,7 @@ impl<B: Stable> Flights<B> {
         self.stats.notified += 1;
         if let Some(copied) = copied {
             self.starved = false;
+            self.gather = (self.gather + GROWTH).min(GATHERED);
             self.policy.noted(copied);
             self.stats.copied_by_kernel += u64::from(copied);
         }

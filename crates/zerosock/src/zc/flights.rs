@@ -4,7 +4,8 @@
 //! A send is *queued*, *started* (the kernel has a request of it), *over* (all of it was taken, or
 //! it failed), and then free when the kernel owes nothing more for it. On a stream one chain of
 //! linked requests is under way at a time: unlinked ones could overtake each other, and what is
-//! short must be completed before anything follows. A stream on which a send failed takes no more; one
+//! short must be completed before anything follows. Sends that wait together, and go the same way, are
+//! gathered: one request, and one notification, is of up to 128 KiB of them. A stream on which a send failed takes no more; one
 //! that ends before the kernel has taken all that was accepted is reset, so that its peer does not
 //! take it for a whole one.
 //!
@@ -35,8 +36,11 @@ use super::slots::Slots;
 use super::stats::Stats;
 use super::turn::Turn;
 
-/// Requests of a stream under way together.
+/// Sends of a stream under way together.
 const CHAIN: usize = 32;
+/// Bytes of sends that one request is made of at most, unless one alone has more: so many that what a
+/// request costs is little beside them, and so few that buffers come back soon.
+pub(super) const GATHERED: usize = 128 << 10;
 
 pub(super) struct Flights<B: Stable> {
     pub(super) carrier: Carrier<B>,
@@ -64,6 +68,10 @@ pub(super) struct Flights<B: Stable> {
     pub(super) armed: Option<Key>,
     /// The kernel had no memory; a notification is waited for.
     pub(super) starved: bool,
+    /// Bytes of sends that one request is made of; less where the kernel had no memory for so many.
+    pub(super) gather: usize,
+    /// Those that a request is to be made of.
+    run: Vec<Key>,
     /// Counts the buffers that have become free.
     pub(super) released: u64,
     /// What ended the stream.
@@ -106,6 +114,8 @@ impl<B: Stable> Flights<B> {
             full: false,
             armed: None,
             starved: false,
+            gather: GATHERED,
+            run: Vec::new(),
             released: 0,
             broken: None,
             closed: false,
@@ -219,12 +229,11 @@ impl<B: Stable> Flights<B> {
         Ok(())
     }
 
-    /// How many requests there were, and sends that failed instead.
+    /// How many sends were started, or failed instead.
     fn start_all(&mut self, at_once: bool) -> io::Result<usize> {
         let mut all = 0;
         while self.may_start() {
-            let one_by_one = at_once || self.stream && !self.whole;
-            let started = self.start_some(if one_by_one { 1 } else { CHAIN })?;
+            let started = self.start_some(at_once || self.stream && !self.whole)?;
             all += started;
             if at_once {
                 self.progress();
@@ -252,80 +261,125 @@ impl<B: Stable> Flights<B> {
         self.queue.is_empty() && self.again.is_empty()
     }
 
-    /// Starts up to `most` requests; of a stream, as one chain. How many.
-    fn start_some(&mut self, most: usize) -> io::Result<usize> {
-        let count = most.min(self.again.len() + self.queue.len());
+    fn pop(&mut self) -> Option<Key> {
+        self.again.pop_front().or_else(|| self.queue.pop_front())
+    }
+
+    /// Which of the next `most` sends one request is to be made of: of a stream those that go alike.
+    fn run(&self, most: usize, run: &mut Vec<Key>) {
+        run.clear();
+        let mut left = None;
+        for &key in self.again.iter().chain(&self.queue).take(most) {
+            let Some(flight) = self.flights.get(key.index()) else {
+                return;
+            };
+            let rest = flight.total.saturating_sub(flight.sent);
+            let goes_on = |(way, left): &(Way, usize)| {
+                self.stream && *way == flight.way && flight.sent == 0 && rest <= *left
+            };
+            left = match left {
+                None => Some((flight.way, self.gather.saturating_sub(rest))),
+                Some(run) if goes_on(&run) => Some((run.0, run.1 - rest)),
+                Some(_) => return,
+            };
+            run.push(key);
+        }
+    }
+
+    /// Starts up to 32 sends, or of what is to be made `one_by_one` one request; of a stream, as one
+    /// chain. How many.
+    fn start_some(&mut self, one_by_one: bool) -> io::Result<usize> {
+        let mut run = std::mem::take(&mut self.run);
+        let started = self.start_runs(one_by_one, &mut run);
+        self.run = run;
+        started
+    }
+
+    fn start_runs(&mut self, one_by_one: bool, run: &mut Vec<Key>) -> io::Result<usize> {
+        let count = CHAIN.min(self.again.len() + self.queue.len());
         let (mut started, mut chained) = (0, false);
         while started < count {
-            let Some(key) = self.again.pop_front().or_else(|| self.queue.pop_front()) else {
+            self.run(count - started, run);
+            let Some(&key) = run.first() else { break };
+            let Some(flight) = self.flights.get(key.index()) else {
                 break;
             };
-            let Some(flight) = self.flights.get_mut(key.index()) else {
-                continue;
-            };
             if let Some(error) = self.broken.or_else(|| self.cork.ends(flight)) {
+                self.pop();
                 self.fail(key, error);
                 started += 1;
                 continue;
             }
             if !self.cork.admits(flight.part, self.open, chained) {
-                self.again.push_front(key);
                 break;
             }
-            let last = started + 1 == count;
-            let longest = self.carrier.longest(flight.way);
+            let follows = started + run.len() < count && !one_by_one;
+            let last = run.last().and_then(|key| self.flights.get(key.index()));
             let order = Order {
                 way: flight.way,
                 from: flight.sent,
                 whole: self.whole,
-                linked: is_followed(flight, self.stream, longest) && !last,
-                more: flight.more,
+                linked: follows && (self.stream || flight.part != Part::Whole && flight.more),
+                more: last.is_some_and(|last| last.more),
                 when_writable: self.full,
             };
-            match self.carrier.start(key, order) {
-                Ok(()) => {
-                    flight.started = true;
-                    flight.turn = self.turn.number;
-                    let (way, registered) = (flight.way, self.carrier.is_registered(key));
-                    if way == Way::ZeroCopy && registered != flight.registered {
-                        // It costs what another class does.
-                        flight.class = None;
+            let part = flight.part;
+            match self.carrier.start(run, order) {
+                Ok(one) => {
+                    for &key in run.iter().take(one.places) {
+                        self.pop();
+                        self.started(key, one.registered);
                     }
-                    self.turn.started(flight.class.map(|class| (class, way)));
-                    self.stats.registered += u64::from(registered);
-                    self.cork.started(flight.part);
-                    chained = flight.part != Part::Whole;
-                    self.open += 1;
-                    started += 1;
                     self.stats.requests += 1;
+                    self.stats.registered += u64::from(one.registered);
+                    self.cork.started(part);
+                    chained = part != Part::Whole;
+                    started += one.places;
                     if std::mem::take(&mut self.full) {
                         self.armed = Some(key);
                     }
-                    if !order.linked && (self.stream || chained || self.armed.is_some()) {
+                    let is_chain = self.stream || chained || self.armed.is_some();
+                    if one_by_one || is_chain && !one.linked {
                         break;
                     }
                 }
                 Err(NotStarted::QueueFull) => {
                     // The request before it may be linked to this one: the kernel ends a chain
                     // where a submission ends.
-                    self.again.push_front(key);
                     self.carrier.submit()?;
                     break;
                 }
-                Err(NotStarted::Vacant | NotStarted::Unfinished | NotStarted::TooManyPieces) => {
+                Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
                     let code = rustix::io::Errno::INVAL.raw_os_error();
-                    if flight.part != Part::Whole && flight.more {
+                    if part != Part::Whole && order.more {
                         self.cork.ended = Some(code);
                     }
                     if self.stream {
                         self.broken = self.broken.or(Some(code));
                     }
+                    self.pop();
                     self.fail(key, code);
                     started += 1;
                 }
             }
         }
         Ok(started)
+    }
+
+    /// The kernel has, or is to have, a request of this send.
+    fn started(&mut self, key: Key, registered: bool) {
+        self.open += 1;
+        let Some(flight) = self.flights.get_mut(key.index()) else {
+            return;
+        };
+        flight.started = true;
+        flight.turn = self.turn.number;
+        if flight.way == Way::ZeroCopy && registered != flight.registered {
+            // It costs what another class does.
+            flight.class = None;
+        }
+        let one = flight.class.map(|class| (class, flight.way));
+        self.turn.started(one);
     }
 
     /// The oldest buffer that is free.
@@ -446,17 +500,6 @@ impl<B: Stable> Drop for Flights<B> {
         } else if let Some(due) = self.due() {
             self.carrier.reset_at(due);
         }
-    }
-}
-
-/// Whether the request made next may be made without waiting for this one's result, if it is linked
-/// to it: the kernel cuts a request that is longer than it takes, and calls that a success. A
-/// datagram's pieces keep their order, too.
-fn is_followed(flight: &Flight, stream: bool, longest: usize) -> bool {
-    let rest = flight.total.saturating_sub(flight.sent);
-    match stream {
-        true => rest <= longest,
-        false => flight.part != Part::Whole && flight.more,
     }
 }
 

@@ -16,13 +16,15 @@ pub struct Stats {
     pub over: u64,
     /// Bytes that the kernel took.
     pub bytes: u64,
-    /// Requests that were made of the kernel: more than sends where one took several.
+    /// Requests that were made of the kernel: more than sends where one took several, fewer where
+    /// several sends of a stream were gathered.
     pub requests: u64,
     /// Of those, how many from memory of a pool that is registered with the kernel.
     pub registered: u64,
     /// Sends whose buffer the device or the receiver read itself.
     pub in_place: u64,
-    /// Notifications: what the kernel was asked to send without a copy and has let go.
+    /// Sends that the kernel was asked to make without a copy and has let go of; again for each request
+    /// that one took. One notification can be of several.
     pub notified: u64,
     /// Of those, how many the kernel copied after all.
     pub copied_by_kernel: u64,

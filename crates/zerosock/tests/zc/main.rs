@@ -14,6 +14,7 @@ mod ends;
 mod ends_shared;
 mod faults;
 mod files;
+mod gathered;
 mod kinds;
 mod knowing;
 mod late_errors;

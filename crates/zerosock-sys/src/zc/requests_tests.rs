@@ -1,0 +1,355 @@
+//! What is said of requests, and what places are told.
+
+use super::super::{Buf, Way};
+use super::*;
+
+/// IORING_CQE_F_MORE and IORING_CQE_F_NOTIF.
+const MORE: u32 = 1 << 1;
+const NOTIF: u32 = 1 << 3;
+const CANCELLED: i32 = -libc::ECANCELED;
+
+const ORDER: Order = Order {
+    way: Way::ZeroCopy,
+    from: 0,
+    whole: true,
+    linked: false,
+    more: false,
+    when_writable: false,
+};
+const TOGETHER: Together = Together {
+    many: true,
+    by_arena: true,
+    longest: 10_000,
+};
+
+struct Kernel {
+    requests: Requests,
+    places: Places<Buf>,
+}
+
+impl Kernel {
+    fn new() -> Self {
+        Self {
+            requests: Requests::default(),
+            places: Places::new(8),
+        }
+    }
+
+    fn put(&mut self, len: usize) -> Key {
+        let buffer = Buf::from(vec![1; len]);
+        self.places.put(buffer, None).expect("a place")
+    }
+
+    fn begin(&mut self, keys: &[Key]) -> u64 {
+        self.begin_from(keys, 0)
+    }
+
+    fn begin_from(&mut self, keys: &[Key], from: usize) -> u64 {
+        let order = Order { from, ..ORDER };
+        let id = self.requests.gather(&self.places, keys, &order, TOGETHER);
+        let id = id.expect("a request");
+        self.requests.begun(&mut self.places, id);
+        self.requests.user_data(id)
+    }
+
+    fn posts(&mut self, user_data: u64, result: i32, flags: u32) -> Vec<Told> {
+        let posted = Posted {
+            user_data,
+            result,
+            flags,
+        };
+        assert_eq!(self.requests.posted(&mut self.places, posted), None);
+        let events = self.requests.events.drain(..);
+        events.map(Told::from).collect()
+    }
+
+    fn is_at_rest(&self) -> bool {
+        (self.places.owed, self.places.reading) == (0, 0)
+            && self.requests.vacant.len() == self.requests.all.len()
+    }
+}
+
+/// An event, to be compared.
+#[derive(Debug, Eq, PartialEq)]
+enum Told {
+    Done(Key, Result<usize, i32>),
+    Noted(Key, Option<bool>),
+}
+
+impl From<Event> for Told {
+    fn from(event: Event) -> Self {
+        match event {
+            Event::Done(key, result) => {
+                let code = |error: io::Error| -error.raw_os_error().expect("the kernel's");
+                Self::Done(key, result.map_err(code))
+            }
+            Event::Noted { key, copied } => Self::Noted(key, copied),
+        }
+    }
+}
+
+use Told::{Done, Noted};
+
+#[test]
+fn a_late_notification_of_what_never_began_frees_nothing() {
+    let mut kernel = Kernel::new();
+    let key = kernel.put(1);
+    // Behind one that failed in its chain: cancelled, and asked again.
+    let first = kernel.begin(&[key]);
+    let told = kernel.posts(first, CANCELLED, 0);
+    assert_eq!(told, [Done(key, Err(CANCELLED))]);
+    assert!(kernel.places.idle(key));
+    let second = kernel.begin(&[key]);
+    kernel.posts(second, 1, MORE);
+    assert_eq!(kernel.posts(first, COPIED as i32, NOTIF), []);
+    assert!(!kernel.places.idle(key), "the kernel reads the buffer");
+    assert!(kernel.places.take(key).is_none());
+    assert_eq!(kernel.posts(second, 0, NOTIF), [Noted(key, Some(false))]);
+    assert!(kernel.places.take(key).is_some());
+    assert!(kernel.is_at_rest());
+}
+
+#[test]
+fn a_late_notification_is_not_the_next_buffers() {
+    let mut kernel = Kernel::new();
+    let key = kernel.put(1);
+    let first = kernel.begin(&[key]);
+    kernel.posts(first, -libc::ENOMEM, 0);
+    assert!(kernel.places.take(key).is_some());
+    assert_eq!(kernel.put(1), key);
+    let second = kernel.begin(&[key]);
+    // Before its result, and after.
+    assert_eq!(kernel.posts(first, COPIED as i32, NOTIF), []);
+    kernel.posts(second, 1, MORE);
+    assert_eq!(kernel.posts(first, COPIED as i32, NOTIF), []);
+    assert!(!kernel.places.idle(key));
+}
+
+#[test]
+fn requests_are_noted_in_any_order_and_only_what_took_bytes_tells_of_copies() {
+    let mut kernel = Kernel::new();
+    let key = kernel.put(3);
+    let short = kernel.begin(&[key]);
+    kernel.posts(short, 1, MORE);
+    let failed = kernel.begin_from(&[key], 1);
+    kernel.posts(failed, CANCELLED, MORE);
+    let rest = kernel.begin_from(&[key], 1);
+    kernel.posts(rest, 2, MORE);
+    assert_eq!((kernel.places.owed, kernel.places.reading), (1, 2));
+    let mut noted = |user_data| kernel.posts(user_data, COPIED as i32, NOTIF);
+    assert_eq!(noted(rest), [Noted(key, Some(true))]);
+    assert_eq!(noted(failed), [Noted(key, None)]);
+    assert_eq!(noted(short), [Noted(key, Some(true))]);
+    // Twice is once too often.
+    assert_eq!(noted(short), []);
+    assert!(kernel.places.idle(key));
+    assert!(kernel.is_at_rest());
+}
+
+#[test]
+fn what_is_no_request_is_passed_over() {
+    let mut kernel = Kernel::new();
+    assert_eq!(kernel.posts(u64::from(u32::MAX), 0, NOTIF), []);
+    assert_eq!(kernel.posts(77, 0, 0), []);
+}
+
+#[test]
+fn a_result_is_that_of_each_place_in_turn() {
+    let mut kernel = Kernel::new();
+    let keys = [1000, 0, 2000, 3000].map(|len| kernel.put(len));
+    let [first, empty, second, third] = keys;
+    // None of them has been begun where the first one has failed.
+    let failed = kernel.begin(&keys);
+    let told = kernel.posts(failed, -libc::ENOMEM, MORE);
+    let behind = [empty, second, third].map(|key| Done(key, Err(CANCELLED)));
+    assert_eq!(told[0], Done(first, Err(-libc::ENOMEM)));
+    assert_eq!(told[1..], behind);
+    assert!(keys.iter().all(|&key| !kernel.places.idle(key)));
+    let told = kernel.posts(failed, 0, NOTIF);
+    assert_eq!(told, keys.map(|key| Noted(key, None)));
+    assert!(kernel.is_at_rest());
+    // One that ends within the second, and one that goes on with it.
+    let short = kernel.begin(&keys);
+    let told = kernel.posts(short, 1500, MORE);
+    let expected = [
+        Done(first, Ok(1000)),
+        Done(empty, Ok(0)),
+        Done(second, Ok(500)),
+        Done(third, Err(CANCELLED)),
+    ];
+    assert_eq!(told, expected);
+    let rest = kernel.begin_from(&[second, third], 500);
+    let told = kernel.posts(rest, 4500, MORE);
+    assert_eq!(told, [Done(second, Ok(1500)), Done(third, Ok(3000))]);
+    let told = kernel.posts(rest, 0, NOTIF);
+    assert_eq!(told, [second, third].map(|key| Noted(key, Some(false))));
+    // The second is the first request's, too; of the third that one has taken nothing.
+    assert!(kernel.places.take(third).is_none());
+    assert!(kernel.places.take(second).is_none());
+    let told = kernel.posts(short, COPIED as i32, NOTIF);
+    let copied = [Some(true), None, Some(true), None];
+    let expected: Vec<_> = (keys.into_iter().zip(copied))
+        .map(|(key, copied)| Noted(key, copied))
+        .collect();
+    assert_eq!(told, expected);
+    assert!(keys.iter().all(|&key| kernel.places.take(key).is_some()));
+    assert!(kernel.is_at_rest());
+}
+
+#[test]
+fn what_ends_where_a_place_does_has_begun_none_behind_it() {
+    let mut kernel = Kernel::new();
+    let keys = [1000, 2000, 0].map(|len| kernel.put(len));
+    let short = kernel.begin(&keys);
+    let told = kernel.posts(short, 1000, 0);
+    let expected = [
+        Done(keys[0], Ok(1000)),
+        Done(keys[1], Err(CANCELLED)),
+        Done(keys[2], Err(CANCELLED)),
+    ];
+    assert_eq!(told, expected);
+    assert!(kernel.is_at_rest());
+}
+
+#[test]
+fn a_request_of_several_is_no_longer_than_one_may_be() {
+    let mut kernel = Kernel::new();
+    let mut lengths = |lens: &[usize], from, together| {
+        let keys: Vec<_> = lens.iter().map(|&len| kernel.put(len)).collect();
+        let order = Order { from, ..ORDER };
+        let id = kernel
+            .requests
+            .gather(&kernel.places, &keys, &order, together);
+        let request = kernel.requests.get(id.expect("a request"));
+        let pieces = request.pieces().iter().map(|piece| piece.iov_len);
+        let found = (pieces.collect::<Vec<_>>(), request.places(), request.is_cut);
+        for key in keys {
+            kernel.places.take(key);
+        }
+        found
+    };
+    let (most, alone) = (
+        TOGETHER,
+        Together {
+            many: false,
+            ..TOGETHER
+        },
+    );
+    assert_eq!(
+        lengths(&[3000, 0, 7000, 1], 0, most),
+        (vec![3000, 7000], 3, false)
+    );
+    assert_eq!(lengths(&[3000, 7001, 1], 0, most), (vec![3000], 1, false));
+    assert_eq!(
+        lengths(&[3000, 7001, 1], 1, most),
+        (vec![2999, 7001], 2, false)
+    );
+    assert_eq!(lengths(&[3000, 100], 0, alone), (vec![3000], 1, false));
+    assert_eq!(lengths(&[10_001, 0], 0, most), (vec![10_000], 1, true));
+    assert_eq!(lengths(&[10_001, 0], 1, most), (vec![10_000], 2, false));
+    assert_eq!(lengths(&[10_001, 1], 10_001, most), (vec![1], 2, false));
+    assert_eq!(lengths(&[0], 0, most), (vec![], 1, false));
+}
+
+#[test]
+fn a_buffer_of_several_pieces_goes_on_where_it_was_cut() {
+    let pieces = [3000, 0, 5000, 100].map(|len| Buf::from(vec![1; len]));
+    let buffer = Buf::from(pieces.into_iter().collect::<Vec<_>>());
+    for (from, most, expected) in [
+        (0, 10_000, &[3000, 5000, 100][..]),
+        (0, 3000, &[3000]),
+        (0, 3001, &[3000, 1]),
+        (3001, 5000, &[4999, 1]),
+        (8001, 5000, &[99]),
+        (8100, 5000, &[]),
+    ] {
+        let mut request = Request::default();
+        assert!(request.add(Key(0), &buffer, from, most));
+        let found: Vec<_> = request.pieces().iter().map(|piece| piece.iov_len).collect();
+        assert_eq!(found, expected, "{from}, {most}");
+    }
+}
+
+#[test]
+fn a_request_has_no_more_pieces_than_the_kernel_takes() {
+    let mut kernel = Kernel::new();
+    let limit = libc::UIO_MAXIOV as usize;
+    let many = |count| {
+        Buf::from(
+            (0..count)
+                .map(|_| Buf::from(vec![1; 2]))
+                .collect::<Vec<_>>(),
+        )
+    };
+    let mut put = |count| {
+        let put = kernel.places.put(many(count), None);
+        put.expect("a place")
+    };
+    let (fits, most, too_many) = (put(1), put(limit - 1), put(limit + 1));
+    let together = |first, rest: &[Key]| -> Vec<Key> { [&[first], rest].concat() };
+    let mut gather = |keys: &[Key]| {
+        let gathered = kernel
+            .requests
+            .gather(&kernel.places, keys, &ORDER, TOGETHER);
+        gathered.map(|id| kernel.requests.get(id).places())
+    };
+    assert_eq!(gather(&together(fits, &[most, fits])), Ok(2));
+    assert_eq!(gather(&[too_many]), Err(NotStarted::TooManyPieces));
+    assert_eq!(gather(&[]), Err(NotStarted::Vacant));
+}
+
+#[test]
+fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
+    let mut kernel = Kernel::new();
+    let pools = [(); 2].map(|()| super::super::Pool::new(2, 4096).expect("memory"));
+    let mut put = |pool: usize| {
+        let block = Buf::from(pools[pool].loan().expect("a block"));
+        kernel.places.put(block, None).expect("a place")
+    };
+    let (one, same, other) = (put(0), put(0), put(1));
+    let plain = kernel.put(100);
+    for (keys, by_arena, expected) in [
+        ([one, same, plain], true, 2),
+        ([one, other, same], true, 1),
+        ([plain, one, same], true, 1),
+        ([plain, one, other], false, 3),
+    ] {
+        let together = Together {
+            by_arena,
+            ..TOGETHER
+        };
+        let gathered = kernel
+            .requests
+            .gather(&kernel.places, &keys, &ORDER, together);
+        let request = kernel.requests.get(gathered.expect("a request"));
+        assert_eq!(request.places(), expected);
+    }
+}
+
+#[test]
+fn what_has_an_address_of_its_own_goes_alone() {
+    let mut kernel = Kernel::new();
+    let address = Address::new(&std::net::SocketAddr::from(([127, 0, 0, 1], 9)));
+    let buffer = Buf::from(vec![1; 10]);
+    let addressed = kernel.places.put(buffer, address).expect("a place");
+    let plain = kernel.put(100);
+    for keys in [[addressed, plain], [plain, addressed]] {
+        let gathered = kernel
+            .requests
+            .gather(&kernel.places, &keys, &ORDER, TOGETHER);
+        let request = kernel.requests.get(gathered.expect("a request"));
+        assert_eq!(request.places(), 1);
+    }
+}
+
+#[test]
+fn what_was_never_told_of_is_owed_nothing() {
+    let mut kernel = Kernel::new();
+    let keys = [10, 20].map(|len| kernel.put(len));
+    let user_data = kernel.begin(&keys);
+    assert_eq!(kernel.places.owed, 2);
+    kernel.requests.abandoned(&mut kernel.places, user_data);
+    assert!(kernel.is_at_rest());
+    assert_eq!(kernel.posts(user_data, 30, MORE), []);
+    assert!(kernel.is_at_rest());
+}

@@ -82,6 +82,7 @@ pub(super) fn with_network<T: Send>(
         let sending = scope.spawn(move || {
             isolate_thread().map_err(|error| format!("a network namespace: {error}"))?;
             pin(cores.sender)?;
+            do_not_pace()?;
             let far = far_end(cores)?;
             for words in [
                 "link set lo up",
@@ -181,6 +182,13 @@ fn end(device: &str, number: u8) -> Result<(), String> {
     ip(&format!("addr add 10.8.0.{number}/24 dev {device}"))?;
     ip(&format!("addr add fd08::{number}/64 dev {device} nodad"))?;
     ip(&format!("link set {device} up"))
+}
+
+/// TCP of this thread's network goes by Reno. What paces its packets (BBR, which some machines have by
+/// default) keeps senders waiting for a clock, and measures that.
+fn do_not_pace() -> Result<(), String> {
+    std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", "reno")
+        .map_err(|error| format!("congestion control: {error}"))
 }
 
 /// Has what this device brings in worked off on one core (receive packet steering). Else the sender's

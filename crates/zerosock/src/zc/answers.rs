@@ -56,8 +56,7 @@ impl<B: Stable> Flights<B> {
                 let whole = flight.sent >= flight.total || !self.stream;
                 if whole {
                     self.turn.ended(flight.turn);
-                    self.cork.taken |= piece;
-                    self.cork.gathered = piece && flight.more;
+                    self.takes(key);
                     self.over(key);
                 } else if sent > 0 {
                     self.ask_again(key);
@@ -156,7 +155,8 @@ impl<B: Stable> Flights<B> {
         let failure = match Answer::of(code, way, false) {
             Answer::Failed => Some(code),
             _ if cancelled.is_some() => cancelled,
-            _ => self.cork.taken.then_some(code),
+            Answer::NoMemory if self.cork.is_all_kept() => return self.copy_pieces(failed),
+            _ => (self.cork.taken > 0).then_some(code),
         };
         let goes_on = !any(|piece| !piece.more);
         match failure {
@@ -179,7 +179,8 @@ impl<B: Stable> Flights<B> {
 
     /// The datagram whose pieces the socket has comes to nothing.
     pub(super) fn forget_pieces(&mut self) {
-        self.cork.taken = false;
+        self.cork.taken = 0;
+        self.let_go();
         if !std::mem::take(&mut self.cork.gathered) {
             return;
         }
@@ -202,7 +203,7 @@ impl<B: Stable> Flights<B> {
             return;
         };
         flight.copied |= copied == Some(true);
-        if flight.over && self.carrier.idle(key) {
+        if flight.over && !flight.kept && self.carrier.idle(key) {
             self.release(key);
         }
     }
@@ -216,7 +217,7 @@ impl<B: Stable> Flights<B> {
         self.over(key);
     }
 
-    /// The kernel is asked nothing more for it.
+    /// The kernel is asked nothing more for it, unless it is kept.
     fn over(&mut self, key: Key) {
         let Some(flight) = self.flights.get_mut(key.index()) else {
             return;
@@ -224,6 +225,16 @@ impl<B: Stable> Flights<B> {
         flight.over = true;
         self.stats.over += 1;
         self.stats.bytes += flight.sent as u64;
+        if !flight.kept {
+            self.conclude(key);
+        }
+    }
+
+    /// It is over for good: its slot is told, and so is everybody when its buffer is free.
+    pub(super) fn conclude(&mut self, key: Key) {
+        let Some(flight) = self.flights.get_mut(key.index()) else {
+            return;
+        };
         if let Some(ticket) = flight.ticket.take() {
             if flight.started {
                 let flush = flight.flush && flight.failure.is_none();

@@ -167,6 +167,7 @@ impl<B: Stable> Sender<B> {
         if !whole {
             // What it answers to this, the carrier goes on with when it is dropped.
             let _ = self.flights.cancel();
+            self.flights.let_go();
             if self.flights.open == 0 {
                 self.flights.forget_pieces();
             }
@@ -193,7 +194,8 @@ impl<B: Stable> Sender<B> {
     ///
     /// # Errors
     /// [`Kept`], with the sender.
-    pub fn into_socket(self) -> Result<OwnedFd, Kept<B>> {
+    pub fn into_socket(mut self) -> Result<OwnedFd, Kept<B>> {
+        self.flights.let_go_if_asked();
         let why = match self.flights.broken {
             Some(code) => Keeping::Broken(flight::error(code)),
             None if !self.is_quiet() => Keeping::Busy,

@@ -30,6 +30,8 @@ pub(super) struct Flight {
     pub(super) turn: u64,
     pub(super) started: bool,
     pub(super) over: bool,
+    /// Over for now: a piece that may be asked again (`cork`).
+    pub(super) kept: bool,
     /// It is not to be asked again, and fails with this.
     pub(super) cancelled: Option<i32>,
     /// Some request of it was made without a copy, and some was copied.
@@ -67,6 +69,7 @@ impl Flight {
             turn: 0,
             started: false,
             over: false,
+            kept: false,
             cancelled: None,
             in_place: false,
             copied: false,

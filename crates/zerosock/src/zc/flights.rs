@@ -15,7 +15,8 @@
 //!
 //! When the kernel has no memory for a zero-copy send (ENOBUFS, ENOMEM: the limit of locked memory,
 //! or of the socket's notifications) the send waits for a notification, which frees some. When none
-//! is to come, or after a few such rounds, it is copied. Nothing stalls.
+//! is to come, or after a few such rounds, it is copied; with a piece of a datagram all of that is
+//! (`cork`). Nothing stalls.
 
 use std::collections::VecDeque;
 use std::io;
@@ -57,7 +58,7 @@ pub(super) struct Flights<B: Stable> {
     pub(super) gives_back: bool,
     /// By place.
     pub(super) flights: Box<[Flight]>,
-    queue: VecDeque<Key>,
+    pub(super) queue: VecDeque<Key>,
     /// What is to be asked again, before the queue, in the order of acceptance.
     pub(super) again: VecDeque<Key>,
     /// Requests whose result is to come.
@@ -99,6 +100,7 @@ impl<B: Stable> Flights<B> {
     ) -> Self {
         Self {
             whole: stream && carrier.backend() == Backend::Uring,
+            cork: Cork::new(!stream && carrier.backend() != Backend::Copy),
             carrier,
             slots,
             ranges: Ranges::default(),
@@ -120,7 +122,6 @@ impl<B: Stable> Flights<B> {
             broken: None,
             closed: false,
             ended: false,
-            cork: Cork::default(),
             free: VecDeque::new(),
             next: 0,
             accepted: 0,
@@ -150,6 +151,9 @@ impl<B: Stable> Flights<B> {
             more,
             copying,
         } = outgoing;
+        if self.cork.accepting && self.carrier.room() == 0 {
+            self.let_go();
+        }
         let key = match self.carrier.put(buffer, to) {
             Ok(key) => key,
             Err(buffer) => {
@@ -392,9 +396,9 @@ impl<B: Stable> Flights<B> {
         self.queue.is_empty() && self.again.is_empty() && self.open == 0
     }
 
-    /// Whether the kernel has, and will have, nothing more to do.
+    /// Whether the kernel has nothing more to do, and every buffer is free.
     pub(super) fn is_quiet(&self) -> bool {
-        self.is_handed_over() && self.carrier.owed() == 0
+        self.is_handed_over() && self.carrier.owed() == 0 && !self.cork.is_keeping()
     }
 
     /// Whether the socket must become writable before more can be done.

@@ -15,7 +15,8 @@ pub enum Copying {
     Auto,
     /// Never copied by us, however short. The kernel may still copy, and says so.
     Never,
-    /// Always copied: the buffer is free with the result. Such a send has no number.
+    /// Always copied: the buffer is free with the result; that of a piece of a datagram as
+    /// [`Outgoing::more`] says. Such a send has no number.
     Always,
 }
 
@@ -40,6 +41,12 @@ pub struct Outgoing<B = Buf> {
     /// More is to come that belongs to it (MSG_MORE): of a datagram the rest, of a stream what
     /// should go with it in one segment. When a piece of a datagram fails, those behind it fail, too,
     /// and nothing arrives; those before it have been taken, and come back as sent.
+    ///
+    /// The buffers of a datagram's pieces come back when its last one was taken, also those that were
+    /// copied: so all of it can be copied if there is no memory to send a later piece without a copy.
+    /// They come back before that when the sender has no other place for the rest, or is polled or
+    /// waited for while no more of the datagram was accepted. If there is no memory after that, the
+    /// datagram fails.
     pub more: bool,
     /// Whether it may go without a copy.
     pub copying: Copying,

@@ -28,6 +28,8 @@ const UNREAD: usize = 1 << 16;
 /// Threads that may share a sender and take buffers back only after each send: what is free then is
 /// at most what was under way and one send of each.
 const THREADS: usize = 1024;
+/// How long an event loop leaves pieces of a datagram kept whose rest it has not sent.
+const KEPT: Duration = Duration::from_millis(10);
 
 /// Why a socket could not be opened for sending.
 #[derive(Debug, thiserror::Error)]
@@ -384,6 +386,7 @@ impl<B: Stable> Sender<B> {
         if !self.flights.is_handed_over() {
             self.submit()?;
         }
+        self.flights.let_go_if_asked();
         Ok(())
     }
 
@@ -427,6 +430,7 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.submit()?;
+        self.flights.let_go_if_asked();
         if self.heard() == self.told && !self.flights.is_quiet() {
             self.flights.wait(timeout)?;
             self.flights.progress();
@@ -438,6 +442,7 @@ impl<B: Stable> Sender<B> {
 
     fn wait_for_place(&mut self) -> io::Result<()> {
         self.submit()?;
+        self.flights.let_go_if_asked();
         if self.room() == 0 && !self.is_broken() {
             self.flights.wait(None)?;
             self.flights.progress();
@@ -463,6 +468,7 @@ impl<B: Stable> Sender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             self.submit()?;
+            self.flights.let_go_if_asked();
             if done(self) {
                 return Ok(true);
             }
@@ -490,13 +496,19 @@ impl<B: Stable> Sender<B> {
     /// What whoever sleeps is to be told of when it changes: news, that a stream is broken, and that he
     /// may sleep no longer than so. That a later send is now the next to be late he need not know.
     pub(super) fn tidings(&self) -> (u64, bool, Option<Duration>, bool) {
-        let asks = self.flights.carrier.next_timeout();
         (
             self.heard(),
             self.is_broken(),
-            asks,
+            self.asks(),
             self.flights.due().is_some(),
         )
+    }
+
+    /// After which time it is to be polled, but for a send that is late.
+    fn asks(&self) -> Option<Duration> {
+        let asks = self.flights.carrier.next_timeout();
+        let pieces = self.flights.awaits_pieces().then_some(KEPT);
+        asks.into_iter().chain(pieces).min()
     }
 
     /// Whether an earlier send failed so that nothing more is accepted.
@@ -570,11 +582,12 @@ impl<B: Stable> Sender<B> {
 
     /// After which time an event loop is to call [`poll`](Self::poll) although the descriptor has
     /// said nothing; mostly none. With a [limit](Builder::limit) it is the time until the oldest send is
-    /// late. And with the error queue it may have to be asked again and again what became of a datagram
-    /// that failed, since nothing tells of that.
+    /// late. With the error queue it may have to be asked again and again what became of a datagram
+    /// that failed, since nothing tells of that. And pieces of a datagram whose rest is not sent come
+    /// back when they are asked for ([`Outgoing::more`]).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
-        let asks = self.flights.carrier.next_timeout();
+        let asks = self.asks();
         asks.into_iter().chain(self.flights.time_left()).min()
     }
 

@@ -15,6 +15,7 @@ mod ends_shared;
 mod faults;
 mod files;
 mod gathered;
+mod kept;
 mod kinds;
 mod knowing;
 mod late_errors;

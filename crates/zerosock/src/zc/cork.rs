@@ -145,10 +145,15 @@ impl<B: Stable> Flights<B> {
         self.cork.is_keeping() && self.is_handed_over()
     }
 
-    /// Somebody waits for buffers.
+    /// Somebody waits for buffers. Those of a datagram that nobody can send the rest of any more are
+    /// free when the socket has forgotten it.
     pub(super) fn let_go_if_asked(&mut self) {
-        if self.awaits_pieces() {
-            self.let_go();
+        if !self.is_handed_over() {
+            return;
+        }
+        match self.closed && self.cork.keeps {
+            true => self.forget_pieces(),
+            false => self.let_go(),
         }
     }
 

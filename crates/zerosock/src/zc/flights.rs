@@ -499,6 +499,8 @@ impl<B: Stable> Drop for Flights<B> {
         }
         // What the kernel takes at once is sent; the carrier ends the rest.
         self.hand_over();
+        // Who looks after buffers keeps the socket open for those that it has gathered.
+        self.forget_pieces();
         if self.stream && !self.is_whole() {
             self.end(false);
         } else if let Some(due) = self.due() {

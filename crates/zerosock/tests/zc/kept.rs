@@ -3,9 +3,9 @@
 
 use std::cell::RefCell;
 use std::net::UdpSocket;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -383,13 +383,38 @@ fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
 #[test]
 fn a_sender_that_is_closed_waits_for_no_pieces() {
     for backend in BACKENDS {
-        for timeout in [Some(Duration::ZERO), Some(PATIENCE), None] {
+        let timeouts = [Some(Duration::ZERO), Some(PATIENCE), None];
+        let copied = timeouts.map(|timeout| (SMALL, timeout));
+        for (piece, timeout) in copied.into_iter().chain([(IN_FRONT, None)]) {
             let (mut sender, _receiver) = open(backend, 8);
-            begin(&mut sender, SMALL);
+            begin(&mut sender, piece);
             let closed = sender.close(timeout);
             assert!(matches!(closed.end, End::Corked), "{backend:?}: {closed:?}");
             assert_eq!(outcomes(&closed.returned), [(300, true)], "{backend:?}");
             assert_eq!((closed.held, closed.notifications.len()), (0, 1));
+        }
+    }
+}
+
+#[test]
+fn what_is_kept_by_a_sender_that_is_dropped_is_freed() {
+    for backend in BACKENDS {
+        for copying in [Copying::Never, Copying::Always] {
+            let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+            let address = socket.local_addr().expect("an address");
+            socket.connect(address).expect("loopback");
+            let builder = Sender::builder().backend(backend);
+            let mut sender: Sender<Arc<[u8]>> = builder.open(socket).expect("a sender");
+            let bytes: Arc<[u8]> = vec![1; 300].into();
+            let piece = Outgoing::new(Arc::clone(&bytes)).copying(copying);
+            let sent = sender.send(piece.more()).map_err(|refused| refused.why);
+            sent.expect("a place");
+            drop(sender);
+            let begun = Instant::now();
+            while Arc::strong_count(&bytes) > 1 {
+                assert!(begun.elapsed() < PATIENCE, "{backend:?}, {copying:?}");
+                thread::yield_now();
+            }
         }
     }
 }

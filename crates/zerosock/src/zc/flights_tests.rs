@@ -153,7 +153,7 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
     let policy = Policy::new(kind, Backend::Uring, Threshold::Measured);
     let mut flights = Flights::new(carrier, true, 8, Slots::new([0]), policy);
     for byte in 0..4 {
-        let outgoing = Outgoing::new(vec![byte; 30_000]).copying(Copying::Always);
+        let outgoing = Outgoing::new(vec![byte; 60_000]).copying(Copying::Always);
         assert!(flights.accept(outgoing).is_ok());
     }
     // The first of a chain is refused, and the others with it.
@@ -174,13 +174,13 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
         flights.progress();
         flights.submit().expect("the kernel answers");
     }
-    let mut bytes = vec![0; 120_000];
+    let mut bytes = vec![0; 240_000];
     peer.read_exact(&mut bytes).expect("all of it");
     assert!(
         bytes
-            .chunks(30_000)
+            .chunks(60_000)
             .zip(0..)
-            .all(|(chunk, byte)| chunk == [byte; 30_000])
+            .all(|(chunk, byte)| chunk == [byte; 60_000])
     );
     // Who refuses without the flag, too, has refused.
     assert!(

@@ -122,13 +122,13 @@ impl Agent {
                 chunk,
                 backend,
             } => owned::send(&*self.socket(socket)?, seed, len, chunk, &backend),
-            Command::SendOwnedEncrypted {
+            Command::SendOwnedTcp {
                 seed,
                 len,
                 chunk,
                 backend,
-                keys_first,
-            } => owned::send_encrypted(seed, len, chunk, &backend, keys_first),
+                keys,
+            } => owned::send_tcp(seed, len, chunk, &backend, keys),
             Command::Receive {
                 socket,
                 limit,

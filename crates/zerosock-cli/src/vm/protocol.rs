@@ -71,6 +71,17 @@ pub enum SocketOption {
     BufferSize(u64),
 }
 
+/// When a TCP socket has its keys for TLS, and encrypts.
+#[derive(Copy, Clone, Debug, Eq, PartialEq, Serialize, Deserialize)]
+pub enum Keys {
+    /// Before a sender is opened over it.
+    First,
+    /// Then, before anything is sent.
+    Then,
+    /// It sends as it is.
+    Never,
+}
+
 /// One step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Command {
@@ -105,8 +116,8 @@ pub enum Command {
         /// Sizes of the writes, in turn.
         chunks: Vec<usize>,
     },
-    /// Sends a pattern through a `zerosock::zc::Sender`, without a copy where that is possible.
-    /// What carried it, and its counts, are in `text`.
+    /// Sends a pattern through a `zerosock::zc::Sender`, without a copy where that is possible, as
+    /// many buffers at once as it has places for. What carried it, and its counts, are in `text`.
     SendOwned {
         /// Over which socket; a duplicate of it is the sender's.
         socket: Socket,
@@ -119,9 +130,10 @@ pub enum Command {
         /// Over which back-end: `uring`, `error queue`, `copy`, or `any`.
         backend: String,
     },
-    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, encrypted by the guest's
-    /// kernel (TLS). `sha256` is of what the other end of the guest's own has received, decrypted.
-    SendOwnedEncrypted {
+    /// As [`Command::SendOwned`], over TCP on the guest's loopback device, which its kernel encrypts
+    /// (TLS) or not. `sha256` is of what the other end, which is the guest's own, has received and
+    /// decrypted.
+    SendOwnedTcp {
         /// The pattern's seed.
         seed: u64,
         /// How many bytes.
@@ -130,8 +142,8 @@ pub enum Command {
         chunk: usize,
         /// Over which back-end: `uring`, `error queue`, `copy`, or `any`.
         backend: String,
-        /// The socket has its keys before the sender is opened, not after.
-        keys_first: bool,
+        /// When it begins to be encrypted.
+        keys: Keys,
     },
     /// Receives until `limit` bytes or the end of the stream.
     Receive {

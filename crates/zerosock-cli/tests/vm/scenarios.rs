@@ -43,6 +43,7 @@ pub(crate) const ALL: &[(&str, Scenario)] = &[
         hybrid_messages::netcat_in_the_guest,
     ),
     ("owned_buffers_over_kernel_vsock", zero_copy::to_host),
+    ("owned_buffers_over_tcp", zero_copy::over_tcp),
     ("owned_buffers_over_kernel_tls", zero_copy::encrypted),
     (
         "owned_messages_over_kernel_vsock_are_refused",

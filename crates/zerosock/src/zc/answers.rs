@@ -20,11 +20,16 @@ pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 impl<B: Stable> Flights<B> {
     /// Takes in what the kernel has said.
     pub(super) fn progress(&mut self) {
+        self.hears = true;
         while let Some(event) = self.carrier.event() {
             match event {
                 Event::Done(key, result) => self.done(key, result),
                 Event::Noted { key, copied } => self.noted(key, copied),
             }
+        }
+        self.hears = false;
+        while let Some(key) = self.heard_of.pop_front() {
+            self.release_idle(key);
         }
         // No notification is to come that there could be memory after.
         self.starved &= self.frees_memory();
@@ -203,8 +208,8 @@ impl<B: Stable> Flights<B> {
             return;
         };
         flight.copied |= copied == Some(true);
-        if flight.over && !flight.kept && self.carrier.idle(key) {
-            self.release(key);
+        if flight.over && !flight.kept {
+            self.release_idle(key);
         }
     }
 
@@ -243,8 +248,18 @@ impl<B: Stable> Flights<B> {
                 self.slots.abandoned(ticket);
             }
         }
+        self.release_idle(key);
+    }
+
+    /// Releases it if nothing is owed for it. While events are taken in, only after the last: the
+    /// carrier owes nothing as soon as it has heard, and what it has heard of how the kernel went about
+    /// it may be told by a later one.
+    fn release_idle(&mut self, key: Key) {
         if self.carrier.idle(key) {
-            self.release(key);
+            match self.hears {
+                true => self.heard_of.push_back(key),
+                false => self.release(key),
+            }
         }
     }
 

@@ -82,6 +82,9 @@ pub(super) struct Flights<B: Stable> {
     /// The peer has been told of the end.
     pub(super) ended: bool,
     pub(super) cork: Cork,
+    /// Events are taken in, and what is to be released after the last.
+    pub(super) hears: bool,
+    pub(super) heard_of: VecDeque<Key>,
     /// Free, and to be taken by the user.
     pub(super) free: VecDeque<Returned<B>>,
     next: u32,
@@ -118,6 +121,8 @@ impl<B: Stable> Flights<B> {
             starved: false,
             gather: GATHERED,
             run: Vec::new(),
+            hears: false,
+            heard_of: VecDeque::new(),
             released: 0,
             broken: None,
             closed: false,

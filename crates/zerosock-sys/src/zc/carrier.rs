@@ -17,7 +17,8 @@ use super::{
 /// What carries sends.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Backend {
-    /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux 6.2.
+    /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux 6.2,
+    /// and stable releases of 6.1.
     Uring,
     /// sendmsg(2) with MSG_ZEROCOPY, and the socket's error queue.
     ErrorQueue,

@@ -30,7 +30,8 @@ use super::places::header;
 use super::requests::{Posted, Together};
 use super::{Event, Key, NotStarted, Order, Piece, Stable, Started, Way};
 
-/// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2).
+/// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
+/// stable releases of 6.1).
 pub(super) const REPORT_USAGE: u16 = 1 << 3;
 /// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
 const FIXED_BUF: u16 = 1 << 2;
@@ -76,7 +77,8 @@ impl Ring {
     /// A ring for `socket` with `capacity` places.
     ///
     /// # Errors
-    /// `Unsupported` where the kernel lacks what is needed (Linux 6.2); what io_uring_setup(2)
+    /// `Unsupported` where the kernel lacks what is needed (before Linux 6.2, but for stable
+    /// releases of 6.1); what io_uring_setup(2)
     /// answers, EPERM where it is forbidden.
     pub(super) fn open(socket: impl AsFd, capacity: u32) -> io::Result<Self> {
         let answers = supported()?;

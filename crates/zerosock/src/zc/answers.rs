@@ -112,10 +112,20 @@ impl<B: Stable> Flights<B> {
                 }
             }
             Answer::Cannot => {
-                flight.way = Way::Copy;
                 self.policy.cannot();
+                // Those that wait would be refused one by one.
+                for key in &self.queue {
+                    if let Some(flight) = self.flights.get_mut(key.index()) {
+                        flight.way = Way::Copy;
+                    }
+                }
             }
             Answer::NotWhole => self.whole = false,
+        }
+        if self.policy.is_impossible()
+            && let Some(flight) = self.flights.get_mut(key.index())
+        {
+            flight.way = Way::Copy;
         }
         self.ask_again(key);
     }
@@ -197,8 +207,8 @@ impl<B: Stable> Flights<B> {
     }
 
     pub(super) fn noted(&mut self, key: Key, copied: Option<bool>) {
-        self.stats.notified += 1;
         if let Some(copied) = copied {
+            self.stats.notified += 1;
             self.starved = false;
             self.gather = (self.gather + GROWTH).min(GATHERED);
             self.policy.noted(copied);

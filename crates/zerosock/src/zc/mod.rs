@@ -94,7 +94,9 @@
 //! [`Sender::into_socket`] gives the socket back when nothing is under way; and a sender can be
 //! dropped. A TCP stream of which something is missing then is reset: its peer meets ECONNRESET, not
 //! an end that looks like one of the whole. A buffer that a slow receiver holds is free with that, too.
-//! Senders of several threads ([`SharedSender::close`]) and of tasks end alike.
+//! Senders of several threads ([`SharedSender::close`]) and of tasks end alike. What the kernel has taken
+//! is its own to send; seen to fail at that is kernel TLS in Linux 6.1, which can drop the last records
+//! of a socket that is full when it is closed.
 //!
 //! A sender that goes on can have a limit ([`Builder::limit`]): when a send takes longer than that, its
 //! TCP stream is reset, and buffers that only a slow receiver held come back at once.

@@ -133,6 +133,11 @@ impl Policy {
         self.impossible = true;
     }
 
+    /// Whether it has said so, or nobody asks it.
+    pub(super) fn is_impossible(&self) -> bool {
+        self.impossible
+    }
+
     /// Whether zero copy is off for now because the kernel copied, or for good.
     pub(super) fn is_off(&self) -> bool {
         self.impossible || self.pause.is_some()

@@ -23,7 +23,7 @@ pub struct Stats {
     pub registered: u64,
     /// Sends whose buffer the device or the receiver read itself.
     pub in_place: u64,
-    /// Sends that the kernel was asked to make without a copy and has let go of; again for each request
+    /// Sends that the kernel has taken bytes of without a copy, and has let go of; again for each request
     /// that one took. One notification can be of several.
     pub notified: u64,
     /// Of those, how many the kernel copied after all.
@@ -63,7 +63,8 @@ pub struct Report {
     /// What carries its sends.
     pub backend: Backend,
     /// Why io_uring does not, if it was to be had and the kernel refused: `PermissionDenied` where it
-    /// is forbidden, `Unsupported` before Linux 6.2.
+    /// is forbidden, `Unsupported` before Linux 6.2 and
+    /// the stable releases of 6.1 that have its flags.
     pub uring_refused: Option<io::ErrorKind>,
     /// The kind of its socket.
     pub socket: Kind,

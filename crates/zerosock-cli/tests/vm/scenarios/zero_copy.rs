@@ -124,7 +124,7 @@ pub(crate) fn encrypted(lab: &Lab) {
         if chunk == SMALL {
             // What waited when the kernel refused is asked again, and gathered after that.
             let (requests, sends) = (count(&told, "requests"), count(&told, "sends"));
-            assert!(requests < sends, "{told}");
+            assert!(4 * requests <= sends, "{told}");
         }
     }
 }

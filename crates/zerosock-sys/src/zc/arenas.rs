@@ -42,8 +42,8 @@ struct Entry {
     arena: Arc<Arena>,
     /// When it was sent from last.
     used: u64,
-    /// Places with requests under way that name it.
-    places: u32,
+    /// Requests under way that name it.
+    requests: u32,
 }
 
 impl Entry {
@@ -70,6 +70,14 @@ impl Arenas {
                 && (self.has_room() || self.unused(self.clock + 1).is_some())
     }
 
+    /// Whether a request would find this arena under the number 0.
+    pub(super) fn is_first(&self, arena: &Arc<Arena>) -> bool {
+        match self.entries.first() {
+            Some(Some(entry)) => entry.is(arena),
+            Some(None) | None => self.clock + 1 >= self.not_before,
+        }
+    }
+
     /// Under which number a request finds an arena registered, if it does.
     pub(super) fn number(&mut self, ring: &IoUring, arena: &Arc<Arena>) -> Option<u16> {
         self.clock += 1;
@@ -81,17 +89,17 @@ impl Arenas {
         Some(index as u16)
     }
 
-    /// A place has requests under way that name it.
+    /// A request is under way that names it.
     pub(super) fn begun(&mut self, number: u16) {
         if let Some(Some(entry)) = self.entries.get_mut(usize::from(number)) {
-            entry.places += 1;
+            entry.requests += 1;
         }
     }
 
-    /// It has none any more.
+    /// It has its result.
     pub(super) fn ended(&mut self, number: u16) {
         if let Some(Some(entry)) = self.entries.get_mut(usize::from(number)) {
-            entry.places -= 1;
+            entry.requests -= 1;
         }
     }
 
@@ -121,7 +129,7 @@ impl Arenas {
     fn unused(&self, now: u64) -> Option<usize> {
         let entries = self.entries.iter().enumerate();
         let unused = entries.filter_map(|(index, entry)| {
-            let entry = entry.as_ref().filter(|entry| entry.places == 0)?;
+            let entry = entry.as_ref().filter(|entry| entry.requests == 0)?;
             let is_old = entry.is_left() || entry.used + PAUSE <= now;
             is_old.then_some((!entry.is_left(), entry.used, index))
         });
@@ -141,7 +149,7 @@ impl Arenas {
             // Memory that nobody can send from is nothing to keep.
             for index in 0..self.entries.len() {
                 let entry = self.entries[index].as_ref();
-                if entry.is_some_and(|entry| entry.is_left() && entry.places == 0) {
+                if entry.is_some_and(|entry| entry.is_left() && entry.requests == 0) {
                     self.clear(ring, index);
                 }
             }
@@ -184,7 +192,7 @@ impl Arenas {
         self.entries[index] = done.then(|| Entry {
             arena: Arc::clone(arena),
             used: self.clock,
-            places: 0,
+            requests: 0,
         });
         done
     }

@@ -74,10 +74,6 @@ impl<B> Held<B> {
         }
     }
 
-    pub(super) fn is_tcp(&self) -> bool {
-        matches!(self.kind, Kind::Tcp4 | Kind::Tcp6)
-    }
-
     /// Whether a request can be of several places. A socket that takes only so many pages in place as
     /// one packet holds, and copies what has more, gets them one by one.
     pub(super) fn gathers(&self, way: Way) -> bool {
@@ -260,8 +256,8 @@ impl<B: Stable> Carrier<B> {
         self.inner.held.places.owed
     }
 
-    /// How many requests took bytes and have their notification to come: each frees memory then
-    /// that the kernel counts.
+    /// Of how many places, each for every request, bytes were taken whose notification is to come: it
+    /// frees memory then that the kernel counts.
     #[must_use]
     pub fn reading(&self) -> u32 {
         self.inner.held.places.reading

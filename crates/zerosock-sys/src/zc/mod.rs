@@ -1,12 +1,12 @@
 //! Sends whose buffers the kernel keeps for a while: who owns them meanwhile.
 //!
-//! A zero-copy send is over twice: when the call has its result, and when the kernel no longer
-//! reads the buffer. Whatever lies between belongs to a [`Carrier`]: over io_uring (`ring`: SEND_ZC and
+//! A zero-copy send is over twice: when the call has its result, and when the kernel no longer reads
+//! the buffer. Whatever lies between belongs to a [`Carrier`]: over io_uring (`ring`: SEND_ZC and
 //! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or without). It is
 //! driven alike whichever it is: [`put`](Carrier::put) gives a buffer into a place of its own,
 //! [`start`](Carrier::start) makes a request of it, on streams of several at once,
-//! [`submit`](Carrier::submit) hands requests to the kernel, and [`event`](Carrier::event) tells what has become of them; when a place is idle,
-//! [`take`](Carrier::take) gives the buffer back.
+//! [`submit`](Carrier::submit) hands requests to the kernel, and [`event`](Carrier::event) tells what
+//! has become of them; when a place is idle, [`take`](Carrier::take) gives the buffer back.
 //!
 //! What must hold: a buffer leaves its place only when the kernel owes nothing for it: no result
 //! and no notification. A carrier that is dropped before goes, with its buffers, to a thread that
@@ -92,6 +92,8 @@ pub enum Event {
         /// Whether it made a copy after all, so that the cost of both ways was paid. Of a request
         /// that took nothing there is nothing to be said, whatever its notification says.
         copied: Option<bool>,
+        /// Of the places that one notification is of, the first that bytes were taken of.
+        is_first: bool,
     },
 }
 

@@ -105,8 +105,8 @@ impl Numbers {
             .partition_point(|(number, _)| u64::from(next.wrapping_sub(*number)) > behind)
     }
 
-    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were. Those that have been named already are passed over. False if they are too far
-    /// ahead to be true.
+    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were. Those that have been
+    /// named already are passed over. False if they are too far ahead to be true.
     pub(super) fn name(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(Id)) -> bool {
         if self.is_ahead(hi) {
             let ahead = hi.wrapping_sub(self.next);

@@ -32,7 +32,7 @@ pub(super) struct Places<B> {
     free: Vec<u32>,
     /// Places for which the kernel owes something.
     pub(super) owed: u32,
-    /// Requests that took bytes and whose notification is to come.
+    /// Of places, how often a request took bytes of one whose notification is to come.
     pub(super) reading: u32,
 }
 

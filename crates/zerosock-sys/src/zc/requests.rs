@@ -18,9 +18,10 @@
 //! A request that was begun, however it ends, says F_MORE (`io_send_zc`, `io_sendmsg_zc`, and
 //! `io_sendrecv_fail` for those that fail outside of them), and only one that was begun can have
 //! given its buffers to the network. So nobody reads on behalf of a request without F_MORE once its
-//! result is there, and what is posted for it later means nothing. What must hold: a place is idle
-//! only when every request of it has had its result, and each whose result said F_MORE, or that was
-//! given a number, its own notification; and what a request refers to stays as it is until its result.
+//! result is there, and what is posted for it later means nothing. Of a call, that it was given a number
+//! says what F_MORE does. What must hold: a place is idle only when every request of it has had its
+//! result, and each that took bytes of it, or failed, and whose result said F_MORE, its own
+//! notification; and what a request refers to stays as it is until its result.
 
 use std::collections::VecDeque;
 use std::io;
@@ -33,6 +34,9 @@ use super::{Address, Event, Key, NotStarted, Order, Piece, Stable};
 
 /// `IORING_NOTIF_USAGE_ZC_COPIED`, in a notification's result.
 pub(super) const COPIED: u32 = 1 << 31;
+
+/// A list of more pieces is not kept to be used again.
+const PIECES: usize = 64;
 
 /// Where a request is kept, until nothing is owed for it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -70,6 +74,8 @@ struct Member {
     len: usize,
     /// Some of them were taken: the notification says what became of them, and frees memory.
     took: bool,
+    /// Its notifications are this place's, too. Of a part the kernel has nothing that is behind it.
+    owed: bool,
 }
 
 impl Request {
@@ -122,6 +128,7 @@ impl Request {
             key,
             len: most - left,
             took: false,
+            owed: false,
         });
         true
     }
@@ -247,10 +254,12 @@ impl Requests {
         };
         request.open = false;
         request.notes += u32::from(note == Note::Follows);
+        let failed = result.is_err();
         let (mut left, mut error) = match result {
             Ok(sent) => (sent, None),
             Err(error) => (0, Some(error)),
         };
+        let mut is_first = true;
         for (ahead, member) in request.members.iter_mut().enumerate() {
             // What the first one is told, none of the others has been begun.
             let cancelled = || io::Error::from_raw_os_error(libc::ECANCELED);
@@ -265,13 +274,17 @@ impl Requests {
                 error = Some(cancelled());
             }
             member.took = took > 0;
-            for _ in 0..request.notes {
+            member.owed = member.took || failed;
+            for _ in 0..request.notes * u32::from(member.owed) {
                 places.owes(member.key, member.took);
             }
             places.ended(member.key);
             if member.took && note == Note::Copied {
-                let (key, copied) = (member.key, Some(true));
-                self.events.push_back(Event::Noted { key, copied });
+                self.events.push_back(Event::Noted {
+                    key: member.key,
+                    copied: Some(true),
+                    is_first: std::mem::take(&mut is_first),
+                });
             }
             self.events.push_back(Event::Done(member.key, result));
         }
@@ -283,7 +296,7 @@ impl Requests {
         let request = &mut self.all[id.0 as usize];
         request.notes += 1;
         if !request.open {
-            for member in &request.members {
+            for member in request.members.iter().filter(|member| member.owed) {
                 places.owes(member.key, member.took);
             }
         }
@@ -300,10 +313,14 @@ impl Requests {
         request.notes = notes;
         // One whose result is to come has told its places of nothing yet.
         if !request.open {
-            for member in &request.members {
+            let mut is_first = true;
+            for member in request.members.iter().filter(|member| member.owed) {
                 places.noted(member.key, member.took);
-                let (key, copied) = (member.key, member.took.then_some(copied));
-                self.events.push_back(Event::Noted { key, copied });
+                self.events.push_back(Event::Noted {
+                    key: member.key,
+                    copied: member.took.then_some(copied),
+                    is_first: member.took && std::mem::take(&mut is_first),
+                });
             }
         }
         self.settle(id);
@@ -322,8 +339,11 @@ impl Requests {
     }
 
     fn settle(&mut self, id: Id) {
-        let request = &self.all[id.0 as usize];
+        let request = &mut self.all[id.0 as usize];
         if !request.open && request.notes == 0 {
+            if request.pieces.capacity() > PIECES {
+                request.pieces = Vec::new();
+            }
             self.vacant.push(id.0);
         }
     }

@@ -26,9 +26,9 @@ use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 
 use super::arenas::Arenas;
 use super::carrier::Held;
-use super::places::header;
-use super::requests::{Posted, Together};
-use super::{Event, Key, NotStarted, Order, Piece, Stable, Started, Way};
+use super::places::{Place, header};
+use super::requests::{Posted, Request, Together};
+use super::{Event, Key, Kind, NotStarted, Order, Piece, Stable, Started, Way};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
 /// stable releases of 6.1).
@@ -41,7 +41,7 @@ const NOBODY: u64 = u64::MAX;
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 /// Bytes without a copy whose notifications may be tied together. A packet that ends with a request is
 /// shorter than others, and costs as much.
-const TIED: usize = 192 << 10;
+const TIED: usize = 128 << 10;
 /// The longest that the thread of orphans waits for one ring.
 const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
@@ -117,68 +117,20 @@ impl Ring {
         if room < 1 + usize::from(order.when_writable) {
             return Err(NotStarted::QueueFull);
         }
+        // Our crate has no word for the number of an arena in a request of several pieces: it is 0.
+        let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
+        let buffer = keys.first().and_then(|&first| held.places.buffer(first));
+        let arena = buffer.and_then(|buffer| buffer.arena());
         let together = Together {
-            many: held.gathers(order.way),
+            many: held.gathers(order.way) && (order.way == Way::Copy || !arena.is_some_and(alone)),
             by_arena: order.way == Way::ZeroCopy,
             longest: held.longest(order.way),
         };
         let id = held.requests.gather(&held.places, keys, &order, together)?;
-        let flags = self.flags(held.requests.get(id).total(), held.is_tcp(), order);
-        let first = held.requests.get(id).first();
-        let address = first.and_then(|first| held.places.address(first));
         let request = held.requests.get_mut(id);
-        let arena = first
-            .and_then(|first| held.places.buffer(first)?.arena())
-            .filter(|_| order.way == Way::ZeroCopy);
-        let entry = match *request.pieces() {
-            [] | [_] => {
-                let piece = request.pieces().first().map_or(Piece::EMPTY, Piece::from);
-                let (to, to_len) = match address {
-                    Some(address) => (address.as_ptr(), address.len()),
-                    None => (std::ptr::null(), 0),
-                };
-                match order.way {
-                    Way::ZeroCopy => {
-                        request.arena = arena.and_then(|it| self.arenas.number(&self.ring, it));
-                        opcode::SendZc::new(SOCKET, piece.address, piece.len as u32)
-                            .buf_index(request.arena)
-                            .dest_addr(to)
-                            .dest_addr_len(to_len)
-                            .flags(flags)
-                            .zc_flags(REPORT_USAGE)
-                            .build()
-                    }
-                    Way::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
-                        .dest_addr(to)
-                        .dest_addr_len(to_len)
-                        .flags(flags)
-                        .build(),
-                }
-            }
-            _ => {
-                let header = request.header(address);
-                match order.way {
-                    Way::ZeroCopy => {
-                        // Its entry has room for the number of an arena, and our crate no word for it:
-                        // it is 0.
-                        let arena = arena.filter(|_| self.vectors_of_arenas);
-                        let number = arena.and_then(|it| self.arenas.number(&self.ring, it));
-                        request.arena = number.filter(|&number| number == 0);
-                        let fixed = match request.arena {
-                            Some(_) => FIXED_BUF,
-                            None => 0,
-                        };
-                        opcode::SendMsgZc::new(SOCKET, header)
-                            .ioprio(REPORT_USAGE | fixed)
-                            .flags(flags as u32)
-                            .build()
-                    }
-                    Way::Copy => opcode::SendMsg::new(SOCKET, header)
-                        .flags(flags as u32)
-                        .build(),
-                }
-            }
-        };
+        let flags = self.flags(request.total(), held.kind, order);
+        let place = request.first().and_then(|first| held.places.get(first));
+        let entry = self.entry(request, place, order.way, flags);
         if let Some(number) = request.arena {
             self.arenas.begun(number);
         }
@@ -206,8 +158,66 @@ impl Ring {
         Ok(started)
     }
 
+    /// Of a request, to the address of its first place, from the arena that this lies in.
+    fn entry<B: Stable>(
+        &mut self,
+        request: &mut Request,
+        place: Option<&Place<B>>,
+        way: Way,
+        flags: i32,
+    ) -> squeue::Entry {
+        let address = place.and_then(|place| place.address.as_ref());
+        let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
+        match *request.pieces() {
+            [] | [_] => {
+                let piece = request.pieces().first().map_or(Piece::EMPTY, Piece::from);
+                let (to, to_len) = match address {
+                    Some(address) => (address.as_ptr(), address.len()),
+                    None => (std::ptr::null(), 0),
+                };
+                match way {
+                    Way::ZeroCopy => {
+                        request.arena = arena.and_then(|it| self.arenas.number(&self.ring, it));
+                        opcode::SendZc::new(SOCKET, piece.address, piece.len as u32)
+                            .buf_index(request.arena)
+                            .dest_addr(to)
+                            .dest_addr_len(to_len)
+                            .flags(flags)
+                            .zc_flags(REPORT_USAGE)
+                            .build()
+                    }
+                    Way::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
+                        .dest_addr(to)
+                        .dest_addr_len(to_len)
+                        .flags(flags)
+                        .build(),
+                }
+            }
+            _ => {
+                let header = request.header(address);
+                match way {
+                    Way::ZeroCopy => {
+                        let number = arena.and_then(|it| self.arenas.number(&self.ring, it));
+                        request.arena = number.filter(|&number| number == 0);
+                        let fixed = match request.arena {
+                            Some(_) => FIXED_BUF,
+                            None => 0,
+                        };
+                        opcode::SendMsgZc::new(SOCKET, header)
+                            .ioprio(REPORT_USAGE | fixed)
+                            .flags(flags as u32)
+                            .build()
+                    }
+                    Way::Copy => opcode::SendMsg::new(SOCKET, header)
+                        .flags(flags as u32)
+                        .build(),
+                }
+            }
+        }
+    }
+
     /// Of a request of so many bytes.
-    fn flags(&mut self, total: usize, is_tcp: bool, order: Order) -> i32 {
+    fn flags(&mut self, total: usize, kind: Kind, order: Order) -> i32 {
         let mut flags = libc::MSG_NOSIGNAL;
         if order.whole {
             flags |= libc::MSG_WAITALL;
@@ -215,7 +225,7 @@ impl Ring {
         if order.more {
             flags |= libc::MSG_MORE;
         }
-        if is_tcp && order.way == Way::ZeroCopy {
+        if matches!(kind, Kind::Tcp4 | Kind::Tcp6) && order.way == Way::ZeroCopy {
             self.tied += total;
             if self.tied >= TIED && order.whole && !order.more {
                 self.tied = 0;

@@ -11,8 +11,8 @@ use super::message::Returned;
 
 /// Rounds of waiting for memory until a send is copied.
 const ROUNDS: u8 = 3;
-/// Where the kernel had no memory for a request of several sends, the next ones are half as long, and
-/// so many bytes longer with each notification.
+/// Where the kernel had no memory for a request of several sends, the next ones are at most half as long,
+/// and may be so many bytes longer with each send that is notified.
 const GROWTH: usize = 512;
 /// What was cancelled ends with this.
 pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
@@ -24,12 +24,20 @@ impl<B: Stable> Flights<B> {
         while let Some(event) = self.carrier.event() {
             match event {
                 Event::Done(key, result) => self.done(key, result),
-                Event::Noted { key, copied } => self.noted(key, copied),
+                Event::Noted {
+                    key,
+                    copied,
+                    is_first,
+                } => self.noted(key, copied, is_first),
             }
         }
         self.hears = false;
         while let Some(key) = self.heard_of.pop_front() {
-            self.release_idle(key);
+            // It can be here twice, and another may have its place by now.
+            let flight = self.flights.get(key.index());
+            if flight.is_some_and(|flight| flight.over && !flight.kept) {
+                self.release_idle(key);
+            }
         }
         // No notification is to come that there could be memory after.
         self.starved &= self.frees_memory();
@@ -101,8 +109,11 @@ impl<B: Stable> Flights<B> {
             _ if cancelled.is_some() => return self.fail(key, cancelled.unwrap_or(code)),
             Answer::Again | Answer::Cancelled => {}
             Answer::Full => self.full = true,
+            Answer::NoMemory if flight.gathered > 0 => {
+                // There may be enough for fewer.
+                self.gather = self.gather.min(flight.gathered) / 2;
+            }
             Answer::NoMemory => {
-                self.gather /= 2;
                 flight.rounds += 1;
                 if flight.rounds > ROUNDS || !waits {
                     flight.way = Way::Copy;
@@ -114,7 +125,7 @@ impl<B: Stable> Flights<B> {
             Answer::Cannot => {
                 self.policy.cannot();
                 // Those that wait would be refused one by one.
-                for key in &self.queue {
+                for key in self.again.iter().chain(&self.queue) {
                     if let Some(flight) = self.flights.get_mut(key.index()) {
                         flight.way = Way::Copy;
                     }
@@ -206,12 +217,16 @@ impl<B: Stable> Flights<B> {
         }
     }
 
-    pub(super) fn noted(&mut self, key: Key, copied: Option<bool>) {
+    /// The kernel has let go of what it took of a send; the first of those that it says so of at once,
+    /// or not.
+    pub(super) fn noted(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
         if let Some(copied) = copied {
             self.stats.notified += 1;
             self.starved = false;
             self.gather = (self.gather + GROWTH).min(GATHERED);
-            self.policy.noted(copied);
+            if is_first {
+                self.policy.noted(copied);
+            }
             self.stats.copied_by_kernel += u64::from(copied);
         }
         let Some(flight) = self.flights.get_mut(key.index()) else {

@@ -16,6 +16,7 @@
 //!
 //! What must hold: nobody waits for a piece that is kept.
 
+use std::collections::VecDeque;
 use std::mem;
 
 use zerosock_sys::zc::{Key, Stable, Way};
@@ -34,7 +35,7 @@ pub(super) struct Cork {
     /// Whether they are kept.
     keeps: bool,
     /// Of them, those that are, in their order.
-    kept: Vec<Key>,
+    kept: VecDeque<Key>,
     /// The socket may have pieces of a datagram that has not ended.
     pub(super) gathered: bool,
     /// Pieces that the kernel answered with an error, and which.
@@ -126,13 +127,13 @@ impl<B: Stable> Flights<B> {
         }
         if self.cork.keeps {
             flight.kept = true;
-            self.cork.kept.push(key);
+            self.cork.kept.push_back(key);
         }
     }
 
     /// The pieces that are kept will not be asked again.
     pub(super) fn let_go(&mut self) {
-        for key in mem::take(&mut self.cork.kept) {
+        while let Some(key) = self.cork.kept.pop_front() {
             if let Some(flight) = self.flights.get_mut(key.index()) {
                 flight.kept = false;
             }

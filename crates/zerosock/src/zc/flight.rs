@@ -23,6 +23,8 @@ pub(super) struct Flight {
     pub(super) class: Option<Class>,
     pub(super) failure: Option<i32>,
     pub(super) rounds: u8,
+    /// Bytes of its last request, if that was of sends behind it, too.
+    pub(super) gathered: usize,
     pub(super) flush: bool,
     pub(super) more: bool,
     pub(super) part: Part,
@@ -63,6 +65,7 @@ impl Flight {
             class: None,
             failure: None,
             rounds: 0,
+            gathered: 0,
             flush: false,
             more: false,
             part: Part::Whole,

@@ -1,13 +1,13 @@
 //! Sends from their acceptance until their buffer is free: what is asked of the kernel, in which
 //! order, and again after which answers.
 //!
-//! A send is *queued*, *started* (the kernel has a request of it), *over* (all of it was taken, or
-//! it failed), and then free when the kernel owes nothing more for it. On a stream one chain of
-//! linked requests is under way at a time: unlinked ones could overtake each other, and what is
-//! short must be completed before anything follows. Sends that wait together, and go the same way, are
-//! gathered: one request, and one notification, is of up to 128 KiB of them. A stream on which a send failed takes no more; one
-//! that ends before the kernel has taken all that was accepted is reset, so that its peer does not
-//! take it for a whole one.
+//! A send is *queued*, *started* (the kernel has a request of it), *over* (all of it was taken, or it
+//! failed), and then free when the kernel owes nothing more for it. On a stream one chain of linked
+//! requests is under way at a time: unlinked ones could overtake each other, and what is short must be
+//! completed before anything follows. Sends that wait together, and go the same way, are gathered: one
+//! request, and one notification, is of up to 128 KiB of them. A stream on which a send failed takes
+//! no more; one that ends before the kernel has taken all that was accepted is reset, so that its peer
+//! does not take it for a whole one.
 //!
 //! On the ring a submission can be answered within the call, and then nothing is owed that an event
 //! loop could wait for. So a submission goes round until everything is with the kernel, or nothing
@@ -61,7 +61,7 @@ pub(super) struct Flights<B: Stable> {
     pub(super) queue: VecDeque<Key>,
     /// What is to be asked again, before the queue, in the order of acceptance.
     pub(super) again: VecDeque<Key>,
-    /// Requests whose result is to come.
+    /// Sends whose request has its result to come.
     pub(super) open: usize,
     /// The last answer was WouldBlock.
     pub(super) full: bool,
@@ -218,6 +218,11 @@ impl<B: Stable> Flights<B> {
         self.policy.submitted();
         if self.queue.is_empty() && self.again.is_empty() {
             self.carrier.submit()?;
+            if self.carrier.room() == 0 && self.is_at_once() {
+                // There is nothing to send before something comes back. What it answers instead is
+                // answered again to who asks.
+                let _ = self.carrier.reap();
+            }
             self.progress();
         }
         let at_once = self.is_at_once();
@@ -277,20 +282,29 @@ impl<B: Stable> Flights<B> {
     /// Which of the next `most` sends one request is to be made of: of a stream those that go alike.
     fn run(&self, most: usize, run: &mut Vec<Key>) {
         run.clear();
-        let mut left = None;
+        let (mut before, mut left) = (None::<&Flight>, 0);
         for &key in self.again.iter().chain(&self.queue).take(most) {
             let Some(flight) = self.flights.get(key.index()) else {
                 return;
             };
             let rest = flight.total.saturating_sub(flight.sent);
-            let goes_on = |(way, left): &(Way, usize)| {
-                self.stream && *way == flight.way && flight.sent == 0 && rest <= *left
-            };
-            left = match left {
-                None => Some((flight.way, self.gather.saturating_sub(rest))),
-                Some(run) if goes_on(&run) => Some((run.0, run.1 - rest)),
-                Some(_) => return,
-            };
+            match before {
+                None => {
+                    left = match flight.way {
+                        Way::ZeroCopy => self.gather,
+                        Way::Copy => GATHERED,
+                    };
+                }
+                // What is to be continued must not hold back what is not.
+                Some(before) => {
+                    let alike = before.way == flight.way && (before.more || !flight.more);
+                    if !(self.stream && alike && flight.sent == 0 && rest <= left) {
+                        return;
+                    }
+                }
+            }
+            left = left.saturating_sub(rest);
+            before = Some(flight);
             run.push(key);
         }
     }
@@ -335,9 +349,13 @@ impl<B: Stable> Flights<B> {
             let part = flight.part;
             match self.carrier.start(run, order) {
                 Ok(one) => {
+                    let mut bytes = 0;
                     for &key in run.iter().take(one.places) {
                         self.pop();
-                        self.started(key, one.registered);
+                        bytes += self.started(key, one.registered);
+                    }
+                    if let Some(first) = self.flights.get_mut(key.index()) {
+                        first.gathered = if one.places > 1 { bytes } else { 0 };
                     }
                     self.stats.requests += 1;
                     self.stats.registered += u64::from(one.registered);
@@ -375,11 +393,11 @@ impl<B: Stable> Flights<B> {
         Ok(started)
     }
 
-    /// The kernel has, or is to have, a request of this send.
-    fn started(&mut self, key: Key, registered: bool) {
+    /// The kernel has, or is to have, a request of this send. Of how many of its bytes.
+    fn started(&mut self, key: Key, registered: bool) -> usize {
         self.open += 1;
         let Some(flight) = self.flights.get_mut(key.index()) else {
-            return;
+            return 0;
         };
         flight.started = true;
         flight.turn = self.turn.number;
@@ -389,6 +407,7 @@ impl<B: Stable> Flights<B> {
         }
         let one = flight.class.map(|class| (class, flight.way));
         self.turn.started(one);
+        flight.total.saturating_sub(flight.sent)
     }
 
     /// The oldest buffer that is free.

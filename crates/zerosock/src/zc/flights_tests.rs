@@ -79,13 +79,18 @@ fn what_took_nothing_teaches_nothing() {
     let key = flights.queue.pop_front().expect("it was accepted");
     flights.starved = true;
     for _ in 0..100 {
-        flights.noted(key, None);
+        flights.noted(key, None, true);
     }
     assert!(!flights.policy.is_off());
     assert!(flights.starved, "no memory was freed");
     assert!(!flights.flights[key.index()].copied);
+    // One notification of many sends is one.
     for _ in 0..100 {
-        flights.noted(key, Some(true));
+        flights.noted(key, Some(true), false);
+    }
+    assert!(!flights.policy.is_off());
+    for _ in 0..100 {
+        flights.noted(key, Some(true), true);
     }
     assert!(flights.policy.is_off());
     assert!(!flights.starved);
@@ -108,6 +113,75 @@ fn memory_is_not_waited_for_when_nothing_will_free_any() {
     flights.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
     assert!(flights.starved);
     assert_eq!(flights.stats.copied_for_memory, 1);
+}
+
+/// A request of several sends that is too long for the memory there is: the next one is shorter, and
+/// nothing is copied for that.
+#[test]
+fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
+    let mut flights = flights_over(Backend::ErrorQueue);
+    let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
+    assert!(flights.accept(outgoing).is_ok());
+    let key = flights.queue.pop_front().expect("it was accepted");
+    flights.flights[key.index()].gathered = 100_000;
+    let refused = rustix::io::Errno::NOBUFS.raw_os_error();
+    flights.refused(key, refused);
+    assert_eq!(flights.gather, 50_000);
+    assert_eq!(flights.stats.copied_for_memory, 0);
+    assert_eq!(flights.flights[key.index()].rounds, 0);
+    assert_eq!(flights.again.pop_front(), Some(key));
+    // One alone is no shorter for that.
+    flights.flights[key.index()].gathered = 0;
+    flights.refused(key, refused);
+    assert_eq!(flights.gather, 50_000);
+    assert_eq!(flights.stats.copied_for_memory, 1);
+    flights.noted(key, Some(false), true);
+    assert!(flights.gather > 50_000);
+}
+
+/// Which sends one request is to be made of.
+#[test]
+fn what_goes_alike_goes_together() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+    let socket = socket.expect("loopback").into();
+    let (carrier, kind) =
+        Carrier::<Vec<u8>>::open(socket, 8, Some(Backend::ErrorQueue)).expect("a carrier");
+    let policy = Policy::new(kind, Backend::ErrorQueue, Threshold::Measured);
+    let mut flights = Flights::new(carrier, true, 8, Slots::new([0]), policy);
+    let (never, always) = (Copying::Never, Copying::Always);
+    for (copying, more) in [
+        (never, false),
+        (never, false),
+        (always, false),
+        (always, true),
+        (always, true),
+        (always, false),
+    ] {
+        let outgoing = Outgoing {
+            more,
+            ..Outgoing::new(vec![1; 1000]).copying(copying)
+        };
+        assert!(flights.accept(outgoing).is_ok());
+    }
+    let mut runs = |gather, most| {
+        flights.gather = gather;
+        let (mut queue, mut runs) = (flights.queue.clone(), Vec::new());
+        std::mem::swap(&mut flights.queue, &mut queue);
+        while !flights.queue.is_empty() {
+            let mut run = Vec::new();
+            flights.run(most, &mut run);
+            flights.queue.drain(..run.len());
+            runs.push(run.len());
+        }
+        flights.queue = queue;
+        runs
+    };
+    // What is to be continued does not hold back what is not.
+    assert_eq!(runs(GATHERED, 32), [2, 1, 3]);
+    assert_eq!(runs(GATHERED, 1), [1; 6]);
+    // Copies need no memory that could be short.
+    assert_eq!(runs(1999, 32), [1, 1, 1, 3]);
 }
 
 /// What was cancelled is taken all the same, and what belongs to it is not.

@@ -45,8 +45,9 @@ pub struct Outgoing<B = Buf> {
     /// The buffers of a datagram's pieces come back when its last one was taken, also those that were
     /// copied: so all of it can be copied if there is no memory to send a later piece without a copy.
     /// They come back before that when the sender has no other place for the rest, or is polled or
-    /// waited for while no more of the datagram was accepted. If there is no memory after that, the
-    /// datagram fails.
+    /// waited for while no more of the datagram was accepted; but those that go without a copy are the
+    /// kernel's until the datagram is complete, so that a sender needs more places than a datagram has
+    /// such pieces. If there is no memory after that, the datagram fails.
     pub more: bool,
     /// Whether it may go without a copy.
     pub copying: Copying,

@@ -13,7 +13,7 @@ use super::Backend;
 use super::calibration::{self, Class};
 use super::message::Copying;
 
-/// So many notifications in a row that say "copied", and zero copy is off.
+/// So many notifications in a row that say "copied", of one send each or of several, and zero copy is off.
 const PATIENCE: u32 = 16;
 /// So many sends later it is tried again, and each time twice as many.
 const FIRST_PAUSE: u64 = 1 << 10;

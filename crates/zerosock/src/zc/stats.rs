@@ -12,7 +12,8 @@ use super::Backend;
 pub struct Stats {
     /// Sends that were accepted.
     pub accepted: u64,
-    /// Of those, how many are over: all of it was taken, or it failed. Its buffer may be owed yet.
+    /// Of those, how many are over: all of it was taken, or it failed. Its buffer may be owed yet. A
+    /// datagram's pieces that are copied after all are not over until they are again.
     pub over: u64,
     /// Bytes that the kernel took.
     pub bytes: u64,

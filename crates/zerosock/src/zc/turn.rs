@@ -25,7 +25,7 @@ impl Turn {
         }
     }
 
-    /// A request has been made.
+    /// A request has been made of a send.
     pub(super) fn started(&mut self, one: Option<(Class, Way)>) {
         if self.sends == 0 {
             self.alike = one;

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender as Teller, channel};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
-use zerosock::zc::{Backend, Completion, Copying, Outgoing, Returned, Sender, Sent};
+use zerosock::zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Returned, Sender, Sent};
 
 use crate::network::{BACKENDS, CABLE, byte, fill, with_cable};
 use crate::streams::check;
@@ -279,4 +279,70 @@ fn a_buffer_comes_back_while_there_is_more_to_be_sent() {
             );
         }
     }
+}
+
+/// Who only submits, and never asks nor waits, finds places for what he sends next, however few requests
+/// there are.
+#[test]
+fn who_only_submits_finds_places() {
+    for (backend, capacity) in [
+        (Backend::Uring, 64),
+        (Backend::ErrorQueue, 64),
+        (Backend::ErrorQueue, 3),
+        (Backend::Copy, 64),
+    ] {
+        let near = |socket| {
+            let builder = Sender::builder().backend(backend).capacity(capacity);
+            let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+            let until = Instant::now() + PATIENCE;
+            let (mut at, mut pushed, mut back) = (0, 0, 0);
+            while pushed < 500 {
+                while pushed < 500 && sender.room() > 0 {
+                    push(&mut sender, part(&mut at, 3000), Copying::Never);
+                    pushed += 1;
+                }
+                sender.submit().expect("the kernel answers");
+                back += std::iter::from_fn(|| sender.returned()).count();
+                assert!(Instant::now() < until, "{backend:?}: {back} are back");
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            back += std::iter::from_fn(|| sender.returned()).count();
+            assert_eq!(back, 500, "{backend:?}");
+            at
+        };
+        over_cable("who_only_submits_finds_places", backend, near, check);
+    }
+}
+
+/// Blocks of a pool are sent from registered memory: together where the kernel knows how (Linux 6.15), one
+/// by one before, and those of another pool by themselves.
+#[test]
+fn blocks_of_a_pool_are_sent_from_registered_memory() {
+    let near = |socket| {
+        let builder = Sender::builder().backend(Backend::Uring).capacity(64);
+        let mut sender: Sender<PoolBuf> = builder.open(socket).expect("a sender");
+        let pools = [(); 2].map(|()| Pool::new(8, 2000).expect("memory"));
+        let mut at = 0;
+        for _ in 0..8 {
+            for pool in &pools {
+                for _ in 0..4 {
+                    let mut block = pool.loan().expect("a block");
+                    block.set_range(0, 2000).expect("within");
+                    fill(&mut block, at);
+                    at += 2000;
+                    let pushed = sender.push(Outgoing::new(block).copying(Copying::Never));
+                    pushed.map_err(|refused| refused.why).expect("a place");
+                }
+                sender.submit().expect("the kernel answers");
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            for returned in std::iter::from_fn(|| sender.returned()) {
+                returned.outcome.expect("it was sent");
+            }
+        }
+        let stats = sender.stats();
+        assert_eq!(stats.registered, stats.requests, "{stats:?}");
+        at
+    };
+    over_cable("blocks_of_a_pool", Backend::Uring, near, check);
 }

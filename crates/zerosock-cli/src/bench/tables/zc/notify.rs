@@ -30,13 +30,14 @@ const SIZE: usize = 65_000;
 /// Pairs of rounds at least.
 const PAIRS: usize = 20;
 
-const METHOD: &str = "One thread on a core of its own sends 64 buffers of 65000 bytes in turn, one to a \
-    submission, without a copy, and asks after every send, or every 32, which are free. UDP goes into \
-    an ifb device, TCP over a veth pair to a thread on the other core, which takes it unseen (MSG_TRUNC) and works off \
-    what the pair brings it (receive packet steering), as another machine would; that includes the copy \
-    that a veth pair makes on the receiver's behalf: the kernel says so of every send. The peer does it as the kernel's own msg_zerocopy \
-    -z -l LIMIT: sendmsg, every LIMIT sends recvmsg on the error queue until that is empty, then \
-    poll. The interval is that of the mean of the rounds' ratios, 95 %.";
+const METHOD: &str = "One thread on a core of its own sends 64 buffers of 65000 bytes in turn, \
+    one to a submission, without a copy, and asks after every send, or every 32, which are free. \
+    UDP goes into an ifb device, TCP over a veth pair to a thread on the other core, which takes \
+    it unseen (MSG_TRUNC) and works off what the pair brings it (receive packet steering), as \
+    another machine would (Reno, which does not pace); that includes the copy that a veth pair \
+    makes on the receiver's behalf: the kernel says so of every send. The peer does it as the \
+    kernel's own msg_zerocopy -z -l LIMIT: sendmsg, every LIMIT sends recvmsg on the error queue \
+    until that is empty, then poll. The interval is that of the mean of the rounds' ratios, 95 %.";
 
 /// The two ways that ours has.
 const WAYS: [(&str, Backend); 2] = [

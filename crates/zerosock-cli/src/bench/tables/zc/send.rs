@@ -19,16 +19,19 @@ const RATE: Metric = Metric {
 const UDP: [usize; 7] = [600, 1000, 1200, 1500, 4000, 8000, 65_000];
 const TCP: [usize; 3] = [4000, 16_000, 65_000];
 
-const METHOD: &str = "One thread on a core of its own sends 64 buffers in turn, 32 to each submission, \
-    over io_uring. UDP goes into an ifb device, which drops what it gets without looking at it, so that \
-    the kernel copies nothing that it is not asked to; TCP goes over a veth pair to a thread on the \
-    other core, which takes it unseen (MSG_TRUNC); the receiving side of the pair copies, on that core. \
-    `bare` is a loop written for this table that does nothing but submit prepared requests and read \
-    completions: the limit. There are two, one with a ring that is one thread's alone (DEFER_TASKRUN); \
-    the better counts. `io_uring_zerocopy_tx` is the kernel's own test program: one buffer, 1.2 s, no \
-    warm-up. `flush`: every send closes its slot's notifier and is told of by one notification; else \
-    there is one at the end. `registered`: the buffers are blocks of a pool. What counts is sends that \
-    are over, not requests. The interval is that of the mean of the rounds' ratios, 95 %.";
+const METHOD: &str = "One thread on a core of its own sends 64 buffers in turn, 32 to each \
+    submission, over io_uring. UDP goes into an ifb device, which drops what it gets without \
+    looking at it, so that the kernel copies nothing that it is not asked to; TCP goes over a \
+    veth pair to a thread on the other core, which takes it unseen (MSG_TRUNC); the receiving \
+    side of the pair copies, on that core; congestion control is Reno, which does not pace. \
+    `bare` is a loop written for this table that does nothing but submit prepared requests and \
+    read completions: the limit of one request for each send. There are two, one with a ring that \
+    is one thread's alone (DEFER_TASKRUN); the better counts. `io_uring_zerocopy_tx` is the \
+    kernel's own test program: one buffer, 1.2 s, no warm-up, and on TCP no order. Ours makes one \
+    request of the sends of a stream that wait together. `flush`: every send closes its slot's \
+    notifier and is told of by one notification; else there is one at the end. `registered`: the \
+    buffers are blocks of a pool. What counts is sends that are over, not requests. The interval \
+    is that of the mean of the rounds' ratios, 95 %.";
 
 /// Who takes part, and how it sends.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

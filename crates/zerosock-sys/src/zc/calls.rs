@@ -63,7 +63,7 @@ impl Calls {
             numbers: Numbers::default(),
             counting: false,
             claim: None,
-            numbered: !is_tcp(kind),
+            numbered: !kind.is_tcp(),
             early: Vec::new(),
             kind,
             doubt: None,
@@ -259,7 +259,7 @@ impl Calls {
     fn name<B>(&mut self, held: &mut Held<B>, (lo, hi, copied): Named) {
         // A stream's sends do not fail after they were given a number. So somebody else has taken
         // these, or such a program has cut one of ours up, and what is named next may not be ours.
-        if is_tcp(self.kind) && self.numbers.is_ahead(hi) {
+        if self.kind.is_tcp() && self.numbers.is_ahead(hi) {
             self.zero_copy = false;
         }
         let in_step = self.numbers.name(lo, hi, |id| {
@@ -273,10 +273,6 @@ impl Calls {
     pub(super) fn reap_all<B>(&mut self, held: &mut Held<B>) {
         let _ = (0..LOOKS).all(|_| self.reap(held).is_ok_and(|count| count > 0));
     }
-}
-
-fn is_tcp(kind: Kind) -> bool {
-    matches!(kind, Kind::Tcp4 | Kind::Tcp6)
 }
 
 /// One sendmsg(2).

@@ -77,11 +77,7 @@ impl<B> Held<B> {
     /// Whether a request can be of several places. A socket that takes only so many pages in place as
     /// one packet holds, and copies what has more, gets them one by one.
     pub(super) fn gathers(&self, way: Way) -> bool {
-        match self.kind {
-            Kind::Tcp4 | Kind::Tcp6 => true,
-            Kind::VsockStream | Kind::OtherStream => way == Way::Copy,
-            _ => false,
-        }
+        self.kind.is_tcp() || self.kind.is_stream() && way == Way::Copy
     }
 }
 

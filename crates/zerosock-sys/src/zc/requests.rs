@@ -84,11 +84,6 @@ impl Request {
         self.members.len()
     }
 
-    /// The first of them.
-    pub(super) fn first(&self) -> Option<Key> {
-        self.members.first().map(|member| member.key)
-    }
-
     /// What it is of, in order; nothing if it is empty.
     pub(super) fn pieces(&self) -> &[libc::iovec] {
         &self.pieces
@@ -249,9 +244,7 @@ impl Requests {
         result: io::Result<usize>,
         note: Note,
     ) {
-        let Some(request) = self.all.get_mut(id.0 as usize) else {
-            return;
-        };
+        let request = &mut self.all[id.0 as usize];
         request.open = false;
         request.notes += u32::from(note == Note::Follows);
         let failed = result.is_err();
@@ -304,9 +297,7 @@ impl Requests {
 
     /// One of its notifications has come.
     pub(super) fn noted<B>(&mut self, places: &mut Places<B>, id: Id, copied: bool) {
-        let Some(request) = self.all.get_mut(id.0 as usize) else {
-            return;
-        };
+        let request = &mut self.all[id.0 as usize];
         let Some(notes) = request.notes.checked_sub(1) else {
             return;
         };

@@ -119,8 +119,8 @@ impl Ring {
         }
         // Our crate has no word for the number of an arena in a request of several pieces: it is 0.
         let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
-        let buffer = keys.first().and_then(|&first| held.places.buffer(first));
-        let arena = buffer.and_then(|buffer| buffer.arena());
+        let place = keys.first().and_then(|&first| held.places.get(first));
+        let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
         let together = Together {
             many: held.gathers(order.way) && (order.way == Way::Copy || !arena.is_some_and(alone)),
             by_arena: order.way == Way::ZeroCopy,
@@ -129,7 +129,6 @@ impl Ring {
         let id = held.requests.gather(&held.places, keys, &order, together)?;
         let request = held.requests.get_mut(id);
         let flags = self.flags(request.total(), held.kind, order);
-        let place = request.first().and_then(|first| held.places.get(first));
         let entry = self.entry(request, place, order.way, flags);
         if let Some(number) = request.arena {
             self.arenas.begun(number);
@@ -225,7 +224,7 @@ impl Ring {
         if order.more {
             flags |= libc::MSG_MORE;
         }
-        if matches!(kind, Kind::Tcp4 | Kind::Tcp6) && order.way == Way::ZeroCopy {
+        if kind.is_tcp() && order.way == Way::ZeroCopy {
             self.tied += total;
             if self.tied >= TIED && order.whole && !order.more {
                 self.tied = 0;
@@ -430,42 +429,45 @@ fn try_out() -> io::Result<Answers> {
     let mut ring = IoUring::new(2)?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;
-    let mut answers = Answers {
-        zero_copy: false,
-        vectors_of_arenas: false,
-    };
-    if !probe.is_supported(opcode::SendZc::CODE) || !probe.is_supported(opcode::SendMsgZc::CODE) {
-        return Ok(answers);
+    let zero_copy =
+        probe.is_supported(opcode::SendZc::CODE) && probe.is_supported(opcode::SendMsgZc::CODE);
+    if !zero_copy {
+        return Ok(Answers {
+            zero_copy,
+            vectors_of_arenas: false,
+        });
     }
     // A kernel that does not know a flag says EINVAL before it looks at the descriptor.
     let nowhere = types::Fd(-1);
+    let one = opcode::SendZc::new(nowhere, std::ptr::null(), 0).zc_flags(REPORT_USAGE);
+    // SAFETY: it refers to nothing.
+    let zero_copy = match unsafe { answer(&mut ring, &one.build()) }? {
+        Some(libc::EBADF) => true,
+        Some(libc::EINVAL) => false,
+        _ => return Err(io::ErrorKind::Other.into()),
+    };
     let empty = header(&[], None);
-    for (entry, answer) in [
-        (
-            opcode::SendZc::new(nowhere, std::ptr::null(), 0)
-                .zc_flags(REPORT_USAGE)
-                .build(),
-            &mut answers.zero_copy,
-        ),
-        (
-            opcode::SendMsgZc::new(nowhere, &raw const empty)
-                .ioprio(REPORT_USAGE | FIXED_BUF)
-                .build(),
-            &mut answers.vectors_of_arenas,
-        ),
-    ] {
-        // SAFETY: the requests name no socket; one names a header of no pieces, which outlives the
-        // wait for its result.
-        unsafe { ring.submission().push(&entry) }.map_err(io::Error::other)?;
-        ring.submit_and_wait(1)?;
-        // That of the one before may have been notified of meanwhile, which says nothing.
-        let mut results = (ring.completion()).filter(|entry| !cqueue::notif(entry.flags()));
-        *answer = match results.next().map(|entry| -entry.result()) {
-            Some(libc::EBADF) => true,
-            // Or that no memory is registered.
-            Some(libc::EINVAL | libc::EFAULT) => false,
-            _ => return Err(io::ErrorKind::Other.into()),
-        };
-    }
-    Ok(answers)
+    let many = opcode::SendMsgZc::new(nowhere, &raw const empty).ioprio(REPORT_USAGE | FIXED_BUF);
+    // SAFETY: it refers to a header of nothing, which is there until after the answer.
+    let answer = unsafe { answer(&mut ring, &many.build()) }?;
+    // Or EFAULT, since no memory is registered.
+    let vectors_of_arenas = answer == Some(libc::EBADF);
+    Ok(Answers {
+        zero_copy,
+        vectors_of_arenas,
+    })
+}
+
+/// What is answered to a request without a socket. What it is notified of, or one before it, says nothing.
+///
+/// # Safety
+/// What the request refers to is there until this returns.
+unsafe fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<Option<i32>> {
+    // SAFETY: the caller's promise; without a socket nothing is sent from there later.
+    unsafe { ring.submission().push(entry) }.map_err(io::Error::other)?;
+    ring.submit_and_wait(1)?;
+    let mut results = ring
+        .completion()
+        .filter(|entry| !cqueue::notif(entry.flags()));
+    Ok(results.next().map(|entry| -entry.result()))
 }

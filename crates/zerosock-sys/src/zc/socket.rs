@@ -46,6 +46,10 @@ impl Kind {
             Self::Tcp4 | Self::Tcp6 | Self::VsockStream | Self::OtherStream
         )
     }
+
+    pub(super) fn is_tcp(self) -> bool {
+        matches!(self, Self::Tcp4 | Self::Tcp6)
+    }
 }
 
 /// What kind of socket `socket` is.
@@ -112,7 +116,7 @@ pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
 /// # Errors
 /// What setsockopt(2) answers.
 pub fn reset(socket: impl AsFd) -> io::Result<bool> {
-    if !matches!(kind(&socket)?, Kind::Tcp4 | Kind::Tcp6) {
+    if !kind(&socket)?.is_tcp() {
         return Ok(false);
     }
     sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;

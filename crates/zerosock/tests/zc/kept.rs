@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 use std::net::UdpSocket;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use zerosock::zc::{
 };
 
 use crate::alone::alone;
+use crate::asleep::waiting;
 use crate::faults::limit_locked_memory;
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
@@ -352,28 +353,10 @@ fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
             back(&mut sender);
             let sender = sender.into_shared().expect("descriptors");
             thread::scope(|scope| {
-                let (say, hear) = mpsc::channel();
-                let waiting = scope.spawn({
-                    let sender = sender.clone();
-                    move || {
-                        // SAFETY: gettid(2) cannot fail and touches no memory.
-                        say.send(unsafe { libc::gettid() }).expect("the test");
-                        loop {
-                            sender.wait(None).expect("the kernel answers");
-                            if let Some(back) = sender.returned() {
-                                return back.buffer.len();
-                            }
-                        }
-                    }
-                });
-                let thread = hear.recv().expect("the thread");
-                let path = format!("/proc/self/task/{thread}/stat");
-                while !std::fs::read_to_string(&path).is_ok_and(|stat| stat.contains(") S ")) {
-                    thread::yield_now();
-                }
+                let waiting = waiting(scope, &sender);
                 let sent = sender.send(send(300, true).copying(Copying::Always));
                 sent.map_err(|refused| refused.why).expect("a place");
-                assert_eq!(waiting.join().expect("it"), 300, "{backend:?}");
+                assert_eq!(waiting.join().expect("it").buffer.len(), 300, "{backend:?}");
             });
             tc("qdisc del dev sink0 root");
         }

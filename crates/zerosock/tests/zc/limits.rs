@@ -4,7 +4,7 @@
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 use zerosock::zc::{Backend, Builder, Copying, End, Interest, Outgoing, Refusal, Returned, Sender};
 
+use crate::asleep::waiting;
 use crate::ends::{ALL, SENDS, pair, read_to_reset};
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
@@ -452,28 +453,10 @@ fn a_thread_that_sleeps_hears_of_what_is_accepted_later() {
             back(&mut sender);
             let sender = sender.into_shared().expect("descriptors");
             thread::scope(|scope| {
-                let (say, hear) = mpsc::channel();
-                let waiting = scope.spawn({
-                    let sender = sender.clone();
-                    move || {
-                        // SAFETY: gettid(2) cannot fail and touches no memory.
-                        say.send(unsafe { libc::gettid() }).expect("the test");
-                        loop {
-                            sender.wait(None).expect("the kernel answers");
-                            if let Some(back) = sender.returned() {
-                                return code(&back);
-                            }
-                        }
-                    }
-                });
-                let thread = hear.recv().expect("the thread");
-                let path = format!("/proc/self/task/{thread}/stat");
-                while !std::fs::read_to_string(&path).is_ok_and(|stat| stat.contains(") S ")) {
-                    thread::yield_now();
-                }
+                let waiting = waiting(scope, &sender);
                 let sent = sender.send(datagram(TAKEN));
                 sent.map_err(|refused| refused.why).expect("a place");
-                assert_eq!(waiting.join().expect("it"), Some(libc::ETIMEDOUT));
+                assert_eq!(code(&waiting.join().expect("it")), Some(libc::ETIMEDOUT));
             });
             tc("qdisc del dev sink0 root");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));

@@ -2,6 +2,7 @@
 //! loopback where nothing depends on the device.
 
 mod alone;
+mod asleep;
 mod bad_input;
 mod calls;
 mod corks;

@@ -71,7 +71,9 @@ mod trust;
 #[cfg(not(loom))]
 pub use {
     fault::handle_fault,
-    memory::{MAX_REGIONS, MapError, Memory, RegionConfig, TranslateError},
+    memory::{
+        MAX_REGIONS, MapError, Memory, RegionConfig, RetiredRegion, TranslateError, Unmapper,
+    },
     slice::{GuestSlice, Piece, PieceBuf, SliceBuf},
     split::{
         AddError, BrokenReason, Buffer, Chain, ChainFault, DeviceQueue, DriverError, DriverLayout,

@@ -7,14 +7,15 @@
 mod map;
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::Arc;
 
-use rustix::fd::OwnedFd;
+use rustix::fd::AsFd;
 
 use crate::fault::Registration;
 use crate::slice::{GuestSlice, Piece, SliceBuf};
 use map::{Mapping, check, map_region};
 
-pub use map::{MAX_REGIONS, MapError};
+pub use map::{MAX_REGIONS, MapError, RetiredRegion, Unmapper};
 
 /// One region of a vhost-user memory table.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
@@ -96,7 +97,18 @@ impl Memory {
     ///
     /// # Errors
     /// [`MapError`]; nothing stays mapped.
-    pub fn map(regions: Vec<(OwnedFd, RegionConfig)>) -> Result<Memory, MapError> {
+    pub fn map(regions: Vec<(impl AsFd, RegionConfig)>) -> Result<Memory, MapError> {
+        Memory::map_with(regions, None)
+    }
+
+    /// As [`map`](Memory::map); `unmapper` gets the regions when nothing uses them any more.
+    ///
+    /// # Errors
+    /// [`MapError`]; nothing stays mapped.
+    pub fn map_with(
+        regions: Vec<(impl AsFd, RegionConfig)>,
+        unmapper: Option<Arc<dyn Unmapper>>,
+    ) -> Result<Memory, MapError> {
         let configs: Vec<RegionConfig> = regions.iter().map(|(_, config)| *config).collect();
         check(&configs)?;
         let id = next_id();
@@ -104,7 +116,8 @@ impl Memory {
         let mut backing: Vec<Backing> = Vec::with_capacity(regions.len());
         for (index, (fd, config)) in regions.iter().enumerate() {
             let leader = backing.first().and_then(Backing::registration);
-            let (mapping, host) = map_region(index, fd, config, id, leader)?;
+            let (mapping, host) =
+                map_region(index, fd.as_fd(), config, id, leader, unmapper.as_ref())?;
             mapped.push(Region::new(config, host));
             backing.push(Backing::Mapping(mapping));
         }

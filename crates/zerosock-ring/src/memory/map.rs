@@ -1,8 +1,9 @@
 //! Mapping a peer's files: what a memory table must fulfil before any of it is believed.
 
-use core::ptr;
+use core::{fmt, ptr};
+use std::sync::Arc;
 
-use rustix::fd::OwnedFd;
+use rustix::fd::BorrowedFd;
 use rustix::fs::{fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
@@ -77,13 +78,65 @@ pub enum MapError {
     },
 }
 
+/// The owner of the thread that unmaps a peer's memory.
+///
+/// The last munmap(2) of a region frees its pages, which takes the kernel 150 ms per GiB. By default
+/// the thread that drops the last reference to a [`Memory`](crate::Memory) makes that call; a program
+/// with threads that must not stop for so long hands the region to another.
+pub trait Unmapper: fmt::Debug + Send + Sync {
+    /// Takes a region that nothing uses any more. To be unmapped by dropping it.
+    fn unmap(&self, region: RetiredRegion);
+}
+
+/// Bytes that one munmap(2) unmaps. It holds the address space's lock, for which mmap(2) and page
+/// faults of other threads wait: 10 to 17 ms for this size.
+const PIECE: usize = 32 << 20;
+
+/// A region that nothing uses any more. Dropping it unmaps it, in pieces.
+#[derive(Debug)]
+pub struct RetiredRegion {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a range of addresses of this process, to be unmapped by any thread; nothing else uses it.
+unsafe impl Send for RetiredRegion {}
+
+impl RetiredRegion {
+    /// Bytes that are mapped.
+    pub fn size(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for RetiredRegion {
+    fn drop(&mut self) {
+        let mut done = 0;
+        while done < self.len {
+            let piece = PIECE.min(self.len - done);
+            // SAFETY: `start` and `len` are what mmap returned for this object alone, and it is made
+            // only once nothing has an address in it: see `Mapping`. PIECE is a multiple of every
+            // page size up to 32 MiB; a larger page fails with EINVAL and stays mapped until the
+            // next line unmaps all.
+            let result = unsafe { munmap(self.start.add(done).cast(), piece) };
+            if result.is_err() {
+                // SAFETY: as above, for what is left.
+                let _ = unsafe { munmap(self.start.add(done).cast(), self.len - done) };
+                return;
+            }
+            done += piece;
+        }
+    }
+}
+
 /// A shared mapping, and its entry in the fault table.
 #[derive(Debug)]
 pub(super) struct Mapping {
-    start: *mut u8,
-    len: usize,
+    /// None only while it is dropped.
+    region: Option<RetiredRegion>,
     /// An Option only so that `drop` can end it before the addresses.
     registration: Option<Registration>,
+    unmapper: Option<Arc<dyn Unmapper>>,
 }
 
 impl Mapping {
@@ -97,10 +150,11 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // Out of the table first: once unmapped, the addresses may at once be another mapping's.
         self.registration = None;
-        // SAFETY: `start` and `len` are what mmap returned for this object alone. It is dropped
-        // with its Memory, which all slices borrow and all rings keep alive, so nobody has an
-        // address in it any more. A failure could only mean that it is mapped still.
-        let _ = unsafe { munmap(self.start.cast(), self.len) };
+        // It is dropped with its Memory, which all slices borrow and all rings keep alive, so
+        // nothing has an address in it any more.
+        if let (Some(region), Some(unmapper)) = (self.region.take(), &self.unmapper) {
+            unmapper.unmap(region);
+        }
     }
 }
 
@@ -150,10 +204,11 @@ fn check_overlap(
 
 pub(super) fn map_region(
     index: usize,
-    fd: &OwnedFd,
+    fd: BorrowedFd<'_>,
     config: &RegionConfig,
     owner: u64,
     leader: Option<&Registration>,
+    unmapper: Option<&Arc<dyn Unmapper>>,
 ) -> Result<(Mapping, *mut u8), MapError> {
     let stat = fstat(fd).map_err(|errno| MapError::Stat { index, errno })?;
     let file_len = u64::try_from(stat.st_size).unwrap_or(0);
@@ -190,9 +245,9 @@ pub(super) fn map_region(
     let registration =
         Registration::new(start.expose_provenance(), len, page as usize, owner, leader);
     let mapping = Mapping {
-        start,
-        len,
+        region: Some(RetiredRegion { start, len }),
         registration: Some(registration),
+        unmapper: unmapper.cloned(),
     };
     // SAFETY: skip < page <= len: inside the mapping.
     let host = unsafe { start.add(skip as usize) };
@@ -219,7 +274,7 @@ fn mapping_unit(magic: u64, block: u64, page: u64) -> Option<u64> {
     }
 }
 
-fn page_size(index: usize, fd: &OwnedFd) -> Result<u64, MapError> {
+fn page_size(index: usize, fd: BorrowedFd<'_>) -> Result<u64, MapError> {
     let file_system = fstatfs(fd).map_err(|errno| MapError::Stat { index, errno })?;
     // The mask drops a sign that the magic number's type has on some architectures.
     let magic = file_system.f_type as u64 & 0xffff_ffff;

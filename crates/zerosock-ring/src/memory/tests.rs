@@ -367,6 +367,7 @@ fn tables_that_make_no_sense_are_refused() {
 
 #[cfg(not(miri))]
 mod mapped {
+    use rustix::fd::OwnedFd;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
@@ -473,5 +474,39 @@ mod mapped {
         assert_ne!(mapped(), 0);
         drop(mem);
         assert_eq!(mapped(), 0);
+    }
+
+    /// Counts the bytes that come back, and unmaps them.
+    #[derive(Debug, Default)]
+    struct Counting(AtomicU64);
+
+    impl Unmapper for Counting {
+        fn unmap(&self, region: RetiredRegion) {
+            self.0.fetch_add(region.size() as u64, Relaxed);
+        }
+    }
+
+    #[test]
+    fn the_unmapper_gets_each_region_when_nothing_uses_it() {
+        // Several pieces, and a rest.
+        let len = (64 << 20) + 4096;
+        let table = |at: u64| RegionConfig {
+            guest_addr: at,
+            user_addr: at,
+            len,
+            fd_offset: 0,
+        };
+        let unmapper: Arc<Counting> = Arc::default();
+        let regions = vec![(memfd(len), table(0)), (memfd(len), table(1 << 40))];
+        let memory = Memory::map_with(regions, Some(unmapper.clone())).expect("a mapping");
+        let start = memory.regions[0].host.addr();
+        let mapped = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").expect("our mappings");
+            maps.contains(&format!("{start:x}-"))
+        };
+        assert!(mapped());
+        assert_eq!(unmapper.0.load(Relaxed), 0);
+        drop(memory);
+        assert_eq!(unmapper.0.load(Relaxed), 2 * len);
     }
 }

@@ -1,24 +1,83 @@
 //! File descriptors over Unix sockets (SCM_RIGHTS, unix(7)).
+//!
+//! Descriptors that arrive and are not received are closed by the kernel in the thread that receives
+//! the bytes, or closes the socket, and that close can wait for the sender's objects. So a socket
+//! either [refuses](refuse_rights) descriptors, or is received from with room for as many as a message
+//! can have, by [`recv`], and closed by the [reaper](crate::reaper). A process that has no descriptor
+//! number left loses this protection: the kernel then discards what it cannot install. Callers keep
+//! [`RESERVE`] numbers free.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// The most descriptors that one call sends or receives.
-pub const MAX_FDS: usize = 32;
+use crate::peer_fd::PeerFd;
+
+/// The most descriptors that one message has (SCM_MAX_FD of the kernel).
+pub const MAX_FDS: usize = 253;
+
+/// Descriptor numbers to be kept free by a process that receives descriptors.
+pub const RESERVE: u64 = MAX_FDS as u64 + 1;
+
+/// SO_PASSRIGHTS of linux/socket.h, since Linux 6.16.
+const SO_PASSRIGHTS: libc::c_int = 83;
+
+/// From now on nobody can send descriptors to this Unix socket: sendmsg(2) fails with EPERM. On a
+/// listener before listen(2), it holds for all connections, also before they are accepted. Returns
+/// whether the kernel can do that.
+///
+/// # Errors
+/// What setsockopt(2) answers, but for ENOPROTOOPT.
+pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
+    let off: libc::c_int = 0;
+    // SAFETY: the option's value is an int that lives until the call returns, and is only read.
+    let result = unsafe {
+        libc::setsockopt(
+            fd.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PASSRIGHTS,
+            (&raw const off).cast(),
+            size_of_val(&off) as libc::socklen_t,
+        )
+    };
+    if result == 0 {
+        return Ok(true);
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::ENOPROTOOPT) => Ok(false),
+        error => Err(error),
+    }
+}
+
+/// Whether a Unix socket refuses descriptors, as an accepted one has it from its listener.
+pub fn refuses_rights(fd: impl AsFd) -> bool {
+    let mut on: libc::c_int = 1;
+    let mut len = size_of_val(&on) as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes, the size of `on`, and the new length; both live
+    // until the call returns.
+    let result = unsafe {
+        libc::getsockopt(
+            fd.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PASSRIGHTS,
+            (&raw mut on).cast(),
+            &raw mut len,
+        )
+    };
+    result == 0 && on == 0
+}
 
 /// What [`recv`] got.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Received {
     /// Bytes written to the buffer; 0 at end of file.
     pub bytes: usize,
-    /// Descriptors were lost: more came than [`MAX_FDS`], or than this process may open. The
-    /// kernel has closed those.
+    /// Descriptors were lost: more came than this process may open. The kernel has closed those.
     pub truncated_fds: bool,
 }
 
@@ -52,12 +111,12 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
     }
 }
 
-/// Receives bytes and descriptors in one recvmsg(2). Does not block. Descriptors are closed on
-/// exec. At end of file zero bytes come; an empty `buf` tells nothing of it.
+/// Receives bytes and descriptors with one recvmsg(2), for at most [`MAX_FDS`] descriptors, which is
+/// all that a message can have. Does not block. The descriptors are appended to `fds`, closed on exec.
 ///
 /// # Errors
 /// `WouldBlock` when nothing is there, else what recvmsg(2) answers.
-pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut impl Extend<OwnedFd>) -> io::Result<Received> {
+pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     loop {
@@ -66,19 +125,15 @@ pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut impl Extend<OwnedFd>) -> io
             Err(rustix::io::Errno::INTR) => continue,
             result => result?,
         };
-        let mut truncated_fds = message.flags.contains(ReturnFlags::CTRUNC);
-        let mut room = MAX_FDS;
         for message in control.drain() {
             // Other kinds come only to sockets that asked for them.
-            if let RecvAncillaryMessage::ScmRights(mut rights) = message {
-                fds.extend(rights.by_ref().take(room).inspect(|_| room -= 1));
-                // The buffer is rounded up and may hold one more, which is closed here.
-                truncated_fds |= rights.count() > 0;
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights.map(PeerFd::from));
             }
         }
         return Ok(Received {
             bytes: message.bytes,
-            truncated_fds,
+            truncated_fds: message.flags.contains(ReturnFlags::CTRUNC),
         });
     }
 }
@@ -88,6 +143,7 @@ mod tests {
     use super::*;
     use rustix::fs::{fstat, memfd_create};
     use rustix::io::{FdFlags, fcntl_getfd};
+    use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
     fn files(count: usize) -> Vec<OwnedFd> {
@@ -123,29 +179,41 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_beyond_the_room_are_reported() {
+    fn as_many_as_a_message_can_have_are_received() {
         let (a, b) = UnixStream::pair().unwrap();
         let sent = files(MAX_FDS + 1);
         let borrowed: Vec<_> = sent.iter().map(|fd| fd.as_fd()).collect();
         let error = send(&a, &[IoSlice::new(b"x")], &borrowed).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
-
-        // A peer that has no such limit.
+        // The kernel has the same limit.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS + 1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
-        sendmsg(&a, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap();
+        sendmsg(&a, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap_err();
 
+        send(&a, &[IoSlice::new(b"x")], &borrowed[1..]).unwrap();
         let mut got = Vec::new();
         let received = recv(&b, &mut [0; 4], &mut got).unwrap();
-        assert_eq!(
-            received,
-            Received {
-                bytes: 1,
-                truncated_fds: true
-            }
-        );
-        assert_eq!(got.len(), MAX_FDS);
+        let expected = Received {
+            bytes: 1,
+            truncated_fds: false,
+        };
+        assert_eq!((received, got.len()), (expected, MAX_FDS));
+    }
+
+    #[test]
+    fn a_socket_that_refuses_descriptors_gets_none() {
+        let (a, b) = UnixStream::pair().unwrap();
+        assert!(!refuses_rights(&b));
+        if !refuse_rights(&b).unwrap() {
+            return eprintln!("SKIPPED: this kernel has no SO_PASSRIGHTS (Linux 6.16)");
+        }
+        assert!(refuses_rights(&b));
+        let file = files(1);
+        let borrowed = [file[0].as_fd()];
+        let error = send(&a, &[IoSlice::new(b"x")], &borrowed).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+        send(&a, &[IoSlice::new(b"x")], &[]).unwrap();
     }
 
     #[test]

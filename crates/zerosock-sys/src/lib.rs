@@ -4,24 +4,30 @@
 //! move bytes between a socket and guest memory without a buffer of ours, [`sigbus`] survives
 //! guest memory that vanishes, [`memfd`] makes memory that cannot shrink, [`fd_passing`] carries
 //! descriptors over Unix sockets, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] tries out what they do), [`affinity`] pins threads,
-//! [`network`] isolates them, [`zc`] sends what stays its owner's until the kernel is done.
+//! [`network`] isolates them, [`zc`] sends what stays its owner's until the kernel is done. [`account`]
+//! has the shares of peers in descriptors and memory, [`reaper`] the threads that close what a
+//! [`PeerFd`] holds, [`notify`] wakes peers.
 //!
 //! What must hold: no function panics on what a peer sends, no function keeps state but the
-//! SIGBUS handler, and each `unsafe` block says why it is sound. Where rustix offers a safe call,
+//! SIGBUS handler and the reaper, and each `unsafe` block says why it is sound. Where rustix offers a safe call,
 //! it is used instead of libc.
 
+pub mod account;
 pub mod affinity;
-pub mod bell;
 pub mod fd_passing;
 pub mod memfd;
 pub mod network;
+pub mod notify;
+mod peer_fd;
+pub mod reaper;
 pub mod sigbus;
 mod slices;
 pub mod vsock;
 pub mod vsock_calls;
 pub mod zc;
 
+pub use peer_fd::PeerFd;
 pub use slices::{
-    MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_slices, send_slices,
-    write_slices,
+    MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_slices,
+    recv_slices_and_rights, send_slices, write_slices,
 };

@@ -1,274 +1,165 @@
-//! Notifying a peer through a descriptor that the peer controls, without ever blocking.
+//! Notifying a peer through a descriptor that the peer controls, without waiting for it.
 //!
-//! A vhost-user front-end hands over the descriptor on which it wants to be called. It shares the
-//! open file with us, and with it the O_NONBLOCK flag: it can clear the flag, fill the counter, and
-//! a plain write(2) would then hold the caller for as long as the front-end likes. What must hold:
-//! no call in here waits, whatever the other holder of the file does with it.
+//! A vhost-user front-end hands over the descriptor on which it wants to be notified of used buffers.
+//! It shares the open file, and with it the O_NONBLOCK flag, and it can hold the lock of a pipe for as
+//! long as it likes (by writing from a page that userfaultfd or FUSE provides): a write(2) would then
+//! hold its caller, even with RWF_NOWAIT.
 //!
-//! - A pipe is written with RWF_NOWAIT, a socket with MSG_DONTWAIT: both count for the one call.
-//! - An eventfd has no such write. But the kernel itself signals an eventfd without waiting (the
-//!   counter stays at its largest), and does so when an asynchronous read with IOCB_FLAG_RESFD is
-//!   complete (io_submit(2)). A read of /dev/null is complete at once.
+//! # Invariants
+//! - [`Notifier::notify`] never waits for a peer.
+//! - An eventfd is signalled by asynchronous I/O ([`aio`](self::aio)). Where the system refuses that
+//!   (seccomp, or fs.aio-max-nr is used up), and for pipes, a [`CallThread`] of the one peer makes the
+//!   write, and only that peer's notifications wait when it waits.
+//! - A descriptor of any other kind is refused when it arrives.
 
-use std::cell::Cell;
-use std::fs::File;
-use std::io::{self, IoSlice};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+mod aio;
+mod call_thread;
 
-use rustix::fs::FileType;
-use rustix::io::ReadWriteFlags;
-use rustix::net::SendFlags;
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::{Duration, Instant};
 
-/// A descriptor to notify a peer on.
-#[derive(Debug)]
-pub struct Bell {
-    fd: OwnedFd,
-    kind: Kind,
-}
+use crate::peer_fd::PeerFd;
+use aio::Queue;
+use call_thread::Target;
+pub use call_thread::{CallThread, ThreadCount, TooManyThreads};
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Kind {
+/// How long until asynchronous I/O is asked for again where it was refused.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// What a descriptor is, as far as notifications go.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum FdKind {
+    /// eventfd(2).
     Eventfd,
+    /// An end of a pipe(2). Not a FIFO with a name.
     Pipe,
-    Socket,
+    /// Anything else, as `/proc/self/fd` shows it.
+    Other(String),
 }
 
-impl Bell {
-    /// Takes an eventfd, the writing end of a pipe, or a connected socket.
+impl FdKind {
+    /// The kind of a descriptor. The kernel answers from its own tables: unlike fstat(2), which would
+    /// ask the server of a file on FUSE, readlink(2) does not wait.
     ///
     /// # Errors
-    /// What fstat(2) answers.
-    pub fn new(fd: OwnedFd) -> io::Result<Bell> {
-        let kind = match FileType::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode) {
-            FileType::Fifo => Kind::Pipe,
-            FileType::Socket => Kind::Socket,
-            // An eventfd has no type of its own; io_submit(2) knows it and refuses all others.
-            _ => Kind::Eventfd,
-        };
-        Ok(Bell { fd, kind })
-    }
-}
-
-/// Rings bells. One for each thread that does.
-#[derive(Debug)]
-pub struct Ringer {
-    /// None where the kernel has no asynchronous I/O: eventfds are then written, and their flag is
-    /// trusted.
-    queue: Option<Queue>,
-}
-
-impl Ringer {
-    /// Asks the kernel for what it needs to ring eventfds. Where that is refused (a seccomp
-    /// profile, fs.aio-max-nr), [`guarded`](Self::guarded) says so.
-    pub fn new() -> Ringer {
-        Ringer {
-            queue: Queue::new().ok(),
-        }
-    }
-
-    /// Whether eventfds are rung without trust in their O_NONBLOCK flag.
-    pub fn guarded(&self) -> bool {
-        self.queue.is_some()
-    }
-
-    /// Adds one to an eventfd, or eight bytes to a pipe or socket. A bell that is full has a peer
-    /// that is about to wake, and one that is broken has none: neither is an error.
-    pub fn ring(&self, bell: &Bell) {
-        let one = 1u64.to_ne_bytes();
-        match (bell.kind, &self.queue) {
-            (Kind::Eventfd, Some(queue)) => queue.signal(&bell.fd),
-            (Kind::Eventfd, None) => {
-                let _ = rustix::io::write(&bell.fd, &one);
-            }
-            (Kind::Pipe, _) => {
-                const AT_ITS_END: u64 = u64::MAX;
-                let flags = ReadWriteFlags::NOWAIT;
-                let _ = rustix::io::pwritev2(&bell.fd, &[IoSlice::new(&one)], AT_ITS_END, flags);
-            }
-            (Kind::Socket, _) => {
-                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-                let _ = rustix::net::send(&bell.fd, &one, flags);
-            }
-        }
-    }
-}
-
-impl Default for Ringer {
-    fn default() -> Self {
-        Ringer::new()
-    }
-}
-
-/// A context of asynchronous I/O and something to read that is always done at once.
-#[derive(Debug)]
-struct Queue {
-    context: usize,
-    null: File,
-    /// Completions that the kernel may still keep for us.
-    unreaped: Cell<u32>,
-}
-
-/// Completions that a context has room for.
-const ROOM: u32 = 128;
-
-/// `struct iocb` of linux/aio_abi.h, for little-endian machines.
-#[repr(C)]
-#[derive(Default)]
-struct Iocb {
-    data: u64,
-    key: u32,
-    rw_flags: u32,
-    opcode: u16,
-    priority: i16,
-    fildes: u32,
-    buf: u64,
-    nbytes: u64,
-    offset: i64,
-    reserved: u64,
-    flags: u32,
-    resfd: u32,
-}
-
-const _: () = assert!(size_of::<Iocb>() == 64 && cfg!(target_endian = "little"));
-
-const PREAD: u16 = 0;
-const RESFD: u32 = 1;
-
-/// `struct io_event` of linux/aio_abi.h.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct IoEvent([u64; 4]);
-
-impl Queue {
-    fn new() -> io::Result<Queue> {
-        let null = File::open("/dev/null")?;
-        let mut context = 0usize;
-        // SAFETY: io_setup(2) writes one word, the context's name, to the pointer, which is valid
-        // for that; it wants the word to be 0 before.
-        let result = unsafe { libc::syscall(libc::SYS_io_setup, ROOM, &mut context) };
-        if result != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(Queue {
-            context,
-            null,
-            unreaped: Cell::new(0),
+    /// What readlink(2) answers for the entry in `/proc/self/fd`.
+    pub fn of(fd: impl AsFd) -> io::Result<FdKind> {
+        let target = fs::read_link(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))?;
+        let target = target.as_os_str().to_string_lossy();
+        // A file has a path, which begins with "/" or "(unreachable)": it cannot look like these.
+        Ok(match &*target {
+            "anon_inode:[eventfd]" => FdKind::Eventfd,
+            pipe if pipe.starts_with("pipe:[") => FdKind::Pipe,
+            other => FdKind::Other(other.to_owned()),
         })
     }
+}
 
-    fn signal(&self, fd: &OwnedFd) {
-        if self.unreaped.get() >= ROOM / 2 {
-            self.reap();
-        }
-        let mut request = Iocb {
-            opcode: PREAD,
-            fildes: self.null.as_fd().as_raw_fd().cast_unsigned(),
-            flags: RESFD,
-            resfd: fd.as_raw_fd().cast_unsigned(),
-            ..Iocb::default()
-        };
-        let mut list = [&raw mut request];
-        for _ in 0..2 {
-            // SAFETY: the list has one pointer to a whole iocb, and both live until the call
-            // returns. io_submit(2) copies the request before it returns and writes to its `key`
-            // at most. The request reads nothing (`nbytes` is 0), so that no memory of ours is
-            // written later.
-            let result =
-                unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, list.as_mut_ptr()) };
-            if result == 1 {
-                self.unreaped.set(self.unreaped.get() + 1);
-                return;
-            }
-            // EAGAIN: no room, whatever we counted. EINVAL: `fd` is no eventfd, and rings nobody.
-            self.reap();
-        }
-    }
-
-    /// Makes room: completions of reads that read nothing say nothing.
-    fn reap(&self) {
-        let mut events = [IoEvent::default(); ROOM as usize];
-        let zero = libc::timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        // SAFETY: `events` has room for the ROOM entries that are asked for at most, `zero` is a
-        // timespec that is only read, and both outlive the call, which does not wait.
-        unsafe {
-            libc::syscall(
-                libc::SYS_io_getevents,
-                self.context,
-                0,
-                ROOM,
-                events.as_mut_ptr(),
-                &zero,
-            )
-        };
-        self.unreaped.set(0);
+impl fmt::Display for FdKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            FdKind::Eventfd => "an eventfd",
+            FdKind::Pipe => "a pipe",
+            FdKind::Other(target) => target,
+        })
     }
 }
 
-impl Drop for Queue {
-    fn drop(&mut self) {
-        // SAFETY: the context is ours and is not used again; nothing of it is under way, because
-        // every request was complete when it was submitted.
-        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+/// A descriptor to notify a peer on. Clones share it.
+#[derive(Clone, Debug)]
+pub struct CallFd {
+    target: Target,
+    thread: CallThread,
+    is_pipe: bool,
+}
+
+impl CallFd {
+    /// Takes an eventfd, or the writing end of a pipe. `thread` makes the writes that could wait, and
+    /// is the one of the peer that sent the descriptor.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe when the peer's
+    /// earlier threads still wait.
+    pub fn new(fd: PeerFd, thread: CallThread) -> io::Result<CallFd> {
+        let is_pipe = match FdKind::of(&fd)? {
+            FdKind::Eventfd => false,
+            FdKind::Pipe => true,
+            other => {
+                let text = format!("{other} is neither an eventfd nor a pipe");
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+        };
+        if is_pipe {
+            thread.start()?;
+        }
+        let target = Target::new(fd);
+        Ok(CallFd {
+            target,
+            thread,
+            is_pipe,
+        })
+    }
+}
+
+/// Notifies peers. One for each thread that does.
+#[derive(Debug)]
+pub struct Notifier {
+    /// None while the system refuses asynchronous I/O.
+    queue: RefCell<Option<Queue>>,
+    /// When it was asked for last.
+    asked: Cell<Instant>,
+}
+
+impl Notifier {
+    /// Asks the kernel for asynchronous I/O. Where that is refused, [`is_direct`](Self::is_direct) is
+    /// false, and it is asked for again at most once a second.
+    pub fn new() -> Notifier {
+        Notifier {
+            queue: RefCell::new(Queue::new().ok()),
+            asked: Cell::new(Instant::now()),
+        }
+    }
+
+    /// Whether eventfds are signalled without the help of a thread.
+    pub fn is_direct(&self) -> bool {
+        self.queue.borrow().is_some()
+    }
+
+    /// Adds one to an eventfd, or writes eight bytes to a pipe. A peer with a full descriptor is
+    /// about to wake, and one with a broken descriptor is gone: neither is an error.
+    #[inline]
+    pub fn notify(&self, call: &CallFd) {
+        if !call.is_pipe
+            && let Some(queue) = &*self.queue.borrow()
+        {
+            return queue.signal(call.target.as_fd());
+        }
+        self.notify_by_thread(call);
+    }
+
+    #[cold]
+    fn notify_by_thread(&self, call: &CallFd) {
+        if !call.is_pipe && self.asked.get().elapsed() >= RETRY {
+            self.asked.set(Instant::now());
+            if let Ok(queue) = Queue::new() {
+                queue.signal(call.target.as_fd());
+                self.queue.replace(Some(queue));
+                return;
+            }
+        }
+        call.thread.write(&call.target);
+    }
+}
+
+impl Default for Notifier {
+    fn default() -> Self {
+        Notifier::new()
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::event::{EventfdFlags, eventfd};
-    use rustix::pipe::pipe;
-
-    fn count(fd: &OwnedFd) -> u64 {
-        let mut bytes = [0; 8];
-        rustix::io::read(fd, &mut bytes).unwrap();
-        u64::from_ne_bytes(bytes)
-    }
-
-    #[test]
-    fn an_eventfd_counts_every_ring() {
-        let ringer = Ringer::new();
-        assert!(ringer.guarded(), "no asynchronous I/O on this machine");
-        let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let bell = Bell::new(fd.try_clone().unwrap()).unwrap();
-        // More than the queue has room for.
-        for _ in 0..1000 {
-            ringer.ring(&bell);
-        }
-        assert_eq!(count(&fd), 1000);
-    }
-
-    /// The front-end clears O_NONBLOCK and fills what it gave us: a plain write would wait.
-    #[test]
-    fn full_bells_that_block_hold_nobody() {
-        let ringer = Ringer::new();
-        let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        ringer.ring(&Bell::new(full).unwrap());
-
-        let (_reader, writer) = pipe().unwrap();
-        rustix::io::ioctl_fionbio(&writer, true).unwrap();
-        while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
-        rustix::io::ioctl_fionbio(&writer, false).unwrap();
-        ringer.ring(&Bell::new(writer).unwrap());
-
-        let (_a, b) = std::os::unix::net::UnixStream::pair().unwrap();
-        b.set_nonblocking(true).unwrap();
-        while rustix::io::write(&b, &[0; 4096]).is_ok() {}
-        b.set_nonblocking(false).unwrap();
-        ringer.ring(&Bell::new(b.into()).unwrap());
-    }
-
-    #[test]
-    fn pipes_and_sockets_ring_too() {
-        let ringer = Ringer::new();
-        let (reader, writer) = pipe().unwrap();
-        ringer.ring(&Bell::new(writer).unwrap());
-        assert_eq!(count(&reader), 1);
-        let (a, b) = std::os::unix::net::UnixStream::pair().unwrap();
-        ringer.ring(&Bell::new(b.into()).unwrap());
-        assert_eq!(count(&a.into()), 1);
-    }
-}
+mod tests;

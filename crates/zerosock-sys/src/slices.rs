@@ -1,10 +1,13 @@
 //! Bytes between a socket and guest memory, straight over the guest's buffers.
 
 use std::io;
-use std::mem::{align_of, size_of};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::mem::{MaybeUninit, align_of, size_of};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use zerosock_ring::GuestSlice;
+
+use crate::fd_passing::MAX_FDS;
+use crate::peer_fd::PeerFd;
 
 /// The most slices that one call uses (UIO_MAXIOV); what lies in later ones is left for the next.
 pub const MAX_SLICES: usize = 1024;
@@ -69,6 +72,74 @@ pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
             return result.map(|bytes| Received { bytes, cut });
         }
     }
+}
+
+/// As [`recv_slices`], for a Unix socket on which a peer may send descriptors. They are not wanted:
+/// they are received and closed by the [reaper](crate::reaper), because closing them can wait, and the
+/// kernel would do it in this thread if there was no room for them.
+///
+/// # Errors
+/// As [`recv_slices`].
+pub fn recv_slices_and_rights(
+    fd: BorrowedFd<'_>,
+    slices: &[GuestSlice<'_>],
+) -> io::Result<Received> {
+    // SAFETY: a length computed from a constant.
+    const SPACE: usize =
+        unsafe { libc::CMSG_SPACE((MAX_FDS * size_of::<RawFd>()) as u32) as usize };
+    #[repr(align(8))]
+    struct Control(MaybeUninit<[u8; SPACE]>);
+    const _: () = assert!(align_of::<Control>() >= align_of::<libc::cmsghdr>());
+    let mut control = Control(MaybeUninit::uninit());
+    let mut message = message(slices);
+    loop {
+        message.msg_control = control.0.as_mut_ptr().cast();
+        message.msg_controllen = SPACE as _;
+        let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+        // SAFETY: as in `recv_slices`, and `control` has room for the SPACE bytes that are named.
+        let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) };
+        let Some(result) = outcome(received) else {
+            continue;
+        };
+        let bytes = result?;
+        let rights = close_rights(&message);
+        let cut = rights || message.msg_flags & libc::MSG_CTRUNC != 0;
+        return Ok(Received { bytes, cut });
+    }
+}
+
+/// Hands the descriptors of a received message to the reaper. Whether there are any.
+fn close_rights(message: &libc::msghdr) -> bool {
+    let mut any = false;
+    // SAFETY: the kernel has filled in the control data, whose length it has put into `message`; the
+    // macros stay inside that.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
+    while !header.is_null() {
+        // SAFETY: `header` points to a header that the kernel has written, aligned as it must be.
+        let &libc::cmsghdr {
+            cmsg_level,
+            cmsg_type,
+            cmsg_len,
+            ..
+        } = unsafe { &*header };
+        if (cmsg_level, cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            // SAFETY: a computation.
+            let head = unsafe { libc::CMSG_LEN(0) } as usize;
+            // SAFETY: as for `header`.
+            let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
+            for index in 0..(cmsg_len as usize - head) / size_of::<RawFd>() {
+                // SAFETY: within the data of this header, which need not be aligned.
+                let number = unsafe { data.add(index).read_unaligned() };
+                // SAFETY: a descriptor that the kernel has just made for us; nothing else owns it.
+                let fd = unsafe { OwnedFd::from_raw_fd(number) };
+                drop(PeerFd::from(fd));
+                any = true;
+            }
+        }
+        // SAFETY: as for the first.
+        header = unsafe { libc::CMSG_NXTHDR(message, header) };
+    }
+    any
 }
 
 /// Reads from a file, pipe or socket into shared memory with one readv(2). Blocks if `fd` does.

@@ -13,6 +13,7 @@ use crate::plane::config::system;
 pub use crate::plane::config::{
     HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,
 };
+use crate::plane::shares::MemoryLimits;
 use crate::plane::{self, Plane, Setup};
 pub use crate::relay::hybrid::OkConvention;
 use crate::stats::Counters;
@@ -55,6 +56,12 @@ pub struct DaemonConfig {
     pub cpus: Vec<usize>,
     /// Connections that one VM may have.
     pub max_connections: usize,
+    /// Bytes of memory that one VM, or all processes of one user together, may have mapped here;
+    /// while a memory table is replaced, the old one counts too. A front-end that asks for more is
+    /// refused.
+    pub max_memory: u64,
+    /// Bytes of memory that all VMs and processes together may have mapped here.
+    pub max_memory_total: u64,
     /// Bytes that all stalled connections of a VM together may have copied; beyond, the one with
     /// most of them is reset.
     pub max_overflow: usize,
@@ -84,6 +91,8 @@ impl Default for DaemonConfig {
             workers: 1,
             cpus: Vec::new(),
             max_connections: 131_072,
+            max_memory: MemoryLimits::default().each,
+            max_memory_total: MemoryLimits::default().total,
             max_overflow: 64 << 20,
             hold: HOLD,
             spin: Duration::ZERO,
@@ -162,6 +171,10 @@ impl Daemon {
             access: config.access,
             // The loss of one VM's memory is survived, and nobody else notices.
             sealed_memory: false,
+            memory: MemoryLimits {
+                each: config.max_memory,
+                total: config.max_memory_total,
+            },
         })?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ended = Arc::new(eventfd(0, flags).map_err(|e| system("make an eventfd")(e.into()))?);

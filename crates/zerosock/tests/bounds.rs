@@ -6,12 +6,14 @@ mod common;
 
 use std::io::Write;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::raw::{RawGuest, SIZE, TX};
 use common::{TestDaemon, bytes, deadline, eventually, host, host_listener, hybrid};
+use zerosock::daemon::HostSide;
 use zerosock::driver::{Address, Cid, Port};
 use zerosock_proto::wire::vsock::{Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
@@ -137,13 +139,20 @@ fn a_sibling_that_shuts_its_receiving_half_lets_the_sender_close() {
     assert!(closed, "no RST before the sender's own timer of 8 s");
 }
 
-/// A read of a Unix socket stops short behind a descriptor although there is more.
+/// A read of a Unix socket stops short behind a descriptor although there is more. A program that has
+/// connected before the daemon started can pass some: its listener does not refuse them yet.
 #[test]
 fn bytes_behind_a_passed_descriptor_arrive() {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-    let daemon = TestDaemon::new();
+    static EARLY: Mutex<Option<UnixStream>> = Mutex::new(None);
+    let daemon = TestDaemon::with(1, |config| {
+        let HostSide::Hybrid { path, .. } = &config.vms[0].host else {
+            panic!("no hybrid socket")
+        };
+        *EARLY.lock().unwrap() = Some(hybrid(path));
+    });
     let mut guest = RawGuest::attach(&daemon.vms[0].socket);
-    let mut program = hybrid(&daemon.uds_path());
+    let mut program = EARLY.lock().unwrap().take().unwrap();
     program.write_all(b"CONNECT 1000\n").unwrap();
     let (request, _) = guest.recv_where(|r| r.op.known() == Some(Op::Request));
     let fds = [program.as_fd()];

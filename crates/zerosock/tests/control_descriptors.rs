@@ -15,7 +15,9 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use zerosock::device::control::DeviceCommand;
-use zerosock::device::control::codec::Decoder;
+use zerosock::device::control::codec::{Decoder, MAX_FDS};
+use zerosock_sys::account::Budget;
+use zerosock_sys::reaper;
 
 /// What a front-end does next.
 #[derive(Clone, Debug)]
@@ -129,7 +131,9 @@ fn perform(raw: &Raw, kinds: &Kinds, act: &Act) {
     }
 }
 
+/// Once the reaper has closed what was dropped.
 fn open_descriptors() -> usize {
+    assert!(reaper::drain(Duration::from_secs(60)));
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
@@ -139,12 +143,13 @@ fn decode(acts: &[Act], kinds: &Kinds) -> Result<(), TestCaseError> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let raw = Raw(ours);
     raw.0.set_nonblocking(true).unwrap();
+    let account = Budget::unlimited().account();
     let mut decoder = Decoder::new();
     for act in acts {
         perform(&raw, kinds, act);
         loop {
-            match decoder.read(&theirs) {
-                Ok(Some(message)) => prop_assert!(message.fds.len() <= 32),
+            match decoder.read(&theirs, &account) {
+                Ok(Some(message)) => prop_assert!(message.fds.len() <= MAX_FDS),
                 Ok(None) => break,
                 Err(_) => {
                     decoder = Decoder::new();

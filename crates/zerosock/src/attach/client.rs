@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_type};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::fd_passing;
+use zerosock_sys::{PeerFd, fd_passing};
 
 use super::codec::{
     ANSWER_LEN, Answer, AttachRequest, Name, Request, ServiceRequest, Status, VERSION, Version,
@@ -407,6 +407,8 @@ impl Client {
                     let bytes = bytes.get(..received.bytes).unwrap_or_default();
                     let answer = decode_answer(bytes)
                         .map_err(|_| AttachError::Protocol("not an answer that we know"))?;
+                    // The server is trusted.
+                    let fds = fds.into_iter().map(PeerFd::into_trusted).collect();
                     return Ok((answer, fds));
                 }
                 // A server that closed without having read us makes the kernel say so once, before

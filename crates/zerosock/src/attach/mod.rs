@@ -209,6 +209,7 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     bind(&socket, &address)?;
+    zerosock_sys::fd_passing::refuse_rights(&socket)?;
     rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }

@@ -24,12 +24,12 @@ mod places;
 
 use std::collections::BTreeMap;
 use std::io::{self};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use zerosock_proto::{Cid, Port};
+use zerosock_sys::account::Account;
 use zerosock_sys::fd_passing;
 
 use super::codec::{
@@ -74,6 +74,8 @@ pub(crate) struct Server {
     /// The listener is not watched until then.
     rest: Option<Instant>,
     log: LogLimit,
+    /// What the processes of each user may have of descriptors and memory, together.
+    accounts: BTreeMap<u32, Account>,
 }
 
 impl Server {
@@ -83,6 +85,8 @@ impl Server {
         directory: Arc<Directory>,
     ) -> io::Result<Server> {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
+        // No request has any. Where the kernel cannot refuse them, they are received and closed.
+        fd_passing::refuse_rights(&config.listener)?;
         let next_cid = *config.cids.start();
         Ok(Server {
             config,
@@ -98,12 +102,20 @@ impl Server {
             next_block: 0,
             rest: None,
             log: LogLimit::default(),
+            accounts: BTreeMap::new(),
         })
     }
 
     /// Who is a device of which worker, VMs included.
     pub(crate) fn roster(&mut self) -> &mut Roster {
         &mut self.roster
+    }
+
+    /// The account of a user's processes.
+    fn account(&mut self, uid: u32) -> Account {
+        let budget = self.roster.budget();
+        let account = self.accounts.entry(uid);
+        account.or_insert_with(|| budget.account()).clone()
     }
 
     /// Goes by other terms from now on. Whoever is attached stays; the groups are those of all
@@ -130,7 +142,7 @@ impl Server {
                 break;
             }
             let mut bytes = [0; MAX_REQUEST + 1];
-            let mut fds: Vec<OwnedFd> = Vec::new();
+            let mut fds = Vec::new();
             let len = match fd_passing::recv(&client.socket, &mut bytes, &mut fds) {
                 Ok(received) => received.bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,

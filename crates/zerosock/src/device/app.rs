@@ -418,7 +418,7 @@ impl Device {
             self.drain_events(cx);
         }
         for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
-            let told = ring.publish(cx.ringer);
+            let told = ring.publish(cx.notifier);
             if let Some(app) = cx.app.as_deref_mut() {
                 app.tally.notifications += u64::from(told);
             }

@@ -57,7 +57,7 @@ fn rings(memory: &Arc<Memory>, at: u64) -> (Ring, DriverQueue) {
         indirect: false,
     };
     let queue = DeviceQueue::new(memory.clone(), &config).unwrap();
-    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap().into();
     (Ring::new(queue, kick, None, None, true, 1), driver)
 }
 

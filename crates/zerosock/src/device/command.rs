@@ -17,11 +17,11 @@ use super::timers::Timer;
 use super::{Context, Device, EVENT, RX, TX};
 use crate::engine::poller::Source;
 use crate::switch::Message;
-use rustix::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
-use zerosock_sys::bell::Bell;
+use zerosock_sys::PeerFd;
+use zerosock_sys::notify::CallFd;
 
 /// A command that waits until no chain is out.
 #[derive(Debug)]
@@ -78,22 +78,18 @@ impl Device {
                 Ok(()) => reply.done(),
                 Err(reason) => reply.failed(reason),
             },
-            DeviceCommand::SetCall { index, call } => match (bell(call), self.ring(index)) {
-                (Ok(call), Some(ring)) => {
-                    ring.set_call(call, cx.ringer);
-                    reply.done();
+            DeviceCommand::SetCall { index, call } => {
+                if let Some(ring) = self.ring(index) {
+                    ring.set_call(call, cx.notifier);
                 }
-                (Ok(_), None) => reply.done(),
-                (Err(error), _) => reply.failed(error),
-            },
-            DeviceCommand::SetErr { index, err } => match (bell(err), self.ring(index)) {
-                (Ok(err), Some(ring)) => {
+                reply.done();
+            }
+            DeviceCommand::SetErr { index, err } => {
+                if let Some(ring) = self.ring(index) {
                     ring.set_err(err);
-                    reply.done();
                 }
-                (Ok(_), None) => reply.done(),
-                (Err(error), _) => reply.failed(error),
-            },
+                reply.done();
+            }
             DeviceCommand::EnableQueue { index, enabled } => {
                 if let Some(ring) = self.ring(index) {
                     ring.enabled = enabled;
@@ -127,9 +123,9 @@ impl Device {
         &mut self,
         index: u16,
         config: QueueConfig,
-        kick: OwnedFd,
-        call: Option<OwnedFd>,
-        err: Option<OwnedFd>,
+        kick: PeerFd,
+        call: Option<CallFd>,
+        err: Option<CallFd>,
         enabled: bool,
         cx: &mut Context<'_>,
     ) -> Result<(), String> {
@@ -143,10 +139,6 @@ impl Device {
         }
         let queue = DeviceQueue::new(memory, &config).map_err(|e| e.to_string())?;
         self.epoch = self.epoch.wrapping_add(1);
-        let (call, err) = (
-            bell(call).map_err(|e| e.to_string())?,
-            bell(err).map_err(|e| e.to_string())?,
-        );
         let source = Source::Kick { vm: self.addr.vm };
         cx.poller
             .add(&kick, source)
@@ -282,7 +274,7 @@ impl Device {
             .into_iter()
             .flatten()
         {
-            ring.publish(cx.ringer);
+            ring.publish(cx.notifier);
             if let Err(error) = ring.queue.remap(memory.clone()) {
                 ring.fail();
                 result = Err(format!(
@@ -380,11 +372,7 @@ impl Device {
 
 /// Takes a ring out of service; returns the index at which it would go on.
 fn close(mut ring: Ring, cx: &mut Context<'_>) -> u16 {
-    ring.publish(cx.ringer);
+    ring.publish(cx.notifier);
     cx.poller.remove(&ring.kick);
     ring.queue.base()
-}
-
-fn bell(fd: Option<OwnedFd>) -> std::io::Result<Option<Bell>> {
-    fd.map(Bell::new).transpose()
 }

@@ -5,7 +5,7 @@ use super::timers::Timer;
 use super::{Context, Device};
 use crate::engine::poller::{Readiness, Source};
 use crate::relay::hybrid::{self, Line, OkConvention};
-use crate::relay::{Attempt, forward};
+use crate::relay::{Attempt, HostSocket, forward};
 use crate::switch::Message;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -15,6 +15,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::{FlowId, How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
+use zerosock_sys::PeerFd;
 
 /// Longest pause between two tries of a connect whose listener's backlog is full; ten times that is
 /// the pause after an accept that failed for want of descriptors.
@@ -68,7 +69,7 @@ impl HostEnd {
 /// A host program that has not yet said CONNECT.
 #[derive(Debug)]
 pub(crate) struct Handshake {
-    socket: OwnedFd,
+    socket: HostSocket,
     socket_type: SocketType,
     deadline: Instant,
 }
@@ -80,7 +81,7 @@ const MESSAGES: u32 = 1;
 /// A host program that wants to reach the guest.
 #[derive(Debug)]
 pub(crate) struct Caller {
-    socket: OwnedFd,
+    socket: HostSocket,
     socket_type: SocketType,
     /// The guest's port.
     to: Port,
@@ -146,9 +147,20 @@ impl Device {
             };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match rustix::net::accept_with(listener, flags) {
-                Ok(socket) => match port {
-                    None => self.begin_handshake(socket, socket_type, cx),
-                    Some(port) => {
+                Ok(socket) => match (port, self.account.take_descriptors(1)) {
+                    (_, Err(exceeded)) => {
+                        // None of ours was made of it yet: its close does not wait for its program
+                        // unless descriptors are queued in it.
+                        drop(PeerFd::from(socket));
+                        cx.counters.conns_refused.add(1);
+                        self.warn(&format!("a host program is refused: {exceeded}"));
+                    }
+                    (None, Ok(permit)) => {
+                        let socket = HostSocket::accepted(socket, permit);
+                        self.begin_handshake(socket, socket_type, cx);
+                    }
+                    (Some(port), Ok(permit)) => {
+                        let socket = HostSocket::vsock(socket, permit);
                         let caller = Caller {
                             socket,
                             socket_type,
@@ -173,7 +185,19 @@ impl Device {
         self.timers.set(next, Timer::Accept(key));
     }
 
-    fn begin_handshake(&mut self, socket: OwnedFd, socket_type: SocketType, cx: &mut Context<'_>) {
+    /// Logs a warning, unless there have been many.
+    fn warn(&self, text: &str) {
+        if let Some(suppressed) = self.warnings.admit(std::time::Instant::now()) {
+            tracing::warn!(cid = %self.cid, suppressed, "{text}");
+        }
+    }
+
+    fn begin_handshake(
+        &mut self,
+        socket: HostSocket,
+        socket_type: SocketType,
+        cx: &mut Context<'_>,
+    ) {
         if self.handshakes.len() >= cx.limits.handshakes {
             cx.counters.bad_handshakes.add(1);
             return;
@@ -357,14 +381,18 @@ impl Device {
         *pause = pause.saturating_mul(2);
         let attempt = match &self.host {
             HostEnd::Hybrid { messages, .. } if join.messages.is_some() => match messages {
-                Some((path, _)) => hybrid::connect(path, port, SocketKind::SEQPACKET),
+                Some((path, _)) => {
+                    hybrid::connect(path, port, SocketKind::SEQPACKET, &self.account)
+                }
                 None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
             },
-            HostEnd::Hybrid { path, .. } => hybrid::connect(path, port, SocketKind::STREAM),
+            HostEnd::Hybrid { path, .. } => {
+                hybrid::connect(path, port, SocketKind::STREAM, &self.account)
+            }
             HostEnd::Forward { .. } if join.messages.is_some() => {
                 Attempt::Refused(std::io::ErrorKind::Unsupported.into())
             }
-            HostEnd::Forward { cid, .. } => forward::connect(*cid, port),
+            HostEnd::Forward { cid, .. } => forward::connect(*cid, port, &self.account),
             HostEnd::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
         };
         match attempt {
@@ -427,7 +455,7 @@ impl Device {
         }
     }
 
-    fn host_connected(&mut self, key: u32, socket: OwnedFd, cx: &mut Context<'_>) {
+    fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
         if self.watch(key, End::Socket { socket, ok: None }, cx) {
             self.host_accepted(key, cx);
             // Watched only since it is connected: what is there to be read is an edge to come, and

@@ -9,9 +9,9 @@ use super::lanes::Parked;
 use super::messages::Messages;
 use super::outbound::{Held, Outbound, Spare, Spares};
 
+use crate::relay::HostSocket;
 use crate::switch::Peer;
 use crate::vsock::sockets::StreamId;
-use rustix::fd::OwnedFd;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
@@ -29,9 +29,15 @@ pub(crate) enum End {
         pause: u32,
     },
     /// A connect that the kernel has not decided.
-    Connecting { socket: OwnedFd, deadline: Instant },
+    Connecting {
+        socket: HostSocket,
+        deadline: Instant,
+    },
     /// A host socket. `ok` is the port for the OK line, while the guest has not answered.
-    Socket { socket: OwnedFd, ok: Option<Port> },
+    Socket {
+        socket: HostSocket,
+        ok: Option<Port>,
+    },
     /// A sibling that was asked and has not accepted; who it is, once it has said so.
     Asked(Option<Peer>),
     /// A sibling.

@@ -11,7 +11,7 @@
 use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::SendFlags;
 use zerosock_proto::vsock::{MessageRoom, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
@@ -262,7 +262,7 @@ impl Device {
         if reached < len {
             return self.fill_by_copy(key, room, len, chains, cx);
         }
-        let received = zerosock_sys::recv_slices(socket.as_fd(), &slices);
+        let received = socket.recv_slices(&slices);
         if !received.as_ref().is_ok_and(|got| got.bytes == len) {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);
@@ -294,12 +294,10 @@ impl Device {
     ) -> Fill {
         let mut bytes = vec![0; len];
         let received = match self.joins.get(key as usize).map(|join| &join.end) {
-            Some(End::Socket { socket, .. }) => {
-                rustix::net::recv(socket, &mut bytes[..], RecvFlags::DONTWAIT)
-            }
+            Some(End::Socket { socket, .. }) => socket.recv(&mut bytes),
             _ => Err(Errno::NOTCONN),
         };
-        if !received.is_ok_and(|(_, got)| got == len) {
+        if received != Ok(len) {
             // Not what it was a moment ago: look again.
             if let Some(rx) = self.rx.as_mut() {
                 while let Some(chain) = chains.pop() {

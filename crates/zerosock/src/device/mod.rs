@@ -61,7 +61,7 @@ use crate::stats::{Counters, Holdings};
 use crate::switch::{DeviceAddr, Outbox, Routes};
 use crate::vsock::gathered::Gathered;
 use crate::vsock::outgoing::Outgoing;
-use control::FrontendLink;
+use control::{FrontendLink, LogLimit};
 use host::Handshake;
 pub(crate) use host::HostEnd;
 use join::{End, Join};
@@ -77,7 +77,8 @@ use zerosock_proto::vsock::{FlowId, Shard};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Cid, Instant, Port};
 use zerosock_ring::Memory;
-use zerosock_sys::bell::Ringer;
+use zerosock_sys::account::{Account, Budget};
+use zerosock_sys::notify::Notifier;
 
 /// Index of the queue of buffers for packets to the guest (virtio 1.2, 5.10.2).
 pub(crate) const RX: u16 = 0;
@@ -124,7 +125,7 @@ pub(crate) struct Context<'a> {
     pub(crate) routes: &'a Routes,
     pub(crate) outbox: &'a mut Outbox,
     pub(crate) counters: &'a Counters,
-    pub(crate) ringer: &'a Ringer,
+    pub(crate) notifier: &'a Notifier,
     pub(crate) limits: &'a Limits,
     /// The worker looks at the rings before it sleeps: no kicks are asked for.
     pub(crate) spins: bool,
@@ -154,6 +155,9 @@ pub(crate) struct Device {
     /// that it has claimed, so that no two services have the same.
     service: Option<RangeInclusive<Port>>,
     lanes: lanes::Lanes,
+    /// The share of descriptors that host sockets count against.
+    account: Account,
+    warnings: LogLimit,
 
     link: Option<FrontendLink>,
     memory: Option<Arc<Memory>>,
@@ -231,6 +235,8 @@ impl Device {
             host,
             service,
             lanes: lanes::Lanes::one(addr),
+            account: Budget::unlimited().account(),
+            warnings: LogLimit::default(),
             link: None,
             memory: None,
             rx: None,
@@ -269,6 +275,11 @@ impl Device {
         }
     }
 
+    /// Has the device's host sockets count against this account.
+    pub(crate) fn set_account(&mut self, account: Account) {
+        self.account = account;
+    }
+
     /// Does a bounded amount of what there is to do. True: there is more.
     pub(crate) fn turn(&mut self, cx: &mut Context<'_>) -> bool {
         self.moved = 0;
@@ -283,7 +294,7 @@ impl Device {
             .into_iter()
             .flatten()
         {
-            let told = ring.publish(cx.ringer);
+            let told = ring.publish(cx.notifier);
             if let Some(app) = cx.app.as_deref_mut() {
                 app.tally.notifications += u64::from(told);
             }
@@ -505,7 +516,7 @@ impl Device {
             .flatten()
         {
             ring.fail();
-            ring.publish(cx.ringer);
+            ring.publish(cx.notifier);
         }
         // What is left in the memory means nothing any more: it is not delivered.
         let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();

@@ -10,7 +10,7 @@ pub(super) struct Lab {
     pub(super) routes: Routes,
     outbox: Outbox,
     counters: Counters,
-    ringer: Ringer,
+    notifier: Notifier,
     limits: Limits,
     pub(super) device: Device,
 }
@@ -31,7 +31,7 @@ impl Lab {
             routes: Routes::default(),
             outbox: Outbox::new(0, Vec::new()),
             counters: Counters::default(),
-            ringer: Ringer::new(),
+            notifier: Notifier::new(),
             limits: Limits {
                 handshake: second,
                 connect: second,
@@ -54,7 +54,7 @@ impl Lab {
             routes: &self.routes,
             outbox: &mut self.outbox,
             counters: &self.counters,
-            ringer: &self.ringer,
+            notifier: &self.notifier,
             limits: &self.limits,
             spins: false,
             app: None,

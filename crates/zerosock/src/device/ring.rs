@@ -5,9 +5,9 @@
 //! front-end being told when it asked to be told; from a ring that broke nothing is taken any more,
 //! but what was taken before is given back.
 
-use rustix::fd::OwnedFd;
 use zerosock_ring::{Chain, DeviceQueue, PopError};
-use zerosock_sys::bell::{Bell, Ringer};
+use zerosock_sys::PeerFd;
+use zerosock_sys::notify::{CallFd, Notifier};
 
 /// Useless chains turned back before others get their turn: a driver can post them as fast as
 /// they come back.
@@ -17,9 +17,9 @@ const MOST_USELESS: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Ring {
     pub(crate) queue: DeviceQueue,
-    pub(crate) kick: OwnedFd,
-    call: Option<Bell>,
-    err: Option<Bell>,
+    pub(crate) kick: PeerFd,
+    call: Option<CallFd>,
+    err: Option<CallFd>,
     pub(crate) enabled: bool,
     broken: bool,
     /// The front-end has not been told yet that the ring broke.
@@ -39,9 +39,9 @@ pub(crate) struct Ring {
 impl Ring {
     pub(crate) fn new(
         queue: DeviceQueue,
-        kick: OwnedFd,
-        call: Option<Bell>,
-        err: Option<Bell>,
+        kick: PeerFd,
+        call: Option<CallFd>,
+        err: Option<CallFd>,
         enabled: bool,
         epoch: u32,
     ) -> Ring {
@@ -116,17 +116,17 @@ impl Ring {
     /// Shows the driver what was completed, and tells it if it wants to be told; tells the
     /// front-end if the ring has broken. True: the driver was told.
     #[inline]
-    pub(crate) fn publish(&mut self, ringer: &Ringer) -> bool {
+    pub(crate) fn publish(&mut self, notifier: &Notifier) -> bool {
         if std::mem::take(&mut self.untold)
             && let Some(err) = &self.err
         {
-            ringer.ring(err);
+            notifier.notify(err);
         }
         if std::mem::take(&mut self.unseen) > 0
             && self.queue.publish()
             && let Some(call) = &self.call
         {
-            ringer.ring(call);
+            notifier.notify(call);
             return true;
         }
         false
@@ -139,15 +139,15 @@ impl Ring {
         self.broken = true;
     }
 
-    pub(crate) fn set_call(&mut self, call: Option<Bell>, ringer: &Ringer) {
+    pub(crate) fn set_call(&mut self, call: Option<CallFd>, notifier: &Notifier) {
         // The driver may have been promised a notification on the old descriptor.
         if let Some(call) = &call {
-            ringer.ring(call);
+            notifier.notify(call);
         }
         self.call = call;
     }
 
-    pub(crate) fn set_err(&mut self, err: Option<Bell>) {
+    pub(crate) fn set_err(&mut self, err: Option<CallFd>) {
         self.err = err;
     }
 }

@@ -12,7 +12,6 @@ use super::ring::Ring;
 use super::sibling as siblings;
 use super::{Context, Device, TURN_BYTES};
 use arrayvec::ArrayVec;
-use rustix::fd::AsFd;
 use rustix::io::Errno;
 use zerosock_proto::vsock::{FlowId, How, Reservation, Shard};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
@@ -151,7 +150,7 @@ impl Device {
         for slot in &gathered {
             want += memory.slices(slot.chain.writable(), HEADER_LEN, slot.room, &mut slices);
         }
-        let result = zerosock_sys::recv_slices(socket.as_fd(), &slices);
+        let result = socket.recv_slices(&slices);
         let (received, cut) = match &result {
             Ok(got) => (got.bytes, got.cut),
             Err(_) => (0, false),

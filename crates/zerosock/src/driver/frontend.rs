@@ -14,7 +14,7 @@
 //! Clauses cited are those of QEMU's `docs/interop/vhost-user.rst`.
 
 use std::io::{self, IoSlice};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -480,7 +480,7 @@ impl Frontend {
     ) -> Result<(), FrontendError> {
         // Replies that we ask for carry no descriptors; any that come are
         // closed with this vector.
-        let mut unwanted: Vec<OwnedFd> = Vec::new();
+        let mut unwanted = Vec::new();
         while !out.is_empty() {
             match fd_passing::recv(self.socket.as_fd(), out, &mut unwanted) {
                 Ok(received) if received.bytes == 0 => return Err(FrontendError::Closed),

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Port};
+use zerosock_sys::account::Budget;
 
 use super::mailbox::Mailbox;
 use super::worker::Worker;
@@ -69,7 +70,7 @@ impl Lab {
             connect_timeout: hour,
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
-        let mut roster = Roster::new(vec![sender], terms);
+        let mut roster = Roster::new(vec![sender], terms, Budget::unlimited());
         let mut lab = Lab {
             worker: worker.unwrap(),
             numbers: Vec::new(),
@@ -96,6 +97,7 @@ impl Lab {
                 buf_alloc: 16 << 20,
                 service: None,
                 process: false,
+                account: roster.budget().account(),
             };
             let [mut device] = roster.devices(addr, member).try_into().unwrap();
             lab.guests.push(bare::start(&mut device));

@@ -25,7 +25,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::Instant;
-use zerosock_sys::bell::Ringer;
+use zerosock_sys::notify::Notifier;
 
 /// Devices whose rings a worker looks at while it looks for work: more would take as long as a kick.
 const UNARMED: usize = 8;
@@ -42,7 +42,7 @@ pub(crate) struct Worker {
     pub(crate) counters: Arc<Counters>,
     pub(crate) limits: Limits,
     pub(crate) clock: Clock,
-    ringer: Ringer,
+    notifier: Notifier,
     /// Of a worker that [runs](Worker::run) by itself.
     spin: Spin,
     /// Devices whose drivers were not asked for kicks, because their rings are looked at.
@@ -66,11 +66,12 @@ impl Worker {
         limits: Limits,
     ) -> io::Result<Worker> {
         let poller = Poller::new()?;
-        let ringer = Ringer::new();
-        if !ringer.guarded() {
+        let notifier = Notifier::new();
+        if !notifier.is_direct() {
             tracing::warn!(
-                "this kernel has no asynchronous I/O for us: a hostile VMM could stop the VMs \
-                 that share its worker; allow io_setup and io_submit, or raise fs.aio-max-nr"
+                "the system refuses asynchronous I/O (io_setup): guests are notified by a thread of \
+                 their own, which is slower, until it is to be had; allow io_setup and io_submit, \
+                 or raise fs.aio-max-nr"
             );
         }
         poller.add(mailbox.fd(), Source::Mailbox)?;
@@ -84,7 +85,7 @@ impl Worker {
             counters,
             limits,
             clock: Clock::new(),
-            ringer,
+            notifier,
             spin: Spin::new(Duration::ZERO),
             unarmed: Vec::new(),
             looked_at: Instant::ZERO,
@@ -373,7 +374,7 @@ impl Worker {
             routes: &self.routes,
             outbox: &mut self.outbox,
             counters: &self.counters,
-            ringer: &self.ringer,
+            notifier: &self.notifier,
             limits: &self.limits,
             spins: false,
             app: self.app.as_deref_mut(),
@@ -397,6 +398,7 @@ mod tests {
     use crate::relay::hybrid::OkConvention;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use zerosock_proto::Cid;
+    use zerosock_sys::account::Budget;
 
     fn worker() -> (Sender<WorkerMessage>, Worker) {
         let (sender, mailbox) = Mailbox::new().unwrap();
@@ -443,7 +445,7 @@ mod tests {
             connect_timeout: Duration::from_secs(1),
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
-        let mut roster = Roster::new(vec![sender.clone()], terms);
+        let mut roster = Roster::new(vec![sender.clone()], terms, Budget::unlimited());
         worker.start().unwrap();
         let cid = Cid::guest(3).unwrap();
         let mut numbers = Vec::new();
@@ -455,6 +457,7 @@ mod tests {
                 buf_alloc: 1 << 16,
                 service: None,
                 process: true,
+                account: roster.budget().account(),
             };
             let [device] = roster.devices(addr, member).try_into().unwrap();
             let device = Box::new(device);

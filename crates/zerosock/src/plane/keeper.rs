@@ -184,7 +184,7 @@ impl Keeper {
         notice: &Arc<Notice>,
         house: &mut House,
     ) -> Result<(), ReloadError> {
-        let cid = member.cid;
+        let (cid, account) = (member.cid, member.account.clone());
         let added = self.roster().add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
         let port = self.roster().port(addr).ok_or(ReloadError::Full(cid))?;
@@ -195,6 +195,7 @@ impl Keeper {
             max_queue_size: queue_size,
             queue_pairs: self.roster().queue_pairs(),
             sealed_memory: self.sealed_memory,
+            account,
             port,
         };
         match house.add(spec) {
@@ -244,6 +245,7 @@ impl Keeper {
             buf_alloc: vm.buf_alloc,
             service: None,
             process: false,
+            account: self.roster().budget().account(),
         };
         Ok((vm.queue_size, member, vm.listener, vm.groups))
     }

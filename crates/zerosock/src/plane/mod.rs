@@ -9,6 +9,7 @@
 pub(crate) mod config;
 mod keeper;
 pub(crate) mod roster;
+pub(crate) mod shares;
 
 use crate::access::AccessList;
 use crate::attach::directory::{Directory, Process};
@@ -25,12 +26,15 @@ use crate::switch::Outbox;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use keeper::{Keeper, Order, Place, Stage};
 use roster::{Entry, Member, Roster, Terms};
-use rustix::fd::OwnedFd;
-use std::collections::BTreeMap;
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use shares::MemoryLimits;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
+use zerosock_sys::fd_passing;
 
 /// What is to be made.
 #[derive(Debug)]
@@ -44,6 +48,7 @@ pub(crate) struct Setup {
     pub(crate) access: AccessList,
     /// Refuse a VM's memory that can shrink. A process's is refused in any case.
     pub(crate) sealed_memory: bool,
+    pub(crate) memory: MemoryLimits,
 }
 
 /// What [`prepare`] has made.
@@ -88,7 +93,12 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         connect_timeout: setup.limits.connect,
         queue_pairs: setup.queue_pairs,
     };
-    let mut roster = Roster::new(senders.clone(), terms);
+    let users = setup.attach.as_ref().map_or(0, |attach| {
+        let allowed = attach.allowed_uids.iter().chain(&attach.service_uids);
+        allowed.collect::<BTreeSet<_>>().len()
+    });
+    let budget = shares::budget(setup.memory, setup.vms.len(), users);
+    let mut roster = Roster::new(senders.clone(), terms, budget);
     roster.set_access(setup.access);
     let mut places = Vec::new();
     for vm in &setup.vms {
@@ -120,12 +130,14 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         let Some(port) = roster.port(addr) else {
             continue;
         };
+        let account = roster.budget().account();
         let member = Member {
             cid,
             host: host_end(vm.host)?,
             buf_alloc: vm.buf_alloc,
             service: None,
             process: false,
+            account: account.clone(),
         };
         let place = Place {
             vm: n,
@@ -145,6 +157,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             max_queue_size: vm.queue_size,
             queue_pairs: setup.queue_pairs,
             sealed_memory: setup.sealed_memory,
+            account,
             port,
         });
     }
@@ -239,6 +252,14 @@ impl Plane {
     }
 }
 
+/// Makes accepting not wait, and refuses descriptors of host programs, where the kernel can: from now
+/// on, for those that connect.
+fn prepare_host_listener(listener: BorrowedFd<'_>) -> io::Result<()> {
+    rustix::io::ioctl_fionbio(listener, true)?;
+    fd_passing::refuse_rights(listener)?;
+    Ok(())
+}
+
 fn host_end(host: HostSide) -> Result<HostEnd, StartError> {
     Ok(match host {
         HostSide::Hybrid {
@@ -246,12 +267,9 @@ fn host_end(host: HostSide) -> Result<HostEnd, StartError> {
             listener,
             messages,
         } => {
-            listener
-                .set_nonblocking(true)
-                .map_err(system("prepare a host socket"))?;
-            if let Some(messages) = &messages {
-                rustix::io::ioctl_fionbio(&messages.listener, true)
-                    .map_err(|error| system("prepare a host socket")(error.into()))?;
+            let of_messages = messages.as_ref().map(|messages| messages.listener.as_fd());
+            for listener in [Some(listener.as_fd()), of_messages].into_iter().flatten() {
+                prepare_host_listener(listener).map_err(system("prepare a host socket"))?;
             }
             HostEnd::Hybrid {
                 path,

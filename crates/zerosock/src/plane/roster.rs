@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
+use zerosock_sys::account::{Account, Budget};
 
 /// Resets that may wait for a buffer of the guest before its packets must wait.
 const MAX_PENDING_RESETS: usize = 1024;
@@ -43,6 +44,7 @@ pub(crate) struct Member {
     pub(crate) service: Option<RangeInclusive<Port>>,
     /// It has no VM.
     pub(crate) process: bool,
+    pub(crate) account: Account,
 }
 
 /// How a device is entered in the table of routes.
@@ -63,12 +65,13 @@ pub(crate) struct Roster {
     /// CIDs of those that leave.
     reserved: BTreeSet<Cid>,
     terms: Terms,
+    budget: Budget,
     /// The places of all queue pairs of a device, by that of its first.
     lanes: HashMap<DeviceAddr, Arc<[DeviceAddr]>>,
 }
 
 impl Roster {
-    pub(crate) fn new(workers: Vec<Sender<WorkerMessage>>, terms: Terms) -> Roster {
+    pub(crate) fn new(workers: Vec<Sender<WorkerMessage>>, terms: Terms, budget: Budget) -> Roster {
         let mut numbers = Vec::new();
         numbers.resize_with(workers.len(), Numbers::default);
         Roster {
@@ -77,6 +80,7 @@ impl Roster {
             routes: Arc::default(),
             reserved: BTreeSet::new(),
             terms,
+            budget,
             lanes: HashMap::new(),
         }
     }
@@ -84,6 +88,11 @@ impl Roster {
     /// Whether a device has this CID, or it is reserved.
     pub(crate) fn contains(&self, cid: Cid) -> bool {
         self.routes.contains(cid) || self.reserved.contains(&cid)
+    }
+
+    /// What all devices share.
+    pub(crate) fn budget(&self) -> &Budget {
+        &self.budget
     }
 
     /// Most queue pairs of each device.
@@ -180,6 +189,7 @@ impl Roster {
             buf_alloc,
             service,
             process,
+            account,
         } = member;
         let ports = Arc::new(PortTable::new());
         let lanes = self.lanes(addr);
@@ -193,6 +203,7 @@ impl Roster {
                 let mut device = Device::new(lane, cid, shard, host, service.clone());
                 device.process = process;
                 device.set_lane(pair, lanes.clone());
+                device.set_account(account.clone());
                 device
             })
             .collect()

@@ -11,13 +11,15 @@
 //! with SO_PASSCRED the kernel has credentials to give with every packet and none with the end, and
 //! says so (MSG_CTRUNC) when there is no room for them.
 
-use super::Attempt;
-use rustix::fd::{AsFd, OwnedFd};
+use super::{Attempt, HostSocket};
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, openat, statx};
 use rustix::io::Errno;
-use rustix::net::{self, AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
-use std::io::IoSliceMut;
+use rustix::net::{self, RecvFlags, SocketAddrUnix, SocketType};
+use std::io::{self, IoSliceMut};
 use std::path::{Path, PathBuf};
 use zerosock_proto::Port;
+use zerosock_sys::account::Account;
 
 /// Longest line that is still a CONNECT: the word, a space, ten digits, CR and LF.
 const MAX_LINE: usize = "CONNECT 4294967295\r\n".len();
@@ -44,13 +46,9 @@ pub(crate) enum Line {
 }
 
 /// Looks for the CONNECT line on `socket` without taking a byte behind it.
-pub(crate) fn read_line(socket: impl AsFd) -> Line {
+pub(crate) fn read_line(socket: &HostSocket) -> Line {
     let mut line = [0u8; MAX_LINE];
-    let seen = match net::recv(
-        &socket,
-        &mut line[..],
-        RecvFlags::PEEK | RecvFlags::DONTWAIT,
-    ) {
+    let seen = match net::recv(socket, &mut line[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Ok((_, 0)) => return Line::Bad("closed before it said CONNECT"),
         Ok((_, n)) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
@@ -59,8 +57,8 @@ pub(crate) fn read_line(socket: impl AsFd) -> Line {
     let parsed = parse_line(&line[..seen]);
     if let Parsed::Port(_, len) = parsed {
         // Exactly the line: these bytes are there, as the peek has shown.
-        match net::recv(&socket, &mut line[..len], RecvFlags::DONTWAIT) {
-            Ok((_, n)) if n == len => {}
+        match socket.recv(&mut line[..len]) {
+            Ok(n) if n == len => {}
             _ => return Line::Bad("lost its CONNECT line"),
         }
     }
@@ -72,17 +70,17 @@ pub(crate) fn read_line(socket: impl AsFd) -> Line {
 }
 
 /// As [`read_line`], for a socket of packets: the line is the whole of the first one.
-pub(crate) fn read_packet(socket: impl AsFd) -> Line {
+pub(crate) fn read_packet(socket: &HostSocket) -> Line {
     // One byte more shows a packet that is longer.
     let mut line = [0u8; MAX_LINE + 1];
-    let seen = match net::recv(&socket, &mut line[..], RecvFlags::DONTWAIT) {
-        Ok((_, 0)) => return Line::Bad("closed before it said CONNECT"),
-        Ok((_, n)) => n,
+    let seen = match socket.recv(&mut line) {
+        Ok(0) => return Line::Bad("closed before it said CONNECT"),
+        Ok(n) => n,
         Err(Errno::AGAIN | Errno::INTR) => return Line::Partial,
         Err(_) => return Line::Bad("failed before it said CONNECT"),
     };
     match parse_line(&line[..seen]) {
-        Parsed::Port(port, len) if len == seen && prepare(&socket) => Line::Connect(port),
+        Parsed::Port(port, len) if len == seen && prepare(socket) => Line::Connect(port),
         _ => Line::Bad("did not say CONNECT <port> in a packet of its own"),
     }
 }
@@ -179,45 +177,73 @@ pub(crate) fn service_path(base: &Path, port: Port) -> PathBuf {
 }
 
 /// Connects to the program that serves `port` on the host.
-pub(crate) fn connect(base: &Path, port: Port, kind: SocketType) -> Attempt {
-    let path = service_path(base, port);
-    let address = match SocketAddrUnix::new(&path) {
-        Ok(address) => address,
-        Err(_) => {
-            return Attempt::Refused(std::io::Error::new(
-                std::io::ErrorKind::InvalidInput,
-                format!(
-                    "path too long for a socket address (107 bytes): {}",
-                    path.display()
-                ),
-            ));
-        }
+pub(crate) fn connect(base: &Path, port: Port, kind: SocketType, account: &Account) -> Attempt {
+    connect_to(&service_path(base, port), kind, account).unwrap_or_else(Attempt::Refused)
+}
+
+fn connect_to(path: &Path, kind: SocketType, account: &Account) -> io::Result<Attempt> {
+    let named = SocketAddrUnix::new(path).map_err(|_| {
+        let path = path.display();
+        let text = format!("path too long for a socket address (107 bytes): {path}");
+        io::Error::new(io::ErrorKind::InvalidInput, text)
+    })?;
+    let file = find_socket(path)?;
+    let address = match &file {
+        Some(file) => SocketAddrUnix::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?,
+        None => named,
     };
-    let socket: OwnedFd = match net::socket_with(
-        AddressFamily::UNIX,
-        kind,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    ) {
-        Ok(socket) => socket,
-        Err(e) => return Attempt::Refused(e.into()),
-    };
+    let socket = HostSocket::unconnected(kind, account)?;
     if kind == SocketType::SEQPACKET && !prepare(&socket) {
-        return Attempt::Refused(std::io::ErrorKind::Unsupported.into());
+        return Err(io::ErrorKind::Unsupported.into());
     }
     match net::connect(&socket, &address) {
-        Ok(()) => Attempt::Ready(socket),
-        Err(Errno::INPROGRESS) => Attempt::InProgress(socket),
-        Err(Errno::AGAIN) => Attempt::Later,
-        Err(e) => Attempt::Refused(e.into()),
+        Ok(()) => Ok(Attempt::Ready(socket)),
+        Err(Errno::INPROGRESS) => Ok(Attempt::InProgress(socket)),
+        Err(Errno::AGAIN) => Ok(Attempt::Later),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Opens the socket at `path` for connect(2) without looking into any other kind of file: where
+/// others may create files in the directory, a symbolic link could lead to a file system whose server
+/// lets us wait. `None`: a symbolic link of root or of our own user, which is followed.
+///
+/// # Errors
+/// `ConnectionRefused` when it is no socket, `PermissionDenied` for a symbolic link of another user.
+fn find_socket(path: &Path) -> io::Result<Option<OwnedFd>> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = openat(CWD, path, flags, Mode::empty())?;
+    // Answered without asking the file system's server.
+    let at = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let status = statx(&file, "", at, StatxFlags::TYPE | StatxFlags::UID)?;
+    match FileType::from_raw_mode(status.stx_mode.into()) {
+        FileType::Socket => Ok(Some(file)),
+        FileType::Symlink => {
+            let ours = rustix::process::geteuid().as_raw();
+            match status.stx_uid == 0 || status.stx_uid == ours {
+                true => Ok(None),
+                false => Err(io::Error::new(
+                    io::ErrorKind::PermissionDenied,
+                    format!("a symbolic link of user {} is not followed", status.stx_uid),
+                )),
+            }
+        }
+        _ => Err(io::ErrorKind::ConnectionRefused.into()),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::socket::tests::pair;
     use super::*;
-    use std::io::{Read, Write};
-    use std::os::unix::net::UnixStream;
+    use std::io::Write;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+    use zerosock_sys::account::Budget;
+
+    fn account() -> Account {
+        Budget::unlimited().account()
+    }
 
     #[test]
     fn a_line_is_parsed_whole_or_not_at_all() {
@@ -245,23 +271,23 @@ mod tests {
 
     #[test]
     fn the_payload_behind_the_newline_stays_in_the_socket() {
-        let (mut a, mut b) = UnixStream::pair().unwrap();
+        let (b, mut a) = pair();
         a.write_all(b"CONNECT 5").unwrap();
         assert_eq!(read_line(&b), Line::Partial);
         a.write_all(b"2\nhello").unwrap();
         assert_eq!(read_line(&b), Line::Connect(Port::new(52)));
-        let mut rest = [0; 5];
-        b.read_exact(&mut rest).unwrap();
-        assert_eq!(&rest, b"hello");
+        let mut rest = [0; 8];
+        assert_eq!(b.recv(&mut rest), Ok(5));
+        assert_eq!(&rest[..5], b"hello");
     }
 
     #[test]
     fn a_program_that_leaves_is_noticed() {
-        let (mut a, b) = UnixStream::pair().unwrap();
+        let (b, mut a) = pair();
         a.write_all(b"CONN").unwrap();
         drop(a);
         assert_eq!(read_line(&b), Line::Partial);
-        let (a, b) = UnixStream::pair().unwrap();
+        let (b, a) = pair();
         drop(a);
         assert!(matches!(read_line(&b), Line::Bad(_)));
     }
@@ -269,9 +295,44 @@ mod tests {
     #[test]
     fn a_path_too_long_is_named() {
         let base = PathBuf::from(format!("/tmp/{}", "x".repeat(104)));
-        let Attempt::Refused(e) = connect(&base, Port::new(1), SocketType::STREAM) else {
+        let Attempt::Refused(e) = connect(&base, Port::new(1), SocketType::STREAM, &account())
+        else {
             panic!("connected")
         };
         assert!(e.to_string().contains("too long"), "{e}");
+    }
+
+    #[test]
+    fn links_of_other_users_are_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("vm");
+        let attempt = |port| connect(&base, Port::new(port), SocketType::STREAM, &account());
+        let _listener = UnixListener::bind(service_path(&base, Port::new(1))).unwrap();
+        assert!(matches!(attempt(1), Attempt::Ready(_)));
+
+        let link = service_path(&base, Port::new(2));
+        symlink(service_path(&base, Port::new(1)), &link).unwrap();
+        assert!(matches!(attempt(2), Attempt::Ready(_)));
+        let nobody = rustix::fs::Uid::from_raw(65534);
+        let flags = AtFlags::SYMLINK_NOFOLLOW;
+        match rustix::fs::chownat(CWD, &link, Some(nobody), None, flags) {
+            Ok(()) => {
+                let Attempt::Refused(error) = attempt(2) else {
+                    panic!("followed a link of another user")
+                };
+                assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
+            }
+            Err(error) => eprintln!("SKIPPED: cannot give a link away: {error}"),
+        }
+
+        std::fs::write(service_path(&base, Port::new(3)), "no socket").unwrap();
+        let Attempt::Refused(error) = attempt(3) else {
+            panic!("connected to a file")
+        };
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+        let Attempt::Refused(error) = attempt(4) else {
+            panic!("connected to nothing")
+        };
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
     }
 }

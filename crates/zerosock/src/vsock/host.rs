@@ -390,6 +390,14 @@ impl HostBuilder {
         self
     }
 
+    /// Bytes of memory that one VM, or all processes of one user together, may have mapped here, at
+    /// first 1 TiB, and all of them, at first 64 TiB. A front-end that asks for more is refused.
+    pub fn max_memory(mut self, each: u64, total: u64) -> HostBuilder {
+        self.config.memory.each = each;
+        self.config.memory.total = total;
+        self
+    }
+
     /// Connections of one VM or process at once, at first 131072; further requests of it are
     /// answered with a reset.
     pub fn max_connections(mut self, connections: usize) -> HostBuilder {

@@ -264,6 +264,9 @@ pub(crate) fn assert_bytes(got: &[u8], want: &[u8]) {
 
 /// Open descriptors of this process.
 pub(crate) fn open_fds() -> usize {
+    assert!(zerosock_sys::reaper::drain(std::time::Duration::from_secs(
+        60
+    )));
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 

@@ -47,7 +47,11 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
     raw.send(16, 0, &words(&[PROTOCOL]), &[]);
     let file = memory(MEMORY);
     let event = event();
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+    let (_reader, pipe) = rustix::pipe::pipe().unwrap();
     let (file, event) = (file.as_fd(), event.as_fd());
+    let (socket, epoll, pipe) = (socket.as_fd(), epoll.as_fd(), pipe.as_fd());
     let one = |region: [u64; 4]| table(&[region]);
     let good = [0, MEMORY, USER, 0];
     type Case<'a> = (Fault, u32, Vec<u8>, Vec<std::os::fd::BorrowedFd<'a>>);
@@ -91,7 +95,16 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
         (Fault::Descriptors, 13, words(&[0x100]), vec![event]),
         (Fault::Descriptors, 13, words(&[0]), vec![file]),
         (Fault::Descriptors, 14, words(&[0]), vec![]),
-        (Fault::Descriptors, 21, vec![], vec![]),
+        // Sockets, which could be the front-end's own end of the connection, and other kinds.
+        (Fault::Descriptors, 12, words(&[0]), vec![socket]),
+        (Fault::Descriptors, 13, words(&[0]), vec![socket]),
+        (Fault::Descriptors, 14, words(&[0]), vec![socket]),
+        (Fault::Descriptors, 13, words(&[0]), vec![epoll]),
+        // A pipe can be a call descriptor only.
+        (Fault::Descriptors, 12, words(&[0]), vec![pipe]),
+        (Fault::Descriptors, 14, words(&[0]), vec![pipe]),
+        // There is no back-end channel.
+        (Fault::Unsupported, 21, vec![], vec![socket]),
         (Fault::Payload, 13, words(&[0xff]), vec![event]),
         (Fault::Payload, 13, words(&[1 << 40]), vec![event]),
         // Memory.
@@ -181,7 +194,7 @@ fn a_request_that_must_be_answered_and_cannot_be_ends_the_connection() {
 fn a_broken_frame_ends_the_connection() {
     let (lab, worker) = Lab::one();
     let commands = worker.answer_all();
-    let many: Vec<OwnedFd> = (0..33).map(|_| event()).collect();
+    let many: Vec<OwnedFd> = (0..200).map(|_| event()).collect();
     let many: Vec<_> = many.iter().map(|fd| fd.as_fd()).collect();
     for (fault, bytes, fds) in [
         (Fault::Header, header(1, 0, 0), &[][..]),
@@ -189,11 +202,15 @@ fn a_broken_frame_ends_the_connection() {
         (Fault::Header, header(1, 5, 0), &[]),
         (Fault::PayloadTooLong, header(5, 1, 4097), &[]),
         (Fault::PayloadTooLong, header(5, 1, u32::MAX), &[]),
+        // With each of its halves.
         (Fault::TooManyDescriptors, header(1, 1, 0), &many[..]),
     ] {
         let before = faults(&lab, fault);
         let raw = lab.raw(0);
-        raw.send_bytes(&bytes, fds).unwrap();
+        let (head, tail) = bytes.split_at(6);
+        raw.send_bytes(head, fds).unwrap();
+        // The connection may have ended already.
+        let _ = raw.send_bytes(tail, fds);
         raw.expect_end();
         wait_for(&commands, "Disconnected");
         assert_eq!(faults(&lab, fault), before + 1, "{fault:?}");

@@ -4,7 +4,6 @@
 //! turned away is told why first.
 
 use std::io::{self, IoSlice};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
@@ -13,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{SocketFlags, accept_with};
-use zerosock_sys::fd_passing;
+use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
 use super::claims::Errand;
@@ -22,7 +21,7 @@ use super::{ACCEPT_REST, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
 use crate::device::control::House;
 
 pub(super) struct Client {
-    pub(super) socket: OwnedFd,
+    pub(super) socket: PeerFd,
     pub(super) uid: u32,
     pub(super) pid: i32,
     pub(super) state: State,
@@ -51,7 +50,7 @@ impl Server {
         for _ in 0..BUDGET {
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match accept_with(&self.config.listener, flags) {
-                Ok(socket) => self.admit(socket, house),
+                Ok(socket) => self.admit(socket.into(), house),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
@@ -71,7 +70,7 @@ impl Server {
     }
 
     /// Lets a process say what it wants, or turns it away.
-    pub(super) fn admit(&mut self, socket: OwnedFd, house: &mut House) {
+    pub(super) fn admit(&mut self, socket: PeerFd, house: &mut House) {
         let (uid, pid) = match socket_peercred(&socket) {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
@@ -192,15 +191,14 @@ impl Client {
 }
 
 /// The last word to someone whose socket is about to be closed.
-pub(super) fn dismiss(socket: &OwnedFd, answer: &Answer) {
+pub(super) fn dismiss(socket: &PeerFd, answer: &Answer) {
     let bytes = encode_answer(answer);
     // It may have gone, or may not want to hear.
     let _ = fd_passing::send(socket, &[IoSlice::new(&bytes)], &[]);
     // What it has said and nobody read would make the kernel speak of a reset before the answer.
     let mut bytes = [0; 1];
     for _ in 0..BUDGET {
-        let mut fds: Vec<OwnedFd> = Vec::new();
-        match fd_passing::recv(socket, &mut bytes, &mut fds) {
+        match fd_passing::recv(socket, &mut bytes, &mut Vec::new()) {
             Ok(received) if received.bytes > 0 => {}
             _ => return,
         }
@@ -208,7 +206,7 @@ pub(super) fn dismiss(socket: &OwnedFd, answer: &Answer) {
 }
 
 /// Whether nobody is at the other end any more.
-pub(super) fn has_hung_up(socket: &OwnedFd) -> bool {
+pub(super) fn has_hung_up(socket: &PeerFd) -> bool {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: 0,

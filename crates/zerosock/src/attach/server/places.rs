@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use zerosock_proto::{Cid, Port};
+use zerosock_sys::account::Permit;
 use zerosock_sys::fd_passing;
 
 use super::super::HOST;
@@ -25,6 +26,10 @@ use crate::device::control::{FrontendSocket, House, VmSpec};
 use crate::plane::roster::{Entry, Member as Device};
 use crate::switch::DeviceAddr;
 use crate::vsock::socket_file::SocketFile;
+
+/// Descriptors of a member, beside those of its front-end and host sockets: its lease, both ends of its
+/// device's connection until it has its own, and the listeners of host programs that call it.
+const EACH: u64 = 5;
 
 /// What a client wants to be.
 #[derive(Debug)]
@@ -75,6 +80,8 @@ pub(super) struct Member {
     pub(super) stage: Stage,
     /// Of the socket by which host programs call it; gone when its worker has forgotten it.
     pub(super) _file: Option<SocketFile>,
+    /// For its connections and listeners.
+    pub(super) _permit: Permit,
 }
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -222,6 +229,9 @@ impl Server {
         wanted: &Wanted,
         house: &mut House,
     ) -> io::Result<()> {
+        let uid = self.clients.get(&key).map_or(u32::MAX, |client| client.uid);
+        let account = self.account(uid);
+        let permit = account.take_descriptors(EACH).map_err(io::Error::other)?;
         let (ours, theirs) = UnixStream::pair()?;
         let config = &self.config;
         let (host, file) = match seat {
@@ -239,6 +249,7 @@ impl Server {
             buf_alloc: config.buf_alloc,
             service: service.map(|block| Seat::sources(block).1),
             process: true,
+            account: account.clone(),
         };
         let (number, notice) = house.notice();
         let ports = match wanted {
@@ -271,6 +282,7 @@ impl Server {
             max_queue_size: config.queue_size,
             queue_pairs: self.roster.queue_pairs(),
             sealed_memory: true,
+            account,
             port,
         });
         let no_worker = || io::Error::other("no such worker");
@@ -297,6 +309,7 @@ impl Server {
             client: Some(key),
             stage: Stage::Joining(number),
             _file: file,
+            _permit: permit,
         };
         match wanted {
             Wanted::Process(_) => {

@@ -9,12 +9,14 @@
 //! size), then `size` bytes.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 
 use thiserror::Error;
 use vhost::vhost_user::message::{FrontendReq, MAX_MSG_SIZE, VhostUserHeaderFlag};
+use zerosock_sys::account::Account;
 use zerosock_sys::fd_passing;
 
+use super::fds::SentFd;
 use super::stats::Fault;
 
 /// Length of a message's header in bytes.
@@ -22,7 +24,8 @@ pub const HEADER_LEN: usize = 12;
 /// The longest payload of a message in bytes. The longest that we understand, a SET_MEM_TABLE
 /// of 32 regions, has 1032.
 pub const MAX_PAYLOAD: usize = MAX_MSG_SIZE;
-/// The most descriptors that come with a message.
+/// The most descriptors that a message brings, over all its parts: what one sendmsg(2) can have, so
+/// that the kernel never has to close any in our thread.
 pub const MAX_FDS: usize = fd_passing::MAX_FDS;
 
 /// The protocol's version, in the low two bits of the flags.
@@ -37,8 +40,8 @@ pub struct Message {
     pub need_reply: bool,
     /// At most [`MAX_PAYLOAD`] bytes.
     pub payload: Vec<u8>,
-    /// At most [`MAX_FDS`].
-    pub fds: Vec<OwnedFd>,
+    /// At most [`MAX_FDS`]; those that no request has a use for are closed already.
+    pub fds: Vec<SentFd>,
 }
 
 impl Message {
@@ -110,7 +113,7 @@ pub struct Decoder {
     payload: Vec<u8>,
     /// Bytes of the payload that are there.
     received: usize,
-    fds: Vec<OwnedFd>,
+    fds: Vec<SentFd>,
 }
 
 impl Decoder {
@@ -119,14 +122,18 @@ impl Decoder {
         Decoder::default()
     }
 
-    /// Reads on. `Ok(None)` when the socket has no more now.
+    /// Reads on. `Ok(None)` when the socket has no more now. Descriptors count against `account`.
     ///
     /// # Errors
     /// See [`DecodeError`]; afterwards the connection is of no use.
-    pub fn read(&mut self, socket: impl AsFd) -> Result<Option<Message>, DecodeError> {
+    pub fn read(
+        &mut self,
+        socket: impl AsFd,
+        account: &Account,
+    ) -> Result<Option<Message>, DecodeError> {
         if self.filled < HEADER_LEN {
             while let Some(room) = self.header.get_mut(self.filled..).filter(|r| !r.is_empty()) {
-                match receive(&socket, room, &mut self.fds, self.filled == 0)? {
+                match receive(&socket, room, &mut self.fds, account, self.filled == 0)? {
                     Some(bytes) => self.filled += bytes,
                     None => return Ok(None),
                 }
@@ -139,7 +146,7 @@ impl Decoder {
             .get_mut(self.received..)
             .filter(|r| !r.is_empty())
         {
-            match receive(&socket, room, &mut self.fds, false)? {
+            match receive(&socket, room, &mut self.fds, account, false)? {
                 Some(bytes) => self.received += bytes,
                 None => return Ok(None),
             }
@@ -179,10 +186,12 @@ impl Decoder {
 fn receive(
     socket: impl AsFd,
     room: &mut [u8],
-    fds: &mut Vec<OwnedFd>,
+    fds: &mut Vec<SentFd>,
+    account: &Account,
     at_boundary: bool,
 ) -> Result<Option<usize>, DecodeError> {
-    let received = match fd_passing::recv(socket, room, fds) {
+    let mut sent = Vec::new();
+    let received = match fd_passing::recv(socket, room, &mut sent) {
         Ok(received) => received,
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
         Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
@@ -194,6 +203,8 @@ fn receive(
         }
         Err(error) => return Err(DecodeError::Io(error)),
     };
+    let sent = sent.into_iter();
+    fds.extend(sent.map(|fd| SentFd::examine(fd, account)));
     if received.truncated_fds || fds.len() > MAX_FDS {
         return Err(DecodeError::TooManyDescriptors);
     }

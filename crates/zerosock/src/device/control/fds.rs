@@ -1,14 +1,20 @@
-//! What kind of descriptor a front-end has sent, before anything is done with it.
+//! What kind of descriptor a front-end has sent: found out as it arrives, before anything is done
+//! with it.
 //!
-//! A descriptor may lead to a file system whose server is the front-end itself (FUSE). What must
-//! hold: nothing here, and nothing that is done later with an accepted descriptor, waits for such
-//! a server. So fstat(2) is not asked: the kernel answers these questions from its own tables.
+//! A descriptor may lead to a file system whose server is the front-end itself (FUSE), or be the
+//! front-end's own end of the connection. What must hold: nothing here, and nothing that is done later
+//! with a descriptor that is kept, waits for such a server; and a descriptor that no request has a use
+//! for is given to the reaper at once. So fstat(2) is not asked: the kernel answers these questions
+//! from its own tables.
 
 use std::fs;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
 
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use zerosock_sys::memfd;
+use zerosock_ring::{RetiredRegion, Unmapper};
+use zerosock_sys::account::{Account, Permit};
+use zerosock_sys::notify::FdKind;
+use zerosock_sys::{PeerFd, memfd, reaper};
 
 /// File systems, besides those in memory, whose page faults end without help of a peer.
 const LOCAL_FILE_SYSTEMS: [&str; 9] = [
@@ -23,37 +29,85 @@ const LOCAL_FILE_SYSTEMS: [&str; 9] = [
     "bcachefs",
 ];
 
-/// Accepts a descriptor to signal with (eventfd, pipe or socket) and makes it non-blocking. The
-/// front-end shares the flag and can take it back.
-pub(super) fn check_notifier(fd: BorrowedFd<'_>) -> Result<(), String> {
-    let target = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
-        .map_err(|error| format!("cannot examine the descriptor: {error}"))?;
-    let target = target.as_os_str().to_string_lossy();
-    let known = ["anon_inode:[eventfd]", "pipe:[", "socket:["];
-    if !known.iter().any(|prefix| target.starts_with(prefix)) {
-        return Err(format!(
-            "{target} is neither an eventfd nor a pipe nor a socket"
-        ));
-    }
-    let flags = fcntl_getfl(fd).map_err(|error| error.to_string())?;
-    if !flags.contains(OFlags::NONBLOCK) {
-        fcntl_setfl(fd, flags | OFlags::NONBLOCK).map_err(|error| error.to_string())?;
-    }
-    Ok(())
+/// A descriptor that came with a message.
+#[derive(Debug)]
+pub enum SentFd {
+    /// To be notified by, or to notify with.
+    Eventfd(PeerFd),
+    /// An end of a pipe.
+    Pipe(PeerFd),
+    /// A file to map guest memory from: one in memory, or on a local disk.
+    Memory(PeerFd),
+    /// Closed already; why.
+    Refused(String),
 }
 
-/// Accepts a file to map guest memory from: one in memory, or on a local disk.
-pub(super) fn check_memory_file(fd: BorrowedFd<'_>) -> Result<(), String> {
-    if memfd::is_memory(fd) {
-        return Ok(());
+impl SentFd {
+    /// Finds out what a descriptor is and counts it against the front-end's account.
+    pub fn examine(fd: PeerFd, account: &Account) -> SentFd {
+        let keep = |fd: PeerFd, kind: fn(PeerFd) -> SentFd| match account.take_descriptors(1) {
+            Ok(permit) => kind(fd.with_permit(permit)),
+            Err(exceeded) => SentFd::Refused(exceeded.to_string()),
+        };
+        if memfd::is_memory(&fd) {
+            return keep(fd, SentFd::Memory);
+        }
+        let target = match FdKind::of(&fd) {
+            Ok(FdKind::Eventfd) => return keep(fd, SentFd::Eventfd),
+            Ok(FdKind::Pipe) => return keep(fd, SentFd::Pipe),
+            Ok(FdKind::Other(target)) => target,
+            Err(error) => {
+                return SentFd::Refused(format!("cannot examine the descriptor: {error}"));
+            }
+        };
+        // What is no file has no path.
+        if !target.starts_with('/') {
+            return SentFd::Refused(format!("{target} is of no use"));
+        }
+        let kind = file_system(&fd).unwrap_or_else(|| "unknown".into());
+        match LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
+            true => keep(fd, SentFd::Memory),
+            false => SentFd::Refused(format!(
+                "a file of file system {kind}: guest memory has to be a memfd, or in a file of a \
+                 tmpfs or local disk"
+            )),
+        }
     }
-    let kind = file_system(fd).unwrap_or_else(|| "unknown".into());
-    if LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
-        return Ok(());
+
+    /// The file to map guest memory from.
+    pub(super) fn memory(self) -> Result<PeerFd, String> {
+        match self {
+            SentFd::Memory(fd) => Ok(fd),
+            other => Err(format!("{other} is no guest memory")),
+        }
     }
-    Err(format!(
-        "guest memory in a file of file system {kind}: use a memfd, a tmpfs or a local disk"
-    ))
+
+    /// The descriptor that tells us of something.
+    pub(super) fn eventfd(self) -> Result<PeerFd, String> {
+        match self {
+            SentFd::Eventfd(fd) => Ok(fd),
+            other => Err(format!("{other} is not an eventfd")),
+        }
+    }
+
+    /// The descriptor by which a peer is notified.
+    pub(super) fn call(self) -> Result<PeerFd, String> {
+        match self {
+            SentFd::Eventfd(fd) | SentFd::Pipe(fd) => Ok(fd),
+            other => Err(format!("{other} is neither an eventfd nor a pipe")),
+        }
+    }
+}
+
+impl std::fmt::Display for SentFd {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            SentFd::Eventfd(_) => f.write_str("an eventfd"),
+            SentFd::Pipe(_) => f.write_str("a pipe"),
+            SentFd::Memory(_) => f.write_str("a file"),
+            SentFd::Refused(reason) => write!(f, "a descriptor that was refused ({reason})"),
+        }
+    }
 }
 
 /// The name of the file system that the file is on, if it is mounted where we can see it.
@@ -71,39 +125,96 @@ fn file_system(fd: impl AsFd) -> Option<String> {
     Some(line.split_once(" - ")?.1.split(' ').next()?.to_owned())
 }
 
+/// Has the memory of one table unmapped by the reaper, and counted until then.
+#[derive(Debug)]
+pub(super) struct MappedShare {
+    account: Account,
+    permit: Arc<Permit>,
+}
+
+impl MappedShare {
+    /// For a table of so many bytes.
+    pub(super) fn take(account: &Account, bytes: u64) -> Result<Arc<MappedShare>, String> {
+        let permit = account.take_mapped(bytes).map_err(|e| e.to_string())?;
+        Ok(Arc::new(MappedShare {
+            account: account.clone(),
+            permit: Arc::new(permit),
+        }))
+    }
+}
+
+impl Unmapper for MappedShare {
+    fn unmap(&self, region: RetiredRegion) {
+        let permit = Arc::clone(&self.permit);
+        let unmap = move || {
+            drop(region);
+            drop(permit);
+        };
+        reaper::run(unmap, Some(&self.account));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::event::{EventfdFlags, epoll, eventfd};
+    use rustix::fd::OwnedFd;
     use rustix::pipe::{PipeFlags, pipe_with};
+    use zerosock_sys::account::Budget;
 
-    #[test]
-    fn notifiers_are_eventfds_pipes_and_sockets_and_do_not_block() {
-        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let (_reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
-        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        for fd in [event.as_fd(), writer.as_fd(), socket.as_fd()] {
-            check_notifier(fd).unwrap();
-            assert!(fcntl_getfl(fd).unwrap().contains(OFlags::NONBLOCK));
-        }
-        let memory = memfd::create("x", 4096, false).unwrap();
-        let file = tempfile::tempfile().unwrap();
-        let null = fs::File::open("/dev/null").unwrap();
-        for fd in [memory.as_fd(), file.as_fd(), null.as_fd()] {
-            assert!(check_notifier(fd).unwrap_err().contains("neither"));
-        }
+    fn examine(fd: impl Into<OwnedFd>) -> SentFd {
+        SentFd::examine(fd.into().into(), &Budget::unlimited().account())
     }
 
     #[test]
-    fn memory_comes_from_memory_and_not_from_odd_places() {
-        let memory = memfd::create("x", 4096, false).unwrap();
-        check_memory_file(memory.as_fd()).unwrap();
-        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    fn each_kind_is_recognised() {
+        let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let pipe = || pipe_with(PipeFlags::CLOEXEC).unwrap().1;
+        let memory = || memfd::create("x", 4096, false).unwrap();
+        let disk = || OwnedFd::from(tempfile::tempfile().unwrap());
+        examine(event()).eventfd().unwrap();
+        examine(event()).call().unwrap();
+        examine(pipe()).call().unwrap();
+        examine(memory()).memory().unwrap();
+        examine(disk()).memory().unwrap();
+
+        examine(event()).memory().unwrap_err();
+        examine(pipe()).eventfd().unwrap_err();
+        examine(memory()).call().unwrap_err();
+    }
+
+    /// An epoll instance shares its inode with eventfds, and a socket can be the front-end's own end.
+    #[test]
+    fn what_no_request_has_a_use_for_is_refused() {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         let proc = fs::File::open("/proc/self/status").unwrap();
-        for fd in [event.as_fd(), proc.as_fd()] {
-            check_memory_file(fd).unwrap_err();
-        }
-        let message = check_memory_file(proc.as_fd()).unwrap_err();
-        assert!(message.contains("proc"), "{message}");
+        let null = fs::File::open("/dev/null").unwrap();
+        let reasons =
+            [epoll, socket.into(), proc.into(), null.into()].map(|fd| match examine(fd) {
+                SentFd::Refused(reason) => reason,
+                other => panic!("kept as {other}"),
+            });
+        assert!(reasons[0].contains("eventpoll"), "{reasons:?}");
+        assert!(reasons[2].contains("proc"), "{reasons:?}");
+    }
+
+    #[test]
+    fn what_is_kept_counts_until_it_is_closed() {
+        let limits = zerosock_sys::account::Limits {
+            descriptors: 2,
+            mapped: 0,
+            mapped_each: 0,
+        };
+        let account = Budget::new(limits, 1).account();
+        let fds: Vec<_> = (0..3)
+            .map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap())
+            .map(|fd| SentFd::examine(fd.into(), &account))
+            .collect();
+        assert!(matches!(fds[2], SentFd::Refused(_)));
+        assert_eq!(account.descriptors(), 2);
+        drop(fds);
+        assert!(reaper::drain(std::time::Duration::from_secs(60)));
+        assert_eq!(account.descriptors(), 0);
     }
 }

@@ -24,7 +24,7 @@
 //! the worker translates their addresses anew before it answers.
 
 pub mod codec;
-mod fds;
+pub mod fds;
 mod house;
 mod lanes;
 mod mailbox;
@@ -34,13 +34,15 @@ mod thread;
 mod vm;
 
 use std::fmt;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, QueueConfig};
+use zerosock_sys::PeerFd;
+use zerosock_sys::account::Account;
+use zerosock_sys::notify::CallFd;
 
 pub(crate) use self::house::{House, Lodger};
 pub(crate) use self::lanes::LanePorts;
@@ -74,13 +76,13 @@ pub enum DeviceCommand {
         index: u16,
         /// Size, user addresses of the rings, next available index, and what was negotiated.
         config: QueueConfig,
-        /// The driver writes to it when buffers were made available. Non-blocking when it was
-        /// handed over, but the front-end shares its file status flags.
-        kick: OwnedFd,
-        /// To be written when buffers were used; `None`: the driver polls. Non-blocking, as above.
-        call: Option<OwnedFd>,
-        /// To be written when the queue breaks. Non-blocking, as above.
-        err: Option<OwnedFd>,
+        /// An eventfd that the driver writes to when buffers were made available. It is not read: a
+        /// read could wait, as the front-end shares its flags.
+        kick: PeerFd,
+        /// To be notified when buffers were used; `None`: the driver polls.
+        call: Option<CallFd>,
+        /// To be notified when the queue breaks.
+        err: Option<CallFd>,
         /// Whether data may pass yet; see `EnableQueue`.
         enabled: bool,
     },
@@ -89,14 +91,14 @@ pub enum DeviceCommand {
         /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
         /// The new descriptor; `None`: the driver polls.
-        call: Option<OwnedFd>,
+        call: Option<CallFd>,
     },
     /// Replace the error descriptor of a running queue. Answer: `Done`.
     SetErr {
         /// Queue index, below that of [`QueuePairs::queues`].
         index: u16,
         /// The new descriptor, or none.
-        err: Option<OwnedFd>,
+        err: Option<CallFd>,
     },
     /// Let data pass through a running queue, or stop it from doing so. Answer: `Done`.
     EnableQueue {
@@ -173,6 +175,8 @@ pub struct VmSpec {
     /// Refuse memory that can shrink (no F_SEAL_SHRINK). Where it is taken as it is, what vanishes
     /// costs that VM alone, as long as the guard against SIGBUS is the process's handler.
     pub sealed_memory: bool,
+    /// What its front-end may have of descriptors and mapped memory.
+    pub account: Account,
     /// Where this VM's commands go.
     pub port: Box<dyn DevicePort>,
 }

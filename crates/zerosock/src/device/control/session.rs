@@ -15,7 +15,6 @@
 
 mod requests;
 
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use vhost::vhost_user::message::{
@@ -26,12 +25,14 @@ use vm_memory::ByteValued;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, RegionConfig};
-use zerosock_sys::memfd;
+use zerosock_sys::account::Account;
+use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
+use zerosock_sys::{PeerFd, memfd};
 
 use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
 
 use super::codec::{Message, encode_reply, request_name};
-use super::fds;
+use super::fds::MappedShare;
 use super::stats::Fault;
 use super::{DeviceCommand, DeviceReply};
 use requests::{Arguments, Rule};
@@ -63,7 +64,6 @@ pub const FEATURES: u64 = F_STREAM
 /// The protocol features that we offer.
 pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
     .union(Protocol::REPLY_ACK)
-    .union(Protocol::BACKEND_REQ)
     .union(Protocol::CONFIG)
     .union(Protocol::RESET_DEVICE)
     .union(Protocol::CONFIGURE_MEM_SLOTS);
@@ -135,9 +135,9 @@ struct Pending {
 
 /// A region of the memory table; the file is kept so that the table can be mapped anew with
 /// another region. Only with CONFIGURE_MEM_SLOTS.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Slot {
-    file: OwnedFd,
+    file: Arc<PeerFd>,
     region: RegionConfig,
 }
 
@@ -150,8 +150,8 @@ struct Queue {
     base: u16,
     /// Kept while the queue runs and after, in case the front-end starts it without sending it
     /// again.
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
+    call: Option<CallFd>,
+    err: Option<CallFd>,
     enabled: bool,
     started: bool,
 }
@@ -172,15 +172,25 @@ pub struct Session {
     most_pairs: QueuePairs,
     /// How many the driver has chosen.
     pairs: QueuePairs,
-    /// The back-end request channel: kept open, as the front-end expects, and not used.
-    channel: Option<OwnedFd>,
+    account: Account,
+    /// Writes to call descriptors that could make a worker wait.
+    call_thread: CallThread,
     pending: Option<Pending>,
 }
 
 impl Session {
     /// A front-end that has said nothing yet. `cid` is shown in the configuration space, and
     /// `most_pairs` to a driver that knows of queue pairs.
-    pub fn new(cid: Cid, max_queue_size: u16, most_pairs: QueuePairs) -> Session {
+    ///
+    /// Descriptors and memory count against `account`, and `threads` are those that write to call
+    /// descriptors of this VM, also of its earlier front-ends.
+    pub fn new(
+        cid: Cid,
+        max_queue_size: u16,
+        most_pairs: QueuePairs,
+        account: Account,
+        threads: &ThreadCount,
+    ) -> Session {
         let mut queues = Vec::new();
         queues.resize_with(usize::from(most_pairs.queues()), Queue::default);
         Session {
@@ -194,7 +204,8 @@ impl Session {
             has_memory: false,
             slots: Vec::new(),
             queues,
-            channel: None,
+            account,
+            call_thread: CallThread::new(threads),
             pending: None,
         }
     }
@@ -210,7 +221,7 @@ impl Session {
         self.pending.is_some()
     }
 
-    /// Handles a message. Descriptors that do not go into the session or a command are closed.
+    /// Handles a message. Descriptors that do not go into the session or a command are dropped.
     pub fn handle_message(&mut self, message: Message) -> Turn {
         let Message {
             request,
@@ -417,39 +428,24 @@ impl Session {
         let mut kept = Vec::new();
         let keep = self.protocol.contains(Protocol::CONFIGURE_MEM_SLOTS);
         for Slot { file, region } in slots {
-            fds::check_memory_file(file.as_fd()).map_err(|text| (Fault::Descriptors, text))?;
             if self.sealed_memory && !memfd::is_shrink_sealed(&file) {
                 let text = "memory without F_SEAL_SHRINK: its owner could cut it off";
                 return Err((Fault::Unsealed, text.into()));
             }
             if keep {
-                kept.push(Slot {
-                    file: duplicate(&file)?,
-                    region,
-                });
+                let file = Arc::clone(&file);
+                kept.push(Slot { file, region });
             }
             regions.push((file, region));
         }
-        let memory = Memory::map(regions).map_err(|error| (Fault::Memory, error.to_string()))?;
+        let bytes = regions.iter().map(|(_, region)| region.len);
+        let bytes = bytes.fold(0, u64::saturating_add);
+        let share = MappedShare::take(&self.account, bytes).map_err(|e| (Fault::Memory, e))?;
+        let memory = Memory::map_with(regions, Some(share))
+            .map_err(|error| (Fault::Memory, error.to_string()))?;
         Ok(Accepted::Command(
             DeviceCommand::SetMemory(Arc::new(memory)),
             Then::Memory(kept),
         ))
     }
-
-    /// The slots, with files of their own.
-    fn copy_slots(&self) -> Result<Vec<Slot>, Denied> {
-        let copy = |slot: &Slot| {
-            Ok(Slot {
-                file: duplicate(&slot.file)?,
-                region: slot.region,
-            })
-        };
-        self.slots.iter().map(copy).collect()
-    }
-}
-
-fn duplicate(fd: &OwnedFd) -> Result<OwnedFd, Denied> {
-    fd.try_clone()
-        .map_err(|error| (Fault::Descriptors, format!("cannot duplicate it: {error}")))
 }

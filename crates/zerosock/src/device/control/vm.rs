@@ -12,7 +12,8 @@
 //! waited for counts.
 
 use std::io::{self, IoSlice};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
-use zerosock_sys::fd_passing;
+use zerosock_sys::account::Account;
+use zerosock_sys::notify::ThreadCount;
+use zerosock_sys::{PeerFd, fd_passing};
 
 use super::codec::{DecodeError, Decoder};
 use super::mailbox::{FrontendLink, MailSender, Reply};
@@ -44,12 +47,15 @@ pub(super) struct Vm {
     max_queue_size: u16,
     queue_pairs: QueuePairs,
     sealed_memory: bool,
+    account: Account,
+    /// Threads that write to call descriptors of its front-ends.
+    threads: ThreadCount,
     port: Box<dyn DevicePort>,
     mail: MailSender,
     counters: Arc<Counters>,
     front: Front,
     /// A front-end that came before the last one's end was known, or over with.
-    next: Option<UnixStream>,
+    next: Option<PeerFd>,
     /// Number of the last command.
     sequence: u64,
     /// Number of the last connection.
@@ -69,7 +75,7 @@ enum Front {
 
 /// A front-end's connection.
 pub(super) struct Connection {
-    pub(super) socket: UnixStream,
+    pub(super) socket: PeerFd,
     pub(super) number: u64,
     /// What the epoll instance has been told to watch for, if it has been told.
     pub(super) watched: Option<EventFlags>,
@@ -129,7 +135,7 @@ impl Vm {
             }
             FrontendSocket::Connected(socket) => {
                 socket.set_nonblocking(true)?;
-                (None, Some(socket))
+                (None, Some(PeerFd::from(OwnedFd::from(socket))))
             }
         };
         let mut vm = Vm {
@@ -140,6 +146,8 @@ impl Vm {
             max_queue_size: spec.max_queue_size,
             queue_pairs: spec.queue_pairs,
             sealed_memory: spec.sealed_memory,
+            account: spec.account,
+            threads: ThreadCount::default(),
             port: spec.port,
             mail,
             counters,
@@ -195,7 +203,7 @@ impl Vm {
                 return Ok(());
             };
             match listener.accept() {
-                Ok((socket, _)) => self.admit(socket),
+                Ok((socket, _)) => self.admit(OwnedFd::from(socket).into()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // A front-end that gave up before it was accepted.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
@@ -211,7 +219,7 @@ impl Vm {
     }
 
     /// Lets a front-end in, makes it wait for the end of a dead one, or turns it away.
-    fn admit(&mut self, socket: UnixStream) {
+    fn admit(&mut self, socket: PeerFd) {
         if let Front::Live(connection) = &self.front
             && has_hung_up(&connection.socket)
         {
@@ -230,7 +238,7 @@ impl Vm {
         }
     }
 
-    fn connect(&mut self, socket: UnixStream) {
+    fn connect(&mut self, socket: PeerFd) {
         self.counters.connection();
         self.connection += 1;
         let peer = peer(&socket);
@@ -239,7 +247,13 @@ impl Vm {
         }
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
-        let mut session = Session::new(self.cid, self.max_queue_size, self.queue_pairs);
+        let mut session = Session::new(
+            self.cid,
+            self.max_queue_size,
+            self.queue_pairs,
+            self.account.clone(),
+            &self.threads,
+        );
         if self.sealed_memory {
             session.require_sealed_memory();
         }
@@ -351,7 +365,7 @@ impl Vm {
                 Ok(false) => return,
                 Err(error) => return self.disconnect(&format!("cannot write a reply: {error}")),
             }
-            match connection.decoder.read(&connection.socket) {
+            match connection.decoder.read(&connection.socket, &self.account) {
                 Ok(None) => return,
                 Ok(Some(message)) => {
                     self.counters.message();
@@ -415,7 +429,7 @@ impl Vm {
 }
 
 /// Whether nobody is at the other end any more.
-fn has_hung_up(socket: &UnixStream) -> bool {
+fn has_hung_up(socket: &PeerFd) -> bool {
     let now = Timespec {
         tv_sec: 0,
         tv_nsec: 0,
@@ -429,7 +443,7 @@ fn has_hung_up(socket: &UnixStream) -> bool {
 }
 
 /// Who is at the other end, for the log.
-fn peer(socket: &UnixStream) -> String {
+fn peer(socket: &PeerFd) -> String {
     match socket_peercred(socket) {
         Ok(cred) => format!(
             "pid {}, uid {}",

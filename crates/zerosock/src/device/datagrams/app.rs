@@ -148,7 +148,7 @@ impl Device {
             // Its sender may have no more under way than a few of these, and has no credit to tell
             // that it waits.
             self.datagrams.returned = 0;
-            tx.publish(cx.ringer);
+            tx.publish(cx.notifier);
         }
         cx.counters.rx_bytes.add(len as u64);
         true

@@ -55,7 +55,7 @@ fn queue(n: usize, len: u32, writable: bool) -> DeviceQueue {
 
 fn ring(n: usize, len: u32, writable: bool) -> Ring {
     let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-    Ring::new(queue(n, len, writable), kick, None, None, true, 0)
+    Ring::new(queue(n, len, writable), kick.into(), None, None, true, 0)
 }
 
 /// `n` assembled datagrams of a sibling's, each of `len` bytes.

@@ -53,7 +53,7 @@ fn queue() -> Ring {
     };
     let queue = DeviceQueue::new(memory, &config).unwrap();
     let kick = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-    Ring::new(queue, kick, None, None, true, 1)
+    Ring::new(queue, kick.into(), None, None, true, 1)
 }
 
 #[test]

@@ -13,6 +13,7 @@ use crate::device::Limits;
 use crate::device::control::FaultCounts;
 use crate::device::program::App;
 use crate::plane::config::{StartError, VmConfig, system};
+use crate::plane::shares::MemoryLimits;
 use crate::plane::{self, Setup};
 use crate::relay::hybrid::OkConvention;
 use crate::vsock::leases::Leases;
@@ -35,6 +36,7 @@ pub(crate) struct HostConfig {
     /// Connections that one VM may have.
     pub(crate) max_connections: usize,
     pub(crate) queue_pairs: u16,
+    pub(crate) memory: MemoryLimits,
     /// Bytes that the connections of a VM to stalled host programs together may have copied; and
     /// those with the program itself that it does not read.
     pub(crate) max_overflow: usize,
@@ -61,6 +63,7 @@ impl Default for HostConfig {
             access: AccessList::default(),
             max_connections: 131_072,
             queue_pairs: 1,
+            memory: MemoryLimits::default(),
             max_overflow: 64 << 20,
             old_memory: 1 << 30,
             hold: Duration::from_millis(20),
@@ -101,6 +104,7 @@ impl HostEngine {
             attach: config.attach,
             access: config.access,
             sealed_memory: !config.unsealed_memory,
+            memory: config.memory,
         })?;
         let Some(mut worker) = prepared.workers.into_iter().next() else {
             let none = std::io::ErrorKind::NotFound.into();

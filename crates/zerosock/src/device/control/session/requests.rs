@@ -5,7 +5,7 @@
 //! these checks; it changes the session only when it accepts. Quotations are from the vhost-user
 //! specification.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use vhost::vhost_user::message::{
     FrontendReq, VhostUserConfig, VhostUserMemory, VhostUserMemoryRegion, VhostUserMsgValidator,
@@ -15,18 +15,19 @@ use vhost::vhost_user::message::{
 use vm_memory::ByteValued;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{QueueConfig, RegionConfig};
+use zerosock_sys::PeerFd;
+use zerosock_sys::notify::CallFd;
 
 use super::super::DeviceCommand;
-use super::super::codec::{MAX_FDS, MAX_PAYLOAD};
-use super::super::fds;
+use super::super::codec::MAX_PAYLOAD;
+use super::super::fds::SentFd;
 use super::super::stats::Fault;
 use super::{
-    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_PAIRS, PROTOCOL_FEATURES, Session, Slot,
-    Then, duplicate,
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_PAIRS, PROTOCOL_FEATURES, Session, Slot, Then,
 };
 
-/// The most memory regions that are taken: one message's worth of descriptors.
-const MAX_SLOTS: usize = MAX_FDS;
+/// The most memory regions that are taken, as many as QEMU has slots at most.
+const MAX_SLOTS: usize = 32;
 
 /// "A back-end can signal the descriptor's absence": bit 8 of the payload of KICK, CALL and ERR.
 const NO_FD: u64 = 1 << 8;
@@ -34,7 +35,7 @@ const NO_FD: u64 = 1 << 8;
 /// A request's payload and descriptors, after the checks of its rule.
 pub(super) struct Arguments<'a> {
     pub(super) payload: &'a [u8],
-    pub(super) fds: Vec<OwnedFd>,
+    pub(super) fds: Vec<SentFd>,
 }
 
 impl Arguments<'_> {
@@ -54,10 +55,6 @@ fn body<T: ByteValued + Default>(payload: &[u8]) -> Result<T, Denied> {
     })?;
     body.as_mut_slice().copy_from_slice(bytes);
     Ok(body)
-}
-
-fn duplicate_optional(fd: Option<&OwnedFd>) -> Result<Option<OwnedFd>, Denied> {
-    fd.map(duplicate).transpose()
 }
 
 type Handler = fn(&mut Session, Arguments<'_>) -> Result<Accepted, Denied>;
@@ -121,7 +118,7 @@ impl Rule {
     }
 
     /// Checks what can be checked without the session.
-    pub(super) fn check(&self, payload: &[u8], fds: &[OwnedFd]) -> Result<(), Denied> {
+    pub(super) fn check(&self, payload: &[u8], fds: &[SentFd]) -> Result<(), Denied> {
         let (shortest, longest) = self.payload;
         if payload.len() < shortest || payload.len() > longest {
             let text = format!("a payload of {} bytes instead of {shortest}", payload.len());
@@ -166,7 +163,7 @@ const RULES: &[Rule] = &[
         set_mem_table,
     )
     .or_longer()
-    .fds(1, MAX_FDS),
+    .fds(1, MAX_SLOTS),
     Rule::new(FrontendReq::GET_MAX_MEM_SLOTS, 0, get_max_mem_slots)
         .feature(Protocol::CONFIGURE_MEM_SLOTS)
         .answered(),
@@ -205,9 +202,6 @@ const RULES: &[Rule] = &[
     )
     .feature(Protocol::CONFIG)
     .or_longer(),
-    Rule::new(FrontendReq::SET_BACKEND_REQ_FD, 0, set_backend_req_fd)
-        .feature(Protocol::BACKEND_REQ)
-        .fds(1, 1),
     Rule::new(FrontendReq::RESET_DEVICE, 0, reset_device).feature(Protocol::RESET_DEVICE),
 ];
 
@@ -291,7 +285,7 @@ fn set_mem_table(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
     let mut slots = Vec::with_capacity(files);
     for (entry, file) in table.chunks_exact(REGION).zip(arguments.fds) {
         slots.push(Slot {
-            file,
+            file: memory_file(file)?,
             region: region(&body(entry)?),
         });
     }
@@ -304,6 +298,11 @@ fn set_mem_table(session: &mut Session, arguments: Arguments<'_>) -> Result<Acce
     session.map(slots)
 }
 
+fn memory_file(fd: SentFd) -> Result<Arc<PeerFd>, Denied> {
+    let file = fd.memory().map_err(|text| (Fault::Descriptors, text))?;
+    Ok(Arc::new(file))
+}
+
 fn get_max_mem_slots(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
     answer(VhostUserU64::new(MAX_SLOTS as u64))
 }
@@ -313,8 +312,11 @@ fn add_mem_reg(session: &mut Session, arguments: Arguments<'_>) -> Result<Accept
     if session.slots.len() >= MAX_SLOTS {
         return Err((Fault::Memory, format!("all {MAX_SLOTS} slots are taken")));
     }
-    let mut slots = session.copy_slots()?;
-    slots.extend(arguments.fds.into_iter().map(|file| Slot { file, region }));
+    let mut slots = session.slots.clone();
+    for fd in arguments.fds {
+        let file = memory_file(fd)?;
+        slots.push(Slot { file, region });
+    }
     session.map(slots)
 }
 
@@ -326,7 +328,7 @@ fn rem_mem_reg(session: &mut Session, arguments: Arguments<'_>) -> Result<Accept
         let have = &slot.region;
         (have.guest_addr, have.user_addr, have.len) == (gone.guest_addr, gone.user_addr, gone.len)
     };
-    let mut slots = session.copy_slots()?;
+    let mut slots = session.slots.clone();
     let before = slots.len();
     slots.retain(|slot| !same(slot));
     if slots.len() == before {
@@ -397,8 +399,11 @@ fn get_vring_base(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
     answer(VhostUserVringState::new(index.into(), queue.base.into()))
 }
 
-/// The queue and the descriptor of KICK, CALL and ERR.
-fn notifier(arguments: Arguments<'_>) -> Result<(u32, Option<OwnedFd>), Denied> {
+/// The queue and the descriptor of KICK, CALL and ERR, which `kind` accepts.
+fn notifier(
+    arguments: Arguments<'_>,
+    kind: fn(SentFd) -> Result<PeerFd, String>,
+) -> Result<(u32, Option<PeerFd>), Denied> {
     let value = arguments.body::<VhostUserU64>()?.value;
     let fd = arguments.fds.into_iter().next();
     if fd.is_some() == (value & NO_FD != 0) {
@@ -407,9 +412,8 @@ fn notifier(arguments: Arguments<'_>) -> Result<(u32, Option<OwnedFd>), Denied> 
             "the descriptor does not match the message".into(),
         ));
     }
-    if let Some(fd) = &fd {
-        fds::check_notifier(fd.as_fd()).map_err(|text| (Fault::Descriptors, text))?;
-    }
+    let fd = fd.map(kind).transpose();
+    let fd = fd.map_err(|text| (Fault::Descriptors, text))?;
     // Where bits above NO_FD are set, the number is too large for any queue.
     let index = u32::try_from(value & !NO_FD).unwrap_or(u32::MAX);
     Ok((index, fd))
@@ -418,7 +422,7 @@ fn notifier(arguments: Arguments<'_>) -> Result<(u32, Option<OwnedFd>), Denied> 
 /// Starts the queue: "the back-end must start a ring upon receiving a kick", and may at once when
 /// it has the descriptor, as the driver may have made buffers available before.
 fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    let (index, kick) = notifier(arguments)?;
+    let (index, kick) = notifier(arguments, SentFd::eventfd)?;
     let negotiated = session.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() != 0;
     let (has_memory, features) = (session.has_memory, session.features);
     session.stopped_queue(index)?;
@@ -453,22 +457,28 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
         index,
         config,
         kick,
-        call: duplicate_optional(queue.call.as_ref())?,
-        err: duplicate_optional(queue.err.as_ref())?,
+        call: queue.call.clone(),
+        err: queue.err.clone(),
         // "Ring states": without the protocol features a ring that is started is enabled.
         enabled: queue.enabled || !negotiated,
     };
     Ok(Accepted::Command(command, Then::Start(index)))
 }
 
+fn call_fd(session: &Session, fd: Option<PeerFd>) -> Result<Option<CallFd>, Denied> {
+    let call = fd.map(|fd| CallFd::new(fd, session.call_thread.clone()));
+    call.transpose()
+        .map_err(|error| (Fault::Descriptors, error.to_string()))
+}
+
 fn set_vring_call(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    let (index, call) = notifier(arguments)?;
+    let (index, call) = notifier(arguments, SentFd::call)?;
+    let call = call_fd(session, call)?;
     let (index, queue) = session.queue(index)?;
-    let copy = duplicate_optional(call.as_ref())?;
-    queue.call = call;
+    queue.call.clone_from(&call);
     match queue.started {
         true => Ok(Accepted::Command(
-            DeviceCommand::SetCall { index, call: copy },
+            DeviceCommand::SetCall { index, call },
             Then::Nothing,
         )),
         false => Ok(Accepted::Ack),
@@ -476,13 +486,13 @@ fn set_vring_call(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
 }
 
 fn set_vring_err(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    let (index, err) = notifier(arguments)?;
+    let (index, err) = notifier(arguments, SentFd::eventfd)?;
+    let err = call_fd(session, err)?;
     let (index, queue) = session.queue(index)?;
-    let copy = duplicate_optional(err.as_ref())?;
-    queue.err = err;
+    queue.err.clone_from(&err);
     match queue.started {
         true => Ok(Accepted::Command(
-            DeviceCommand::SetErr { index, err: copy },
+            DeviceCommand::SetErr { index, err },
             Then::Nothing,
         )),
         false => Ok(Accepted::Ack),
@@ -564,11 +574,6 @@ fn set_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepte
         DeviceCommand::SetPairs(pairs),
         Then::Pairs(pairs),
     ))
-}
-
-fn set_backend_req_fd(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
-    session.channel = arguments.fds.into_iter().next();
-    Ok(Accepted::Ack)
 }
 
 fn reset_device(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {

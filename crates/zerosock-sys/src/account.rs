@@ -1,0 +1,379 @@
+//! Shares of what a process has once and its peers use: file descriptors and address space.
+//!
+//! A [`Budget`] is what there is for all peers together, an [`Account`] what one peer uses of it, and
+//! a [`Permit`] one use, which ends when it is dropped.
+//!
+//! # Shares of descriptors
+//! Half of the descriptors is divided by the number of peers that are expected: that many each
+//! account is guaranteed. The other half is common: it is given to whichever account asks first once
+//! its own part is used up. So one peer can borrow, but never what another one is guaranteed, and
+//! nothing that has been given has to be taken back.
+//!
+//! # Mapped memory
+//! Each account has a limit of its own, and all together have one.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What there is for all peers together.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub struct Limits {
+    /// File descriptors.
+    pub descriptors: u64,
+    /// Bytes of peers' memory that are mapped.
+    pub mapped: u64,
+    /// Bytes of one peer's memory that are mapped.
+    pub mapped_each: u64,
+}
+
+/// Why there is no permit.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum Exceeded {
+    /// The account's guaranteed part and the common part are used up.
+    #[error(
+        "{used} descriptors are in use: the share of {guaranteed} is used up, and nothing is left of \
+         the {common} that all share (RLIMIT_NOFILE)"
+    )]
+    Descriptors {
+        /// Descriptors of the account that are in use.
+        used: u64,
+        /// What it is guaranteed.
+        guaranteed: u64,
+        /// What all accounts share beyond that.
+        common: u64,
+    },
+    /// The memory of one peer.
+    #[error(
+        "{asked} bytes of memory beside the {used} that are mapped, at most {limit} for one peer"
+    )]
+    Mapped {
+        /// Bytes that were asked for.
+        asked: u64,
+        /// Bytes of the account that are mapped.
+        used: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The memory of all peers.
+    #[error(
+        "{asked} bytes of memory beside the {used} of all peers that are mapped, at most {limit}"
+    )]
+    MappedByAll {
+        /// Bytes that were asked for.
+        asked: u64,
+        /// Bytes of all accounts that are mapped.
+        used: u64,
+        /// The limit.
+        limit: u64,
+    },
+}
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct Budget(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    limits: Limits,
+    /// Descriptors that each account is guaranteed, while there are no more accounts than expected.
+    share: u64,
+    used: Mutex<Used>,
+}
+
+#[derive(Debug, Default)]
+struct Used {
+    /// Sum of what the accounts are guaranteed.
+    guaranteed: u64,
+    /// Descriptors in use beyond what is guaranteed.
+    common: u64,
+    mapped: u64,
+}
+
+impl Budget {
+    /// A budget for so many accounts. More can be opened: they are guaranteed what is left.
+    pub fn new(limits: Limits, accounts: usize) -> Budget {
+        let share = limits.descriptors / 2 / accounts.max(1) as u64;
+        Budget(Arc::new(Shared {
+            limits,
+            share,
+            used: Mutex::default(),
+        }))
+    }
+
+    /// A budget that refuses nothing.
+    pub fn unlimited() -> Budget {
+        let limits = Limits {
+            descriptors: u64::MAX,
+            mapped: u64::MAX,
+            mapped_each: u64::MAX,
+        };
+        Budget::new(limits, usize::MAX)
+    }
+
+    /// What there is.
+    pub fn limits(&self) -> Limits {
+        self.0.limits
+    }
+
+    /// Descriptors that each of the expected accounts is guaranteed.
+    pub fn share(&self) -> u64 {
+        self.0.share
+    }
+
+    /// Opens an account.
+    pub fn account(&self) -> Account {
+        let mut used = self.0.lock();
+        let free = self.0.limits.descriptors - used.guaranteed - used.common;
+        let guaranteed = self.0.share.min(free);
+        used.guaranteed += guaranteed;
+        Account(Arc::new(AccountState {
+            shared: Arc::clone(&self.0),
+            guaranteed,
+            used: Mutex::default(),
+        }))
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Used> {
+        // The numbers are whole at every step.
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What one peer uses. Clones are the same account.
+#[derive(Clone, Debug)]
+pub struct Account(Arc<AccountState>);
+
+#[derive(Debug)]
+struct AccountState {
+    shared: Arc<Shared>,
+    guaranteed: u64,
+    /// Locked before the budget's.
+    used: Mutex<Own>,
+}
+
+#[derive(Debug, Default)]
+struct Own {
+    descriptors: u64,
+    mapped: u64,
+}
+
+/// What a permit is for, and how much of it. In one word, since every host socket has a permit.
+#[derive(Copy, Clone, Debug)]
+struct Amount(u64);
+
+impl Amount {
+    /// Set: bytes of memory. Clear: descriptors.
+    const MAPPED: u64 = 1 << 63;
+}
+
+impl Account {
+    /// Takes descriptors, all or none.
+    ///
+    /// # Errors
+    /// [`Exceeded::Descriptors`].
+    pub fn take_descriptors(&self, count: u64) -> Result<Permit, Exceeded> {
+        let AccountState {
+            shared, guaranteed, ..
+        } = &*self.0;
+        let mut own = self.0.lock();
+        let before = own.descriptors.saturating_sub(*guaranteed);
+        let after = (own.descriptors + count).saturating_sub(*guaranteed);
+        if after > before {
+            let mut used = shared.lock();
+            let common = shared.limits.descriptors - used.guaranteed;
+            if after - before > common.saturating_sub(used.common) {
+                return Err(Exceeded::Descriptors {
+                    used: own.descriptors,
+                    guaranteed: *guaranteed,
+                    common,
+                });
+            }
+            used.common += after - before;
+        }
+        own.descriptors += count;
+        Ok(self.permit(Amount(count)))
+    }
+
+    /// Takes address space for memory of the peer.
+    ///
+    /// # Errors
+    /// [`Exceeded::Mapped`] or [`Exceeded::MappedByAll`].
+    pub fn take_mapped(&self, bytes: u64) -> Result<Permit, Exceeded> {
+        let shared = &self.0.shared;
+        let limits = shared.limits;
+        let mut own = self.0.lock();
+        // A region's length is at most isize::MAX, and so the highest bit is free.
+        let most = limits.mapped_each.min(Amount::MAPPED - 1);
+        if bytes > most.saturating_sub(own.mapped) {
+            return Err(Exceeded::Mapped {
+                asked: bytes,
+                used: own.mapped,
+                limit: limits.mapped_each,
+            });
+        }
+        let mut used = shared.lock();
+        if bytes > limits.mapped.saturating_sub(used.mapped) {
+            return Err(Exceeded::MappedByAll {
+                asked: bytes,
+                used: used.mapped,
+                limit: limits.mapped,
+            });
+        }
+        used.mapped += bytes;
+        own.mapped += bytes;
+        Ok(self.permit(Amount(bytes | Amount::MAPPED)))
+    }
+
+    /// A number that no other account has while this one is open.
+    pub(crate) fn number(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
+    }
+
+    /// Descriptors in use.
+    pub fn descriptors(&self) -> u64 {
+        self.0.lock().descriptors
+    }
+
+    /// Bytes of memory that are mapped.
+    pub fn mapped(&self) -> u64 {
+        self.0.lock().mapped
+    }
+
+    fn permit(&self, amount: Amount) -> Permit {
+        Permit {
+            account: self.clone(),
+            amount,
+        }
+    }
+}
+
+impl AccountState {
+    fn lock(&self) -> MutexGuard<'_, Own> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for AccountState {
+    fn drop(&mut self) {
+        // Permits hold the account: none is left.
+        self.shared.lock().guaranteed -= self.guaranteed;
+    }
+}
+
+/// One use of an account; dropping it ends the use.
+#[derive(Debug)]
+pub struct Permit {
+    account: Account,
+    amount: Amount,
+}
+
+impl Permit {
+    /// The account that is used.
+    pub fn account(&self) -> &Account {
+        &self.account
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let state = &*self.account.0;
+        let mut own = state.lock();
+        let amount = self.amount.0 & !Amount::MAPPED;
+        if self.amount.0 & Amount::MAPPED != 0 {
+            own.mapped -= amount;
+            state.shared.lock().mapped -= amount;
+            return;
+        }
+        let before = own.descriptors.saturating_sub(state.guaranteed);
+        own.descriptors -= amount;
+        let after = own.descriptors.saturating_sub(state.guaranteed);
+        if before > after {
+            state.shared.lock().common -= before - after;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn budget(descriptors: u64) -> Budget {
+        let limits = Limits {
+            descriptors,
+            mapped: 100,
+            mapped_each: 60,
+        };
+        Budget::new(limits, 5)
+    }
+
+    #[test]
+    fn nobody_borrows_what_another_is_guaranteed() {
+        let budget = budget(100);
+        assert_eq!(budget.share(), 10);
+        let [a, b] = [budget.account(), budget.account()];
+        let others: Vec<_> = (0..3).map(|_| budget.account()).collect();
+        // Its own ten, and all fifty that are common.
+        let held: Vec<_> = (0..60).map(|_| a.take_descriptors(1).unwrap()).collect();
+        let refused = a.take_descriptors(1).unwrap_err();
+        let expected = Exceeded::Descriptors {
+            used: 60,
+            guaranteed: 10,
+            common: 50,
+        };
+        assert_eq!(refused, expected);
+        let theirs = b.take_descriptors(10).unwrap();
+        b.take_descriptors(1).unwrap_err();
+        for other in &others {
+            drop(other.take_descriptors(10).unwrap());
+        }
+        drop(held);
+        assert_eq!(a.descriptors(), 0);
+        let more = b.take_descriptors(50).unwrap();
+        b.take_descriptors(1).unwrap_err();
+        drop((theirs, more));
+        drop(a.take_descriptors(60).unwrap());
+        a.take_descriptors(61).unwrap_err();
+    }
+
+    #[test]
+    fn accounts_beyond_those_expected_are_guaranteed_what_is_left() {
+        let budget = budget(100);
+        let first: Vec<_> = (0..5).map(|_| budget.account()).collect();
+        let greedy = first[0].take_descriptors(60).unwrap();
+        let late = budget.account();
+        late.take_descriptors(1).unwrap_err();
+        drop(greedy);
+        drop(late.take_descriptors(50).unwrap());
+        drop(late);
+        // What a closed account was guaranteed is common again.
+        let another = budget.account();
+        drop(another.take_descriptors(10).unwrap());
+        drop((first, another));
+        let all: Vec<_> = (0..5).map(|_| budget.account()).collect();
+        drop(all[0].take_descriptors(60).unwrap());
+    }
+
+    #[test]
+    fn memory_is_limited_for_each_and_for_all() {
+        let budget = budget(0);
+        let [a, b] = [budget.account(), budget.account()];
+        let mapped = a.take_mapped(50).unwrap();
+        let error = a.take_mapped(11).unwrap_err();
+        assert!(matches!(error, Exceeded::Mapped { limit: 60, .. }));
+        let error = b.take_mapped(51).unwrap_err();
+        assert!(matches!(error, Exceeded::MappedByAll { limit: 100, .. }));
+        drop(mapped);
+        drop(b.take_mapped(60).unwrap());
+        assert_eq!((a.mapped(), b.mapped()), (0, 0));
+    }
+
+    #[test]
+    fn an_unlimited_budget_refuses_nothing() {
+        let budget = Budget::unlimited();
+        let account = budget.account();
+        let one = account.take_descriptors(1 << 40).unwrap();
+        let two = account.take_mapped(1 << 60).unwrap();
+        drop((one, two));
+    }
+}

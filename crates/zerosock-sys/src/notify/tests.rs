@@ -1,0 +1,122 @@
+use super::*;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::OwnedFd;
+use rustix::pipe::{PipeFlags, pipe_with};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+
+fn count(fd: &OwnedFd) -> u64 {
+    let mut bytes = [0; 8];
+    rustix::io::read(fd, &mut bytes).unwrap();
+    u64::from_ne_bytes(bytes)
+}
+
+fn call(fd: &OwnedFd, threads: &ThreadCount) -> io::Result<CallFd> {
+    CallFd::new(fd.try_clone().unwrap().into(), CallThread::new(threads))
+}
+
+fn event() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+}
+
+fn refused() -> Notifier {
+    Notifier {
+        queue: RefCell::new(None),
+        asked: Cell::new(Instant::now()),
+    }
+}
+
+#[test]
+fn an_eventfd_counts_every_notification() {
+    let notifier = Notifier::new();
+    assert!(notifier.is_direct(), "no asynchronous I/O on this machine");
+    let fd = event();
+    let call = call(&fd, &ThreadCount::default()).unwrap();
+    // More than the queue has room for.
+    for _ in 0..1000 {
+        notifier.notify(&call);
+    }
+    assert_eq!(count(&fd), 1000);
+}
+
+/// The peer clears O_NONBLOCK and fills the counter: a write would wait.
+#[test]
+fn a_full_eventfd_does_not_block() {
+    let fd = event();
+    rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    for notifier in [Notifier::new(), refused()] {
+        notifier.notify(&call(&fd, &ThreadCount::default()).unwrap());
+    }
+    // Lets the thread go.
+    count(&fd);
+}
+
+#[test]
+fn a_full_pipe_blocks_its_own_thread_only() {
+    let notifier = Notifier::new();
+    let threads = ThreadCount::default();
+    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    let mut filled = 0;
+    while let Ok(bytes) = rustix::io::write(&writer, &[0; 4096]) {
+        filled += bytes;
+    }
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    let full = call(&writer, &threads).unwrap();
+    for _ in 0..1000 {
+        notifier.notify(&full);
+    }
+    drop((full, writer));
+    // What was asked for while it waited is one more write, or none.
+    let mut rest = Vec::new();
+    File::from(reader).read_to_end(&mut rest).unwrap();
+    assert!([filled + 8, filled + 16].contains(&rest.len()));
+}
+
+#[test]
+fn pipes_are_notified_and_other_kinds_refused() {
+    let threads = ThreadCount::default();
+    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+    let pipe = call(&writer, &threads).unwrap();
+    Notifier::new().notify(&pipe);
+    assert_eq!(count(&reader), 1);
+
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+    let (socket, _other) = UnixStream::pair().unwrap();
+    let null = File::open("/dev/null").unwrap();
+    for fd in [epoll, socket.into(), null.into()] {
+        let error = call(&fd, &threads).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+    }
+}
+
+#[test]
+fn without_asynchronous_io_a_thread_signals_until_it_is_to_be_had() {
+    let fd = event();
+    let call = call(&fd, &ThreadCount::default()).unwrap();
+    let notifier = refused();
+    notifier.notify(&call);
+    assert_eq!(count(&fd), 1);
+    assert!(!notifier.is_direct());
+    notifier.asked.set(Instant::now() - RETRY);
+    notifier.notify(&call);
+    assert!(notifier.is_direct());
+    assert_eq!(count(&fd), 1);
+}
+
+#[test]
+fn threads_of_one_peer_are_bounded() {
+    let threads = ThreadCount::default();
+    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    for _ in 0..4 {
+        let call = call(&writer, &threads).unwrap();
+        Notifier::new().notify(&call);
+    }
+    let error = call(&writer, &threads).unwrap_err();
+    assert!(error.to_string().contains("threads"), "{error}");
+    drop(reader);
+}

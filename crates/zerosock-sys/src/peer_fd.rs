@@ -1,0 +1,63 @@
+//! A descriptor whose close(2) may wait for a peer.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use crate::account::Permit;
+use crate::reaper;
+
+/// A descriptor that came from a peer, or a socket that a peer can reach. Dropping it hands it to the
+/// [`reaper`], so that the dropping thread never waits.
+///
+/// Every descriptor of this kind is kept as a `PeerFd` from the call that made it until it is
+/// dropped. `OwnedFd` is for descriptors that only this process has.
+#[derive(Debug)]
+pub struct PeerFd {
+    /// None only while it is dropped.
+    fd: Option<OwnedFd>,
+    /// Its place in the share of the peer that sent it.
+    permit: Option<Permit>,
+}
+
+impl PeerFd {
+    /// Counts the descriptor against the permit's account until it is closed.
+    pub fn with_permit(self, permit: Permit) -> PeerFd {
+        let mut fd = self;
+        fd.permit = Some(permit);
+        fd
+    }
+
+    /// The bare descriptor, for one that came from a party that is trusted.
+    pub fn into_trusted(mut self) -> OwnedFd {
+        self.fd.take().expect("there until drop")
+    }
+}
+
+impl From<OwnedFd> for PeerFd {
+    fn from(fd: OwnedFd) -> PeerFd {
+        PeerFd {
+            fd: Some(fd),
+            permit: None,
+        }
+    }
+}
+
+impl AsFd for PeerFd {
+    #[inline]
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_ref().expect("there until drop").as_fd()
+    }
+}
+
+impl AsRawFd for PeerFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl Drop for PeerFd {
+    fn drop(&mut self) {
+        if let Some(fd) = self.fd.take() {
+            reaper::close(fd, self.permit.take());
+        }
+    }
+}

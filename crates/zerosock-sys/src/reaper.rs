@@ -1,0 +1,314 @@
+//! Threads for system calls that a peer can make wait.
+//!
+//! close(2) of a descriptor that a peer has sent can sleep: a TCP socket lingers for as long as its
+//! sender chose, a file on FUSE waits for its server without a limit, not even SIGKILL ends it. The
+//! last munmap(2) of a peer's memory frees its pages, which takes 150 ms per GiB. The reaper makes
+//! these calls, so that no thread that serves several peers does.
+//!
+//! # Invariants
+//! - [`close`] and [`run`] never wait for a job: they append to a queue.
+//! - While there are jobs, one thread works on them in order. A job that takes longer than
+//!   [`PATIENCE`] counts as stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
+//! - A peer whose jobs block [`MAX_STUCK_EACH`] threads gets no further thread: its later jobs wait
+//!   until one of them returns. So one peer cannot use up the threads.
+//! - A job holds its [`Permit`] until it is done: a descriptor that cannot be closed counts against
+//!   the peer that sent it.
+//! - At most [`MAX_QUEUED`] jobs wait. One more is dropped without being run: its descriptor stays
+//!   open or its memory mapped, and [`Stats::leaked`] counts it.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use crate::account::{Account, Permit};
+
+/// How long a job may take before another thread goes on with the next.
+pub const PATIENCE: Duration = Duration::from_millis(10);
+/// Most threads.
+pub const MAX_THREADS: usize = 64;
+/// Most threads that wait in jobs of one account at a time.
+pub const MAX_STUCK_EACH: usize = 4;
+/// Most jobs that wait.
+pub const MAX_QUEUED: usize = 1 << 16;
+
+/// What the reaper has done since the process began, and does now.
+#[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
+pub struct Stats {
+    /// Jobs that were finished.
+    pub finished: u64,
+    /// Jobs that took longer than [`PATIENCE`] and were noticed while another job waited.
+    pub stuck: u64,
+    /// Jobs that were dropped because [`MAX_QUEUED`] waited.
+    pub leaked: u64,
+    /// Threads.
+    pub threads: usize,
+    /// Jobs that wait or are under way.
+    pub pending: usize,
+}
+
+/// Closes a descriptor that came from a peer, or a socket that a peer can reach. `permit` is
+/// released when it is closed.
+pub fn close(fd: OwnedFd, permit: Option<Permit>) {
+    REAPER.submit(Job {
+        owner: permit.as_ref().map(|permit| permit.account().number()),
+        work: Work::Close(fd, permit),
+    });
+}
+
+/// Runs something that can wait on an object of the peer that has this account.
+pub fn run(work: impl FnOnce() + Send + 'static, account: Option<&Account>) {
+    REAPER.submit(Job {
+        owner: account.map(Account::number),
+        work: Work::Run(Box::new(work)),
+    });
+}
+
+/// Waits until every job that was submitted has been finished, for at most `limit`. False: some
+/// are still under way.
+pub fn drain(limit: Duration) -> bool {
+    REAPER.drain(limit)
+}
+
+/// What the reaper has done and does.
+pub fn stats() -> Stats {
+    let state = REAPER.lock();
+    Stats {
+        finished: state.finished,
+        stuck: state.stuck,
+        leaked: state.leaked,
+        threads: state.threads,
+        pending: state.pending(),
+    }
+}
+
+static REAPER: LazyLock<Reaper> = LazyLock::new(Reaper::default);
+
+/// Threads that wait for a job beside the one that works: more than these end.
+const SPARE_THREADS: usize = 2;
+/// Bytes of stack of a thread; its jobs are single system calls.
+const STACK: usize = 256 << 10;
+
+struct Job {
+    /// The account that pays for it.
+    owner: Option<usize>,
+    work: Work,
+}
+
+enum Work {
+    Close(OwnedFd, Option<Permit>),
+    Run(Box<dyn FnOnce() + Send>),
+}
+
+impl Job {
+    fn carry_out(self) {
+        match self.work {
+            Work::Close(fd, permit) => {
+                drop(fd);
+                drop(permit);
+            }
+            // A panic costs this job only, not the thread that is counted.
+            Work::Run(work) => {
+                let _ = catch_unwind(AssertUnwindSafe(work));
+            }
+        }
+    }
+}
+
+#[derive(Default)]
+struct Reaper {
+    state: Mutex<State>,
+    submitted: Condvar,
+    /// The last job has been finished.
+    idle: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Job>,
+    /// Jobs of accounts that block as many threads as they may.
+    deferred: HashMap<usize, VecDeque<Job>>,
+    running: Vec<Running>,
+    threads: usize,
+    /// Threads that wait for a job.
+    waiting: usize,
+    /// One of the waiting threads wakes by itself when the job under way gets stuck.
+    watching: bool,
+    last_number: u64,
+    finished: u64,
+    stuck: u64,
+    leaked: u64,
+}
+
+/// A job under way.
+struct Running {
+    number: u64,
+    owner: Option<usize>,
+    since: Instant,
+    stuck: bool,
+}
+
+impl State {
+    fn pending(&self) -> usize {
+        let deferred: usize = self.deferred.values().map(VecDeque::len).sum();
+        self.queue.len() + deferred + self.running.len()
+    }
+
+    /// How long it takes until all jobs under way are finished or stuck; marks those that are stuck.
+    fn until_stuck(&mut self) -> Duration {
+        let now = Instant::now();
+        let mut longest = Duration::ZERO;
+        for running in self.running.iter_mut().filter(|running| !running.stuck) {
+            let left = PATIENCE.saturating_sub(now.saturating_duration_since(running.since));
+            running.stuck = left.is_zero();
+            self.stuck += u64::from(running.stuck);
+            longest = longest.max(left);
+        }
+        longest
+    }
+
+    /// The next job of an account that may have one more thread, now under way.
+    fn take(&mut self) -> Option<(u64, Job)> {
+        while let Some(job) = self.queue.pop_front() {
+            let same = |running: &&Running| job.owner.is_some() && running.owner == job.owner;
+            let blocked = self.running.iter().filter(same).count();
+            match job.owner {
+                Some(owner) if blocked >= MAX_STUCK_EACH => {
+                    self.deferred.entry(owner).or_default().push_back(job);
+                }
+                owner => {
+                    self.last_number += 1;
+                    let number = self.last_number;
+                    self.running.push(Running {
+                        number,
+                        owner,
+                        since: Instant::now(),
+                        stuck: false,
+                    });
+                    return Some((number, job));
+                }
+            }
+        }
+        None
+    }
+
+    fn finish(&mut self, number: u64) {
+        self.finished += 1;
+        let Some(place) = self.running.iter().position(|r| r.number == number) else {
+            return;
+        };
+        let owner = self.running.swap_remove(place).owner;
+        if let Some(jobs) = owner.and_then(|owner| self.deferred.remove(&owner)) {
+            self.queue.extend(jobs);
+        }
+    }
+}
+
+impl Reaper {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No job runs under the lock, and each change below leaves the lists whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn submit(&'static self, job: Job) {
+        let mut state = self.lock();
+        if state.pending() >= MAX_QUEUED {
+            state.leaked += 1;
+            std::mem::forget(job);
+            return;
+        }
+        state.queue.push_back(job);
+        if state.waiting > 0 {
+            // A working thread looks at the queue when it is done, and a watching one when that
+            // takes too long.
+            if !state.watching || state.running.iter().all(|running| running.stuck) {
+                self.submitted.notify_one();
+            }
+        } else if state.until_stuck().is_zero() {
+            self.add_thread(&mut state);
+        }
+    }
+
+    /// Starts a thread, unless there are enough. Where the system refuses, the jobs wait for the
+    /// threads that there are, and for the next submission.
+    fn add_thread(&'static self, state: &mut State) {
+        if state.threads >= MAX_THREADS {
+            return;
+        }
+        let thread = Builder::new().name("zerosock-reaper".into());
+        if thread.stack_size(STACK).spawn(|| self.work()).is_ok() {
+            state.threads += 1;
+        }
+    }
+
+    fn work(&'static self) {
+        let mut state = self.lock();
+        loop {
+            if !state.queue.is_empty() {
+                let wait = state.until_stuck();
+                if !wait.is_zero() {
+                    state = self.watch(state, wait);
+                    continue;
+                }
+                if let Some((number, job)) = state.take() {
+                    if state.waiting == 0 {
+                        self.add_thread(&mut state);
+                    } else if !state.queue.is_empty() && !state.watching {
+                        self.submitted.notify_one();
+                    }
+                    drop(state);
+                    job.carry_out();
+                    state = self.lock();
+                    state.finish(number);
+                    if state.pending() == 0 {
+                        self.idle.notify_all();
+                    }
+                    continue;
+                }
+            }
+            if state.waiting >= SPARE_THREADS {
+                state.threads -= 1;
+                return;
+            }
+            state.waiting += 1;
+            let woken = self.submitted.wait(state);
+            state = woken.unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
+        }
+    }
+
+    /// Waits until the job under way is stuck, or for another thread that does so.
+    fn watch<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        wait: Duration,
+    ) -> MutexGuard<'a, State> {
+        state.waiting += 1;
+        let woken = if state.watching {
+            self.submitted.wait(state)
+        } else {
+            state.watching = true;
+            let result = self.submitted.wait_timeout(state, wait);
+            let result = result.map_err(|error| PoisonError::new(error.into_inner().0));
+            result.map(|(mut state, _)| {
+                state.watching = false;
+                state
+            })
+        };
+        let mut state = woken.unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
+        state
+    }
+
+    fn drain(&self, limit: Duration) -> bool {
+        let busy = |state: &mut State| state.pending() > 0;
+        let result = self.idle.wait_timeout_while(self.lock(), limit, busy);
+        let (state, _) = result.unwrap_or_else(PoisonError::into_inner);
+        state.pending() == 0
+    }
+}
+
+#[cfg(test)]
+mod tests;

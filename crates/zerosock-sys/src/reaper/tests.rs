@@ -1,0 +1,142 @@
+use super::*;
+use crate::account::{Budget, Limits};
+use std::sync::mpsc::{Sender, channel};
+
+/// A reaper of its own for each test, so that they do not count each other's jobs.
+fn reaper() -> &'static Reaper {
+    Box::leak(Box::default())
+}
+
+/// The permit is released when the work is done.
+fn job(work: impl FnOnce() + Send + 'static, permit: Option<Permit>) -> Job {
+    Job {
+        owner: permit.as_ref().map(|permit| permit.account().number()),
+        work: Work::Run(Box::new(move || {
+            work();
+            drop(permit);
+        })),
+    }
+}
+
+/// A job that ends when the sender is dropped.
+fn stuck(permit: Option<Permit>) -> (Sender<()>, Job) {
+    let (release, held) = channel::<()>();
+    let work = move || {
+        let _ = held.recv();
+    };
+    (release, job(work, permit))
+}
+
+fn budget(descriptors: u64) -> Budget {
+    Budget::new(
+        Limits {
+            descriptors,
+            mapped: u64::MAX,
+            mapped_each: u64::MAX,
+        },
+        2,
+    )
+}
+
+const LONG: Duration = Duration::from_secs(60);
+
+#[test]
+fn jobs_run_behind_stuck_ones() {
+    let reaper = reaper();
+    let (first, one) = stuck(None);
+    let (second, two) = stuck(None);
+    reaper.submit(one);
+    reaper.submit(two);
+    let (done, finished) = channel();
+    for n in 0..1000 {
+        let done = done.clone();
+        reaper.submit(job(move || done.send(n).unwrap(), None));
+    }
+    for n in 0..1000 {
+        assert_eq!(finished.recv_timeout(LONG), Ok(n));
+    }
+    // The last one may not have been counted yet.
+    assert!(!reaper.drain(Duration::from_millis(1)));
+    // More, if this machine is busy.
+    assert!(reaper.lock().stuck >= 2);
+    drop((first, second));
+    assert!(reaper.drain(LONG));
+    assert_eq!(reaper.lock().finished, 1002);
+}
+
+#[test]
+fn one_account_cannot_use_up_the_threads() {
+    let reaper = reaper();
+    let budget = budget(1000);
+    let account = budget.account();
+    let mut held = Vec::new();
+    for _ in 0..2 * MAX_THREADS {
+        let (release, job) = stuck(Some(account.take_descriptors(1).unwrap()));
+        reaper.submit(job);
+        held.push(release);
+    }
+    let (done, finished) = channel();
+    let other = budget.account().take_descriptors(1).unwrap();
+    reaper.submit(job(move || done.send(()).unwrap(), Some(other)));
+    finished.recv_timeout(LONG).unwrap();
+    let state = reaper.lock();
+    assert!(state.running.len() <= MAX_STUCK_EACH + 1);
+    drop(state);
+    assert_eq!(account.descriptors(), 2 * MAX_THREADS as u64);
+    drop(held);
+    assert!(reaper.drain(LONG));
+    assert_eq!(account.descriptors(), 0);
+}
+
+#[test]
+fn no_more_threads_than_the_cap() {
+    let reaper = reaper();
+    let (held, jobs): (Vec<_>, Vec<_>) = (0..MAX_THREADS + 8).map(|_| stuck(None)).unzip();
+    for job in jobs {
+        reaper.submit(job);
+    }
+    let end = Instant::now() + LONG;
+    while reaper.lock().running.len() < MAX_THREADS {
+        assert!(Instant::now() < end);
+        std::thread::yield_now();
+    }
+    assert_eq!(reaper.lock().threads, MAX_THREADS);
+    drop(held);
+    assert!(reaper.drain(LONG));
+}
+
+#[test]
+fn a_job_that_panics_is_finished() {
+    let reaper = reaper();
+    reaper.submit(job(|| panic!("for the test"), None));
+    assert!(reaper.drain(LONG));
+    assert_eq!(reaper.lock().finished, 1);
+}
+
+#[test]
+fn a_lingering_socket_is_closed_elsewhere() {
+    use rustix::net::sockopt::set_socket_linger;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut sender = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (mut receiver, _) = listener.accept().unwrap();
+    sender.set_nonblocking(true).unwrap();
+    let mut sent = 0;
+    while let Ok(bytes) = sender.write(&[7; 65536]) {
+        sent += bytes;
+    }
+    set_socket_linger(&sender, Some(LONG)).unwrap();
+    let reaper = reaper();
+    reaper.submit(Job {
+        owner: None,
+        work: Work::Close(sender.into(), None),
+    });
+    // Closing waits until the receiver has taken all.
+    assert!(!reaper.drain(Duration::from_millis(50)));
+    let mut block = vec![0; 1 << 20];
+    while sent > 0 {
+        sent -= receiver.read(&mut block).unwrap();
+    }
+    assert!(reaper.drain(LONG));
+}

@@ -1,0 +1,135 @@
+//! A socket that joins a host program to a guest.
+//!
+//! # Invariants
+//! - Closing and receiving never wait for the program. A Unix socket that [refuses
+//!   descriptors](fd_passing::refuse_rights) holds no objects of the program; any other is closed by
+//!   the reaper, and descriptors that come on it are received and closed there too.
+//! - It counts against the guest's share of descriptors until it is closed.
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, RecvFlags, SocketFlags, SocketType};
+use std::io;
+use zerosock_ring::GuestSlice;
+use zerosock_sys::account::{Account, Permit};
+use zerosock_sys::{PeerFd, Received, fd_passing};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct HostSocket(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    /// Nothing of the program's is ever in it.
+    Plain(OwnedFd, #[allow(dead_code, reason = "held")] Permit),
+    /// It takes descriptors: the kernel has no SO_PASSRIGHTS, or the program connected before the
+    /// listener refused them.
+    TakesRights(PeerFd),
+}
+
+impl HostSocket {
+    /// A Unix socket of this type that is not connected yet.
+    pub(super) fn unconnected(
+        socket_type: SocketType,
+        account: &Account,
+    ) -> io::Result<HostSocket> {
+        let permit = account.take_descriptors(1).map_err(io::Error::other)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = net::socket_with(AddressFamily::UNIX, socket_type, flags, None)?;
+        Ok(HostSocket(match fd_passing::refuse_rights(&fd)? {
+            true => Kind::Plain(fd, permit),
+            false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
+        }))
+    }
+
+    /// One that was accepted from a listener of Unix sockets.
+    pub(crate) fn accepted(fd: OwnedFd, permit: Permit) -> HostSocket {
+        // The listener may refuse descriptors since later than this program has connected.
+        HostSocket(match fd_passing::refuses_rights(&fd) {
+            true => Kind::Plain(fd, permit),
+            false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
+        })
+    }
+
+    /// One of AF_VSOCK, which carries no descriptors.
+    pub(crate) fn vsock(fd: OwnedFd, permit: Permit) -> HostSocket {
+        HostSocket(Kind::Plain(fd, permit))
+    }
+
+    /// Receives without waiting. 0: the end, or a packet of no bytes.
+    pub(crate) fn recv(&self, buf: &mut [u8]) -> Result<usize, Errno> {
+        match &self.0 {
+            Kind::Plain(fd, _) => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
+            Kind::TakesRights(fd) => {
+                let received = fd_passing::recv(fd, buf, &mut Vec::new());
+                let received = received.map(|received| received.bytes);
+                received.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
+            }
+        }
+    }
+
+    /// Receives into guest memory without waiting.
+    #[inline]
+    pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+        match &self.0 {
+            Kind::Plain(fd, _) => zerosock_sys::recv_slices(fd.as_fd(), slices),
+            Kind::TakesRights(fd) => zerosock_sys::recv_slices_and_rights(fd.as_fd(), slices),
+        }
+    }
+}
+
+impl AsFd for HostSocket {
+    #[inline]
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.0 {
+            Kind::Plain(fd, _) => fd.as_fd(),
+            Kind::TakesRights(fd) => fd.as_fd(),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use std::io::IoSlice;
+    use std::os::unix::net::UnixStream;
+    use zerosock_sys::account::Budget;
+
+    /// One end as it is accepted, and the program's.
+    pub(crate) fn pair() -> (HostSocket, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let permit = Budget::unlimited().account().take_descriptors(1).unwrap();
+        (HostSocket::accepted(ours.into(), permit), theirs)
+    }
+
+    #[test]
+    fn descriptors_that_come_are_not_left_to_the_kernel() {
+        let (socket, program) = pair();
+        assert!(matches!(socket.0, Kind::TakesRights(_)));
+        let (passed, other) = UnixStream::pair().unwrap();
+        fd_passing::send(&program, &[IoSlice::new(b"hello")], &[passed.as_fd()]).unwrap();
+        drop(passed);
+        let mut bytes = [0; 8];
+        assert_eq!(socket.recv(&mut bytes), Ok(5));
+        // The reaper closes it.
+        let mut fds = [rustix::event::PollFd::new(
+            &other,
+            rustix::event::PollFlags::IN,
+        )];
+        let limit = rustix::event::Timespec {
+            tv_sec: 60,
+            tv_nsec: 0,
+        };
+        assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1));
+    }
+
+    #[test]
+    fn one_that_we_connect_refuses_descriptors_where_the_kernel_can() {
+        let account = Budget::unlimited().account();
+        let socket = HostSocket::unconnected(SocketType::STREAM, &account).unwrap();
+        let refuses = fd_passing::refuses_rights(&socket);
+        assert_eq!(matches!(socket.0, Kind::Plain(..)), refuses);
+        assert_eq!(account.descriptors(), 1);
+        drop(socket);
+    }
+}

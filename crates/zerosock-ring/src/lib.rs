@@ -11,8 +11,9 @@
 //! Nobody. The peer writes its memory at any moment, and a front-end can even take it away.
 //! - Whatever a peer can write is read once, into a private copy that is named so (`head_copy`,
 //!   `descriptor_copy`), checked, and only the copy is used.
-//! - Payload is never under a Rust reference; [`GuestSlice`] copies by raw pointer. The exception
-//!   are peers that are processes and whose opener declared [`Trust`]: payload only, never a ring.
+//! - Payload is never under a Rust reference; [`GuestSlice`] copies it without a data race, also
+//!   where two threads of safe code read and write the same bytes. The exception are peers that
+//!   are processes and whose opener declared [`Trust`]: payload only, never a ring.
 //! - A chain that is nonsense is handed out as [`PopError::Malformed`] and costs itself; a ring
 //!   that is nonsense ([`PopError::Broken`], [`DriverError`]) costs the queue. Nothing panics, and
 //!   no peer makes us hold or walk more than an honest one of the same queue size could.
@@ -39,8 +40,9 @@
 //! | consumer: its own ring's index, Release, after it read the entries | producer: that index, Acquire, before it uses the descriptors again | an entry is not overwritten while it is read |
 //! | ring entries, descriptors, flags: Relaxed atomics | the index they go with | they are read once, and whole |
 //!
-//! Descriptors in indirect tables and payload are copied without atomics: the index orders them,
-//! and a peer that writes them at other times makes only its own bytes unspecified.
+//! Descriptors in indirect tables and payload are copied by `copy.rs`, which orders nothing: the
+//! index orders them, and a peer that writes them at other times makes only its own bytes
+//! unspecified.
 //!
 //! # Cost
 //! One load of the peer's index, one store of ours, one fence and one look at the peer's wish per
@@ -54,6 +56,9 @@ mod event_idx;
 mod split;
 mod sync;
 
+#[cfg(not(loom))]
+#[allow(unsafe_code)]
+mod copy;
 #[cfg(not(loom))]
 #[allow(unsafe_code)]
 mod fault;

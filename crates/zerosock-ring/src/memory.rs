@@ -85,8 +85,8 @@ pub struct Memory {
 // SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of a heap block that
 // this object owns), valid on every thread until `drop`, which has the object to itself.
 unsafe impl Send for Memory {}
-// SAFETY: through a shared reference the bytes are only copied by raw pointer or accessed by
-// atomics, as they must be anyway since other processes write them; the rest is never changed.
+// SAFETY: through a shared reference the bytes are accessed only by the copies of `copy`, which race
+// with nothing, and by atomics; the rest is never changed.
 unsafe impl Sync for Memory {}
 
 impl Memory {

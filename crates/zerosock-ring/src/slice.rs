@@ -1,9 +1,9 @@
 //! Pieces of peer memory: numbers ([`Piece`]) and checked, borrowed addresses ([`GuestSlice`]).
 //!
 //! What must hold: the bytes behind a [`GuestSlice`] may change at any moment, so no reference to
-//! them is made here; they are copied by raw pointer, and after a copy the compiler is told that
-//! it cannot know the private copy's contents, lest it read the shared bytes a second time in
-//! their place (validated once, used twice: the oldest hole in this kind of program). References
+//! them is made here. They are copied by [`copy`](crate::copy) alone: without a data race, and
+//! without the compiler reading the shared bytes a second time in place of their private copy
+//! (validated once, used twice: the oldest hole in this kind of program). References
 //! come only from `as_slice` and `as_mut_slice`, on the word of a caller that nobody writes
 //! meanwhile; [`trust`](crate::Trust) has the ways to them.
 
@@ -11,8 +11,9 @@ use core::fmt;
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
 use core::ops::Deref;
-use core::{ptr, slice};
+use core::slice;
 
+use crate::copy::{copy_between, copy_in, copy_out, load, store};
 use crate::memory::Memory;
 
 /// A part of one region of a [`Memory`]: only numbers, meaningless without the memory that
@@ -162,8 +163,7 @@ pub struct GuestSlice<'m> {
 const _: () = assert!(size_of::<GuestSlice<'_>>() == 2 * size_of::<usize>());
 
 // SAFETY: the address is valid for as long as the memory is borrowed, on every thread (Memory is
-// Sync), and what can be done through it are raw copies of bytes that other processes change
-// anyway: no thread can assume more than another.
+// Sync), and the safe calls access it only by the copies of `copy`, which race with nothing.
 unsafe impl Send for GuestSlice<'_> {}
 // SAFETY: as for Send; all methods take the slice by value.
 unsafe impl Sync for GuestSlice<'_> {}
@@ -257,13 +257,9 @@ impl<'m> GuestSlice<'m> {
         let part = self.part(offset, out.len());
         // SAFETY: source: `part` keeps within the range that `new` was promised, and the
         // destination is at least as long. They do not overlap: `out` is a Rust reference, and
-        // one to mapped memory exists only where its maker promised that nobody, so not this
-        // call either, reads or writes those bytes by another way. A peer may write the source meanwhile; it does so
-        // from outside this program, so the copy only yields unspecified bytes, any of which a u8
-        // may hold. A thread of this process writing there (our own driver half) makes that a
-        // race between two memcpys; `settle` keeps its outcome to unspecified bytes as well.
-        unsafe { ptr::copy_nonoverlapping(part.ptr, out.as_mut_ptr(), part.len) };
-        settle(out.as_mut_ptr());
+        // one to mapped memory exists only where its maker promised that nothing, so not this
+        // call either, reads or writes those bytes by another way.
+        unsafe { copy_out(part.ptr, out.as_mut_ptr(), part.len) };
         part.len
     }
 
@@ -277,8 +273,7 @@ impl<'m> GuestSlice<'m> {
         }
         let mut copy = [0; N];
         // SAFETY: as in `read`: the part was just seen to have N bytes.
-        unsafe { ptr::copy_nonoverlapping(part.ptr, copy.as_mut_ptr(), N) };
-        settle(copy.as_mut_ptr());
+        unsafe { copy_out(part.ptr, copy.as_mut_ptr(), N) };
         Some(copy)
     }
 
@@ -307,10 +302,9 @@ impl<'m> GuestSlice<'m> {
             return false;
         }
         for (index, word) in words.into_iter().enumerate() {
-            let at = self.ptr.wrapping_add(offset + 8 * index).cast::<u64>();
             // SAFETY: just checked: the words' bytes end at or before self.len; shared, and not
             // under a reference whose maker allowed for this call.
-            unsafe { at.write_unaligned(word.to_le()) };
+            unsafe { store(self.ptr.add(offset + 8 * index), word.to_le()) };
         }
         true
     }
@@ -324,10 +318,7 @@ impl<'m> GuestSlice<'m> {
             return false;
         }
         // SAFETY: as in `read`: offset + out.len() <= self.len was just seen.
-        unsafe {
-            ptr::copy_nonoverlapping(self.ptr.add(offset), out.as_mut_ptr(), out.len());
-        }
-        settle(out.as_mut_ptr());
+        unsafe { copy_out(self.ptr.add(offset), out.as_mut_ptr(), out.len()) };
         true
     }
 
@@ -338,7 +329,7 @@ impl<'m> GuestSlice<'m> {
             return false;
         }
         // SAFETY: as in `write`: offset + data.len() <= self.len was just seen.
-        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.ptr.add(offset), data.len()) };
+        unsafe { copy_in(data.as_ptr(), self.ptr.add(offset), data.len()) };
         true
     }
 
@@ -353,7 +344,7 @@ impl<'m> GuestSlice<'m> {
         // SAFETY: as in `read`, the other way round: the destination is checked, shared and not
         // under a reference whose maker allowed for this call, so it does not overlap with the
         // source, a slice of at least that length.
-        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), part.ptr, part.len) };
+        unsafe { copy_in(data.as_ptr(), part.ptr, part.len) };
         part.len
     }
 
@@ -362,9 +353,9 @@ impl<'m> GuestSlice<'m> {
     #[inline]
     pub fn copy_to(self, dst: GuestSlice<'_>) -> usize {
         let len = self.len.min(dst.len);
-        // SAFETY: both ranges are valid for `len` bytes by `new`'s promise; `copy` allows them to
-        // overlap, which two regions of one file or two descriptors of one guest can do.
-        unsafe { ptr::copy(self.ptr, dst.ptr, len) };
+        // SAFETY: both ranges are valid for `len` bytes by `new`'s promise; they may overlap, which
+        // two descriptors of one guest can do.
+        unsafe { copy_between(self.ptr, dst.ptr, len) };
         len
     }
 
@@ -393,52 +384,6 @@ impl<'m> GuestSlice<'m> {
         // SAFETY: as in `as_slice`, for writes as well; the only access, by the caller's promise.
         unsafe { slice::from_raw_parts_mut(self.ptr, self.len) }
     }
-}
-
-/// One load of eight bytes, at whatever alignment, that the compiler can neither repeat nor put
-/// off.
-///
-/// # Safety
-/// `at` is valid for reads of 8 bytes.
-#[inline(always)]
-unsafe fn load(at: *const u8) -> u64 {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    {
-        let word;
-        // SAFETY: the caller vouches for the address; other threads and processes may write there,
-        // and what is read then is unspecified, as `read` has it.
-        unsafe {
-            core::arch::asm!(
-                "mov {0}, qword ptr [{1}]",
-                out(reg) word,
-                in(reg) at,
-                options(nostack, preserves_flags, readonly)
-            );
-        }
-        word
-    }
-    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    {
-        let mut copy = [0; 8];
-        // SAFETY: as above.
-        unsafe { ptr::copy_nonoverlapping(at, copy.as_mut_ptr(), 8) };
-        settle(copy.as_mut_ptr());
-        u64::from_ne_bytes(copy)
-    }
-}
-
-/// Makes the compiler forget what it knows of the bytes at `copy`, a private copy of shared ones:
-/// from here on it has to read the copy and cannot go back to the source.
-#[inline(always)]
-fn settle(copy: *mut u8) {
-    // SAFETY: no instruction at all. The compiler must assume that the block wrote any memory it
-    // can reach, and through the operand it reaches the copy.
-    #[cfg(not(miri))]
-    unsafe {
-        core::arch::asm!("/* {0} */", in(reg) copy, options(nostack, preserves_flags));
-    }
-    #[cfg(miri)]
-    let _ = copy;
 }
 
 /// Up to `N` [`GuestSlice`]s on the stack: what one `readv` or `writev` takes.

@@ -118,6 +118,45 @@ fn a_truncated_file_costs_its_own_memory_only() {
     assert!(!next.is_lost());
 }
 
+/// Long copies, and all that lie between words and pages: the fault comes in the middle of one.
+#[test]
+fn a_copy_that_runs_into_vanished_pages_goes_on_with_zeros() {
+    install();
+    for len in [64, 65, 300, 3000, 3 * PAGE as usize] {
+        // From `len / 2` bytes in front of the page that vanishes.
+        let at = 4 * PAGE - len as u64 / 2;
+        let vanished = len - len / 2;
+        let lost = || {
+            let fd = memfd(8 * PAGE);
+            let mem = map(&fd, &[region(0, 8 * PAGE, 0)]);
+            let whole = pieces(&mem, 0, 8 * PAGE as u32);
+            mem.write(&whole, 0, &[7; 8 * PAGE as usize]);
+            ftruncate(&fd, 4 * PAGE).expect("a shorter file");
+            assert!(!mem.is_lost());
+            mem
+        };
+        let seen = |mem: &Memory| {
+            let mut out = vec![0xee; len];
+            assert_eq!(mem.read(&pieces(mem, at, len as u32), 0, &mut out), len);
+            out
+        };
+        let half = [vec![7; len / 2], vec![0; vanished]].concat();
+        let read = lost();
+        assert_eq!(seen(&read), half, "{len} bytes read");
+        assert!(read.is_lost());
+        let written = lost();
+        let part = pieces(&written, at, len as u32);
+        assert_eq!(written.write(&part, 0, &vec![9; len]), len);
+        assert!(written.is_lost());
+        assert_eq!(seen(&written), vec![9; len], "{len} bytes written");
+        let (from, to) = (lost(), lost());
+        let copied = Memory::copy((&from, &part, 0), (&to, &part, 0), len);
+        assert_eq!(copied, len);
+        assert!(from.is_lost() && to.is_lost());
+        assert_eq!(seen(&to), half, "{len} bytes copied");
+    }
+}
+
 #[test]
 fn rings_that_vanish_cost_their_queue() {
     install();

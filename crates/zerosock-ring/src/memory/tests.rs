@@ -510,3 +510,40 @@ mod mapped {
         assert_eq!(unmapper.0.load(Relaxed), 2 * len);
     }
 }
+
+/// Miri and the thread sanitizer see a race here if there is one.
+#[test]
+fn threads_of_safe_code_read_and_write_the_same_bytes() {
+    let mem = &heap();
+    let rounds = if cfg!(miri) { 5 } else { 1000 };
+    for len in [1, 7, 8, 44, 200] {
+        let mut pieces = Vec::new();
+        // From 0x1000 - 16 bytes into the one region to 16 behind the border, where it is longer.
+        mem.translate(0x2ff0, len, &mut pieces).expect("in memory");
+        let pieces = &pieces;
+        let len = len as usize;
+        std::thread::scope(|scope| {
+            for fill in [1_u8, 2] {
+                scope.spawn(move || {
+                    let mut out = vec![0; len];
+                    for _ in 0..rounds {
+                        assert_eq!(mem.write(pieces, 0, &vec![fill; len]), len);
+                        assert_eq!(mem.read(pieces, 0, &mut out), len);
+                        assert!(out.iter().all(|byte| [1, 2].contains(byte)), "{out:?}");
+                        let end = (mem, &pieces[..], len / 2);
+                        Memory::copy((mem, pieces, 0), end, len / 2);
+                        mem.write_words(pieces, 0, [0x0101_0101_0101_0101]);
+                        if let Some(words) = mem.read_words::<1>(pieces, 0) {
+                            assert!(
+                                words[0]
+                                    .to_le_bytes()
+                                    .iter()
+                                    .all(|byte| [1, 2].contains(byte))
+                            );
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

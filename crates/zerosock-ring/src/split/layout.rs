@@ -22,6 +22,18 @@ pub struct QueueConfig {
     pub indirect: bool,
 }
 
+impl QueueConfig {
+    /// Whether a part of this queue and a part of the other one share bytes. What is configured
+    /// must not: the queues' owners would access the same bytes as atomics of different widths.
+    pub fn overlaps(&self, other: &QueueConfig) -> bool {
+        let parts =
+            |config: &QueueConfig| parts(config.size, config.desc, config.avail, config.used);
+        let [ours, theirs] = [parts(self), parts(other)];
+        ours.iter()
+            .any(|ours| theirs.iter().any(|theirs| ours.overlaps(theirs)))
+    }
+}
+
 /// Where a driver half puts its queue: guest addresses.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct DriverLayout {
@@ -68,6 +80,14 @@ pub enum QueueError {
         /// The alignment in bytes.
         align: usize,
     },
+    /// Two parts share bytes, which would be accessed as atomics of different widths.
+    #[error("{first} and {second} of the queue overlap")]
+    Overlap {
+        /// The part that begins first.
+        first: &'static str,
+        /// The other one.
+        second: &'static str,
+    },
     /// A part does not lie wholly in one memory region.
     #[error("{part} at {addr:#x} does not lie in one memory region")]
     Unmapped {
@@ -76,6 +96,51 @@ pub enum QueueError {
         /// Its address as given.
         addr: u64,
     },
+}
+
+/// One part of a queue.
+#[derive(Copy, Clone, Debug)]
+struct Part {
+    name: &'static str,
+    addr: u64,
+    len: u64,
+}
+
+impl Part {
+    fn overlaps(&self, other: &Part) -> bool {
+        // No sum, which might wrap: an address that is not below the other one's lies in it if the
+        // distance is less than the other one's length.
+        match self.addr >= other.addr {
+            true => self.addr - other.addr < other.len,
+            false => other.addr - self.addr < self.len,
+        }
+    }
+}
+
+fn parts(size: u16, desc: u64, avail: u64, used: u64) -> [Part; 3] {
+    let part = |name, addr, len| Part { name, addr, len };
+    [
+        part("descriptor table", desc, desc_len(size)),
+        part("available ring", avail, avail_len(size)),
+        part("used ring", used, used_len(size)),
+    ]
+}
+
+/// Refuses parts of one queue that share bytes.
+pub(crate) fn check_overlap(size: u16, desc: u64, avail: u64, used: u64) -> Result<(), QueueError> {
+    let mut parts = parts(size, desc, avail, used);
+    parts.sort_unstable_by_key(|part| part.addr);
+    for pair in parts.windows(2) {
+        if let [first, second] = pair
+            && first.overlaps(second)
+        {
+            return Err(QueueError::Overlap {
+                first: first.name,
+                second: second.name,
+            });
+        }
+    }
+    Ok(())
 }
 
 pub(crate) const fn desc_len(size: u16) -> u64 {
@@ -195,6 +260,36 @@ mod tests {
             assert!(layout.avail >= desc_len(size) && layout.avail.is_multiple_of(2));
             assert!(layout.used >= layout.avail + avail_len(size) && layout.used.is_multiple_of(4));
             assert!(DriverLayout::bytes_needed(size) >= layout.used + used_len(size));
+        }
+    }
+
+    #[test]
+    fn queues_overlap_if_any_two_of_their_parts_do() {
+        let config = |desc, avail, used| QueueConfig {
+            size: 8,
+            desc,
+            avail,
+            used,
+            base: 0,
+            event_idx: true,
+            indirect: true,
+        };
+        let one = config(0x1000, 0x2000, 0x3000);
+        assert!(one.overlaps(&one));
+        // The parts are 128, 22 and 70 bytes long.
+        for (other, expected) in [
+            (config(0x1080, 0x2016, 0x3048), false),
+            (config(0x0f80, 0x1fea, 0x2fb8), false),
+            (config(0x1070, 0x5000, 0x6000), true),
+            (config(0x5000, 0x2014, 0x6000), true),
+            (config(0x5000, 0x6000, 0x3044), true),
+            (config(0x5000, 0x6000, 0x1ffc), true),
+            (config(0x5000, 0x107e, 0x6000), true),
+            (config(0x5000, 0x1080, 0x6000), false),
+            (config(u64::MAX - 15, u64::MAX - 1, u64::MAX - 3), false),
+        ] {
+            assert_eq!(one.overlaps(&other), expected, "{other:x?}");
+            assert_eq!(other.overlaps(&one), expected, "{other:x?}");
         }
     }
 

@@ -2,13 +2,16 @@
 //!
 //! What must hold: the pointers stay valid because the `Arc<Memory>` they were resolved in lies
 //! beside them; every access is an atomic or stays within the bounds checked in [`Rings::resolve`];
-//! positions are masked here, so that a caller cannot leave the ring.
+//! positions are masked here, so that a caller cannot leave the ring; no two parts of a queue share
+//! bytes, so that each byte is accessed by atomics of one width.
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::Arc;
 
 use super::index::Words;
-use super::layout::{Descriptor, QueueError, avail_len, check_size, desc_len, used_len};
+use super::layout::{
+    Descriptor, QueueError, avail_len, check_overlap, check_size, desc_len, used_len,
+};
 use crate::memory::Memory;
 
 /// Addresses of the three parts, in whichever address space the resolver understands.
@@ -41,7 +44,7 @@ unsafe impl Send for Rings {}
 unsafe impl Sync for Rings {}
 
 impl Rings {
-    /// Checks size, alignment and bounds; `find` resolves an address and a length within one
+    /// Checks size, alignment, bounds and that no two parts share bytes; `find` resolves an address and a length within one
     /// region.
     pub(crate) fn resolve(
         mem: Arc<Memory>,
@@ -62,6 +65,9 @@ impl Rings {
         let desc = part("descriptor table", addresses.desc, desc_len(size), 16)?;
         let avail = part("available ring", addresses.avail, avail_len(size), 2)?;
         let used = part("used ring", addresses.used, used_len(size), 4)?;
+        // Regions share no address of either kind, so parts that are apart in these addresses are
+        // apart in ours.
+        check_overlap(size, addresses.desc, addresses.avail, addresses.used)?;
         // SAFETY: `find` vouched for `used_len` bytes from `used` on: 4 bytes of flags and index,
         // 8 per element, 2 of event index. Both sums lie within.
         let (elements, avail_event) = unsafe { (used.add(4), used.add(4 + 8 * usize::from(size))) };

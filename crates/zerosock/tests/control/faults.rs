@@ -3,12 +3,37 @@
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 
-use zerosock::device::control::Fault;
+use zerosock::device::control::{DeviceCommand, Fault};
 
 use super::fake::*;
 
 fn faults(lab: &Lab, fault: Fault) -> u64 {
     lab.control.stats(0).unwrap().faults(fault)
+}
+
+#[test]
+fn a_queue_whose_rings_overlap_those_of_a_running_one_is_not_started() {
+    let (lab, worker) = Lab::one();
+    let commands = worker.answer_all();
+    let raw = lab.raw(0);
+    start(&raw);
+    let kick = event();
+    let begin = |desc: u64| {
+        raw.send(8, 0, &state(2, 64), &[]);
+        let all = addresses(2, desc, USER + 0x22000, USER + 0x21000);
+        raw.send(9, 0, &all, &[]);
+        raw.send(12, NEED_REPLY, &words(&[2]), &[kick.as_fd()]);
+        raw.reply_u64(12)
+    };
+    // The last of 128 descriptors, and the end of a used ring of 1030 bytes, of queues 0 and 1.
+    for desc in [USER, USER + 127 * 16, USER + 0x1_2000 + 1024] {
+        assert_eq!(begin(desc), 1, "{desc:#x}");
+    }
+    assert_eq!(faults(&lab, Fault::Payload), 3);
+    assert_eq!(begin(USER + 128 * 16), 0, "they may touch");
+    let starts = commands.try_iter();
+    let started = |command: &DeviceCommand| matches!(command, DeviceCommand::StartQueue { .. });
+    assert_eq!(starts.filter(started).count(), 3);
 }
 
 #[test]

@@ -355,6 +355,87 @@ fn rings_must_be_aligned_and_lie_in_one_region() {
 }
 
 #[test]
+fn parts_that_overlap_are_refused_by_both_halves() {
+    let mem = memory(8);
+    let good = config(8, 0, false);
+    let driver_layout = layout(8);
+    let guest = |user: u64| user - good.desc + driver_layout.desc;
+    for (desc, avail, used, expected) in [
+        (
+            good.desc,
+            good.desc,
+            good.used,
+            ("descriptor table", "available ring"),
+        ),
+        (
+            good.desc,
+            good.desc + 126,
+            good.used,
+            ("descriptor table", "available ring"),
+        ),
+        (
+            good.desc,
+            good.avail,
+            good.desc + 124,
+            ("descriptor table", "used ring"),
+        ),
+        (
+            good.desc,
+            good.used + 68,
+            good.used,
+            ("used ring", "available ring"),
+        ),
+        (
+            good.desc,
+            good.used - 20,
+            good.used,
+            ("available ring", "used ring"),
+        ),
+        (
+            good.desc + 16,
+            good.desc,
+            good.used,
+            ("available ring", "descriptor table"),
+        ),
+    ] {
+        // The available ring has 22 bytes, and would end past the region in one case.
+        let mem = match avail > good.used {
+            true => Arc::new(Memory::from_heap(&[RegionConfig {
+                guest_addr: driver_layout.desc,
+                user_addr: good.desc,
+                len: 0x1000,
+                fd_offset: 0,
+            }])),
+            false => Arc::clone(&mem),
+        };
+        let (first, second) = expected;
+        let expected = QueueError::Overlap { first, second };
+        let config = QueueConfig {
+            desc,
+            avail,
+            used,
+            ..good
+        };
+        let refused = DeviceQueue::new(Arc::clone(&mem), &config).unwrap_err();
+        assert_eq!(refused, expected);
+        let layout = DriverLayout {
+            size: 8,
+            desc: guest(desc),
+            avail: guest(avail),
+            used: guest(used),
+        };
+        assert_eq!(DriverQueue::new(mem, layout, false).unwrap_err(), expected);
+    }
+    // Parts may touch.
+    let touching = QueueConfig {
+        avail: good.desc + 128,
+        used: good.desc + 128 + 24,
+        ..good
+    };
+    assert!(DeviceQueue::new(mem, &touching).is_ok());
+}
+
+#[test]
 fn rings_must_be_aligned_for_the_peer_and_for_us() {
     let good = config(8, 0, false);
     // A region whose user address is 8 off our own.

@@ -24,7 +24,7 @@ use vhost::vhost_user::message::{
 use vm_memory::ByteValued;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
-use zerosock_ring::{Memory, RegionConfig};
+use zerosock_ring::{Memory, QueueConfig, RegionConfig};
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
 use zerosock_sys::{PeerFd, memfd};
@@ -416,6 +416,27 @@ impl Session {
             )),
             (_, queue) => Ok(queue),
         }
+    }
+
+    /// The first queue that runs and has bytes in common with queue `index`, started with `config`.
+    fn started_over(&self, index: u16, config: &QueueConfig) -> Option<u16> {
+        let shares = |queue: &Queue| {
+            let (Some(size), Some((desc, avail, used))) = (queue.size, queue.addresses) else {
+                return false;
+            };
+            let other = QueueConfig {
+                size,
+                desc,
+                avail,
+                used,
+                ..*config
+            };
+            queue.started && config.overlaps(&other)
+        };
+        (0..)
+            .zip(&self.queues)
+            .find(|&(number, queue)| number != index && shares(queue))
+            .map(|(number, _)| number)
     }
 
     fn any_started(&self) -> bool {

@@ -453,6 +453,11 @@ fn set_vring_kick(session: &mut Session, arguments: Arguments<'_>) -> Result<Acc
         event_idx: features & F_EVENT_IDX != 0,
         indirect: features & F_INDIRECT_DESC != 0,
     };
+    if let Some(other) = session.started_over(index, &config) {
+        let text = format!("the rings of queue {index} overlap with those of queue {other}");
+        return Err((Fault::Payload, text));
+    }
+    let queue = session.queue(index.into())?.1;
     let command = DeviceCommand::StartQueue {
         index,
         config,

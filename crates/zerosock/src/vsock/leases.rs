@@ -17,7 +17,7 @@
 //! out again only after it was taken off; nobody begins to write to memory that was torn away;
 //! nothing here allocates after the start.
 
-use std::sync::atomic::{AtomicU32, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// No index.
 pub(crate) const NONE: u32 = u32::MAX;
@@ -29,6 +29,9 @@ const TORN: u32 = 1 << 30;
 const WANTED: u32 = 1 << 29;
 /// How many are reading.
 const READERS: u32 = WANTED - 1;
+/// Most that may be reading. Safe code exceeds it only by forgetting guards; then the process is
+/// aborted, as `Arc` does it. The rest of the field is for the threads that are on their way there.
+const MAX_READERS: u32 = READERS / 2;
 
 #[derive(Debug)]
 struct Word {
@@ -117,6 +120,9 @@ impl Leases {
         // Acquire: pairs with the Release in `leave` and `try_move`, so that a reader that is let
         // in reads after whatever was decided before.
         let before = word.state.fetch_add(1, Ordering::Acquire);
+        if before & READERS > MAX_READERS {
+            too_many_readers();
+        }
         if before & gone == 0 {
             return Entered::InPlace;
         }
@@ -217,28 +223,38 @@ impl Leases {
         loop {
             word.next.store(head, Ordering::Relaxed);
             // Release: the links, and all that the holder read, come before the index is seen.
+            // Acquire: pairs with `any_dropped_meanwhile`.
             match self.dropped.compare_exchange_weak(
                 head,
                 last,
-                Ordering::Release,
+                Ordering::AcqRel,
                 Ordering::Relaxed,
             ) {
                 Ok(_) => break,
                 Err(now) => head = now,
             }
         }
-        // Whoever drops looks next whether somebody has the lock. See `any_dropped_meanwhile`.
-        full_fence();
     }
 
-    /// As [`any_dropped`](Self::any_dropped), for who has just given the lock back: whoever dropped
-    /// one and found the lock taken relies on this look to find it.
+    /// As [`any_dropped`](Self::any_dropped), for the thread that has just released the lock: a
+    /// thread that dropped a lease and found the lock taken relies on this look to find it.
+    ///
+    /// One thread writes the stack and then tries the lock, the other releases the lock and then
+    /// looks at the stack. With plain loads each could miss the other's write. So this look is a
+    /// read-modify-write, as the push in `drop_chain` is, and the two are ordered:
+    /// - If the push comes first, this look reads what it left there, or that the stack was taken
+    ///   since, by a holder of the lock.
+    /// - If this look comes first, the push reads from it or from a read-modify-write behind it,
+    ///   and so synchronizes with it: the release of the lock happens before the push and before
+    ///   the attempt to lock. That attempt fails only if another thread took the lock later, which
+    ///   looks here again when it has released it.
     #[inline]
     pub(crate) fn any_dropped_meanwhile(&self) -> bool {
-        // One side stores to the stack and reads the lock, the other stores to the lock and reads
-        // the stack. Without a full fence on both sides each could miss the other's store.
-        full_fence();
-        self.any_dropped()
+        // One that changes nothing, but is not a mere load as long as the stack is empty. Release:
+        // for the push behind it. Acquire: for one that a later look could be the first to see.
+        self.dropped
+            .compare_exchange(NONE, NONE, Ordering::AcqRel, Ordering::Acquire)
+            .is_err()
     }
 
     /// Whether some were dropped since the last look.
@@ -263,16 +279,11 @@ impl Leases {
     }
 }
 
-/// Orders stores before it with loads behind it. Both places where it stands follow an atomic
-/// exchange (the stack's, and that by which the standard library's mutex is given back), which on
-/// x86 orders them already: there it keeps the compiler from undoing that, and costs nothing.
-#[inline]
-fn full_fence() {
-    if cfg!(any(target_arch = "x86", target_arch = "x86_64")) {
-        compiler_fence(Ordering::SeqCst);
-    } else {
-        fence(Ordering::SeqCst);
-    }
+/// A count that wrapped would let the endpoint move bytes that are being read.
+#[cold]
+fn too_many_readers() -> ! {
+    eprintln!("zerosock: more than {MAX_READERS} readers of one lease: aborting");
+    std::process::abort()
 }
 
 #[cfg(test)]
@@ -297,6 +308,38 @@ mod tests {
         leases.begin(1);
         assert!(leases.try_move(1), "who was turned back is not counted");
         assert_eq!(leases.enter(7), Entered::Moved, "no such lease");
+    }
+
+    /// Runs the test of that name again in a process of its own, with the variable set.
+    fn in_a_child(test: &str) -> std::process::Output {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+        child.env(CHILD, "1").output().unwrap()
+    }
+
+    const CHILD: &str = "ZEROSOCK_TEST_IN_A_CHILD";
+
+    #[test]
+    fn a_count_of_readers_that_would_wrap_aborts_the_process() {
+        use std::os::unix::process::ExitStatusExt;
+
+        let test = "vsock::leases::tests::a_count_of_readers_that_would_wrap_aborts_the_process";
+        if std::env::var_os(CHILD).is_none() {
+            let output = in_a_child(test);
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.signal(), Some(libc::SIGABRT), "{text}");
+            assert!(text.contains("readers of one lease"), "{text}");
+            return;
+        }
+        let leases = Leases::new(1);
+        // As many as `mem::forget` of guards leaves there in a few seconds.
+        leases.words[0].state.store(MAX_READERS, Ordering::Relaxed);
+        assert_eq!(leases.enter(0), Entered::InPlace);
+        assert!(!leases.try_move(0));
+        for _ in 0..2 {
+            leases.enter(0);
+        }
+        std::process::exit(0);
     }
 
     #[test]

@@ -288,7 +288,7 @@ impl Driver {
             self.idle_turns = 0;
             return Ok(());
         }
-        self.idle_turns += 1;
+        self.idle_turns = self.idle_turns.saturating_add(1);
         if self.idle_turns >= IDLE_TURNS && !self.armed {
             self.idle_turns = 0;
             if self.watch.forget()? {

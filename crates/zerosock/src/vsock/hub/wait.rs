@@ -155,7 +155,7 @@ impl Core {
             // What had come before the end was there to be found.
             if turned? {
                 // A peer can keep us busy with what is nothing to this call.
-                watch.busy += 1;
+                watch.busy = watch.busy.wrapping_add(1);
                 if !watch.busy.is_multiple_of(MOST_SKIPPED) {
                     continue;
                 }
@@ -270,7 +270,7 @@ impl Locked<'_> {
             let began = *watch.began.get_or_insert(now);
             watch.timed_out = deadline.is_some_and(|at| at <= now);
             // What no look shows, such as a device that has hung up, turns find now and then.
-            watch.clocks += 1;
+            watch.clocks = watch.clocks.wrapping_add(1);
             watch.look = watch.timed_out
                 || watch.clocks.is_multiple_of(LOOKS)
                 || self.engine().next_timeout().is_some_and(|at| at <= now);

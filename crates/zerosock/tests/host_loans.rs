@@ -151,3 +151,55 @@ fn a_loan_that_left_in_part_comes_back_with_the_rest() {
     assert_eq!(&got[100..103], b"new");
     assert_bytes(&got[103..], &text[103..]);
 }
+
+#[test]
+fn bytes_of_a_loan_that_were_skipped_are_zeros() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let (id, stream) = pair(&hosted, &mut guest);
+    let old = [0xee; 3000];
+    let mut got = [0; 3000];
+    // Every buffer of the guest has held something.
+    for _ in 0..1000 {
+        (&stream).write_all(&old).unwrap();
+        guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    }
+    let mut loan = stream.loan(3000).unwrap();
+    assert!(loan.is_in_place());
+    loan.write_at(3, b"some").unwrap();
+    loan.write_at(2990, b"at the end").unwrap();
+    assert_eq!(loan.send().unwrap(), 3000);
+    guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    let expected = [&[0; 3], &b"some"[..], &[0; 2983], b"at the end"].concat();
+    assert_bytes(&got, &expected);
+    // Nor does a length alone show what was there.
+    let mut loan = stream.loan(3000).unwrap();
+    loan.write_at(0, b"x").unwrap();
+    loan.set_filled(3000);
+    assert_eq!(loan.send().unwrap(), 3000);
+    guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    assert_bytes(&got, &[&b"x"[..], &[0; 2999]].concat());
+}
+
+#[test]
+fn a_loan_that_is_moved_keeps_no_bytes_of_earlier_packets() {
+    let hosted = Hosted::new();
+    let mut guest = hosted.guest();
+    let (id, stream) = pair(&hosted, &mut guest);
+    let mut got = [0; 3000];
+    for _ in 0..1000 {
+        (&stream).write_all(&[0xee; 3000]).unwrap();
+        guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    }
+    let mut loan = stream.loan(3000).unwrap();
+    loan.write_all(b"before").unwrap();
+    assert!(loan.is_in_place());
+    let bases = guest.suspend().unwrap();
+    guest.resume(&bases).unwrap();
+    loan.write_at(2990, b"at the end").unwrap();
+    assert!(!loan.is_in_place());
+    assert_eq!(loan.send().unwrap(), 3000);
+    guest.wait_recv_exact(id, &mut got, deadline()).unwrap();
+    let expected = [&b"before"[..], &[0; 2984], b"at the end"].concat();
+    assert_bytes(&got, &expected);
+}

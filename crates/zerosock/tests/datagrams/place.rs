@@ -150,3 +150,29 @@ fn what_is_shown_is_a_plain_slice_of_who_is_trusted_alone() {
         }
     }
 }
+
+#[test]
+fn bytes_of_a_loan_that_were_skipped_are_zeros() {
+    let hub = Hub::new();
+    let process = hub.process();
+    let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
+    for (from, to) in [(&ours, &theirs), (&theirs, &ours)] {
+        // Every buffer there is has held something.
+        for _ in 0..1000 {
+            from.send_to(&[0xee; 3000], to.local_addr()).unwrap();
+            assert_eq!(recv(to).0.len(), 3000);
+        }
+        let mut loan = from.loan(to.local_addr(), 3000).unwrap();
+        assert!(loan.is_in_place());
+        loan.write_at(3, b"some").unwrap();
+        assert_eq!(loan.write_at(2995, b"at the end").unwrap(), 5);
+        loan.send().unwrap();
+        let expected = [&[0; 3], &b"some"[..], &[0; 2988], b"at th"].concat();
+        assert_eq!(recv(to).0, expected);
+        // Without a byte, an offset is a length all the same.
+        let mut loan = from.loan(to.local_addr(), 3000).unwrap();
+        assert_eq!(loan.write_at(100, b"").unwrap(), 0);
+        assert_eq!(loan.send().unwrap(), 100);
+        assert_eq!(recv(to).0, [0; 100]);
+    }
+}

@@ -394,3 +394,42 @@ fn a_loan_is_refused_by_who_reads_no_more() {
     let error = loan.send().unwrap_err();
     assert_eq!(inner(&error), Some(&StreamError::PeerDeaf));
 }
+
+#[test]
+fn bytes_of_a_loan_that_were_skipped_are_zeros() {
+    let hub = Hub::new();
+    let process = hub.process();
+    let (ours, theirs) = hub.joined(&process);
+    for (from, to) in [(&theirs, &ours), (&ours, &theirs)] {
+        // Every buffer there is has held something.
+        for _ in 0..64 {
+            from.send(&[0xee; 70_000]).unwrap();
+            assert_eq!(to.recv_leases().unwrap().unwrap().len(), 70_000);
+        }
+        let check = |fill: &dyn Fn(&mut MessageLoan<'_>), expected: Vec<u8>| {
+            let mut loan = from.loan(70_000).unwrap();
+            assert!(loan.is_in_place());
+            fill(&mut loan);
+            assert_eq!(loan.filled(), expected.len());
+            loan.send().unwrap();
+            assert_bytes(&to.recv_leases().unwrap().unwrap().to_vec(), &expected);
+        };
+        let across = |loan: &mut MessageLoan<'_>| {
+            loan.write_at(3, b"some").unwrap();
+            assert_eq!(loan.write_at(69_990, b"at the end").unwrap(), 10);
+        };
+        let middle = vec![0; 69_990 - 7];
+        let expected = [&[0; 3], &b"some"[..], &middle, b"at the end"].concat();
+        check(&across, expected);
+        let none = |loan: &mut MessageLoan<'_>| {
+            assert_eq!(loan.write_at(10, b"").unwrap(), 0);
+            assert_eq!(loan.write_at(70_000, b"too far").unwrap(), 0);
+        };
+        check(&none, vec![]);
+        let told = |loan: &mut MessageLoan<'_>| {
+            loan.write_at(1, b"x").unwrap();
+            loan.set_filled(69_000);
+        };
+        check(&told, [&b"\0x"[..], &[0; 68_998]].concat());
+    }
+}

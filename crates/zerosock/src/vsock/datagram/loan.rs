@@ -10,6 +10,7 @@ use super::{Datagram, DatagramError};
 use crate::vsock::engine::{Engine, LoanParts};
 use crate::vsock::hub::Interest;
 use crate::vsock::leases::Entered;
+use crate::vsock::loan::ZEROS;
 use crate::vsock::sockets::Place;
 
 /// The right to write a datagram where its receiver's side will read it. It is sent with
@@ -83,12 +84,26 @@ impl DatagramLoan<'_> {
     }
 
     /// Writes `bytes` at `offset`; how many fitted. [`filled`](Self::filled) is at least their end
-    /// then.
+    /// then. What lies between the bytes filled before and `offset` becomes zeros.
     ///
     /// # Errors
     /// [`DatagramError::Torn`]: the peer took its memory back, and what was written before is lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.len);
+        while self.filled < offset {
+            let part = ZEROS.len().min(offset - self.filled);
+            match self.put_at(self.filled, &ZEROS[..part])? {
+                0 => break,
+                done => self.filled += done,
+            }
+        }
+        let written = self.put_at(offset, bytes)?;
+        self.filled = self.filled.max(offset + written);
+        Ok(written)
+    }
+
+    /// Writes `bytes` at `offset`, which lies within; how many fitted.
+    fn put_at(&mut self, offset: usize, bytes: &[u8]) -> Result<usize, DatagramError> {
         let fits = bytes.len().min(self.len - offset);
         let bytes = bytes.get(..fits).unwrap_or(bytes);
         let core = &self.socket.core;
@@ -107,7 +122,6 @@ impl DatagramLoan<'_> {
         } else if let Some(to) = self.private.get_mut(offset..offset + fits) {
             to.copy_from_slice(bytes);
         }
-        self.filled = self.filled.max(offset + written);
         Ok(written)
     }
 

@@ -29,6 +29,10 @@ use super::stream::Stream;
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{Inside, parts};
 
+/// What is written where a loan's holder left a gap: its buffer has held other packets, perhaps of
+/// other peers.
+pub(in crate::vsock) static ZEROS: [u8; 4096] = [0; 4096];
+
 /// The right to write the bytes of one packet where the peer will read them. It is sent with
 /// [`send`](Loan::send); dropped, it goes back unsent.
 ///
@@ -80,6 +84,8 @@ pub struct Loan<'a> {
     filled: usize,
     /// Bytes that were in front of these, and have left.
     left: usize,
+    /// Its holder had a slice of all of it, and may have written any part.
+    shown: bool,
     sent: bool,
 }
 
@@ -127,6 +133,7 @@ impl<'a> Loan<'a> {
             buffer: Buffer::new(parts),
             filled: 0,
             left: 0,
+            shown: false,
             sent: false,
         }
     }
@@ -143,9 +150,30 @@ impl<'a> Loan<'a> {
 
     /// Says that the first `filled` bytes are written: by way of
     /// [`as_mut_slice`](Self::as_mut_slice), which cannot know. More than the capacity is the
-    /// capacity.
+    /// capacity. Without such a slice, bytes that were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
-        self.filled = filled.min(self.capacity());
+        let filled = filled.min(self.capacity());
+        // A loan that was torn meanwhile says so when it is sent.
+        if self.shown || self.fill_gap(filled).is_ok() {
+            self.filled = filled;
+        }
+    }
+
+    /// Puts zeros behind what is filled, up to `end`.
+    fn fill_gap(&mut self, end: usize) -> Result<(), StreamError> {
+        let core = &self.stream.conn.core;
+        while self.filled < end {
+            let part = ZEROS.len().min(end - self.filled);
+            let filled = self.filled > 0;
+            match self
+                .buffer
+                .write(core, self.filled, &ZEROS[..part], filled)?
+            {
+                0 => break,
+                done => self.filled += done,
+            }
+        }
+        Ok(())
     }
 
     /// Whether it is in place.
@@ -154,12 +182,15 @@ impl<'a> Loan<'a> {
     }
 
     /// Writes `bytes` at `offset`; how many fitted. [`filled`](Self::filled) is at least their end
-    /// then.
+    /// then. What lies between the bytes filled before and `offset` becomes zeros.
     ///
     /// # Errors
     /// [`StreamError::Torn`]: the peer took its memory back, and what was written before is lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
         let offset = offset.min(self.capacity());
+        if !self.shown {
+            self.fill_gap(offset)?;
+        }
         let core = &self.stream.conn.core;
         let written = self.buffer.write(core, offset, bytes, self.filled > 0)?;
         self.filled = self.filled.max(offset + written);
@@ -333,6 +364,7 @@ impl<'a> Loan<'a> {
         let (core, trust) = (&*self.stream.conn.core, self.stream.conn.trust);
         let (index, len) = (self.buffer.index, self.buffer.len);
         if self.buffer.enter(core, self.filled > 0)?.is_none() {
+            self.shown = true;
             let place = FillingPlace::Private(&mut self.buffer.private);
             return Ok(Filling { core, index, place });
         }
@@ -351,6 +383,7 @@ impl<'a> Loan<'a> {
         };
         let claim = Claim::new(memory, piece.part(*offset, len), trust);
         let (claim, memory) = (claim.ok_or(StreamError::Torn)?, memory.clone());
+        self.shown = true;
         // The filling leaves when it is dropped.
         std::mem::forget(inside);
         let place = FillingPlace::Claimed(claim, memory);

@@ -11,7 +11,7 @@ use crate::vsock::engine::{Engine, LoanParts, LoanedPart, SendFault};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
 use crate::vsock::leases::NONE;
-use crate::vsock::loan::{Buffer, Filling, append_each};
+use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
 
 /// The right to write one message where the peer will read it: into as many of its buffers as it
 /// takes. It is sent with [`send`](Self::send), as a whole; dropped, it goes back unsent. The peer
@@ -78,6 +78,8 @@ pub struct MessageLoan<'a> {
     len: usize,
     /// Bytes written, from the beginning.
     filled: usize,
+    /// Its holder had slices of all of it, and may have written any part.
+    shown: bool,
 }
 
 impl<'a> MessageLoan<'a> {
@@ -89,6 +91,7 @@ impl<'a> MessageLoan<'a> {
             buffers,
             over: 0,
             filled: 0,
+            shown: false,
         }
     }
 
@@ -104,9 +107,25 @@ impl<'a> MessageLoan<'a> {
 
     /// Says that the first `filled` bytes are written: by way of
     /// [`as_mut_slices`](Self::as_mut_slices), which cannot know. More than the capacity is the
-    /// capacity.
+    /// capacity. Without such slices, bytes that were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
-        self.filled = filled.min(self.len);
+        let filled = filled.min(self.len);
+        // A loan that was torn meanwhile says so when it is sent.
+        if self.shown || self.fill_gap(filled).is_ok() {
+            self.filled = filled;
+        }
+    }
+
+    /// Puts zeros behind what is filled, up to `end`.
+    fn fill_gap(&mut self, end: usize) -> Result<(), StreamError> {
+        while self.filled < end {
+            let part = ZEROS.len().min(end - self.filled);
+            match self.put_at(self.filled, &ZEROS[..part])? {
+                0 => break,
+                done => self.filled += done,
+            }
+        }
+        Ok(())
     }
 
     /// Whether all of it is in place, and no part a private buffer that is copied when it is sent.
@@ -115,11 +134,24 @@ impl<'a> MessageLoan<'a> {
     }
 
     /// Writes `bytes` from `offset` on, across its buffers; how many fitted.
-    /// [`filled`](Self::filled) is at least their end then.
+    /// [`filled`](Self::filled) is at least their end then. What lies between the bytes filled
+    /// before and `offset` becomes zeros.
     ///
     /// # Errors
     /// [`StreamError::Torn`]: the peer took its memory back, and what was written before is lost.
     pub fn write_at(&mut self, offset: usize, bytes: &[u8]) -> io::Result<usize> {
+        if !self.shown && offset < self.len && !bytes.is_empty() {
+            self.fill_gap(offset)?;
+        }
+        let done = self.put_at(offset, bytes)?;
+        if done > 0 {
+            self.filled = self.filled.max(offset + done);
+        }
+        Ok(done)
+    }
+
+    /// Writes `bytes` from `offset` on, across its buffers; how many fitted.
+    fn put_at(&mut self, offset: usize, bytes: &[u8]) -> Result<usize, StreamError> {
         let core = &self.connection.conn.core;
         let (mut begin, mut done) = (0, 0);
         for buffer in &mut self.buffers {
@@ -133,9 +165,6 @@ impl<'a> MessageLoan<'a> {
             }
             begin += buffer.len();
         }
-        if done > 0 {
-            self.filled = self.filled.max(offset + done);
-        }
         Ok(done)
     }
 
@@ -148,7 +177,9 @@ impl<'a> MessageLoan<'a> {
     /// [`write_at`](Self::write_at), or declare trust when opening the endpoint.
     /// [`StreamError::Torn`].
     pub fn as_mut_slices(&mut self) -> Result<Vec<Filling<'_>>, StreamError> {
-        self.slices_from(0)
+        let fillings = slices_from(self.connection, &mut self.buffers, self.filled, 0)?;
+        self.shown = true;
+        Ok(fillings)
     }
 
     /// Has `read` fill what is free of it, in as many slices as it has pieces, and notes how many
@@ -176,7 +207,7 @@ impl<'a> MessageLoan<'a> {
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<usize> {
         let (filled, room) = (self.filled, self.len - self.filled);
-        let mut fillings = self.slices_from(filled)?;
+        let mut fillings = slices_from(self.connection, &mut self.buffers, filled, filled)?;
         let slices = fillings
             .iter_mut()
             .map(|filling| IoSliceMut::new(filling.as_mut_slice()));
@@ -185,21 +216,6 @@ impl<'a> MessageLoan<'a> {
         let got = got.min(room);
         self.filled += got;
         Ok(got)
-    }
-
-    fn slices_from(&mut self, mut skip: usize) -> Result<Vec<Filling<'_>>, StreamError> {
-        let conn = &self.connection.conn;
-        let mut fillings = Vec::with_capacity(self.buffers.len());
-        let mut begin = 0;
-        for buffer in &mut self.buffers {
-            let (len, filled) = (buffer.len(), self.filled > begin);
-            if skip < len {
-                buffer.fillings(&conn.core, conn.trust, skip, filled, &mut fillings)?;
-            }
-            skip = skip.saturating_sub(len);
-            begin += len;
-        }
-        Ok(fillings)
     }
 
     /// Sends the bytes written so far as one message; how many. One in which nothing was written is
@@ -320,6 +336,27 @@ impl<'a> MessageLoan<'a> {
         }
         Ok(sent)
     }
+}
+
+/// Slices of what lies `skip` bytes and more from the beginning, of which `filled` are written.
+fn slices_from<'l>(
+    connection: &'l SeqPacket,
+    buffers: &'l mut [Buffer],
+    filled: usize,
+    mut skip: usize,
+) -> Result<Vec<Filling<'l>>, StreamError> {
+    let conn = &connection.conn;
+    let mut fillings = Vec::with_capacity(buffers.len());
+    let mut begin = 0;
+    for buffer in buffers {
+        let len = buffer.len();
+        if skip < len {
+            buffer.fillings(&conn.core, conn.trust, skip, filled > begin, &mut fillings)?;
+        }
+        skip = skip.saturating_sub(len);
+        begin += len;
+    }
+    Ok(fillings)
 }
 
 impl Write for MessageLoan<'_> {

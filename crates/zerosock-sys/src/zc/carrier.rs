@@ -27,9 +27,15 @@ pub enum Backend {
 }
 
 /// The sends of one socket.
+///
+/// It belongs to the process that opened it. A child that was forked has a copy of it, but the ring's
+/// memory is not mapped there, and socket and requests are the parent's still: the child's copy may
+/// only be dropped, which leaks it.
 pub struct Carrier<B: Stable> {
     /// Taken out by drop alone.
     inner: ManuallyDrop<Inner<B>>,
+    /// The process that opened it.
+    pid: u32,
 }
 
 struct Inner<B> {
@@ -133,7 +139,14 @@ impl<B: Stable> Carrier<B> {
             reset_at: None,
         };
         let inner = ManuallyDrop::new(inner);
-        Ok((Self { inner }, kind))
+        let pid = std::process::id();
+        Ok((Self { inner, pid }, kind))
+    }
+
+    /// Whether this is a forked child's copy. A system call.
+    #[must_use]
+    pub fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
     }
 
     /// What it is.
@@ -338,6 +351,11 @@ impl<B: Stable> AsFd for Carrier<B> {
 
 impl<B: Stable> Drop for Carrier<B> {
     fn drop(&mut self) {
+        if self.is_forked() {
+            // To submit, to read the error queue or to reset the socket would take from the parent
+            // what is its own; and the ring is not mapped here.
+            return;
+        }
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
         let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
         let Inner { means, held, .. } = &mut inner;

@@ -518,7 +518,7 @@ impl<B: Stable> Flights<B> {
 
 impl<B: Stable> Drop for Flights<B> {
     fn drop(&mut self) {
-        if self.ended {
+        if self.ended || self.carrier.is_forked() {
             return;
         }
         // What the kernel takes at once is sent; the carrier ends the rest.

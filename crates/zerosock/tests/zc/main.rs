@@ -15,6 +15,7 @@ mod ends;
 mod ends_shared;
 mod faults;
 mod files;
+mod forked;
 mod gathered;
 mod kept;
 mod kinds;

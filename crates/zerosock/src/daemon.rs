@@ -132,6 +132,9 @@ const MAX_LINGERING: usize = 1024;
 /// daemon.shutdown();
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child has no copy of its threads, and must neither use nor drop its value: see
+/// [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Daemon {
     plane: Plane,

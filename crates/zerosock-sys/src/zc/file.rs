@@ -13,6 +13,8 @@ use super::{Piece, Stable};
 ///
 /// Nothing here reads the bytes: the kernel does when it sends them. What others write into the file
 /// meanwhile is sent or not; what they cut off makes a send fail with EFAULT.
+///
+/// A forked child may use and drop its copy.
 #[derive(Clone, Debug)]
 pub struct FileMap(Arc<Mapping>);
 

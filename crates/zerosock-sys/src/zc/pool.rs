@@ -123,6 +123,9 @@ impl fmt::Debug for Arena {
 /// pools, fewer if some are larger than 1 GiB: another takes the place of one that was not sent from
 /// for a thousand sends, and is sent from like other memory until then. A handle is cheap to clone;
 /// the memory is there for as long as a handle, a block or a sender that has it registered.
+///
+/// A forked child has a copy of the memory, as of all private memory, and may use and drop it; the
+/// parent's senders send from the parent's.
 #[derive(Clone, Debug)]
 pub struct Pool {
     arenas: Arc<[Arc<Arena>]>,

@@ -221,6 +221,8 @@ pub struct Serving {
 
 /// The socket on which a process asked for its place. It is the lease on CID and name: to be kept
 /// as long as they are to be kept.
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Client {
     socket: OwnedFd,

@@ -104,6 +104,8 @@ const IDLE_TURNS: u32 = 256;
 
 /// A guest without a virtual machine. See the [module](self) for how to drive
 /// it.
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Driver {
     config: DriverConfig,

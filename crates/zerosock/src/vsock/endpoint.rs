@@ -53,6 +53,8 @@ use crate::driver::{self, Driver};
 /// assert_eq!(line, format!("hello, {}\n", web.cid()));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Endpoint {
     pub(super) core: Arc<Core>,
     pub(super) cid: Cid,

@@ -80,6 +80,8 @@ use crate::engine::host::{HostConfig, HostEngine};
 /// assert_eq!(std::fs::read(dir.path().join("copy"))?, b"from a process");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Host {
     pub(super) core: Arc<Core>,
     pub(super) wait: Wait,

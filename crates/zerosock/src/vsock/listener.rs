@@ -45,6 +45,8 @@ use crate::deadline::deadline_in;
 /// assert_eq!(client.join().unwrap()?, "LOUDER");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Listener {
     pub(super) core: Arc<Core>,
     local: Address,

@@ -22,6 +22,15 @@
 //! that nobody new comes. An [`OwnedLease`] stays readable when its stream, and even its sender,
 //! are gone.
 //!
+//! # Forks
+//! Rings and buffers lie in memory that a forked child shares with its parent, while the state that
+//! goes with them is copied, and threads stay with the parent. A child that used its copy of an
+//! endpoint, a host or a socket of one, or only dropped it, would write to the parent's rings and
+//! close the parent's connections. So the child calls `execve` or `_exit`, or forgets its copies
+//! ([`std::mem::forget`]), before anything drops them; their descriptors are close-on-exec.
+//! [`std::process::Command`] does that. A child that needs an endpoint opens one of its own. What
+//! holds for senders is said at [`zc::Sender`](crate::zc::Sender).
+//!
 //! # What each file is for
 //! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets;
 //! `service`: an endpoint that is the host.

@@ -120,6 +120,9 @@ pub struct Ready {
 /// # theirs.wait_connected()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// It keeps the endpoints of its sources, so a forked child must neither use nor drop its copy: see
+/// [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Poller {
     sources: Vec<Source>,

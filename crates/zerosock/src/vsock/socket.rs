@@ -52,6 +52,8 @@ use super::waiting::Wait;
 /// assert_eq!(served.buffer_size(), 1 << 20);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Socket {
     core: Arc<Core>,
     cid: Cid,

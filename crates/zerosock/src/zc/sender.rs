@@ -226,6 +226,9 @@ impl Builder {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child may drop its copy, which leaks it and leaves the parent's sender and socket as they
+/// are; it must not use it.
 pub struct Sender<B: Stable = Buf> {
     pub(super) flights: Flights<B>,
     kind: Kind,

@@ -47,6 +47,8 @@ use super::{
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child may drop its copies, which leaves the parent's as they are; it must not use them.
 pub struct SharedSender<B: Stable = Buf> {
     shared: Arc<Shared<B>>,
     /// What had been heard when the last wait on this handle ended.

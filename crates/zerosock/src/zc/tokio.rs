@@ -41,6 +41,8 @@ use super::{
 /// Whatever is awaited here may be dropped halfway. Buffers that were accepted are the sender's as
 /// ever; one that waits for its place in [`send`](Self::send) goes with the future: who wants to
 /// keep it awaits [`room`](Self::room) first.
+///
+/// A forked child must neither use nor drop its copy: the runtime's descriptors are the parent's.
 pub struct AsyncSender<B: Stable = Buf> {
     // Before the sender: it must be taken out of the runtime while it is open.
     readiness: AsyncFd<Readiness>,

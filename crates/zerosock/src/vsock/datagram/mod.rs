@@ -66,6 +66,8 @@ pub use zerosock_proto::vsock::datagram::{DatagramDrops, DatagramStats, MAX_DATA
 /// assert_eq!(&bytes, b"anot");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Datagram {
     core: Arc<Core>,
     id: DatagramId,

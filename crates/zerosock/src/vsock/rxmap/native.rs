@@ -150,6 +150,8 @@ impl RxMapConfig {
 ///     map.release_all();
 /// }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct RxMap<S: Borrow<Stream>> {
     stream: S,
     config: RxMapConfig,

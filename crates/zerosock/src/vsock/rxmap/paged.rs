@@ -123,6 +123,8 @@ pub struct PagedHeader {
 ///     assert_eq!(page[0], b'h');
 /// }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct PagedRxMap<S: Borrow<Stream>> {
     stream: S,
     pages: Pages,

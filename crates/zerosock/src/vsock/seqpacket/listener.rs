@@ -32,6 +32,8 @@ use crate::vsock::waiting::Wait;
 /// assert_eq!(client.join().unwrap()?, b"LOUDER");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct SeqPacketListener(Listener);
 

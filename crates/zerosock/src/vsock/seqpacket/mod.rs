@@ -63,6 +63,8 @@ pub use loan::MessageLoan;
 /// # Messages without a byte
 /// Linux guests send none, and can receive them. They cost no credit, so no more than 512 of them
 /// are kept unread: a peer that sends more is reset. One of ours waits before that.
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct SeqPacket {
     pub(super) conn: Connection,
 }

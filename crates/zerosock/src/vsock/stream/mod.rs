@@ -54,6 +54,8 @@ use buffered::Shown;
 /// assert_eq!(lease.to_vec(), b"and hello");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 pub struct Stream {
     pub(super) conn: Connection,
     /// It may have receive maps.

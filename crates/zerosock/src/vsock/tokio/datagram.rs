@@ -39,6 +39,8 @@ use crate::vsock::message::Message;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct AsyncDatagram {
     socket: Datagram,

@@ -47,6 +47,8 @@ use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, S
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct AsyncSeqPacket {
     socket: SeqPacket,
@@ -305,6 +307,8 @@ impl<'a> DerefMut for AsyncMessageLoan<'a> {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct AsyncSeqPacketListener {
     listener: SeqPacketListener,

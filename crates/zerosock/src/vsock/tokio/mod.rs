@@ -109,6 +109,8 @@ mod sealed {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct AsyncStream {
     stream: Stream,
@@ -283,6 +285,8 @@ impl AsyncWrite for AsyncStream {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A forked child must neither use nor drop its copy: see [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct AsyncListener {
     listener: Listener,

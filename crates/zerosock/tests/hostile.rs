@@ -353,7 +353,7 @@ fn receive_buffers_that_break_the_rules_are_returned_and_harm_nobody() {
         // The buffer that `try_recv` has just posted again may have been seen already or not:
         // either is a guest's right.
         if round % 16 == 7 {
-            let at = guest.avail_index(RX).wrapping_sub(1) % SIZE;
+            let at = guest.last_available(RX);
             shapes[round / 16 % 4](&guest, at);
         }
         round += 1;

@@ -2,6 +2,7 @@
 //!
 //! It knows no event index and never sleeps: it kicks always and looks at the used index.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -48,9 +49,42 @@ pub(crate) struct RawGuest {
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
     avail: Vec<u16>,
+    /// Used elements that were read, of each queue.
     used: Vec<u16>,
-    /// For each transmit queue, by its number.
-    next_tx: Vec<u16>,
+    /// Of each queue, by its number; only those of transmit queues are taken.
+    tx_slots: Vec<TxSlots>,
+}
+
+/// Pairs of descriptors and buffers for transmission, each named by its first descriptor. A slot is
+/// free again when the device has returned the chain with this head: chains come back in any order.
+struct TxSlots {
+    free: VecDeque<u16>,
+    taken: [bool; SIZE as usize],
+}
+
+impl TxSlots {
+    fn new() -> TxSlots {
+        TxSlots {
+            free: (0..SIZE).step_by(2).collect(),
+            taken: [false; SIZE as usize],
+        }
+    }
+
+    fn take(&mut self) -> Option<u16> {
+        let head = self.free.pop_front()?;
+        self.taken[usize::from(head)] = true;
+        Some(head)
+    }
+
+    /// The device returned the chain at `head`. A chain that a test wrote into no slot of ours is
+    /// ignored.
+    fn give_back(&mut self, head: u32) {
+        if let Some(taken) = self.taken.get_mut(head as usize)
+            && std::mem::take(taken)
+        {
+            self.free.push_back(head as u16);
+        }
+    }
 }
 
 /// Connects, with the patience that a device needs which is still seeing its last guest off.
@@ -151,7 +185,7 @@ impl RawGuest {
             calls: (0..queues).map(|_| make()).collect(),
             avail: vec![0; queues],
             used: vec![0; queues],
-            next_tx: vec![0; queues],
+            tx_slots: (0..queues).map(|_| TxSlots::new()).collect(),
         };
         guest
             .frontend
@@ -159,7 +193,8 @@ impl RawGuest {
             .unwrap();
         guest.start(&vec![0; queues]).unwrap();
         for pair in 0..pairs.get() {
-            guest.post_on(rx_queue(pair).into(), SIZE);
+            (0..SIZE).for_each(|index| guest.post(rx_queue(pair).into(), index));
+            guest.kick(rx_queue(pair).into());
         }
         guest
     }
@@ -280,19 +315,29 @@ impl RawGuest {
         GUEST + BUFFERS + (queue as u64 * u64::from(SIZE) + u64::from(index)) * 8192
     }
 
-    /// Posts `count` receive buffers, header and payload in one descriptor each.
-    pub(crate) fn post_rx(&mut self, count: u16) {
-        self.post_on(RX, count);
+    /// Makes receive buffer `index` available, header and payload in one descriptor.
+    fn post(&mut self, queue: usize, index: u16) {
+        let len = HEADER_LEN as u32 + RX_LEN;
+        self.desc(queue, index, self.buffer(queue, index), len, WRITE, 0);
+        self.make_available(queue, index);
     }
 
-    fn post_on(&mut self, queue: usize, count: u16) {
-        for _ in 0..count {
-            let index = self.avail[queue] % SIZE;
-            let len = HEADER_LEN as u32 + RX_LEN;
-            self.desc(queue, index, self.buffer(queue, index), len, WRITE, 0);
-            self.make_available(queue, index);
+    /// The head of the chain that was made available last.
+    pub(crate) fn last_available(&self, queue: usize) -> u16 {
+        let slot = self.avail[queue].wrapping_sub(1) % SIZE;
+        self.read_u16(self.rings[queue].avail + 4 + u64::from(slot) * 2)
+    }
+
+    /// The next used element, if there is one: the head of its chain, and the bytes written.
+    fn next_used(&mut self, queue: usize) -> Option<(u32, u32)> {
+        fence(Ordering::SeqCst);
+        if self.used_index(queue) == self.used[queue] {
+            return None;
         }
-        self.kick(queue);
+        fence(Ordering::SeqCst);
+        let at = self.rings[queue].used + 4 + u64::from(self.used[queue] % SIZE) * 8;
+        self.used[queue] = self.used[queue].wrapping_add(1);
+        Some((self.read_u32(at), self.read_u32(at + 4)))
     }
 
     /// The next packet from the device, if one is there now.
@@ -303,18 +348,14 @@ impl RawGuest {
     /// As `try_recv`, of one queue pair.
     pub(crate) fn try_recv_on(&mut self, pair: u16) -> Option<(Repr, Vec<u8>)> {
         let rx = usize::from(rx_queue(pair));
-        fence(Ordering::SeqCst);
-        if self.used_index(rx) == self.used[rx] {
-            return None;
-        }
-        let at = self.rings[rx].used + 4 + u64::from(self.used[rx] % SIZE) * 8;
-        let (id, len) = (self.read_u32(at) as u16, self.read_u32(at + 4));
-        self.used[rx] = self.used[rx].wrapping_add(1);
+        let (id, len) = self.next_used(rx)?;
+        let id = id as u16;
         let mut bytes = vec![0u8; len as usize];
         if len > 0 {
             self.read(self.buffer(rx, id), &mut bytes);
         }
-        self.post_on(rx, 1);
+        self.post(rx, id);
+        self.kick(rx);
         let header = Repr::parse(&Packet::new_checked(bytes.get(..HEADER_LEN)?).ok()?).unwrap();
         Some((header, bytes[HEADER_LEN..].to_vec()))
     }
@@ -357,24 +398,28 @@ impl RawGuest {
     /// A free transmit descriptor pair; waits until the device has returned enough.
     pub(crate) fn tx_pair(&mut self) -> u16 {
         let give_up = deadline();
-        while !self.has_tx_pair(TX) {
+        loop {
+            if let Some(index) = self.take_tx_pair(TX) {
+                return index;
+            }
             assert!(
                 Instant::now() < give_up,
                 "the device returns no transmit buffers"
             );
             std::thread::sleep(Duration::from_micros(200));
         }
-        self.take_tx_pair(TX)
     }
 
-    fn has_tx_pair(&self, tx: usize) -> bool {
-        self.avail[tx].wrapping_sub(self.used_index(tx)) < SIZE / 2 - 1
+    /// Frees the slots of the chains that the device has returned.
+    fn collect_tx(&mut self, tx: usize) {
+        while let Some((head, _)) = self.next_used(tx) {
+            self.tx_slots[tx].give_back(head);
+        }
     }
 
-    fn take_tx_pair(&mut self, tx: usize) -> u16 {
-        let index = self.next_tx[tx];
-        self.next_tx[tx] = (index + 2) % SIZE;
-        index
+    fn take_tx_pair(&mut self, tx: usize) -> Option<u16> {
+        self.collect_tx(tx);
+        self.tx_slots[tx].take()
     }
 
     /// Sends raw header bytes with payload in a descriptor of its own.
@@ -397,8 +442,10 @@ impl RawGuest {
     }
 
     /// Whether one more packet can be sent through queue pair `pair` now.
-    pub(crate) fn may_send_on(&self, pair: u16) -> bool {
-        self.has_tx_pair(tx_queue(pair).into())
+    pub(crate) fn may_send_on(&mut self, pair: u16) -> bool {
+        let tx = usize::from(tx_queue(pair));
+        self.collect_tx(tx);
+        !self.tx_slots[tx].free.is_empty()
     }
 
     /// Whether the device has returned everything that was sent through queue pair `pair`.
@@ -410,7 +457,7 @@ impl RawGuest {
     /// Sends a packet as its header says through queue pair `pair`, which has room.
     pub(crate) fn send_on(&mut self, pair: u16, header: &Repr, payload: &[u8]) {
         let tx = usize::from(tx_queue(pair));
-        let index = self.take_tx_pair(tx);
+        let index = self.take_tx_pair(tx).expect("there is no room");
         self.send_at(tx, index, &emit(header), payload);
     }
 

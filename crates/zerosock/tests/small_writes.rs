@@ -11,12 +11,12 @@ use std::thread;
 use std::time::Instant;
 
 use common::raw::RawGuest;
-use common::{PATIENCE, bytes, deadline, eventually};
+use common::{PATIENCE, TestDaemon, bytes, deadline, eventually};
 use hosting::Hosted;
 use zerosock::driver::{Driver, DriverConfig};
 use zerosock::vsock::{Endpoint, Stream};
 use zerosock::{Address, Cid, Port};
-use zerosock_proto::wire::vsock::{Op, SHUTDOWN_SEND};
+use zerosock_proto::wire::vsock::{Op, Repr, SHUTDOWN_SEND};
 
 const PORT: Port = Port::new(700);
 /// What a guest offers for a buffer, and the packets of a kernel's book-keeping that it has room for.
@@ -406,4 +406,35 @@ fn what_waits_leaves_before_its_connection_moves() {
         reader.read_exact(&mut got).unwrap();
         assert!(got == all);
     }
+}
+
+/// SO_VM_SOCKETS_BUFFER_SIZE may be 128. With nothing outstanding each byte leaves at once, and not
+/// after a timer that doubles up to a second.
+#[test]
+fn small_packets_to_a_small_window_wait_for_no_timer() {
+    const BYTES: usize = 300;
+    let daemon = TestDaemon::with(1, |_| {});
+    let listener = daemon.host_listener(PORT.get());
+    let mut guest = RawGuest::attach(&daemon.vms[0].socket);
+    let header = |guest: &RawGuest, op| Repr {
+        buf_alloc: 128,
+        ..guest.header(5000, PORT.get(), op)
+    };
+    guest.send(header(&guest, Op::Request), &[]);
+    guest.recv_op(5000, Op::Response);
+    let (mut program, _) = listener.accept().unwrap();
+    let sent = bytes(8, BYTES);
+    let give_up = deadline();
+    let mut got = Vec::new();
+    for byte in &sent {
+        program.write_all(&[*byte]).unwrap();
+        got.extend(guest.recv_op(5000, Op::Rw).1);
+        let update = Repr {
+            fwd_cnt: got.len() as u32,
+            ..header(&guest, Op::CreditUpdate)
+        };
+        guest.send(update, &[]);
+        assert!(Instant::now() < give_up, "{} of {BYTES} bytes", got.len());
+    }
+    assert_eq!(got, sent);
 }

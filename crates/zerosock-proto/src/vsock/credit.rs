@@ -217,11 +217,14 @@ impl TxCredit {
         self.packets
     }
 
-    /// Whether so many packets are outstanding that another one should not be [`SMALL`].
+    /// Whether so many packets are outstanding that another one should not be [`SMALL`]. Never when
+    /// none is: a buffer below twice [`PACKET_OVERHEAD`] has room for one packet at a time, and the
+    /// peer would have nothing to read that makes more room.
     #[inline]
     pub fn is_short(&self) -> bool {
+        let outstanding = self.packets + self.reserved_packets;
         let for_others = self.peer_buf_alloc.div_ceil(SMALL);
-        self.packets + self.reserved_packets + for_others >= self.most_packets
+        outstanding > 0 && outstanding + for_others >= self.most_packets
     }
 
     /// The most bytes that may ever be under way at once.

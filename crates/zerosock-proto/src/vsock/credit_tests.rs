@@ -101,6 +101,26 @@ fn a_tiny_buffer_still_takes_one_packet() {
     assert_eq!(tx.available(), 10);
 }
 
+/// SO_VM_SOCKETS_BUFFER_SIZE may be as small as 128. Nothing is outstanding after the peer has read,
+/// so no small packet has others to wait for.
+#[test]
+fn small_packets_do_not_wait_when_nothing_is_outstanding() {
+    for buf_alloc in [1, 128, 639, 640, 1279, 1280, 2048, 4096, 262_144] {
+        let mut tx = sender(0, buf_alloc);
+        for n in 1..10 {
+            assert!(!tx.is_short(), "a window of {buf_alloc}");
+            assert_eq!(send(&mut tx, 1), 1);
+            assert!(tx.update(buf_alloc, n));
+        }
+        assert_eq!(tx.reserve(1), 1);
+        assert_eq!(
+            tx.is_short(),
+            buf_alloc < 3 * PACKET_OVERHEAD,
+            "{buf_alloc}"
+        );
+    }
+}
+
 #[test]
 fn reservations_count_until_cancelled() {
     let mut tx = sender(0, 10_000);

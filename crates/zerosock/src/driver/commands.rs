@@ -121,14 +121,16 @@ impl Driver {
     }
 
     /// Says that we will read no more, send no more, or both. What was sent
-    /// before still arrives.
+    /// before still arrives; what was received and not read is thrown away.
     pub fn shutdown(&mut self, stream: StreamId, how: How) {
         let now = self.now();
+        if how.receive {
+            self.sockets.read_no_more(stream, &mut self.store);
+        }
         let Some(entry) = self.sockets.get_mut(stream) else {
             return;
         };
         entry.finished |= how.send;
-        entry.deaf |= how.receive;
         let (lane, flow) = (LaneId::of_pool(entry.pool), entry.flow);
         if let Some(flow) = flow {
             // A flow that ended meanwhile needs no shutdown.

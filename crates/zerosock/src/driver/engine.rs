@@ -172,7 +172,7 @@ impl Engine for Driver {
             unread: conn.unread(),
             taken: conn.taken(),
             low_water: conn.low_water(),
-            peer_finished: conn.peer_finished,
+            at_end: conn.is_at_end(),
             peer_deaf: conn.peer_deaf,
             messages: conn.messages(),
             trusted: self.trusted,

@@ -72,8 +72,8 @@ pub(crate) struct ConnInfo {
     pub(crate) taken: u64,
     /// From how many unread bytes on there is something to read.
     pub(crate) low_water: u32,
-    /// The peer will send no more.
-    pub(crate) peer_finished: bool,
+    /// Nothing will be added to what is unread: the peer sends no more, or we read no more.
+    pub(crate) at_end: bool,
     /// The peer will read no more.
     pub(crate) peer_deaf: bool,
     /// Unread messages, for a connection that carries them; `None`: a stream.

@@ -72,7 +72,7 @@ pub(crate) fn info(state: StreamState) -> ConnInfo {
         messages: None,
         taken: 0,
         low_water: 1,
-        peer_finished: false,
+        at_end: false,
         peer_deaf: false,
         trusted: false,
     }

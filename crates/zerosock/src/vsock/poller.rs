@@ -433,7 +433,7 @@ fn of_stream(locked: &mut Locked<'_>, id: StreamId, wanted: Readiness) -> Readin
         None => info.unread >= info.low_water as usize,
     };
     Readiness {
-        readable: wanted.readable && (enough || info.peer_finished || ended),
+        readable: wanted.readable && (enough || info.at_end || ended),
         writable: wanted.writable && (ended || engine.is_writable(id)),
     }
 }

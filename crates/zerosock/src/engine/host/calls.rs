@@ -215,7 +215,7 @@ impl Engine for HostEngine {
             unread: conn.unread(),
             taken: conn.taken(),
             low_water: conn.low_water(),
-            peer_finished: conn.peer_finished,
+            at_end: conn.is_at_end(),
             peer_deaf: conn.peer_deaf,
             messages: conn.messages(),
             trusted: self.trust_processes && self.is_process(conn.pool),
@@ -234,12 +234,17 @@ impl Engine for HostEngine {
 
     fn shutdown(&mut self, id: StreamId, how: How) {
         let flow = self.flow_of(id);
+        if how.receive {
+            self.received(id, |sockets, store| {
+                sockets.read_no_more(id, store);
+                true
+            });
+        }
         let app = self.worker.app.as_deref_mut();
         let Some(conn) = app.and_then(|app| app.sockets.get_mut(id)) else {
             return;
         };
         conn.finished |= how.send;
-        conn.deaf |= how.receive;
         // Who waits for it on another thread finds that there is nothing to wait for.
         if let Some(app) = self.worker.app.as_deref_mut() {
             app.sockets.announce(id, News::Writable);

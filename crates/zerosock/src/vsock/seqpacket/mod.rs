@@ -327,6 +327,8 @@ impl SeqPacket {
     }
 
     /// Ends one way, or both. What was sent before still arrives; the peer receives `None` behind it.
+    /// After [`Shutdown::Read`] receives return `None` at once, and so do those that wait; messages
+    /// that were not read are dropped, leases stay valid.
     ///
     /// # Errors
     /// `NotConnected` when the connection has ended already.
@@ -349,7 +351,7 @@ impl SeqPacket {
 fn is_ready(engine: &mut dyn Engine, id: StreamId) -> bool {
     engine.info(id).is_none_or(|info| {
         info.messages.is_none_or(|messages| messages > 0)
-            || info.peer_finished
+            || info.at_end
             || !matches!(info.state, StreamState::Connecting | StreamState::Connected)
     })
 }

@@ -115,6 +115,9 @@ impl<T> Sockets<T> {
         }) else {
             return store.release(held.token);
         };
+        if conn.deaf {
+            return self.discard(id, held, store);
+        }
         let Some(messages) = conn.messages.as_deref_mut() else {
             return;
         };

@@ -121,8 +121,9 @@ pub(crate) struct Conn<T> {
     pub(crate) peer_deaf: bool,
     /// We will send no more.
     pub(crate) finished: bool,
-    /// We will read no more than what is here.
-    pub(crate) deaf: bool,
+    /// We read no more (SHUT_RD): nothing is unread, and what still comes is thrown away. Set by
+    /// [`Sockets::read_no_more`].
+    deaf: bool,
     /// A send found no room: tell when there is some.
     pub(crate) wants_room: bool,
     /// It carries messages.

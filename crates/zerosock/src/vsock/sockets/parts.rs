@@ -103,6 +103,9 @@ impl<T> Sockets<T> {
         else {
             return store.release(held.token);
         };
+        if conn.deaf {
+            return self.discard(id, held, store);
+        }
         if conn.unread < conn.low_water as usize {
             self.announce(id, super::News::Readable);
         }
@@ -349,6 +352,32 @@ impl<T> Sockets<T> {
                 store.consumed(conn.pool, flow, bytes as u32);
             }
         }
+    }
+
+    /// SHUT_RD: a read finds the end of file from now on, as on Linux also when bytes had come that
+    /// were not read. They go back, and so does what still comes; leases stay with their holders.
+    pub(crate) fn read_no_more(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
+        self.drop_unread(id, store);
+        if let Some(conn) = self.get_mut(id) {
+            conn.deaf = true;
+        }
+    }
+
+    /// Gives back a buffer that came for a connection that reads no more.
+    #[cold]
+    pub(super) fn discard(
+        &mut self,
+        id: StreamId,
+        held: Held<T>,
+        store: &mut impl Store<Token = T>,
+    ) {
+        self.counted.received += u64::from(held.len);
+        if let Some(conn) = self.get(id)
+            && let Some(flow) = conn.flow.filter(|_| held.len > 0)
+        {
+            store.consumed(conn.pool, flow, held.len);
+        }
+        store.release(held.token);
     }
 
     /// Throws away what was not read.

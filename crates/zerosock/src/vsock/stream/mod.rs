@@ -216,6 +216,8 @@ impl Stream {
     }
 
     /// Ends one way, or both. What was sent before still arrives; the peer reads end of file.
+    /// After [`Shutdown::Read`] reads return end of file at once, and calls that wait for bytes
+    /// return it; bytes that were not read are dropped, leases stay valid.
     ///
     /// # Errors
     /// `NotConnected` when the connection has ended already.
@@ -253,7 +255,7 @@ impl Stream {
 fn is_filled(engine: &mut dyn Engine, id: StreamId, low_water: u32) -> bool {
     engine.info(id).is_none_or(|info| {
         info.unread >= low_water as usize
-            || info.peer_finished
+            || info.at_end
             || !matches!(info.state, StreamState::Connecting | StreamState::Connected)
     })
 }

@@ -86,7 +86,8 @@ counters! {
     joins_now,
     /// Timers that run now.
     timers_now,
-    /// Ports of connections that host programs and siblings have made, now.
+    /// Ports of connections that host programs and siblings have made, now: one for each
+    /// connection, at whichever queue pair it is.
     ports_now,
 }
 

@@ -315,17 +315,13 @@ impl Device {
 
     /// Has the counters say what there is.
     pub(super) fn count(&mut self, cx: &Context<'_>) {
-        let mut now = Holdings {
+        let now = Holdings {
             connections: self.shard.occupied(),
             joins: self.joins.len(),
             timers: self.timers.len() + self.shard.timers(),
-            ports: self.counted.ports,
+            ports: self.shard.held_ports(),
         };
         if now != self.counted {
-            if now.connections != self.counted.connections {
-                // Which takes a lock, and changes with the connections alone.
-                now.ports = self.shard.ports().len();
-            }
             let before = std::mem::replace(&mut self.counted, now);
             cx.counters.hold(before, now);
         }

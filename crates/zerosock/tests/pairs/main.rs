@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod counting;
 mod endpoints;
 mod guest;
 mod hosted;

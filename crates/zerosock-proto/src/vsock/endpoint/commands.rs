@@ -60,6 +60,7 @@ impl<S: BuildHasher> Shard<S> {
         let (next, action) = transition(State::Closed, Input::Connect);
         let mut connection = self.new_connection(key, socket_type, next);
         connection.hold = Some(hold);
+        self.held_ports += 1;
         connection.seen = true;
         let index = self.insert(connection);
         self.act(now, index, next, action);

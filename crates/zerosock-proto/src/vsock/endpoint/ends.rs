@@ -9,6 +9,7 @@ use super::Shard;
 use crate::time::Instant;
 use crate::vsock::connection::{End, Moving, Pending};
 use crate::vsock::event::{CloseReason, RefuseReason};
+use crate::vsock::ports::Hold;
 use crate::vsock::state::{Input, State, transition};
 
 impl<S: BuildHasher> Shard<S> {
@@ -70,6 +71,7 @@ impl<S: BuildHasher> Shard<S> {
             Pending::default()
         };
         if let Some(hold) = connection.hold.take() {
+            self.held_ports -= usize::from(hold == Hold::Outgoing);
             self.ports.release(connection.key.local, hold);
         }
         self.live -= 1;

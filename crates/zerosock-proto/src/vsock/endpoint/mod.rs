@@ -189,6 +189,8 @@ pub struct Shard<S = DefaultHashBuilder> {
     ports: Arc<PortTable>,
     table: Table<S>,
     live: usize,
+    /// Connections that hold a port in `ports`: those that were asked for on this side.
+    held_ports: usize,
     /// Connections in `Incoming`.
     undecided: usize,
     control: List<CONTROL>,
@@ -222,6 +224,7 @@ impl<S: BuildHasher> Shard<S> {
             ports,
             table: Table::new(hasher),
             live: 0,
+            held_ports: 0,
             undecided: 0,
             control: List::new(),
             data: List::new(),
@@ -257,6 +260,12 @@ impl<S: BuildHasher> Shard<S> {
     /// Timers that run: of connections that come about, close, or wait for credit.
     pub fn timers(&self) -> usize {
         self.timers.len()
+    }
+
+    /// Live connections that hold a port: those that this side has asked for. Each counts in the
+    /// shard where it is now, so that shards with a table in common can be added up.
+    pub fn held_ports(&self) -> usize {
+        self.held_ports
     }
 
     /// The table of listeners and ports.

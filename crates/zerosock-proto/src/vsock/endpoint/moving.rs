@@ -18,7 +18,7 @@ use crate::addr::{Address, Port};
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, Moving};
 use crate::vsock::event::{Disposition, DropReason};
-use crate::vsock::ports::PortTable;
+use crate::vsock::ports::{Hold, PortTable};
 use crate::vsock::state::State;
 use crate::wire::vsock::{Op, Repr};
 
@@ -185,6 +185,7 @@ impl<S: BuildHasher> Shard<S> {
         self.events.remove(slots, flow.index);
         let connection = self.table.take(flow.index).ok_or(MoveError::Stale)?;
         self.live -= 1;
+        self.held_ports -= usize::from(connection.hold == Some(Hold::Outgoing));
         self.stats.moved_out += 1;
         let parcel = Parcel {
             connection: Some(Box::new(connection)),
@@ -206,6 +207,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(parcel);
         }
         self.live += 1;
+        self.held_ports += usize::from(connection.hold == Some(Hold::Outgoing));
         self.stats.moved_in += 1;
         let index = self.table.insert(*connection);
         // Its first packet shall not take the straight path: there is something to be ended.

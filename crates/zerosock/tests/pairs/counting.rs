@@ -1,0 +1,63 @@
+//! The counters of a device with several queue pairs are those of one device.
+
+use std::os::unix::net::UnixStream;
+use std::thread;
+
+use zerosock::daemon::DaemonConfig;
+use zerosock_proto::vsock::How;
+
+use super::common::{TestDaemon, connect_guest};
+use super::guest::{PairsGuest, until};
+
+const PORT: u32 = 7000;
+const PAIRS: u16 = 3;
+
+fn tune(config: &mut DaemonConfig) {
+    config.workers = 2;
+    config.queue_pairs = PAIRS;
+}
+
+fn ports_now(daemon: &TestDaemon) -> u64 {
+    daemon.stats().map_or(u64::MAX, |stats| stats.ports_now)
+}
+
+#[test]
+fn each_port_counts_once_and_is_gone_with_its_connection() {
+    const CONNECTIONS: usize = 24;
+    let daemon = TestDaemon::with(1, tune);
+    let mut guest = PairsGuest::attach(&daemon.vms[0].socket, PAIRS, PORT);
+    let mut programs: Vec<UnixStream> = Vec::new();
+    for count in 1..=CONNECTIONS {
+        let path = daemon.uds_path();
+        let program = thread::spawn(move || connect_guest(&path, PORT).unwrap());
+        until(&mut [&mut guest], |guests| {
+            guests[0].conns.len() == count && program.is_finished()
+        });
+        programs.push(program.join().unwrap());
+    }
+    until(&mut [&mut guest], |_| {
+        ports_now(&daemon) == CONNECTIONS as u64
+    });
+    // A port stays with its connection at another pair.
+    for conn in 0..CONNECTIONS {
+        let (pair, _) = guest.conns[conn].at.unwrap();
+        until(&mut [&mut guest], |guests| {
+            let guest = &mut *guests[0];
+            guest.conns[conn].moves > 0 || {
+                guest.ask_move(conn, (pair + 1) % PAIRS);
+                false
+            }
+        });
+    }
+    until(&mut [&mut guest], |_| {
+        ports_now(&daemon) == CONNECTIONS as u64
+    });
+    // Either side ends them, in another order than they began in.
+    for (conn, program) in programs.into_iter().enumerate().rev() {
+        match conn % 2 {
+            0 => drop(program),
+            _ => guest.shutdown(conn, How::BOTH),
+        }
+    }
+    until(&mut [&mut guest], |_| ports_now(&daemon) == 0);
+}

@@ -76,7 +76,8 @@ counters! {
     /// datagrams; or too much waited for the receiver or was on its way. Those that came to a
     /// program's sockets are counted there.
     datagrams_dropped,
-    /// Devices lost because their memory or their rings went away.
+    /// Devices lost because their memory or their rings went away: one for each, however many queue
+    /// pairs it has.
     devices_lost,
     /// Connections that exist now, those included that are being made, and those whose end a guest
     /// has not been told.

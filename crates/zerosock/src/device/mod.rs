@@ -504,8 +504,11 @@ impl Device {
 
     /// Gives the device up: its memory or its rings cannot be used any more. Other devices go on.
     fn lose(&mut self, reason: &str, cx: &mut Context<'_>) {
-        tracing::error!(cid = %self.cid, reason, "the device is lost");
-        cx.counters.devices_lost.add(1);
+        let link = self.link.take();
+        if link.as_ref().is_some_and(FrontendLink::note_loss) {
+            tracing::error!(cid = %self.cid, reason, "the device is lost");
+            cx.counters.devices_lost.add(1);
+        }
         self.app_lose(cx);
         for ring in [&mut self.rx, &mut self.tx, &mut self.event]
             .into_iter()
@@ -520,7 +523,7 @@ impl Device {
             self.end_join(key, cx);
         }
         self.disconnect(cx);
-        if let Some(link) = self.link.take() {
+        if let Some(link) = link {
             link.close(reason);
         }
     }

@@ -4,9 +4,11 @@ use std::os::unix::net::UnixStream;
 use std::thread;
 
 use zerosock::daemon::DaemonConfig;
-use zerosock_proto::vsock::How;
+use zerosock_proto::vsock::pairs::tx_queue;
+use zerosock_proto::vsock::{How, QueuePairs};
 
-use super::common::{TestDaemon, connect_guest};
+use super::common::raw::{RawGuest, connect};
+use super::common::{TestDaemon, connect_guest, eventually};
 use super::guest::{PairsGuest, until};
 
 const PORT: u32 = 7000;
@@ -60,4 +62,31 @@ fn each_port_counts_once_and_is_gone_with_its_connection() {
         }
     }
     until(&mut [&mut guest], |_| ports_now(&daemon) == 0);
+}
+
+/// All queue pairs see that the memory is gone; the device is lost once.
+#[test]
+fn a_lost_device_counts_once() {
+    let three = QueuePairs::new(PAIRS).unwrap();
+    let daemon = TestDaemon::with(1, tune);
+    if daemon.stats().is_none() {
+        return;
+    }
+    for lost in 1..=10 {
+        let mut guest = RawGuest::with_pairs(connect(&daemon.vms[0].socket), false, three);
+        rustix::fs::ftruncate(&guest.fd, 0).unwrap();
+        for pair in 0..PAIRS {
+            guest.kick(tx_queue(pair).into());
+        }
+        // The device is free for the next front-end when all of its queue pairs have answered.
+        let answered = |guest: &mut RawGuest| guest.frontend.get_features().is_ok();
+        eventually("disconnected", || !answered(&mut guest));
+        drop(guest);
+        drop(RawGuest::with_pairs(
+            connect(&daemon.vms[0].socket),
+            true,
+            three,
+        ));
+        assert_eq!(daemon.stats().unwrap().devices_lost, lost);
+    }
 }

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -240,6 +240,8 @@ pub struct FrontendLink {
     sender: MailSender,
     vm: usize,
     connection: u64,
+    /// The device was lost during this connection, and that was reported. Shared by the queue pairs.
+    lost: Arc<AtomicBool>,
 }
 
 impl FrontendLink {
@@ -248,7 +250,14 @@ impl FrontendLink {
             sender,
             vm,
             connection,
+            lost: Arc::default(),
         }
+    }
+
+    /// Notes that the device is lost. True for the first of its queue pairs to see that, which is
+    /// to report it.
+    pub(crate) fn note_loss(&self) -> bool {
+        !self.lost.swap(true, Ordering::Relaxed)
     }
 
     /// Closes the connection; `reason` goes to the log. The worker then gets `Disconnected`.

@@ -1,7 +1,7 @@
 //! One descriptor to sleep on: the device's calls, its hang-up, and a bell of our own.
 //!
-//! All is registered edge-triggered: what happened is forgotten by asking for it once, with one
-//! system call and without reading any eventfd. What must hold: nothing is forgotten while
+//! All is registered edge-triggered: what happened is forgotten by asking for it once, as a rule with
+//! one system call, and without reading any eventfd. What must hold: nothing is forgotten while
 //! somebody may sleep on the descriptor without having been woken.
 
 use std::io;
@@ -19,6 +19,12 @@ use super::frontend::timespec;
 const BELL: u64 = 0;
 /// The first device that was ever attached; later ones count on.
 const DEVICE: u64 = 1;
+/// Events that one system call takes: all that a driver with several queue pairs has, as a rule.
+const EVENTS: usize = 16;
+const NOW: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 0,
+};
 
 /// See the module.
 #[derive(Debug)]
@@ -27,6 +33,8 @@ pub(crate) struct Watch {
     waker: Arc<OwnedFd>,
     /// What the device that is attached now is known by.
     device: u64,
+    /// Descriptors that are watched: the calls, the waker, the device.
+    watched: usize,
 }
 
 impl Watch {
@@ -41,6 +49,7 @@ impl Watch {
             epoll,
             waker: Arc::new(waker),
             device: DEVICE,
+            watched: calls.len() + 2,
         })
     }
 
@@ -66,10 +75,7 @@ impl Watch {
 
     /// Forgets what was told. True: the device has hung up.
     pub(crate) fn forget(&self) -> io::Result<bool> {
-        self.take(Some(&Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        }))
+        self.take(Some(&NOW))
     }
 
     /// Sleeps until something is told, or until `deadline`, and forgets it. True: the device has
@@ -80,26 +86,87 @@ impl Watch {
     }
 
     fn take(&self, timeout: Option<&Timespec>) -> io::Result<bool> {
-        // All that is watched: three calls, the bell, the device.
-        let mut events = [Event {
+        let none = Event {
             flags: EventFlags::empty(),
             data: EventData::new_u64(BELL),
-        }; 5];
-        let told = match epoll::wait(&self.epoll, &mut events, timeout) {
-            Ok(told) => told,
-            Err(Errno::INTR) => 0,
-            Err(error) => return Err(error.into()),
         };
-        Ok(events.iter().take(told).any(|event| {
-            // Copied out of the packed structure before use.
-            let data = event.data;
-            data.u64() == self.device
-        }))
+        let mut gone = false;
+        let mut timeout = timeout;
+        // No more often than it takes to see everything once: what is raised again meanwhile is news.
+        for _ in 0..=self.watched / EVENTS {
+            let mut events = [none; EVENTS];
+            let told = match epoll::wait(&self.epoll, &mut events, timeout) {
+                Ok(told) => told,
+                Err(Errno::INTR) => 0,
+                Err(error) => return Err(error.into()),
+            };
+            gone |= events.iter().take(told).any(|event| {
+                // Copied out of the packed structure before use.
+                let data = event.data;
+                data.u64() == self.device
+            });
+            if told < EVENTS {
+                break;
+            }
+            timeout = Some(&NOW);
+        }
+        Ok(gone)
     }
 }
 
 impl AsFd for Watch {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::time::Duration;
+
+    use rustix::event::{PollFd, PollFlags, poll};
+
+    use super::*;
+
+    fn is_readable(watch: &Watch) -> bool {
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        poll(&mut [PollFd::new(watch, PollFlags::IN)], Some(&now)).unwrap() > 0
+    }
+
+    /// Each queue pair has two calls: all of them, the waker and the device may raise at once.
+    #[test]
+    fn one_call_forgets_what_all_queue_pairs_have_raised() {
+        for pairs in [1, 2, 3, 8, 16] {
+            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+            let calls: Vec<OwnedFd> = (0..2 * pairs + 1)
+                .map(|_| eventfd(0, flags).unwrap())
+                .collect();
+            let mut watch = Watch::new(&calls).unwrap();
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            watch.device(ours.as_fd()).unwrap();
+            assert!(!watch.forget().unwrap() && !is_readable(&watch));
+            let raise = || {
+                for call in &calls {
+                    rustix::io::write(call, &1u64.to_ne_bytes()).unwrap();
+                }
+                watch.wake();
+            };
+            raise();
+            assert!(!watch.forget().unwrap());
+            assert!(!is_readable(&watch), "{pairs} queue pairs");
+            raise();
+            let soon = Instant::now() + Duration::from_secs(60);
+            assert!(!watch.sleep(Some(soon)).unwrap());
+            assert!(!is_readable(&watch), "{pairs} queue pairs");
+            // The hang-up comes last.
+            raise();
+            drop(theirs);
+            assert!(watch.forget().unwrap(), "{pairs} queue pairs");
+            assert!(!is_readable(&watch));
+        }
     }
 }

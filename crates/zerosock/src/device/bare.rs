@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rustix::event::{EventfdFlags, eventfd};
-use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
+use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SEQ_EOM, SocketType};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::{
     Buffer, DeviceQueue, DriverLayout, DriverQueue, Memory, QueueConfig, RegionConfig,
@@ -102,6 +102,25 @@ impl Guest {
 
     /// A packet from our `port`; false if the queue is full.
     pub(crate) fn try_send(&mut self, port: u32, to: Address, op: Op, len: u32) -> bool {
+        self.try_send_as(SocketType::Stream, 0, port, to, op, len)
+    }
+
+    /// A whole message from our `port`, in one packet.
+    #[track_caller]
+    pub(crate) fn send_message(&mut self, port: u32, to: Address, len: u32) {
+        let sent = self.try_send_as(SocketType::SeqPacket, SEQ_EOM, port, to, Op::Rw, len);
+        assert!(sent, "the queue is full");
+    }
+
+    fn try_send_as(
+        &mut self,
+        socket_type: SocketType,
+        flags: u32,
+        port: u32,
+        to: Address,
+        op: Op,
+        len: u32,
+    ) -> bool {
         while let Some(used) = self.tx.poll().unwrap() {
             self.free.push(used.token as u16);
         }
@@ -112,9 +131,9 @@ impl Guest {
             src: Address::new(self.cid, Port::new(port)),
             dst: to,
             len,
-            socket_type: SocketType::Stream.into(),
+            socket_type: socket_type.into(),
             op: op.into(),
-            flags: 0,
+            flags,
             buf_alloc: WINDOW,
             fwd_cnt: *self.read.entry(port).or_default(),
         };

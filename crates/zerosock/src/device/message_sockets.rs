@@ -162,8 +162,11 @@ impl Device {
         if let Some(sent) = in_place(self) {
             return (sent, true);
         }
-        // Copied already, or in too many pieces.
-        self.spill(key, 0, cx);
+        // Copied already, or in too many pieces. A message without a byte lies nowhere: what is held
+        // behind it stays where it is.
+        if len > 0 {
+            self.spill(key, 0, cx);
+        }
         let Some(join) = self.joins.get(key as usize) else {
             return (Sent::Gone, false);
         };

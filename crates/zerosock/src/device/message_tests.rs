@@ -116,6 +116,34 @@ fn said(lab: &mut Lab) -> Vec<Message> {
         .collect()
 }
 
+/// Messages that lie behind an empty one go to the host socket in place, too.
+#[test]
+fn an_empty_message_copies_nothing_that_is_held_behind_it() {
+    use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
+    let mut joined = Joined::new();
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let kind = SocketType::SEQPACKET;
+    let (socket, program) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+    let key = joined.lab.device.key_of(joined.flow).unwrap();
+    let join = joined.lab.device.joins.get_mut(key as usize).unwrap();
+    join.end = End::Socket { socket, ok: None };
+    (join.open, join.writable) = (true, true);
+    let lengths = [0, 1000, 0, 0, 2000, 3000, 0];
+    for len in lengths {
+        joined.guest.send_message(HERE.port.get(), THERE, len);
+    }
+    let (device, mut cx) = joined.lab.lend();
+    while device.turn(&mut cx) {}
+    for len in lengths {
+        let mut packet = [0; 4096];
+        let (_, got) = rustix::net::recv(&program, &mut packet[..], RecvFlags::empty()).unwrap();
+        assert_eq!(got, len as usize);
+    }
+    let mut stats = crate::stats::Stats::default();
+    joined.lab.counters.add_to(&mut stats);
+    assert_eq!((stats.copied_bytes, stats.in_place_bytes), (0, 6000));
+}
+
 #[test]
 fn a_message_whose_bytes_have_come_is_passed_on() {
     let mut joined = Joined::new();

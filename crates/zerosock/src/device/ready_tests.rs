@@ -9,7 +9,7 @@ pub(super) struct Lab {
     poller: Poller,
     pub(super) routes: Routes,
     outbox: Outbox,
-    counters: Counters,
+    pub(super) counters: Counters,
     notifier: Notifier,
     limits: Limits,
     pub(super) device: Device,

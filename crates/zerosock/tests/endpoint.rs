@@ -90,6 +90,39 @@ fn bytes_are_copied_both_ways_and_ends_arrive() {
     }
 }
 
+/// As on Linux: one more than the backlog, so that a listener of backlog 0 is reached.
+#[test]
+fn one_more_connection_waits_than_the_backlog() {
+    let daemon = TestDaemon::with(2, |_| {});
+    let client = endpoint(&daemon, 0, |builder| builder);
+    let server = &endpoint(&daemon, 1, |builder| builder);
+    thread::scope(|scope| {
+        let (done, over) = std::sync::mpsc::channel::<()>();
+        // The server's engine works as long as the clients connect.
+        let (streams, messages) = (
+            server.listen(PORT, 0).unwrap(),
+            server.listen_seqpacket(Port::new(78), 2).unwrap(),
+        );
+        let serving = scope.spawn(move || {
+            while over.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
+                server.turn().unwrap();
+            }
+        });
+        let refused =
+            |error: std::io::Error| assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+        let one = client.connect(there()).unwrap();
+        refused(client.connect(there()).unwrap_err());
+        let (accepted, _) = streams.accept_timeout(PATIENCE).unwrap();
+        let next = client.connect(there()).unwrap();
+        let of_messages = Address::new(Cid::new(4), Port::new(78));
+        let three = [(); 3].map(|()| client.connect_seqpacket(of_messages).unwrap());
+        refused(client.connect_seqpacket(of_messages).unwrap_err());
+        drop(done);
+        serving.join().unwrap();
+        drop((one, accepted, next, three, messages));
+    });
+}
+
 /// The reader gets to run only when the writer's process has gone, and has few buffers.
 #[test]
 fn what_a_process_sent_before_it_went_arrives_at_its_sibling() {

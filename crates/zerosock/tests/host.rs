@@ -179,7 +179,7 @@ fn a_loan_lies_in_a_buffer_that_the_guest_has_posted() {
 #[test]
 fn who_listens_is_reached_and_nobody_else() {
     let hosted = Hosted::new();
-    let listener = hosted.listen(PORT, 2).unwrap();
+    let listener = hosted.listen(PORT, 1).unwrap();
     let mut guest = hosted.guest();
     assert!(guest.wait_connect(host(701), deadline()).is_err(), "nobody");
     let _one = guest.wait_connect(host(700), deadline()).unwrap();

@@ -73,7 +73,7 @@ pub enum DropReason {
     NoSocket,
     /// The connection or listener is of another type. RST.
     TypeMismatch,
-    /// A REQUEST above a cap: connections, or the listener's backlog. RST.
+    /// A REQUEST above a cap: connections, or one more than the listener's backlog. RST.
     OverCap,
     /// An RST for nothing we know, or that we had already given up. No RST.
     StrayReset,

@@ -168,7 +168,8 @@ impl PortTable {
     /// Takes a place in the backlog.
     pub(crate) fn admit(&self, address: Address) -> Admission {
         match self.lock().listeners.get_mut(&address) {
-            Some(listener) if listener.waiting >= listener.backlog => Admission::Full,
+            // Linux lets one more wait than it was told, so that a backlog of 0 is of use.
+            Some(listener) if listener.waiting > listener.backlog => Admission::Full,
             Some(listener) => {
                 listener.waiting += 1;
                 Admission::Granted(Hold::Backlog {
@@ -279,7 +280,7 @@ mod tests {
     fn the_backlog_is_the_listener_s_own() {
         let ports = PortTable::new();
         assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
-        ports.listen(ADDRESS, 1);
+        ports.listen(ADDRESS, 0);
         let Admission::Granted(old) = ports.admit(ADDRESS) else {
             panic!()
         };

@@ -149,7 +149,7 @@ fn a_crossing_rst_is_taken_back() {
 fn the_backlog_is_bounded_and_given_back() {
     let ports = Arc::new(PortTable::new());
     let mut host = Shard::new(ShardConfig::device(GUEST), ports.clone());
-    host.listen(SERVER.port, 2).unwrap();
+    host.listen(SERVER.port, 1).unwrap();
     let mut guest = guest();
     for round in 0..5 {
         for _ in 0..3 {

@@ -152,7 +152,7 @@ impl Device {
             return false;
         };
         if listener.socket_type != socket_type
-            || listener.waiting.len() >= listener.backlog
+            || listener.waiting.len() > listener.backlog
             || self.shard.accept(cx.now, flow).is_err()
         {
             cx.counters.conns_refused.add(1);

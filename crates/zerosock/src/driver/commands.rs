@@ -53,8 +53,8 @@ impl Driver {
         Ok(stream)
     }
 
-    /// Listens on `port`. At most `backlog` connections wait to be accepted;
-    /// further requests are answered with RST.
+    /// Listens on `port`. As on Linux at most `backlog + 1` connections wait
+    /// to be accepted; further requests are answered with RST.
     pub fn listen(&mut self, port: Port, backlog: usize) -> Result<(), ListenError> {
         self.listen_for(port, backlog, SocketType::Stream)
     }

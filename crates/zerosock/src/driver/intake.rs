@@ -388,7 +388,7 @@ impl Driver {
             .iter_mut()
             .find(|listener| listener.port == local.port);
         let Some(listener) = listener
-            .filter(|one| one.socket_type == socket_type && one.waiting.len() < one.backlog)
+            .filter(|one| one.socket_type == socket_type && one.waiting.len() <= one.backlog)
         else {
             // A flow that ended meanwhile needs no answer.
             let _ = self.store.lanes[lane].shard.reject(flow);

@@ -179,8 +179,8 @@ impl Host {
     }
 
     /// Listens on `port` of CID 2, or with [`Port::ANY`] on one that is free, which
-    /// [`Listener::local_addr`] tells. At most `backlog` connections wait to be accepted; further
-    /// ones are refused.
+    /// [`Listener::local_addr`] tells. As on Linux at most `backlog + 1` connections wait to be
+    /// accepted; further ones are refused.
     ///
     /// # Errors
     /// With a [`ListenError`](super::ListenError) inside: `AddrInUse` when somebody listens there

@@ -293,8 +293,8 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Listens, on a port that is free if the socket has none. At most `backlog` connections wait
-    /// to be accepted; further ones are refused.
+    /// Listens, on a port that is free if the socket has none. As on Linux at most
+    /// `backlog + 1` connections wait to be accepted; further ones are refused.
     ///
     /// # Errors
     /// As [`Endpoint::listen`].

@@ -120,7 +120,8 @@ impl<S: BuildHasher> Shard<S> {
 
     /// Listens: REQUESTs to `port` of our own CID become
     /// [`Event::Incoming`](crate::vsock::Event::Incoming), in every shard
-    /// that shares the port table. At most `backlog` of them wait undecided.
+    /// that shares the port table. At most `backlog` of them wait undecided, and
+    /// one more, as on Linux.
     ///
     /// # Errors
     /// See [`ListenError`].

@@ -160,7 +160,6 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
         (Fault::Memory, 38, words(&[0, 0, MEMORY, USER, 0]), vec![]),
         // Order, and what was not offered.
         (Fault::Order, 12, words(&[0]), vec![event]),
-        (Fault::Order, 18, state(0, 1), vec![]),
         (Fault::Unsupported, 12, words(&[0x100]), vec![]),
         (Fault::Unsupported, 2, words(&[1 << 34]), vec![]),
         (Fault::Unsupported, 16, words(&[PROTOCOL | 1 << 12]), vec![]),

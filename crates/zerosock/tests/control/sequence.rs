@@ -253,6 +253,41 @@ fn without_protocol_features_a_started_queue_is_enabled_and_nothing_is_acknowled
     assert!(!config.event_idx && !config.indirect);
 }
 
+/// As QEMU does: SET_VRING_ENABLE before SET_FEATURES.
+#[test]
+fn a_queue_may_be_enabled_before_the_features_are_set() {
+    for enabled in [1, 0] {
+        let (lab, worker) = Lab::one();
+        let commands = worker.answer_all();
+        let raw = lab.raw(0);
+        raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+        raw.send(18, NEED_REPLY, &state(0, enabled), &[]);
+        assert_eq!(raw.reply_u64(18), 0);
+        for (request, payload, fds) in start_sequence() {
+            if request != 18 {
+                let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+                raw.send(request, 0, &payload, &fds);
+            }
+        }
+        raw.ping();
+        let DeviceCommand::StartQueue { enabled: got, .. } = wait_for(&commands, "StartQueue")
+        else {
+            panic!()
+        };
+        assert_eq!(got, enabled == 1);
+    }
+    // Who has set features without that of the protocol cannot enable a queue.
+    let (lab, worker) = Lab::one();
+    let _commands = worker.answer_all();
+    let raw = lab.raw(0);
+    raw.send(16, 0, &words(&[PROTOCOL]), &[]);
+    raw.send(2, NEED_REPLY, &words(&[1 << 32]), &[]);
+    assert_eq!(raw.reply_u64(2), 0);
+    raw.send(18, NEED_REPLY, &state(0, 1), &[]);
+    assert_eq!(raw.reply_u64(18), 1);
+    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Order), 1);
+}
+
 #[test]
 fn a_running_queue_gets_new_call_and_error_descriptors() {
     let (lab, worker) = Lab::one();

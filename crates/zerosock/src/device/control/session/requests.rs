@@ -511,7 +511,9 @@ fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<A
         1 => true,
         other => return Err((Fault::Payload, format!("neither 0 nor 1, but {other}"))),
     };
-    if session.features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
+    // QEMU may send this before SET_FEATURES: the state counts when the queue is started.
+    let negotiated = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+    if session.features != 0 && session.features & negotiated == 0 {
         return Err((
             Fault::Order,
             "needs VHOST_USER_F_PROTOCOL_FEATURES in SET_FEATURES".into(),

@@ -291,8 +291,8 @@ fn shutdown_read_tells_the_sender() {
         near.shutdown(Shutdown::Read).unwrap();
         let give_up = deadline();
         let error = loop {
-            match far.write(&[0; 1000]) {
-                Ok(_) => assert!(Instant::now() < give_up, "no broken pipe"),
+            match far.write_all(&[0; 1000]) {
+                Ok(()) => assert!(Instant::now() < give_up, "no broken pipe"),
                 Err(error) => break error,
             }
         };

@@ -480,6 +480,7 @@ impl World {
         for side in &self.sides {
             let shard = &side.shard;
             assert_eq!((shard.connections(), shard.occupied()), (0, 0));
+            assert_eq!(shard.held_ports(), 0);
             assert!(!shard.has_transmit() && shard.poll_timeout().is_none());
             assert!(side.ports.is_empty() && side.by_id.is_empty());
             let stats = shard.stats();

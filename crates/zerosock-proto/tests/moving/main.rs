@@ -480,6 +480,14 @@ impl World {
             .iter()
             .filter(|end| end.at.is_some());
         assert_eq!(live, ends.count());
+        // Each connection has a port of its own at the driver, which counts where the connection is.
+        let held = |side: usize| -> usize {
+            let shards = self.sides[side].shards.iter();
+            shards.map(Shard::held_ports).sum()
+        };
+        let ports = self.sides[DRIVER].shards[0].ports().len();
+        assert_eq!((held(DRIVER), held(DEVICE)), (ports, 0));
+        assert_eq!(ports, live);
     }
 }
 

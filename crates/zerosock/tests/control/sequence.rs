@@ -276,7 +276,7 @@ fn a_queue_may_be_enabled_before_the_features_are_set() {
         };
         assert_eq!(got, enabled == 1);
     }
-    // Who has set features without that of the protocol cannot enable a queue.
+    // A front-end that has set features without VHOST_USER_F_PROTOCOL_FEATURES cannot enable a queue.
     let (lab, worker) = Lab::one();
     let _commands = worker.answer_all();
     let raw = lab.raw(0);

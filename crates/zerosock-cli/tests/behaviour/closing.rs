@@ -6,7 +6,7 @@ use std::time::Duration;
 use zerosock_cli::vm::calls::Setting;
 use zerosock_cli::vm::protocol::How;
 
-use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, Skip, Verdict};
+use super::side::{BEFORE_CLOSING_TIMES_OUT, End, Expect, Pair, STEP, Skip, Verdict};
 
 /// The peer of who closes: a send fails with EPIPE, the byte that was sent before can be read, and
 /// then the stream is at its end.
@@ -45,7 +45,12 @@ pub(crate) fn shut_sending(pair: &Pair) -> Verdict {
 
 pub(crate) fn shut_receiving(pair: &Pair) -> Verdict {
     let (client, served) = pair.connected();
+    served.send(2, 100).ok();
+    assert!(client.poll(STEP), "nothing has come");
     client.shut(How::Receive).ok();
+    // At once, and although there are bytes.
+    assert!(client.poll(STEP), "the end is readable");
+    client.receive(1).is(&[]);
     assert_eq!(served.send_until_error(), "EPIPE");
     client.receive(1).is(&[]);
     // The other way is open.

@@ -4,6 +4,7 @@
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
+use crate::relay::HostSocket;
 use crate::switch::{Message, Peer};
 use crate::vsock::sockets::Ends;
 use zerosock_proto::Address;
@@ -125,6 +126,8 @@ fn an_empty_message_copies_nothing_that_is_held_behind_it() {
     let kind = SocketType::SEQPACKET;
     let (socket, program) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
     let key = joined.lab.device.key_of(joined.flow).unwrap();
+    let permit = joined.lab.device.account.take_descriptors(1).unwrap();
+    let socket = HostSocket::accepted(socket, permit);
     let join = joined.lab.device.joins.get_mut(key as usize).unwrap();
     join.end = End::Socket { socket, ok: None };
     (join.open, join.writable) = (true, true);

@@ -1,27 +1,29 @@
-//! Unix sockets with a path: claiming one without taking it from anybody, and giving it back.
+//! Unix sockets with a path: checks of the path, and messages that name the option at fault.
 //!
-//! What must hold: a path on which a live process listens is never touched; nothing that is not a
-//! socket is ever removed; at the end only what was made here is removed, and only if it still is
-//! the one that was made.
+//! The work is done by [`zerosock_sys::socket_file`]: a path on which a live process listens is
+//! never touched, nothing that is not a socket is removed, and no symbolic link is followed.
 
-use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::path::Path;
+use std::time::Duration;
 
-use rustix::fs::{FlockOperation, Gid, Mode, OFlags};
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::fs::{Gid, Mode};
+use rustix::net::SocketType;
+use zerosock_sys::socket_file::{self, Options};
+
+pub(crate) use zerosock_sys::socket_file::SocketFile;
 
 /// Bytes of a path that a socket address holds: sun_path has 108, one is for the closing NUL.
 pub(crate) const MAX_PATH: usize = 107;
 
 /// Connections that may wait to be accepted; the kernel lowers it to net.core.somaxconn.
 const BACKLOG: i32 = 4096;
+
+/// How long to wait for another process that makes a socket in the same directory.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
 
 /// Why a path can be no socket's.
 #[derive(Debug, Eq, PartialEq, thiserror::Error)]
@@ -80,45 +82,8 @@ pub(crate) enum BindError {
     Mode { path: String, source: io::Error },
 }
 
-/// A socket file made here. Dropping it removes the file, unless another has taken its place.
-#[derive(Debug)]
-pub(crate) struct SocketFile {
-    path: PathBuf,
-    identity: Identity,
-}
-
-/// Tells a file from the next one at its path. Inode numbers are reused at once; the time of
-/// birth tells then, on file systems that keep it.
-#[derive(Debug, Eq, PartialEq)]
-struct Identity {
-    device: u64,
-    inode: u64,
-    born: Option<SystemTime>,
-}
-
-impl Identity {
-    fn of(path: &Path) -> io::Result<Identity> {
-        let found = fs::symlink_metadata(path)?;
-        Ok(Identity {
-            device: found.dev(),
-            inode: found.ino(),
-            born: found.created().ok(),
-        })
-    }
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        if Identity::of(&self.path).is_ok_and(|now| now == self.identity) {
-            // Nothing more to be done when it fails: the next start replaces a stale socket.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Listens on a path: refuses one in use, replaces a stale one.
-///
-/// Nobody can connect before the permissions stand: the socket listens only then.
+/// Listens on a path: refuses one in use, replaces a stale one. The socket appears at the path with
+/// its permissions set and ready to be connected to.
 pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketFile), BindError> {
     let (socket, file) = bind_type(path, access, SocketType::STREAM)?;
     Ok((UnixListener::from(socket), file))
@@ -140,117 +105,34 @@ pub(crate) fn bind_type(
 ) -> Result<(OwnedFd, SocketFile), BindError> {
     let name = || path.display().to_string();
     check_path(path).map_err(|reason| BindError::Path(name(), reason))?;
-    let failed = |source: io::Error| BindError::Bind {
-        path: name(),
-        source,
+    let options = Options {
+        kind,
+        mode: access.mode,
+        gid: access.gid,
+        backlog: BACKLOG,
+        lock_wait: LOCK_WAIT,
     };
-
-    // Held from the probe to the bind: two processes that find the same stale socket would
-    // otherwise both replace it, and the second would remove the first one's.
-    let _turn = lock_directory_of(path);
-    remove_stale(path)?;
-
-    let socket: OwnedFd =
-        rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)
-            .map_err(|errno| failed(errno.into()))?;
-    let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
-    rustix::net::bind(&socket, &address).map_err(|errno| failed(errno.into()))?;
-    let identity = Identity::of(path).map_err(failed)?;
-    let file = SocketFile {
-        path: path.to_path_buf(),
-        identity,
-    };
-    if let Some(gid) = access.gid {
-        rustix::fs::chown(path, None, Some(gid)).map_err(|errno| BindError::Group {
-            path: name(),
-            gid: gid.as_raw(),
-            source: errno.into(),
-        })?;
-    }
-    if let Some(mode) = access.mode {
-        rustix::fs::chmod(path, mode).map_err(|errno| BindError::Mode {
-            path: name(),
-            source: errno.into(),
-        })?;
-    }
-    rustix::net::listen(&socket, BACKLOG).map_err(|errno| failed(errno.into()))?;
-    Ok((socket, file))
-}
-
-fn remove_stale(path: &Path) -> Result<(), BindError> {
-    let name = || path.display().to_string();
-    match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(source) => {
-            return Err(BindError::Bind {
-                path: name(),
+    socket_file::bind(path, options).map_err(|error| {
+        let path = name();
+        match error {
+            socket_file::BindError::InUse => BindError::InUse(path),
+            socket_file::BindError::NotASocket => BindError::NotASocket(path),
+            socket_file::BindError::Unprobed(source) => BindError::Unprobed { path, source },
+            socket_file::BindError::Mode(source) => BindError::Mode { path, source },
+            socket_file::BindError::Make(source) => BindError::Bind { path, source },
+            socket_file::BindError::Group(source) => BindError::Group {
+                path,
+                gid: access.gid.map_or(0, Gid::as_raw),
                 source,
-            });
+            },
         }
-        Ok(found) if !found.file_type().is_socket() => return Err(BindError::NotASocket(name())),
-        Ok(_) => {}
-    }
-    let alive = is_alive(path).map_err(|source| BindError::Unprobed {
-        path: name(),
-        source,
-    })?;
-    if alive {
-        return Err(BindError::InUse(name()));
-    }
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(BindError::Bind {
-            path: name(),
-            source: error,
-        }),
-        _ => Ok(()),
-    }
-}
-
-/// Whether some process still holds the socket at a path.
-///
-/// The probe connects with a socket of another type, which the kernel refuses with EPROTOTYPE if
-/// the path's socket is held, and with ECONNREFUSED if its process is gone. So whoever listens
-/// there never sees a connection: a vhost-user device takes only one at a time.
-fn is_alive(path: &Path) -> io::Result<bool> {
-    let probe = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::DGRAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
-    match rustix::net::connect(&probe, &SocketAddrUnix::new(path)?) {
-        Ok(()) | Err(Errno::PROTOTYPE) => Ok(true),
-        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(false),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
-/// One process's turn at the sockets of a directory, until dropped.
-///
-/// Anybody who can read the directory can hold this lock, so it is waited for only a short time,
-/// and then done without: the lock guards against an accident, not against an enemy.
-fn lock_directory_of(path: &Path) -> Option<OwnedFd> {
-    let directory = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let directory = rustix::fs::open(directory, flags, Mode::empty()).ok()?;
-    let deadline = Instant::now() + Duration::from_secs(1);
-    loop {
-        match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Some(directory),
-            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(_) => return None,
-        }
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::fs;
+    use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
     use std::os::unix::net::UnixStream;
 
     use super::*;

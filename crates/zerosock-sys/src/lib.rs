@@ -22,6 +22,7 @@ mod peer_fd;
 pub mod reaper;
 pub mod sigbus;
 mod slices;
+pub mod socket_file;
 pub mod vsock;
 pub mod vsock_calls;
 pub mod zc;

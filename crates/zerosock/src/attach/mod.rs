@@ -30,7 +30,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 use zerosock_proto::{Cid, Port};
 
 use crate::device::HostEnd;
-use crate::vsock::socket_file::{SocketFile, SocketKind};
+use crate::vsock::socket_file::{self, SocketFile, SocketKind};
 
 pub use client::{AttachError, Attached, Client, Fault, Serving};
 pub use codec::{AttachRequest, Name, NameError, ServiceRequest, Status, Version};
@@ -90,7 +90,7 @@ impl AttachHost {
         let none = || io::Error::new(io::ErrorKind::InvalidInput, "no {cid} in the path");
         let path = text.ok_or_else(none)?;
         let path = PathBuf::from(path.replace(CID_IN_PATH, &cid.to_string()));
-        let (listener, file) = SocketFile::bind(&path, SocketKind::Stream, mode, group)?;
+        let (listener, file) = socket_file::bind(&path, SocketKind::Stream, mode, group)?;
         rustix::io::ioctl_fionbio(&listener, true)?;
         let listener = Some(listener);
         let messages = None;

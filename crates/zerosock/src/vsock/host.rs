@@ -20,7 +20,7 @@ use super::engine::EndpointStats;
 use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
-use super::socket_file::{SocketFile, SocketKind};
+use super::socket_file::{self, SocketFile, SocketKind};
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::access::AccessList;
@@ -431,7 +431,7 @@ impl HostBuilder {
         let mut config = self.config;
         let mut files = Vec::new();
         let mut bind =
-            |path: PathBuf, kind, mode| match SocketFile::bind(&path, kind, Some(mode), None) {
+            |path: PathBuf, kind, mode| match socket_file::bind(&path, kind, Some(mode), None) {
                 Ok((listener, file)) => {
                     files.push(file);
                     Ok(listener)

@@ -1,0 +1,27 @@
+//! The umask and sockets that are made. Alone in its process, because the umask is the process's.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use rustix::fs::Mode;
+use rustix::net::SocketType;
+use zerosock_sys::socket_file::{Options, bind};
+
+#[test]
+fn the_umask_applies_only_without_a_mode() {
+    let directory = tempfile::tempdir().unwrap();
+    rustix::process::umask(Mode::from_raw_mode(0o077));
+    for (mode, wanted) in [(Some(0o666), 0o666), (Some(0o660), 0o660), (None, 0o700)] {
+        let path = directory.path().join("s");
+        let options = Options {
+            kind: SocketType::SEQPACKET,
+            mode: mode.map(Mode::from_raw_mode),
+            gid: None,
+            backlog: 1,
+            lock_wait: Duration::ZERO,
+        };
+        let (_socket, _file) = bind(&path, options).unwrap();
+        let made = std::fs::symlink_metadata(&path).unwrap();
+        assert_eq!(made.permissions().mode() & 0o7777, wanted, "{mode:?}");
+    }
+}

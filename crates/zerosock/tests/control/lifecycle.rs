@@ -153,3 +153,20 @@ fn shutdown_disconnects_everybody_and_joins() {
     // The third had nobody, and its worker is let go of like the others'.
     assert!(commands[2].recv_timeout(DEADLINE).is_err());
 }
+
+#[test]
+fn a_silent_front_end_gives_way_after_ten_seconds_and_neighbours_are_served_meanwhile() {
+    let (lab, mut workers) = Lab::new(2);
+    let _neighbour = workers.remove(1).answer_all();
+    let _commands = workers.remove(0).answer_all();
+    let silent = lab.raw(0);
+    let waiting = lab.raw(0);
+    waiting.0.set_read_timeout(Some(4 * DEADLINE)).unwrap();
+    lab.raw(1).ping();
+    // Returns when the silent one has been sent away.
+    waiting.ping();
+    silent.expect_end();
+    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Silent), 1);
+    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Busy), 0);
+    lab.raw(1).ping();
+}

@@ -94,6 +94,8 @@ pub(crate) struct House {
     visitors: Arc<Counters>,
     /// VMs that were closed and have not been looked at since.
     pub(super) closed: Vec<usize>,
+    /// When a VM has something to do of itself; may be too early.
+    pub(super) deadline: Option<Instant>,
     limits: [Arc<LogLimit>; 2],
 }
 
@@ -107,6 +109,7 @@ impl House {
             notices: 0,
             visitors,
             closed: Vec::new(),
+            deadline: None,
             limits: Default::default(),
         }
     }
@@ -200,6 +203,9 @@ impl House {
         let Some(vm) = self.vms.get_mut(&index) else {
             return;
         };
+        if let Some(at) = vm.deadline() {
+            self.deadline = Some(self.deadline.map_or(at, |other| other.min(at)));
+        }
         let Some(connection) = vm.connection() else {
             return;
         };

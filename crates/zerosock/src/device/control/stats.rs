@@ -44,13 +44,15 @@ pub enum Fault {
     Worker,
     /// A second front-end came while the first is connected. It is turned away.
     Busy,
+    /// No message for ten seconds while another front-end waited. Closes the connection.
+    Silent,
     /// Memory that can shrink, from a front-end that has to seal it. Refused.
     Unsealed,
 }
 
 impl Fault {
     /// All kinds, in the order of their discriminants.
-    pub const ALL: [Fault; 12] = [
+    pub const ALL: [Fault; 13] = [
         Fault::Header,
         Fault::PayloadTooLong,
         Fault::TooManyDescriptors,
@@ -62,6 +64,7 @@ impl Fault {
         Fault::Memory,
         Fault::Worker,
         Fault::Busy,
+        Fault::Silent,
         Fault::Unsealed,
     ];
 
@@ -79,6 +82,7 @@ impl Fault {
             Fault::Memory => "memory",
             Fault::Worker => "worker",
             Fault::Busy => "busy",
+            Fault::Silent => "silent",
             Fault::Unsealed => "unsealed",
         }
     }

@@ -174,6 +174,9 @@ impl Reactor {
             {
                 lodger.time_passed(now, &mut self.house);
             }
+            if self.house.deadline.is_some_and(|at| now >= at) {
+                self.time_passed(now);
+            }
             match self.wait(&mut events, now) {
                 Ok(()) => {}
                 Err(error) => {
@@ -190,7 +193,8 @@ impl Reactor {
 
     fn wait(&self, events: &mut Vec<Event>, now: Instant) -> io::Result<()> {
         let lodger = self.lodger.as_ref().and_then(|lodger| lodger.deadline());
-        let deadline = [self.rest, self.ending, lodger].into_iter().flatten().min();
+        let deadlines = [self.rest, self.ending, lodger, self.house.deadline];
+        let deadline = deadlines.into_iter().flatten().min();
         let timeout = deadline.map(|deadline| {
             // Rounded up, so that it has passed when the wait is over.
             let left = deadline.saturating_duration_since(now) + Duration::from_millis(1);
@@ -202,6 +206,19 @@ impl Reactor {
         match epoll::wait(&self.house.epoll, spare_capacity(events), timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Gives every VM whose time has come its turn; the house notes when the next one has it.
+    fn time_passed(&mut self, now: Instant) {
+        self.house.deadline = None;
+        let with_deadline = |(&index, vm): (&usize, &Vm)| vm.deadline().map(|_| index);
+        let vms: Vec<usize> = self.house.vms.iter().filter_map(with_deadline).collect();
+        for index in vms {
+            if let Some(vm) = self.house.vms.get_mut(&index) {
+                vm.time_passed(now);
+            }
+            self.settle(index);
         }
     }
 

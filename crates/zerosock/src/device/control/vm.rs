@@ -36,6 +36,8 @@ use super::{DeviceCommand, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 const BUDGET: usize = 16;
 /// Connections that are accepted, mostly to be turned away, before others get their turn.
 const ACCEPT_BUDGET: usize = 8;
+/// How long a front-end that has sent no message keeps another one waiting.
+const SILENCE: Duration = Duration::from_secs(10);
 
 /// See the module.
 pub(super) struct Vm {
@@ -54,7 +56,8 @@ pub(super) struct Vm {
     mail: MailSender,
     counters: Arc<Counters>,
     front: Front,
-    /// A front-end that came before the last one's end was known, or over with.
+    /// A front-end that came before the last one's end was known, or over with, or that waits for
+    /// the first message of a silent one.
     next: Option<PeerFd>,
     /// Number of the last command.
     sequence: u64,
@@ -87,6 +90,10 @@ pub(super) struct Connection {
     written: usize,
     /// The command whose answer is awaited. Until then nothing is read.
     waiting: Option<u64>,
+    /// It has sent a message.
+    has_spoken: bool,
+    /// Since when it is read; `None` while the worker has not let it in.
+    read_since: Option<Instant>,
 }
 
 impl Connection {
@@ -218,23 +225,64 @@ impl Vm {
         Ok(())
     }
 
-    /// Lets a front-end in, makes it wait for the end of a dead one, or turns it away.
+    /// Lets a front-end in, makes it wait for the end of a dead one or for a silent one to speak,
+    /// or turns it away.
     fn admit(&mut self, socket: PeerFd) {
         if let Front::Live(connection) = &self.front
             && has_hung_up(&connection.socket)
         {
             self.disconnect("the front-end has gone and another one came");
         }
+        let room = self.next.as_ref().is_none_or(has_hung_up);
         match &self.front {
             Front::Idle => self.connect(socket),
-            Front::Draining(_) if self.next.is_none() => self.next = Some(socket),
-            Front::Live(_) | Front::Draining(_) => {
-                self.counters.fault(Fault::Busy);
-                let peer = peer(&socket);
-                self.warn(&format!(
-                    "a second front-end ({peer}) is turned away while one is connected"
-                ));
+            Front::Draining(_) if room => self.next = Some(socket),
+            Front::Live(connection) if room && !connection.has_spoken => {
+                self.next = Some(socket);
             }
+            Front::Live(_) | Front::Draining(_) => self.turn_away(socket),
+        }
+    }
+
+    fn turn_away(&mut self, socket: UnixStream) {
+        self.counters.fault(Fault::Busy);
+        let peer = peer(&socket);
+        self.warn(&format!(
+            "a second front-end ({peer}) is turned away while one is connected"
+        ));
+    }
+
+    /// When [`Vm::time_passed`] has something to do: another front-end waits for the end of a
+    /// silent one.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match (&self.front, &self.next) {
+            (Front::Live(connection), Some(_)) if !connection.has_spoken => {
+                Some(connection.read_since? + SILENCE)
+            }
+            _ => None,
+        }
+    }
+
+    /// Ends the connection of a front-end that has been silent for too long while another waits.
+    pub(super) fn time_passed(&mut self, now: Instant) {
+        let is_due = |vm: &Vm| vm.deadline().is_some_and(|at| now >= at);
+        if is_due(self) {
+            // It may have spoken since it was read last.
+            self.serve();
+        }
+        if is_due(self) {
+            self.counters.fault(Fault::Silent);
+            self.disconnect("the front-end has sent no message, and another one waits");
+        }
+    }
+
+    /// The front-end that is connected has sent its first message.
+    fn note_message(&mut self) {
+        if let Front::Live(connection) = &mut self.front
+            && !std::mem::replace(&mut connection.has_spoken, true)
+            && let Some(socket) = self.next.take()
+        {
+            self.turn_away(socket);
         }
     }
 
@@ -266,6 +314,8 @@ impl Vm {
             output: Vec::new(),
             written: 0,
             waiting: Some(waiting),
+            has_spoken: false,
+            read_since: None,
         }));
     }
 
@@ -323,6 +373,8 @@ impl Vm {
                     self.counters.fault(Fault::Worker);
                     self.warn(&format!("the worker takes no front-end: {reason}"));
                     self.disconnect("the worker takes no front-end");
+                } else {
+                    connection.read_since = Some(Instant::now());
                 }
             }
             Front::Draining(last) if *last == sequence => {
@@ -371,6 +423,7 @@ impl Vm {
                     self.counters.message();
                     tracing::trace!(vm = %self.name, request = message.name(), "message");
                     let turn = connection.session.handle_message(message);
+                    self.note_message();
                     self.apply(turn);
                 }
                 Err(DecodeError::End) => return self.disconnect("the front-end closed it"),
@@ -493,7 +546,143 @@ impl LogLimit {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+
+    use super::super::mailbox::{Mail, Mailbox};
     use super::*;
+
+    struct Port;
+
+    impl DevicePort for Port {
+        fn submit(&mut self, _: DeviceCommand, reply: Reply) {
+            reply.done();
+        }
+    }
+
+    /// A VM whose worker answers at once, and its listener's path.
+    struct Lab {
+        vm: Vm,
+        mailbox: Mailbox,
+        counters: Arc<Counters>,
+        dir: tempfile::TempDir,
+    }
+
+    impl Lab {
+        fn new() -> Lab {
+            let dir = tempfile::tempdir().unwrap();
+            let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+            let (mailbox, mail) = Mailbox::new().unwrap();
+            let counters: Arc<Counters> = Arc::default();
+            let spec = VmSpec {
+                name: "vm0".into(),
+                cid: Cid::new(3),
+                socket: FrontendSocket::Listener(listener),
+                max_queue_size: 128,
+                queue_pairs: QueuePairs::ONE,
+                sealed_memory: false,
+                port: Box::new(Port),
+            };
+            let vm = Vm::new(spec, 0, mail, counters.clone(), Default::default()).unwrap();
+            Lab {
+                vm,
+                mailbox,
+                counters,
+                dir,
+            }
+        }
+
+        /// A front-end that connects, and what the control thread does about it.
+        fn connect(&mut self) -> UnixStream {
+            let socket = UnixStream::connect(self.dir.path().join("s")).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            self.vm.accept().unwrap();
+            self.take_mail();
+            socket
+        }
+
+        fn take_mail(&mut self) {
+            while let Some(mail) = self.mailbox.next() {
+                if let Mail::Reply {
+                    sequence, reply, ..
+                } = mail
+                {
+                    self.vm.handle_reply(sequence, reply);
+                }
+            }
+        }
+
+        fn pass(&mut self, time: Duration) {
+            self.vm.time_passed(Instant::now() + time);
+            self.take_mail();
+        }
+
+        fn faults(&self, fault: Fault) -> u64 {
+            self.counters.snapshot().faults(fault)
+        }
+    }
+
+    fn is_open(mut socket: &UnixStream) -> bool {
+        matches!(socket.read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+    }
+
+    /// GET_FEATURES.
+    const MESSAGE: [u8; 12] = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+
+    #[test]
+    fn a_silent_front_end_gives_way_to_one_that_waits() {
+        let mut lab = Lab::new();
+        let silent = lab.connect();
+        lab.pass(10 * SILENCE);
+        assert!(is_open(&silent), "nothing waits for its end");
+        let waiting = lab.connect();
+        let third = lab.connect();
+        assert!(is_open(&silent) && is_open(&waiting) && !is_open(&third));
+        lab.pass(SILENCE / 2);
+        assert!(is_open(&silent), "not before its time");
+        // Half a message is none.
+        (&silent).write_all(&MESSAGE[..6]).unwrap();
+        lab.pass(SILENCE);
+        assert!(!is_open(&silent) && is_open(&waiting));
+        assert_eq!((lab.faults(Fault::Silent), lab.faults(Fault::Busy)), (1, 1));
+        (&waiting).write_all(&MESSAGE).unwrap();
+        lab.vm.handle_ready(false);
+        let mut reply = [0; 20];
+        assert_eq!(
+            (&waiting).read(&mut reply).unwrap(),
+            20,
+            "the next is served"
+        );
+        assert_eq!(lab.vm.deadline(), None);
+    }
+
+    #[test]
+    fn a_front_end_that_speaks_in_time_stays_and_the_other_is_turned_away() {
+        let mut lab = Lab::new();
+        let first = lab.connect();
+        let second = lab.connect();
+        assert!(lab.vm.deadline().is_some() && is_open(&second));
+        // Not read before the time is up.
+        (&first).write_all(&MESSAGE).unwrap();
+        lab.pass(SILENCE);
+        assert_eq!((&first).read(&mut [0; 20]).unwrap(), 20);
+        assert!(is_open(&first) && !is_open(&second));
+        assert_eq!((lab.faults(Fault::Silent), lab.faults(Fault::Busy)), (0, 1));
+        let third = lab.connect();
+        assert!(!is_open(&third) && is_open(&first));
+        lab.pass(10 * SILENCE);
+        assert!(is_open(&first));
+    }
+
+    #[test]
+    fn one_that_waited_and_has_gone_makes_room_for_the_next() {
+        let mut lab = Lab::new();
+        let silent = lab.connect();
+        drop(lab.connect());
+        let waiting = lab.connect();
+        lab.pass(SILENCE);
+        assert!(!is_open(&silent) && is_open(&waiting));
+        assert_eq!(lab.faults(Fault::Busy), 0);
+    }
 
     #[test]
     fn log_lines_are_limited_and_the_rest_counted() {

@@ -75,6 +75,9 @@ pub struct DaemonConfig {
     pub ok: OkConvention,
     /// How long a connect may take, and a CONNECT line.
     pub connect_timeout: Duration,
+    /// How long a host program may take none of the bytes that a connection which has ended left
+    /// for it. Then its socket is closed, and the bytes are lost.
+    pub linger: Duration,
     /// Most queue pairs that a driver may use which knows of them (docs/queue-pairs.md), each on the
     /// next worker: 1 to 16.
     pub queue_pairs: u16,
@@ -98,6 +101,7 @@ impl Default for DaemonConfig {
             spin: Duration::ZERO,
             ok: OkConvention::default(),
             connect_timeout: Duration::from_secs(2),
+            linger: LINGER,
             queue_pairs: 1,
             attach: None,
             access: AccessList::default(),
@@ -106,6 +110,7 @@ impl Default for DaemonConfig {
 }
 
 const HOLD: Duration = Duration::from_millis(20);
+const LINGER: Duration = Duration::from_secs(60);
 /// Host programs of one VM that may be connected without having said CONNECT.
 const MAX_HANDSHAKES: usize = 1024;
 /// Ended connections of one VM whose last bytes the host is still taking.
@@ -162,6 +167,7 @@ impl Daemon {
             old_memory: 0,
             handshakes: MAX_HANDSHAKES,
             lingering: MAX_LINGERING,
+            linger: config.linger,
             ok: config.ok,
         };
         let prepared = plane::prepare(Setup {

@@ -67,6 +67,10 @@ counters! {
     kicks,
     /// Calls for which a host program's handshake was closed: time-out or no CONNECT line.
     bad_handshakes,
+    /// Connects to host sockets that were tried again because the listener's backlog was full.
+    connect_retries,
+    /// Ended connections whose host program took none of the last bytes for too long.
+    linger_timeouts,
     /// Connections reset because too many bytes were waiting for their receiver.
     overflow_resets,
     /// Connections reset because a message was longer than its receiver can take.
@@ -104,6 +108,11 @@ impl Counter {
             self.0.load(Ordering::Relaxed).wrapping_add(n),
             Ordering::Relaxed,
         );
+    }
+
+    #[cfg(test)]
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
     }
 
     /// What was counted here as `before` is `now`.

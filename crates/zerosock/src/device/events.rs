@@ -200,7 +200,7 @@ impl Device {
         if join.outbound.is_empty()
             || !join.open
             || !matches!(join.end, End::Socket { .. })
-            || self.lingering >= cx.limits.lingering
+            || self.lingering.len() >= cx.limits.lingering
         {
             return false;
         }
@@ -208,12 +208,12 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return false;
         };
-        if let Some(flow) = join.flow.take() {
-            self.by_flow[flow.index()] = u32::MAX;
-            self.lingering += 1;
-        }
         join.read_closed = true;
         join.guest_finished = true;
+        if let Some(flow) = join.flow.take() {
+            self.by_flow[flow.index()] = u32::MAX;
+            self.start_lingering(key, cx);
+        }
         self.settle(key, cx);
         true
     }
@@ -249,7 +249,9 @@ impl Device {
         while let Some(timer) = self.timers.pop(cx.now) {
             match timer {
                 Timer::Handshake(key) => self.handshake_timed_out(key, cx),
-                Timer::Connect(key) => self.retry_connect(key, cx),
+                Timer::Connect(key) => self.connect_timed_out(key, cx),
+                Timer::Backlog(to) => self.retry_connects(to, cx),
+                Timer::Linger => self.linger_timed_out(cx),
                 Timer::Accept(key) => self.accept(key, cx),
                 Timer::Hold(key) => self.hold_timed_out(key, cx),
                 // The turn itself looks again.

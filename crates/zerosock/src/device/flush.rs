@@ -46,11 +46,17 @@ impl Device {
         if !join.open {
             return self.settle(key, cx);
         }
+        let lingers = join.flow.is_none().then(|| join.outbound.len());
         match join.end {
             End::Socket { .. } if join.messages.is_some() => self.flush_messages(key, cx),
             End::Socket { .. } => self.flush_socket(key, cx),
             End::Sibling(_) => self.flush_sibling(key, cx),
             _ => self.settle(key, cx),
+        }
+        if let (Some(before), Some(join)) = (lingers, self.joins.get(key as usize))
+            && join.outbound.len() < before
+        {
+            self.note_lingering_progress(key, cx);
         }
     }
 

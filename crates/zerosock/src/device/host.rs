@@ -1,5 +1,6 @@
 //! The host side of a device: listeners, CONNECT lines, and connects to host programs.
 
+use super::backlog::{HostPort, Tried};
 use super::join::End;
 use super::timers::Timer;
 use super::{Context, Device};
@@ -12,18 +13,13 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::path::PathBuf;
 use std::time::Duration;
-use zerosock_proto::vsock::{FlowId, How, QueuePairs};
+use zerosock_proto::vsock::{How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_sys::PeerFd;
 
-/// Longest pause between two tries of a connect whose listener's backlog is full; ten times that is
-/// the pause after an accept that failed for want of descriptors.
-const RETRY: Duration = Duration::from_millis(10);
-
-/// Microseconds of the first such pause of a connect; each is twice as long as the one before. A
-/// program that accepts has made room by then.
-const FIRST_RETRY: u32 = 250;
+/// The pause after an accept that failed for want of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Connections accepted in one go.
 const ACCEPT_BUDGET: usize = 64;
@@ -175,7 +171,7 @@ impl Device {
                 Err(e) => {
                     // Out of descriptors, most likely. The edge is used up: come back for it.
                     tracing::warn!(cid = %self.cid, error = %e, "cannot accept a host program");
-                    self.timers.set(cx.now + RETRY * 10, Timer::Accept(key));
+                    self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
                     return;
                 }
             }
@@ -351,36 +347,17 @@ impl Device {
         }
     }
 
-    /// The guest wants to reach `port` on the host.
-    pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
-        let deadline = cx.now + cx.limits.connect;
-        let pause = FIRST_RETRY;
-        let end = End::Retrying {
-            port,
-            deadline,
-            pause,
+    /// Tries to connect a join of the guest to the host socket that it is for.
+    pub(super) fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) -> Tried {
+        let Some(join) = self.joins.get(key as usize) else {
+            return Tried::Decided;
         };
-        let key = self.add_join(flow, end, cx);
-        self.try_connect(key, cx);
-    }
-
-    fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
-            return;
+        let End::Retrying { to, deadline } = join.end else {
+            return Tried::Decided;
         };
-        let End::Retrying {
-            port,
-            deadline,
-            pause,
-        } = &mut join.end
-        else {
-            return;
-        };
-        let (port, deadline) = (*port, *deadline);
-        let retry = Duration::from_micros((*pause).into()).min(RETRY);
-        *pause = pause.saturating_mul(2);
+        let HostPort { port, messages } = to;
         let attempt = match &self.host {
-            HostEnd::Hybrid { messages, .. } if join.messages.is_some() => match messages {
+            HostEnd::Hybrid { messages: way, .. } if messages => match way {
                 Some((path, _)) => {
                     hybrid::connect(path, port, SocketKind::SEQPACKET, &self.account)
                 }
@@ -389,7 +366,7 @@ impl Device {
             HostEnd::Hybrid { path, .. } => {
                 hybrid::connect(path, port, SocketKind::STREAM, &self.account)
             }
-            HostEnd::Forward { .. } if join.messages.is_some() => {
+            HostEnd::Forward { .. } if messages => {
                 Attempt::Refused(std::io::ErrorKind::Unsupported.into())
             }
             HostEnd::Forward { cid, .. } => forward::connect(*cid, port, &self.account),
@@ -401,29 +378,23 @@ impl Device {
                 self.watch(key, End::Connecting { socket, deadline }, cx);
                 self.timers.set(deadline, Timer::Connect(key));
             }
-            Attempt::Later if cx.now + retry < deadline => {
-                self.timers.set(cx.now + retry, Timer::Connect(key));
-            }
-            Attempt::Later => {
-                self.refuse(key, "its listener's backlog stays full", cx);
-            }
+            Attempt::Later => return Tried::Full,
             Attempt::Refused(error) => self.refuse(key, &error.to_string(), cx),
         }
+        Tried::Decided
     }
 
-    /// A connect is to be tried again, or has taken too long.
-    pub(super) fn retry_connect(&mut self, key: u32, cx: &mut Context<'_>) {
-        match self.joins.get(key as usize).map(|j| &j.end) {
-            Some(End::Retrying { .. }) => self.try_connect(key, cx),
-            Some(End::Connecting { deadline, .. }) if *deadline <= cx.now => {
-                self.refuse(key, "it did not answer in time", cx);
-            }
-            _ => {}
+    /// A connect has perhaps taken too long.
+    pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(End::Connecting { deadline, .. }) = self.joins.get(key as usize).map(|j| &j.end)
+            && *deadline <= cx.now
+        {
+            self.refuse(key, "it did not answer in time", cx);
         }
     }
 
     /// Nobody on the host takes the connection: the guest knows at once.
-    fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
+    pub(super) fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
         cx.counters.conns_refused.add(1);
         if let Some(flow) = self.joins.get(key as usize).and_then(|j| j.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);

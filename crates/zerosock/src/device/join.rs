@@ -5,6 +5,7 @@
 //! the order of bytes and ends in each direction, and that a join which is stuck is on exactly
 //! the list that its cure will look at (`ready`, a timer, an edge, a credit event).
 
+use super::backlog::HostPort;
 use super::lanes::Parked;
 use super::messages::Messages;
 use super::outbound::{Held, Outbound, Spare, Spares};
@@ -21,13 +22,8 @@ use zerosock_ring::Memory;
 /// What the guest is joined to.
 #[derive(Debug)]
 pub(crate) enum End {
-    /// A host socket that is not there yet: tried again until the deadline.
-    Retrying {
-        port: Port,
-        deadline: Instant,
-        /// Microseconds until the next try, if this one is in vain.
-        pause: u32,
-    },
+    /// A host socket whose backlog is full: tried again until the deadline.
+    Retrying { to: HostPort, deadline: Instant },
     /// A connect that the kernel has not decided.
     Connecting {
         socket: HostSocket,

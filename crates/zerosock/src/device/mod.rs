@@ -9,7 +9,7 @@
 //!   guest memory into the socket;
 //! - `to_guest`: packets to the guest; payload comes by `recvmsg` from the socket into the
 //!   buffers that the guest has posted;
-//! - `events`, `host`, `sibling`: connections that come, change and go;
+//! - `events`, `host`, `backlog`, `lingering`, `sibling`: connections that come, change and go;
 //! - `messages`, `message_sockets`: connections that carry messages;
 //! - `program`, `app`, `app_store`, `lending`, `message_loans`: the program that embeds the device,
 //!   and connections with it;
@@ -22,6 +22,7 @@
 
 pub(crate) mod app;
 pub(crate) mod app_store;
+mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
 mod command;
@@ -37,6 +38,7 @@ pub(crate) mod lanes;
 #[cfg(test)]
 mod lanes_tests;
 pub(crate) mod lending;
+mod lingering;
 mod member;
 mod message_loans;
 mod message_sockets;
@@ -50,6 +52,8 @@ pub(crate) mod program;
 mod ready_tests;
 mod ring;
 mod sibling;
+#[cfg(test)]
+mod time_limit_tests;
 mod timers;
 mod to_guest;
 
@@ -113,6 +117,8 @@ pub(crate) struct Limits {
     pub(crate) handshakes: usize,
     /// Host sockets that may still be taking bytes of connections that have ended.
     pub(crate) lingering: usize,
+    /// How long such a socket may take no byte.
+    pub(crate) linger: Duration,
     pub(crate) ok: OkConvention,
 }
 
@@ -178,7 +184,8 @@ pub(crate) struct Device {
     joins: Slab<Join>,
     /// From the index of a flow to the key of its join.
     by_flow: Vec<u32>,
-    lingering: usize,
+    lingering: lingering::Lingering,
+    backlogs: backlog::Backlogs,
     handshakes: Slab<Handshake>,
     /// Joins that have something for the guest, in turn.
     ready: VecDeque<u32>,
@@ -249,7 +256,8 @@ impl Device {
             give_up_at: None,
             joins: Slab::new(),
             by_flow: Vec::new(),
-            lingering: 0,
+            lingering: lingering::Lingering::default(),
+            backlogs: backlog::Backlogs::default(),
             handshakes: Slab::new(),
             ready: VecDeque::new(),
             outgoing: VecDeque::new(),
@@ -467,12 +475,13 @@ impl Device {
     /// someone else's business.
     fn remove_join(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Join> {
         let mut join = self.joins.try_remove(key as usize)?;
+        self.backlogs.forget(key, &join);
         if let Some(flow) = join.flow {
             if self.by_flow.get(flow.index()) == Some(&key) {
                 self.by_flow[flow.index()] = u32::MAX;
             }
         } else {
-            self.lingering -= 1;
+            self.stop_lingering(key);
         }
         if join.in_ready {
             self.forget_ready();

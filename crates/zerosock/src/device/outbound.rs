@@ -91,6 +91,15 @@ impl Spare for Bytes {
 }
 
 impl Outbound {
+    /// Bytes that were copied.
+    #[cfg(test)]
+    pub(crate) fn of_copies(overflow: Vec<u8>) -> Outbound {
+        Outbound(Some(Box::new(Bytes {
+            overflow,
+            ..Bytes::default()
+        })))
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -40,10 +40,15 @@ impl Lab {
                 old_memory: 0,
                 handshakes: 1,
                 lingering: 1,
+                linger: second,
                 ok: OkConvention::GuestPort,
             },
             device: Device::new(addr, cid, shard, HostEnd::None, None),
         }
+    }
+
+    pub(super) fn counters(&self) -> &Counters {
+        &self.counters
     }
 
     pub(super) fn lend(&mut self) -> (&mut Device, Context<'_>) {

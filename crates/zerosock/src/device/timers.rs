@@ -1,6 +1,7 @@
 //! The deadlines of one device, ordered. A timer that fires is a hint: whoever set it may be gone
 //! or have moved its deadline, so the receiver looks at the deadline of the thing itself.
 
+use super::backlog::HostPort;
 use std::collections::BTreeSet;
 use zerosock_proto::Instant;
 
@@ -9,8 +10,12 @@ use zerosock_proto::Instant;
 pub(crate) enum Timer {
     /// A host program has not said CONNECT in time.
     Handshake(u32),
-    /// Try to reach a host socket again.
+    /// A connect that the kernel has not decided takes too long.
     Connect(u32),
+    /// Try to reach a host socket again whose backlog was full.
+    Backlog(HostPort),
+    /// Close host sockets that do not take the last bytes of ended connections.
+    Linger,
     /// Copy out what a stalled connection holds.
     Hold(u32),
     /// Try again to accept on a listener that failed for want of descriptors.
@@ -26,6 +31,11 @@ pub(crate) struct Timers(BTreeSet<(Instant, Timer)>);
 impl Timers {
     pub(crate) fn set(&mut self, at: Instant, timer: Timer) {
         self.0.insert((at, timer));
+    }
+
+    /// Takes a timer back.
+    pub(crate) fn cancel(&mut self, at: Instant, timer: Timer) {
+        self.0.remove(&(at, timer));
     }
 
     pub(crate) fn next(&self) -> Option<Instant> {

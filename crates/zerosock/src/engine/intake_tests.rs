@@ -27,6 +27,7 @@ fn worker() -> (Sender<WorkerMessage>, Worker) {
         old_memory: 0,
         handshakes: 1,
         lingering: 1,
+        linger: second,
         ok: OkConvention::GuestPort,
     };
     let outbox = Outbox::new(0, vec![sender.clone()]);

@@ -55,6 +55,7 @@ impl Lab {
             old_memory: 0,
             handshakes: 1,
             lingering: 1,
+            linger: hour,
             ok: OkConvention::GuestPort,
         };
         let outbox = Outbox::new(0, vec![sender.clone()]);

@@ -411,6 +411,7 @@ mod tests {
             old_memory: 0,
             handshakes: 1,
             lingering: 1,
+            linger: second,
             ok: OkConvention::GuestPort,
         };
         let outbox = Outbox::new(0, vec![sender.clone()]);

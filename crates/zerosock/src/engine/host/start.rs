@@ -22,6 +22,8 @@ use zerosock_proto::vsock::QueuePairs;
 /// Host programs of one VM that may be connected without having said CONNECT, and ended
 /// connections of which a host program is still taking bytes.
 const MAX_PROGRAMS: usize = 1024;
+/// How long a host program may take none of the last bytes of an ended connection.
+const LINGER: Duration = Duration::from_secs(60);
 
 /// What a host is made of.
 #[derive(Debug)]
@@ -93,6 +95,7 @@ impl HostEngine {
             old_memory: config.old_memory,
             handshakes: MAX_PROGRAMS,
             lingering: MAX_PROGRAMS,
+            linger: LINGER,
             ok: config.ok,
         };
         let prepared = plane::prepare(Setup {

@@ -1,0 +1,150 @@
+//! Connects of the guest to host sockets whose listener's backlog is full.
+//!
+//! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event tells of room. So
+//! it is tried again after a pause that doubles, and for all connections to a port together: they
+//! wait in the order of their deadlines, and only the first of them is tried.
+//!
+//! # Invariants
+//! - A join is in the list of its port exactly while its end is [`End::Retrying`] and it is not
+//!   being tried.
+//! - A port with a list has a timer at `next`, or an earlier one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use zerosock_proto::vsock::FlowId;
+use zerosock_proto::{Instant, Port};
+
+use super::join::{End, Join};
+use super::timers::Timer;
+use super::{Context, Device};
+
+/// The first pause: a program that accepts has made room by then.
+const FIRST_PAUSE: Duration = Duration::from_micros(250);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+/// Connects that are tried in one go.
+const BUDGET: usize = 64;
+
+/// A host socket that guests connect to: its port, and whether it takes messages.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(crate) struct HostPort {
+    pub(crate) port: Port,
+    pub(crate) messages: bool,
+}
+
+/// The ports whose backlog was full when it was last tried.
+#[derive(Debug, Default)]
+pub(crate) struct Backlogs(BTreeMap<HostPort, Backlog>);
+
+#[derive(Debug)]
+struct Backlog {
+    /// Deadlines and keys of joins.
+    waiting: BTreeSet<(Instant, u32)>,
+    /// The last pause.
+    pause: Duration,
+    /// When the first is tried again.
+    next: Instant,
+}
+
+/// What became of an attempt to connect.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(super) enum Tried {
+    /// The backlog is full.
+    Full,
+    /// The connection has a socket, or was refused, or has gone.
+    Decided,
+}
+
+impl Backlogs {
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Makes a join wait behind others, if others wait.
+    fn wait_behind_others(&mut self, to: HostPort, deadline: Instant, key: u32) -> bool {
+        let backlog = self.0.get_mut(&to);
+        backlog.is_some_and(|backlog| backlog.waiting.insert((deadline, key)))
+    }
+
+    /// A join that is removed waits no more.
+    pub(super) fn forget(&mut self, key: u32, join: &Join) {
+        if let End::Retrying { to, deadline } = join.end
+            && let Some(backlog) = self.0.get_mut(&to)
+        {
+            backlog.waiting.remove(&(deadline, key));
+            if backlog.waiting.is_empty() {
+                self.0.remove(&to);
+            }
+        }
+    }
+}
+
+impl Device {
+    /// The guest wants to reach `port` on the host.
+    pub(super) fn guest_connects(&mut self, flow: FlowId, port: Port, cx: &mut Context<'_>) {
+        let deadline = cx.now + cx.limits.connect;
+        let mut to = HostPort {
+            port,
+            messages: false,
+        };
+        let key = self.add_join(flow, End::Retrying { to, deadline }, cx);
+        if let Some(join) = self.joins.get_mut(key as usize) {
+            to.messages = join.messages.is_some();
+            join.end = End::Retrying { to, deadline };
+        }
+        if !self.backlogs.wait_behind_others(to, deadline, key)
+            && self.try_connect(key, cx) == Tried::Full
+        {
+            let next = deadline.min(cx.now + FIRST_PAUSE);
+            let backlog = Backlog {
+                waiting: BTreeSet::from([(deadline, key)]),
+                pause: FIRST_PAUSE,
+                next,
+            };
+            self.backlogs.0.insert(to, backlog);
+            self.timers.set(next, Timer::Backlog(to));
+        }
+    }
+
+    /// Tries the connects to a port again, until its backlog is full.
+    pub(super) fn retry_connects(&mut self, to: HostPort, cx: &mut Context<'_>) {
+        let Some(backlog) = self.backlogs.0.get_mut(&to) else {
+            return;
+        };
+        if backlog.next > cx.now {
+            // The timer of a list that has ended, and another one has begun.
+            return;
+        }
+        let longer = (backlog.pause * 2).min(LONGEST_PAUSE);
+        // As much as is tried at once; there may be more in the next turn, which is later than now.
+        let mut pause = Duration::from_nanos(1);
+        for tried in 0..BUDGET {
+            let backlog = self.backlogs.0.get_mut(&to);
+            let Some((deadline, key)) = backlog.and_then(|it| it.waiting.pop_first()) else {
+                break;
+            };
+            if deadline <= cx.now {
+                self.refuse(key, "its listener's backlog stays full", cx);
+                continue;
+            }
+            cx.counters.connect_retries.add(1);
+            if self.try_connect(key, cx) == Tried::Full {
+                self.backlogs.wait_behind_others(to, deadline, key);
+                pause = if tried == 0 { longer } else { FIRST_PAUSE };
+                break;
+            }
+        }
+        let Some(backlog) = self.backlogs.0.get_mut(&to) else {
+            return;
+        };
+        let Some(&(deadline, _)) = backlog.waiting.first() else {
+            self.backlogs.0.remove(&to);
+            return;
+        };
+        backlog.pause = pause.max(FIRST_PAUSE);
+        backlog.next = (cx.now + pause).min(deadline);
+        self.timers.set(backlog.next, Timer::Backlog(to));
+    }
+}

@@ -1,0 +1,170 @@
+//! Limits in time, at a clock of the test's own.
+
+use std::io::Read;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType as SocketKind};
+
+use super::host::HostEnd;
+use super::outbound::Outbound;
+use super::ready_tests::Lab;
+use super::*;
+
+impl Lab {
+    /// Has the timers fire that are due `at` so long after the start.
+    fn fire_at(&mut self, at: Duration) {
+        let (device, mut cx) = self.lend();
+        cx.now = Instant::ZERO + at;
+        device.fire_timers(&mut cx);
+    }
+
+    /// An ended connection of which the host program at the other end is to take `bytes`.
+    fn lingering(&mut self, bytes: usize) -> (u32, UnixStream) {
+        let key = self.ready();
+        let (ours, program) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let (device, mut cx) = self.lend();
+        let join = device.joins.get_mut(key as usize).unwrap();
+        let (socket, ok) = (ours.into(), None);
+        join.end = End::Socket { socket, ok };
+        join.outbound = Outbound::of_copies(vec![7; bytes]);
+        join.writable = true;
+        let flow = join.flow.unwrap();
+        assert!(device.linger(key, &mut cx), "there is something left");
+        device.flush(key, &mut cx);
+        let _ = device.shard.reset(flow);
+        while device.shard.poll_event().is_some() {}
+        (key, program)
+    }
+
+    fn lingers(&self, key: u32) -> bool {
+        self.device.joins.contains(key as usize)
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.device.timers.len() == 0 && self.device.joins.is_empty()
+    }
+}
+
+/// As the labs have it for all limits.
+const LIMIT: Duration = Duration::from_secs(1);
+/// More than a socket takes, and no more than a device may copy.
+const MANY_BYTES: usize = 1 << 20;
+
+#[test]
+fn the_last_bytes_of_an_ended_connection_are_dropped_when_nothing_is_taken() {
+    let mut lab = Lab::new();
+    let (key, mut program) = lab.lingering(MANY_BYTES);
+    lab.fire_at(LIMIT - Duration::from_nanos(1));
+    assert!(lab.lingers(key));
+    lab.fire_at(LIMIT);
+    assert!(!lab.lingers(key) && lab.is_at_rest());
+    assert_eq!(lab.counters().linger_timeouts.get(), 1);
+    let mut got = Vec::new();
+    program.read_to_end(&mut got).unwrap();
+    assert!(!got.is_empty() && got.len() < MANY_BYTES);
+}
+
+#[test]
+fn a_program_that_takes_bytes_slowly_gets_all_of_them() {
+    let mut lab = Lab::new();
+    let (key, mut program) = lab.lingering(MANY_BYTES);
+    let mut got = 0;
+    let mut now = Duration::ZERO;
+    while lab.lingers(key) {
+        let mut part = vec![0; 64 << 10];
+        program.read_exact(&mut part).unwrap();
+        got += part.len();
+        now += LIMIT * 3 / 4;
+        lab.fire_at(now);
+        let (device, mut cx) = lab.lend();
+        cx.now = Instant::ZERO + now;
+        device.joins.get_mut(key as usize).unwrap().writable = true;
+        device.flush(key, &mut cx);
+    }
+    let mut rest = Vec::new();
+    program.read_to_end(&mut rest).unwrap();
+    assert_eq!(got + rest.len(), MANY_BYTES);
+    assert_eq!(lab.counters().linger_timeouts.get(), 0);
+    assert!(now > 4 * LIMIT && lab.is_at_rest());
+}
+
+/// A listener whose backlog is full, and what fills it.
+fn full_listener(path: &Path) -> (UnixListener, UnixStream) {
+    let kind = SocketKind::STREAM;
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    // Linux lets in one more than it is told.
+    rustix::net::listen(&socket, 0).unwrap();
+    (socket.into(), UnixStream::connect(path).unwrap())
+}
+
+/// A lab whose guest connects to a full listener.
+fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixListener, Vec<u32>) {
+    let dir = tempfile::tempdir().unwrap();
+    let base = dir.path().join("vm");
+    let (listener, first) = full_listener(&dir.path().join("vm_9"));
+    std::mem::forget(first);
+    let mut lab = Lab::new();
+    lab.device.host = HostEnd::Hybrid {
+        path: base,
+        listener: None,
+        messages: None,
+    };
+    let mut keys = Vec::new();
+    for _ in 0..connections {
+        let (device, mut cx) = lab.lend();
+        let peer = zerosock_proto::Address::new(Cid::new(3), Port::new(1));
+        let local = zerosock_proto::Address::new(Cid::HOST, Port::ANY);
+        let flow = device
+            .shard
+            .connect(cx.now, local, peer, SocketType::Stream);
+        let flow = flow.unwrap();
+        device.guest_connects(flow, Port::new(9), &mut cx);
+        keys.push(device.key_of(flow).unwrap());
+    }
+    (lab, dir, listener, keys)
+}
+
+#[test]
+fn connects_to_a_full_backlog_are_tried_one_at_a_time_and_ever_more_seldom() {
+    let (mut lab, _dir, _listener, keys) = before_full_listener(500);
+    let mut pauses = Vec::new();
+    let mut last = Instant::ZERO;
+    while lab.device.backlogs.len() > 0 {
+        let next = lab.device.timers.next().unwrap();
+        pauses.push(next.saturating_duration_since(last));
+        last = next;
+        lab.fire_at(next.saturating_duration_since(Instant::ZERO));
+    }
+    let doubled = pauses.windows(2).take(8).all(|pair| pair[1] == 2 * pair[0]);
+    assert!(doubled, "{pauses:?}");
+    // Until the limit, when all are refused, a turn's share at a time.
+    assert_eq!(lab.counters().conns_refused.get(), 500);
+    assert!(keys.iter().all(|&key| !lab.lingers(key)) && lab.is_at_rest());
+    let tried = lab.counters().connect_retries.get();
+    assert!(
+        (10..40).contains(&tried),
+        "{tried} attempts for 500 connections"
+    );
+}
+
+#[test]
+fn room_in_the_backlog_is_given_in_the_order_of_the_connects() {
+    let (mut lab, _dir, listener, keys) = before_full_listener(3);
+    let is_open = |lab: &Lab, key: u32| lab.device.joins[key as usize].open;
+    listener.accept().unwrap();
+    lab.fire_at(Duration::from_millis(1));
+    let open: Vec<bool> = keys.iter().map(|&key| is_open(&lab, key)).collect();
+    assert_eq!(open, [true, false, false]);
+    // One that goes meanwhile does not hold up those behind it.
+    let (device, mut cx) = lab.lend();
+    device.reset_join(keys[1], &mut cx);
+    listener.accept().unwrap();
+    lab.fire_at(Duration::from_millis(300));
+    assert!(is_open(&lab, keys[2]));
+    assert_eq!(lab.device.backlogs.len(), 0);
+    assert_eq!(lab.counters().conns_refused.get(), 0);
+}

@@ -230,7 +230,8 @@ fn the_service_manager_hears_ready_watchdog_and_stopping() {
         "{ready}"
     );
     UnixStream::connect(room.at("hybrid")).expect("READY comes after the sockets");
-    assert!(hear().contains("WATCHDOG=1"));
+    // A busy machine may have it say before that a thread has not answered yet.
+    while !hear().contains("WATCHDOG=1") {}
     running.signal("TERM");
     while !hear().contains("STOPPING=1") {}
     assert_eq!(running.finish().code, Some(0));

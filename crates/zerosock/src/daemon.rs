@@ -8,6 +8,7 @@ use crate::attach::{AttachConfig, Name, Process};
 use crate::device::Limits;
 use crate::engine::mailbox::Sender;
 use crate::engine::messages::WorkerMessage;
+use crate::engine::pulse::Pulse;
 use crate::engine::worker::Worker;
 use crate::plane::config::system;
 pub use crate::plane::config::{
@@ -144,6 +145,8 @@ const MAX_LINGERING: usize = 1024;
 pub struct Daemon {
     plane: Plane,
     workers: Vec<(Sender<WorkerMessage>, JoinHandle<()>)>,
+    /// The control thread's, then those of the workers.
+    pulses: Vec<Pulse>,
     counters: Vec<Arc<Counters>>,
     ended: Arc<OwnedFd>,
 }
@@ -200,7 +203,9 @@ impl Daemon {
                 .map_err(system("start a worker"))?;
             running.push((sender, thread));
         }
+        let pulses = (0..=running.len()).map(|_| Pulse::default()).collect();
         Ok(Daemon {
+            pulses,
             plane: prepared.foundation.start()?,
             workers: running,
             counters: prepared.counters,
@@ -272,6 +277,28 @@ impl Daemon {
     /// device any more, and the daemon is best started anew.
     pub fn worker_ended(&self) -> BorrowedFd<'_> {
         self.ended.as_fd()
+    }
+
+    /// The names of the threads that have not answered the question of an earlier call; the
+    /// others are asked now. An idle thread is woken to answer; one that is stuck stays in the
+    /// list until it goes on. To be called at intervals in which every thread can answer, for
+    /// instance for a watchdog.
+    pub fn stalled_threads(&self) -> Vec<String> {
+        let mut stalled = Vec::new();
+        let mut pulses = self.pulses.iter();
+        match pulses.next().map(Pulse::ask) {
+            Some(Some(question)) => self.plane.ask(question),
+            Some(None) => stalled.push("zerosock-control".to_owned()),
+            None => {}
+        }
+        for ((sender, thread), pulse) in self.workers.iter().zip(pulses) {
+            match pulse.ask() {
+                // One that has ended leaves the question unanswered.
+                Some(question) => drop(sender.send(WorkerMessage::Pulse(question))),
+                None => stalled.push(thread.thread().name().unwrap_or("worker").to_owned()),
+            }
+        }
+        stalled
     }
 
     /// The processes that are attached now.

@@ -15,6 +15,7 @@ mod group;
 mod reload;
 mod settings;
 pub(crate) mod vm;
+mod watchdog;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -31,6 +32,7 @@ use self::activation::{ActivationError, Inherited};
 use self::args::ServeArgs;
 use self::reload::Running;
 use self::settings::{Host, Settings, Vm};
+use self::watchdog::Watchdog;
 use crate::failure::Failure;
 use crate::logging;
 use crate::signals::{Signals, Wake};
@@ -96,7 +98,8 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         settings,
         files: claimed.files,
     };
-    let signal = wait_for_signal(&signals, &daemon, || {
+    let mut watchdog = Watchdog::new();
+    let signal = wait_for_signal(&signals, &daemon, &mut watchdog, || {
         // Both in one message, or the service manager takes neither (sd_notify(3)).
         let now = NotifyState::monotonic_usec_now().ok();
         notify(&[[NotifyState::Reloading].as_slice(), now.as_slice()].concat());
@@ -266,21 +269,18 @@ fn status(settings: &Settings) -> String {
 fn wait_for_signal(
     signals: &Signals,
     daemon: &Daemon,
+    watchdog: &mut Watchdog,
     mut reload: impl FnMut(),
 ) -> Result<&'static str, ServeError> {
-    // Twice as often as the service manager wants to hear from us.
-    let beat = sd_notify::watchdog_enabled().map(|interval| interval / 2);
     loop {
-        let wake = signals.wait(daemon.worker_ended(), beat);
+        let wake = signals.wait(daemon.worker_ended(), watchdog.interval());
         match wake.map_err(ServeError::Signals)? {
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
             Wake::Hangup => reload(),
             Wake::TimeIsUp => {}
         }
-        if beat.is_some() {
-            notify(&[NotifyState::Watchdog]);
-        }
+        watchdog.look(daemon);
     }
 }
 

@@ -9,6 +9,7 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 
 use super::intake::Intake;
+use super::pulse::Question;
 use super::worker::Worker;
 use crate::device::Device;
 use crate::device::control::{DeviceCommand, Notice, Reply};
@@ -34,6 +35,8 @@ pub(crate) enum WorkerMessage {
         routes: Arc<Routes>,
         taken: Arc<Notice>,
     },
+    /// To be answered at once.
+    Pulse(Question),
     /// End all connections and the thread.
     Shutdown,
 }
@@ -150,6 +153,7 @@ impl Worker {
                     self.routes = routes;
                     drop(taken);
                 }
+                WorkerMessage::Pulse(question) => question.answer(),
                 WorkerMessage::Shutdown => {
                     for vm in self.devices.numbers() {
                         let (device, mut cx) = self.lend(vm, now);

@@ -14,6 +14,7 @@ pub(crate) mod mailbox;
 pub(crate) mod messages;
 pub(crate) mod numbers;
 pub(crate) mod poller;
+pub(crate) mod pulse;
 pub(crate) mod spin;
 #[cfg(test)]
 mod turn_tests;

@@ -19,6 +19,7 @@ use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec
 use crate::device::{HostEnd, Limits};
 use crate::engine::mailbox::{Mailbox, Sender};
 use crate::engine::messages::WorkerMessage;
+use crate::engine::pulse::Question;
 use crate::engine::worker::Worker;
 use crate::relay::forward;
 use crate::stats::{Counters, Stats};
@@ -223,6 +224,11 @@ impl Plane {
         self.orders.send(order).map_err(|_| ReloadError::Ending)?;
         self.control.knock();
         answered.recv().map_err(|_| ReloadError::Ending)?
+    }
+
+    /// Asks the control thread whether it makes progress.
+    pub(crate) fn ask(&self, question: Question) {
+        self.control.ask(question);
     }
 
     /// What front-ends have done wrong, all of them together.

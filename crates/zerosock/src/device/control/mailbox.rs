@@ -14,6 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
 use super::DeviceReply;
+use crate::engine::pulse::Question;
 
 /// What arrives at the control thread.
 #[derive(Debug)]
@@ -34,6 +35,8 @@ pub(super) enum Mail {
     Notice(u64),
     /// The lodger is wanted.
     Knock,
+    /// To be answered at once.
+    Pulse(Question),
     /// Disconnect everything and end.
     Shutdown,
 }

@@ -19,6 +19,7 @@ use super::house::{House, Lodger, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
 use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
+use crate::engine::pulse::Question;
 
 /// How long `shutdown` waits for workers that do not answer.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
@@ -85,6 +86,11 @@ impl Control {
     /// Has the lodger look at what it is wanted for.
     pub(crate) fn knock(&self) {
         self.mail.send(Mail::Knock);
+    }
+
+    /// Asks the thread whether it makes progress.
+    pub(crate) fn ask(&self, question: Question) {
+        self.mail.send(Mail::Pulse(question));
     }
 
     /// The counters of a VM, by its place in what was given to `spawn`.
@@ -304,6 +310,7 @@ impl Reactor {
                 }
                 return;
             }
+            Mail::Pulse(question) => return question.answer(),
             Mail::Shutdown => {
                 // Nobody is let in any more; who is in is seen off with the rest.
                 self.lodger = None;

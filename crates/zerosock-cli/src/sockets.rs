@@ -132,7 +132,7 @@ pub(crate) fn bind_type(
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
     use std::os::unix::net::UnixStream;
 
     use super::*;

@@ -52,6 +52,7 @@ fn vm(dir: &Path, cid: u64) -> VmConfig {
         buf_alloc: 262_144,
         queue_size: 1024,
         groups: vec!["default".into()],
+        require_sealed_memory: false,
     }
 }
 

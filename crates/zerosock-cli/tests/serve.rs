@@ -1,7 +1,7 @@
 //! `zerosock serve` as a process: exit codes, sockets made and removed, signals, and the service
 //! manager's conventions.
 //!
-//! What the devices do with a guest is tested elsewhere; here nothing attaches.
+//! What the devices do with a guest is tested elsewhere.
 
 mod process;
 
@@ -329,6 +329,24 @@ fn processes_attach_to_the_attach_socket() {
     wait_until("a refusal", || {
         let refused = Client::connect(&socket, &request);
         matches!(refused, Err(AttachError::NotPermitted))
+    });
+    running.signal("TERM");
+    assert_eq!(running.finish().code, Some(0));
+}
+
+#[test]
+fn memory_that_can_shrink_is_refused_with_a_message_that_says_so() {
+    use zerosock::driver::{Driver, DriverConfig};
+    let room = Room::new();
+    let running = Running::start(room.serve().arg("--require-sealed-memory"));
+    wait_until("the socket", || room.at("control").exists());
+    let mut config = DriverConfig::new(room.at("control"));
+    config.seal = false;
+    assert!(Driver::attach(config).is_err());
+    wait_until("the log line", || {
+        let said = running.stderr();
+        let reason = "has no F_SEAL_SHRINK, and memory that can shrink is not accepted here";
+        said.contains("SET_MEM_TABLE") && said.contains(reason)
     });
     running.signal("TERM");
     assert_eq!(running.finish().code, Some(0));

@@ -42,6 +42,7 @@ use zerosock_proto::vsock::QueuePairs;
 ///     buf_alloc: 1 << 20,
 ///     queue_size: 1024,
 ///     groups: vec!["default".into()],
+///     require_sealed_memory: false,
 /// };
 /// let daemon = Daemon::start(DaemonConfig { vms: vec![vm], ..DaemonConfig::default() })?;
 /// daemon.shutdown();

@@ -148,6 +148,7 @@ fn own_device(endpoint: &Endpoint) -> Result<Running, Failure> {
         buf_alloc: BUF_ALLOC,
         queue_size: QUEUE_SIZE,
         groups: Vec::new(),
+        require_sealed_memory: false,
     };
     let config = DaemonConfig {
         vms: vec![vm],

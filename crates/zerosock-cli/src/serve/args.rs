@@ -29,7 +29,8 @@ pub(crate) struct ServeArgs {
     /// One VM as key=value pairs joined by commas; repeat for more VMs
     ///
     /// Keys: guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen,
-    /// tx-buffer-size, queue-size, groups. They mean what the flags of the same name mean, and may be written with `_`.
+    /// tx-buffer-size, queue-size, groups, require-sealed-memory (true or false). They mean what
+    /// the flags of the same name mean, and may be written with `_`.
     #[arg(
         long,
         value_name = "KEY=VALUE,...",
@@ -138,6 +139,12 @@ pub(crate) struct DaemonFlags {
     /// stock guests know of one
     #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 1)]
     pub(crate) queue_pairs: u64,
+
+    /// Refuse guest memory that can shrink: each region must be a memfd with F_SEAL_SHRINK, as those
+    /// of QEMU (memory-backend-memfd) and crosvm are. For all VMs; --vm and --config have a key of
+    /// the same name for single ones. Memory of attached processes must be sealed in any case
+    #[arg(long)]
+    pub(crate) require_sealed_memory: bool,
 
     /// How long a connection may take to come about, either way, and a CONNECT line to arrive
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = duration::parse)]

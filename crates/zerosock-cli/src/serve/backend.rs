@@ -102,5 +102,6 @@ pub(super) fn convert(vm: &Vm, listeners: Listeners) -> VmConfig {
         buf_alloc: vm.tx_buffer_size,
         queue_size: vm.queue_size,
         groups: vm.groups.clone(),
+        require_sealed_memory: vm.require_sealed_memory,
     }
 }

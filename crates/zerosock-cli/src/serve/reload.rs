@@ -131,6 +131,8 @@ impl Changes {
         let (a, b) = (vm.tx_buffer_size, other.tx_buffer_size);
         self.keep(&name("tx_buffer_size"), &a, &b);
         self.keep(&name("queue_size"), &vm.queue_size, &other.queue_size);
+        let (a, b) = (vm.require_sealed_memory, other.require_sealed_memory);
+        self.keep(&name("require_sealed_memory"), &a, &b);
         if vm.groups != other.groups {
             self.groups.insert(vm.cid, other.groups.clone());
         }

@@ -54,6 +54,8 @@ pub(crate) struct Vm {
     pub(crate) queue_size: u16,
     /// None empty, none twice.
     pub(crate) groups: Vec<String>,
+    /// Memory that can shrink is refused.
+    pub(crate) require_sealed_memory: bool,
 }
 
 /// Where a VM's connections to the host go.
@@ -250,7 +252,7 @@ impl Settings {
 
 fn daemon(
     flags: DaemonFlags,
-    vms: Vec<Vm>,
+    mut vms: Vec<Vm>,
     attach: Option<Attach>,
     rules: AccessList,
 ) -> Result<Settings, SettingsError> {
@@ -317,6 +319,9 @@ fn daemon(
         None if !pinned.is_empty() => pinned.len(),
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
+    for vm in &mut vms {
+        vm.require_sealed_memory |= flags.require_sealed_memory;
+    }
     Ok(Settings {
         // A worker without a VM would only cost memory.
         workers: match &attach {
@@ -429,6 +434,7 @@ impl Vm {
             tx_buffer_size,
             queue_size,
             groups,
+            require_sealed_memory: raw.require_sealed_memory.unwrap_or(false),
         })
     }
 }

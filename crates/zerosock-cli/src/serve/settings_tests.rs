@@ -49,6 +49,7 @@ fn the_least_that_can_be_said_gets_the_defaults() {
             tx_buffer_size: 262144,
             queue_size: 1024,
             groups: vec!["default".into()],
+            require_sealed_memory: false,
         }]
     );
     assert_eq!(settings.ok_port, OkPort::Guest);
@@ -76,6 +77,7 @@ fn every_flag_of_a_vm_is_heard() {
             tx_buffer_size: 65536,
             queue_size: 256,
             groups: vec!["a".into(), "b".into()],
+            require_sealed_memory: false,
         }]
     );
 }
@@ -513,4 +515,18 @@ fn the_mode_may_be_written_in_the_usual_ways() {
     ] {
         assert_eq!(parse_mode(text), Some(Mode::from_raw_mode(bits)), "{text}");
     }
+}
+
+#[test]
+fn sealed_memory_is_required_of_single_vms_or_of_all() {
+    let of = |line: &str| -> Vec<bool> {
+        let vms = settings(line).vms;
+        vms.iter().map(|vm| vm.require_sealed_memory).collect()
+    };
+    let two = "--vm guest-cid=3,socket=/a,uds-path=/b \
+               --vm guest-cid=4,socket=/c,uds-path=/d,require-sealed-memory=true";
+    assert_eq!(of(VM), [false]);
+    assert_eq!(of(&format!("{VM} --require-sealed-memory")), [true]);
+    assert_eq!(of(two), [false, true]);
+    assert_eq!(of(&format!("{two} --require-sealed-memory")), [true, true]);
 }

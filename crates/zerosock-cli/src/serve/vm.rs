@@ -1,4 +1,4 @@
-//! One VM as it was written, by flags, by `--vm` or in a file: the same nine keys, unjudged.
+//! One VM as it was written, by flags, by `--vm` or in a file: the same keys, unjudged.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -30,6 +30,8 @@ pub(crate) struct RawVm {
     pub(crate) queue_size: Option<u64>,
     #[serde(default, deserialize_with = "joined_by_plus")]
     pub(crate) groups: Option<String>,
+    #[serde(alias = "require-sealed-memory")]
+    pub(crate) require_sealed_memory: Option<bool>,
 }
 
 impl VmFlags {
@@ -45,6 +47,8 @@ impl VmFlags {
             tx_buffer_size: self.tx_buffer_size,
             queue_size: self.queue_size,
             groups: self.groups,
+            // The flag of this name is the daemon's.
+            require_sealed_memory: None,
         };
         (vm != RawVm::default()).then_some(vm)
     }
@@ -59,6 +63,8 @@ pub(crate) enum VmTextError {
     UnknownKey(String),
     #[error("{0} is given twice: leave one")]
     Twice(&'static str),
+    #[error("{key}={value} is neither true nor false")]
+    NotABool { key: &'static str, value: String },
     #[error("{key}={value} is no whole number from 0 to {largest}")]
     NotANumber {
         key: &'static str,
@@ -68,7 +74,7 @@ pub(crate) enum VmTextError {
 }
 
 const KEYS: &str = "guest-cid, socket, uds-path, uds-path-seqpacket, forward-cid, forward-listen, \
-                    tx-buffer-size, queue-size, groups";
+                    tx-buffer-size, queue-size, groups, require-sealed-memory";
 
 /// Reads `guest-cid=3,socket=PATH,...`; a key may be written with `-` or `_`.
 pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
@@ -99,6 +105,14 @@ pub(crate) fn parse_vm(text: &str) -> Result<RawVm, VmTextError> {
             }
             "queue-size" => set_number(&mut vm.queue_size, "queue-size", value, u64::MAX)?,
             "groups" => set(&mut vm.groups, "groups", value.to_string())?,
+            "require-sealed-memory" => {
+                let key = "require-sealed-memory";
+                let value = value.parse().map_err(|_| VmTextError::NotABool {
+                    key,
+                    value: value.to_string(),
+                })?;
+                set(&mut vm.require_sealed_memory, key, value)?;
+            }
             _ => return Err(VmTextError::UnknownKey(key.to_string())),
         }
     }
@@ -168,7 +182,7 @@ mod tests {
     #[test]
     fn every_key_is_read_with_either_spelling() {
         let dashes = "guest-cid=7,socket=/a,uds-path=/b,uds-path-seqpacket=/c,forward-cid=1,forward-listen=5+6,\
-                      tx-buffer-size=4096,queue-size=256,groups=x+y";
+                      tx-buffer-size=4096,queue-size=256,groups=x+y,require-sealed-memory=true";
         let wanted = RawVm {
             guest_cid: Some(7),
             socket: Some("/a".into()),
@@ -179,6 +193,7 @@ mod tests {
             tx_buffer_size: Some(4096),
             queue_size: Some(256),
             groups: Some("x+y".into()),
+            require_sealed_memory: Some(true),
         };
         assert_eq!(parse_vm(dashes), Ok(wanted.clone()));
         assert_eq!(parse_vm(&dashes.replace('-', "_")), Ok(wanted));
@@ -201,6 +216,10 @@ mod tests {
             (
                 "forward_cid=4294967296",
                 "forward-cid=4294967296 is no whole number from 0 to 4294967295",
+            ),
+            (
+                "require-sealed-memory=yes",
+                "require-sealed-memory=yes is neither true nor false",
             ),
             ("tx-buffer-size=-1", "tx-buffer-size=-1 is no whole number"),
         ] {

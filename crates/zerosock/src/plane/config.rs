@@ -65,6 +65,10 @@ pub struct VmConfig {
     pub queue_size: u16,
     /// Guests with a common group reach each other.
     pub groups: Vec<String>,
+    /// Refuse guest memory that can shrink: a region whose memfd has no F_SEAL_SHRINK. Without it
+    /// the loss of such memory costs this VM its device, and no other. The memory of attached
+    /// processes must be sealed in any case.
+    pub require_sealed_memory: bool,
 }
 
 /// What is to change of a running daemon. What is not named stays as it is, and so does every

@@ -54,6 +54,13 @@ enum Rooms {
     All(Box<Server>),
 }
 
+/// What front-ends of a VM that is added are told and held to.
+struct Front {
+    listener: UnixListener,
+    queue_size: u16,
+    sealed_memory: bool,
+}
+
 /// See the module.
 pub(super) struct Keeper {
     rooms: Rooms,
@@ -143,13 +150,13 @@ impl Keeper {
         }
         let (number, notice) = house.notice();
         let mut added = Vec::new();
-        for (queue_size, member, listener, groups) in ready {
+        for (front, member, groups) in ready {
             let cid = member.cid;
             let entry = Entry {
                 groups: &groups,
                 ..Entry::default()
             };
-            match self.add(queue_size, member, listener, entry, &notice, house) {
+            match self.add(front, member, entry, &notice, house) {
                 Ok(()) => added.push(cid),
                 Err(error) => {
                     // The others go as they came.
@@ -177,9 +184,8 @@ impl Keeper {
 
     fn add(
         &mut self,
-        queue_size: u16,
+        front: Front,
         member: Member,
-        listener: UnixListener,
         entry: Entry<'_>,
         notice: &Arc<Notice>,
         house: &mut House,
@@ -191,10 +197,10 @@ impl Keeper {
         let spec = VmSpec {
             name: format!("vm {cid}"),
             cid,
-            socket: FrontendSocket::Listener(listener),
-            max_queue_size: queue_size,
+            socket: FrontendSocket::Listener(front.listener),
+            max_queue_size: front.queue_size,
             queue_pairs: self.roster().queue_pairs(),
-            sealed_memory: self.sealed_memory,
+            sealed_memory: self.sealed_memory || front.sealed_memory,
             account,
             port,
         };
@@ -224,10 +230,7 @@ impl Keeper {
     }
 
     /// What can fail of adding a VM.
-    fn prepare(
-        &mut self,
-        vm: VmConfig,
-    ) -> Result<(u16, Member, UnixListener, Vec<String>), ReloadError> {
+    fn prepare(&mut self, vm: VmConfig) -> Result<(Front, Member, Vec<String>), ReloadError> {
         let cid = vm.cid;
         let refuse = |source| ReloadError::Host {
             cid,
@@ -247,7 +250,12 @@ impl Keeper {
             process: false,
             account: self.roster().budget().account(),
         };
-        Ok((vm.queue_size, member, vm.listener, vm.groups))
+        let front = Front {
+            listener: vm.listener,
+            queue_size: vm.queue_size,
+            sealed_memory: vm.require_sealed_memory,
+        };
+        Ok((front, member, vm.groups))
     }
 
     fn of_vm(&self, vm: usize) -> Option<Cid> {

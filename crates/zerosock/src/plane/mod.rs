@@ -47,7 +47,7 @@ pub(crate) struct Setup {
     pub(crate) queue_pairs: QueuePairs,
     pub(crate) attach: Option<AttachConfig>,
     pub(crate) access: AccessList,
-    /// Refuse a VM's memory that can shrink. A process's is refused in any case.
+    /// Refuse the memory of every VM that can shrink. A process's is refused in any case.
     pub(crate) sealed_memory: bool,
     pub(crate) memory: MemoryLimits,
 }
@@ -157,7 +157,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             socket: FrontendSocket::Listener(vm.listener),
             max_queue_size: vm.queue_size,
             queue_pairs: setup.queue_pairs,
-            sealed_memory: setup.sealed_memory,
+            sealed_memory: setup.sealed_memory || vm.require_sealed_memory,
             account,
             port,
         });

@@ -447,6 +447,7 @@ impl HostBuilder {
                 buf_alloc: self.window.unwrap_or(WINDOW),
                 queue_size: self.queue_size,
                 groups: vec!["default".into()],
+                require_sealed_memory: false,
             });
         }
         let attach = match self.attach {

@@ -54,6 +54,7 @@ fn vm(lab: &Lab, cid: u32, groups: &str) -> (Vm, VmConfig) {
         buf_alloc: 262_144,
         queue_size: 256,
         groups: vec![groups.into()],
+        require_sealed_memory: false,
     };
     (vm, config)
 }

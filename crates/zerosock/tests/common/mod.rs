@@ -187,6 +187,7 @@ pub(crate) fn daemon_config(vms: &[Vm]) -> DaemonConfig {
             buf_alloc: 262_144,
             queue_size: 1024,
             groups: vec!["default".to_owned()],
+            require_sealed_memory: false,
         });
     }
     config

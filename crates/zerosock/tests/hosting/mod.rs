@@ -62,6 +62,7 @@ impl Hosted {
                 buf_alloc: 262_144,
                 queue_size: 1024,
                 groups: Vec::new(),
+                require_sealed_memory: false,
             });
             sockets.push(socket);
         }

@@ -80,6 +80,7 @@ impl Lab {
             buf_alloc: 262_144,
             queue_size: 1024,
             groups: Vec::new(),
+            require_sealed_memory: false,
         };
         let daemon = Daemon::start(DaemonConfig {
             vms: vec![vm],

@@ -450,8 +450,12 @@ impl Session {
         let keep = self.protocol.contains(Protocol::CONFIGURE_MEM_SLOTS);
         for Slot { file, region } in slots {
             if self.sealed_memory && !memfd::is_shrink_sealed(&file) {
-                let text = "memory without F_SEAL_SHRINK: its owner could cut it off";
-                return Err((Fault::Unsealed, text.into()));
+                let text = format!(
+                    "the memory region at guest address {:#x} ({} bytes) has no F_SEAL_SHRINK, and \
+                     memory that can shrink is not accepted here: give the guest a sealed memfd",
+                    region.guest_addr, region.len
+                );
+                return Err((Fault::Unsealed, text));
             }
             if keep {
                 let file = Arc::clone(&file);

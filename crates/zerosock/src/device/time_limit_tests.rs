@@ -10,6 +10,7 @@ use super::host::HostEnd;
 use super::outbound::Outbound;
 use super::ready_tests::Lab;
 use super::*;
+use crate::relay::HostSocket;
 
 impl Lab {
     /// Has the timers fire that are due `at` so long after the start.
@@ -26,7 +27,8 @@ impl Lab {
         ours.set_nonblocking(true).unwrap();
         let (device, mut cx) = self.lend();
         let join = device.joins.get_mut(key as usize).unwrap();
-        let (socket, ok) = (ours.into(), None);
+        let permit = device.account.take_descriptors(1).unwrap();
+        let (socket, ok) = (HostSocket::accepted(ours.into(), permit), None);
         join.end = End::Socket { socket, ok };
         join.outbound = Outbound::of_copies(vec![7; bytes]);
         join.writable = true;

@@ -244,7 +244,7 @@ impl Vm {
         }
     }
 
-    fn turn_away(&mut self, socket: UnixStream) {
+    fn turn_away(&mut self, socket: PeerFd) {
         self.counters.fault(Fault::Busy);
         let peer = peer(&socket);
         self.warn(&format!(
@@ -547,6 +547,9 @@ impl LogLimit {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use zerosock_sys::account::Budget;
 
     use super::super::mailbox::{Mail, Mailbox};
     use super::*;
@@ -580,6 +583,7 @@ mod tests {
                 max_queue_size: 128,
                 queue_pairs: QueuePairs::ONE,
                 sealed_memory: false,
+                account: Budget::unlimited().account(),
                 port: Box::new(Port),
             };
             let vm = Vm::new(spec, 0, mail, counters.clone(), Default::default()).unwrap();

@@ -7,6 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
@@ -413,6 +414,8 @@ access: [deny: {from: 3, to: host, ports: 5}]",
 
 #[test]
 fn without_a_file_a_hangup_ends_it_as_ever() {
+    // Under nohup SIGHUP is ignored, which exec passes on; what is caught, exec sets to its default.
+    signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::default()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let attach = dir.path().join("attach");
     let running = Running::start(zerosock().arg("serve").arg("--attach-socket").arg(&attach));

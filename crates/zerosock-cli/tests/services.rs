@@ -205,7 +205,8 @@ fn a_taken_port_is_named_and_free_when_its_process_is_killed() {
     let wanted = "port 1000 of the host is taken";
     assert!(second.stderr.contains(wanted), "{}", second.stderr);
     let owner = format!("it is process {}'s, of user ", first.child.id());
-    assert!(serve.stderr().contains(&owner), "{}", serve.stderr());
+    // The server answers before it logs, and another thread reads what it logs.
+    wait_until("the owner in the log", || serve.stderr().contains(&owner));
     let guest = room.guest();
     let to_first = guest.connect(host(1000)).unwrap();
     first.signal("KILL");

@@ -32,6 +32,8 @@
 
 mod arena;
 #[cfg(test)]
+mod arming_tests;
+#[cfg(test)]
 mod bare;
 mod blocking;
 mod commands;

@@ -29,6 +29,11 @@ impl Hub {
         Hub { host, dir }
     }
 
+    /// Without the thread: from now on nothing happens at the host but by the test's own calls.
+    pub(crate) fn stop_pump(&mut self) {
+        self.host.stop();
+    }
+
     pub(crate) fn path(&self) -> PathBuf {
         self.dir.path().join("attach.sock")
     }

@@ -6,6 +6,7 @@
 mod common;
 mod copies;
 mod dying;
+mod giving_back;
 mod holding;
 mod hub;
 mod outliving;

@@ -18,7 +18,7 @@ use super::trust::trust;
 use super::{FOR_EVER, PORT, patient};
 
 /// A process that has attached, and its place.
-fn process(hub: &Hub) -> (RawGuest, Client) {
+pub(crate) fn process(hub: &Hub) -> (RawGuest, Client) {
     let attached = Client::connect(&hub.path(), &AttachRequest::default()).unwrap();
     let frontend = Frontend::from_stream(attached.socket, PATIENCE).unwrap();
     (RawGuest::over(frontend, true), attached.control)

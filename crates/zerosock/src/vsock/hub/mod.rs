@@ -19,6 +19,10 @@
 //! Here are the lock and what is done with it; `wait` is how a call waits, `waiters` who is told and
 //! how.
 
+#[cfg(test)]
+mod hook;
+#[cfg(test)]
+mod lost_wakeup_tests;
 #[cfg(feature = "tokio")]
 mod tasks;
 mod wait;
@@ -96,6 +100,9 @@ pub(crate) struct Core {
     rx_map: AtomicBool,
     /// Bytes of a connection's receive buffer, unless it is told otherwise.
     window: AtomicU32,
+    /// Called once, before the lock is released the next time.
+    #[cfg(test)]
+    before_release: hook::Hook,
 }
 
 /// The lock, taken. What was dropped before is given back at the beginning, and what was dropped
@@ -160,6 +167,8 @@ impl Core {
             reactor: Mutex::default(),
             rx_map: AtomicBool::new(false),
             window: AtomicU32::new(DEFAULT_BUFFER),
+            #[cfg(test)]
+            before_release: hook::Hook::default(),
             state: Mutex::new(State {
                 engine,
                 sleeper: None,
@@ -321,6 +330,8 @@ impl<'a> Locked<'a> {
     #[inline]
     fn release(&mut self) {
         if let Some(guard) = self.guard.take() {
+            #[cfg(test)]
+            self.core.before_release.call();
             self.core.owner.store(0, Ordering::Relaxed);
             drop(guard);
         }

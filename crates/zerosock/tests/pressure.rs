@@ -6,12 +6,13 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::{
     TestDaemon, assert_bytes, byte, bytes, connect_guest, deadline, eventually_with, host,
 };
 use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
+use zerosock::daemon::Stats;
 use zerosock::driver::{Driver, How, Port, RecvError, SendError, StreamId};
 
 /// One stream from the guest, of which `len` bytes are to be sent.
@@ -51,6 +52,12 @@ fn read_all(mut program: UnixStream) -> thread::JoinHandle<Vec<u8>> {
         program.read_to_end(&mut got).unwrap();
         got
     })
+}
+
+/// Whether a host program's socket was full for so long that bytes for it were copied aside; true
+/// where the device does not say.
+fn has_stalled(daemon: &TestDaemon) -> bool {
+    daemon.stats().is_none_or(|stats| stats.copied_bytes > 0)
 }
 
 #[test]
@@ -240,16 +247,19 @@ fn many_small_packets_under_back_pressure_reset_nothing() {
     let want = bytes(8, 600_000);
     let mut sent = 0;
     let mut size = 129;
-    // Nobody reads at first.
-    let stalled_until = Instant::now() + Duration::from_millis(200);
+    // Nobody reads before the socket is full.
     let mut reader = None;
     let mut program = Some(program);
     eventually_with(&mut guest, "all read", |guest| {
+        let mut blocked = sent == want.len();
         while sent < want.len() {
             let end = want.len().min(sent + size);
             match guest.send(stream, &want[sent..end]) {
                 Ok(more) => sent += more,
-                Err(SendError::WouldBlock) => break,
+                Err(SendError::WouldBlock) => {
+                    blocked = true;
+                    break;
+                }
                 Err(error) => panic!("after {sent} bytes: {error}"),
             }
             size = 129 + (size * 7) % 383;
@@ -257,7 +267,7 @@ fn many_small_packets_under_back_pressure_reset_nothing() {
                 guest.shutdown(stream, How::SEND);
             }
         }
-        if reader.is_none() && Instant::now() > stalled_until {
+        if reader.is_none() && blocked && has_stalled(&daemon) {
             reader = program.take().map(read_all);
         }
         reader.as_ref().is_some_and(|reader| reader.is_finished())
@@ -272,30 +282,55 @@ fn a_close_against_a_full_socket_loses_nothing() {
     let listener = daemon.host_listener(2000);
     let stream = guest.wait_connect(host(2000), deadline()).unwrap();
     let (program, _) = listener.accept().unwrap();
+    let marker = guest.wait_connect(host(2000), deadline()).unwrap();
+    let (mut echo, _) = listener.accept().unwrap();
+    echo.set_read_timeout(Some(common::PATIENCE)).unwrap();
     let want = bytes(4, 4 << 20);
-    // As much as goes without a reader: socket, device and credit are full.
     let mut sent = 0;
-    let full = Instant::now() + Duration::from_millis(300);
-    while Instant::now() < full {
+    eventually_with(&mut guest, "the socket is full", |guest| {
         match guest.send(stream, &want[sent..]) {
             Ok(more) => sent += more,
             Err(SendError::WouldBlock) => {
-                guest
-                    .poll(Some(Instant::now() + Duration::from_millis(5)))
-                    .unwrap();
+                // All that was sent has come, and nothing is to be done with it in time.
+                let settled = |stats: Stats| stats.rx_bytes == sent as u64 && stats.timers_now == 0;
+                return has_stalled(&daemon) && daemon.stats().is_none_or(settled);
             }
             Err(error) => panic!("{error}"),
         }
-    }
+        false
+    });
     assert!(sent > 200_000 && sent < want.len());
-    guest.close(stream).unwrap();
-    guest.turn().unwrap();
-    // Not before the close timer of 8 s could have cut it off, were it armed
-    // wrongly; half of it is enough to see the order of things.
-    thread::sleep(Duration::from_millis(500));
+    // An echo comes in a later turn of the device: by then it has taken what was sent before, and
+    // has counted its timers. None may run that could cut off what the socket has yet to take.
+    let mut no_timer_runs = |guest: &mut Driver| {
+        let mut byte = [0];
+        assert_eq!(guest.send(marker, b"x").unwrap(), 1);
+        guest.flush();
+        echo.read_exact(&mut byte).unwrap();
+        echo.write_all(&byte).unwrap();
+        guest
+            .wait_recv_exact(marker, &mut byte, deadline())
+            .unwrap();
+        if let Some(stats) = daemon.stats() {
+            assert_eq!((stats.joins_now, stats.timers_now), (2, 0));
+        }
+    };
+    guest.shutdown(stream, How::BOTH);
+    no_timer_runs(&mut guest);
+    // As a guest does that has waited in vain for an answer, after 8 s.
+    guest.abort(stream);
+    eventually_with(&mut guest, "the end of the connection", |_| {
+        daemon
+            .stats()
+            .is_none_or(|stats| stats.connections_now == 1)
+    });
+    no_timer_runs(&mut guest);
     let reader = read_all(program);
     eventually_with(&mut guest, "all read", |_| reader.is_finished());
     assert_bytes(&reader.join().unwrap(), &want[..sent]);
+    eventually_with(&mut guest, "nothing is left of it", |_| {
+        daemon.stats().is_none_or(|stats| stats.joins_now == 1)
+    });
 }
 
 #[test]

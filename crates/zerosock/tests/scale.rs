@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -43,7 +44,8 @@ fn until(guests: &mut [Driver; 2], what: &str, mut done: impl FnMut(&mut [Driver
     }
 }
 
-/// Connections from the first guest to the second, with both their ends.
+/// Connections from the first guest to the second, with both their ends. They are told by their
+/// ports: over several queue pairs they arrive in another order than they left.
 fn connect(guests: &mut [Driver; 2], count: usize) -> Vec<(StreamId, StreamId)> {
     let to = Address::new(Cid::new(4), PORT);
     let mut all = Vec::with_capacity(count);
@@ -56,7 +58,15 @@ fn connect(guests: &mut [Driver; 2], count: usize) -> Vec<(StreamId, StreamId)> 
             let connected = |&stream: &StreamId| one.state(stream) == Some(StreamState::Connected);
             accepted.len() == now && begun.iter().all(connected)
         });
-        all.extend(begun.into_iter().zip(accepted));
+        let [one, two] = &*guests;
+        let mut by_port: HashMap<Port, StreamId> = accepted
+            .into_iter()
+            .map(|stream| (two.addresses(stream).unwrap().1.port, stream))
+            .collect();
+        for stream in begun {
+            let (local, _) = one.addresses(stream).unwrap();
+            all.push((stream, by_port.remove(&local.port).unwrap()));
+        }
     }
     all
 }

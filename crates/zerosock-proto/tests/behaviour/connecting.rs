@@ -4,25 +4,57 @@ use super::*;
 
 #[test]
 fn no_listener_is_known_at_once() {
-    let (mut guest, mut host) = (guest(), host());
-    let nobody = Address::new(Cid::HOST, Port::new(9));
-    let flow = guest.connect(NOW, ANY, nobody, SocketType::Stream).unwrap();
-    assert_eq!(
-        step(&mut guest, &mut host).1,
-        Disposition::Dropped(DropReason::NoSocket)
-    );
-    let (rst, _) = step(&mut host, &mut guest);
-    // Addresses swapped, the type kept, no credit.
-    assert!(is(&rst, Op::Rst) && rst.src == nobody && rst.buf_alloc == 0 && rst.fwd_cnt == 0);
-    assert_eq!(
-        guest.poll_event(),
-        Some(Event::Refused {
-            flow,
-            reason: RefuseReason::Reset
-        })
-    );
-    assert!(guest.poll_event().is_none() && guest.flow(flow).is_none());
-    assert!(!guest.has_transmit(), "an RST is not answered");
+    for kind in [SocketType::Stream, SocketType::SeqPacket] {
+        let (mut guest, mut host) = (guest(), host());
+        guest.set_seqpacket(true);
+        host.set_seqpacket(true);
+        let nobody = Address::new(Cid::HOST, Port::new(9));
+        let flow = guest.connect(NOW, ANY, nobody, kind).unwrap();
+        assert_eq!(
+            step(&mut guest, &mut host).1,
+            Disposition::Dropped(DropReason::NoSocket)
+        );
+        let (rst, _) = step(&mut host, &mut guest);
+        // Addresses swapped, the type kept, no credit.
+        assert!(is(&rst, Op::Rst) && rst.src == nobody && rst.buf_alloc == 0 && rst.fwd_cnt == 0);
+        assert_eq!(rst.socket_type, kind.into());
+        assert_eq!(
+            guest.poll_event(),
+            Some(Event::Refused {
+                flow,
+                reason: RefuseReason::Reset
+            })
+        );
+        assert!(guest.poll_event().is_none() && guest.flow(flow).is_none());
+        assert!(!guest.has_transmit(), "an RST is not answered");
+    }
+}
+
+/// A stream's or a message connection's end that does not know datagrams.
+#[test]
+fn a_datagram_is_reset_whether_or_not_somebody_listens() {
+    for port in [SERVER.port, Port::new(9)] {
+        let (mut guest, mut host) = (guest(), host());
+        let to = Address::new(Cid::HOST, port);
+        let flow = guest.connect(NOW, ANY, to, SocketType::Datagram);
+        assert_eq!(flow, Err(ConnectError::SocketType));
+        let stream = guest.connect(NOW, ANY, to, SocketType::Stream).unwrap();
+        let request = header(&mut guest);
+        for op in [Op::Request, Op::Rw] {
+            let packet = Repr {
+                op: op.into(),
+                socket_type: SocketType::Datagram.into(),
+                ..request
+            };
+            let dropped = Disposition::Dropped(DropReason::UnknownType);
+            assert_eq!(host.handle_packet(NOW, &packet), dropped);
+            let rst = header(&mut host);
+            assert!(is(&rst, Op::Rst) && (rst.src, rst.dst) == (to, request.src));
+            assert_eq!(rst.socket_type, SocketType::Datagram.into(), "type kept");
+        }
+        assert!(host.poll_event().is_none() && !host.has_transmit());
+        assert!(guest.flow(stream).is_some());
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::io::{ErrorKind, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::time::Duration;
+use std::sync::mpsc;
 use std::{io, thread};
 
 use zerosock::attach::{AttachRequest, Client};
@@ -12,7 +12,7 @@ use zerosock::vsock::{Stream, StreamError};
 use zerosock_proto::wire::vsock::Op;
 
 use super::common::raw::{GUEST, NEXT, RX, RawGuest, TX, WRITE, emit};
-use super::common::{PATIENCE, assert_bytes, bytes, eventually};
+use super::common::{PATIENCE, assert_bytes, bytes, eventually, this_thread, until_asleep};
 use super::hub::Hub;
 use super::trust::trust;
 use super::{FOR_EVER, PORT, patient};
@@ -48,9 +48,16 @@ fn a_queue_that_stops_waits_for_who_reads_with_trust() {
     let reading = lease.read();
     let used = guest.used_index(TX);
     thread::scope(|scope| {
-        let stop = scope.spawn(|| guest.frontend.get_vring_base(TX as u32).unwrap());
-        // Not proof, but one that did not wait would be done by then.
-        thread::sleep(Duration::from_millis(100));
+        let (tell, told) = mpsc::channel();
+        let frontend = &mut guest.frontend;
+        let stop = scope.spawn(move || {
+            tell.send(this_thread()).unwrap();
+            frontend.get_vring_base(TX as u32).unwrap()
+        });
+        // It has asked, and waits for the answer; and what is asked later has been done: it goes
+        // the same way, through the thread that controls and the one that works.
+        until_asleep(&told.recv().unwrap());
+        drop(process(&hub));
         assert!(!stop.is_finished() && !reading.is_torn());
         assert_eq!(reading.as_slice().unwrap(), b"bytes");
         drop(reading);

@@ -281,6 +281,21 @@ pub(crate) fn eventually(what: &str, mut there: impl FnMut() -> bool) {
     }
 }
 
+/// This thread's directory in /proc.
+pub(crate) fn this_thread() -> PathBuf {
+    std::fs::canonicalize("/proc/thread-self").unwrap()
+}
+
+/// Waits until that thread sleeps.
+#[track_caller]
+pub(crate) fn until_asleep(thread: &Path) {
+    eventually("a thread that sleeps", || {
+        let stat = std::fs::read_to_string(thread.join("stat")).unwrap();
+        let state = stat.rsplit(')').next().unwrap().trim_start();
+        state.starts_with('S')
+    });
+}
+
 /// As [`eventually`], with a guest that goes on working meanwhile.
 #[track_caller]
 pub(crate) fn eventually_with(

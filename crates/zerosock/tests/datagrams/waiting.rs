@@ -106,12 +106,7 @@ fn a_poller_says_who_has_something_and_who_may_send() {
     other.connect(ours.local_addr());
     let mut poller = Poller::new(Wait::Sleep);
     poller.add_datagram(&one, 1, Readiness::READABLE);
-    assert!(
-        poller
-            .wait(Some(Duration::from_millis(20)))
-            .unwrap()
-            .is_empty()
-    );
+    assert!(poller.wait(Some(Duration::ZERO)).unwrap().is_empty());
     ours.send_to(b"x", one.local_addr()).unwrap();
     let readable = Ready {
         key: 1,
@@ -132,12 +127,7 @@ fn a_poller_says_who_has_something_and_who_may_send() {
         assert!(Instant::now() < give_up);
         process.turn().unwrap();
     }
-    assert!(
-        poller
-            .wait(Some(Duration::from_millis(100)))
-            .unwrap()
-            .is_empty()
-    );
+    assert!(poller.wait(Some(Duration::ZERO)).unwrap().is_empty());
     ours.set_nonblocking(true).unwrap();
     while ours.recv_from(&mut [0; 1000]).is_ok() {}
     assert_eq!(poller.wait(Some(PATIENCE)).unwrap(), [writable]);

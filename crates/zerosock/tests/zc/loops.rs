@@ -258,9 +258,13 @@ fn who_waits_behind_another_does_not_sleep_on_when_that_one_goes() {
         sent.map_err(|refused| refused.why).expect("a place");
         let (tell, told) = mpsc::channel();
         let first = sender.clone();
-        let impatient = thread::spawn(move || first.finish(Some(MOMENT * 5)));
-        // He sleeps first, if the machine is not very slow.
-        thread::sleep(MOMENT);
+        let (sleeps, asleep) = mpsc::channel();
+        let impatient = thread::spawn(move || {
+            // SAFETY: gettid(2) cannot fail and touches no memory.
+            sleeps.send(unsafe { libc::gettid() }).expect("the test");
+            first.finish(Some(MOMENT * 5))
+        });
+        until_asleep(asleep.recv_timeout(PATIENCE).expect("a thread"));
         let second = sender.clone();
         thread::spawn(move || tell.send(second.finish(None).expect("the kernel answers")));
         let finished = impatient.join().expect("a thread");

@@ -55,8 +55,11 @@ impl Room {
         std::fs::write(self.at("vms.yaml"), file).unwrap();
     }
 
+    /// The lines that the server has written. One that is being written does not count.
     fn stderr(&self) -> String {
-        self.serve.as_ref().unwrap().stderr()
+        let mut said = self.serve.as_ref().unwrap().stderr();
+        said.truncate(said.rfind('\n').map_or(0, |end| end + 1));
+        said
     }
 
     /// Has the server read its file, and returns what it has said of it.

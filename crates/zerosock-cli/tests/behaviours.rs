@@ -4,8 +4,10 @@
 mod behaviour;
 
 use std::path::Path;
+use std::time::Duration;
 
 use behaviour::library::Library;
+use behaviour::side::STEP;
 use behaviour::{ALL, Behaviour, With, each_behaviour, pairs, show, table};
 use zerosock::Cid;
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, VmConfig};
@@ -56,8 +58,12 @@ fn vm(dir: &Path, cid: u64) -> VmConfig {
     }
 }
 
+/// Longer than any step may take: what is refused within a step was not given up.
+const CONNECTING: Duration = STEP.saturating_mul(2);
+
 fn endpoint(dir: &Path, cid: u64) -> Library {
     let endpoint = Endpoint::builder()
+        .connect_timeout(CONNECTING)
         .queue_pairs(pairs())
         .attach_device(dir.join(format!("{cid}.sock")));
     Library::new(endpoint.expect("an endpoint"))
@@ -70,6 +76,7 @@ fn between_processes(name: &str) {
         queue_pairs: pairs(),
         workers: usize::from(pairs()).min(2),
         vms,
+        connect_timeout: CONNECTING,
         ..DaemonConfig::default()
     };
     let daemon = Daemon::start(config).expect("a daemon");
@@ -82,6 +89,7 @@ fn hosted(test: impl FnOnce(&Library, &Library)) {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("attach.sock");
     let host = Host::builder()
+        .connect_timeout(CONNECTING)
         .queue_pairs(pairs())
         .attach(&path)
         .start()
@@ -89,6 +97,7 @@ fn hosted(test: impl FnOnce(&Library, &Library)) {
     let host = Library::new(host);
     let process = Library::new(
         Endpoint::builder()
+            .connect_timeout(CONNECTING)
             .queue_pairs(pairs())
             .attach(&path)
             .expect("a process"),

@@ -200,16 +200,11 @@ fn the_host_goes_away_and_the_guest_cannot_send() {
 
 #[test]
 fn a_host_that_nobody_serves_refuses_the_guest_at_once() {
-    let daemon = TestDaemon::new();
+    // What is given up is refused as well, but beyond the patience of this test.
+    let daemon = TestDaemon::with(1, |config| config.connect_timeout = 2 * common::PATIENCE);
     let mut guest = daemon.guest();
-    let start = Instant::now();
     let refused = guest.wait_connect(host(4242), deadline());
     assert!(matches!(refused, Err(WaitError::Refused)), "{refused:?}");
-    assert!(
-        start.elapsed() < Duration::from_secs(1),
-        "took {:?}",
-        start.elapsed()
-    );
 }
 
 #[test]

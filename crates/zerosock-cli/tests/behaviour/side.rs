@@ -12,8 +12,6 @@ use zerosock_cli::vm::remote;
 
 /// For every single step; generous, because a guest may be emulated on a busy machine.
 pub(crate) const STEP: Duration = Duration::from_secs(40);
-/// A refusal must be known well before the 2 s after which a connection attempt times out.
-pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
 /// A closing connection that nobody answers is given up after 8 s: what comes earlier was answered.
 pub(crate) const BEFORE_CLOSING_TIMES_OUT: Duration = Duration::from_secs(6);
 
@@ -395,8 +393,6 @@ impl Expect for Outcome {
         let names = ["ECONNRESET", "ECONNREFUSED"];
         let errno = self.errno.as_deref().unwrap_or("nothing");
         assert!(names.contains(&errno), "{self:?}");
-        let took = Duration::from_micros(self.elapsed_us);
-        assert!(took < AT_ONCE, "refused only after {took:?}");
     }
 
     #[track_caller]

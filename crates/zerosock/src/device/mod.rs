@@ -24,6 +24,8 @@ pub(crate) mod app;
 pub(crate) mod app_store;
 mod backlog;
 #[cfg(test)]
+mod arming_tests;
+#[cfg(test)]
 pub(crate) mod bare;
 mod command;
 pub mod control;

@@ -314,8 +314,8 @@ fn lines_are_read_from_the_buffer() {
 
 #[test]
 fn nobody_listening_is_refused() {
-    let daemon = TestDaemon::with(2, |_| {});
-    // What is refused does not wait for that long: it would time out.
+    // What the daemon gives up is refused as well, but after the client's patience.
+    let daemon = TestDaemon::with(2, |config| config.connect_timeout = 2 * PATIENCE);
     let client = endpoint(&daemon, 0, |builder| builder.connect_timeout(PATIENCE));
     let server = endpoint(&daemon, 1, |builder| builder);
     let waiting = server.listen(Port::new(1), 1).unwrap();

@@ -358,6 +358,18 @@ fn quit_does_not_wait_for_the_peer_to_close() {
     assert_eq!(read_all(&peer), b"all");
 }
 
+/// The names of a process's threads.
+fn threads(running: &Running) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", running.child.id())).unwrap();
+    let name = |task: std::io::Result<fs::DirEntry>| {
+        fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
+    tasks
+        .filter_map(name)
+        .map(|name| name.trim().to_owned())
+        .collect()
+}
+
 #[test]
 fn input_is_left_alone_when_asked_and_the_half_kept_open_when_asked() {
     let room = Room::new();
@@ -366,9 +378,12 @@ fn input_is_left_alone_when_asked_and_the_half_kept_open_when_asked() {
         let running = Running::start_with(nc(&[option, &endpoint]).stdin(Stdio::null()));
         let mut peer = accept(&listener);
         peer.write_all(b"x").unwrap();
-        peer.set_read_timeout(Some(Duration::from_millis(200)))
-            .unwrap();
-        // Nothing and no end of file for as long as we look.
+        // Its thread that sends has ended, or never was: nothing and no end of file will come.
+        wait_until("the sending thread to end", || {
+            let threads = threads(&running);
+            threads.len() == 2 && threads.contains(&"receive".to_owned())
+        });
+        peer.set_nonblocking(true).unwrap();
         let error = peer.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "{option}");
         drop(peer);

@@ -45,6 +45,9 @@ use places::{Member, Obstacle, Stage, Wanted};
 
 /// How long a client may take to say what it wants, and to wait for what is about to be free.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a client may leave an answer in its socket: it may have gone and have left its own end of
+/// the connection in a message that nothing reads before the answer is taken.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Clients that have no place yet.
 const MAX_CLIENTS: usize = 64;
 /// Connections accepted, and messages of one client handled, before others get their turn.
@@ -354,7 +357,8 @@ impl Lodger for Server {
             Some(Errand::Waiting { until, .. }) => Some(until),
             _ => None,
         });
-        clients.chain(errands).chain(self.rest).min()
+        let stalled = self.clients.values().filter_map(|c| c.stalled_until);
+        clients.chain(errands).chain(stalled).chain(self.rest).min()
     }
 
     fn time_passed(&mut self, now: Instant, house: &mut House) {
@@ -363,6 +367,12 @@ impl Lodger for Server {
             self.watch_listener(house, EventFlags::IN);
         }
         self.retry_claims(house, |until| now >= until);
+        let stalled = self.clients.iter();
+        let stalled = stalled.filter(|(_, c)| c.stalled_until.is_some_and(|until| now >= until));
+        let stalled: Vec<u32> = stalled.map(|(&key, _)| key).collect();
+        for key in stalled {
+            self.lose(key, "it takes no answer", house);
+        }
         let late = self.clients.iter();
         let late = late.filter(|(_, c)| c.state.until().is_some_and(|until| now >= until));
         let late: Vec<u32> = late.map(|(&key, _)| key).collect();

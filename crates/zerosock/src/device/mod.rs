@@ -22,9 +22,9 @@
 
 pub(crate) mod app;
 pub(crate) mod app_store;
-mod backlog;
 #[cfg(test)]
 mod arming_tests;
+mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
 mod command;

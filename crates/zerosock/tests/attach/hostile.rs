@@ -361,3 +361,18 @@ fn memory_that_can_shrink_is_refused_to_processes() {
     Driver::attach(config).unwrap();
     assert_eq!(lab.stats().control_faults, 1);
 }
+
+/// It may have gone and have left its own end in a request that nothing reads. Takes ten seconds.
+#[test]
+fn a_process_that_takes_no_answer_does_not_keep_its_place() {
+    let lab = Lab::new(0);
+    let raw = Raw::new(&lab);
+    raw.say(&request("db"));
+    assert_eq!(raw.hear().unwrap().status, Status::Ok);
+    let resolve = encode_request(&Request::Resolve("db".parse().unwrap())).unwrap();
+    eventually("it was given up", || {
+        while send(&raw.0, &resolve, SendFlags::DONTWAIT | SendFlags::NOSIGNAL).is_ok() {}
+        lab.stats().attached == 0
+    });
+    lab.process("db");
+}

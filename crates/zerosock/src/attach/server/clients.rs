@@ -17,7 +17,7 @@ use zerosock_sys::{PeerFd, fd_passing};
 use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
 use super::claims::Errand;
 use super::places::Wanted;
-use super::{ACCEPT_REST, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
+use super::{ACCEPT_REST, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
 use crate::device::control::House;
 
 pub(super) struct Client {
@@ -31,6 +31,8 @@ pub(super) struct Client {
     /// nothing is read.
     pub(super) errand: Option<Errand>,
     pub(super) watched: EventFlags,
+    /// When it is dropped for not having taken its answer.
+    pub(super) stalled_until: Option<Instant>,
 }
 
 pub(super) enum State {
@@ -96,6 +98,7 @@ impl Server {
                 answer: None,
                 errand: None,
                 watched,
+                stalled_until: None,
             };
             self.clients.insert(key, client);
             return;
@@ -160,6 +163,8 @@ impl Server {
             return;
         }
         client.watched = wanted;
+        let stalls = client.answer.is_some();
+        client.stalled_until = stalls.then(|| Instant::now() + ANSWER_LIMIT);
         if let Err(error) = house.watch_for(&client.socket, key, wanted) {
             self.lose(key, &format!("cannot watch it: {error}"), house);
         }

@@ -44,7 +44,8 @@ pub enum Fault {
     Worker,
     /// A second front-end came while the first is connected. It is turned away.
     Busy,
-    /// No message for ten seconds while another front-end waited. Closes the connection.
+    /// No message for ten seconds while another front-end waited, or no reply taken for ten seconds.
+    /// Closes the connection.
     Silent,
     /// Memory that can shrink, from a front-end that has to seal it. Refused.
     Unsealed,

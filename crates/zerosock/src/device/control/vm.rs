@@ -38,6 +38,8 @@ const BUDGET: usize = 16;
 const ACCEPT_BUDGET: usize = 8;
 /// How long a front-end that has sent no message keeps another one waiting.
 const SILENCE: Duration = Duration::from_secs(10);
+/// How long a front-end may leave a reply in the socket.
+const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
 /// See the module.
 pub(super) struct Vm {
@@ -88,6 +90,8 @@ pub(super) struct Connection {
     /// never more than one.
     output: Vec<u8>,
     written: usize,
+    /// Since when the socket takes no more of the reply.
+    stalled_since: Option<Instant>,
     /// The command whose answer is awaited. Until then nothing is read.
     waiting: Option<u64>,
     /// It has sent a message.
@@ -116,8 +120,14 @@ impl Connection {
             .filter(|rest| !rest.is_empty())
         {
             match fd_passing::send(&self.socket, &[IoSlice::new(rest)], &[]) {
-                Ok(bytes) => self.written += bytes,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Ok(bytes) => {
+                    self.written += bytes;
+                    self.stalled_since = None;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.stalled_since.get_or_insert_with(Instant::now);
+                    return Ok(false);
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -253,18 +263,28 @@ impl Vm {
     }
 
     /// When [`Vm::time_passed`] has something to do: another front-end waits for the end of a
-    /// silent one.
+    /// silent one, or a reply is not taken.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        match (&self.front, &self.next) {
-            (Front::Live(connection), Some(_)) if !connection.has_spoken => {
-                Some(connection.read_since? + SILENCE)
-            }
-            _ => None,
+        let Front::Live(connection) = &self.front else {
+            return None;
+        };
+        match &self.next {
+            Some(_) if !connection.has_spoken => Some(connection.read_since? + SILENCE),
+            _ => Some(connection.stalled_since? + REPLY_LIMIT),
         }
     }
 
-    /// Ends the connection of a front-end that has been silent for too long while another waits.
+    /// Ends the connection of a front-end that has been silent for too long while another waits, or
+    /// that has not taken a reply for too long: it may have gone and have left its own end of the
+    /// connection in a message behind, which nothing reads and which keeps the connection open.
     pub(super) fn time_passed(&mut self, now: Instant) {
+        if let Front::Live(connection) = &self.front
+            && let Some(since) = connection.stalled_since
+            && now >= since + REPLY_LIMIT
+        {
+            self.counters.fault(Fault::Silent);
+            return self.disconnect("the front-end takes no reply");
+        }
         let is_due = |vm: &Vm| vm.deadline().is_some_and(|at| now >= at);
         if is_due(self) {
             // It may have spoken since it was read last.
@@ -313,6 +333,7 @@ impl Vm {
             session,
             output: Vec::new(),
             written: 0,
+            stalled_since: None,
             waiting: Some(waiting),
             has_spoken: false,
             read_since: None,
@@ -547,6 +568,7 @@ impl LogLimit {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
+    use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
     use zerosock_sys::account::Budget;
@@ -675,6 +697,25 @@ mod tests {
         assert!(!is_open(&third) && is_open(&first));
         lab.pass(10 * SILENCE);
         assert!(is_open(&first));
+    }
+
+    /// Its own end of the connection lies in a message that is not read before the reply is taken.
+    #[test]
+    fn a_front_end_that_takes_no_reply_does_not_keep_its_place() {
+        let mut lab = Lab::new();
+        let front = lab.connect();
+        while lab.vm.deadline().is_none() {
+            (&front).write_all(&MESSAGE).unwrap();
+            lab.vm.handle_ready(false);
+        }
+        fd_passing::send(&front, &[IoSlice::new(&MESSAGE)], &[front.as_fd()]).unwrap();
+        drop(front);
+        assert!(lab.vm.has_frontend(), "its end is still open");
+        lab.pass(REPLY_LIMIT - Duration::from_secs(5));
+        assert!(!lab.vm.is_idle());
+        lab.pass(REPLY_LIMIT);
+        assert!(lab.vm.is_idle());
+        assert_eq!(lab.faults(Fault::Silent), 1);
     }
 
     #[test]

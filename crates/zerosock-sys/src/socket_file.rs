@@ -7,8 +7,8 @@
 //! # Invariants
 //! - No call follows a symbolic link at the target path, and none follows one inside the private
 //!   directory, which other users cannot enter.
-//! - A path whose socket is held by a live process is left alone, and so is everything that is
-//!   not a socket. Only a dead socket is replaced.
+//! - A socket that a live process holds is left alone, and so is everything that is not a socket.
+//!   Only a dead socket is replaced.
 //! - [`SocketFile`] removes its file only while device, inode and time of birth are unchanged.
 //!
 //! The kernel reports the socket's address as `/proc/self/fd/N/NAME`: it is the path by which the
@@ -197,8 +197,8 @@ fn probe(directory: &OwnedFd, name: &Path) -> Result<Found, BindError> {
     }
 }
 
-/// Whether some process holds the socket of this file. A socket that nobody holds stays so: no
-/// socket can be bound to an existing file.
+/// Whether some process holds the socket of this file. A dead socket stays dead: no socket can be
+/// bound to an existing file.
 ///
 /// The probe connects with a socket of another type, which the kernel refuses with EPROTOTYPE if
 /// the socket is held, and with ECONNREFUSED if not. So a listener never sees a connection: a
@@ -258,9 +258,18 @@ impl<'a> PrivateDirectory<'a> {
         let socket =
             rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         let path = by_descriptor(self.fd.as_fd(), Some(&self.entry));
-        rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-        self.filled = true;
-        Ok(socket)
+        match rustix::net::bind(&socket, &SocketAddrUnix::new(path)?) {
+            // The directory itself is open.
+            Err(Errno::NOENT) => {
+                let text = "/proc is not mounted; a socket cannot be made safely without it";
+                Err(io::Error::new(io::ErrorKind::NotFound, text))
+            }
+            Err(errno) => Err(errno.into()),
+            Ok(()) => {
+                self.filled = true;
+                Ok(socket)
+            }
+        }
     }
 
     fn set_access(&self, mode: Option<Mode>, gid: Option<Gid>) -> Result<(), BindError> {
@@ -371,7 +380,7 @@ fn open_entry(directory: &OwnedFd, name: &Path) -> io::Result<File> {
 
 /// Excludes other processes that bind sockets in the directory, until dropped.
 ///
-/// Any user who can read the directory can hold this lock, so the wait is short and the caller
+/// Any user with read permission for the directory can hold this lock, so the wait is short and the caller
 /// goes on without: the lock guards against an accident, not against an attack.
 fn lock(directory: &OwnedFd, wait: Duration) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -69,7 +69,8 @@ counters! {
     bad_handshakes,
     /// Connects to host sockets that were tried again because the listener's backlog was full.
     connect_retries,
-    /// Ended connections whose host program took none of the last bytes for too long.
+    /// Ended connections that were dropped because the host program took none of the last bytes for
+    /// too long.
     linger_timeouts,
     /// Connections reset because too many bytes were waiting for their receiver.
     overflow_resets,

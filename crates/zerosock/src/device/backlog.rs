@@ -1,4 +1,4 @@
-//! Connects of the guest to host sockets whose listener's backlog is full.
+//! Connects of the guest to host sockets that have a full backlog.
 //!
 //! A non-blocking connect to such a Unix socket fails with EAGAIN, and no event tells of room. So
 //! it is tried again after a pause that doubles, and for all connections to a port together: they
@@ -33,7 +33,7 @@ pub(crate) struct HostPort {
     pub(crate) messages: bool,
 }
 
-/// The ports whose backlog was full when it was last tried.
+/// The ports that had a full backlog when they were last tried.
 #[derive(Debug, Default)]
 pub(crate) struct Backlogs(BTreeMap<HostPort, Backlog>);
 

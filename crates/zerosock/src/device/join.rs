@@ -22,7 +22,7 @@ use zerosock_ring::Memory;
 /// What the guest is joined to.
 #[derive(Debug)]
 pub(crate) enum End {
-    /// A host socket whose backlog is full: tried again until the deadline.
+    /// A host socket with a full backlog: tried again until the deadline.
     Retrying { to: HostPort, deadline: Instant },
     /// A connect that the kernel has not decided.
     Connecting {

@@ -1,7 +1,7 @@
 //! Connections that have ended while the host program has not read all that the guest had sent.
 //!
 //! The vsock half is gone; the socket stays open until the program has taken the bytes, as a
-//! kernel socket does whose owner has closed it. One that takes nothing for as long as
+//! kernel socket does after its owner has closed it. One that takes nothing for as long as
 //! [`Limits::linger`](super::Limits::linger) says is closed, and the bytes are lost.
 //!
 //! # Invariants
@@ -55,7 +55,7 @@ impl Device {
         }
     }
 
-    /// Closes the sockets whose programs have taken nothing for too long.
+    /// Closes the sockets of programs that have taken nothing for too long.
     pub(super) fn linger_timed_out(&mut self, cx: &mut Context<'_>) {
         self.lingering.look_at = None;
         let limit = cx.limits.linger;

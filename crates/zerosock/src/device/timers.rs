@@ -12,7 +12,7 @@ pub(crate) enum Timer {
     Handshake(u32),
     /// A connect that the kernel has not decided takes too long.
     Connect(u32),
-    /// Try to reach a host socket again whose backlog was full.
+    /// Try to reach a host socket again that had a full backlog.
     Backlog(HostPort),
     /// Close host sockets that do not take the last bytes of ended connections.
     Linger,

@@ -12,7 +12,7 @@ use zerosock_sys::socket_file::{self, Options};
 pub(crate) use zerosock_sys::socket_file::SocketFile;
 
 /// Binds a listener at `path`, with this mode, if any, else by the umask. A socket there that
-/// nobody listens on any more is replaced. It never waits.
+/// no process holds any more is replaced. It never waits.
 ///
 /// # Errors
 /// `AddrInUse` when a process listens there, or when something else than a socket is there.

@@ -215,7 +215,7 @@ impl Reactor {
         }
     }
 
-    /// Gives every VM whose time has come its turn; the house notes when the next one has it.
+    /// Gives every VM its turn that has reached its deadline; the house notes the next deadline.
     fn time_passed(&mut self, now: Instant) {
         self.house.deadline = None;
         let with_deadline = |(&index, vm): (&usize, &Vm)| vm.deadline().map(|_| index);

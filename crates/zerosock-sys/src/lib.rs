@@ -1,16 +1,19 @@
 //! The system calls of zerosock that no safe crate offers, as small safe functions.
 //!
-//! Everything here is a thin room around one kernel interface: [`send_slices`] and [`recv_slices`]
-//! move bytes between a socket and guest memory without a buffer of ours, [`sigbus`] survives
-//! guest memory that vanishes, [`memfd`] makes memory that cannot shrink, [`fd_passing`] carries
-//! descriptors over Unix sockets, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] tries out what they do), [`affinity`] pins threads,
-//! [`network`] isolates them, [`zc`] sends what stays its owner's until the kernel is done. [`account`]
-//! has the shares of peers in descriptors and memory, [`reaper`] the threads that close what a
-//! [`PeerFd`] holds, [`notify`] wakes peers.
+//! Each module covers one kernel interface:
 //!
-//! What must hold: no function panics on what a peer sends, no function keeps state but the
-//! SIGBUS handler and the reaper, and each `unsafe` block says why it is sound. Where rustix offers a safe call,
-//! it is used instead of libc.
+//! - [`send_slices`] and [`recv_slices`] move bytes between a socket and guest memory in place.
+//! - [`sigbus`] survives guest memory that vanishes, [`memfd`] makes memory that cannot shrink.
+//! - [`fd_passing`] carries descriptors over Unix sockets, [`socket_file`] makes Unix sockets with a
+//!   path, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] tries out what they do).
+//! - [`reaper`] has the threads that close what a [`PeerFd`] holds, [`notify`] wakes peers, and
+//!   [`account`] has the shares of peers in descriptors and memory.
+//! - [`affinity`] pins threads, [`network`] isolates them.
+//! - [`zc`] sends what stays its owner's until the kernel is done.
+//!
+//! # Invariants
+//! No function panics on what a peer sends. Only the SIGBUS handler and the reaper keep state. Each
+//! `unsafe` block says why it is sound. Where rustix offers a safe call, it is used instead of libc.
 
 pub mod account;
 pub mod affinity;

@@ -89,6 +89,15 @@ pub(crate) fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketF
     Ok((UnixListener::from(socket), file))
 }
 
+/// As [`bind`], for vhost-user front-ends, which send descriptors.
+pub(crate) fn bind_for_frontends(
+    path: &Path,
+    access: Access,
+) -> Result<(UnixListener, SocketFile), BindError> {
+    let (socket, file) = bind_socket(path, access, SocketType::STREAM, false)?;
+    Ok((UnixListener::from(socket), file))
+}
+
 /// As [`bind`], a socket of type SOCK_SEQPACKET.
 pub(crate) fn bind_packets(
     path: &Path,
@@ -103,6 +112,15 @@ pub(crate) fn bind_type(
     access: Access,
     kind: SocketType,
 ) -> Result<(OwnedFd, SocketFile), BindError> {
+    bind_socket(path, access, kind, true)
+}
+
+fn bind_socket(
+    path: &Path,
+    access: Access,
+    kind: SocketType,
+    refuse_rights: bool,
+) -> Result<(OwnedFd, SocketFile), BindError> {
     let name = || path.display().to_string();
     check_path(path).map_err(|reason| BindError::Path(name(), reason))?;
     let options = Options {
@@ -110,6 +128,7 @@ pub(crate) fn bind_type(
         mode: access.mode,
         gid: access.gid,
         backlog: BACKLOG,
+        refuse_rights,
         lock_wait: LOCK_WAIT,
     };
     socket_file::bind(path, options).map_err(|error| {

@@ -28,6 +28,8 @@ use rustix::fs::{AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
+use crate::fd_passing;
+
 /// What [`bind`] makes.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -39,6 +41,9 @@ pub struct Options {
     pub gid: Option<Gid>,
     /// Connections that may wait to be accepted.
     pub backlog: i32,
+    /// Those who connect cannot send descriptors, where the kernel can refuse them
+    /// ([`refuse_rights`](crate::fd_passing::refuse_rights)).
+    pub refuse_rights: bool,
     /// How long to wait for another process that binds a socket in the same directory.
     pub lock_wait: Duration,
 }
@@ -154,6 +159,9 @@ pub fn bind(path: &Path, options: Options) -> Result<(OwnedFd, SocketFile), Bind
     private.set_access(options.mode, options.gid)?;
     let made = open_entry(&private.fd, &private.entry).map_err(make)?;
     let (identity, _) = Identity::of(&made).map_err(make)?;
+    if options.refuse_rights {
+        fd_passing::refuse_rights(&socket).map_err(make)?;
+    }
     rustix::net::listen(&socket, options.backlog).map_err(make)?;
     for _ in 0..ATTEMPTS {
         let moved = match probe(&directory, &name)? {

@@ -10,6 +10,7 @@ const OPTIONS: Options = Options {
     mode: None,
     gid: None,
     backlog: 16,
+    refuse_rights: false,
     lock_wait: Duration::from_secs(10),
 };
 

@@ -18,6 +18,7 @@ fn the_umask_applies_only_without_a_mode() {
             mode: mode.map(Mode::from_raw_mode),
             gid: None,
             backlog: 1,
+            refuse_rights: true,
             lock_wait: Duration::ZERO,
         };
         let (_socket, _file) = bind(&path, options).unwrap();

@@ -165,6 +165,9 @@ fn claim_sockets(settings: &Settings) -> Result<Claimed, ServeError> {
     })
 }
 
+/// How a listener is made.
+type Bind = fn(&Path, sockets::Access) -> Result<(UnixListener, SocketFile), sockets::BindError>;
+
 /// The sockets of one VM, and the files that were made for them.
 fn claim_vm(
     vm: &Vm,
@@ -173,7 +176,7 @@ fn claim_vm(
     only_vm: bool,
 ) -> Result<(Listeners, Vec<SocketFile>), ServeError> {
     let mut files = Vec::new();
-    let mut claim = |path: &Path, role: &str| -> Result<UnixListener, ServeError> {
+    let mut claim = |path: &Path, role: &str, bind: Bind| -> Result<UnixListener, ServeError> {
         let mut names = vec![format!("{role}-{}", vm.cid)];
         if only_vm {
             names.push(role.to_string());
@@ -181,13 +184,13 @@ fn claim_vm(
         if let Some(listener) = inherited.claim(path, &names) {
             return Ok(listener);
         }
-        let (listener, file) = sockets::bind(path, access)?;
+        let (listener, file) = bind(path, access)?;
         files.push(file);
         Ok(listener)
     };
-    let control = claim(&vm.socket, "socket")?;
+    let control = claim(&vm.socket, "socket", sockets::bind_for_frontends)?;
     let hybrid = match &vm.host {
-        Host::Hybrid { path, .. } => Some(claim(path, "uds-path")?),
+        Host::Hybrid { path, .. } => Some(claim(path, "uds-path", sockets::bind)?),
         Host::Forward { .. } => None,
     };
     let messages = match &vm.host {

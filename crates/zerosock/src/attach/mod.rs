@@ -90,7 +90,7 @@ impl AttachHost {
         let none = || io::Error::new(io::ErrorKind::InvalidInput, "no {cid} in the path");
         let path = text.ok_or_else(none)?;
         let path = PathBuf::from(path.replace(CID_IN_PATH, &cid.to_string()));
-        let (listener, file) = socket_file::bind(&path, SocketKind::Stream, mode, group)?;
+        let (listener, file) = socket_file::bind(&path, SocketKind::Program, mode, group)?;
         rustix::io::ioctl_fionbio(&listener, true)?;
         let listener = Some(listener);
         let messages = None;

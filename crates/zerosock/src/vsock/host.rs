@@ -439,7 +439,7 @@ impl HostBuilder {
                 Err(source) => Err(StartError::Bind { path, source }),
             };
         for (cid, path) in self.paths {
-            let listener = bind(path, SocketKind::Stream, self.socket_mode)?;
+            let listener = bind(path, SocketKind::Frontend, self.socket_mode)?;
             config.vms.push(VmConfig {
                 cid,
                 listener: UnixListener::from(listener),

@@ -24,12 +24,13 @@ pub(crate) fn bind(
 ) -> io::Result<(OwnedFd, SocketFile)> {
     let options = Options {
         kind: match kind {
-            SocketKind::Stream => SocketType::STREAM,
+            SocketKind::Frontend | SocketKind::Program => SocketType::STREAM,
             SocketKind::Packets => SocketType::SEQPACKET,
         },
         mode: mode.map(Mode::from_raw_mode),
         gid: group.map(Gid::from_raw),
         backlog: BACKLOG,
+        refuse_rights: !matches!(kind, SocketKind::Frontend),
         lock_wait: Duration::ZERO,
     };
     Ok(socket_file::bind(path, options)?)
@@ -38,8 +39,10 @@ pub(crate) fn bind(
 /// What is said on a socket.
 #[derive(Copy, Clone, Debug)]
 pub(crate) enum SocketKind {
-    /// vhost-user messages, or a connection of the hybrid convention.
-    Stream,
+    /// vhost-user messages, with descriptors.
+    Frontend,
+    /// A connection of the hybrid convention.
+    Program,
     /// Requests to attach (SOCK_SEQPACKET).
     Packets,
 }
@@ -55,7 +58,7 @@ mod tests {
     use super::*;
 
     fn bind(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-        let (socket, file) = super::bind(path, SocketKind::Stream, Some(0o600), None)?;
+        let (socket, file) = super::bind(path, SocketKind::Frontend, Some(0o600), None)?;
         Ok((UnixListener::from(socket), file))
     }
 

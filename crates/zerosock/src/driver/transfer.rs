@@ -136,7 +136,9 @@ impl Driver {
     }
 
     /// Sends the first `len` bytes of a loan; the rest of its credit returns.
-    /// Visible to the device with the next turn or flush.
+    /// Visible to the device with the next turn or flush. Those of them that
+    /// were not filled are what an earlier packet left in the buffer: fill all
+    /// `len`.
     pub fn commit(&mut self, loan: Loan, len: u32) -> Result<(), SendError> {
         let len = len.min(loan.len);
         if len == 0 {

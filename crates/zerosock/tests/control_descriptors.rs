@@ -249,5 +249,7 @@ fn no_bytes_and_descriptors_panic_or_leak() {
     wait_for(&commands, "Disconnected");
     let stats = lab.control.stats(0).unwrap();
     eprintln!("{stats:?}");
-    assert!(stats.messages > 1000);
+    // A session ends with the first reply for which its front-end is gone already: how many of the
+    // messages are read depends on the threads, but few sessions have none.
+    assert!(stats.messages > 100, "{stats:?}");
 }

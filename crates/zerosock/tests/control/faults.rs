@@ -241,8 +241,8 @@ fn a_broken_frame_ends_the_connection() {
     }
     // As many in all, in parts.
     let raw = lab.raw(0);
-    raw.send_bytes(&header(5, 1, 8), &many[..20]).unwrap();
-    raw.send_bytes(&[0; 4], &many[..13]).unwrap();
+    raw.send_bytes(&header(5, 1, 8), &many[..200]).unwrap();
+    raw.send_bytes(&[0; 4], &many[..54]).unwrap();
     raw.expect_end();
     wait_for(&commands, "Disconnected");
     assert_eq!(faults(&lab, Fault::TooManyDescriptors), 2);

@@ -648,6 +648,7 @@ mod tests {
     }
 
     fn is_open(mut socket: &UnixStream) -> bool {
+        assert!(zerosock_sys::reaper::drain(Duration::from_secs(60)));
         matches!(socket.read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
 

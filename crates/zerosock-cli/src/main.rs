@@ -17,6 +17,7 @@ mod number;
 mod perf;
 mod serve;
 mod signals;
+mod size;
 mod sockets;
 
 use std::process::ExitCode;

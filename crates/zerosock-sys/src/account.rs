@@ -86,6 +86,8 @@ struct Used {
     /// Descriptors in use beyond what is guaranteed.
     common: u64,
     mapped: u64,
+    /// Descriptors that were refused.
+    refused: u64,
 }
 
 impl Budget {
@@ -117,6 +119,11 @@ impl Budget {
     /// Descriptors that each of the expected accounts is guaranteed.
     pub fn share(&self) -> u64 {
         self.0.share
+    }
+
+    /// Descriptors of all accounts that were refused.
+    pub fn refused(&self) -> u64 {
+        self.0.lock().refused
     }
 
     /// Opens an account.
@@ -183,6 +190,7 @@ impl Account {
             let mut used = shared.lock();
             let common = shared.limits.descriptors - used.guaranteed;
             if after - before > common.saturating_sub(used.common) {
+                used.refused += count;
                 return Err(Exceeded::Descriptors {
                     used: own.descriptors,
                     guaranteed: *guaranteed,
@@ -193,6 +201,11 @@ impl Account {
         }
         own.descriptors += count;
         Ok(self.permit(Amount(count)))
+    }
+
+    /// Counts a descriptor that is refused for another reason.
+    pub fn count_refused(&self) {
+        self.0.shared.lock().refused += 1;
     }
 
     /// Takes address space for memory of the peer.
@@ -322,6 +335,7 @@ mod tests {
             common: 50,
         };
         assert_eq!(refused, expected);
+        assert_eq!(budget.refused(), 1);
         let theirs = b.take_descriptors(10).unwrap();
         b.take_descriptors(1).unwrap_err();
         for other in &others {

@@ -15,6 +15,7 @@ pub use crate::plane::config::{
     HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,
 };
 use crate::plane::shares::MemoryLimits;
+pub use crate::plane::shares::Shares;
 use crate::plane::{self, Plane, Setup};
 pub use crate::relay::hybrid::OkConvention;
 use crate::stats::Counters;
@@ -56,8 +57,12 @@ pub struct DaemonConfig {
     pub workers: usize,
     /// CPUs that the workers are pinned to, in turn; empty: they are not pinned.
     pub cpus: Vec<usize>,
-    /// Connections that one VM may have.
-    pub max_connections: usize,
+    /// Connections that one VM or process may have; its further requests are answered with a reset.
+    ///
+    /// None: 131072. Where VMs or processes have sockets of the host, which take a descriptor for each
+    /// connection: as many as the descriptors that one VM can have, if that is less, but 64 at least.
+    /// [`Daemon::shares`] says how many.
+    pub max_connections: Option<usize>,
     /// Bytes of memory that one VM, or all processes of one user together, may have mapped here;
     /// while a memory table is replaced, the old one counts too. A front-end that asks for more is
     /// refused.
@@ -95,7 +100,7 @@ impl Default for DaemonConfig {
             vms: Vec::new(),
             workers: 1,
             cpus: Vec::new(),
-            max_connections: 131_072,
+            max_connections: None,
             max_memory: MemoryLimits::default().each,
             max_memory_total: MemoryLimits::default().total,
             max_overflow: 64 << 20,
@@ -310,6 +315,11 @@ impl Daemon {
     /// The CID of the attached process of this name.
     pub fn resolve(&self, name: &Name) -> Option<Cid> {
         self.plane.resolve(name)
+    }
+
+    /// How descriptors are shared out among VMs and processes.
+    pub fn shares(&self) -> Shares {
+        self.plane.shares()
     }
 
     /// What was counted since the start, summed over all workers and VMs.

@@ -23,6 +23,21 @@ macro_rules! counters {
             pub claimed_ports: u64,
             /// Requests to attach that were refused.
             pub attach_refused: u64,
+            /// Descriptors of peers that were refused, each of them closed: of no use, or beyond the
+            /// peer's [share](crate::daemon::Shares). Connections of host programs beyond it count
+            /// here too.
+            pub descriptors_refused: u64,
+            /// System calls on objects of peers (close, munmap) that the reaper threads of this
+            /// process have finished.
+            pub reaper_finished: u64,
+            /// Those that took long, while others waited: a peer can hold them up.
+            pub reaper_stuck: u64,
+            /// Descriptors and memory given up for good, because too many waited.
+            pub reaper_leaked: u64,
+            /// Reaper threads now.
+            pub reaper_threads: u64,
+            /// Calls that wait or are under way now.
+            pub reaper_pending: u64,
         }
 
         /// One worker's counters.

@@ -282,7 +282,7 @@ fn a_guest_that_posts_useless_chains_without_end_does_not_keep_the_worker() {
 #[test]
 fn abandoned_requests_to_a_sibling_do_not_keep_its_places() {
     let daemon = TestDaemon::with(2, |config| {
-        config.max_connections = 16;
+        config.max_connections = Some(16);
         config.connect_timeout = ENDLESS;
     });
     let mut one = RawGuest::attach(&daemon.vms[0].socket);

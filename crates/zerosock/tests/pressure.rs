@@ -335,7 +335,7 @@ fn a_close_against_a_full_socket_loses_nothing() {
 
 #[test]
 fn connections_above_the_cap_are_refused_and_come_back_when_others_end() {
-    let daemon = TestDaemon::with(1, |config| config.max_connections = 4);
+    let daemon = TestDaemon::with(1, |config| config.max_connections = Some(4));
     let Some(_) = daemon.stats() else { return };
     let mut guest = daemon.guest();
     let listener = daemon.host_listener(2000);

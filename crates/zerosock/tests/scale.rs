@@ -194,7 +194,7 @@ fn nothing_is_left_of_connections_with_host_programs() {
 #[test]
 fn a_guest_that_connects_without_end_gets_its_cap_and_its_neighbour_notices_nothing() {
     const CAP: usize = 300;
-    let daemon = TestDaemon::with(2, |config| config.max_connections = CAP);
+    let daemon = TestDaemon::with(2, |config| config.max_connections = Some(CAP));
     let mut guests = [daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {})];
     guests[1].listen(PORT, 4 * CAP).unwrap();
     let listener = common::host_listener(&daemon.vms[1].uds_path, 2000);

@@ -14,6 +14,7 @@ use super::vm::RawVm;
 use crate::duration;
 use crate::logging::{LogFormat, LogLevel};
 use crate::number;
+use crate::size;
 
 /// Serve virtual machines: one vhost-user vsock device per VM
 ///
@@ -42,7 +43,7 @@ pub(crate) struct ServeArgs {
 
     /// A YAML file with a list `vms`, one entry per VM, keys as for --vm, and perhaps `attach` with
     /// the keys socket, mode, uid, groups, max, uds_path, service_uid, service_max, a list `access`,
-    /// and `spin_us`
+    /// `spin_us`, `max_memory` and `max_memory_total`
     ///
     /// The file is read again on SIGHUP: VMs that are new in it are added and those that are gone
     /// are removed, groups, access, users and numbers of processes are as it says from then on.
@@ -131,9 +132,28 @@ pub(crate) struct DaemonFlags {
     #[arg(long, value_name = "GROUP")]
     pub(crate) socket_group: Option<String>,
 
-    /// Connections that one VM may have at once; more are refused with a reset
-    #[arg(long, value_parser = number::parse::<u64>, value_name = "N", default_value_t = 131_072)]
-    pub(crate) max_connections: u64,
+    /// Connections that one VM may have at once; more are refused with a reset [default: 131072, or
+    /// as many descriptors as one VM can have, if that is less and there are host sockets]
+    ///
+    /// A connection to a program of the host takes a descriptor; one to another VM or a process takes
+    /// none. Half of the descriptors (RLIMIT_NOFILE, less what the daemon itself needs) is divided by
+    /// the VMs and users whose processes may attach: each is guaranteed its part. The other half is
+    /// for those that need more. The log says the numbers at the start.
+    #[arg(long, value_parser = number::parse::<u64>, value_name = "N")]
+    pub(crate) max_connections: Option<u64>,
+
+    /// Bytes of memory that one VM, or all processes of one user together, may have mapped here
+    /// [default: 1T]
+    ///
+    /// With K, M, G or T for powers of 1024. A monitor that sends more is refused and disconnected;
+    /// while a VM's memory changes, what it had before counts too. It is address space: pages that
+    /// are not used cost nothing.
+    #[arg(long, value_parser = size::parse, value_name = "BYTES")]
+    pub(crate) max_memory: Option<u64>,
+
+    /// Bytes of memory that all VMs and processes together may have mapped here [default: 64T]
+    #[arg(long, value_parser = size::parse, value_name = "BYTES")]
+    pub(crate) max_memory_total: Option<u64>,
 
     /// Queue pairs that a driver may use which knows of them, each on the next worker, 1 to 16;
     /// stock guests know of one

@@ -31,6 +31,8 @@ pub(super) fn start(
         workers: settings.workers,
         cpus: settings.cpus.clone(),
         max_connections: settings.max_connections,
+        max_memory: settings.max_memory,
+        max_memory_total: settings.max_memory_total,
         queue_pairs: settings.queue_pairs,
         spin: settings.spin,
         ok: match settings.ok_port {

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use super::access::Entry;
 use super::attach::RawAttach;
 use super::vm::RawVm;
+use crate::size;
 
 /// Why a file names no VMs.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +43,10 @@ pub(crate) struct File {
     #[serde(default)]
     pub(crate) access: Vec<Entry>,
     pub(crate) spin_us: Option<u64>,
+    #[serde(default, deserialize_with = "size::deserialize")]
+    pub(crate) max_memory: Option<u64>,
+    #[serde(default, deserialize_with = "size::deserialize")]
+    pub(crate) max_memory_total: Option<u64>,
 }
 
 /// What is in the file: at least one VM, or the attach socket.

@@ -26,7 +26,7 @@ use std::path::Path;
 use rustix::process::{Resource, Rlimit};
 use sd_notify::NotifyState;
 use tracing::{info, warn};
-use zerosock::daemon::Daemon;
+use zerosock::daemon::{Daemon, Shares};
 
 use self::activation::{ActivationError, Inherited};
 use self::args::ServeArgs;
@@ -87,6 +87,7 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
     raise_descriptor_limit();
     let claimed = claim_sockets(&settings)?;
     let daemon = backend::start(&settings, claimed.vms, claimed.attach)?;
+    announce_shares(&daemon.shares());
     for vm in &settings.vms {
         announce(vm);
     }
@@ -129,6 +130,9 @@ fn run(args: &ServeArgs, settings: Settings) -> Result<(), ServeError> {
         devices_lost = stats.devices_lost,
         control_faults = stats.control_faults,
         attach_refused = stats.attach_refused,
+        descriptors_refused = stats.descriptors_refused,
+        reaper_stuck = stats.reaper_stuck,
+        reaper_leaked = stats.reaper_leaked,
         "stopped"
     );
     drop((running, claimed.attach_file));
@@ -226,6 +230,20 @@ fn raise_descriptor_limit() {
             limit.current
         );
     }
+}
+
+/// The formula by which descriptors are shared out, with numbers.
+fn announce_shares(shares: &Shares) {
+    info!(
+        rlimit_nofile = shares.limit,
+        reserved = shares.reserved,
+        peers = shares.peers,
+        guaranteed_each = shares.guaranteed,
+        common = shares.common,
+        max_connections = shares.max_connections,
+        "descriptors: half of RLIMIT_NOFILE less the reserved ones is guaranteed to the VMs and users \
+         in equal parts, the rest is for those that ask first"
+    );
 }
 
 fn announce(vm: &Vm) {

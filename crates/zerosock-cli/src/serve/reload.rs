@@ -107,6 +107,9 @@ impl Changes {
             .extend(wanted.vms.iter().filter(is_new).cloned());
         let micros = |settings: &Settings| settings.spin.as_micros();
         changes.keep("spin_us", &micros(now), &micros(wanted));
+        changes.keep("max_memory", &now.max_memory, &wanted.max_memory);
+        let (a, b) = (now.max_memory_total, wanted.max_memory_total);
+        changes.keep("max_memory_total", &a, &b);
         match (&now.attach, &wanted.attach) {
             (None, None) => {}
             (Some(attach), Some(other)) => changes.compare_attach(attach, other),
@@ -249,6 +252,8 @@ vms:
 attach: {socket: /b, mode: '0600', uid: [8], max: 6, groups: c, uds_path: '/p{cid}',
          service_uid: 9, service_max: 1}
 spin_us: 70
+max_memory: 2G
+max_memory_total: 4G
 "
             .replace("service_uid: 9", "service_uid: [9]")
             .as_str(),
@@ -264,13 +269,15 @@ spin_us: 70
             "VM 3: tx_buffer_size cannot change while it runs: it stays 262144, not 4096;",
             "VM 3: queue_size cannot change while it runs: it stays 1024, not 64;",
             "spin_us cannot change while it runs: it stays 0, not 70;",
+            "max_memory cannot change while it runs: it stays 1099511627776, not 2147483648;",
+            "max_memory_total cannot change while it runs: it stays 70368744177664, not 4294967296;",
             "attach: socket cannot change while it runs: it stays /a, not /b;",
             "attach: mode cannot change while it runs: it stays that of the other sockets, not 0600;",
             "attach: uds_path cannot change while it runs: it stays none, not /p{cid};",
         ]) {
             assert!(fixed.starts_with(wanted), "{fixed}");
         }
-        assert_eq!(changes.fixed.len(), 8);
+        assert_eq!(changes.fixed.len(), 10);
         let attach = changes.attach.clone().unwrap();
         assert_eq!((attach.socket, attach.mode), ("/a".into(), None));
         assert_eq!((attach.uids, attach.max), (vec![8], 6));
@@ -278,7 +285,7 @@ spin_us: 70
         // Once it is so, nothing is to change but what cannot.
         changes.note_in(&mut now);
         let again = Changes::between(&now, &wanted);
-        assert_eq!(again.fixed.len(), 8);
+        assert_eq!(again.fixed.len(), 10);
         let fixed = again.fixed.clone();
         assert_eq!(
             again,

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use rustix::fs::{Gid, Mode};
 use zerosock::access::AccessList;
+use zerosock::daemon::DaemonConfig;
 
 use super::args::{DaemonFlags, OkPort, ServeArgs};
 use super::attach::Attach;
@@ -29,7 +30,12 @@ pub(crate) struct Settings {
     pub(crate) rules: AccessList,
     pub(crate) ok_port: OkPort,
     pub(crate) access: sockets::Access,
-    pub(crate) max_connections: usize,
+    /// At least 1. None: as many as the descriptors allow.
+    pub(crate) max_connections: Option<usize>,
+    /// Bytes that one VM, or the processes of one user, may have mapped. Not zero.
+    pub(crate) max_memory: u64,
+    /// The same for all together. Not zero.
+    pub(crate) max_memory_total: u64,
     /// 1 to 16.
     pub(crate) queue_pairs: u16,
     /// At most a second; zero: never.
@@ -198,6 +204,22 @@ impl Settings {
                 });
             }
             flags.spin_us = flags.spin_us.or(file.spin_us);
+            for (key, flag, in_file) in [
+                ("max_memory", &mut flags.max_memory, file.max_memory),
+                (
+                    "max_memory_total",
+                    &mut flags.max_memory_total,
+                    file.max_memory_total,
+                ),
+            ] {
+                if flag.is_some() && in_file.is_some() {
+                    return Err(SettingsError::Both {
+                        option: format!("--{}", key.replace('_', "-")),
+                        other: format!("{}: {key}", path.display()),
+                    });
+                }
+                *flag = flag.or(in_file);
+            }
             for (index, vm) in file.vms.into_iter().enumerate() {
                 written.push((Source::File { path, index }, vm));
             }
@@ -284,13 +306,36 @@ fn daemon(
             cpus::parse(text).map_err(|reason| wrong("--cpus", text, reason.to_string()))?
         }
     };
-    let max_connections = usize::try_from(flags.max_connections)
-        .ok()
-        .filter(|&n| (1..=MAX_CONNECTIONS).contains(&n))
-        .ok_or_else(|| {
-            let fix = format!("give a number from 1 to {MAX_CONNECTIONS}");
-            wrong("--max-connections", &flags.max_connections, fix)
-        })?;
+    let max_connections = match flags.max_connections {
+        None => None,
+        Some(number) => match usize::try_from(number) {
+            Ok(n @ 1..=MAX_CONNECTIONS) => Some(n),
+            _ => {
+                let fix = format!("give a number from 1 to {MAX_CONNECTIONS}");
+                return Err(wrong("--max-connections", &number, fix));
+            }
+        },
+    };
+    for (option, bytes) in [
+        ("--max-memory", flags.max_memory),
+        ("--max-memory-total", flags.max_memory_total),
+    ] {
+        if bytes == Some(0) {
+            let fix = "no VM works without memory; give bytes, such as 64G".to_string();
+            return Err(wrong(option, &0, fix));
+        }
+    }
+    if let (Some(each), Some(total)) = (flags.max_memory, flags.max_memory_total)
+        && total < each
+    {
+        let fix = format!("give at least what one VM may have, {each} (--max-memory)");
+        return Err(wrong("--max-memory-total", &total, fix));
+    }
+    let defaults = DaemonConfig::default();
+    let max_memory = flags.max_memory.unwrap_or(defaults.max_memory);
+    let max_memory_total = flags
+        .max_memory_total
+        .unwrap_or(defaults.max_memory_total.max(max_memory));
     let queue_pairs = u16::try_from(flags.queue_pairs)
         .ok()
         .filter(|pairs| (1..=16).contains(pairs))
@@ -341,6 +386,8 @@ fn daemon(
             gid: gid.map(Gid::from_raw),
         },
         max_connections,
+        max_memory,
+        max_memory_total,
         queue_pairs,
         spin: Duration::from_micros(spin),
         connect_timeout: flags.connect_timeout,

@@ -57,6 +57,9 @@ fn the_least_that_can_be_said_gets_the_defaults() {
     assert_eq!(settings.access.gid, None);
     assert_eq!(settings.workers, 1);
     assert_eq!(settings.cpus, [] as [usize; 0]);
+    assert_eq!(settings.max_connections, None);
+    assert_eq!(settings.max_memory, 1 << 40);
+    assert_eq!(settings.max_memory_total, 64 << 40);
 }
 
 #[test]
@@ -86,14 +89,16 @@ fn every_flag_of_a_vm_is_heard() {
 fn every_flag_of_the_daemon_is_heard() {
     let settings = settings(&format!(
         "{VM} --ok-port host --socket-mode 0660 --socket-group 77 --max-connections 5 \
-         --queue-pairs 4 --spin-us 50 \
+         --max-memory 3G --max-memory-total 5T --queue-pairs 4 --spin-us 50 \
          --connect-timeout 0.5 --workers 9 \
          --cpus 0 --log-level debug --log-format json"
     ));
     assert_eq!(settings.ok_port, OkPort::Host);
     assert_eq!(settings.access.mode, Some(Mode::from_raw_mode(0o660)));
     assert_eq!(settings.access.gid, Some(Gid::from_raw(77)));
-    assert_eq!(settings.max_connections, 5);
+    assert_eq!(settings.max_connections, Some(5));
+    assert_eq!(settings.max_memory, 3 << 30);
+    assert_eq!(settings.max_memory_total, 5 << 40);
     assert_eq!(settings.queue_pairs, 4);
     assert_eq!(settings.spin, Duration::from_micros(50));
     assert_eq!(settings.connect_timeout, Duration::from_millis(500));
@@ -292,6 +297,27 @@ fn the_time_to_look_for_work_is_in_the_file_or_in_a_flag() {
 }
 
 #[test]
+fn limits_on_memory_are_in_the_file_or_in_flags() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vms.yaml");
+    let vms = "vms: [{socket: /s, uds_path: /u}]";
+    let text = format!("{vms}\nmax_memory: 3G\nmax_memory_total: 4294967296\n");
+    std::fs::write(&path, text).unwrap();
+    let line = format!("--config {}", path.display());
+    let read = settings(&line);
+    assert_eq!(read.max_memory, 3 << 30);
+    assert_eq!(read.max_memory_total, 4 << 30);
+    let said = complaint(&format!("{line} --max-memory-total 5G"));
+    assert!(said.contains("max_memory_total exclude each other"), "{said}");
+    std::fs::write(&path, format!("{vms}\nmax_memory: 3Q\n")).unwrap();
+    let said = complaint(&line);
+    assert!(said.contains("K, M, G or T"), "{said}");
+    // One VM may have more than all do at first.
+    let large = settings(&format!("{VM} --max-memory 100T"));
+    assert_eq!(large.max_memory_total, 100 << 40);
+}
+
+#[test]
 fn a_complaint_names_the_option_the_value_and_the_fix() {
     let long = "x".repeat(108);
     let cases = [
@@ -381,6 +407,18 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         (
             &format!("{VM} --max-connections 0"),
             "--max-connections 0: give a number from 1 to",
+        ),
+        (
+            &format!("{VM} --max-memory 0"),
+            "--max-memory 0: no VM works without memory",
+        ),
+        (
+            &format!("{VM} --max-memory 2G --max-memory-total 1G"),
+            "--max-memory-total 1073741824: give at least what one VM may have, 2147483648",
+        ),
+        (
+            &format!("{VM} --max-memory 64g"),
+            "--max-memory <BYTES>': give a number of bytes, with K, M, G or T",
         ),
         (
             &format!("{VM} --queue-pairs 17"),

@@ -14,7 +14,7 @@ pub(crate) mod shares;
 use crate::access::AccessList;
 use crate::attach::directory::{Directory, Process};
 use crate::attach::server::Server;
-use crate::attach::{AttachConfig, Name};
+use crate::attach::{AttachConfig, AttachHost, Name};
 use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 use crate::device::{HostEnd, Limits};
 use crate::engine::mailbox::{Mailbox, Sender};
@@ -28,14 +28,15 @@ use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use keeper::{Keeper, Order, Place, Stage};
 use roster::{Entry, Member, Roster, Terms};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use shares::MemoryLimits;
+use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
-use zerosock_sys::fd_passing;
+use zerosock_sys::account::Budget;
+use zerosock_sys::{fd_passing, reaper};
 
 /// What is to be made.
 #[derive(Debug)]
@@ -43,7 +44,8 @@ pub(crate) struct Setup {
     pub(crate) vms: Vec<VmConfig>,
     pub(crate) workers: usize,
     pub(crate) limits: Limits,
-    pub(crate) max_connections: usize,
+    /// None: what [`Shares`] says.
+    pub(crate) max_connections: Option<usize>,
     pub(crate) queue_pairs: QueuePairs,
     pub(crate) attach: Option<AttachConfig>,
     pub(crate) access: AccessList,
@@ -70,6 +72,7 @@ pub(crate) struct Foundation {
     attach: Option<AttachConfig>,
     vms: BTreeMap<Cid, Place>,
     sealed_memory: bool,
+    shares: Shares,
 }
 
 /// Makes workers and their devices. Nothing runs yet.
@@ -89,16 +92,27 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         senders.push(sender);
         mailboxes.push(mailbox);
     }
-    let terms = Terms {
-        max_connections: setup.max_connections,
-        connect_timeout: setup.limits.connect,
-        queue_pairs: setup.queue_pairs,
-    };
     let users = setup.attach.as_ref().map_or(0, |attach| {
         let allowed = attach.allowed_uids.iter().chain(&attach.service_uids);
         allowed.collect::<BTreeSet<_>>().len()
     });
-    let budget = shares::budget(setup.memory, setup.vms.len(), users);
+    let of_processes = setup.attach.iter();
+    let (budget, shares) = shares::budget(Wanted {
+        memory: setup.memory,
+        vms: setup.vms.len(),
+        users,
+        host_sockets: setup
+            .vms
+            .iter()
+            .any(|vm| !matches!(vm.host, HostSide::None))
+            || of_processes.map(|it| &it.host).any(|host| !matches!(host, AttachHost::None)),
+        max_connections: setup.max_connections,
+    });
+    let terms = Terms {
+        max_connections: shares.max_connections,
+        connect_timeout: setup.limits.connect,
+        queue_pairs: setup.queue_pairs,
+    };
     let mut roster = Roster::new(senders.clone(), terms, budget);
     roster.set_access(setup.access);
     let mut places = Vec::new();
@@ -172,6 +186,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             attach: setup.attach,
             vms,
             sealed_memory: setup.sealed_memory,
+            shares,
         },
     })
 }
@@ -180,6 +195,7 @@ impl Foundation {
     /// Starts the control thread: from now on front-ends are let in, and processes.
     pub(crate) fn start(self) -> Result<Plane, StartError> {
         let directory = Arc::new(Directory::default());
+        let budget = self.roster.budget().clone();
         let list = Arc::clone(&directory);
         let server = |roster| match self.attach {
             Some(config) => Server::new(config, roster, list).map(Ok),
@@ -194,6 +210,8 @@ impl Foundation {
             control,
             directory,
             orders,
+            budget,
+            shares: self.shares,
         })
     }
 }
@@ -204,6 +222,8 @@ pub(crate) struct Plane {
     control: Control,
     directory: Arc<Directory>,
     orders: mpsc::Sender<Order>,
+    budget: Budget,
+    shares: Shares,
 }
 
 impl Plane {
@@ -214,6 +234,18 @@ impl Plane {
             sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
         }
         self.directory.add_to(sum);
+        sum.descriptors_refused = self.budget.refused();
+        let reaper = reaper::stats();
+        sum.reaper_finished = reaper.finished;
+        sum.reaper_stuck = reaper.stuck;
+        sum.reaper_leaked = reaper.leaked;
+        sum.reaper_threads = reaper.threads as u64;
+        sum.reaper_pending = reaper.pending as u64;
+    }
+
+    /// How descriptors are shared out.
+    pub(crate) fn shares(&self) -> Shares {
+        self.shares
     }
 
     /// Changes what is to change, and waits until every worker goes by it: not to be called by who

@@ -400,10 +400,11 @@ impl HostBuilder {
         self
     }
 
-    /// Connections of one VM or process at once, at first 131072; further requests of it are
-    /// answered with a reset.
+    /// Connections of one VM or process at once; further requests of it are answered with a reset.
+    /// At first 131072; where VMs or processes have sockets of the host, as many as the descriptors
+    /// that one of them can have, if that is less.
     pub fn max_connections(mut self, connections: usize) -> HostBuilder {
-        self.config.max_connections = connections;
+        self.config.max_connections = Some(connections);
         self
     }
 

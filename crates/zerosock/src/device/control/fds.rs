@@ -49,6 +49,10 @@ impl SentFd {
             Ok(permit) => kind(fd.with_permit(permit)),
             Err(exceeded) => SentFd::Refused(exceeded.to_string()),
         };
+        let refuse = |reason: String| {
+            account.count_refused();
+            SentFd::Refused(reason)
+        };
         if memfd::is_memory(&fd) {
             return keep(fd, SentFd::Memory);
         }
@@ -57,17 +61,17 @@ impl SentFd {
             Ok(FdKind::Pipe) => return keep(fd, SentFd::Pipe),
             Ok(FdKind::Other(target)) => target,
             Err(error) => {
-                return SentFd::Refused(format!("cannot examine the descriptor: {error}"));
+                return refuse(format!("cannot examine the descriptor: {error}"));
             }
         };
         // What is no file has no path.
         if !target.starts_with('/') {
-            return SentFd::Refused(format!("{target} is of no use"));
+            return refuse(format!("{target} is of no use"));
         }
         let kind = file_system(&fd).unwrap_or_else(|| "unknown".into());
         match LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
             true => keep(fd, SentFd::Memory),
-            false => SentFd::Refused(format!(
+            false => refuse(format!(
                 "a file of file system {kind}: guest memory has to be a memfd, or in a file of a \
                  tmpfs or local disk"
             )),

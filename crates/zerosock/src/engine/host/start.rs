@@ -35,8 +35,8 @@ pub(crate) struct HostConfig {
     pub(crate) attach: Option<AttachConfig>,
     /// Who may reach whom, beyond what groups say.
     pub(crate) access: AccessList,
-    /// Connections that one VM may have.
-    pub(crate) max_connections: usize,
+    /// Connections that one VM may have; see [`DaemonConfig`](crate::daemon::DaemonConfig).
+    pub(crate) max_connections: Option<usize>,
     pub(crate) queue_pairs: u16,
     pub(crate) memory: MemoryLimits,
     /// Bytes that the connections of a VM to stalled host programs together may have copied; and
@@ -63,7 +63,7 @@ impl Default for HostConfig {
             vms: Vec::new(),
             attach: None,
             access: AccessList::default(),
-            max_connections: 131_072,
+            max_connections: None,
             queue_pairs: 1,
             memory: MemoryLimits::default(),
             max_overflow: 64 << 20,

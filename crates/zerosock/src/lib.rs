@@ -49,6 +49,7 @@ mod deadline;
 pub mod device;
 pub mod driver;
 mod engine;
+mod fallible;
 mod header;
 mod plane;
 mod relay;

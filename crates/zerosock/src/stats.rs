@@ -89,6 +89,8 @@ counters! {
     linger_timeouts,
     /// Connections reset because too many bytes were waiting for their receiver.
     overflow_resets,
+    /// Connections reset, and devices lost, because there was no memory for what they need.
+    no_memory,
     /// Connections reset because a message was longer than its receiver can take.
     message_resets,
     /// Datagrams from guests that were dropped: some of their fragments were missing, or they were

@@ -418,7 +418,7 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         ),
         (
             &format!("{VM} --max-memory 64g"),
-            "--max-memory <BYTES>': give a number of bytes, with K, M, G or T",
+            "give a number of bytes, with K, M, G or T behind it",
         ),
         (
             &format!("{VM} --queue-pairs 17"),

@@ -193,6 +193,7 @@ impl PortTable {
         if inner.listeners.contains_key(&address) || inner.outgoing.contains_key(&address) {
             return None;
         }
+        inner.outgoing.try_reserve(1).ok()?;
         inner.outgoing.insert(address, 1);
         Some(address.port)
     }
@@ -210,6 +211,7 @@ impl PortTable {
         if inner.listeners.contains_key(&address) {
             return None;
         }
+        inner.outgoing.try_reserve(1).ok()?;
         // Fewer than there are connections.
         *inner.outgoing.entry(address).or_insert(0) += 1;
         Some(Hold::Outgoing)
@@ -225,6 +227,7 @@ impl PortTable {
             let address = Address::new(cid, port);
             let listened_on = inner.listeners.contains_key(&address);
             if !listened_on && !inner.outgoing.contains_key(&address) {
+                inner.outgoing.try_reserve(1).ok()?;
                 inner.outgoing.insert(address, 1);
                 return Some((address, Hold::Outgoing));
             }

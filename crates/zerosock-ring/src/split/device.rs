@@ -106,6 +106,11 @@ impl DeviceQueue {
         } else {
             config.base
         };
+        let size = usize::from(config.size);
+        let mut written = Vec::new();
+        let reserved = written.try_reserve_exact(size);
+        reserved.map_err(|_| QueueError::NoMemory(config.size))?;
+        written.resize(size, None);
         Ok(DeviceQueue {
             rings,
             config: *config,
@@ -118,7 +123,7 @@ impl DeviceQueue {
             hint: 0,
             next_hint: 0,
             pool: Pool::default(),
-            written: vec![None; usize::from(config.size)],
+            written,
             table: Vec::new(),
         })
     }

@@ -67,6 +67,9 @@ impl DriverLayout {
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QueueError {
+    /// For what is kept of each descriptor.
+    #[error("no memory for a queue of {0} descriptors")]
+    NoMemory(u16),
     /// Not a power of two from 1 to 32768.
     #[error("queue size {0} is not a power of two from 1 to 32768")]
     Size(u16),

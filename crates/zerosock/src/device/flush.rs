@@ -197,6 +197,9 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
+        if join.has_lost_bytes() {
+            return self.end_for_want_of_memory(key, cx);
+        }
         let held = join.outbound.held_chains();
         if held > 0 {
             let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
@@ -211,6 +214,9 @@ impl Device {
         let Some(join) = self.joins.get_mut(key as usize) else {
             return;
         };
+        if join.has_lost_bytes() {
+            return self.end_for_want_of_memory(key, cx);
+        }
         let out = match &mut join.end {
             End::Sibling(s) => {
                 if join.held_since.is_none() {
@@ -283,6 +289,14 @@ impl Device {
             tx.complete(chain, 0);
         }
         cx.counters.copied_bytes.add(copied as u64);
+    }
+
+    /// There was no memory for bytes of this connection: it is reset, whatever it has.
+    #[cold]
+    pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
+        cx.counters.no_memory.add(1);
+        tracing::warn!(cid = %self.cid, "a connection was reset: no memory for what it has sent");
+        self.reset_join(key, cx);
     }
 
     /// The device's overflow is over its cap: the connections that have most of it are reset, until

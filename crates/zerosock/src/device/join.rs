@@ -96,7 +96,10 @@ impl SiblingEnd {
                     bytes.drain(..*taken);
                     *taken = 0;
                 }
-                bytes.extend_from_slice(&more);
+                match bytes.try_reserve(more.len()) {
+                    Ok(()) => bytes.extend_from_slice(&more),
+                    Err(_) => waiting.lost = true,
+                }
             }
             (_, inbound) => {
                 if let Inbound::Copied { bytes, .. } = &inbound {
@@ -130,6 +133,18 @@ impl SiblingEnd {
         waiting.into_iter().flat_map(|waiting| waiting.parts)
     }
 
+    /// Whether bytes are missing, for want of memory: the connection is to be reset.
+    #[inline]
+    pub(crate) fn has_lost_bytes(&self) -> bool {
+        self.inbound.as_ref().is_some_and(|waiting| waiting.lost)
+    }
+
+    /// Bytes are missing: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
+    #[cold]
+    pub(crate) fn lose(&mut self, spares: &mut Spares<Waiting>) {
+        spares.fill(&mut self.inbound).lost = true;
+    }
+
     /// Nothing waits.
     pub(crate) fn is_drained(&self) -> bool {
         let waiting = self.inbound.as_ref();
@@ -161,12 +176,14 @@ pub(crate) struct Waiting {
     parts: VecDeque<Inbound>,
     /// Those of them that are in copies.
     copied: usize,
+    /// There was no memory for a copy.
+    lost: bool,
 }
 
 impl Spare for Waiting {
     #[inline]
     fn is_empty(&self) -> bool {
-        self.parts.is_empty() && self.copied == 0
+        self.parts.is_empty() && self.copied == 0 && !self.lost
     }
 
     #[inline]
@@ -274,6 +291,13 @@ impl Join {
             read_chains: 1,
             counted: (0, 0),
         }
+    }
+
+    /// Whether bytes either way are missing, for want of memory: the connection is to be reset.
+    #[inline]
+    pub(crate) fn has_lost_bytes(&self) -> bool {
+        self.outbound.has_lost_bytes()
+            || matches!(&self.end, End::Sibling(sibling) if sibling.has_lost_bytes())
     }
 
     /// There are more bytes: perhaps enough to be sent.

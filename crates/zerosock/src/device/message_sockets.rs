@@ -20,6 +20,7 @@ use super::events::emit;
 use super::join::End;
 use super::to_guest::Fill;
 use super::{Context, Device, TURN_BYTES};
+use crate::fallible;
 use crate::relay::hybrid::{self, Ahead};
 use crate::vsock::outgoing::{Outgoing, end};
 
@@ -295,7 +296,16 @@ impl Device {
         mut chains: ArrayVec<Chain, PIECES>,
         cx: &mut Context<'_>,
     ) -> Fill {
-        let mut bytes = vec![0; len];
+        let Ok(mut bytes) = fallible::zeroed(len) else {
+            if let Some(rx) = self.rx.as_mut() {
+                while let Some(chain) = chains.pop() {
+                    rx.queue.unpop(chain);
+                }
+            }
+            self.shard.cancel_message(room);
+            self.end_for_want_of_memory(key, cx);
+            return Fill::Idle;
+        };
         let received = match self.joins.get(key as usize).map(|join| &join.end) {
             Some(End::Socket { socket, .. }) => socket.recv(&mut bytes),
             _ => Err(Errno::NOTCONN),

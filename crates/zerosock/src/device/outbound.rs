@@ -76,12 +76,24 @@ pub(crate) struct Bytes {
     overflow: Vec<u8>,
     /// Bytes at the front of `overflow` that have been taken.
     taken: usize,
+    /// There was no memory for a copy: what came after the held bytes is lost, and so is all that
+    /// comes.
+    lost: bool,
+}
+
+impl Bytes {
+    #[cold]
+    fn lose(&mut self) {
+        self.overflow = Vec::new();
+        self.taken = 0;
+        self.lost = true;
+    }
 }
 
 impl Spare for Bytes {
     #[inline]
     fn is_empty(&self) -> bool {
-        self.held.is_empty() && self.overflow.is_empty()
+        self.held.is_empty() && self.overflow.is_empty() && !self.lost
     }
 
     #[inline]
@@ -114,6 +126,12 @@ impl Outbound {
         self.0.as_ref().map_or(0, |bytes| bytes.held.len())
     }
 
+    /// Whether bytes are missing at the end, for want of memory: the connection is to be reset.
+    #[inline]
+    pub(crate) fn has_lost_bytes(&self) -> bool {
+        self.0.as_ref().is_some_and(|bytes| bytes.lost)
+    }
+
     /// Bytes in the private overflow.
     pub(crate) fn overflow_len(&self) -> usize {
         let waiting = |bytes: &Bytes| bytes.overflow.len() - bytes.taken;
@@ -137,12 +155,18 @@ impl Outbound {
         spares: &mut Spares<Bytes>,
     ) -> Option<Chain> {
         let bytes = spares.fill(&mut self.0);
+        if bytes.lost {
+            return Some(held.chain);
+        }
         if bytes.overflow.is_empty() && bytes.held.len() < share {
             bytes.held_bytes += held.len as usize;
             bytes.held.push_back(held);
             return None;
         }
-        copy_out(mem, &held, &mut bytes.overflow);
+        match bytes.overflow.try_reserve(held.len as usize) {
+            Ok(()) => copy_out(mem, &held, &mut bytes.overflow),
+            Err(_) => bytes.lose(),
+        }
         Some(held.chain)
     }
 
@@ -247,7 +271,13 @@ impl Outbound {
             return 0;
         };
         let spilt: usize = bytes.held.iter().skip(keep).map(|h| h.len as usize).sum();
-        let mut overflow = Vec::with_capacity(spilt + waiting);
+        let mut overflow = Vec::new();
+        if overflow.try_reserve_exact(spilt + waiting).is_err() {
+            bytes.held.drain(keep..).for_each(|held| done(held.chain));
+            bytes.held_bytes -= spilt;
+            bytes.lose();
+            return 0;
+        }
         for held in bytes.held.drain(keep..) {
             copy_out(mem, &held, &mut overflow);
             done(held.chain);

@@ -44,7 +44,11 @@ pub(super) fn merge_inbound(
     let (first, others) = (sizes.next().unwrap_or(0), sizes.sum::<usize>());
     if first < SMALL as usize && others > 0 {
         let Peer { device, flow } = sibling.peer;
-        let mut bytes = Vec::with_capacity(first + others);
+        let mut bytes = Vec::new();
+        if bytes.try_reserve_exact(first + others).is_err() {
+            sibling.lose(spares);
+            return 0;
+        }
         for inbound in sibling.take_all() {
             match &inbound {
                 Inbound::Lent { memory, held, .. } => {

@@ -218,6 +218,10 @@ impl Device {
         if self.shard.is_short(flow) {
             // Many small packets go as one when the guest does not read them.
             let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
+            if sibling.has_lost_bytes() {
+                self.settle(key, cx);
+                return Fill::Idle;
+            }
             if bytes > 0 && !sibling.finish && self.shard.holds_back(flow, bytes) {
                 (join.holds_back, join.no_credit) = (true, true);
                 self.settle(key, cx);

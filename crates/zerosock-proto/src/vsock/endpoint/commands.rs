@@ -52,7 +52,7 @@ impl<S: BuildHasher> Shard<S> {
             SocketType::SeqPacket if self.seqpacket => {}
             SocketType::SeqPacket | SocketType::Datagram => return Err(ConnectError::SocketType),
         }
-        if self.ports.occupied() >= self.config.max_connections {
+        if !self.has_room() {
             return Err(ConnectError::TooManyConnections);
         }
         let (key, hold) = self.take_port(Address::new(cid, local.port), peer)?;

@@ -343,6 +343,11 @@ impl<S: BuildHasher> Shard<S> {
         )
     }
 
+    /// Whether there may be one connection more, and there is memory for it.
+    fn has_room(&mut self) -> bool {
+        self.ports.occupied() < self.config.max_connections && self.table.reserve_one()
+    }
+
     fn insert(&mut self, connection: Connection) -> u32 {
         self.live += 1;
         self.ports.occupy();

@@ -197,12 +197,12 @@ impl<S: BuildHasher> Shard<S> {
     /// Takes a connection in that another shard of the same half has given up; its new id.
     ///
     /// # Errors
-    /// The parcel again, if there is one between the same addresses.
+    /// The parcel again, if there is one between the same addresses, or no memory for it.
     pub fn adopt(&mut self, mut parcel: Parcel) -> Result<FlowId, Parcel> {
         let Some(connection) = parcel.connection.take() else {
             return Err(parcel);
         };
-        if !self.vacate(&connection.key) {
+        if !self.table.reserve_one() || !self.vacate(&connection.key) {
             parcel.connection = Some(connection);
             return Err(parcel);
         }

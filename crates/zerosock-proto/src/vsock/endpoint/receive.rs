@@ -180,7 +180,7 @@ impl<S: BuildHasher> Shard<S> {
         let (state, input) = match header.op.known() {
             Some(Op::Request) if !self.is_local(key.local.cid) => (State::Closed, Input::Request),
             Some(Op::Request) => {
-                let room = self.ports.occupied() < self.config.max_connections;
+                let room = self.has_room();
                 if self.config.accept_all {
                     let room = room && self.undecided < self.config.backlog;
                     let input = if room {

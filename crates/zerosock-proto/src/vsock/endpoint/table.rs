@@ -110,6 +110,20 @@ impl<S: BuildHasher> Table<S> {
         Some((flow, slot.connection.as_mut()?))
     }
 
+    /// Makes sure that there is memory for one connection more. False: there is none.
+    pub(super) fn reserve_one(&mut self) -> bool {
+        let (slots, hasher) = (&self.slots, &self.hasher);
+        let others = |&other: &u32| match &slots[other as usize].connection {
+            Some(connection) => hasher.hash_one(connection.key),
+            None => 0,
+        };
+        self.map.try_reserve(1, others).is_ok()
+            && (!self.free.is_empty()
+                // As many may be free at a time.
+                || self.slots.try_reserve(1).is_ok()
+                    && self.free.try_reserve(self.slots.len() + 1).is_ok())
+    }
+
     /// Takes a place and can be found from now on.
     pub(super) fn insert(&mut self, connection: Connection) -> u32 {
         let key = connection.key;

@@ -1,0 +1,173 @@
+//! Peers that make the device want memory which it does not get: they lose their connections, and
+//! the neighbours of the same worker go on.
+//!
+//! A test program of its own, because the allocator is the whole process's: on demand it refuses
+//! everything that is larger than 64 KiB. An allocation that cannot fail would end the process.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::ptr::null_mut;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use common::{PATIENCE, TestDaemon, deadline, eventually, host};
+use zerosock::driver::{Address, Cid, Driver, Port, StreamId, StreamState};
+
+struct Refusing;
+
+static REFUSES: AtomicBool = AtomicBool::new(false);
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+/// The most that is given: payload of one packet.
+const MOST: usize = 64 << 10;
+
+fn refuses(size: usize) -> bool {
+    let refuses = size > MOST && REFUSES.load(Ordering::Relaxed);
+    REFUSED.fetch_add(u64::from(refuses), Ordering::Relaxed);
+    refuses
+}
+
+// SAFETY: what is not refused is passed on to `System` unchanged, and null is how an allocator
+// refuses; counting is one atomic addition.
+unsafe impl GlobalAlloc for Refusing {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if refuses(layout.size()) {
+            return null_mut();
+        }
+        // SAFETY: the caller keeps `System`'s contract, which is ours.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: `ptr` came from `System` by way of `alloc` above.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if refuses(size) {
+            return null_mut();
+        }
+        // SAFETY: `ptr` came from `System` by way of `alloc` above.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static REFUSING: Refusing = Refusing;
+
+/// One test at a time: the allocator is everybody's.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// While it is there, large allocations fail.
+struct Shortage;
+
+impl Shortage {
+    fn begin() -> Shortage {
+        REFUSES.store(true, Ordering::Relaxed);
+        Shortage
+    }
+}
+
+impl Drop for Shortage {
+    fn drop(&mut self) {
+        REFUSES.store(false, Ordering::Relaxed);
+    }
+}
+
+fn refused() -> u64 {
+    REFUSED.load(Ordering::Relaxed)
+}
+
+/// A guest that exchanges bytes with a program of the host.
+struct Neighbour {
+    guest: Driver,
+    stream: StreamId,
+    program: UnixStream,
+}
+
+impl Neighbour {
+    fn new(daemon: &TestDaemon, vm: usize) -> Neighbour {
+        let listener = common::host_listener(&daemon.vms[vm].uds_path, 700);
+        let mut guest = daemon.guest_of(vm, |_| {});
+        let stream = guest.wait_connect(host(700), deadline()).unwrap();
+        let (program, _) = listener.accept().unwrap();
+        program.set_read_timeout(Some(PATIENCE)).unwrap();
+        Neighbour {
+            guest,
+            stream,
+            program,
+        }
+    }
+
+    fn goes_on(&mut self) {
+        for round in 0..100 {
+            let mut got = [0];
+            self.guest
+                .wait_send(self.stream, &[round], deadline())
+                .unwrap();
+            self.program.read_exact(&mut got).unwrap();
+            self.program.write_all(&got).unwrap();
+            self.guest
+                .wait_recv_exact(self.stream, &mut got, deadline())
+                .unwrap();
+            assert_eq!(got, [round]);
+        }
+    }
+}
+
+/// Sends until the connection is gone.
+fn send_until_reset(guest: &mut Driver, stream: StreamId) {
+    let part = [7; 4096];
+    eventually("the reset", || {
+        while guest.send(stream, &part).is_ok_and(|sent| sent > 0) {}
+        let _ = guest.turn();
+        guest.state(stream) != Some(StreamState::Connected)
+    });
+}
+
+#[test]
+fn a_connection_for_which_there_is_no_memory_is_reset_and_the_process_goes_on() {
+    let _alone = ALONE.lock().unwrap();
+    let daemon = TestDaemon::with(3, |_| {});
+    let mut neighbour = Neighbour::new(&daemon, 2);
+    let listener = daemon.host_listener(7);
+    let mut sibling = daemon.guest_of(1, |_| {});
+    sibling.listen(Port::new(7), 16).unwrap();
+    let mut guest = daemon.guest();
+
+    // To a program that reads nothing.
+    let stream = guest.wait_connect(host(7), deadline()).unwrap();
+    let (_deaf, _) = listener.accept().unwrap();
+    let before = refused();
+    let shortage = Shortage::begin();
+    send_until_reset(&mut guest, stream);
+    neighbour.goes_on();
+    assert!(refused() > before, "nothing was refused");
+    drop(shortage);
+    let of_program = refused();
+
+    // To a sibling that gives no buffers.
+    let to = Address::new(Cid::new(4), Port::new(7));
+    let stream = guest.connect(to).unwrap();
+    eventually("a connection to the sibling", || {
+        guest.turn().unwrap();
+        sibling.turn().unwrap();
+        guest.state(stream) == Some(StreamState::Connected)
+    });
+    sibling.withhold_buffers(true).unwrap();
+    let shortage = Shortage::begin();
+    send_until_reset(&mut guest, stream);
+    neighbour.goes_on();
+    assert!(refused() > of_program, "nothing was refused");
+    drop(shortage);
+    assert!(daemon.stats().is_some_and(|stats| stats.no_memory >= 2));
+
+    // When there is memory again all is as ever.
+    let stream = guest.wait_connect(host(7), deadline()).unwrap();
+    let (mut program, _) = listener.accept().unwrap();
+    guest.wait_send(stream, b"hello", deadline()).unwrap();
+    program.read_exact(&mut [0; 5]).unwrap();
+    neighbour.goes_on();
+}

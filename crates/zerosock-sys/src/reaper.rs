@@ -47,6 +47,8 @@ pub struct Stats {
     pub threads: usize,
     /// Jobs that wait or are under way.
     pub pending: usize,
+    /// For how long the oldest of those under way has been.
+    pub longest: Duration,
 }
 
 /// Closes a descriptor that came from a peer, or a socket that a peer can reach. `permit` is
@@ -81,6 +83,7 @@ pub fn stats() -> Stats {
         leaked: state.leaked,
         threads: state.threads,
         pending: state.pending(),
+        longest: state.longest(),
     }
 }
 
@@ -154,6 +157,11 @@ impl State {
     fn pending(&self) -> usize {
         let deferred: usize = self.deferred.values().map(VecDeque::len).sum();
         self.queue.len() + deferred + self.running.len()
+    }
+
+    fn longest(&self) -> Duration {
+        let oldest = self.running.iter().map(|running| running.since).min();
+        oldest.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// How long it takes until all jobs under way are finished or stuck; marks those that are stuck.

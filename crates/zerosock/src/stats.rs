@@ -38,6 +38,8 @@ macro_rules! counters {
             pub reaper_threads: u64,
             /// Calls that wait or are under way now.
             pub reaper_pending: u64,
+            /// For how many milliseconds the oldest call has been under way.
+            pub reaper_longest_ms: u64,
         }
 
         /// One worker's counters.

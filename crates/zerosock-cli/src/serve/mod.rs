@@ -14,6 +14,7 @@ mod file;
 mod group;
 mod reload;
 mod settings;
+mod stuck;
 pub(crate) mod vm;
 mod watchdog;
 
@@ -32,6 +33,7 @@ use self::activation::{ActivationError, Inherited};
 use self::args::ServeArgs;
 use self::reload::Running;
 use self::settings::{Host, Settings, Vm};
+use self::stuck::StuckCalls;
 use self::watchdog::Watchdog;
 use crate::failure::Failure;
 use crate::logging;
@@ -293,8 +295,11 @@ fn wait_for_signal(
     watchdog: &mut Watchdog,
     mut reload: impl FnMut(),
 ) -> Result<&'static str, ServeError> {
+    let mut stuck_calls = StuckCalls::default();
     loop {
-        let wake = signals.wait(daemon.worker_ended(), watchdog.interval());
+        let interval = watchdog.interval();
+        let interval = interval.map_or(stuck::LOOK, |interval| interval.min(stuck::LOOK));
+        let wake = signals.wait(daemon.worker_ended(), Some(interval));
         match wake.map_err(ServeError::Signals)? {
             Wake::Signal(name) => return Ok(name),
             Wake::Other => return Err(ServeError::WorkerEnded),
@@ -302,6 +307,7 @@ fn wait_for_signal(
             Wake::TimeIsUp => {}
         }
         watchdog.look(daemon);
+        stuck_calls.look(daemon);
     }
 }
 

@@ -1,7 +1,7 @@
 //! The service manager's watchdog: it hears from this process only while every thread that serves
 //! VMs makes progress.
 //!
-//! A quarter of the manager's interval apart, all workers and the control thread are asked, and
+//! A quarter of the manager's interval apart, or less, all workers and the control thread are asked, and
 //! the manager is told if all of them have answered the question before. So a thread that is stuck
 //! is noticed within one and a quarter intervals, although this thread goes on.
 

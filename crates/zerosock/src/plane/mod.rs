@@ -241,6 +241,7 @@ impl Plane {
         sum.reaper_leaked = reaper.leaked;
         sum.reaper_threads = reaper.threads as u64;
         sum.reaper_pending = reaper.pending as u64;
+        sum.reaper_longest_ms = reaper.longest.as_millis() as u64;
     }
 
     /// How descriptors are shared out.

@@ -130,7 +130,7 @@ mod tests {
         } = shares;
         assert_eq!((peers, guaranteed, common), (4, 125, 500));
         assert_eq!(max_connections, 625);
-        // They need no descriptors, or somebody knows better.
+        // They need no descriptors, or the number is configured.
         assert_eq!(of(1024, false, None).max_connections, 131_072);
         assert_eq!(of(1024, true, Some(7)).max_connections, 7);
         // Within bounds.

@@ -437,14 +437,14 @@ impl<T> Sockets<T> {
         for part in parts {
             match part {
                 Part::Held(held) => {
-                    conn.push_copy(held.ends, |bytes| copy_out(store, &held, bytes));
+                    conn.push_copy(held.ends, held.len as usize, |bytes| copy_out(store, &held, bytes));
                     copied += u64::from(held.len);
                     costs += cost(held.ends);
                     released += 1;
                     store.release(held.token);
                 }
                 Part::Copied { bytes, taken, ends } => {
-                    conn.push_copy(ends, |to| {
+                    conn.push_copy(ends, bytes.len() - taken, |to| {
                         to.extend_from_slice(bytes.get(taken..).unwrap_or(&[]))
                     });
                 }

@@ -144,7 +144,7 @@ impl<T> Sockets<T> {
                 Some(Part::Held(last)) if len == 0 && begun => last.ends = ends,
                 _ => {
                     copied += cost(ends);
-                    conn.push_copy(ends, |bytes| {
+                    conn.push_copy(ends, len, |bytes| {
                         if len > 0 {
                             copy_out(store, &held, bytes);
                         }

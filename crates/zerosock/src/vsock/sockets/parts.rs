@@ -56,17 +56,22 @@ pub(super) fn copy_out<T>(store: &impl Store<Token = T>, held: &Held<T>, to: &mu
     debug_assert_eq!(read, held.len as usize, "bytes that are nowhere");
 }
 
+/// Bytes of a buffer of copies: so much is allocated without a way to fail.
+const MOST_COPIED: usize = 64 << 10;
+
 impl<T> Conn<T> {
-    /// Appends bytes to the copies at the end: into one buffer, however many small packets they
-    /// were, unless a message ended there; what has been read of it is dropped when it is half, so
-    /// that it stays below twice the bytes that wait.
-    pub(super) fn push_copy(&mut self, ends: Ends, copy: impl FnOnce(&mut Vec<u8>)) {
+    /// Appends `len` bytes to the copies at the end: many small packets into one buffer of at most
+    /// [`MOST_COPIED`], unless a message ended there; what has been read of it is dropped when it is
+    /// half, so that it stays below twice the bytes that wait.
+    pub(super) fn push_copy(&mut self, ends: Ends, len: usize, copy: impl FnOnce(&mut Vec<u8>)) {
         if !self.whole
             && let Some(Part::Copied {
                 bytes,
                 taken,
                 ends: end @ Ends::Nothing,
             }) = self.parts.back_mut()
+            && bytes.len() - *taken + len <= MOST_COPIED
+            && bytes.try_reserve(len).is_ok()
         {
             if *taken >= bytes.len() / 2 {
                 bytes.drain(..*taken);
@@ -75,7 +80,7 @@ impl<T> Conn<T> {
             copy(bytes);
             *end = ends;
         } else {
-            let mut bytes = Vec::new();
+            let mut bytes = Vec::with_capacity(len);
             copy(&mut bytes);
             self.parts.push_back(Part::Copied {
                 bytes,
@@ -119,7 +124,8 @@ impl<T> Sockets<T> {
             return self.hold_one(id.index);
         }
         self.counted.copied_aside += u64::from(held.len);
-        conn.push_copy(Ends::Nothing, |bytes| copy_out(store, &held, bytes));
+        let len = held.len as usize;
+        conn.push_copy(Ends::Nothing, len, |bytes| copy_out(store, &held, bytes));
         self.copied(id.index, held.len as usize);
         store.release(held.token);
     }

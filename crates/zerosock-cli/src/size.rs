@@ -22,7 +22,9 @@ pub(crate) fn parse(text: &str) -> Result<u64, &'static str> {
         .parse()
         .ok()
         .and_then(|number: u64| number.checked_mul(1 << shift))
-        .ok_or("give a number of bytes, with K, M, G or T behind it for powers of 1024, such as 64G")
+        .ok_or(
+            "give a number of bytes, with K, M, G or T behind it for powers of 1024, such as 64G",
+        )
 }
 
 /// Reads the same from a file, where it may be a number too.

@@ -89,11 +89,7 @@ impl Daemon {
 }
 
 /// Connects until it is refused, or has this many; each connection has carried a byte.
-fn connect(
-    guest: &mut Driver,
-    program: &UnixListener,
-    most: usize,
-) -> Vec<(StreamId, UnixStream)> {
+fn connect(guest: &mut Driver, program: &UnixListener, most: usize) -> Vec<(StreamId, UnixStream)> {
     let mut all = Vec::new();
     while all.len() < most {
         let to = Address::new(Cid::HOST, Port::new(PORT));

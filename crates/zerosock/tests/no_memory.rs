@@ -133,13 +133,13 @@ fn a_connection_for_which_there_is_no_memory_is_reset_and_the_process_goes_on() 
     let _alone = ALONE.lock().unwrap();
     let daemon = TestDaemon::with(3, |config| {
         // More than fits into the buffers of a socket.
-        config.vms.iter_mut().for_each(|vm| vm.buf_alloc = 1 << 20);
+        config.vms.iter_mut().for_each(|vm| vm.buf_alloc = 8 << 20);
     });
     let mut neighbour = Neighbour::new(&daemon, 2);
     let listener = daemon.host_listener(7);
-    let mut sibling = daemon.guest_of(1, |config| config.buf_alloc = 1 << 20);
+    let mut sibling = daemon.guest_of(1, |config| config.buf_alloc = 8 << 20);
     sibling.listen(Port::new(7), 16).unwrap();
-    let mut guest = daemon.guest();
+    let mut guest = daemon.guest_of(0, |config| config.buf_alloc = 8 << 20);
 
     // To a program that reads nothing.
     let stream = guest.wait_connect(host(7), deadline()).unwrap();

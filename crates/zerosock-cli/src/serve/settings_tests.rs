@@ -308,7 +308,10 @@ fn limits_on_memory_are_in_the_file_or_in_flags() {
     assert_eq!(read.max_memory, 3 << 30);
     assert_eq!(read.max_memory_total, 4 << 30);
     let said = complaint(&format!("{line} --max-memory-total 5G"));
-    assert!(said.contains("max_memory_total exclude each other"), "{said}");
+    assert!(
+        said.contains("max_memory_total exclude each other"),
+        "{said}"
+    );
     std::fs::write(&path, format!("{vms}\nmax_memory: 3Q\n")).unwrap();
     let said = complaint(&line);
     assert!(said.contains("K, M, G or T"), "{said}");

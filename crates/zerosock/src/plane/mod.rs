@@ -105,7 +105,9 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             .vms
             .iter()
             .any(|vm| !matches!(vm.host, HostSide::None))
-            || of_processes.map(|it| &it.host).any(|host| !matches!(host, AttachHost::None)),
+            || of_processes
+                .map(|it| &it.host)
+                .any(|host| !matches!(host, AttachHost::None)),
         max_connections: setup.max_connections,
     });
     let terms = Terms {

@@ -437,7 +437,9 @@ impl<T> Sockets<T> {
         for part in parts {
             match part {
                 Part::Held(held) => {
-                    conn.push_copy(held.ends, held.len as usize, |bytes| copy_out(store, &held, bytes));
+                    conn.push_copy(held.ends, held.len as usize, |bytes| {
+                        copy_out(store, &held, bytes)
+                    });
                     copied += u64::from(held.len);
                     costs += cost(held.ends);
                     released += 1;

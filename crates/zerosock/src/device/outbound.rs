@@ -9,6 +9,7 @@
 //! A connection at rest has no lists: a device has very many connections, few of which have bytes
 //! under way at a time, and these take turns with a few lists ([`Spares`]).
 
+use crate::fallible;
 use std::collections::VecDeque;
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
@@ -84,7 +85,7 @@ pub(crate) struct Bytes {
 impl Bytes {
     #[cold]
     fn lose(&mut self) {
-        self.overflow = Vec::new();
+        fallible::free(std::mem::take(&mut self.overflow));
         self.taken = 0;
         self.lost = true;
     }
@@ -250,7 +251,7 @@ impl Outbound {
         };
         bytes.taken += n;
         if bytes.taken >= bytes.overflow.len() {
-            bytes.overflow = Vec::new();
+            fallible::free(std::mem::take(&mut bytes.overflow));
             bytes.taken = 0;
         } else if bytes.taken >= bytes.overflow.len() / 2 {
             bytes.overflow.drain(..bytes.taken);
@@ -283,7 +284,7 @@ impl Outbound {
             done(held.chain);
         }
         overflow.extend_from_slice(bytes.overflow.get(bytes.taken..).unwrap_or_default());
-        bytes.overflow = overflow;
+        fallible::free(std::mem::replace(&mut bytes.overflow, overflow));
         bytes.taken = 0;
         bytes.held_bytes -= spilt;
         spilt
@@ -291,9 +292,10 @@ impl Outbound {
 
     /// Gives up everything: the bytes are lost, the chains come back.
     pub(crate) fn clear(&mut self, mut done: impl FnMut(Chain)) {
-        for held in self.0.take().into_iter().flat_map(|bytes| bytes.held) {
-            done(held.chain);
-        }
+        let Some(bytes) = self.0.take() else { return };
+        let Bytes { held, overflow, .. } = *bytes;
+        held.into_iter().for_each(|held| done(held.chain));
+        fallible::free(overflow);
     }
 
     /// Takes the first held part out (a sibling reads it in place).

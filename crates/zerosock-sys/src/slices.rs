@@ -127,7 +127,7 @@ fn close_rights(message: &libc::msghdr) -> bool {
             let head = unsafe { libc::CMSG_LEN(0) } as usize;
             // SAFETY: as for `header`.
             let data = unsafe { libc::CMSG_DATA(header) }.cast::<RawFd>();
-            for index in 0..(cmsg_len as usize - head) / size_of::<RawFd>() {
+            for index in 0..(cmsg_len - head) / size_of::<RawFd>() {
                 // SAFETY: within the data of this header, which need not be aligned.
                 let number = unsafe { data.add(index).read_unaligned() };
                 // SAFETY: a descriptor that the kernel has just made for us; nothing else owns it.

@@ -154,7 +154,7 @@ fn a_connection_for_which_there_is_no_memory_is_reset_and_the_process_goes_on() 
     drop(shortage);
     let of_program = refused();
 
-    // To a sibling that gives no buffers: its device copies what comes, a little at a time.
+    // To a sibling that gives no buffers.
     let to = Address::new(Cid::new(4), Port::new(7));
     let stream = guest.connect(to).unwrap();
     eventually("a connection to the sibling", || {
@@ -164,7 +164,7 @@ fn a_connection_for_which_there_is_no_memory_is_reset_and_the_process_goes_on() 
     });
     sibling.withhold_buffers(true).unwrap();
     let shortage = Shortage::begin();
-    send_until_reset(&mut guest, stream, 4);
+    send_until_reset(&mut guest, stream, 64);
     neighbour.goes_on();
     assert!(refused() > of_program, "nothing was refused");
     drop(shortage);

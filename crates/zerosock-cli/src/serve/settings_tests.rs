@@ -421,7 +421,7 @@ fn a_complaint_names_the_option_the_value_and_the_fix() {
         ),
         (
             &format!("{VM} --max-memory 64g"),
-            "give a number of bytes, with K, M, G or T behind it",
+            "error: invalid value '64g' for '--max-memory <BYTES>': give a number of bytes, with K",
         ),
         (
             &format!("{VM} --queue-pairs 17"),

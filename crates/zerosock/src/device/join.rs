@@ -87,7 +87,13 @@ impl SiblingEnd {
     /// Appends bytes from the sibling. Copies go into one buffer, however many small packets they
     /// were; what has been read of it is dropped when it is half, so that it stays below twice the
     /// bytes that wait.
-    pub(crate) fn push(&mut self, inbound: Inbound, spares: &mut Spares<Waiting>) {
+    ///
+    /// Returns what there is no memory for: see [`has_lost_bytes`](SiblingEnd::has_lost_bytes).
+    pub(crate) fn push(
+        &mut self,
+        inbound: Inbound,
+        spares: &mut Spares<Waiting>,
+    ) -> Option<Inbound> {
         let waiting = spares.fill(&mut self.inbound);
         match (waiting.parts.back_mut(), inbound) {
             (Some(Inbound::Copied { bytes, taken }), Inbound::Copied { bytes: more, .. }) => {
@@ -102,12 +108,17 @@ impl SiblingEnd {
                 }
             }
             (_, inbound) => {
+                if waiting.parts.try_reserve(1).is_err() {
+                    waiting.lost = true;
+                    return Some(inbound);
+                }
                 if let Inbound::Copied { bytes, .. } = &inbound {
                     waiting.copied += bytes.len();
                 }
                 waiting.parts.push_back(inbound);
             }
         }
+        None
     }
 
     /// The oldest bytes that wait.

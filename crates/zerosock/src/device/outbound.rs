@@ -160,6 +160,10 @@ impl Outbound {
             return Some(held.chain);
         }
         if bytes.overflow.is_empty() && bytes.held.len() < share {
+            if bytes.held.try_reserve(1).is_err() {
+                bytes.lose();
+                return Some(held.chain);
+            }
             bytes.held_bytes += held.len as usize;
             bytes.held.push_back(held);
             return None;

@@ -61,7 +61,8 @@ pub(super) fn merge_inbound(
                 }
             }
         }
-        sibling.push(Inbound::Copied { bytes, taken: 0 }, spares);
+        // The list is empty: it needs no more memory.
+        let _ = sibling.push(Inbound::Copied { bytes, taken: 0 }, spares);
     }
     u32::try_from(first + others).unwrap_or(u32::MAX)
 }
@@ -318,7 +319,10 @@ impl Device {
                     return;
                 };
                 if !join.read_closed {
-                    s.push(inbound, &mut self.spare_inbound);
+                    if let Some(inbound) = s.push(inbound, &mut self.spare_inbound) {
+                        let Peer { device, flow } = s.peer;
+                        cx.outbox.send(device, give_back(flow, inbound, false));
+                    }
                     join.readable = true;
                     join.hold_back_no_more();
                     self.enqueue(key);

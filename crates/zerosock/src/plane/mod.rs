@@ -213,7 +213,7 @@ impl Foundation {
             directory,
             orders,
             budget,
-            shares: self.shares,
+            shares: Box::new(self.shares),
         })
     }
 }
@@ -225,7 +225,7 @@ pub(crate) struct Plane {
     directory: Arc<Directory>,
     orders: mpsc::Sender<Order>,
     budget: Budget,
-    shares: Shares,
+    shares: Box<Shares>,
 }
 
 impl Plane {
@@ -248,7 +248,7 @@ impl Plane {
 
     /// How descriptors are shared out.
     pub(crate) fn shares(&self) -> Shares {
-        self.shares
+        *self.shares
     }
 
     /// Changes what is to change, and waits until every worker goes by it: not to be called by who

@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The built binary, with an environment in which the service manager says nothing.
+/// ZEROSOCK_TEST_BINARY names another one, to run the tests against another version.
 pub(crate) fn zerosock() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_zerosock"));
+    let built = env!("CARGO_BIN_EXE_zerosock").into();
+    let mut command = Command::new(std::env::var_os("ZEROSOCK_TEST_BINARY").unwrap_or(built));
     for name in [
         "RUST_LOG",
         "NOTIFY_SOCKET",

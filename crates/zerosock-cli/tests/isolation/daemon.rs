@@ -1,0 +1,90 @@
+//! `serve` with two VMs on one worker.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use zerosock::driver::{Driver, DriverConfig};
+use zerosock::{Cid, Port};
+
+use super::process::{Running, wait_until, zerosock};
+use super::raw::RawFrontend;
+
+pub(crate) const ATTACKER: Cid = Cid::new(3);
+pub(crate) const NEIGHBOUR: Cid = Cid::new(4);
+
+pub(crate) struct Daemon {
+    pub(crate) running: Running,
+    pub(crate) dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    pub(crate) fn start(options: &[&str]) -> Daemon {
+        let dir = tempfile::tempdir().unwrap();
+        let running = Running::start(command(&dir).args(options));
+        Daemon::with(running, dir)
+    }
+
+    /// One that was started with the options of [`command`].
+    pub(crate) fn with(running: Running, dir: tempfile::TempDir) -> Daemon {
+        let daemon = Daemon { running, dir };
+        daemon.wait_for_sockets();
+        daemon
+    }
+
+    fn wait_for_sockets(&self) {
+        let ready = || {
+            let cids = [ATTACKER, NEIGHBOUR];
+            let mut all = cids.iter().flat_map(|&c| [self.socket(c), self.hybrid(c)]);
+            all.all(|path| path.exists()) && self.running.stderr().contains("cid=4")
+        };
+        wait_until("the sockets", ready);
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.running.child.id()
+    }
+
+    /// The vhost-user socket of a VM.
+    pub(crate) fn socket(&self, cid: Cid) -> PathBuf {
+        self.dir.path().join(format!("vm{}.sock", cid.get()))
+    }
+
+    /// The socket by which host programs call a VM.
+    pub(crate) fn hybrid(&self, cid: Cid) -> PathBuf {
+        self.dir.path().join(format!("vm{}.vsock", cid.get()))
+    }
+
+    /// The socket of the host program that a VM calls at this port.
+    pub(crate) fn service(&self, cid: Cid, port: Port) -> PathBuf {
+        let name = format!("vm{}.vsock_{}", cid.get(), port.get());
+        self.dir.path().join(name)
+    }
+
+    /// A front-end with a guest. Waits until the last one has left its place.
+    pub(crate) fn attach(&self, cid: Cid) -> Driver {
+        let mut driver = None;
+        wait_until("a place for a front-end", || {
+            driver = Driver::attach(DriverConfig::new(self.socket(cid))).ok();
+            driver.is_some()
+        });
+        driver.unwrap()
+    }
+
+    /// A front-end without a guest.
+    pub(crate) fn frontend(&self, cid: Cid) -> RawFrontend {
+        RawFrontend::connect(&self.socket(cid))
+    }
+}
+
+/// `serve` with both VMs.
+pub(crate) fn command(dir: &tempfile::TempDir) -> Command {
+    let mut command = zerosock();
+    command.args(["serve", "--workers", "1"]);
+    for cid in [ATTACKER, NEIGHBOUR] {
+        let at = dir.path().join(format!("vm{}", cid.get()));
+        let (at, cid) = (at.display(), cid.get());
+        let vm = format!("guest-cid={cid},socket={at}.sock,uds-path={at}.vsock");
+        command.args(["--vm", &vm]);
+    }
+    command
+}

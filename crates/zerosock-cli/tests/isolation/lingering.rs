@@ -1,0 +1,32 @@
+//! TCP sockets on which close(2) waits.
+
+use std::io::{ErrorKind, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use rustix::net::sockopt::set_socket_linger;
+
+/// Longer than any test runs.
+const LINGER: Duration = Duration::from_secs(600);
+
+/// A socket with unsent data, and the end that does not read. Dropping that end lets a close of the
+/// socket go on.
+pub(crate) fn lingering_socket() -> (OwnedFd, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (receiver, _) = listener.accept().unwrap();
+    set_socket_linger(&socket, Some(LINGER)).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let block = [0; 1 << 16];
+    loop {
+        match socket.write(&block) {
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    // With O_NONBLOCK, close(2) would not wait.
+    socket.set_nonblocking(false).unwrap();
+    (socket.into(), receiver)
+}

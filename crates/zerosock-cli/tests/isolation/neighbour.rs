@@ -1,0 +1,95 @@
+//! The VM that must not notice.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Instant;
+
+use zerosock::driver::{Driver, StreamId};
+use zerosock::{Address, Cid, Port};
+
+use super::daemon::{Daemon, NEIGHBOUR};
+use super::process::DEADLINE;
+use super::threads::Held;
+
+const PORT: Port = Port::new(7);
+/// Round trips and requests while the attacker's object holds a thread.
+const ROUND_TRIPS: usize = 200;
+const REQUESTS: usize = 20;
+
+pub(crate) struct Neighbour {
+    /// None only between two.
+    driver: Option<Driver>,
+    stream: StreamId,
+    listener: UnixListener,
+    program: UnixStream,
+}
+
+impl Neighbour {
+    pub(crate) fn new(daemon: &Daemon) -> Neighbour {
+        let listener = UnixListener::bind(daemon.service(NEIGHBOUR, PORT)).unwrap();
+        let mut driver = daemon.attach(NEIGHBOUR);
+        let (stream, program) = connect(&mut driver, &listener);
+        Neighbour {
+            driver: Some(driver),
+            stream,
+            listener,
+            program,
+        }
+    }
+
+    /// Data goes to the host program and back, requests are answered, and another front-end gets the
+    /// place, while `held` is asleep in one and the same call.
+    pub(crate) fn goes_on_while(&mut self, daemon: &Daemon, held: &Held) {
+        held.check();
+        for n in 0..ROUND_TRIPS {
+            self.round_trip(n as u8);
+            if n % (ROUND_TRIPS / REQUESTS) == 0 {
+                let frontend = self.driver().frontend().expect("attached");
+                assert_ne!(frontend.get_features().unwrap(), 0);
+            }
+        }
+        held.check();
+        self.replace_frontend(daemon);
+        self.round_trip(0);
+        held.check();
+    }
+
+    fn driver(&mut self) -> &mut Driver {
+        self.driver.as_mut().expect("attached")
+    }
+
+    /// A message each way.
+    pub(crate) fn round_trip(&mut self, byte: u8) {
+        let message = [byte; 300];
+        let mut got = [0; 300];
+        let stream = self.stream;
+        let driver = self.driver();
+        driver.wait_send(stream, &message, deadline()).unwrap();
+        self.program.read_exact(&mut got).unwrap();
+        self.program.write_all(&got).unwrap();
+        self.driver()
+            .wait_recv_exact(stream, &mut got, deadline())
+            .unwrap();
+        assert_eq!(got, message);
+    }
+
+    /// The front-end goes, another one comes, and its guest connects anew.
+    fn replace_frontend(&mut self, daemon: &Daemon) {
+        self.driver = None;
+        let mut driver = daemon.attach(NEIGHBOUR);
+        (self.stream, self.program) = connect(&mut driver, &self.listener);
+        self.driver = Some(driver);
+    }
+}
+
+fn connect(driver: &mut Driver, listener: &UnixListener) -> (StreamId, UnixStream) {
+    let to = Address::new(Cid::HOST, PORT);
+    let stream = driver.wait_connect(to, deadline()).unwrap();
+    let (program, _) = listener.accept().unwrap();
+    program.set_read_timeout(Some(DEADLINE)).unwrap();
+    (stream, program)
+}
+
+fn deadline() -> Instant {
+    Instant::now() + DEADLINE
+}

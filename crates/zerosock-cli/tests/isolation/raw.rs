@@ -1,0 +1,88 @@
+//! A vhost-user front-end that sends what it is told.
+
+use std::io::{IoSlice, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use zerosock_sys::fd_passing;
+
+use super::process::{DEADLINE, wait_until};
+
+pub(crate) const GET_FEATURES: u32 = 1;
+pub(crate) const SET_VRING_KICK: u32 = 12;
+pub(crate) const SET_VRING_CALL: u32 = 13;
+pub(crate) const SET_VRING_ERR: u32 = 14;
+pub(crate) const SET_BACKEND_REQ_FD: u32 = 21;
+
+/// How a front-end hands a descriptor over.
+#[derive(Copy, Clone, Debug)]
+pub(crate) enum Way {
+    /// With a message that is complete. The requests about a vring are about the first one.
+    With(u32),
+    /// With the first half of a message, before it disconnects.
+    InHalfMessage,
+}
+
+pub(crate) const WAYS: [Way; 6] = [
+    Way::With(SET_VRING_CALL),
+    Way::With(SET_VRING_KICK),
+    Way::With(SET_VRING_ERR),
+    Way::With(SET_BACKEND_REQ_FD),
+    Way::With(GET_FEATURES),
+    Way::InHalfMessage,
+];
+
+pub(crate) struct RawFrontend(pub(crate) UnixStream);
+
+impl RawFrontend {
+    /// Waits until the daemon answers: the last front-end may not have left yet.
+    pub(crate) fn connect(path: &Path) -> RawFrontend {
+        let mut frontend = None;
+        wait_until("a place for a front-end", || {
+            let socket = UnixStream::connect(path).unwrap();
+            socket.set_read_timeout(Some(DEADLINE)).unwrap();
+            let raw = RawFrontend(socket);
+            let served = raw.ask_features().is_some();
+            frontend = served.then_some(raw);
+            served
+        });
+        frontend.unwrap()
+    }
+
+    /// The answer to GET_FEATURES; `None` when the connection ends.
+    pub(crate) fn ask_features(&self) -> Option<u64> {
+        self.send(&message(GET_FEATURES, &[]), &[]).ok()?;
+        self.answer()
+    }
+
+    /// The next answer with a number.
+    pub(crate) fn answer(&self) -> Option<u64> {
+        let mut answer = [0; 20];
+        (&self.0).read_exact(&mut answer).ok()?;
+        Some(u64::from_ne_bytes(answer[12..].try_into().unwrap()))
+    }
+
+    pub(crate) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> std::io::Result<usize> {
+        fd_passing::send(&self.0, &[IoSlice::new(bytes)], fds)
+    }
+
+    /// Hands descriptors over and keeps no copies. With half a message, it disconnects.
+    pub(crate) fn pass(self, way: Way, fds: Vec<OwnedFd>) -> Option<RawFrontend> {
+        let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        let bytes = match way {
+            Way::With(GET_FEATURES) => message(GET_FEATURES, &[]),
+            Way::With(request) => message(request, &0u64.to_ne_bytes()),
+            Way::InHalfMessage => message(GET_FEATURES, &[])[..6].to_vec(),
+        };
+        assert_eq!(self.send(&bytes, &borrowed).unwrap(), bytes.len());
+        matches!(way, Way::With(_)).then_some(self)
+    }
+}
+
+/// A message of version 1.
+pub(crate) fn message(request: u32, payload: &[u8]) -> Vec<u8> {
+    let header = [request, 1, payload.len() as u32];
+    let header = header.into_iter().flat_map(u32::to_ne_bytes);
+    header.chain(payload.iter().copied()).collect()
+}

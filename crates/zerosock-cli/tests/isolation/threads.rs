@@ -1,0 +1,90 @@
+//! What the threads of the daemon do, as /proc shows it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::process::{DEADLINE, wait_until};
+
+/// System calls that a peer's object can hold.
+const HELD_IN: [i64; 3] = [libc::SYS_close, libc::SYS_write, libc::SYS_munmap];
+/// Threads that may be held.
+pub(crate) const REAPER: &str = "zerosock-reaper";
+pub(crate) const CALL: &str = "zerosock-call";
+/// As long as this in one call, a thread counts as held: the call did not just take its time.
+const SEEN_FOR: Duration = Duration::from_millis(100);
+
+/// A thread that sleeps in a system call on an object of the attacker.
+#[derive(Debug)]
+pub(crate) struct Held {
+    task: PathBuf,
+    name: String,
+    /// Number and arguments of the call, stack and instruction pointer.
+    call: String,
+}
+
+impl Held {
+    /// Waits for a thread of this process that sleeps in one of the calls, and requires that the
+    /// first one is of this name: no other may.
+    pub(crate) fn wait(process: u32, name: &str) -> Held {
+        let mut seen: Option<(Instant, Held)> = None;
+        wait_until(&format!("a {name} thread that is held"), || {
+            let now = tasks(process).into_iter().find_map(|task| held(&task));
+            let same = |(_, before): &(Instant, Held)| {
+                now.as_ref()
+                    .is_some_and(|now| (&now.task, &now.call) == (&before.task, &before.call))
+            };
+            if !seen.as_ref().is_some_and(same) {
+                seen = now.map(|held| (Instant::now(), held));
+            }
+            seen.as_ref()
+                .is_some_and(|(since, _)| since.elapsed() >= SEEN_FOR)
+        });
+        let (_, held) = seen.unwrap();
+        assert_eq!(held.name, name, "{held:?} is held by the attacker");
+        held
+    }
+
+    /// Still asleep, in the same call.
+    pub(crate) fn check(&self) {
+        let now = held(&self.task).map(|held| held.call);
+        assert_eq!(now.as_ref(), Some(&self.call), "{self:?} has gone on");
+    }
+
+    pub(crate) fn wait_for_end(&self) {
+        wait_until("the held thread to go on", || {
+            held(&self.task).is_none_or(|held| held.call != self.call)
+        });
+    }
+}
+
+/// How many threads of this name sleep in one of the calls.
+pub(crate) fn count_held(process: u32, name: &str) -> usize {
+    let held = tasks(process).into_iter().filter_map(|task| held(&task));
+    held.filter(|held| held.name == name).count()
+}
+
+pub(crate) fn tasks(process: u32) -> Vec<PathBuf> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    tasks.filter_map(|task| Some(task.ok()?.path())).collect()
+}
+
+pub(crate) fn name(task: &Path) -> Option<String> {
+    let name = fs::read_to_string(task.join("comm")).ok()?;
+    Some(name.trim_end().to_owned())
+}
+
+/// `None` also for a thread that ends meanwhile.
+fn held(task: &Path) -> Option<Held> {
+    // "running", or numbers: those of a thread that sleeps.
+    let call = fs::read_to_string(task.join("syscall")).ok()?;
+    let number: i64 = call.split(' ').next()?.trim().parse().ok()?;
+    let stat = fs::read_to_string(task.join("stat")).ok()?;
+    let state = stat.rsplit(") ").next()?.chars().next()?;
+    let held = HELD_IN.contains(&number) && matches!(state, 'S' | 'D');
+    held.then(|| Held {
+        task: task.to_owned(),
+        name: name(task).unwrap_or_default(),
+        call,
+    })
+}

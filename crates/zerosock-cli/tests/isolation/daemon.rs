@@ -1,13 +1,16 @@
 //! `serve` with two VMs on one worker.
 
-use std::path::PathBuf;
-use std::process::Command;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use zerosock::driver::{Driver, DriverConfig};
 use zerosock::{Cid, Port};
 
 use super::process::{Running, wait_until, zerosock};
-use super::raw::RawFrontend;
+use super::raw::{RawFrontend, Way};
+use super::threads;
 
 pub(crate) const ATTACKER: Cid = Cid::new(3);
 pub(crate) const NEIGHBOUR: Cid = Cid::new(4);
@@ -51,7 +54,7 @@ impl Daemon {
 
     /// The socket by which host programs call a VM.
     pub(crate) fn hybrid(&self, cid: Cid) -> PathBuf {
-        self.dir.path().join(format!("vm{}.vsock", cid.get()))
+        hybrid_path(self.dir.path(), cid)
     }
 
     /// The socket of the host program that a VM calls at this port.
@@ -68,6 +71,29 @@ impl Daemon {
             driver.is_some()
         });
         driver.unwrap()
+    }
+
+    /// Has `act` run while all threads stand still: what it sends is read after it has returned. Ends
+    /// the wait of a thread that is in an interruptible call.
+    pub(crate) fn while_stopped<T>(&self, act: impl FnOnce() -> T) -> T {
+        self.running.signal("STOP");
+        wait_until("all threads to stop", || {
+            let mut tasks = threads::tasks(self.pid()).into_iter();
+            tasks.all(|task| threads::state(&task).is_none_or(|state| state == 'T'))
+        });
+        let result = act();
+        self.running.signal("CONT");
+        result
+    }
+
+    /// Has a front-end hand over descriptors, of which the daemon then has the only copies.
+    pub(crate) fn pass(
+        &self,
+        frontend: RawFrontend,
+        way: Way,
+        fds: Vec<OwnedFd>,
+    ) -> Option<RawFrontend> {
+        self.while_stopped(|| frontend.pass(way, fds))
     }
 
     /// A front-end without a guest.
@@ -87,4 +113,18 @@ pub(crate) fn command(dir: &tempfile::TempDir) -> Command {
         command.args(["--vm", &vm]);
     }
     command
+}
+
+pub(crate) fn hybrid_path(dir: &Path, cid: Cid) -> PathBuf {
+    dir.join(format!("vm{}.vsock", cid.get()))
+}
+
+/// Starts it with a socket of the service manager. A shell gets the socket as its standard input,
+/// moves it, says its own process id, and becomes the program.
+pub(crate) fn start_with_listener(command: &Command, listener: UnixListener) -> Running {
+    let script = "exec 3<&0 0</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec \"$@\"";
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script, "sh"]).arg(command.get_program());
+    shell.args(command.get_args()).stdout(Stdio::piped());
+    Running::start_with(shell.stdin(Stdio::from(OwnedFd::from(listener))))
 }

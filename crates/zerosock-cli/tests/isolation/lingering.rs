@@ -5,7 +5,9 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use rustix::net::sockopt::set_socket_linger;
+use rustix::net::sockopt::{
+    set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size,
+};
 
 /// Longer than any test runs.
 const LINGER: Duration = Duration::from_secs(600);
@@ -14,9 +16,11 @@ const LINGER: Duration = Duration::from_secs(600);
 /// socket go on.
 pub(crate) fn lingering_socket() -> (OwnedFd, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    set_socket_recv_buffer_size(&listener, 4096).unwrap();
     let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (receiver, _) = listener.accept().unwrap();
     set_socket_linger(&socket, Some(LINGER)).unwrap();
+    set_socket_send_buffer_size(&socket, 4096).unwrap();
     socket.set_nonblocking(true).unwrap();
     let block = [0; 1 << 16];
     loop {

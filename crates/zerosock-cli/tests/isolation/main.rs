@@ -7,9 +7,11 @@
 
 mod daemon;
 mod lingering;
+mod many;
 mod neighbour;
 #[path = "../process/mod.rs"]
 mod process;
+mod programs;
 mod raw;
 mod sockets;
 mod threads;

@@ -1,6 +1,7 @@
 //! The VM that must not notice.
 
 use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Instant;
 
@@ -9,6 +10,7 @@ use zerosock::{Address, Cid, Port};
 
 use super::daemon::{Daemon, NEIGHBOUR};
 use super::process::DEADLINE;
+use super::raw::{SET_OWNER, message};
 use super::threads::Held;
 
 const PORT: Port = Port::new(7);
@@ -54,6 +56,13 @@ impl Neighbour {
         held.check();
     }
 
+    /// Sends a descriptor with a request that has none and is not answered.
+    pub(crate) fn pass_unwanted(&mut self, fd: OwnedFd) {
+        let message = message(SET_OWNER, &[]);
+        let frontend = self.driver().frontend().expect("attached");
+        frontend.send_raw(&message, &[fd.as_fd()]).unwrap();
+    }
+
     fn driver(&mut self) -> &mut Driver {
         self.driver.as_mut().expect("attached")
     }
@@ -90,6 +99,6 @@ fn connect(driver: &mut Driver, listener: &UnixListener) -> (StreamId, UnixStrea
     (stream, program)
 }
 
-fn deadline() -> Instant {
+pub(crate) fn deadline() -> Instant {
     Instant::now() + DEADLINE
 }

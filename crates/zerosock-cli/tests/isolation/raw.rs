@@ -10,6 +10,7 @@ use zerosock_sys::fd_passing;
 use super::process::{DEADLINE, wait_until};
 
 pub(crate) const GET_FEATURES: u32 = 1;
+pub(crate) const SET_OWNER: u32 = 3;
 pub(crate) const SET_VRING_KICK: u32 = 12;
 pub(crate) const SET_VRING_CALL: u32 = 13;
 pub(crate) const SET_VRING_ERR: u32 = 14;

@@ -20,7 +20,7 @@ fn attack(way: Way, fd: OwnedFd, release: impl FnOnce()) {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);
     neighbour.round_trip(1);
-    let attacker = daemon.frontend(ATTACKER).pass(way, vec![fd]);
+    let attacker = daemon.pass(daemon.frontend(ATTACKER), way, vec![fd]);
     let held = Held::wait(daemon.pid(), REAPER);
     neighbour.goes_on_while(&daemon, &held);
     drop(attacker);

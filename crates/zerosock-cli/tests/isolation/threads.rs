@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::process::{DEADLINE, wait_until};
+use super::process::wait_until;
 
 /// System calls that a peer's object can hold.
 const HELD_IN: [i64; 3] = [libc::SYS_close, libc::SYS_write, libc::SYS_munmap];
@@ -74,14 +74,18 @@ pub(crate) fn name(task: &Path) -> Option<String> {
     Some(name.trim_end().to_owned())
 }
 
+/// Its state, by the letters of proc(5).
+pub(crate) fn state(task: &Path) -> Option<char> {
+    let stat = fs::read_to_string(task.join("stat")).ok()?;
+    stat.rsplit(") ").next()?.chars().next()
+}
+
 /// `None` also for a thread that ends meanwhile.
 fn held(task: &Path) -> Option<Held> {
     // "running", or numbers: those of a thread that sleeps.
     let call = fs::read_to_string(task.join("syscall")).ok()?;
     let number: i64 = call.split(' ').next()?.trim().parse().ok()?;
-    let stat = fs::read_to_string(task.join("stat")).ok()?;
-    let state = stat.rsplit(") ").next()?.chars().next()?;
-    let held = HELD_IN.contains(&number) && matches!(state, 'S' | 'D');
+    let held = HELD_IN.contains(&number) && matches!(state(task)?, 'S' | 'D');
     held.then(|| Held {
         task: task.to_owned(),
         name: name(task).unwrap_or_default(),

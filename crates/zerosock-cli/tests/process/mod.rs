@@ -93,6 +93,8 @@ impl Running {
             "INT" => Signal::INT,
             "KILL" => Signal::KILL,
             "HUP" => Signal::HUP,
+            "STOP" => Signal::STOP,
+            "CONT" => Signal::CONT,
             other => panic!("no signal {other}"),
         };
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();

@@ -1,0 +1,141 @@
+//! Host programs and processes that send descriptors where none are expected.
+
+use std::io::{IoSlice, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use rustix::net::sockopt::set_socket_linger;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use zerosock::Port;
+use zerosock_sys::fd_passing;
+
+use super::daemon::{self, ATTACKER, Daemon, hybrid_path};
+use super::lingering::lingering_socket;
+use super::neighbour::{Neighbour, deadline};
+use super::process::DEADLINE;
+use super::threads::{Held, REAPER};
+
+const PORT: Port = Port::new(9);
+
+fn kernel_refuses_rights() -> bool {
+    let (socket, _other) = UnixStream::pair().unwrap();
+    fd_passing::refuse_rights(&socket).unwrap()
+}
+
+/// Sends a lingering socket with `bytes`. The kernel refuses, or the reaper has to close it.
+fn send_lingering(daemon: &Daemon, socket: BorrowedFd<'_>, bytes: &[u8]) {
+    let mut neighbour = Neighbour::new(daemon);
+    let (lingering, receiver) = lingering_socket();
+    let result = daemon.while_stopped(move || {
+        let result = fd_passing::send(socket, &[IoSlice::new(bytes)], &[lingering.as_fd()]);
+        if result.is_err() {
+            // It stays ours, and is not to hold this thread.
+            set_socket_linger(&lingering, None).unwrap();
+        }
+        result
+    });
+    match result {
+        Err(error) => {
+            assert!(kernel_refuses_rights(), "{error}");
+            assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+            neighbour.round_trip(1);
+        }
+        Ok(_) => {
+            assert!(!kernel_refuses_rights(), "the socket takes descriptors");
+            expect_held_reaper(daemon, &mut neighbour, receiver);
+        }
+    }
+}
+
+fn expect_held_reaper(daemon: &Daemon, neighbour: &mut Neighbour, receiver: TcpStream) {
+    let held = Held::wait(daemon.pid(), REAPER);
+    neighbour.goes_on_while(daemon, &held);
+    drop(receiver);
+    held.wait_for_end();
+    neighbour.round_trip(2);
+}
+
+#[test]
+fn descriptors_on_a_hybrid_socket_are_refused_or_reaped() {
+    let daemon = Daemon::start(&[]);
+    let program = UnixStream::connect(daemon.hybrid(ATTACKER)).unwrap();
+    send_lingering(&daemon, program.as_fd(), b"CONNECT 9\n");
+}
+
+#[test]
+fn descriptors_of_a_user_that_may_not_attach_are_refused_or_reaped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("attach");
+    let options = ["--attach-socket", path.to_str().unwrap()];
+    // Not the user of this test, whichever that is.
+    let other = (rustix::process::geteuid().as_raw() + 12345).to_string();
+    let daemon = Daemon::start(&[&options[..], &["--attach-uid", &other]].concat());
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    connect(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    send_lingering(&daemon, socket.as_fd(), b"zsat");
+}
+
+/// A listener that the service manager made, and a program that connects before the daemon is there:
+/// this one connection takes descriptors for its whole life.
+struct EarlyProgram {
+    dir: tempfile::TempDir,
+    listener: UnixListener,
+    socket: UnixStream,
+}
+
+impl EarlyProgram {
+    fn new() -> EarlyProgram {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(hybrid_path(dir.path(), ATTACKER)).unwrap();
+        let socket = UnixStream::connect(hybrid_path(dir.path(), ATTACKER)).unwrap();
+        socket.set_read_timeout(Some(DEADLINE)).unwrap();
+        EarlyProgram {
+            dir,
+            listener,
+            socket,
+        }
+    }
+
+    fn start_daemon(self) -> (Daemon, UnixStream) {
+        let running = daemon::start_with_listener(&daemon::command(&self.dir), self.listener);
+        (Daemon::with(running, self.dir), self.socket)
+    }
+}
+
+fn send(socket: &UnixStream, bytes: &[u8], fd: OwnedFd) {
+    let sent = fd_passing::send(socket, &[IoSlice::new(bytes)], &[fd.as_fd()]);
+    assert_eq!(sent.unwrap(), bytes.len());
+}
+
+#[test]
+fn descriptor_with_the_connect_line_of_an_early_program_holds_only_the_reaper() {
+    let early = EarlyProgram::new();
+    let (lingering, receiver) = lingering_socket();
+    send(&early.socket, b"CONNECT 9\n", lingering);
+    let (daemon, _program) = early.start_daemon();
+    let mut neighbour = Neighbour::new(&daemon);
+    let mut guest = daemon.attach(ATTACKER);
+    guest.listen(PORT, 4).unwrap();
+    expect_held_reaper(&daemon, &mut neighbour, receiver);
+}
+
+#[test]
+fn descriptor_with_payload_of_an_early_program_holds_only_the_reaper() {
+    let (daemon, mut program) = EarlyProgram::new().start_daemon();
+    let mut neighbour = Neighbour::new(&daemon);
+    let mut guest = daemon.attach(ATTACKER);
+    guest.listen(PORT, 4).unwrap();
+    program.write_all(b"CONNECT 9\n").unwrap();
+    let stream = guest.wait_accept(PORT, deadline()).unwrap();
+    let mut line = [0; 5];
+    program.read_exact(&mut line).unwrap();
+    assert_eq!(&line, b"OK 9\n");
+    let (lingering, receiver) = lingering_socket();
+    daemon.while_stopped(|| send(&program, b"hello", lingering));
+    let mut got = [0; 5];
+    guest.wait_recv_exact(stream, &mut got, deadline()).unwrap();
+    assert_eq!(&got, b"hello");
+    expect_held_reaper(&daemon, &mut neighbour, receiver);
+}

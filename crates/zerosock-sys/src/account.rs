@@ -238,6 +238,12 @@ impl Account {
         Ok(self.permit(Amount(bytes | Amount::MAPPED)))
     }
 
+    /// A permit for nothing. It only names the account, so that what it is given to counts as this
+    /// peer's.
+    pub fn take_nothing(&self) -> Permit {
+        self.permit(Amount(0))
+    }
+
     /// A number that no other account has while this one is open.
     pub(crate) fn number(&self) -> usize {
         Arc::as_ptr(&self.0).addr()

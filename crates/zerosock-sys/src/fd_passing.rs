@@ -138,6 +138,20 @@ pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<
     }
 }
 
+/// As [`recv`], and the descriptors belong to the peer that the socket [belongs](PeerFd::account) to.
+///
+/// # Errors
+/// As [`recv`].
+pub fn recv_owned(socket: &PeerFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
+    let mut received = Vec::new();
+    let result = recv(socket, buf, &mut received);
+    fds.extend(received.into_iter().map(|fd| match socket.account() {
+        Some(account) => fd.owned_by(account),
+        None => fd,
+    }));
+    result
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
-use crate::account::Permit;
+use crate::account::{Account, Permit};
 use crate::reaper;
 
 /// A descriptor that came from a peer, or a socket that a peer can reach. Dropping it hands it to the
@@ -10,6 +10,9 @@ use crate::reaper;
 ///
 /// Every descriptor of this kind is kept as a `PeerFd` from the call that made it until it is
 /// dropped. `OwnedFd` is for descriptors that only this process has.
+///
+/// One without an account may block a thread of the reaper beside those of all accounts: so every one
+/// that a peer can send, or put something into, has one.
 #[derive(Debug)]
 pub struct PeerFd {
     /// None only while it is dropped.
@@ -24,6 +27,17 @@ impl PeerFd {
         let mut fd = self;
         fd.permit = Some(permit);
         fd
+    }
+
+    /// Has the descriptor closed as one of this account's peer, without counting it. For one that is
+    /// closed at once, or that the process's reserve is for.
+    pub fn owned_by(self, account: &Account) -> PeerFd {
+        self.with_permit(account.take_nothing())
+    }
+
+    /// The account of its permit.
+    pub fn account(&self) -> Option<&Account> {
+        self.permit.as_ref().map(Permit::account)
     }
 
     /// The bare descriptor, for one that came from a party that is trusted.

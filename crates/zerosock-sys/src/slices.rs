@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use zerosock_ring::GuestSlice;
 
+use crate::account::Account;
 use crate::fd_passing::MAX_FDS;
 use crate::peer_fd::PeerFd;
 
@@ -81,7 +82,7 @@ pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
 /// # Errors
 /// As [`recv_slices`].
 pub fn recv_slices_and_rights(
-    fd: BorrowedFd<'_>,
+    fd: &PeerFd,
     slices: &[GuestSlice<'_>],
 ) -> io::Result<Received> {
     // SAFETY: a length computed from a constant.
@@ -102,14 +103,15 @@ pub fn recv_slices_and_rights(
             continue;
         };
         let bytes = result?;
-        let rights = close_rights(&message);
+        let rights = close_rights(&message, fd.account());
         let cut = rights || message.msg_flags & libc::MSG_CTRUNC != 0;
         return Ok(Received { bytes, cut });
     }
 }
 
-/// Hands the descriptors of a received message to the reaper. Whether there are any.
-fn close_rights(message: &libc::msghdr) -> bool {
+/// Hands the descriptors of a received message, which came from this account's peer, to the reaper.
+/// Whether there are any.
+fn close_rights(message: &libc::msghdr, account: Option<&Account>) -> bool {
     let mut any = false;
     // SAFETY: the kernel has filled in the control data, whose length it has put into `message`; the
     // macros stay inside that.
@@ -132,7 +134,11 @@ fn close_rights(message: &libc::msghdr) -> bool {
                 let number = unsafe { data.add(index).read_unaligned() };
                 // SAFETY: a descriptor that the kernel has just made for us; nothing else owns it.
                 let fd = unsafe { OwnedFd::from_raw_fd(number) };
-                drop(PeerFd::from(fd));
+                let fd = PeerFd::from(fd);
+                drop(match account {
+                    Some(account) => fd.owned_by(account),
+                    None => fd,
+                });
                 any = true;
             }
         }

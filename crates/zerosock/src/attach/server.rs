@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::Account;
+use zerosock_sys::account::{Account, Budget};
 use zerosock_sys::fd_passing;
 
 use super::codec::{
@@ -79,6 +79,8 @@ pub(crate) struct Server {
     log: LogLimit,
     /// What the processes of each user may have of descriptors and memory, together.
     accounts: BTreeMap<u32, Account>,
+    /// The account of all processes that may not attach. It has no share.
+    strangers: Account,
 }
 
 impl Server {
@@ -106,6 +108,7 @@ impl Server {
             rest: None,
             log: LogLimit::default(),
             accounts: BTreeMap::new(),
+            strangers: Budget::unlimited().account(),
         })
     }
 
@@ -146,7 +149,7 @@ impl Server {
             }
             let mut bytes = [0; MAX_REQUEST + 1];
             let mut fds = Vec::new();
-            let len = match fd_passing::recv(&client.socket, &mut bytes, &mut fds) {
+            let len = match fd_passing::recv_owned(&client.socket, &mut bytes, &mut fds) {
                 Ok(received) => received.bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => return self.lose(key, "its socket failed", house),

@@ -147,7 +147,7 @@ impl Device {
                     (_, Err(exceeded)) => {
                         // None of ours was made of it yet: its close does not wait for its program
                         // unless descriptors are queued in it.
-                        drop(PeerFd::from(socket));
+                        drop(PeerFd::from(socket).owned_by(&self.account));
                         cx.counters.conns_refused.add(1);
                         self.warn(&format!("a host program is refused: {exceeded}"));
                     }

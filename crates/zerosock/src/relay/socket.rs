@@ -61,7 +61,7 @@ impl HostSocket {
         match &self.0 {
             Kind::Plain(fd, _) => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
             Kind::TakesRights(fd) => {
-                let received = fd_passing::recv(fd, buf, &mut Vec::new());
+                let received = fd_passing::recv_owned(fd, buf, &mut Vec::new());
                 let received = received.map(|received| received.bytes);
                 received.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
             }
@@ -73,7 +73,7 @@ impl HostSocket {
     pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
         match &self.0 {
             Kind::Plain(fd, _) => zerosock_sys::recv_slices(fd.as_fd(), slices),
-            Kind::TakesRights(fd) => zerosock_sys::recv_slices_and_rights(fd.as_fd(), slices),
+            Kind::TakesRights(fd) => zerosock_sys::recv_slices_and_rights(fd, slices),
         }
     }
 }

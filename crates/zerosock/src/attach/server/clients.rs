@@ -77,9 +77,12 @@ impl Server {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
         };
-        let config = &self.config;
-        let known = |uids| is_allowed(uids, uid);
-        let status = if !known(&config.allowed_uids) && !known(&config.service_uids) {
+        let account = match self.may_connect(uid) {
+            true => self.account(uid),
+            false => self.strangers.clone(),
+        };
+        let socket = socket.owned_by(&account);
+        let status = if !self.may_connect(uid) {
             Status::NotPermitted
         } else if self.newcomers() >= MAX_CLIENTS {
             Status::Full
@@ -108,6 +111,12 @@ impl Server {
             "process {pid} of user {uid} is turned away: {status:?}"
         ));
         dismiss(&socket, &Answer::refusal(status, Version::default()));
+    }
+
+    /// Whether the processes of a user may ask for anything.
+    fn may_connect(&self, uid: u32) -> bool {
+        let config = &self.config;
+        is_allowed(&config.allowed_uids, uid) || is_allowed(&config.service_uids, uid)
     }
 
     pub(super) fn newcomers(&self) -> usize {
@@ -203,7 +212,7 @@ pub(super) fn dismiss(socket: &PeerFd, answer: &Answer) {
     // What it has said and nobody read would make the kernel speak of a reset before the answer.
     let mut bytes = [0; 1];
     for _ in 0..BUDGET {
-        match fd_passing::recv(socket, &mut bytes, &mut Vec::new()) {
+        match fd_passing::recv_owned(socket, &mut bytes, &mut Vec::new()) {
             Ok(received) if received.bytes > 0 => {}
             _ => return,
         }

@@ -45,20 +45,24 @@ pub enum SentFd {
 impl SentFd {
     /// Finds out what a descriptor is and counts it against the front-end's account.
     pub fn examine(fd: PeerFd, account: &Account) -> SentFd {
-        let keep = |fd: PeerFd, kind: fn(PeerFd) -> SentFd| match account.take_descriptors(1) {
-            Ok(permit) => kind(fd.with_permit(permit)),
-            Err(exceeded) => SentFd::Refused(exceeded.to_string()),
+        // Also if it is refused: it counts until the reaper has closed it.
+        let fd = match account.take_descriptors(1) {
+            Ok(permit) => fd.with_permit(permit),
+            Err(exceeded) => {
+                drop(fd.owned_by(account));
+                return SentFd::Refused(exceeded.to_string());
+            }
         };
         let refuse = |reason: String| {
             account.count_refused();
             SentFd::Refused(reason)
         };
         if memfd::is_memory(&fd) {
-            return keep(fd, SentFd::Memory);
+            return SentFd::Memory(fd);
         }
         let target = match FdKind::of(&fd) {
-            Ok(FdKind::Eventfd) => return keep(fd, SentFd::Eventfd),
-            Ok(FdKind::Pipe) => return keep(fd, SentFd::Pipe),
+            Ok(FdKind::Eventfd) => return SentFd::Eventfd(fd),
+            Ok(FdKind::Pipe) => return SentFd::Pipe(fd),
             Ok(FdKind::Other(target)) => target,
             Err(error) => {
                 return refuse(format!("cannot examine the descriptor: {error}"));
@@ -70,7 +74,7 @@ impl SentFd {
         }
         let kind = file_system(&fd).unwrap_or_else(|| "unknown".into());
         match LOCAL_FILE_SYSTEMS.contains(&kind.as_str()) {
-            true => keep(fd, SentFd::Memory),
+            true => SentFd::Memory(fd),
             false => refuse(format!(
                 "a file of file system {kind}: guest memory has to be a memfd, or in a file of a \
                  tmpfs or local disk"

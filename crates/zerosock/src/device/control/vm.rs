@@ -152,7 +152,8 @@ impl Vm {
             }
             FrontendSocket::Connected(socket) => {
                 socket.set_nonblocking(true)?;
-                (None, Some(PeerFd::from(OwnedFd::from(socket))))
+                let socket = PeerFd::from(OwnedFd::from(socket));
+                (None, Some(socket.owned_by(&spec.account)))
             }
         };
         let mut vm = Vm {
@@ -220,7 +221,10 @@ impl Vm {
                 return Ok(());
             };
             match listener.accept() {
-                Ok((socket, _)) => self.admit(OwnedFd::from(socket).into()),
+                Ok((socket, _)) => {
+                    let socket = PeerFd::from(OwnedFd::from(socket));
+                    self.admit(socket.owned_by(&self.account));
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // A front-end that gave up before it was accepted.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}

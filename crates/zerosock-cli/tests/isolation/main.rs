@@ -5,10 +5,14 @@
 //! vhost-user requests are answered. The thread has to be one of the expendable ones, and it still has
 //! to be asleep in the same call afterwards.
 
+mod attack;
 mod daemon;
+mod files;
+mod fuse;
 mod lingering;
 mod many;
 mod neighbour;
+mod own_end;
 #[path = "../process/mod.rs"]
 mod process;
 mod programs;

@@ -11,6 +11,7 @@ use super::process::{DEADLINE, wait_until};
 
 pub(crate) const GET_FEATURES: u32 = 1;
 pub(crate) const SET_OWNER: u32 = 3;
+pub(crate) const SET_MEM_TABLE: u32 = 5;
 pub(crate) const SET_VRING_KICK: u32 = 12;
 pub(crate) const SET_VRING_CALL: u32 = 13;
 pub(crate) const SET_VRING_ERR: u32 = 14;
@@ -73,6 +74,12 @@ impl RawFrontend {
         let borrowed: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
         let bytes = match way {
             Way::With(GET_FEATURES) => message(GET_FEATURES, &[]),
+            Way::With(SET_MEM_TABLE) => {
+                // One region: guest address, size, user address, offset.
+                let table = [1, 0, 4096, 0x7000_0000_0000, 0];
+                let table: Vec<u8> = table.into_iter().flat_map(u64::to_ne_bytes).collect();
+                message(SET_MEM_TABLE, &table)
+            }
             Way::With(request) => message(request, &0u64.to_ne_bytes()),
             Way::InHalfMessage => message(GET_FEATURES, &[])[..6].to_vec(),
         };

@@ -1,0 +1,43 @@
+//! A front-end that hands over its own end of the connection and dies: the connection must end, and
+//! its place be free for the next one.
+
+use std::io::IoSlice;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use zerosock_sys::fd_passing;
+
+use super::daemon::{ATTACKER, Daemon};
+use super::neighbour::Neighbour;
+use super::raw::WAYS;
+
+#[test]
+fn place_of_a_front_end_that_handed_in_its_own_end_is_free_again() {
+    let daemon = Daemon::start(&[]);
+    let mut neighbour = Neighbour::new(&daemon);
+    for way in WAYS {
+        let frontend = daemon.frontend(ATTACKER);
+        let own = OwnedFd::from(frontend.0.try_clone().unwrap());
+        eprintln!("{way:?}");
+        drop(frontend.pass(way, vec![own]));
+        let next = daemon.frontend(ATTACKER);
+        assert!(next.ask_features().is_some());
+        neighbour.round_trip(0);
+    }
+}
+
+#[test]
+fn place_of_a_front_end_that_queued_its_own_end_in_a_socket_is_free_again() {
+    let daemon = Daemon::start(&[]);
+    for way in WAYS {
+        let frontend = daemon.frontend(ATTACKER);
+        let (outer, sender) = UnixStream::pair().unwrap();
+        fd_passing::send(&sender, &[IoSlice::new(b"x")], &[frontend.0.as_fd()]).unwrap();
+        eprintln!("{way:?}");
+        drop(frontend.pass(way, vec![outer.into()]));
+        // Keeps what is queued alive for as long as the daemon keeps the other end.
+        let next = daemon.frontend(ATTACKER);
+        assert!(next.ask_features().is_some());
+        drop(sender);
+    }
+}

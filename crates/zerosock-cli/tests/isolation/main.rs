@@ -7,8 +7,6 @@
 
 mod attack;
 mod daemon;
-mod files;
-mod fuse;
 mod lingering;
 mod many;
 mod neighbour;

@@ -81,10 +81,7 @@ pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
 ///
 /// # Errors
 /// As [`recv_slices`].
-pub fn recv_slices_and_rights(
-    fd: &PeerFd,
-    slices: &[GuestSlice<'_>],
-) -> io::Result<Received> {
+pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     // SAFETY: a length computed from a constant.
     const SPACE: usize =
         unsafe { libc::CMSG_SPACE((MAX_FDS * size_of::<RawFd>()) as u32) as usize };

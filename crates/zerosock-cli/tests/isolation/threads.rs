@@ -10,7 +10,6 @@ use super::process::wait_until;
 const HELD_IN: [i64; 3] = [libc::SYS_close, libc::SYS_write, libc::SYS_munmap];
 /// Threads that may be held.
 pub(crate) const REAPER: &str = "zerosock-reaper";
-pub(crate) const CALL: &str = "zerosock-call";
 /// As long as this in one call, a thread counts as held: the call did not just take its time.
 const SEEN_FOR: Duration = Duration::from_millis(100);
 

@@ -27,6 +27,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
+use zerosock_sys::reaper;
 
 /// What a daemon is made of.
 ///
@@ -116,6 +117,8 @@ impl Default for DaemonConfig {
     }
 }
 
+/// How long the end of a daemon waits for the reaper to close what peers have sent.
+const REAPER_LIMIT: Duration = Duration::from_secs(1);
 const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_secs(60);
 /// Host programs of one VM that may be connected without having said CONNECT.
@@ -230,6 +233,9 @@ impl Daemon {
             }
         }
         self.plane.shutdown();
+        // Those at the other end of a descriptor that waits to be closed learn of the end by it, also
+        // if a stuck call keeps this process from ending. What is not closed by then is left.
+        reaper::drain(REAPER_LIMIT);
     }
 
     /// Changes what [`Reload`] names while everything runs, and returns when every worker goes by

@@ -122,7 +122,7 @@ fn now(daemon: &TestDaemon) -> [u64; 4] {
 
 #[test]
 fn every_count_is_back_where_it_was_when_very_many_have_come_and_gone() {
-    let daemon = TestDaemon::with(2, |_| {});
+    let daemon = TestDaemon::with(2, |config| config.max_connections = Some(131_072));
     let mut guests = [daemon.guest_of(0, |_| {}), daemon.guest_of(1, |_| {})];
     guests[1].listen(PORT, AT_A_TIME).unwrap();
     for round in 0..2 {

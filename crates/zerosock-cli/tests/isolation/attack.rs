@@ -9,12 +9,12 @@ use super::raw::Way;
 use super::threads::{Held, REAPER};
 
 /// A front-end hands over a descriptor. Dropping what comes with it ends the wait for its close.
-pub(crate) fn attack<R>(way: Way, make: impl FnOnce() -> (OwnedFd, R)) {
+pub(crate) fn attack<R>(way: Way, make: impl FnOnce(&Daemon) -> (OwnedFd, R)) {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);
     neighbour.round_trip(1);
     // Dropped before the daemon, should the test fail: a process with a held thread may not end.
-    let (fd, release) = make();
+    let (fd, release) = make(&daemon);
     let attacker = daemon.pass(daemon.frontend(ATTACKER), way, vec![fd]);
     let held = Held::wait(daemon.pid(), REAPER);
     neighbour.goes_on_while(&daemon, &held);

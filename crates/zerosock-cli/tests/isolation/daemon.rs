@@ -4,7 +4,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use tempfile::TempDir;
 use zerosock::driver::{Driver, DriverConfig};
 use zerosock::{Cid, Port};
 
@@ -17,19 +19,36 @@ pub(crate) const NEIGHBOUR: Cid = Cid::new(4);
 
 pub(crate) struct Daemon {
     pub(crate) running: Running,
-    pub(crate) dir: tempfile::TempDir,
+    pub(crate) dir: TempDir,
+    /// Last, so that the next test begins when this daemon has ended.
+    _alone: Alone,
+}
+
+/// One test at a time: a process that is started has copies of all descriptors for a moment, also of
+/// those that cannot be closed.
+pub(crate) type Alone = MutexGuard<'static, ()>;
+
+/// Waits for the other tests.
+pub(crate) fn alone() -> Alone {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Daemon {
     pub(crate) fn start(options: &[&str]) -> Daemon {
+        let alone = alone();
         let dir = tempfile::tempdir().unwrap();
-        let running = Running::start(command(&dir).args(options));
-        Daemon::with(running, dir)
+        let running = Running::start(command(dir.path()).args(options));
+        Daemon::with(running, dir, alone)
     }
 
     /// One that was started with the options of [`command`].
-    pub(crate) fn with(running: Running, dir: tempfile::TempDir) -> Daemon {
-        let daemon = Daemon { running, dir };
+    pub(crate) fn with(running: Running, dir: TempDir, alone: Alone) -> Daemon {
+        let daemon = Daemon {
+            running,
+            dir,
+            _alone: alone,
+        };
         daemon.wait_for_sockets();
         daemon
     }
@@ -103,11 +122,11 @@ impl Daemon {
 }
 
 /// `serve` with both VMs.
-pub(crate) fn command(dir: &tempfile::TempDir) -> Command {
+pub(crate) fn command(dir: &Path) -> Command {
     let mut command = zerosock();
     command.args(["serve", "--workers", "1"]);
     for cid in [ATTACKER, NEIGHBOUR] {
-        let at = dir.path().join(format!("vm{}", cid.get()));
+        let at = dir.join(format!("vm{}", cid.get()));
         let (at, cid) = (at.display(), cid.get());
         let vm = format!("guest-cid={cid},socket={at}.sock,uds-path={at}.vsock");
         command.args(["--vm", &vm]);

@@ -7,6 +7,8 @@
 
 mod attack;
 mod daemon;
+mod files;
+mod fuse;
 mod lingering;
 mod many;
 mod neighbour;

@@ -7,10 +7,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 
 use rustix::net::sockopt::set_socket_linger;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use tempfile::TempDir;
 use zerosock::Port;
 use zerosock_sys::fd_passing;
 
-use super::daemon::{self, ATTACKER, Daemon, hybrid_path};
+use super::daemon::{self, ATTACKER, Alone, Daemon, hybrid_path};
 use super::lingering::lingering_socket;
 use super::neighbour::{Neighbour, deadline};
 use super::process::DEADLINE;
@@ -80,18 +81,21 @@ fn descriptors_of_a_user_that_may_not_attach_are_refused_or_reaped() {
 /// A listener that the service manager made, and a program that connects before the daemon is there:
 /// this one connection takes descriptors for its whole life.
 struct EarlyProgram {
-    dir: tempfile::TempDir,
+    alone: Alone,
+    dir: TempDir,
     listener: UnixListener,
     socket: UnixStream,
 }
 
 impl EarlyProgram {
     fn new() -> EarlyProgram {
+        let alone = daemon::alone();
         let dir = tempfile::tempdir().unwrap();
         let listener = UnixListener::bind(hybrid_path(dir.path(), ATTACKER)).unwrap();
         let socket = UnixStream::connect(hybrid_path(dir.path(), ATTACKER)).unwrap();
         socket.set_read_timeout(Some(DEADLINE)).unwrap();
         EarlyProgram {
+            alone,
             dir,
             listener,
             socket,
@@ -99,8 +103,8 @@ impl EarlyProgram {
     }
 
     fn start_daemon(self) -> (Daemon, UnixStream) {
-        let running = daemon::start_with_listener(&daemon::command(&self.dir), self.listener);
-        (Daemon::with(running, self.dir), self.socket)
+        let running = daemon::start_with_listener(&daemon::command(self.dir.path()), self.listener);
+        (Daemon::with(running, self.dir, self.alone), self.socket)
     }
 }
 

@@ -13,7 +13,7 @@ use super::raw::{
 };
 
 fn attack_with_socket(way: Way) {
-    attack(way, lingering_socket);
+    attack(way, |_| lingering_socket());
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn lingering_socket_in_half_a_message_holds_only_the_reaper() {
 /// The kernel closes it with the socket in whose queue it lies.
 #[test]
 fn lingering_socket_queued_in_a_passed_socket_holds_only_the_reaper() {
-    attack(Way::With(SET_VRING_CALL), || {
+    attack(Way::With(SET_VRING_CALL), |_| {
         let (socket, receiver) = lingering_socket();
         let (outer, sender) = UnixStream::pair().unwrap();
         fd_passing::send(&sender, &[IoSlice::new(b"x")], &[socket.as_fd()]).unwrap();

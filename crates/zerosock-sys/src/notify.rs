@@ -7,7 +7,7 @@
 //!
 //! # Invariants
 //! - [`Notifier::notify`] never waits for a peer.
-//! - An eventfd is signalled by asynchronous I/O ([`aio`](self::aio)). Where the system refuses that
+//! - An eventfd is signalled by asynchronous I/O (module `aio`). Where the system refuses that
 //!   (seccomp, or fs.aio-max-nr is used up), and for pipes, a [`CallThread`] of the one peer makes the
 //!   write, and only that peer's notifications wait when it waits.
 //! - A descriptor of any other kind is refused when it arrives.

@@ -3,10 +3,13 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io;
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
 
 use super::children::{self, Guarded, Log};
 
@@ -164,16 +167,28 @@ impl Device {
     }
 }
 
-/// Whether somebody listens on every one of these Unix sockets, without connecting: a
-/// connection would be taken for a front-end.
+/// Whether every one of these Unix sockets is listened on, without connecting: a connection would be
+/// taken for a front-end.
 fn listening<'p>(mut paths: impl Iterator<Item = &'p PathBuf>) -> io::Result<bool> {
     // "Num RefCount Protocol Flags Type St Inode Path"; the flag is __SO_ACCEPTCON.
     let table = fs::read_to_string("/proc/net/unix")?;
-    Ok(paths.all(|path| {
-        let path = path.to_string_lossy();
+    let listens = |path: &str| {
         table.lines().any(|line| {
             let mut words = line.split_ascii_whitespace();
-            words.nth(3) == Some("00010000") && words.nth(3) == Some(&path)
+            words.nth(3) == Some("00010000") && words.nth(3) == Some(path)
         })
-    }))
+    };
+    Ok(paths.all(|path| listens(&path.to_string_lossy()) || is_held(path)))
+}
+
+/// Whether a process has the socket at this path. Our own device's comes there by rename once it is
+/// listened on, and the kernel's table has it by the path at which it was made. The kernel refuses a
+/// connection of another type with EPROTOTYPE if the socket is held.
+fn is_held(path: &Path) -> bool {
+    let probe = || -> io::Result<bool> {
+        let socket = UnixDatagram::unbound()?;
+        let error = socket.connect(path).err();
+        Ok(error.is_some_and(|error| Errno::from_io_error(&error) == Some(Errno::PROTOTYPE)))
+    };
+    probe().unwrap_or(false)
 }

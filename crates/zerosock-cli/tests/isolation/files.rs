@@ -1,10 +1,14 @@
 //! A file on FUSE, whose server never answers: close(2) waits for ever, and so would fstat(2) and a
 //! page fault.
 
+use zerosock::driver::{Driver, DriverConfig};
+
 use super::attack::attack;
-use super::daemon::alone;
+use super::daemon::{ATTACKER, Daemon, NEIGHBOUR, alone, command};
 use super::fuse::FuseServer;
+use super::process::{Running, wait_until};
 use super::raw::{GET_FEATURES, SET_MEM_TABLE, SET_VRING_CALL, SET_VRING_KICK, Way};
+use super::threads::{Held, REAPER};
 
 /// Why there can be no file on FUSE. When such a test breaks, threads of the daemon sleep in a way that
 /// not even SIGKILL ends, until `/sys/fs/fuse/connections` is used: so it has to be asked for.
@@ -47,4 +51,38 @@ fn fuse_file_beside_get_features_holds_only_the_reaper() {
 #[test]
 fn fuse_file_in_half_a_message_holds_only_the_reaper() {
     attack_with_file("fuse_file_in_half_a_message", Way::InHalfMessage);
+}
+
+/// SIGTERM, and what `systemctl restart` does when the unit has timed out.
+#[test]
+fn successor_serves_at_the_same_paths_while_the_old_process_cannot_end() {
+    if let Some(reason) = no_fuse() {
+        return println!("SKIPPED successor_serves_at_the_same_paths: {reason}");
+    }
+    let daemon = Daemon::start(&[]);
+    let (file, server) = FuseServer::start(daemon.pid()).unwrap();
+    let frontend = daemon.frontend(ATTACKER);
+    let attacker = daemon.pass(frontend, Way::With(SET_VRING_CALL), vec![file]);
+    let held = Held::wait(daemon.pid(), REAPER);
+    daemon.running.signal("TERM");
+    let paths = [ATTACKER, NEIGHBOUR].map(|cid| [daemon.socket(cid), daemon.hybrid(cid)]);
+    let paths = paths.as_flattened();
+    wait_until("the socket files to go", || {
+        !paths.iter().any(|path| path.exists())
+    });
+    held.check();
+    let successor = Running::start(&mut command(daemon.dir.path()));
+    wait_until("the successor", || paths.iter().all(|path| path.exists()));
+    Driver::attach(DriverConfig::new(daemon.socket(NEIGHBOUR))).unwrap();
+    // Not even this ends the old one.
+    daemon.running.signal("KILL");
+    Driver::attach(DriverConfig::new(daemon.socket(ATTACKER))).unwrap();
+    held.check();
+    drop((attacker, server));
+    let Daemon { mut running, .. } = daemon;
+    wait_until("the old process to end", || {
+        running.child.try_wait().unwrap().is_some()
+    });
+    successor.signal("TERM");
+    assert_eq!(successor.finish().code, Some(0));
 }

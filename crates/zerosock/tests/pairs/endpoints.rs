@@ -46,6 +46,17 @@ fn keep_moving(stop: &AtomicBool, mut go: impl FnMut(u16) -> std::io::Result<()>
     moves
 }
 
+/// Ends the movers when a thread that they wait for has failed, so that the test ends too.
+struct StopOnPanic<'a>(&'a AtomicBool);
+
+impl Drop for StopOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
 #[test]
 fn streams_of_processes_move_at_both_ends() {
     let (daemon, [one, two], _dir) = processes();
@@ -76,12 +87,14 @@ fn streams_of_processes_move_at_both_ends() {
                     }
                 };
                 scope.spawn(move || {
+                    let _end = StopOnPanic(stop);
                     for chunk in pattern(LEN, seed).chunks(30_000) {
                         (&*stream).write_all(chunk).unwrap();
                     }
                     done();
                 });
                 scope.spawn(move || {
+                    let _end = StopOnPanic(stop);
                     let mut bytes = vec![0; LEN];
                     (&*stream).read_exact(&mut bytes).unwrap();
                     let other = if seed < 100 { 100 + seed } else { seed - 100 };

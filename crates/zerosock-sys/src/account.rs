@@ -12,7 +12,14 @@
 //! # Mapped memory
 //! Each account has a limit of its own, and all together have one.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Jobs of one peer that may wait for its own stuck ones before nothing more is received from it. A
+/// message can bring 253 more.
+const MAX_DEFERRED: usize = 32;
+/// Descriptors of one peer that may wait to be closed, stuck or not.
+const MAX_CLOSING: usize = 4096;
 
 /// What there is for all peers together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -135,6 +142,8 @@ impl Budget {
         Account(Arc::new(AccountState {
             shared: Arc::clone(&self.0),
             guaranteed,
+            closing: AtomicUsize::new(0),
+            deferred: AtomicUsize::new(0),
             used: Mutex::default(),
         }))
     }
@@ -155,6 +164,10 @@ pub struct Account(Arc<AccountState>);
 struct AccountState {
     shared: Arc<Shared>,
     guaranteed: u64,
+    /// Descriptors that the reaper has yet to close.
+    closing: AtomicUsize,
+    /// Jobs that wait because the peer blocks as many threads of the reaper as it may.
+    deferred: AtomicUsize,
     /// Locked before the budget's.
     used: Mutex<Own>,
 }
@@ -236,6 +249,31 @@ impl Account {
         used.mapped += bytes;
         own.mapped += bytes;
         Ok(self.permit(Amount(bytes | Amount::MAPPED)))
+    }
+
+    /// Whether so many descriptors of the peer wait to be closed that no more may be received from
+    /// it: they may be objects whose close waits, and each has a number of this process.
+    pub fn is_clogged(&self) -> bool {
+        self.0.deferred.load(Ordering::Relaxed) >= MAX_DEFERRED
+            || self.0.closing.load(Ordering::Relaxed) >= MAX_CLOSING
+    }
+
+    /// A job of the peer waits for one of its own that is stuck, or does so no longer.
+    pub(crate) fn note_deferred(&self, deferred: bool) {
+        match deferred {
+            true => self.0.deferred.fetch_add(1, Ordering::Relaxed),
+            false => self.0.deferred.fetch_sub(1, Ordering::Relaxed),
+        };
+    }
+
+    /// The reaper has got a descriptor of the peer to close.
+    pub(crate) fn begin_close(&self) {
+        self.0.closing.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The reaper has closed it.
+    pub(crate) fn end_close(&self) {
+        self.0.closing.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// A permit for nothing. It only names the account, so that what it is given to counts as this

@@ -117,7 +117,8 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
 /// # Errors
 /// `WouldBlock` when nothing is there, else what recvmsg(2) answers.
 pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut space =
+        [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS), ScmCredentials(1))];
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     loop {
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -213,6 +214,20 @@ mod tests {
             truncated_fds: false,
         };
         assert_eq!((received, got.len()), (expected, MAX_FDS));
+    }
+
+    /// The sender's credentials take room, too.
+    #[test]
+    fn a_socket_that_wants_credentials_loses_no_descriptor() {
+        let (a, b) = UnixStream::pair().unwrap();
+        rustix::net::sockopt::set_socket_passcred(&b, true).unwrap();
+        let sent = files(MAX_FDS);
+        let borrowed: Vec<_> = sent.iter().map(|fd| fd.as_fd()).collect();
+        send(&a, &[IoSlice::new(b"x")], &borrowed).unwrap();
+        let mut got = Vec::new();
+        let received = recv(&b, &mut [0; 4], &mut got).unwrap();
+        assert!(!received.truncated_fds);
+        assert_eq!(got.len(), MAX_FDS);
     }
 
     #[test]

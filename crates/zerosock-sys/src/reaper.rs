@@ -10,7 +10,8 @@
 //! - While there are jobs, one thread works on them in order. A job that takes longer than
 //!   [`PATIENCE`] counts as stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
 //! - A peer whose jobs block [`MAX_STUCK_EACH`] threads gets no further thread: its later jobs wait
-//!   until one of them returns. So one peer cannot use up the threads.
+//!   until one of them returns. So one peer cannot use up the threads. From a peer with many such
+//!   jobs nothing is received any more ([`Account::is_clogged`]).
 //! - A job holds its [`Permit`] until it is done: a descriptor that cannot be closed counts against
 //!   the peer that sent it.
 //! - At most [`MAX_QUEUED`] jobs wait. One more is dropped without being run: its descriptor stays
@@ -54,8 +55,11 @@ pub struct Stats {
 /// Closes a descriptor that came from a peer, or a socket that a peer can reach. `permit` is
 /// released when it is closed.
 pub fn close(fd: OwnedFd, permit: Option<Permit>) {
+    if let Some(permit) = &permit {
+        permit.account().begin_close();
+    }
     REAPER.submit(Job {
-        owner: permit.as_ref().map(|permit| permit.account().number()),
+        owner: permit.as_ref().map(|permit| permit.account().clone()),
         work: Work::Close(fd, permit),
     });
 }
@@ -63,7 +67,7 @@ pub fn close(fd: OwnedFd, permit: Option<Permit>) {
 /// Runs something that can wait on an object of the peer that has this account.
 pub fn run(work: impl FnOnce() + Send + 'static, account: Option<&Account>) {
     REAPER.submit(Job {
-        owner: account.map(Account::number),
+        owner: account.cloned(),
         work: Work::Run(Box::new(work)),
     });
 }
@@ -95,8 +99,8 @@ const SPARE_THREADS: usize = 2;
 const STACK: usize = 256 << 10;
 
 struct Job {
-    /// The account that pays for it.
-    owner: Option<usize>,
+    /// The account of the peer that it is for.
+    owner: Option<Account>,
     work: Work,
 }
 
@@ -106,11 +110,19 @@ enum Work {
 }
 
 impl Job {
+    fn note_deferred(&self, deferred: bool) {
+        if let Some(account) = &self.owner {
+            account.note_deferred(deferred);
+        }
+    }
+
     fn carry_out(self) {
         match self.work {
             Work::Close(fd, permit) => {
                 drop(fd);
-                drop(permit);
+                if let Some(permit) = permit {
+                    permit.account().end_close();
+                }
             }
             // A panic costs this job only, not the thread that is counted.
             Work::Run(work) => {
@@ -180,10 +192,12 @@ impl State {
     /// The next job of an account that may have one more thread, now under way.
     fn take(&mut self) -> Option<(u64, Job)> {
         while let Some(job) = self.queue.pop_front() {
-            let same = |running: &&Running| job.owner.is_some() && running.owner == job.owner;
+            let owner = job.owner.as_ref().map(Account::number);
+            let same = |running: &&Running| owner.is_some() && running.owner == owner;
             let blocked = self.running.iter().filter(same).count();
-            match job.owner {
+            match owner {
                 Some(owner) if blocked >= MAX_STUCK_EACH => {
+                    job.note_deferred(true);
                     self.deferred.entry(owner).or_default().push_back(job);
                 }
                 owner => {
@@ -208,8 +222,18 @@ impl State {
             return;
         };
         let owner = self.running.swap_remove(place).owner;
-        if let Some(jobs) = owner.and_then(|owner| self.deferred.remove(&owner)) {
-            self.queue.extend(jobs);
+        // One for one: the account may have one more thread now.
+        if let Some(owner) = owner
+            && let Some(jobs) = self.deferred.get_mut(&owner)
+        {
+            let next = jobs.pop_front();
+            if let Some(job) = &next {
+                job.note_deferred(false);
+            }
+            self.queue.extend(next);
+            if jobs.is_empty() {
+                self.deferred.remove(&owner);
+            }
         }
     }
 }

@@ -83,8 +83,12 @@ pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
 /// As [`recv_slices`].
 pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     // SAFETY: a length computed from a constant.
-    const SPACE: usize =
+    const RIGHTS: usize =
         unsafe { libc::CMSG_SPACE((MAX_FDS * size_of::<RawFd>()) as u32) as usize };
+    // With SO_PASSCRED the sender's credentials come first.
+    // SAFETY: as above.
+    const SPACE: usize =
+        RIGHTS + unsafe { libc::CMSG_SPACE(size_of::<libc::ucred>() as u32) as usize };
     #[repr(align(8))]
     struct Control(MaybeUninit<[u8; SPACE]>);
     const _: () = assert!(align_of::<Control>() >= align_of::<libc::cmsghdr>());

@@ -10,7 +10,7 @@ fn reaper() -> &'static Reaper {
 /// The permit is released when the work is done.
 fn job(work: impl FnOnce() + Send + 'static, permit: Option<Permit>) -> Job {
     Job {
-        owner: permit.as_ref().map(|permit| permit.account().number()),
+        owner: permit.as_ref().map(|permit| permit.account().clone()),
         work: Work::Run(Box::new(move || {
             work();
             drop(permit);
@@ -83,9 +83,11 @@ fn one_account_cannot_use_up_the_threads() {
     assert!(state.running.len() <= MAX_STUCK_EACH + 1);
     drop(state);
     assert_eq!(account.descriptors(), 2 * MAX_THREADS as u64);
+    assert!(account.is_clogged());
     drop(held);
     assert!(reaper.drain(LONG));
     assert_eq!(account.descriptors(), 0);
+    assert!(!account.is_clogged());
 }
 
 #[test]

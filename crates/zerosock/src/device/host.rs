@@ -248,6 +248,7 @@ impl Device {
                 self.call_guest(caller, Some(key), cx);
             }
             Line::Bad(reason) => {
+                forget_handshake(&socket, cx);
                 tracing::debug!(cid = %self.cid, reason, "a host program was turned away");
                 cx.counters.bad_handshakes.add(1);
             }
@@ -261,7 +262,8 @@ impl Device {
             .get(key as usize)
             .is_some_and(|h| h.deadline <= cx.now);
         if due {
-            self.handshakes.remove(key as usize);
+            let handshake = self.handshakes.remove(key as usize);
+            forget_handshake(&handshake.socket, cx);
             tracing::debug!(cid = %self.cid, "a host program did not say CONNECT in time");
             cx.counters.bad_handshakes.add(1);
         }
@@ -503,5 +505,13 @@ impl Device {
                 self.refuse(key, &error, cx);
             }
         }
+    }
+}
+
+/// Before a handshake's socket is dropped.
+fn forget_handshake(socket: &HostSocket, cx: &Context<'_>) {
+    if socket.is_closed_later() {
+        // Until then its events would be taken for those of the next handshake with its key.
+        cx.poller.remove(socket);
     }
 }

@@ -477,6 +477,12 @@ impl Device {
     /// someone else's business.
     fn remove_join(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Join> {
         let mut join = self.joins.try_remove(key as usize)?;
+        if let End::Connecting { socket, .. } | End::Socket { socket, .. } = &join.end
+            && socket.is_closed_later()
+        {
+            // Until then its events would be taken for those of the next join with this key.
+            cx.poller.remove(socket);
+        }
         self.backlogs.forget(key, &join);
         if let Some(flow) = join.flow {
             if self.by_flow.get(flow.index()) == Some(&key) {

@@ -56,10 +56,18 @@ impl HostSocket {
         HostSocket(Kind::Plain(fd, permit))
     }
 
+    /// It is closed by the reaper: whoever watches it has to stop before it is dropped.
+    pub(crate) fn is_closed_later(&self) -> bool {
+        matches!(self.0, Kind::TakesRights(_))
+    }
+
     /// Receives without waiting. 0: the end, or a packet of no bytes.
     pub(crate) fn recv(&self, buf: &mut [u8]) -> Result<usize, Errno> {
         match &self.0 {
             Kind::Plain(fd, _) => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
+            Kind::TakesRights(fd) if fd.account().is_some_and(Account::is_clogged) => {
+                Err(Errno::CONNRESET)
+            }
             Kind::TakesRights(fd) => {
                 let received = fd_passing::recv_owned(fd, buf, &mut Vec::new());
                 let received = received.map(|received| received.bytes);
@@ -73,6 +81,9 @@ impl HostSocket {
     pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
         match &self.0 {
             Kind::Plain(fd, _) => zerosock_sys::recv_slices(fd.as_fd(), slices),
+            Kind::TakesRights(fd) if fd.account().is_some_and(Account::is_clogged) => {
+                Err(Errno::CONNRESET.into())
+            }
             Kind::TakesRights(fd) => zerosock_sys::recv_slices_and_rights(fd, slices),
         }
     }

@@ -4,10 +4,12 @@
 //! turned away is told why first.
 
 use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Instant;
 
-use rustix::event::epoll::EventFlags;
+use rustix::event::epoll::{self, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -33,6 +35,15 @@ pub(super) struct Client {
     pub(super) watched: EventFlags,
     /// When it is dropped for not having taken its answer.
     pub(super) stalled_until: Option<Instant>,
+    /// Watches the socket.
+    pub(super) epoll: Arc<OwnedFd>,
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // The reaper closes the socket later, which until then would be reported again and again.
+        let _ = epoll::delete(&self.epoll, &self.socket);
+    }
 }
 
 pub(super) enum State {
@@ -102,6 +113,7 @@ impl Server {
                 errand: None,
                 watched,
                 stalled_until: None,
+                epoll: house.epoll(),
             };
             self.clients.insert(key, client);
             return;
@@ -172,8 +184,6 @@ impl Server {
             return;
         }
         client.watched = wanted;
-        let stalls = client.answer.is_some();
-        client.stalled_until = stalls.then(|| Instant::now() + ANSWER_LIMIT);
         if let Err(error) = house.watch_for(&client.socket, key, wanted) {
             self.lose(key, &format!("cannot watch it: {error}"), house);
         }
@@ -195,8 +205,12 @@ impl Client {
     pub(super) fn flush(&mut self) -> io::Result<bool> {
         if let Some(answer) = &self.answer {
             match fd_passing::send(&self.socket, &[IoSlice::new(answer)], &[]) {
-                Ok(_) => self.answer = None,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Ok(_) => (self.answer, self.stalled_until) = (None, None),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let until = Instant::now() + ANSWER_LIMIT;
+                    self.stalled_until.get_or_insert(until);
+                    return Ok(false);
+                }
                 Err(error) => return Err(error),
             }
         }

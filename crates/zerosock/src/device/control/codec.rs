@@ -24,9 +24,9 @@ pub const HEADER_LEN: usize = 12;
 /// The longest payload of a message in bytes. The longest that we understand, a SET_MEM_TABLE
 /// of 32 regions, has 1032.
 pub const MAX_PAYLOAD: usize = MAX_MSG_SIZE;
-/// The most descriptors that a message brings, over all its parts: what one sendmsg(2) can have, so
-/// that the kernel never has to close any in our thread.
-pub const MAX_FDS: usize = fd_passing::MAX_FDS;
+/// The most descriptors that a message brings, over all its parts. More are received, so that the
+/// kernel never has to close any in our thread, and end the connection.
+pub const MAX_FDS: usize = 32;
 
 /// The protocol's version, in the low two bits of the flags.
 const VERSION: u32 = 1;
@@ -190,6 +190,9 @@ fn receive(
     account: &Account,
     at_boundary: bool,
 ) -> Result<Option<usize>, DecodeError> {
+    if account.is_clogged() {
+        return Err(DecodeError::TooManyDescriptors);
+    }
     let mut sent = Vec::new();
     let received = match fd_passing::recv(socket, room, &mut sent) {
         Ok(received) => received,
@@ -203,11 +206,14 @@ fn receive(
         }
         Err(error) => return Err(DecodeError::Io(error)),
     };
-    let sent = sent.into_iter();
-    fds.extend(sent.map(|fd| SentFd::examine(fd, account)));
-    if received.truncated_fds || fds.len() > MAX_FDS {
+    if received.truncated_fds || fds.len() + sent.len() > MAX_FDS {
+        // Not even looked at, which takes time.
+        let sent = sent.into_iter();
+        sent.for_each(|fd| drop(fd.owned_by(account)));
         return Err(DecodeError::TooManyDescriptors);
     }
+    let sent = sent.into_iter();
+    fds.extend(sent.map(|fd| SentFd::examine(fd, account)));
     match received.bytes {
         0 if at_boundary => Err(DecodeError::End),
         0 => Err(DecodeError::Truncated),

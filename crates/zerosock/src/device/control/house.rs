@@ -84,7 +84,7 @@ impl Token {
 
 /// See the module.
 pub(crate) struct House {
-    pub(super) epoll: OwnedFd,
+    pub(super) epoll: Arc<OwnedFd>,
     pub(super) vms: BTreeMap<usize, Vm>,
     mail: MailSender,
     /// The number of the next VM. Numbers are used again only after all others.
@@ -102,7 +102,7 @@ pub(crate) struct House {
 impl House {
     pub(super) fn new(epoll: OwnedFd, mail: MailSender, visitors: Arc<Counters>) -> House {
         House {
-            epoll,
+            epoll: Arc::new(epoll),
             vms: BTreeMap::new(),
             mail,
             next_vm: 0,
@@ -165,6 +165,9 @@ impl House {
     /// [`Lodger::vm_over`] follows.
     pub(crate) fn close(&mut self, vm: usize, reason: &str) {
         if let Some(closed) = self.vms.get_mut(&vm) {
+            if let Some(listener) = closed.listener() {
+                let _ = epoll::delete(&self.epoll, listener);
+            }
             closed.close(reason);
             self.closed.push(vm);
         }
@@ -177,7 +180,12 @@ impl House {
         (self.notices, Arc::new(notice))
     }
 
-    /// Watches a descriptor of the lodger's. It leaves by being closed.
+    /// The epoll instance, which a peer's socket has to leave before it is handed to the reaper.
+    pub(crate) fn epoll(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.epoll)
+    }
+
+    /// Watches a descriptor of the lodger's.
     pub(crate) fn watch(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
         Ok(epoll::add(
             &self.epoll,
@@ -197,14 +205,22 @@ impl House {
         )?)
     }
 
-    /// Makes the epoll instance watch what the VM's connection wants watched now. One that is
-    /// closed has left it of itself.
+    /// Makes the epoll instance watch what the VM's connection and listener want watched now. A
+    /// connection leaves it when it is dropped.
     pub(super) fn settle(&mut self, index: usize) {
         let Some(vm) = self.vms.get_mut(&index) else {
             return;
         };
         if let Some(at) = vm.deadline() {
             self.deadline = Some(self.deadline.map_or(at, |other| other.min(at)));
+        }
+        if let Some(flags) = vm.listener_change()
+            && let Some(listener) = vm.listener()
+        {
+            let data = Token::Listener(index).encode();
+            if let Err(error) = epoll::modify(&self.epoll, listener, data, flags) {
+                tracing::error!(%error, "cannot change what is watched");
+            }
         }
         let Some(connection) = vm.connection() else {
             return;
@@ -219,7 +235,10 @@ impl House {
             Some(_) => epoll::modify(&self.epoll, &connection.socket, data, wanted),
         };
         match result {
-            Ok(()) => connection.watched = Some(wanted),
+            Ok(()) => {
+                connection.watched = Some(wanted);
+                connection.epoll = Some(Arc::clone(&self.epoll));
+            }
             Err(error) => vm.disconnect(&format!("cannot watch the connection: {error}")),
         }
     }

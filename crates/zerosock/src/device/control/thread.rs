@@ -23,8 +23,6 @@ use crate::engine::pulse::Question;
 
 /// How long `shutdown` waits for workers that do not answer.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
-/// How long the listeners rest when the system has no descriptor for a connection.
-const ACCEPT_REST: Duration = Duration::from_millis(200);
 /// Events that are taken at once.
 const EVENTS: usize = 64;
 
@@ -125,8 +123,6 @@ struct Reactor {
     house: House,
     mailbox: Mailbox,
     lodger: Option<Box<dyn Lodger>>,
-    /// The listeners are not watched until then.
-    rest: Option<Instant>,
     /// Set when the thread is to end: at the latest then.
     ending: Option<Instant>,
 }
@@ -144,7 +140,6 @@ impl Reactor {
             house: House::new(epoll, mail, visitors),
             mailbox,
             lodger,
-            rest: None,
             ending: None,
         };
         if let Some(lodger) = &mut reactor.lodger {
@@ -171,10 +166,6 @@ impl Reactor {
                     return;
                 }
             }
-            if self.rest.is_some_and(|until| now >= until) {
-                self.rest = None;
-                self.house.watch_listeners(EventFlags::IN);
-            }
             if let Some(lodger) = &mut self.lodger
                 && lodger.deadline().is_some_and(|at| now >= at)
             {
@@ -199,7 +190,7 @@ impl Reactor {
 
     fn wait(&self, events: &mut Vec<Event>, now: Instant) -> io::Result<()> {
         let lodger = self.lodger.as_ref().and_then(|lodger| lodger.deadline());
-        let deadlines = [self.rest, self.ending, lodger, self.house.deadline];
+        let deadlines = [self.ending, lodger, self.house.deadline];
         let deadline = deadlines.into_iter().flatten().min();
         let timeout = deadline.map(|deadline| {
             // Rounded up, so that it has passed when the wait is over.
@@ -251,10 +242,7 @@ impl Reactor {
                 let Some(vm) = self.house.vms.get_mut(&index) else {
                     return;
                 };
-                if vm.accept().is_err() {
-                    self.rest = Some(Instant::now() + ACCEPT_REST);
-                    self.house.watch_listeners(EventFlags::empty());
-                }
+                vm.accept();
                 self.settle(index);
             }
             Token::Frontend(index, number) => {
@@ -315,7 +303,6 @@ impl Reactor {
                 // Nobody is let in any more; who is in is seen off with the rest.
                 self.lodger = None;
                 self.house.watch_listeners(EventFlags::empty());
-                self.rest = None;
                 self.ending = Some(Instant::now() + SHUTDOWN_LIMIT);
                 for vm in self.house.vms.values_mut() {
                     vm.end();

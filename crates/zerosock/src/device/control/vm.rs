@@ -13,13 +13,14 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll::EventFlags;
+use rustix::event::epoll::{self, EventFlags};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
+use rustix::net::{SocketFlags, accept_with};
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Account;
@@ -36,6 +37,8 @@ use super::{DeviceCommand, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 const BUDGET: usize = 16;
 /// Connections that are accepted, mostly to be turned away, before others get their turn.
 const ACCEPT_BUDGET: usize = 8;
+/// How long the listener rests when no connection can be taken.
+const ACCEPT_REST: Duration = Duration::from_millis(200);
 /// How long a front-end that has sent no message keeps another one waiting.
 const SILENCE: Duration = Duration::from_secs(10);
 /// How long a front-end may leave a reply in the socket.
@@ -47,7 +50,11 @@ pub(super) struct Vm {
     cid: Cid,
     index: usize,
     /// `None`: nobody comes after the front-end that is there.
-    listener: Option<UnixListener>,
+    listener: Option<PeerFd>,
+    /// The listener is not watched until then: the system had no descriptor for a connection, or too
+    /// many of its front-ends' wait to be closed.
+    rest_until: Option<Instant>,
+    listener_watched: bool,
     max_queue_size: u16,
     queue_pairs: QueuePairs,
     sealed_memory: bool,
@@ -84,6 +91,8 @@ pub(super) struct Connection {
     pub(super) number: u64,
     /// What the epoll instance has been told to watch for, if it has been told.
     pub(super) watched: Option<EventFlags>,
+    /// The epoll instance, once it watches the socket.
+    pub(super) epoll: Option<Arc<OwnedFd>>,
     decoder: Decoder,
     session: Session,
     /// A reply, and how much of it is written. While there is some, nothing is read: so there is
@@ -98,6 +107,15 @@ pub(super) struct Connection {
     has_spoken: bool,
     /// Since when it is read; `None` while the worker has not let it in.
     read_since: Option<Instant>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // The reaper closes the socket later, which until then would be reported again and again.
+        if let Some(epoll) = &self.epoll {
+            let _ = epoll::delete(epoll, &self.socket);
+        }
+    }
 }
 
 impl Connection {
@@ -148,7 +166,8 @@ impl Vm {
         let (listener, only) = match spec.socket {
             FrontendSocket::Listener(listener) => {
                 listener.set_nonblocking(true)?;
-                (Some(listener), None)
+                let listener = PeerFd::from(OwnedFd::from(listener));
+                (Some(listener.owned_by(&spec.account)), None)
             }
             FrontendSocket::Connected(socket) => {
                 socket.set_nonblocking(true)?;
@@ -161,6 +180,8 @@ impl Vm {
             cid: spec.cid,
             index,
             listener,
+            rest_until: None,
+            listener_watched: true,
             max_queue_size: spec.max_queue_size,
             queue_pairs: spec.queue_pairs,
             sealed_memory: spec.sealed_memory,
@@ -182,7 +203,7 @@ impl Vm {
         Ok(vm)
     }
 
-    pub(super) fn listener(&self) -> Option<&UnixListener> {
+    pub(super) fn listener(&self) -> Option<&PeerFd> {
         self.listener.as_ref()
     }
 
@@ -211,32 +232,33 @@ impl Vm {
         matches!(self.front, Front::Idle)
     }
 
-    /// Takes connections from the listener.
-    ///
-    /// # Errors
-    /// When the system has no descriptor or memory for one: the listener is to rest.
-    pub(super) fn accept(&mut self) -> io::Result<()> {
+    /// Takes connections from the listener. If the system has no descriptor or memory for one, or too
+    /// many descriptors of earlier ones wait to be closed, the listener rests.
+    pub(super) fn accept(&mut self) {
         for _ in 0..ACCEPT_BUDGET {
             let Some(listener) = &self.listener else {
-                return Ok(());
+                return;
             };
-            match listener.accept() {
-                Ok((socket, _)) => {
-                    let socket = PeerFd::from(OwnedFd::from(socket));
-                    self.admit(socket.owned_by(&self.account));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            if self.account.is_clogged() {
+                self.warn("takes no front-end: descriptors of earlier ones cannot be closed");
+                return self.rest();
+            }
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            match accept_with(listener, flags) {
+                Ok(socket) => self.admit(PeerFd::from(socket).owned_by(&self.account)),
+                Err(Errno::AGAIN) => return,
                 // A front-end that gave up before it was accepted.
-                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(Errno::CONNABORTED | Errno::INTR) => {}
                 Err(error) => {
-                    let text = format!("cannot accept a front-end: {error}");
-                    self.warn(&text);
-                    return Err(error);
+                    self.warn(&format!("cannot accept a front-end: {error}"));
+                    return self.rest();
                 }
             }
         }
-        Ok(())
+    }
+
+    fn rest(&mut self) {
+        self.rest_until = Some(Instant::now() + ACCEPT_REST);
     }
 
     /// Lets a front-end in, makes it wait for the end of a dead one or for a silent one to speak,
@@ -269,6 +291,11 @@ impl Vm {
     /// When [`Vm::time_passed`] has something to do: another front-end waits for the end of a
     /// silent one, or a reply is not taken.
     pub(super) fn deadline(&self) -> Option<Instant> {
+        let of_front = self.front_deadline();
+        of_front.into_iter().chain(self.rest_until).min()
+    }
+
+    fn front_deadline(&self) -> Option<Instant> {
         let Front::Live(connection) = &self.front else {
             return None;
         };
@@ -278,10 +305,25 @@ impl Vm {
         }
     }
 
+    /// What the listener is to be watched for from now on, if that has changed.
+    pub(super) fn listener_change(&mut self) -> Option<EventFlags> {
+        let watched = self.rest_until.is_none();
+        if std::mem::replace(&mut self.listener_watched, watched) == watched {
+            return None;
+        }
+        Some(match watched {
+            true => EventFlags::IN,
+            false => EventFlags::empty(),
+        })
+    }
+
     /// Ends the connection of a front-end that has been silent for too long while another waits, or
     /// that has not taken a reply for too long: it may have gone and have left its own end of the
     /// connection in a message behind, which nothing reads and which keeps the connection open.
     pub(super) fn time_passed(&mut self, now: Instant) {
+        if self.rest_until.is_some_and(|until| now >= until) {
+            self.rest_until = None;
+        }
         if let Front::Live(connection) = &self.front
             && let Some(since) = connection.stalled_since
             && now >= since + REPLY_LIMIT
@@ -289,7 +331,7 @@ impl Vm {
             self.counters.fault(Fault::Silent);
             return self.disconnect("the front-end takes no reply");
         }
-        let is_due = |vm: &Vm| vm.deadline().is_some_and(|at| now >= at);
+        let is_due = |vm: &Vm| vm.front_deadline().is_some_and(|at| now >= at);
         if is_due(self) {
             // It may have spoken since it was read last.
             self.serve();
@@ -333,6 +375,7 @@ impl Vm {
             socket,
             number: self.connection,
             watched: None,
+            epoll: None,
             decoder: Decoder::new(),
             session,
             output: Vec::new(),
@@ -367,6 +410,7 @@ impl Vm {
 
     /// As `disconnect`, and nobody comes after.
     pub(super) fn end(&mut self) {
+        (self.rest_until, self.listener_watched) = (None, true);
         self.next = None;
         self.disconnect("the device is shut down");
     }
@@ -573,7 +617,7 @@ impl LogLimit {
 mod tests {
     use std::io::{Read, Write};
     use std::os::fd::AsFd;
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::net::{UnixListener, UnixStream};
 
     use zerosock_sys::account::Budget;
 
@@ -625,7 +669,7 @@ mod tests {
         fn connect(&mut self) -> UnixStream {
             let socket = UnixStream::connect(self.dir.path().join("s")).unwrap();
             socket.set_nonblocking(true).unwrap();
-            self.vm.accept().unwrap();
+            self.vm.accept();
             self.take_mail();
             socket
         }

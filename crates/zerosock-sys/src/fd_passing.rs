@@ -12,8 +12,9 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketType, recvmsg, sendmsg,
+    shutdown, sockopt,
 };
 
 use crate::peer_fd::PeerFd;
@@ -52,6 +53,33 @@ pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
         error if error.raw_os_error() == Some(libc::ENOPROTOOPT) => Ok(false),
         error => Err(error),
     }
+}
+
+/// Makes a descriptor that a peer has sent a socket that can only be sent to, if it is a connected Unix
+/// stream socket whose other end has no name and in which nothing is queued. False: it is something
+/// else. None of the calls waits for the peer.
+///
+/// Afterwards nothing can be put into it, and so it holds no object of the peer, such as the peer's end
+/// of another connection. The peer's own end of a connection to a listener is not one, since the other
+/// end has the listener's name.
+pub fn make_send_only(fd: impl AsFd) -> bool {
+    let fd = fd.as_fd();
+    let is_unix = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
+    if !is_unix || sockopt::socket_type(fd) != Ok(SocketType::STREAM) {
+        return false;
+    }
+    let mut name = [0u8; 128];
+    let mut len = name.len() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes of the name, and its length; both live until the
+    // call returns.
+    let named =
+        unsafe { libc::getpeername(fd.as_raw_fd(), name.as_mut_ptr().cast(), &raw mut len) };
+    // The family alone.
+    let unnamed = named == 0 && len as usize <= size_of::<libc::sa_family_t>();
+    // What was queued before stays; nothing can be queued after.
+    unnamed
+        && shutdown(fd, Shutdown::Read).is_ok()
+        && rustix::io::ioctl_fionread(fd).is_ok_and(|bytes| bytes == 0)
 }
 
 /// Whether a Unix socket refuses descriptors, as an accepted one has it from its listener.
@@ -228,6 +256,29 @@ mod tests {
         let received = recv(&b, &mut [0; 4], &mut got).unwrap();
         assert!(!received.truncated_fds);
         assert_eq!(got.len(), MAX_FDS);
+    }
+
+    #[test]
+    fn only_an_empty_unnamed_unix_stream_is_made_send_only() {
+        use std::io::Write;
+        let (a, b) = UnixStream::pair().unwrap();
+        assert!(make_send_only(&b));
+        (&a).write_all(b"x").unwrap_err();
+        (&b).write_all(b"x").unwrap();
+
+        let (a, b) = UnixStream::pair().unwrap();
+        (&a).write_all(b"x").unwrap();
+        assert!(!make_send_only(&b), "something is in it");
+
+        let dir = tempfile::tempdir().unwrap();
+        let listener = std::os::unix::net::UnixListener::bind(dir.path().join("s")).unwrap();
+        let ours = UnixStream::connect(dir.path().join("s")).unwrap();
+        assert!(!make_send_only(&ours), "connected to a name");
+        assert!(!make_send_only(&listener));
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        assert!(!make_send_only(&tcp));
+        assert!(!make_send_only(&files(1)[0]));
     }
 
     #[test]

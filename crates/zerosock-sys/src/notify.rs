@@ -8,7 +8,7 @@
 //! # Invariants
 //! - [`Notifier::notify`] never waits for a peer.
 //! - An eventfd is signalled by asynchronous I/O (module `aio`). Where the system refuses that
-//!   (seccomp, or fs.aio-max-nr is used up), and for pipes, a [`CallThread`] of the one peer makes the
+//!   (seccomp, or fs.aio-max-nr is used up), and for pipes and sockets, a [`CallThread`] of the one peer makes the
 //!   write, and only that peer's notifications wait when it waits.
 //! - A descriptor of any other kind is refused when it arrives.
 
@@ -37,6 +37,8 @@ pub enum FdKind {
     Eventfd,
     /// An end of a pipe(2). Not a FIFO with a name.
     Pipe,
+    /// A socket of any kind.
+    Socket,
     /// Anything else, as `/proc/self/fd` shows it.
     Other(String),
 }
@@ -54,6 +56,7 @@ impl FdKind {
         Ok(match &*target {
             "anon_inode:[eventfd]" => FdKind::Eventfd,
             pipe if pipe.starts_with("pipe:[") => FdKind::Pipe,
+            socket if socket.starts_with("socket:[") => FdKind::Socket,
             other => FdKind::Other(other.to_owned()),
         })
     }
@@ -64,6 +67,7 @@ impl fmt::Display for FdKind {
         f.write_str(match self {
             FdKind::Eventfd => "an eventfd",
             FdKind::Pipe => "a pipe",
+            FdKind::Socket => "a socket",
             FdKind::Other(target) => target,
         })
     }
@@ -74,33 +78,35 @@ impl fmt::Display for FdKind {
 pub struct CallFd {
     target: Target,
     thread: CallThread,
-    is_pipe: bool,
+    /// An eventfd, which can be signalled without waiting.
+    is_eventfd: bool,
 }
 
 impl CallFd {
-    /// Takes an eventfd, or the writing end of a pipe. `thread` makes the writes that could wait, and
+    /// Takes an eventfd, the writing end of a pipe, or a socket that has been
+    /// [made send-only](crate::fd_passing::make_send_only). `thread` makes the writes that could wait, and
     /// is the one of the peer that sent the descriptor.
     ///
     /// # Errors
-    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe when the peer's
+    /// `InvalidInput` for a descriptor of another kind; [`TooManyThreads`] for a pipe or socket when the peer's
     /// earlier threads still wait.
     pub fn new(fd: PeerFd, thread: CallThread) -> io::Result<CallFd> {
-        let is_pipe = match FdKind::of(&fd)? {
-            FdKind::Eventfd => false,
-            FdKind::Pipe => true,
+        let is_eventfd = match FdKind::of(&fd)? {
+            FdKind::Eventfd => true,
+            FdKind::Pipe | FdKind::Socket => false,
             other => {
-                let text = format!("{other} is neither an eventfd nor a pipe");
+                let text = format!("{other} is neither an eventfd nor a pipe nor a socket");
                 return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
             }
         };
-        if is_pipe {
+        if !is_eventfd {
             thread.start()?;
         }
         let target = Target::new(fd);
         Ok(CallFd {
             target,
             thread,
-            is_pipe,
+            is_eventfd,
         })
     }
 }
@@ -129,11 +135,11 @@ impl Notifier {
         self.queue.borrow().is_some()
     }
 
-    /// Adds one to an eventfd, or writes eight bytes to a pipe. A peer with a full descriptor is
+    /// Adds one to an eventfd, or writes eight bytes to a pipe or socket. A peer with a full descriptor is
     /// about to wake, and one with a broken descriptor is gone: neither is an error.
     #[inline]
     pub fn notify(&self, call: &CallFd) {
-        if !call.is_pipe
+        if call.is_eventfd
             && let Some(queue) = &*self.queue.borrow()
         {
             return queue.signal(call.target.as_fd());
@@ -143,7 +149,7 @@ impl Notifier {
 
     #[cold]
     fn notify_by_thread(&self, call: &CallFd) {
-        if !call.is_pipe && self.asked.get().elapsed() >= RETRY {
+        if call.is_eventfd && self.asked.get().elapsed() >= RETRY {
             self.asked.set(Instant::now());
             if let Ok(queue) = Queue::new() {
                 queue.signal(call.target.as_fd());

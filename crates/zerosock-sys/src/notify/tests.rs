@@ -75,7 +75,7 @@ fn a_full_pipe_blocks_its_own_thread_only() {
 }
 
 #[test]
-fn pipes_are_notified_and_other_kinds_refused() {
+fn pipes_and_sockets_are_notified_and_other_kinds_refused() {
     let threads = ThreadCount::default();
     let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
     let pipe = call(&writer, &threads).unwrap();
@@ -83,9 +83,12 @@ fn pipes_are_notified_and_other_kinds_refused() {
     assert_eq!(count(&reader), 1);
 
     let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
-    let (socket, _other) = UnixStream::pair().unwrap();
+    let (mut other, socket) = UnixStream::pair().unwrap();
+    let socket = call(&socket.into(), &threads).unwrap();
+    Notifier::new().notify(&socket);
+    other.read_exact(&mut [0; 8]).unwrap();
     let null = File::open("/dev/null").unwrap();
-    for fd in [epoll, socket.into(), null.into()] {
+    for fd in [epoll, null.into()] {
         let error = call(&fd, &threads).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }

@@ -246,8 +246,8 @@ pub(crate) const MEMORY: u64 = 1 << 20;
 pub(crate) const USER: u64 = 0x7000_0000_0000;
 /// Features: version 1, protocol features, event index.
 pub(crate) const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29;
-/// Protocol features: MQ, REPLY_ACK, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
-pub(crate) const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
+/// Protocol features: MQ, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
+pub(crate) const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13 | 1 << 15;
 
 /// A message with descriptors of its own.
 pub(crate) type Prepared = (u32, Vec<u8>, Vec<OwnedFd>);
@@ -257,6 +257,7 @@ pub(crate) fn start_sequence() -> Vec<Prepared> {
     let mut messages: Vec<Prepared> = vec![
         (16, words(&[PROTOCOL]), vec![]),
         (3, vec![], vec![]),
+        (21, vec![], vec![event()]),
         (2, words(&[FEATURES]), vec![]),
         (5, table(&[[0, MEMORY, USER, 0]]), vec![memory(MEMORY)]),
     ];

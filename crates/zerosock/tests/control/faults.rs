@@ -122,14 +122,12 @@ fn wrong_values_are_refused_and_the_session_goes_on() {
         (Fault::Descriptors, 14, words(&[0]), vec![]),
         // Sockets, which could be the front-end's own end of the connection, and other kinds.
         (Fault::Descriptors, 12, words(&[0]), vec![socket]),
-        (Fault::Descriptors, 13, words(&[0]), vec![socket]),
         (Fault::Descriptors, 14, words(&[0]), vec![socket]),
         (Fault::Descriptors, 13, words(&[0]), vec![epoll]),
         // A pipe can be a call descriptor only.
         (Fault::Descriptors, 12, words(&[0]), vec![pipe]),
         (Fault::Descriptors, 14, words(&[0]), vec![pipe]),
-        // There is no back-end channel.
-        (Fault::Unsupported, 21, vec![], vec![socket]),
+        (Fault::Descriptors, 21, vec![], vec![]),
         (Fault::Payload, 13, words(&[0xff]), vec![event]),
         (Fault::Payload, 13, words(&[1 << 40]), vec![event]),
         // Memory.

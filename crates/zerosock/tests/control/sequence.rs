@@ -52,6 +52,8 @@ fn the_vhost_crates_front_end_starts_and_stops_queues() {
         .get_config(0, 8, VhostUserConfigFlags::WRITABLE, &[0; 8])
         .unwrap();
     assert_eq!(config, 3u64.to_le_bytes());
+    let channel = event();
+    front.set_backend_request_fd(&channel).unwrap();
     front.set_features(features).unwrap();
     let file = memory(MEMORY);
     front.set_mem_table(&[region(&file)]).unwrap();

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use zerosock_ring::{RetiredRegion, Unmapper};
 use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::notify::FdKind;
-use zerosock_sys::{PeerFd, memfd, reaper};
+use zerosock_sys::{PeerFd, fd_passing, memfd, reaper};
 
 /// File systems, besides those in memory, whose page faults end without help of a peer.
 const LOCAL_FILE_SYSTEMS: [&str; 9] = [
@@ -36,6 +36,8 @@ pub enum SentFd {
     Eventfd(PeerFd),
     /// An end of a pipe.
     Pipe(PeerFd),
+    /// A Unix socket that can only be sent to: user-mode Linux has these for pipes.
+    Socket(PeerFd),
     /// A file to map guest memory from: one in memory, or on a local disk.
     Memory(PeerFd),
     /// Closed already; why.
@@ -63,6 +65,10 @@ impl SentFd {
         let target = match FdKind::of(&fd) {
             Ok(FdKind::Eventfd) => return SentFd::Eventfd(fd),
             Ok(FdKind::Pipe) => return SentFd::Pipe(fd),
+            Ok(FdKind::Socket) if fd_passing::make_send_only(&fd) => return SentFd::Socket(fd),
+            Ok(FdKind::Socket) => {
+                return refuse("a socket that can hold objects of its sender".into());
+            }
             Ok(FdKind::Other(target)) => target,
             Err(error) => {
                 return refuse(format!("cannot examine the descriptor: {error}"));
@@ -101,8 +107,10 @@ impl SentFd {
     /// The descriptor by which a peer is notified.
     pub(super) fn call(self) -> Result<PeerFd, String> {
         match self {
-            SentFd::Eventfd(fd) | SentFd::Pipe(fd) => Ok(fd),
-            other => Err(format!("{other} is neither an eventfd nor a pipe")),
+            SentFd::Eventfd(fd) | SentFd::Pipe(fd) | SentFd::Socket(fd) => Ok(fd),
+            other => Err(format!(
+                "{other} is neither an eventfd nor a pipe nor an empty Unix socket"
+            )),
         }
     }
 }
@@ -112,6 +120,7 @@ impl std::fmt::Display for SentFd {
         match self {
             SentFd::Eventfd(_) => f.write_str("an eventfd"),
             SentFd::Pipe(_) => f.write_str("a pipe"),
+            SentFd::Socket(_) => f.write_str("a socket"),
             SentFd::Memory(_) => f.write_str("a file"),
             SentFd::Refused(reason) => write!(f, "a descriptor that was refused ({reason})"),
         }
@@ -195,7 +204,7 @@ mod tests {
     #[test]
     fn what_no_request_has_a_use_for_is_refused() {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
-        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let proc = fs::File::open("/proc/self/status").unwrap();
         let null = fs::File::open("/dev/null").unwrap();
         let reasons =

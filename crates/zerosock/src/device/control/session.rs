@@ -61,7 +61,7 @@ pub const FEATURES: u64 = F_STREAM
     | F_VERSION_1
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
-/// The protocol features that we offer.
+/// The protocol features that we offer to every front-end.
 pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
     .union(Protocol::REPLY_ACK)
     .union(Protocol::CONFIG)
@@ -172,6 +172,11 @@ pub struct Session {
     most_pairs: QueuePairs,
     /// How many the driver has chosen.
     pairs: QueuePairs,
+    /// SET_OWNER has come.
+    has_owner: bool,
+    /// The back-end request channel of user-mode Linux: kept open, and not used. One that could have
+    /// the front-end's own end of this connection in its queue is refused when it arrives.
+    channel: Option<PeerFd>,
     account: Account,
     /// Writes to call descriptors that could make a worker wait.
     call_thread: CallThread,
@@ -204,6 +209,8 @@ impl Session {
             has_memory: false,
             slots: Vec::new(),
             queues,
+            has_owner: false,
+            channel: None,
             account,
             call_thread: CallThread::new(threads),
             pending: None,
@@ -383,6 +390,18 @@ impl Session {
         match need_reply && self.protocol.contains(Protocol::REPLY_ACK) {
             true => Step::Reply(encode_reply(request, VhostUserU64::new(value).as_slice())),
             false => Step::Next,
+        }
+    }
+
+    /// The protocol features that are offered to this front-end.
+    ///
+    /// The driver of user-mode Linux (arch/um/drivers/virtio_uml.c) has no interrupt without a back-end
+    /// channel. It sends SET_OWNER first. QEMU asks before that; it works without the channel, and
+    /// would log that it was closed.
+    fn offered_protocol(&self) -> Protocol {
+        match self.has_owner {
+            true => PROTOCOL_FEATURES | Protocol::BACKEND_REQ,
+            false => PROTOCOL_FEATURES,
         }
     }
 

@@ -145,7 +145,7 @@ const SINGLE_REGION: usize = size_of::<VhostUserSingleMemoryRegion>();
 const RULES: &[Rule] = &[
     Rule::new(FrontendReq::GET_FEATURES, 0, get_features).answered(),
     Rule::new(FrontendReq::SET_FEATURES, U64, set_features),
-    Rule::new(FrontendReq::SET_OWNER, 0, ignore),
+    Rule::new(FrontendReq::SET_OWNER, 0, set_owner),
     Rule::new(FrontendReq::RESET_OWNER, 0, ignore),
     Rule::new(FrontendReq::GET_PROTOCOL_FEATURES, 0, get_protocol_features).answered(),
     Rule::new(
@@ -202,6 +202,9 @@ const RULES: &[Rule] = &[
     )
     .feature(Protocol::CONFIG)
     .or_longer(),
+    Rule::new(FrontendReq::SET_BACKEND_REQ_FD, 0, set_backend_req_fd)
+        .feature(Protocol::BACKEND_REQ)
+        .fds(1, 1),
     Rule::new(FrontendReq::RESET_DEVICE, 0, reset_device).feature(Protocol::RESET_DEVICE),
 ];
 
@@ -238,8 +241,22 @@ fn set_features(session: &mut Session, arguments: Arguments<'_>) -> Result<Accep
     ))
 }
 
-fn get_protocol_features(_: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    answer(VhostUserU64::new(PROTOCOL_FEATURES.bits()))
+fn set_owner(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    session.has_owner = true;
+    Ok(Accepted::Ack)
+}
+
+/// Keeps what can only be sent to, and drops anything else.
+fn set_backend_req_fd(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
+    if let Some(SentFd::Pipe(channel) | SentFd::Socket(channel)) = arguments.fds.into_iter().next()
+    {
+        session.channel = Some(channel);
+    }
+    Ok(Accepted::Ack)
+}
+
+fn get_protocol_features(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
+    answer(VhostUserU64::new(session.offered_protocol().bits()))
 }
 
 fn set_protocol_features(
@@ -247,7 +264,7 @@ fn set_protocol_features(
     arguments: Arguments<'_>,
 ) -> Result<Accepted, Denied> {
     let bits = arguments.body::<VhostUserU64>()?.value;
-    let unknown = bits & !PROTOCOL_FEATURES.bits();
+    let unknown = bits & !(PROTOCOL_FEATURES | Protocol::BACKEND_REQ).bits();
     if unknown != 0 {
         let text = format!("protocol features {unknown:#x} were not offered");
         return Err((Fault::Unsupported, text));

@@ -28,7 +28,7 @@ pub const RESERVE: u64 = MAX_FDS as u64 + 1;
 /// SO_PASSRIGHTS of linux/socket.h, since Linux 6.16.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// From now on nobody can send descriptors to this Unix socket: sendmsg(2) fails with EPERM. On a
+/// Makes the kernel refuse descriptors that are sent to this Unix socket: sendmsg(2) fails with EPERM. On a
 /// listener before listen(2), it holds for all connections, also before they are accepted. Returns
 /// whether the kernel can do that.
 ///

@@ -41,7 +41,7 @@ pub struct Options {
     pub gid: Option<Gid>,
     /// Connections that may wait to be accepted.
     pub backlog: i32,
-    /// Those who connect cannot send descriptors, where the kernel can refuse them
+    /// Programs that connect cannot send descriptors, where the kernel can refuse them
     /// ([`refuse_rights`](crate::fd_passing::refuse_rights)).
     pub refuse_rights: bool,
     /// How long to wait for another process that binds a socket in the same directory.

@@ -37,7 +37,7 @@ const CONNECTIONS: RangeInclusive<u64> = 64..=131_072;
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Wanted {
     pub(crate) memory: MemoryLimits,
-    /// VMs, and users whose processes attach.
+    /// VMs, and users that attach.
     pub(crate) vms: usize,
     pub(crate) users: usize,
     /// Host programs connect to peers, or peers to host programs: by sockets of the host.
@@ -45,7 +45,7 @@ pub(crate) struct Wanted {
     pub(crate) max_connections: Option<usize>,
 }
 
-/// How descriptors are shared out among the VMs and the users whose processes attach.
+/// How descriptors are shared out among the VMs and the users that attach.
 ///
 /// A connection between a guest and a program of the host is one descriptor. So are the memory and
 /// the eventfds that a front-end sends. Connections to other guests, to processes and to the program
@@ -57,7 +57,7 @@ pub struct Shares {
     pub limit: u64,
     /// Those that the process itself needs, among them what a message may bring before it is counted.
     pub reserved: u64,
-    /// VMs, and users whose processes may attach, at the start.
+    /// VMs, and users that may attach, at the start.
     pub peers: u64,
     /// What each of them is guaranteed: half of the rest, divided by their number. VMs that are added
     /// later are guaranteed as many, as far as they are free.
@@ -68,7 +68,7 @@ pub struct Shares {
     pub max_connections: usize,
 }
 
-/// The budget for so many VMs and users whose processes attach.
+/// The budget for so many VMs and users that attach.
 ///
 /// RLIMIT_NOFILE, less [`OWN`] and [`EACH_VM`], but a quarter of it at least, is for the peers.
 pub(crate) fn budget(wanted: Wanted) -> (Budget, Shares) {

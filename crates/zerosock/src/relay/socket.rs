@@ -21,7 +21,7 @@ pub(crate) struct HostSocket(Kind);
 #[derive(Debug)]
 enum Kind {
     /// Nothing of the program's is ever in it.
-    Plain(OwnedFd, #[allow(dead_code, reason = "held")] Permit),
+    Plain { fd: OwnedFd, _permit: Permit },
     /// It takes descriptors: the kernel has no SO_PASSRIGHTS, or the program connected before the
     /// listener refused them.
     TakesRights(PeerFd),
@@ -37,7 +37,10 @@ impl HostSocket {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = net::socket_with(AddressFamily::UNIX, socket_type, flags, None)?;
         Ok(HostSocket(match fd_passing::refuse_rights(&fd)? {
-            true => Kind::Plain(fd, permit),
+            true => Kind::Plain {
+                fd,
+                _permit: permit,
+            },
             false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
         }))
     }
@@ -46,17 +49,23 @@ impl HostSocket {
     pub(crate) fn accepted(fd: OwnedFd, permit: Permit) -> HostSocket {
         // The listener may refuse descriptors since later than this program has connected.
         HostSocket(match fd_passing::refuses_rights(&fd) {
-            true => Kind::Plain(fd, permit),
+            true => Kind::Plain {
+                fd,
+                _permit: permit,
+            },
             false => Kind::TakesRights(PeerFd::from(fd).with_permit(permit)),
         })
     }
 
     /// One of AF_VSOCK, which carries no descriptors.
     pub(crate) fn vsock(fd: OwnedFd, permit: Permit) -> HostSocket {
-        HostSocket(Kind::Plain(fd, permit))
+        HostSocket(Kind::Plain {
+            fd,
+            _permit: permit,
+        })
     }
 
-    /// It is closed by the reaper: whoever watches it has to stop before it is dropped.
+    /// The reaper closes it. It has to leave its poller before it is dropped.
     pub(crate) fn is_closed_later(&self) -> bool {
         matches!(self.0, Kind::TakesRights(_))
     }
@@ -64,7 +73,7 @@ impl HostSocket {
     /// Receives without waiting. 0: the end, or a packet of no bytes.
     pub(crate) fn recv(&self, buf: &mut [u8]) -> Result<usize, Errno> {
         match &self.0 {
-            Kind::Plain(fd, _) => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
+            Kind::Plain { fd, .. } => net::recv(fd, buf, RecvFlags::DONTWAIT).map(|(_, n)| n),
             Kind::TakesRights(fd) if fd.account().is_some_and(Account::is_clogged) => {
                 Err(Errno::CONNRESET)
             }
@@ -80,7 +89,7 @@ impl HostSocket {
     #[inline]
     pub(crate) fn recv_slices(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
         match &self.0 {
-            Kind::Plain(fd, _) => zerosock_sys::recv_slices(fd.as_fd(), slices),
+            Kind::Plain { fd, .. } => zerosock_sys::recv_slices(fd.as_fd(), slices),
             Kind::TakesRights(fd) if fd.account().is_some_and(Account::is_clogged) => {
                 Err(Errno::CONNRESET.into())
             }
@@ -93,7 +102,7 @@ impl AsFd for HostSocket {
     #[inline]
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0 {
-            Kind::Plain(fd, _) => fd.as_fd(),
+            Kind::Plain { fd, .. } => fd.as_fd(),
             Kind::TakesRights(fd) => fd.as_fd(),
         }
     }
@@ -139,7 +148,7 @@ pub(super) mod tests {
         let account = Budget::unlimited().account();
         let socket = HostSocket::unconnected(SocketType::STREAM, &account).unwrap();
         let refuses = fd_passing::refuses_rights(&socket);
-        assert_eq!(matches!(socket.0, Kind::Plain(..)), refuses);
+        assert_eq!(matches!(socket.0, Kind::Plain { .. }), refuses);
         assert_eq!(account.descriptors(), 1);
         drop(socket);
     }

@@ -13,9 +13,10 @@ use std::time::Instant;
 use rustix::event::epoll::{self, EventData, EventFlags};
 
 use super::VmSpec;
+use super::log_limit::LogLimit;
 use super::mailbox::{MailSender, Notice};
 use super::stats::Counters;
-use super::vm::{LogLimit, Vm};
+use super::vm::Vm;
 
 /// See the module. All its calls are made on the control thread.
 pub(crate) trait Lodger: Send {

@@ -27,6 +27,7 @@ pub mod codec;
 pub mod fds;
 mod house;
 mod lanes;
+mod log_limit;
 mod mailbox;
 pub mod session;
 mod stats;
@@ -46,12 +47,12 @@ use zerosock_sys::notify::CallFd;
 
 pub(crate) use self::house::{House, Lodger};
 pub(crate) use self::lanes::LanePorts;
+pub(crate) use self::log_limit::LogLimit;
 pub(crate) use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
 pub(crate) use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
-pub(crate) use self::vm::LogLimit;
 
 /// What the front-end wants of the device; answered through the [`Reply`] that comes with it.
 #[derive(Debug)]

@@ -1,0 +1,56 @@
+//! A bound on the log lines that a peer can cause.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Admits at most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`]. Devices that come and go share
+/// one, so that a device that comes again gets no new lines.
+#[derive(Debug, Default)]
+pub(crate) struct LogLimit(Mutex<Lines>);
+
+#[derive(Debug, Default)]
+struct Lines {
+    since: Option<Instant>,
+    written: u32,
+    suppressed: u64,
+}
+
+impl LogLimit {
+    const LINES: u32 = 20;
+    const PERIOD: Duration = Duration::from_secs(10);
+
+    /// `Some`: a line may be written; within, how many were not since the last one, if any.
+    pub(crate) fn admit(&self, now: Instant) -> Option<Option<u64>> {
+        // Numbers are whole at every step, so a panic elsewhere leaves nothing half done.
+        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines
+            .since
+            .is_none_or(|since| now.duration_since(since) >= Self::PERIOD)
+        {
+            lines.since = Some(now);
+            lines.written = 0;
+        }
+        if lines.written >= Self::LINES {
+            lines.suppressed += 1;
+            return None;
+        }
+        lines.written += 1;
+        let suppressed = std::mem::take(&mut lines.suppressed);
+        Some((suppressed > 0).then_some(suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_lines_are_limited_and_the_rest_counted() {
+        let limit = LogLimit::default();
+        let start = Instant::now();
+        let admitted = (0..1000).filter_map(|_| limit.admit(start)).count();
+        assert_eq!(admitted, 20);
+        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(Some(980)));
+        assert_eq!(limit.admit(start + LogLimit::PERIOD), Some(None));
+    }
+}

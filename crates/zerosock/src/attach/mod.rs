@@ -75,12 +75,10 @@ impl AttachHost {
         let (path, mode, group) = match self {
             AttachHost::None => return Ok((HostEnd::None, None)),
             AttachHost::Hybrid { path } => {
-                let (path, listener) = (path.clone(), None);
-                let messages = None;
                 let end = HostEnd::Hybrid {
-                    path,
-                    listener,
-                    messages,
+                    services: path.clone().into(),
+                    listener: None,
+                    messages: None,
                 };
                 return Ok((end, None));
             }
@@ -92,12 +90,10 @@ impl AttachHost {
         let path = PathBuf::from(path.replace(CID_IN_PATH, &cid.to_string()));
         let (listener, file) = socket_file::bind(&path, SocketKind::Program, mode, group)?;
         rustix::io::ioctl_fionbio(&listener, true)?;
-        let listener = Some(listener);
-        let messages = None;
         let end = HostEnd::Hybrid {
-            path,
-            listener,
-            messages,
+            services: path.into(),
+            listener: Some(listener),
+            messages: None,
         };
         Ok((end, Some(file)))
     }

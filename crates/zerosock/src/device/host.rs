@@ -5,13 +5,12 @@ use super::join::End;
 use super::timers::Timer;
 use super::{Context, Device};
 use crate::engine::poller::{Readiness, Source};
-use crate::relay::hybrid::{self, Line, OkConvention};
+use crate::relay::hybrid::{self, Line, OkConvention, Services};
 use crate::relay::{Attempt, HostSocket, forward};
 use crate::switch::Message;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
-use std::path::PathBuf;
 use std::time::Duration;
 use zerosock_proto::vsock::{How, QueuePairs};
 use zerosock_proto::wire::vsock::SocketType;
@@ -27,13 +26,12 @@ const ACCEPT_BUDGET: usize = 64;
 /// How a device meets the host.
 #[derive(Debug)]
 pub(crate) enum HostEnd {
-    /// Hybrid vsock: one listener (or none: programs cannot call), and programs at
-    /// `path_<port>`.
+    /// Hybrid vsock: one listener (or none: programs cannot call), and the sockets of programs.
     Hybrid {
-        path: PathBuf,
+        services: Services,
         listener: Option<OwnedFd>,
         /// The same for messages, if they are wanted: sockets of type SOCK_SEQPACKET.
-        messages: Option<(PathBuf, Option<OwnedFd>)>,
+        messages: Option<(Services, Option<OwnedFd>)>,
     },
     /// The machine's own AF_VSOCK: a CID to connect to, and listeners with their ports.
     Forward {
@@ -48,10 +46,14 @@ impl HostEnd {
     /// The way from the guest to the host, without those by which programs come.
     pub(crate) fn outward(&self) -> HostEnd {
         match self {
-            HostEnd::Hybrid { path, messages, .. } => HostEnd::Hybrid {
-                path: path.clone(),
+            HostEnd::Hybrid {
+                services, messages, ..
+            } => HostEnd::Hybrid {
+                services: services.base().to_owned().into(),
                 listener: None,
-                messages: messages.as_ref().map(|(path, _)| (path.clone(), None)),
+                messages: messages
+                    .as_ref()
+                    .map(|(services, _)| (services.base().to_owned().into(), None)),
             },
             HostEnd::Forward { cid, .. } => HostEnd::Forward {
                 cid: *cid,
@@ -358,20 +360,21 @@ impl Device {
             return Tried::Decided;
         };
         let HostPort { port, messages } = to;
-        let attempt = match &self.host {
+        let account = &self.account;
+        let attempt = match &mut self.host {
             HostEnd::Hybrid { messages: way, .. } if messages => match way {
-                Some((path, _)) => {
-                    hybrid::connect(path, port, SocketKind::SEQPACKET, &self.account)
+                Some((services, _)) => {
+                    services.connect(port, SocketKind::SEQPACKET, account, cx.now)
                 }
                 None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
             },
-            HostEnd::Hybrid { path, .. } => {
-                hybrid::connect(path, port, SocketKind::STREAM, &self.account)
+            HostEnd::Hybrid { services, .. } => {
+                services.connect(port, SocketKind::STREAM, account, cx.now)
             }
             HostEnd::Forward { .. } if messages => {
                 Attempt::Refused(std::io::ErrorKind::Unsupported.into())
             }
-            HostEnd::Forward { cid, .. } => forward::connect(*cid, port, &self.account),
+            HostEnd::Forward { cid, .. } => forward::connect(*cid, port, account),
             HostEnd::None => Attempt::Refused(std::io::ErrorKind::ConnectionRefused.into()),
         };
         match attempt {

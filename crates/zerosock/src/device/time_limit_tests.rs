@@ -111,7 +111,7 @@ fn before_full_listener(connections: usize) -> (Lab, tempfile::TempDir, UnixList
     std::mem::forget(first);
     let mut lab = Lab::new();
     lab.device.host = HostEnd::Hybrid {
-        path: base,
+        services: base.into(),
         listener: None,
         messages: None,
     };

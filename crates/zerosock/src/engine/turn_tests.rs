@@ -81,7 +81,7 @@ impl Lab {
         };
         for cid in 3..3 + guests {
             let host = HostEnd::Hybrid {
-                path: lab.uds_path(cid),
+                services: lab.uds_path(cid).into(),
                 listener: None,
                 messages: None,
             };

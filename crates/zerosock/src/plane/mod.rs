@@ -313,9 +313,9 @@ fn host_end(host: HostSide) -> Result<HostEnd, StartError> {
                 prepare_host_listener(listener).map_err(system("prepare a host socket"))?;
             }
             HostEnd::Hybrid {
-                path,
+                services: path.into(),
                 listener: Some(OwnedFd::from(listener)),
-                messages: messages.map(|it| (it.path, Some(it.listener))),
+                messages: messages.map(|it| (it.path.into(), Some(it.listener))),
             }
         }
         HostSide::Forward { cid, listen } => {

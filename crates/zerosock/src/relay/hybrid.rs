@@ -18,7 +18,8 @@ use rustix::io::Errno;
 use rustix::net::{self, RecvFlags, SocketAddrUnix, SocketType};
 use std::io::{self, IoSliceMut};
 use std::path::{Path, PathBuf};
-use zerosock_proto::Port;
+use std::time::Duration;
+use zerosock_proto::{Instant, Port};
 use zerosock_sys::account::Account;
 
 /// Longest line that is still a CONNECT: the word, a space, ten digits, CR and LF.
@@ -176,18 +177,80 @@ pub(crate) fn service_path(base: &Path, port: Port) -> PathBuf {
     path.into()
 }
 
-/// Connects to the program that serves `port` on the host.
-pub(crate) fn connect(base: &Path, port: Port, kind: SocketType, account: &Account) -> Attempt {
-    connect_to(&service_path(base, port), kind, account).unwrap_or_else(Attempt::Refused)
+/// How long a look at the directory of the sockets holds good.
+const TRUST: Duration = Duration::from_secs(1);
+
+/// The sockets of host programs: the one for port P is at the base path with `_P` appended.
+#[derive(Debug)]
+pub(crate) struct Services {
+    base: PathBuf,
+    /// Until then the directory counts as one that only root and our own user can write to.
+    trusted_until: Instant,
 }
 
-fn connect_to(path: &Path, kind: SocketType, account: &Account) -> io::Result<Attempt> {
+impl From<PathBuf> for Services {
+    fn from(base: PathBuf) -> Services {
+        Services {
+            base,
+            trusted_until: Instant::ZERO,
+        }
+    }
+}
+
+impl Services {
+    /// The path without a port.
+    pub(crate) fn base(&self) -> &Path {
+        &self.base
+    }
+
+    /// Connects to the program that serves `port`.
+    pub(crate) fn connect(
+        &mut self,
+        port: Port,
+        kind: SocketType,
+        account: &Account,
+        now: Instant,
+    ) -> Attempt {
+        let trusted = self.is_directory_trusted(now);
+        let path = service_path(&self.base, port);
+        connect_to(&path, kind, account, trusted).unwrap_or_else(Attempt::Refused)
+    }
+
+    /// Whether only root and our own user can put files into the directory, as of [`TRUST`] ago at
+    /// most. connect(2) may then follow what it finds there, which saves four system calls.
+    fn is_directory_trusted(&mut self, now: Instant) -> bool {
+        if now < self.trusted_until {
+            return true;
+        }
+        let directory = match self.base.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        };
+        let wanted = StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID;
+        let status = statx(CWD, directory, AtFlags::STATX_DONT_SYNC, wanted);
+        let trusted = status.is_ok_and(|status| {
+            let mode = Mode::from_raw_mode(status.stx_mode.into());
+            is_trusted_user(status.stx_uid) && !mode.intersects(Mode::WGRP | Mode::WOTH)
+        });
+        if trusted {
+            self.trusted_until = now + TRUST;
+        }
+        trusted
+    }
+}
+
+fn connect_to(
+    path: &Path,
+    kind: SocketType,
+    account: &Account,
+    in_trusted_directory: bool,
+) -> io::Result<Attempt> {
     let named = SocketAddrUnix::new(path).map_err(|_| {
         let path = path.display();
         let text = format!("path too long for a socket address (107 bytes): {path}");
         io::Error::new(io::ErrorKind::InvalidInput, text)
     })?;
-    let file = match is_in_trusted_directory(path) {
+    let file = match in_trusted_directory {
         true => None,
         false => find_socket(path)?,
     };
@@ -205,20 +268,6 @@ fn connect_to(path: &Path, kind: SocketType, account: &Account) -> io::Result<At
         Err(Errno::AGAIN) => Ok(Attempt::Later),
         Err(e) => Err(e.into()),
     }
-}
-
-/// Whether only root and our own user can put files into the directory of `path`. connect(2) may then
-/// follow what it finds there, which saves the four system calls of [`find_socket`].
-fn is_in_trusted_directory(path: &Path) -> bool {
-    let directory = match path.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    let wanted = StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID;
-    statx(CWD, directory, AtFlags::STATX_DONT_SYNC, wanted).is_ok_and(|status| {
-        let mode = Mode::from_raw_mode(status.stx_mode.into());
-        is_trusted_user(status.stx_uid) && !mode.intersects(Mode::WGRP | Mode::WOTH)
-    })
 }
 
 /// Root or our own user.
@@ -261,8 +310,9 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use zerosock_sys::account::Budget;
 
-    fn account() -> Account {
-        Budget::unlimited().account()
+    fn attempt(services: &mut Services, port: u32) -> Attempt {
+        let account = Budget::unlimited().account();
+        services.connect(Port::new(port), SocketType::STREAM, &account, Instant::ZERO)
     }
 
     #[test]
@@ -315,8 +365,7 @@ mod tests {
     #[test]
     fn a_path_too_long_is_named() {
         let base = PathBuf::from(format!("/tmp/{}", "x".repeat(104)));
-        let Attempt::Refused(e) = connect(&base, Port::new(1), SocketType::STREAM, &account())
-        else {
+        let Attempt::Refused(e) = attempt(&mut Services::from(base), 1) else {
             panic!("connected")
         };
         assert!(e.to_string().contains("too long"), "{e}");
@@ -326,24 +375,24 @@ mod tests {
     fn links_of_other_users_are_not_followed() {
         let dir = tempfile::tempdir().unwrap();
         let base = dir.path().join("vm");
-        let attempt = |port| connect(&base, Port::new(port), SocketType::STREAM, &account());
+        let mut services = Services::from(base.clone());
         let _listener = UnixListener::bind(service_path(&base, Port::new(1))).unwrap();
-        assert!(is_in_trusted_directory(&base));
-        assert!(matches!(attempt(1), Attempt::Ready(_)));
-        for mode in [0o720, 0o702] {
+        for (mode, trusted) in [(0o755, true), (0o720, false), (0o702, false)] {
             std::fs::set_permissions(dir.path(), Permissions::from_mode(mode)).unwrap();
-            assert!(!is_in_trusted_directory(&base));
+            services.trusted_until = Instant::ZERO;
+            assert_eq!(services.is_directory_trusted(Instant::ZERO), trusted);
+            assert_eq!(services.is_directory_trusted(Instant::ZERO), trusted);
+            assert!(matches!(attempt(&mut services, 1), Attempt::Ready(_)));
         }
-        assert!(matches!(attempt(1), Attempt::Ready(_)));
 
         let link = service_path(&base, Port::new(2));
         symlink(service_path(&base, Port::new(1)), &link).unwrap();
-        assert!(matches!(attempt(2), Attempt::Ready(_)));
+        assert!(matches!(attempt(&mut services, 2), Attempt::Ready(_)));
         let nobody = rustix::fs::Uid::from_raw(65534);
         let flags = AtFlags::SYMLINK_NOFOLLOW;
         match rustix::fs::chownat(CWD, &link, Some(nobody), None, flags) {
             Ok(()) => {
-                let Attempt::Refused(error) = attempt(2) else {
+                let Attempt::Refused(error) = attempt(&mut services, 2) else {
                     panic!("followed a link of another user")
                 };
                 assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
@@ -352,11 +401,11 @@ mod tests {
         }
 
         std::fs::write(service_path(&base, Port::new(3)), "no socket").unwrap();
-        let Attempt::Refused(error) = attempt(3) else {
+        let Attempt::Refused(error) = attempt(&mut services, 3) else {
             panic!("connected to a file")
         };
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
-        let Attempt::Refused(error) = attempt(4) else {
+        let Attempt::Refused(error) = attempt(&mut services, 4) else {
             panic!("connected to nothing")
         };
         assert_eq!(error.kind(), io::ErrorKind::NotFound);

@@ -6,10 +6,10 @@
 use crate::access::AccessList;
 use crate::attach::{AttachConfig, Name, Process};
 use crate::device::Limits;
-use crate::engine::mailbox::Sender;
 use crate::engine::messages::WorkerMessage;
-use crate::engine::pulse::Pulse;
 use crate::engine::worker::Worker;
+use crate::io::mailbox::Sender;
+use crate::io::pulse::Pulse;
 use crate::plane::config::system;
 pub use crate::plane::config::{
     HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,

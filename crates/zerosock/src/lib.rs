@@ -45,12 +45,12 @@
 pub mod access;
 pub mod attach;
 pub mod daemon;
-mod deadline;
 pub mod device;
 pub mod driver;
 mod engine;
 mod fallible;
 mod header;
+mod io;
 mod plane;
 mod relay;
 mod stats;

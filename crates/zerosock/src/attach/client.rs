@@ -17,7 +17,7 @@ use super::codec::{
     ANSWER_LEN, Answer, AttachRequest, Name, Request, ServiceRequest, Status, VERSION, Version,
     decode_answer, encode_request,
 };
-use crate::driver::timespec;
+use crate::io::deadline::timespec;
 
 /// How long [`Client::connect`] waits for each step unless told otherwise.
 pub const TIMEOUT: Duration = Duration::from_secs(10);

@@ -15,7 +15,7 @@ use super::join::End;
 use super::ring::Ring;
 use super::timers::Timer;
 use super::{Context, Device, EVENT, RX, TX};
-use crate::engine::poller::Source;
+use crate::io::poller::Source;
 use crate::switch::Message;
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,7 +4,7 @@ use super::backlog::{HostPort, Tried};
 use super::join::End;
 use super::timers::Timer;
 use super::{Context, Device};
-use crate::engine::poller::{Readiness, Source};
+use crate::io::poller::{Readiness, Source};
 use crate::relay::hybrid::{self, Line, OkConvention, Services};
 use crate::relay::{Attempt, HostSocket, forward};
 use crate::switch::Message;

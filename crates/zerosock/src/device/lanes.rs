@@ -29,7 +29,7 @@ use super::app_store::QueueStore;
 use super::join::{End, Join};
 use super::sibling;
 use super::{Context, Device};
-use crate::engine::poller::Source;
+use crate::io::poller::Source;
 use crate::switch::{DeviceAddr, Message, Peer};
 
 /// Which of its device's lanes this is.

@@ -59,9 +59,9 @@ mod time_limit_tests;
 mod timers;
 mod to_guest;
 
-use crate::deadline::earlier;
-use crate::engine::Clock;
-use crate::engine::poller::Poller;
+use crate::io::clock::Clock;
+use crate::io::deadline::earlier;
+use crate::io::poller::Poller;
 use crate::relay::hybrid::OkConvention;
 use crate::stats::{Counters, Holdings};
 use crate::switch::{DeviceAddr, Outbox, Routes};

@@ -19,6 +19,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::io::deadline::timespec;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::message::{
     FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE, VhostUserProtocolFeatures,
@@ -524,14 +525,6 @@ impl Frontend {
 impl AsFd for Frontend {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
-    }
-}
-
-/// A time span as `ppoll` takes it.
-pub(crate) fn timespec(span: Duration) -> Timespec {
-    Timespec {
-        tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: span.subsec_nanos().into(),
     }
 }
 

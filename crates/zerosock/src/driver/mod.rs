@@ -78,7 +78,6 @@ pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
 pub use events::{DriverEvent, DriverStats};
-pub(crate) use frontend::timespec;
 pub use frontend::{Frontend, FrontendError, VringAddr};
 pub use link::AttachError;
 pub use queues::QueueSetupError;
@@ -86,7 +85,7 @@ pub use transfer::Loan;
 pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
-use crate::deadline::earlier;
+use crate::io::deadline::earlier;
 use crate::vsock::sockets::Sockets;
 use datagrams::Datagrams;
 use lanes::{Lane, LaneId, RxSlot};

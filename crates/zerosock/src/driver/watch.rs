@@ -13,7 +13,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 
-use super::frontend::timespec;
+use crate::io::deadline::timespec;
 
 /// A call of a queue, or our own bell.
 const BELL: u64 = 0;

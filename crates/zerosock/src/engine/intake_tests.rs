@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use zerosock_proto::Instant;
 
-use super::mailbox::{Mailbox, Sender};
 use super::messages::WorkerMessage;
 use super::worker::Worker;
 use crate::device::Limits;
 use crate::device::datagrams::tests::datagrams;
+use crate::io::mailbox::{Mailbox, Sender};
 use crate::relay::hybrid::OkConvention;
 use crate::switch::{DeviceAddr, Message, Outbox};
 

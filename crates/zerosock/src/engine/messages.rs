@@ -9,10 +9,10 @@ use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 
 use super::intake::Intake;
-use super::pulse::Question;
 use super::worker::Worker;
 use crate::device::Device;
 use crate::device::control::{DeviceCommand, Notice, Reply};
+use crate::io::pulse::Question;
 use crate::switch::{Message, Routes};
 
 /// What other threads say to a worker.

@@ -13,10 +13,10 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
-use super::mailbox::Mailbox;
 use super::worker::Worker;
 use crate::device::bare::{self, Guest};
 use crate::device::{HostEnd, Limits, TURN_BYTES};
+use crate::io::mailbox::Mailbox;
 use crate::plane::roster::{Entry, Member, Roster, Terms};
 use crate::relay::hybrid::OkConvention;
 use crate::switch::Outbox;

@@ -9,14 +9,14 @@
 //! calls [`Worker::start`] once and then [`Worker::step`] whenever the worker's descriptor is
 //! readable or [`Worker::next_timeout`] is over.
 
-use super::Clock;
-use super::mailbox::Mailbox;
 use super::messages::WorkerMessage;
-use super::numbers::Table;
-use super::poller::{Poller, Readiness, Source};
-use super::spin::Spin;
 use crate::device::program::App;
 use crate::device::{Context, Device, Limits};
+use crate::io::clock::Clock;
+use crate::io::mailbox::Mailbox;
+use crate::io::numbers::Table;
+use crate::io::poller::{Poller, Readiness, Source};
+use crate::io::spin::Spin;
 use crate::stats::Counters;
 use crate::switch::{Outbox, Routes};
 use rustix::fd::{AsFd, BorrowedFd};
@@ -393,7 +393,7 @@ impl AsFd for Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::mailbox::Sender;
+    use crate::io::mailbox::Sender;
     use crate::plane::roster::{Entry, Member, Roster, Terms};
     use crate::relay::hybrid::OkConvention;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -2,7 +2,7 @@
 
 use crate::access::AccessList;
 use crate::attach::AttachTerms;
-use crate::engine::numbers::MAX_DEVICES;
+use crate::io::numbers::MAX_DEVICES;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;

@@ -8,8 +8,8 @@
 
 use crate::access::{AccessList, Verdict, Who};
 use crate::attach::Name;
-use crate::engine::mailbox::Sender;
 use crate::engine::messages::WorkerMessage;
+use crate::io::mailbox::Sender;
 use std::collections::HashMap;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;

@@ -22,9 +22,9 @@ use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::attach::{self, Name};
-use crate::deadline::deadline_in;
 #[cfg(test)]
 use crate::driver::{self, Driver};
+use crate::io::deadline::deadline_in;
 
 /// A process that takes part as a guest without a virtual machine.
 ///

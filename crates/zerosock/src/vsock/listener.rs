@@ -15,7 +15,7 @@ use super::hub::{Core, Ending, Interest, Patience};
 use super::options::Options;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::deadline::deadline_in;
+use crate::io::deadline::deadline_in;
 
 /// A port that is listened on. Dropping it ends that, and resets connections that wait to be
 /// accepted.

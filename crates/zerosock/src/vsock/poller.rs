@@ -21,8 +21,8 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
 use super::waiting::{Learned, Wait};
-use crate::deadline::{deadline_in, earlier};
-use crate::driver::timespec;
+use crate::io::deadline::timespec;
+use crate::io::deadline::{deadline_in, earlier};
 
 /// Looks at all endpoints between two looks at the clock and at descriptors, while spinning.
 const LOOKS: u32 = 32;

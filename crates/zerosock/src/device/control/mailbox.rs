@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
 use super::DeviceReply;
-use crate::engine::pulse::Question;
+use crate::io::pulse::Question;
 
 /// What arrives at the control thread.
 #[derive(Debug)]

@@ -19,7 +19,7 @@ use super::house::{House, Lodger, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
 use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
-use crate::engine::pulse::Question;
+use crate::io::pulse::Question;
 
 /// How long `shutdown` waits for workers that do not answer.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);

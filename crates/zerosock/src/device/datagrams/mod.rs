@@ -28,11 +28,11 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
 use zerosock_ring::Chain;
 
-use crate::deadline::earlier;
 use crate::device::app_store::QueueStore;
 use crate::device::program::HostToken;
 use crate::device::ring::Ring;
 use crate::device::{Context, Device};
+use crate::io::deadline::earlier;
 use crate::vsock::sockets::{Ends, Held};
 pub(crate) use put::NotPut;
 pub(crate) use siblings::returned;

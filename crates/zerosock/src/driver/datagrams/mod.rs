@@ -20,10 +20,10 @@ use zerosock_proto::vsock::datagram::{
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
 
-use crate::deadline::earlier;
 use crate::driver::Driver;
 use crate::driver::errors::DriverError;
 use crate::driver::lanes::{LaneId, RxSlot};
+use crate::io::deadline::earlier;
 use crate::vsock::datagram::engine::DatagramFault;
 use crate::vsock::engine::Payload;
 use crate::vsock::inboxes::Inboxes;

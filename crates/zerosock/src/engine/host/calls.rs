@@ -12,10 +12,10 @@ use zerosock_proto::{Address, Port};
 
 use super::stores::AllStores;
 use super::{HostEngine, IDLE_LOOKS};
-use crate::deadline::earlier;
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::engine::worker::Worker;
+use crate::io::deadline::earlier;
 use crate::vsock::datagram::engine::DatagramEngine;
 use crate::vsock::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,

@@ -8,7 +8,7 @@ use zerosock_ring::{Memory, Piece};
 
 use crate::device::Device;
 use crate::device::program::HostToken;
-use crate::engine::numbers::Table;
+use crate::io::numbers::Table;
 use crate::vsock::sockets::Store;
 
 /// See the module.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::{Connection, encode_timeout};
 use zerosock_proto::vsock::MoveError;
 
-use crate::deadline::{deadline_in, earlier};
+use crate::io::deadline::{deadline_in, earlier};
 use crate::vsock::engine::Engine;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{Ending, Interest, Manner, Patience, WaitFault};

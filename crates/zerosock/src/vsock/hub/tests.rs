@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
-use crate::driver::timespec;
+use crate::io::deadline::timespec;
 use crate::vsock::engine::Stirred;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;

@@ -22,7 +22,7 @@ use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
-use crate::driver::timespec;
+use crate::io::deadline::timespec;
 use crate::vsock::engine::Stirred;
 use crate::vsock::sockets::StreamId;
 

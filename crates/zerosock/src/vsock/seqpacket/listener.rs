@@ -8,7 +8,7 @@ use std::time::Duration;
 use zerosock_proto::Address;
 
 use super::SeqPacket;
-use crate::deadline::deadline_in;
+use crate::io::deadline::deadline_in;
 use crate::vsock::listener::Listener;
 use crate::vsock::waiting::Wait;
 

@@ -25,7 +25,7 @@
 use super::messages::cost;
 use super::parts::{Part, copy_out};
 use super::{NONE, News, Sockets, Store, StreamId, StreamState, due};
-use crate::deadline::earlier;
+use crate::io::deadline::earlier;
 use zerosock_proto::Instant;
 
 /// Buffers that come from one queue.

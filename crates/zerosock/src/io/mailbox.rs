@@ -98,7 +98,7 @@ impl<T> Mailbox<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::poller::{Poller, Source};
+    use crate::io::poller::{Poller, Source};
     use std::time::Duration;
 
     #[test]

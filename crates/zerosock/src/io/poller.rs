@@ -6,6 +6,7 @@
 //! read (its descriptor closed, its key reused): tokens are hints, and every receiver must
 //! tolerate one that is not true.
 
+use super::deadline::timespec;
 use super::numbers::NUMBER_BITS;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -152,10 +153,7 @@ impl Poller {
         out: &mut Vec<(Source, Readiness)>,
     ) -> io::Result<()> {
         out.clear();
-        let timeout = timeout.map(|t| rustix::event::Timespec {
-            tv_sec: t.as_secs().min(86_400) as i64,
-            tv_nsec: t.subsec_nanos().into(),
-        });
+        let timeout = timeout.map(timespec);
         let mut events = [Event {
             flags: EventFlags::empty(),
             data: EventData::new_u64(0),

@@ -1,7 +1,6 @@
-//! Times by which something is to be done, of which there may be none.
-//!
-//! What must hold: none is later than any.
+//! Times by which something is to be done, of which there may be none. None is later than any.
 
+use rustix::event::Timespec;
 use std::time::{Duration, Instant};
 
 /// When `timeout` is over; `None`, for ever, if no clock goes that far.
@@ -15,6 +14,14 @@ pub(crate) fn earlier<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
     match (one, other) {
         (Some(one), Some(other)) => Some(one.min(other)),
         (one, other) => one.or(other),
+    }
+}
+
+/// A time span as `ppoll` takes it.
+pub(crate) fn timespec(span: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: span.subsec_nanos().into(),
     }
 }
 

@@ -3,9 +3,9 @@
 //! This is what `zerosock serve` runs, and what a program embeds that wants the device in its own
 //! process. Nothing here is on the way of a packet.
 
-use crate::access::AccessList;
-use crate::attach::{AttachConfig, Name, Process};
+use crate::attach::{AttachConfig, Process};
 use crate::device::Limits;
+pub use crate::device::host_sockets::hybrid::OkConvention;
 use crate::engine::messages::WorkerMessage;
 use crate::engine::worker::Worker;
 use crate::io::mailbox::Sender;
@@ -17,7 +17,8 @@ pub use crate::plane::config::{
 use crate::plane::shares::MemoryLimits;
 pub use crate::plane::shares::Shares;
 use crate::plane::{self, Plane, Setup};
-pub use crate::relay::hybrid::OkConvention;
+use crate::routing::access::AccessList;
+use crate::routing::name::Name;
 use crate::stats::Counters;
 pub use crate::stats::Stats;
 use rustix::event::{EventfdFlags, eventfd};

@@ -42,20 +42,20 @@
 //! are in ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
-pub mod access;
 pub mod attach;
 pub mod daemon;
 pub mod device;
 pub mod driver;
 mod engine;
 mod fallible;
+mod fault;
 mod header;
 mod io;
 mod plane;
-mod relay;
+mod routing;
 mod stats;
-mod switch;
 pub mod vsock;
 pub mod zc;
 
+pub use routing::access;
 pub use zerosock_proto::{Address, Cid, Port};

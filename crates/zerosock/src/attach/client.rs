@@ -14,37 +14,15 @@ use zerosock_proto::{Cid, Port};
 use zerosock_sys::{PeerFd, fd_passing};
 
 use super::codec::{
-    ANSWER_LEN, Answer, AttachRequest, Name, Request, ServiceRequest, Status, VERSION, Version,
+    ANSWER_LEN, Answer, AttachRequest, Request, ServiceRequest, Status, VERSION, Version,
     decode_answer, encode_request,
 };
+use crate::fault::Fault;
 use crate::io::deadline::timespec;
+use crate::routing::name::Name;
 
 /// How long [`Client::connect`] waits for each step unless told otherwise.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Who is to blame for an error.
-///
-/// ```
-/// # let dir = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/hub.rs"));
-/// # let path = dir.path().join("attach.sock");
-/// use zerosock::Cid;
-/// use zerosock::vsock::{Endpoint, Fault};
-///
-/// let first = Endpoint::attach(&path)?;
-/// // To ask for what another one has is no fault of his.
-/// let error = Endpoint::builder().cid(first.cid()).attach(&path).unwrap_err();
-/// assert_eq!(error.fault(), Fault::Caller);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Fault {
-    /// The other side: it broke the protocol, went away, or speaks another version.
-    Peer,
-    /// Whoever asked: for what belongs to others, or is not allowed.
-    Caller,
-    /// The system, here or there, had nothing to give.
-    System,
-}
 
 /// Why a process did not attach, or a name was not found.
 #[derive(Debug, thiserror::Error)]

@@ -1,6 +1,7 @@
 //! What the codec makes of good bytes, of broken ones, and of every broken length.
 
 use super::*;
+use crate::routing::name::MAX_NAME;
 use proptest::prelude::*;
 
 fn full() -> AttachRequest {

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use zerosock_proto::{Cid, Port};
 
-use super::codec::Name;
+use crate::routing::name::Name;
 use crate::stats::Stats;
 
 /// An attached process, or a host service.

@@ -32,8 +32,10 @@ use zerosock_proto::{Cid, Port};
 use crate::device::HostEnd;
 use crate::vsock::socket_file::{self, SocketFile, SocketKind};
 
-pub use client::{AttachError, Attached, Client, Fault, Serving};
-pub use codec::{AttachRequest, Name, NameError, ServiceRequest, Status, Version};
+pub use crate::fault::Fault;
+pub use crate::routing::name::{Name, NameError};
+pub use client::{AttachError, Attached, Client, Serving};
+pub use codec::{AttachRequest, ServiceRequest, Status, Version};
 pub use directory::Process;
 
 /// The CIDs that processes get who want any: 0x40000000 to 0x7fffffff. VMMs are given small

@@ -33,12 +33,13 @@ use zerosock_sys::account::{Account, Budget};
 use zerosock_sys::fd_passing;
 
 use super::codec::{
-    Answer, MAX_REQUEST, Name, Request, Status, VERSION, Version, decode_request, encode_answer,
+    Answer, MAX_REQUEST, Request, Status, VERSION, Version, decode_request, encode_answer,
 };
 use super::directory::Directory;
 use super::{AttachConfig, AttachTerms, HOST};
 use crate::device::control::{House, Lodger, LogLimit};
 use crate::plane::roster::Roster;
+use crate::routing::name::Name;
 use claims::{Claim, Errand};
 use clients::{Client, State, dismiss, is_allowed};
 use places::{Member, Obstacle, Stage, Wanted};

@@ -5,9 +5,9 @@ use super::ring::Ring;
 use super::sibling;
 use super::timers::Timer;
 use super::{Context, Device};
+use crate::device::host_sockets::{self, hybrid};
+use crate::device::sibling_message::Message;
 use crate::header;
-use crate::relay::{self, hybrid};
-use crate::switch::Message;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::{Event, FlowId};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Repr};
@@ -104,7 +104,7 @@ impl Device {
                 }
             }
             End::Sibling(s) => {
-                let from = crate::switch::Peer {
+                let from = crate::device::sibling_message::Peer {
                     device: self.addr,
                     flow,
                 };
@@ -140,7 +140,7 @@ impl Device {
             join.read_closed = true;
             match &mut join.end {
                 End::Socket { socket, .. } => {
-                    relay::stop_reading(socket);
+                    host_sockets::stop_reading(socket);
                 }
                 End::Sibling(s) => {
                     sibling::return_inbound(s, true, cx);
@@ -183,7 +183,7 @@ impl Device {
         if let Some(join) = self.remove_join(key, cx) {
             // Whose end was read, or whom we had stopped reading before, has left nothing.
             if let (End::Socket { socket, .. }, true) = (&join.end, orderly && !join.read_closed) {
-                relay::leave_nothing_unread(socket);
+                host_sockets::leave_nothing_unread(socket);
             }
             sibling::tell_end(&join, orderly, cx);
             self.app_ended(&join, orderly, cx);

@@ -7,7 +7,7 @@
 use super::join::{End, Join};
 use super::timers::Timer;
 use super::{Context, Device};
-use crate::switch::{Message, Peer};
+use crate::device::sibling_message::{Message, Peer};
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;

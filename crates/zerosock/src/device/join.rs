@@ -10,8 +10,8 @@ use super::lanes::Parked;
 use super::messages::Messages;
 use super::outbound::{Held, Outbound, Spare, Spares};
 
-use crate::relay::HostSocket;
-use crate::switch::Peer;
+use crate::device::host_sockets::HostSocket;
+use crate::device::sibling_message::Peer;
 use crate::vsock::sockets::StreamId;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -340,7 +340,7 @@ mod tests {
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let flow = shard.connect(Instant::ZERO, any, to, stream).unwrap();
         let (worker, vm) = (0, 0);
-        let device = crate::switch::DeviceAddr { worker, vm };
+        let device = crate::routing::DeviceAddr { worker, vm };
         let mut sibling = SiblingEnd::new(Peer { device, flow });
         let mut spares = Spares::default();
         for _ in 0..1000 {

@@ -29,8 +29,9 @@ use super::app_store::QueueStore;
 use super::join::{End, Join};
 use super::sibling;
 use super::{Context, Device};
+use crate::device::sibling_message::{Message, Peer};
 use crate::io::poller::Source;
-use crate::switch::{DeviceAddr, Message, Peer};
+use crate::routing::DeviceAddr;
 
 /// Which of its device's lanes this is.
 #[derive(Debug)]

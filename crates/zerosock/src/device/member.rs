@@ -1,7 +1,7 @@
 //! A device as one of many: who it is, and how it leaves.
 
 use super::{Context, Device};
-use crate::switch::DeviceAddr;
+use crate::routing::DeviceAddr;
 use std::fmt;
 use zerosock_proto::Cid;
 

@@ -20,8 +20,8 @@ use super::events::emit;
 use super::join::End;
 use super::to_guest::Fill;
 use super::{Context, Device, TURN_BYTES};
+use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
-use crate::relay::hybrid::{self, Ahead};
 use crate::vsock::outgoing::{Outgoing, end};
 
 /// Messages of a connection in one turn.

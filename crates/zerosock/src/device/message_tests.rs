@@ -4,8 +4,8 @@
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
-use crate::relay::HostSocket;
-use crate::switch::{Message, Peer};
+use crate::device::host_sockets::HostSocket;
+use crate::device::sibling_message::{Message, Peer};
 use crate::vsock::sockets::Ends;
 use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::{Op, Repr};

@@ -35,6 +35,7 @@ mod flush;
 mod from_guest;
 mod gathering;
 pub(crate) mod host;
+pub(crate) mod host_sockets;
 mod join;
 pub(crate) mod lanes;
 #[cfg(test)]
@@ -48,23 +49,26 @@ mod message_sockets;
 mod message_tests;
 mod messages;
 pub(crate) mod outbound;
+pub(crate) mod outbox;
 pub(crate) mod placing;
 pub(crate) mod program;
 #[cfg(test)]
 mod ready_tests;
 mod ring;
 mod sibling;
+pub(crate) mod sibling_message;
 #[cfg(test)]
 mod time_limit_tests;
 mod timers;
 mod to_guest;
 
+use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::outbox::Outbox;
 use crate::io::clock::Clock;
 use crate::io::deadline::earlier;
 use crate::io::poller::Poller;
-use crate::relay::hybrid::OkConvention;
+use crate::routing::{DeviceAddr, Routes};
 use crate::stats::{Counters, Holdings};
-use crate::switch::{DeviceAddr, Outbox, Routes};
 use crate::vsock::gathered::Gathered;
 use crate::vsock::outgoing::Outgoing;
 use control::{FrontendLink, LogLimit};

@@ -9,7 +9,7 @@ use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::Device;
-use crate::switch::DeviceAddr;
+use crate::routing::DeviceAddr;
 
 /// Ports that are looked at before it is said that there is none: enough for several of each pair,
 /// of which there are sixteen at most.

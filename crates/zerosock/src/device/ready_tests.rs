@@ -29,7 +29,7 @@ impl Lab {
         Lab {
             poller: Poller::new().unwrap(),
             routes: Routes::default(),
-            outbox: Outbox::new(0, Vec::new()),
+            outbox: Outbox::new(0),
             counters: Counters::default(),
             notifier: Notifier::new(),
             limits: Limits {

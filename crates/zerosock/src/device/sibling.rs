@@ -6,7 +6,7 @@
 use super::join::{End, Inbound, Join, SiblingEnd, Waiting};
 use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
-use crate::switch::{Message, Peer};
+use crate::device::sibling_message::{Message, Peer};
 use zerosock_proto::vsock::{FlowId, How, SMALL};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};

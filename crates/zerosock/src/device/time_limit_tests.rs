@@ -10,7 +10,7 @@ use super::host::HostEnd;
 use super::outbound::Outbound;
 use super::ready_tests::Lab;
 use super::*;
-use crate::relay::HostSocket;
+use crate::device::host_sockets::HostSocket;
 
 impl Lab {
     /// Has the timers fire that are due `at` so long after the start.

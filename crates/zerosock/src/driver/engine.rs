@@ -12,7 +12,7 @@ use zerosock_proto::{Address, Port};
 
 use super::lanes::{Lane, LaneId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
-use crate::attach::Fault;
+use crate::fault::Fault;
 use crate::vsock::datagram::engine::DatagramEngine;
 use crate::vsock::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,

@@ -4,7 +4,7 @@ use std::io;
 
 use zerosock_ring::{AddError, DriverError as RingError};
 
-use crate::attach::Fault;
+use crate::fault::Fault;
 
 /// The driver cannot go on: the device broke a ring, or the system failed us.
 #[derive(Debug, thiserror::Error)]

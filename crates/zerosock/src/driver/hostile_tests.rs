@@ -8,7 +8,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::DeviceQueue;
 
 use super::bare::{Peer, SERVER, connect, pair};
-use crate::attach::Fault;
+use crate::fault::Fault;
 use crate::vsock::engine::Engine;
 use crate::vsock::{Endpoint, EndpointOver, Stream};
 use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};

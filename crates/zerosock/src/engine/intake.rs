@@ -4,7 +4,7 @@
 //! receivers copy; what is over it waits where it is, in its order; one at least is taken.
 
 use crate::device::TURN_BYTES;
-use crate::switch::Message;
+use crate::device::sibling_message::Message;
 
 /// Messages taken before devices have their turn.
 const MESSAGES: usize = 1024;

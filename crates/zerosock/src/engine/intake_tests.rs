@@ -9,9 +9,10 @@ use super::messages::WorkerMessage;
 use super::worker::Worker;
 use crate::device::Limits;
 use crate::device::datagrams::tests::datagrams;
+use crate::device::host_sockets::hybrid::OkConvention;
+use crate::device::sibling_message::Message;
 use crate::io::mailbox::{Mailbox, Sender};
-use crate::relay::hybrid::OkConvention;
-use crate::switch::{DeviceAddr, Message, Outbox};
+use crate::routing::DeviceAddr;
 
 const LEN: usize = 64 << 10;
 const NOBODY: DeviceAddr = DeviceAddr { worker: 0, vm: 9 };
@@ -30,8 +31,8 @@ fn worker() -> (Sender<WorkerMessage>, Worker) {
         linger: second,
         ok: OkConvention::GuestPort,
     };
-    let outbox = Outbox::new(0, vec![sender.clone()]);
-    let worker = Worker::new(mailbox, outbox, Arc::default(), Arc::default(), limits);
+    let workers = vec![sender.clone()];
+    let worker = Worker::new(0, workers, mailbox, Arc::default(), Arc::default(), limits);
     (sender, worker.unwrap())
 }
 
@@ -64,7 +65,7 @@ fn nor_do_devices_of_one_worker_hand_over_more() {
     for datagram in datagrams(100, LEN) {
         worker.outbox.send(NOBODY, Message::Datagram(datagram));
     }
-    worker.deliver_local(Instant::ZERO);
+    worker.deliver(Instant::ZERO);
     assert!(!worker.is_idle(), "the rest comes with the next step");
     assert_eq!(answered(&mut worker), 32);
 }

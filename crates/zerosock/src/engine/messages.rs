@@ -12,8 +12,9 @@ use super::intake::Intake;
 use super::worker::Worker;
 use crate::device::Device;
 use crate::device::control::{DeviceCommand, Notice, Reply};
+use crate::device::sibling_message::Message;
 use crate::io::pulse::Question;
-use crate::switch::{Message, Routes};
+use crate::routing::Routes;
 
 /// What other threads say to a worker.
 #[derive(Debug)]
@@ -42,21 +43,22 @@ pub(crate) enum WorkerMessage {
 }
 
 impl Worker {
-    /// Hands over what devices of this worker had to say to each other. Each message makes its
-    /// receiver active, so that none waits for a wake-up.
-    pub(super) fn deliver_local(&mut self, now: Instant) {
+    /// Hands over what devices have for their siblings. Each message makes its receiver active, so
+    /// that none waits for a wake-up.
+    pub(super) fn deliver(&mut self, now: Instant) {
         // Bounded: an answer to a message may be another message, and sockets want their turn.
         let mut intake = Intake::default();
         while intake.is_open()
             && let Some((vm, message)) = self.outbox.pop_local()
         {
             intake.add_from_sibling(&message);
-            self.deliver(vm, message, now);
+            self.deliver_to(vm, message, now);
         }
+        self.send_remote();
     }
 
     /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
-    fn deliver(&mut self, vm: u32, message: Message, now: Instant) {
+    fn deliver_to(&mut self, vm: u32, message: Message, now: Instant) {
         if let Message::Depart { to, pair } = message {
             return self.depart(vm, to, pair, now);
         }
@@ -87,7 +89,7 @@ impl Worker {
         };
         self.activate(vm);
         if lane.worker == here {
-            self.deliver(lane.vm, Message::Adopt(arrival), now);
+            self.deliver_to(lane.vm, Message::Adopt(arrival), now);
         } else {
             self.outbox.send(lane, Message::Adopt(arrival));
         }
@@ -146,7 +148,7 @@ impl Worker {
                         self.activate(vm);
                     }
                 }
-                WorkerMessage::Sibling { vm, message } => self.deliver(vm, message, now),
+                WorkerMessage::Sibling { vm, message } => self.deliver_to(vm, message, now),
                 WorkerMessage::AddDevice(device) => self.add_device(device, now),
                 WorkerMessage::RemoveDevice { vm } => self.remove_device(vm, now),
                 WorkerMessage::Routes { routes, taken } => {
@@ -161,6 +163,7 @@ impl Worker {
                             device.say_goodbye(&mut cx);
                         }
                     }
+                    self.send_remote();
                     return false;
                 }
             }

@@ -15,11 +15,10 @@ use zerosock_sys::account::Budget;
 
 use super::worker::Worker;
 use crate::device::bare::{self, Guest};
+use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostEnd, Limits, TURN_BYTES};
 use crate::io::mailbox::Mailbox;
 use crate::plane::roster::{Entry, Member, Roster, Terms};
-use crate::relay::hybrid::OkConvention;
-use crate::switch::Outbox;
 
 /// Packets that are taken from a guest in one turn.
 const FROM_GUEST: u64 = 256;
@@ -58,10 +57,10 @@ impl Lab {
             linger: hour,
             ok: OkConvention::GuestPort,
         };
-        let outbox = Outbox::new(0, vec![sender.clone()]);
         let worker = Worker::new(
+            0,
+            vec![sender.clone()],
             mailbox,
-            outbox,
             Default::default(),
             Default::default(),
             limits,

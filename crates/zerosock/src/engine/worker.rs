@@ -10,15 +10,16 @@
 //! readable or [`Worker::next_timeout`] is over.
 
 use super::messages::WorkerMessage;
+use crate::device::outbox::Outbox;
 use crate::device::program::App;
 use crate::device::{Context, Device, Limits};
 use crate::io::clock::Clock;
-use crate::io::mailbox::Mailbox;
+use crate::io::mailbox::{Mailbox, Sender};
 use crate::io::numbers::Table;
 use crate::io::poller::{Poller, Readiness, Source};
 use crate::io::spin::Spin;
+use crate::routing::Routes;
 use crate::stats::Counters;
-use crate::switch::{Outbox, Routes};
 use rustix::fd::{AsFd, BorrowedFd};
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
@@ -38,6 +39,8 @@ pub(crate) struct Worker {
     pub(crate) poller: Poller,
     pub(crate) mailbox: Mailbox<WorkerMessage>,
     pub(crate) outbox: Outbox,
+    /// The mailboxes of all workers.
+    workers: Vec<Sender<WorkerMessage>>,
     pub(crate) routes: Arc<Routes>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) limits: Limits,
@@ -58,9 +61,11 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
+    /// The worker with this number, whose mailbox is fed by the sender in that place of `workers`.
     pub(crate) fn new(
+        number: u32,
+        workers: Vec<Sender<WorkerMessage>>,
         mailbox: Mailbox<WorkerMessage>,
-        outbox: Outbox,
         routes: Arc<Routes>,
         counters: Arc<Counters>,
         limits: Limits,
@@ -80,7 +85,8 @@ impl Worker {
             app: None,
             poller,
             mailbox,
-            outbox,
+            workers,
+            outbox: Outbox::new(number),
             routes,
             counters,
             limits,
@@ -267,7 +273,7 @@ impl Worker {
 
     /// Nothing is left to do until something happens or a time has come.
     pub(crate) fn is_idle(&self) -> bool {
-        self.active.is_empty() && !self.more_messages && !self.outbox.has_local()
+        self.active.is_empty() && !self.more_messages && self.outbox.is_empty()
     }
 
     /// Whether other threads have said something that was not taken yet.
@@ -315,7 +321,17 @@ impl Worker {
             }
             self.note_deadline(vm);
         }
-        self.deliver_local(now);
+        self.deliver(now);
+    }
+
+    /// Sends what devices have for devices of other workers.
+    pub(super) fn send_remote(&mut self) {
+        while let Some((to, message)) = self.outbox.pop_remote() {
+            if let Some(worker) = self.workers.get(to.worker as usize) {
+                // A worker that is gone is shutting down with the rest of the daemon.
+                let _ = worker.send(WorkerMessage::Sibling { vm: to.vm, message });
+            }
+        }
     }
 
     /// Notes that a device's rings will be looked at before the next sleep; no, if there are many.
@@ -393,9 +409,9 @@ impl AsFd for Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::host_sockets::hybrid::OkConvention;
     use crate::io::mailbox::Sender;
     use crate::plane::roster::{Entry, Member, Roster, Terms};
-    use crate::relay::hybrid::OkConvention;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use zerosock_proto::Cid;
     use zerosock_sys::account::Budget;
@@ -414,8 +430,8 @@ mod tests {
             linger: second,
             ok: OkConvention::GuestPort,
         };
-        let outbox = Outbox::new(0, vec![sender.clone()]);
-        let worker = Worker::new(mailbox, outbox, Arc::default(), Arc::default(), limits);
+        let workers = vec![sender.clone()];
+        let worker = Worker::new(0, workers, mailbox, Arc::default(), Arc::default(), limits);
         (sender, worker.unwrap())
     }
 

@@ -1,8 +1,8 @@
 //! What a set of devices is made of, and why it could not be made.
 
-use crate::access::AccessList;
 use crate::attach::AttachTerms;
 use crate::io::numbers::MAX_DEVICES;
+use crate::routing::access::AccessList;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;

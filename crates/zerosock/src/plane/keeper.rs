@@ -19,7 +19,7 @@ use super::host_end;
 use super::roster::{Entry, Member, Roster};
 use crate::attach::server::Server;
 use crate::device::control::{FrontendSocket, House, Lodger, Notice, VmSpec};
-use crate::switch::DeviceAddr;
+use crate::routing::DeviceAddr;
 
 /// An order to the keeper.
 #[derive(Debug)]

@@ -11,19 +11,19 @@ mod keeper;
 pub(crate) mod roster;
 pub(crate) mod shares;
 
-use crate::access::AccessList;
 use crate::attach::directory::{Directory, Process};
 use crate::attach::server::Server;
-use crate::attach::{AttachConfig, AttachHost, Name};
+use crate::attach::{AttachConfig, AttachHost};
 use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
+use crate::device::host_sockets::forward;
 use crate::device::{HostEnd, Limits};
 use crate::engine::messages::WorkerMessage;
 use crate::engine::worker::Worker;
 use crate::io::mailbox::{Mailbox, Sender};
 use crate::io::pulse::Question;
-use crate::relay::forward;
+use crate::routing::access::AccessList;
+use crate::routing::name::Name;
 use crate::stats::{Counters, Stats};
-use crate::switch::Outbox;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use keeper::{Keeper, Order, Place, Stage};
 use roster::{Entry, Member, Roster, Terms};
@@ -132,12 +132,18 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     let mut workers = Vec::new();
     let mut counters = Vec::new();
     for (index, mailbox) in mailboxes.into_iter().enumerate() {
-        let outbox = Outbox::new(index as u32, senders.clone());
         let count = Arc::new(Counters::default());
         counters.push(count.clone());
         let routes = roster.routes().clone();
-        let worker = Worker::new(mailbox, outbox, routes, count, setup.limits)
-            .map_err(system("make an event loop"))?;
+        let worker = Worker::new(
+            index as u32,
+            senders.clone(),
+            mailbox,
+            routes,
+            count,
+            setup.limits,
+        );
+        let worker = worker.map_err(system("make an event loop"))?;
         workers.push(worker);
     }
     let mut specs = Vec::new();

@@ -5,14 +5,14 @@
 //! workers' tables of routes are snapshots of the one here, sent in the order of the changes; a
 //! place is given out again only after the device has left.
 
-use crate::access::AccessList;
-use crate::attach::Name;
 use crate::device::control::{DeviceCommand, DevicePort, LanePorts, Notice, Reply};
 use crate::device::{Device, HostEnd};
 use crate::engine::messages::WorkerMessage;
 use crate::io::mailbox::Sender;
 use crate::io::numbers::Numbers;
-use crate::switch::{DeviceAddr, Routes};
+use crate::routing::access::AccessList;
+use crate::routing::name::Name;
+use crate::routing::{DeviceAddr, Routes};
 use std::collections::BTreeSet;
 use std::collections::HashMap;
 use std::ops::RangeInclusive;

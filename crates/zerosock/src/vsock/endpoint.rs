@@ -21,10 +21,11 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::attach::{self, Name};
+use crate::attach::{self};
 #[cfg(test)]
 use crate::driver::{self, Driver};
 use crate::io::deadline::deadline_in;
+use crate::routing::name::Name;
 
 /// A process that takes part as a guest without a virtual machine.
 ///

@@ -9,7 +9,7 @@ use zerosock_proto::vsock::{ConnectError as Denied, ListenError as Occupied, Ref
 use zerosock_proto::{Cid, Port};
 
 use super::engine::{RecvFault, SendFault};
-use crate::attach::Fault;
+use crate::fault::Fault;
 
 /// Why a connection did not come about.
 ///

@@ -23,12 +23,13 @@ use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::socket_file::{self, SocketFile, SocketKind};
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::access::AccessList;
 use crate::attach::directory::Directory;
-use crate::attach::{AttachConfig, Name, Process};
+use crate::attach::{AttachConfig, Process};
 use crate::daemon::{HostSide, StartError, VmConfig};
 use crate::device::control::{Fault, FaultCounts};
 use crate::engine::host::{HostConfig, HostEngine};
+use crate::routing::access::AccessList;
+use crate::routing::name::Name;
 
 /// A program that is CID 2 to VMs and to processes: what it receives it reads in their memory, and
 /// what it sends it writes there.

@@ -74,8 +74,8 @@ mod stream;
 pub mod tokio;
 mod waiting;
 
-pub use crate::attach::Fault;
 pub use crate::device::control::Fault as FrontendFault;
+pub use crate::fault::Fault;
 pub use datagram::{
     BindError, Datagram, DatagramDrops, DatagramError, DatagramHome, DatagramLease, DatagramLoan,
     DatagramStats, MAX_DATAGRAM,

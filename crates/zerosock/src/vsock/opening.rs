@@ -11,8 +11,9 @@ use zerosock_ring::Trust;
 use super::endpoint::Endpoint;
 use super::hub::Core;
 use super::waiting::Wait;
-use crate::attach::{self, AttachRequest, Attached, Client, Fault};
+use crate::attach::{self, AttachRequest, Attached, Client};
 use crate::driver::{self, Driver, DriverConfig};
+use crate::fault::Fault;
 
 /// Why there is no endpoint.
 ///

@@ -14,9 +14,7 @@ use zerosock_sys::account::Permit;
 use zerosock_sys::fd_passing;
 
 use super::super::HOST;
-use super::super::codec::{
-    Answer, AttachRequest, Name, ServiceRequest, Status, VERSION, encode_answer,
-};
+use super::super::codec::{Answer, AttachRequest, ServiceRequest, Status, VERSION, encode_answer};
 use super::super::directory::Process;
 use super::claims::Shown;
 use super::clients::has_hung_up;
@@ -24,7 +22,8 @@ use super::{Server, State, granted};
 use crate::device::HostEnd;
 use crate::device::control::{FrontendSocket, House, VmSpec};
 use crate::plane::roster::{Entry, Member as Device};
-use crate::switch::DeviceAddr;
+use crate::routing::DeviceAddr;
+use crate::routing::name::Name;
 use crate::vsock::socket_file::SocketFile;
 
 /// Descriptors of a member, beside those of its front-end and host sockets: its lease, both ends of its

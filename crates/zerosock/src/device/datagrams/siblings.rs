@@ -11,8 +11,9 @@ use zerosock_ring::Chain;
 
 use super::put::{NotPut, Source};
 use super::{Datagrams, Waiting};
+use crate::device::sibling_message::{Datagram, Message, Payload as Carried};
 use crate::device::{Context, Device};
-use crate::switch::{Datagram, DeviceAddr, Message, Payload as Carried};
+use crate::routing::DeviceAddr;
 
 /// Bytes that wait for a guest without buffers, overheads included; one datagram may overshoot.
 const WAITING: usize = 256 << 10;

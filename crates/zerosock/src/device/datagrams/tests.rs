@@ -11,7 +11,8 @@ use zerosock_ring::{
 
 use super::*;
 use crate::device::ready_tests::Lab;
-use crate::switch::{Datagram, DeviceAddr, Message, Payload};
+use crate::device::sibling_message::{Datagram, Message, Payload};
+use crate::routing::DeviceAddr;
 
 const SOURCE: DeviceAddr = DeviceAddr { worker: 0, vm: 8 };
 const FROM: Address = Address::new(Cid::new(4), Port::new(1));

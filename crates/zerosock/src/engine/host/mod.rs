@@ -24,12 +24,12 @@ use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
 use zerosock_proto::{Address, Instant, Port};
 
 use super::worker::Worker;
-use crate::attach::Fault;
 use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
+use crate::fault::Fault;
 use crate::plane::Plane;
-use crate::switch::DeviceAddr;
+use crate::routing::DeviceAddr;
 use crate::vsock::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 use crate::vsock::errors::EndpointOver;
 use crate::vsock::leases::Leases;

@@ -6,16 +6,16 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 
 use super::HostEngine;
-use crate::access::AccessList;
 use crate::attach::AttachConfig;
 use crate::attach::directory::Directory;
 use crate::device::Limits;
 use crate::device::control::FaultCounts;
+use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::program::App;
 use crate::plane::config::{StartError, VmConfig, system};
 use crate::plane::shares::MemoryLimits;
 use crate::plane::{self, Setup};
-use crate::relay::hybrid::OkConvention;
+use crate::routing::access::AccessList;
 use crate::vsock::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;
 

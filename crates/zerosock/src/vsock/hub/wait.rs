@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::waiters::{Interest, Who};
 use super::{Core, Locked, State, me};
-use crate::attach::Fault as Blame;
+use crate::fault::Fault as Blame;
 use crate::io::deadline::earlier;
 use crate::io::deadline::timespec;
 use crate::vsock::engine::Engine;

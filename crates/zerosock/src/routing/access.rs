@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use zerosock_proto::{Cid, Port};
 
-use crate::attach::Name;
+use crate::routing::name::Name;
 
 /// Endpoints that a rule is about.
 #[derive(Clone, Debug, Eq, PartialEq)]

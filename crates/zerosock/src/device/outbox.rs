@@ -1,0 +1,48 @@
+//! Messages of a worker's devices that are on their way to sibling devices.
+
+use super::sibling_message::Message;
+use crate::routing::DeviceAddr;
+use std::collections::VecDeque;
+
+/// Queues that devices append to and their worker empties: messages to devices of the same worker,
+/// and those to devices of others.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    worker: u32,
+    local: VecDeque<(u32, Message)>,
+    remote: VecDeque<(DeviceAddr, Message)>,
+}
+
+impl Outbox {
+    /// The outbox of the worker with this number.
+    pub(crate) fn new(worker: u32) -> Outbox {
+        Outbox {
+            worker,
+            local: VecDeque::new(),
+            remote: VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn send(&mut self, to: DeviceAddr, message: Message) {
+        if to.worker == self.worker {
+            self.local.push_back((to.vm, message));
+        } else {
+            self.remote.push_back((to, message));
+        }
+    }
+
+    /// The next message to a device of the same worker: its number there, and the message.
+    pub(crate) fn pop_local(&mut self) -> Option<(u32, Message)> {
+        self.local.pop_front()
+    }
+
+    /// The next message to a device of another worker.
+    pub(crate) fn pop_remote(&mut self) -> Option<(DeviceAddr, Message)> {
+        self.remote.pop_front()
+    }
+
+    /// Nothing is on its way.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.local.is_empty() && self.remote.is_empty()
+    }
+}

@@ -54,6 +54,7 @@ mod io;
 mod plane;
 mod routing;
 mod stats;
+mod table;
 pub mod vsock;
 pub mod zc;
 

@@ -21,9 +21,9 @@ use super::join::{AppEnd, End, Join};
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::vsock::engine::{CreditInfo, SendFault};
-use crate::vsock::gathered::unsent;
-use crate::vsock::sockets::{Ends, Held, News, Sockets, StreamId, StreamState};
+use crate::table::engine::{CreditInfo, SendFault};
+use crate::table::gathered::unsent;
+use crate::table::sockets::{Ends, Held, News, Sockets, StreamId, StreamState};
 
 impl Device {
     /// Whether there is something that a turn would take in. Reads what the guest writes only if

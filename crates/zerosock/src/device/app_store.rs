@@ -12,7 +12,7 @@ use zerosock_ring::{Memory, Piece};
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::vsock::sockets::{Store, Waiters};
+use crate::table::sockets::{Store, Waiters};
 
 /// No pool yet.
 pub(super) const NONE: u32 = u32::MAX;

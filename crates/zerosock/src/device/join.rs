@@ -12,7 +12,7 @@ use super::outbound::{Held, Outbound, Spare, Spares};
 
 use crate::device::host_sockets::HostSocket;
 use crate::device::sibling_message::Peer;
-use crate::vsock::sockets::StreamId;
+use crate::table::sockets::StreamId;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;

@@ -26,9 +26,9 @@ use super::join::End;
 use super::program::App;
 use super::ring::Ring;
 use super::{Context, Device};
-use crate::vsock::datagram::engine::DatagramFault;
-use crate::vsock::engine::{LoanParts, SendFault};
-use crate::vsock::sockets::{Copied, PIECES, Place, StreamId};
+use crate::table::datagrams::DatagramFault;
+use crate::table::engine::{LoanParts, SendFault};
+use crate::table::sockets::{Copied, PIECES, Place, StreamId};
 
 /// No loan.
 const NONE: u32 = u32::MAX;
@@ -363,7 +363,7 @@ impl Device {
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()
     }
 
-    /// See [`Engine::send_loan`](crate::vsock::engine::Engine::send_loan). One whose buffer was
+    /// See [`Engine::send_loan`](crate::table::engine::Engine::send_loan). One whose buffer was
     /// taken back is sent from where its holder has what was in it.
     pub(crate) fn app_send_loan(
         &mut self,

@@ -16,10 +16,10 @@ use super::app::send_fault;
 use super::events::emit;
 use super::lending::{Credit, Loan, LoanOf, lend_chain};
 use super::{Context, Device};
-use crate::vsock::engine::{LoanParts, LoanedPart, SendFault};
-use crate::vsock::leases::NONE;
-use crate::vsock::outgoing::{Outgoing, end};
-use crate::vsock::sockets::StreamId;
+use crate::table::engine::{LoanParts, LoanedPart, SendFault};
+use crate::table::leases::NONE;
+use crate::table::outgoing::{Outgoing, end};
+use crate::table::sockets::StreamId;
 
 /// Bytes of payload that a chain takes.
 fn room_of(chain: &Chain) -> u32 {
@@ -27,7 +27,7 @@ fn room_of(chain: &Chain) -> u32 {
 }
 
 impl Device {
-    /// See [`Engine::loan_message`](crate::vsock::engine::Engine::loan_message).
+    /// See [`Engine::loan_message`](crate::table::engine::Engine::loan_message).
     pub(crate) fn app_loan_message(
         &mut self,
         id: StreamId,
@@ -138,7 +138,7 @@ impl Device {
         }
     }
 
-    /// See [`Engine::send_message_loan`](crate::vsock::engine::Engine::send_message_loan).
+    /// See [`Engine::send_message_loan`](crate::table::engine::Engine::send_message_loan).
     pub(crate) fn app_send_message_loan(
         &mut self,
         id: StreamId,

@@ -22,7 +22,7 @@ use super::to_guest::Fill;
 use super::{Context, Device, TURN_BYTES};
 use crate::device::host_sockets::hybrid::{self, Ahead};
 use crate::fallible;
-use crate::vsock::outgoing::{Outgoing, end};
+use crate::table::outgoing::{Outgoing, end};
 
 /// Messages of a connection in one turn.
 const BUDGET: usize = 64;

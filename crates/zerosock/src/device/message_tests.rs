@@ -6,7 +6,7 @@ use super::ready_tests::Lab;
 use super::*;
 use crate::device::host_sockets::HostSocket;
 use crate::device::sibling_message::{Message, Peer};
-use crate::vsock::sockets::Ends;
+use crate::table::sockets::Ends;
 use zerosock_proto::Address;
 use zerosock_proto::wire::vsock::{Op, Repr};
 

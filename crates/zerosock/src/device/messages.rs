@@ -27,9 +27,9 @@ use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::sibling_message::Message;
 use crate::driver::messages::ends;
-use crate::vsock::engine::SendFault;
-use crate::vsock::outgoing::{Outgoing, Slices, end};
-use crate::vsock::sockets::{Ends, StreamId};
+use crate::table::engine::SendFault;
+use crate::table::outgoing::{Outgoing, Slices, end};
+use crate::table::sockets::{Ends, StreamId};
 
 /// What a join has beside a stream's.
 #[derive(Debug, Default)]
@@ -367,7 +367,7 @@ impl Device {
     }
 
     /// Whether the program may send a message: see
-    /// [`Engine::is_writable`](crate::vsock::engine::Engine::is_writable).
+    /// [`Engine::is_writable`](crate::table::engine::Engine::is_writable).
     pub(crate) fn app_may_send(
         &mut self,
         id: StreamId,

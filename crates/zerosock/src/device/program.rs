@@ -15,9 +15,9 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Chain;
 
 use super::lending::Loan;
-use crate::vsock::inboxes::Inboxes;
-use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{News, Sockets, StreamId, StreamState};
+use crate::table::inboxes::Inboxes;
+use crate::table::leases::Leases;
+use crate::table::sockets::{News, Sockets, StreamId, StreamState};
 
 /// No loan.
 const NONE: u32 = u32::MAX;

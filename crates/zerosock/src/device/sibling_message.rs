@@ -11,7 +11,7 @@ use super::host::Caller;
 use super::lanes::Arrival;
 use super::outbound::Held;
 use crate::routing::DeviceAddr;
-use crate::vsock::sockets::Ends;
+use crate::table::sockets::Ends;
 use std::sync::Arc;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::wire::vsock::{Repr, SocketType};

@@ -7,7 +7,7 @@ use zerosock_proto::{Address, Port};
 
 use super::Driver;
 use super::bare::{Peer, connect, pairs};
-use crate::vsock::engine::Engine;
+use crate::table::engine::Engine;
 
 /// A driver with `count` queue pairs of 32 slots each way.
 fn driver(count: u16) -> (Driver, Peer) {

@@ -14,7 +14,7 @@ use zerosock_ring::{Chain, DeviceQueue, Memory, QueueConfig};
 
 use super::link::Link;
 use super::{Driver, DriverConfig, Frontend, StreamId, StreamState};
-use crate::vsock::engine::Engine;
+use crate::table::engine::Engine;
 
 /// Our CID.
 pub(super) const CID: Cid = Cid::new(3);

@@ -11,7 +11,7 @@ use super::errors::DriverError;
 use super::events::DriverEvent;
 use super::lanes::LaneId;
 use super::{Driver, Listener};
-use crate::vsock::sockets::{News, StreamId, StreamState};
+use crate::table::sockets::{News, StreamId, StreamState};
 
 impl Driver {
     /// Begins to connect to `peer`. [`DriverEvent::Connected`] or

@@ -13,16 +13,16 @@ use zerosock_proto::{Address, Port};
 use super::lanes::{Lane, LaneId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::fault::Fault;
-use crate::vsock::datagram::engine::DatagramEngine;
-use crate::vsock::engine::{
+use crate::table::datagrams::DatagramEngine;
+use crate::table::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
     SendFault, ShowBounds, Stirred, copy_shown,
 };
-use crate::vsock::errors::EndpointOver;
-use crate::vsock::gathered::unsent;
-use crate::vsock::leases::Leases;
-use crate::vsock::outgoing::Outgoing;
-use crate::vsock::sockets::{Copied, LeaseParts, Message, News, NoLease};
+use crate::table::gathered::unsent;
+use crate::table::leases::Leases;
+use crate::table::outgoing::Outgoing;
+use crate::table::over::EndpointOver;
+use crate::table::sockets::{Copied, LeaseParts, Message, News, NoLease};
 
 impl Driver {
     /// Who opened the endpoint has declared whether the peer writes what is on lease.

@@ -5,7 +5,7 @@
 
 use zerosock_proto::vsock::FlowId;
 
-use crate::vsock::sockets::StreamId;
+use crate::table::sockets::StreamId;
 
 /// By the flow's place, which is small and reused.
 #[derive(Debug, Default)]

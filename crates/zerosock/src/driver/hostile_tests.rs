@@ -9,7 +9,7 @@ use zerosock_ring::DeviceQueue;
 
 use super::bare::{Peer, SERVER, connect, pair};
 use crate::fault::Fault;
-use crate::vsock::engine::Engine;
+use crate::table::engine::Engine;
 use crate::vsock::{Endpoint, EndpointOver, Stream};
 use zerosock_proto::vsock::pairs::{RX_QUEUE, TX_QUEUE};
 

@@ -15,8 +15,8 @@ use super::errors::DriverError;
 use super::lanes::{LaneId, RxSlot};
 use super::messages::ends;
 use crate::header;
-use crate::vsock::engine::{Payload, ShowBounds};
-use crate::vsock::sockets::{Ends, Held, News, Store, StreamId, StreamState};
+use crate::table::engine::{Payload, ShowBounds};
+use crate::table::sockets::{Ends, Held, News, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
 const TURN_BUDGET: u16 = 256;

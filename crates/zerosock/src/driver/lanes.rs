@@ -16,9 +16,9 @@ use super::arena::PairSlots;
 use super::flows::Flows;
 use super::queues::{RxQueue, TxQueue};
 use crate::header;
-use crate::vsock::gathered::Gathered;
-use crate::vsock::outgoing::Outgoing;
-use crate::vsock::sockets::Waiters;
+use crate::table::gathered::Gathered;
+use crate::table::outgoing::Outgoing;
+use crate::table::sockets::Waiters;
 
 /// Names a lane of a driver's.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

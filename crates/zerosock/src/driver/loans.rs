@@ -11,8 +11,8 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::lanes::LaneId;
 use super::transfer::Loan;
-use crate::vsock::engine::{LoanParts, SendFault};
-use crate::vsock::sockets::{Place, StreamId};
+use crate::table::engine::{LoanParts, SendFault};
+use crate::table::sockets::{Place, StreamId};
 
 /// What is out, and how much of it.
 #[derive(Debug)]
@@ -143,7 +143,7 @@ impl Loans {
 }
 
 impl Driver {
-    /// See [`Engine::loan`](crate::vsock::engine::Engine::loan).
+    /// See [`Engine::loan`](crate::table::engine::Engine::loan).
     pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
         let (lane, flow) = self.sendable(stream).map_err(fault)?;
         let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
@@ -190,7 +190,7 @@ impl Driver {
         }
     }
 
-    /// See [`Engine::send_loan`](crate::vsock::engine::Engine::send_loan).
+    /// See [`Engine::send_loan`](crate::table::engine::Engine::send_loan).
     pub(super) fn send_lent(
         &mut self,
         index: u32,

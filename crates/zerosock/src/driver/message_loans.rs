@@ -10,13 +10,13 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::lanes::LaneId;
 use super::loans::{Part, fault};
-use crate::vsock::engine::{LoanParts, LoanedPart, SendFault};
-use crate::vsock::leases::NONE;
-use crate::vsock::outgoing::{Outgoing, end};
-use crate::vsock::sockets::StreamId;
+use crate::table::engine::{LoanParts, LoanedPart, SendFault};
+use crate::table::leases::NONE;
+use crate::table::outgoing::{Outgoing, end};
+use crate::table::sockets::StreamId;
 
 impl Driver {
-    /// See [`Engine::loan_message`](crate::vsock::engine::Engine::loan_message).
+    /// See [`Engine::loan_message`](crate::table::engine::Engine::loan_message).
     pub(super) fn lend_message(
         &mut self,
         stream: StreamId,
@@ -97,7 +97,7 @@ impl Driver {
         }
     }
 
-    /// See [`Engine::send_message_loan`](crate::vsock::engine::Engine::send_message_loan).
+    /// See [`Engine::send_message_loan`](crate::table::engine::Engine::send_message_loan).
     pub(super) fn send_lent_message(
         &mut self,
         stream: StreamId,

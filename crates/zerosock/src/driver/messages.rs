@@ -12,8 +12,8 @@ use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::lanes::LaneId;
 use super::transfer::refused;
-use crate::vsock::outgoing::{Outgoing, Slices, end};
-use crate::vsock::sockets::{Ends, StreamId};
+use crate::table::outgoing::{Outgoing, Slices, end};
+use crate::table::sockets::{Ends, StreamId};
 
 /// What ends with a packet that has these flags.
 pub(crate) fn ends(flags: u32) -> Ends {
@@ -43,7 +43,7 @@ impl Driver {
         result.map_err(refused)
     }
 
-    /// See [`Engine::send_message`](crate::vsock::engine::Engine::send_message).
+    /// See [`Engine::send_message`](crate::table::engine::Engine::send_message).
     pub(super) fn put_message(
         &mut self,
         stream: StreamId,

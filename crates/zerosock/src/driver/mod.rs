@@ -73,7 +73,7 @@ use std::time;
 use zerosock_proto::Instant;
 use zerosock_proto::wire::vsock::{Repr, SocketType};
 
-pub use crate::vsock::sockets::{StreamId, StreamState};
+pub use crate::table::sockets::{StreamId, StreamState};
 pub use arena::ArenaError;
 pub use config::{ConfigError, DriverConfig};
 pub use errors::{DriverError, RecvError, SendError, WaitError};
@@ -86,7 +86,7 @@ pub use zerosock_proto::vsock::How;
 pub use zerosock_proto::{Address, Cid, Port};
 
 use crate::io::deadline::earlier;
-use crate::vsock::sockets::Sockets;
+use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
 use lanes::{Lane, LaneId, RxSlot};
 use link::{Doorbells, EVENT, Link};

@@ -10,7 +10,7 @@ use zerosock_proto::{Address, Port};
 use super::lanes::LaneId;
 use super::{Driver, StreamId};
 use crate::device::placing::SPARE_PORTS;
-use crate::vsock::sockets::News;
+use crate::table::sockets::News;
 
 impl Driver {
     /// Queue pairs that are used.

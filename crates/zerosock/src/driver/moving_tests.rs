@@ -8,7 +8,7 @@ use zerosock_proto::{Address, Port};
 
 use super::bare::{Peer, SERVER, pairs};
 use super::{Driver, StreamId, StreamState};
-use crate::vsock::engine::{Engine, RecvFault};
+use crate::table::engine::{Engine, RecvFault};
 
 /// Three queue pairs, and a connection at the first.
 fn connected() -> (Driver, Peer, StreamId) {

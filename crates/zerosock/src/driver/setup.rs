@@ -19,8 +19,8 @@ use super::queues::{EventQueue, RxQueue, TxQueue};
 use super::store::Buffers;
 use super::watch::Watch;
 use super::{Driver, DriverConfig, DriverStats, FrontendError, HOLD, MOST_COPIED};
-use crate::vsock::leases::Leases;
-use crate::vsock::sockets::Sockets;
+use crate::table::leases::Leases;
+use crate::table::sockets::Sockets;
 
 impl Driver {
     /// Makes the memory, connects to the device at `config.socket`, negotiates

@@ -12,7 +12,7 @@ use zerosock_ring::{AddError, Memory, Piece};
 
 use super::arena::Arena;
 use super::lanes::{LaneId, Lanes, RxSlot};
-use crate::vsock::sockets::Store;
+use crate::table::sockets::Store;
 
 /// See the module. Apart from the connections, because they call it while they change.
 #[derive(Debug)]

@@ -9,8 +9,8 @@ use zerosock_proto::wire::vsock::{Op, SocketType};
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
-use crate::vsock::engine::{Engine, RecvFault, SendFault, Stirred};
-use crate::vsock::sockets::Place;
+use crate::table::engine::{Engine, RecvFault, SendFault, Stirred};
+use crate::table::sockets::Place;
 
 /// 32 slots each way.
 fn small() -> (Driver, Peer, StreamId) {

@@ -5,7 +5,7 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
-use crate::vsock::engine::{Engine, Stirred};
+use crate::table::engine::{Engine, Stirred};
 
 /// Packets that a turn takes in.
 const TURN: u64 = 256;

@@ -21,15 +21,15 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_ring::Trust;
 
 use super::endpoint::outcome;
-use super::engine::{ConnInfo, Engine, RecvFault, SendFault};
 use super::errors::{StreamError, of_recv, of_send};
 use super::hub::{Core, Interest, Manner, Patience};
 use super::options::Options;
 use super::seqpacket::SeqPacket;
 use super::socket::Bound;
-use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
 use super::waiting::Wait;
+use crate::table::engine::{ConnInfo, Engine, RecvFault, SendFault};
+use crate::table::sockets::{StreamId, StreamState};
 
 /// A kind of connected socket.
 pub(super) trait Connected: Sized {

@@ -13,12 +13,10 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::connection::{Connected, Connection};
-use super::engine::{ConnInfo, EndpointStats};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
 use super::hub::{Core, Interest, Manner, Patience, WaitFault};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
-use super::sockets::StreamState;
 use super::stream::Stream;
 use super::waiting::Wait;
 use crate::attach::{self};
@@ -26,6 +24,8 @@ use crate::attach::{self};
 use crate::driver::{self, Driver};
 use crate::io::deadline::deadline_in;
 use crate::routing::name::Name;
+use crate::table::engine::{ConnInfo, EndpointStats};
+use crate::table::sockets::StreamState;
 
 /// A process that takes part as a guest without a virtual machine.
 ///

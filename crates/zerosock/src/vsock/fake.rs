@@ -12,14 +12,14 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Cid, Port};
 
 use super::Fault;
-use super::engine::{
+use super::hub::Core;
+use crate::table::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
     SendFault, Stirred,
 };
-use super::errors::EndpointOver;
-use super::hub::Core;
-use super::leases::Leases;
-use super::sockets::{Copied, LeaseParts, Message, StreamId, StreamState};
+use crate::table::leases::Leases;
+use crate::table::over::EndpointOver;
+use crate::table::sockets::{Copied, LeaseParts, Message, StreamId, StreamState};
 
 /// What has happened to an engine, and what it is to find.
 #[derive(Debug, Default)]

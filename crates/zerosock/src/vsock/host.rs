@@ -16,7 +16,6 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_ring::Trust;
 
 use super::endpoint::{begin_connect, connect, listen, turn};
-use super::engine::EndpointStats;
 use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
@@ -30,6 +29,7 @@ use crate::device::control::{Fault, FaultCounts};
 use crate::engine::host::{HostConfig, HostEngine};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
+use crate::table::engine::EndpointStats;
 
 /// A program that is CID 2 to VMs and to processes: what it receives it reads in their memory, and
 /// what it sends it writes there.

@@ -23,8 +23,8 @@ use zerosock_ring::{SliceBuf, Trust};
 use self::shared::Shared;
 use super::errors::StreamError;
 use super::hub::Core;
-use super::leases::{Entered, NONE};
-use super::sockets::{Copied, LeaseParts, PIECES, Place};
+use crate::table::leases::{Entered, NONE};
+use crate::table::sockets::{Copied, LeaseParts, PIECES, Place};
 use crate::zc::{Buf, Mapped};
 
 /// The right to read the bytes of one received packet where they lie. Dropping it gives the buffer

@@ -36,39 +36,31 @@
 //! `service`: an endpoint that is the host.
 //! `socket`: one before it is a connection or a listener, with `options` for what it may be told.
 //! `connection`: what all connected sockets have; `stream`, `seqpacket`, `listener`, `lease`, `loan`,
-//! `message`, and `outgoing` for what of a message has not left:
-//! what the user has in hand; `poller` and `tokio` wait for many of them, `waiting` says how;
-//! `errors`: what goes wrong, and by whose fault. `hub`: the lock, who drives and who sleeps.
-//! `engine`: what the hub drives. `sockets`: the table of connections that both engines share, with
-//! the bounds on what is held. `leases`: the words that holders share with it. `rxmap`: the
-//! interface of memory-mapped receive.
+//! `message`: what the user has in hand; `poller` and `tokio` wait for many of them, `waiting` says how;
+//! `errors`: what goes wrong, and which side is at fault. `hub`: the lock, which caller drives the
+//! queues and which ones sleep. `rxmap`: the interface of memory-mapped receive. The table of
+//! connections beneath is the module `table`.
 
 mod connection;
 pub(crate) mod datagram;
 pub(crate) mod endpoint;
-pub(crate) mod engine;
 pub(crate) mod errors;
 #[cfg(test)]
 mod fake;
-pub(crate) mod gathered;
 mod host;
 pub(crate) mod hub;
-pub(crate) mod inboxes;
 mod lease;
-pub(crate) mod leases;
 mod listener;
 mod loan;
 mod message;
 mod opening;
 pub(crate) mod options;
-pub(crate) mod outgoing;
 mod poller;
 pub mod rxmap;
 mod seqpacket;
 mod service;
 mod socket;
 pub(crate) mod socket_file;
-pub(crate) mod sockets;
 mod stream;
 #[cfg(feature = "tokio")]
 pub mod tokio;
@@ -76,13 +68,15 @@ mod waiting;
 
 pub use crate::device::control::Fault as FrontendFault;
 pub use crate::fault::Fault;
+pub use crate::table::engine::EndpointStats;
+pub use crate::table::over::EndpointOver;
+pub use crate::table::sockets::StreamState;
 pub use datagram::{
     BindError, Datagram, DatagramDrops, DatagramError, DatagramHome, DatagramLease, DatagramLoan,
     DatagramStats, MAX_DATAGRAM,
 };
 pub use endpoint::Endpoint;
-pub use engine::EndpointStats;
-pub use errors::{ConnectError, EndpointOver, ListenError, StreamError};
+pub use errors::{ConnectError, ListenError, StreamError};
 pub use host::{Host, HostBuilder};
 pub use lease::{Lease, OwnedLease, Reading};
 pub use listener::{Incoming, Listener};
@@ -96,7 +90,6 @@ pub use seqpacket::{
     MessageLeases, MessageLoan, Received, SeqPacket, SeqPacketIncoming, SeqPacketListener,
 };
 pub use socket::Socket;
-pub use sockets::StreamState;
 pub use stream::{Batch, Stream};
 pub use waiting::Wait;
 pub use zerosock_ring::Trust;

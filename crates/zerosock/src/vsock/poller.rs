@@ -18,11 +18,11 @@ use super::datagram::Datagram;
 use super::hub::{Bell, Come, Core, Locked};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
-use super::sockets::{StreamId, StreamState};
 use super::stream::Stream;
 use super::waiting::{Learned, Wait};
 use crate::io::deadline::timespec;
 use crate::io::deadline::{deadline_in, earlier};
+use crate::table::sockets::{StreamId, StreamState};
 
 /// Looks at all endpoints between two looks at the clock and at descriptors, while spinning.
 const LOOKS: u32 = 32;

@@ -2,7 +2,7 @@
 //! to and from siblings.
 //!
 //! From the guest a packet branches off where it is not payload of a connection. For the program
-//! its chain is held, or copied, by the bounds of [`crate::vsock::inboxes`]; for a sibling it is
+//! its chain is held, or copied, by the bounds of [`crate::table::inboxes`]; for a sibling it is
 //! lent by one message, and the sibling's worker copies the payload into a posted buffer at once
 //! and gives the chain back, so that nobody holds it. What finds no buffer waits there in a copy,
 //! bounded, and its sources are told to stop.
@@ -33,7 +33,7 @@ use crate::device::program::HostToken;
 use crate::device::ring::Ring;
 use crate::device::{Context, Device};
 use crate::io::deadline::earlier;
-use crate::vsock::sockets::{Ends, Held};
+use crate::table::sockets::{Ends, Held};
 pub(crate) use put::NotPut;
 pub(crate) use siblings::returned;
 

@@ -11,8 +11,8 @@ use zerosock_proto::{Address, Cid, Port};
 
 use crate::driver::bare::{CID, Peer, connect, pair};
 use crate::driver::{Driver, StreamId};
-use crate::vsock::datagram::engine::DatagramEngine;
-use crate::vsock::engine::Engine;
+use crate::table::datagrams::DatagramEngine;
+use crate::table::engine::Engine;
 
 const PORT: Port = Port::new(514);
 const LIMITS: DatagramLimits = DatagramLimits {

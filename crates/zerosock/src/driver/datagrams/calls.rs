@@ -9,10 +9,10 @@ use super::LANE;
 use super::Lent;
 use crate::driver::Driver;
 use crate::driver::lanes::RxSlot;
-use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
-use crate::vsock::engine::{LoanParts, Payload, RecvFault};
-use crate::vsock::inboxes::{Got, GotLease};
-use crate::vsock::sockets::Place;
+use crate::table::datagrams::{DatagramEngine, DatagramFault};
+use crate::table::engine::{LoanParts, Payload, RecvFault};
+use crate::table::inboxes::{Got, GotLease};
+use crate::table::sockets::Place;
 
 impl DatagramEngine for Driver {
     fn bind(

@@ -24,10 +24,10 @@ use crate::driver::Driver;
 use crate::driver::errors::DriverError;
 use crate::driver::lanes::{LaneId, RxSlot};
 use crate::io::deadline::earlier;
-use crate::vsock::datagram::engine::DatagramFault;
-use crate::vsock::engine::Payload;
-use crate::vsock::inboxes::Inboxes;
-use crate::vsock::sockets::{Ends, Held, Store};
+use crate::table::datagrams::DatagramFault;
+use crate::table::engine::Payload;
+use crate::table::inboxes::Inboxes;
+use crate::table::sockets::{Ends, Held, Store};
 
 /// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
 /// reader leaves in the queue he will have in place.

@@ -6,8 +6,8 @@ use zerosock_proto::{Address, Cid, Port};
 use super::LANE;
 use crate::driver::Driver;
 use crate::driver::bare::{Peer, pair};
-use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
-use crate::vsock::engine::Engine;
+use crate::table::datagrams::{DatagramEngine, DatagramFault};
+use crate::table::engine::Engine;
 
 const TO: Address = Address::new(Cid::HOST, Port::new(9));
 

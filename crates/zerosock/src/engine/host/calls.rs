@@ -16,14 +16,14 @@ use crate::device::lending::LoanOf;
 use crate::device::program::App;
 use crate::engine::worker::Worker;
 use crate::io::deadline::earlier;
-use crate::vsock::datagram::engine::DatagramEngine;
-use crate::vsock::engine::{
+use crate::table::datagrams::DatagramEngine;
+use crate::table::engine::{
     Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
     SendFault, ShowBounds, Stirred,
 };
-use crate::vsock::errors::EndpointOver;
-use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Copied, LeaseParts, Message, News, NoLease, Sockets, StreamId};
+use crate::table::leases::Leases;
+use crate::table::over::EndpointOver;
+use crate::table::sockets::{Copied, LeaseParts, Message, News, NoLease, Sockets, StreamId};
 
 impl Engine for HostEngine {
     fn words(&self) -> Arc<Leases> {

@@ -12,10 +12,10 @@ use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
 use crate::device::program::{App, HostToken};
 use crate::engine::worker::Worker;
-use crate::vsock::datagram::engine::{DatagramEngine, DatagramFault};
-use crate::vsock::engine::{LoanParts, Payload, RecvFault};
-use crate::vsock::inboxes::{Got, GotLease, Inboxes};
-use crate::vsock::sockets::Sockets;
+use crate::table::datagrams::{DatagramEngine, DatagramFault};
+use crate::table::engine::{LoanParts, Payload, RecvFault};
+use crate::table::inboxes::{Got, GotLease, Inboxes};
+use crate::table::sockets::Sockets;
 
 impl HostEngine {
     /// Acts on what the sockets have received.

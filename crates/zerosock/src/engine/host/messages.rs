@@ -4,8 +4,8 @@ use std::io::IoSlice;
 
 use super::HostEngine;
 use crate::device::lending::LoanOf;
-use crate::vsock::engine::{LoanParts, LoanedPart, RecvFault, SendFault};
-use crate::vsock::sockets::{LeaseParts, Message, NoLease, StreamId};
+use crate::table::engine::{LoanParts, LoanedPart, RecvFault, SendFault};
+use crate::table::sockets::{LeaseParts, Message, NoLease, StreamId};
 
 impl HostEngine {
     pub(super) fn read_message(

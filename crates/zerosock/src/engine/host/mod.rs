@@ -30,10 +30,10 @@ use crate::device::program::{App, HostToken};
 use crate::fault::Fault;
 use crate::plane::Plane;
 use crate::routing::DeviceAddr;
-use crate::vsock::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
-use crate::vsock::errors::EndpointOver;
-use crate::vsock::leases::Leases;
-use crate::vsock::sockets::{Sockets, StreamId, StreamState};
+use crate::table::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
+use crate::table::leases::Leases;
+use crate::table::over::EndpointOver;
+use crate::table::sockets::{Sockets, StreamId, StreamState};
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 

@@ -16,7 +16,7 @@ use crate::plane::config::{StartError, VmConfig, system};
 use crate::plane::shares::MemoryLimits;
 use crate::plane::{self, Setup};
 use crate::routing::access::AccessList;
-use crate::vsock::leases::Leases;
+use crate::table::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;
 
 /// Host programs of one VM that may be connected without having said CONNECT, and ended

@@ -9,7 +9,7 @@ use zerosock_ring::{Memory, Piece};
 use crate::device::Device;
 use crate::device::program::HostToken;
 use crate::io::numbers::Table;
-use crate::vsock::sockets::Store;
+use crate::table::sockets::Store;
 
 /// See the module.
 pub(super) struct AllStores<'a> {

@@ -15,12 +15,12 @@ use super::{Connection, encode_timeout};
 use zerosock_proto::vsock::MoveError;
 
 use crate::io::deadline::{deadline_in, earlier};
-use crate::vsock::engine::Engine;
+use crate::table::engine::Engine;
+use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::{Ending, Interest, Manner, Patience, WaitFault};
 use crate::vsock::options::{Options, timeout};
 use crate::vsock::socket::Bound;
-use crate::vsock::sockets::{StreamId, StreamState};
 use crate::vsock::waiting::Wait;
 
 /// After which time an end that lingers asks its peer again how much it has taken, at first.

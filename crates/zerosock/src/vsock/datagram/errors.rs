@@ -5,7 +5,7 @@ use std::io::{Error, ErrorKind};
 use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram;
 
-use super::engine::DatagramFault;
+use crate::table::datagrams::DatagramFault;
 
 /// Why a datagram is not sent, and will not be by waiting. Inside the [`std::io::Error`].
 ///

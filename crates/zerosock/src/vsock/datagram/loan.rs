@@ -5,13 +5,13 @@ use std::io::{self, Write};
 
 use zerosock_proto::Address;
 
-use super::engine::DatagramFault;
 use super::{Datagram, DatagramError};
-use crate::vsock::engine::{Engine, LoanParts};
+use crate::table::datagrams::DatagramFault;
+use crate::table::engine::{Engine, LoanParts};
+use crate::table::leases::Entered;
+use crate::table::sockets::Place;
 use crate::vsock::hub::Interest;
-use crate::vsock::leases::Entered;
 use crate::vsock::loan::ZEROS;
-use crate::vsock::sockets::Place;
 
 /// The right to write a datagram where its receiver's side will read it. It is sent with
 /// [`send`](Self::send); dropped, it goes back unsent. Beyond the bounds on loans, or for a datagram

@@ -1,14 +1,12 @@
 //! Datagrams as their user has them (docs/datagrams.md).
 //!
 //! Two ways lead in and out, as with streams: by copying, as in `std::net`, and in place
-//! ([`Datagram::recv_lease`], [`Datagram::loan`]). `engine` is what the sockets ask of either half
-//! of the queues; `batch` moves many with one call, `lease` and `loan` are in place.
+//! ([`Datagram::recv_lease`], [`Datagram::loan`]). `batch` moves many with one call, `lease` and `loan` are in place.
 //!
 //! What must hold: a call that says that it would block has armed the endpoint's descriptor; a
 //! datagram is received whole or cut, and never in two.
 
 mod batch;
-pub(crate) mod engine;
 mod errors;
 mod lease;
 mod loan;
@@ -25,12 +23,12 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::connection::{Blocking, decode, encode, encode_timeout};
 use super::endpoint::Endpoint;
-use super::engine::{Engine, RecvFault};
 use super::errors::StreamError;
 use super::host::Host;
 use super::hub::{Core, Ending, Interest, Patience};
 use super::waiting::Wait;
-use engine::{DatagramEngine, DatagramFault};
+use crate::table::datagrams::{DatagramEngine, DatagramFault};
+use crate::table::engine::{Engine, RecvFault};
 pub use errors::{BindError, DatagramError};
 pub use lease::DatagramLease;
 pub use loan::DatagramLoan;

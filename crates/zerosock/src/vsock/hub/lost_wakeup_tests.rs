@@ -9,7 +9,7 @@ use zerosock_proto::Port;
 
 use super::wait::{Manner, Patience};
 use super::{Core, Interest};
-use crate::vsock::engine::Engine;
+use crate::table::engine::Engine;
 use crate::vsock::fake::core;
 use crate::vsock::waiting::Wait;
 
@@ -90,9 +90,9 @@ fn spinning_call_gives_back_what_others_drop() {
 #[cfg(feature = "tokio")]
 #[test]
 fn socket_of_a_task_that_a_drop_tells_is_closed() {
-    use crate::vsock::engine::Stirred;
+    use crate::table::engine::Stirred;
+    use crate::table::sockets::{StreamId, StreamState};
     use crate::vsock::fake::info;
-    use crate::vsock::sockets::{StreamId, StreamState};
     use crate::vsock::stream::Stream;
 
     struct Keeps(#[expect(dead_code, reason = "it is there to be dropped")] Stream);

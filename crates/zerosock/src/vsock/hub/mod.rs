@@ -37,13 +37,13 @@ use zerosock_proto::Port;
 use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_ring::Trust;
 
-use super::engine::Engine;
-use super::errors::EndpointOver;
-use super::leases::{Leases, NONE};
 use super::options::DEFAULT_BUFFER;
-use super::sockets::StreamId;
 use super::waiting::Learned;
 use crate::attach::Client;
+use crate::table::engine::Engine;
+use crate::table::leases::{Leases, NONE};
+use crate::table::over::EndpointOver;
+use crate::table::sockets::StreamId;
 pub(crate) use wait::{Manner, Patience, WaitFault};
 use waiters::Waiter;
 pub(crate) use waiters::{Alarm, Bell, Come, Interest, any_of};

@@ -9,10 +9,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
 use crate::io::deadline::timespec;
-use crate::vsock::engine::Stirred;
+use crate::table::engine::Stirred;
+use crate::table::sockets::StreamState;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
-use crate::vsock::sockets::StreamState;
 use crate::vsock::stream::Stream;
 use crate::vsock::waiting::Wait;
 

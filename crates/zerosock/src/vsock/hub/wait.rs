@@ -16,8 +16,8 @@ use super::{Core, Locked, State, me};
 use crate::fault::Fault as Blame;
 use crate::io::deadline::earlier;
 use crate::io::deadline::timespec;
-use crate::vsock::engine::Engine;
-use crate::vsock::errors::EndpointOver;
+use crate::table::engine::Engine;
+use crate::table::over::EndpointOver;
 use crate::vsock::waiting::Wait;
 
 /// Looks between two looks at the clock, while spinning.

@@ -23,8 +23,8 @@ use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
 use crate::io::deadline::timespec;
-use crate::vsock::engine::Stirred;
-use crate::vsock::sockets::StreamId;
+use crate::table::engine::Stirred;
+use crate::table::sockets::StreamId;
 
 /// The shortest time that a timer can be set to.
 const TICK: Duration = Duration::from_nanos(1);

@@ -1,7 +1,7 @@
 //! A lease as the owner of `Bytes`: read by whoever has a clone of them, on whatever thread.
 
 use super::{OwnedLease, Reading};
-use crate::vsock::sockets::{Copied, Place};
+use crate::table::sockets::{Copied, Place};
 
 /// An owned lease whose bytes stay where they are: what `Bytes` are made of.
 pub(super) struct Shared {

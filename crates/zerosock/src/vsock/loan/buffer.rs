@@ -8,11 +8,11 @@ use std::sync::Arc;
 use zerosock_ring::{Claim, Piece, Trust};
 
 use super::{Filling, FillingPlace};
-use crate::vsock::engine::{Engine, LoanParts};
+use crate::table::engine::{Engine, LoanParts};
+use crate::table::leases::Entered;
+use crate::table::sockets::Place;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Core;
-use crate::vsock::leases::Entered;
-use crate::vsock::sockets::Place;
 
 /// See the module.
 #[derive(Debug)]

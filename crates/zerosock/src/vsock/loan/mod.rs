@@ -21,11 +21,11 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat};
 use zerosock_ring::{Claim, GuestSlice, SliceBuf};
 
-use super::engine::{Engine, LoanParts, SendFault};
 use super::errors::{StreamError, of_send};
 use super::hub::{Core, Interest};
-use super::sockets::{PIECES, Place};
 use super::stream::Stream;
+use crate::table::engine::{Engine, LoanParts, SendFault};
+use crate::table::sockets::{PIECES, Place};
 pub(in crate::vsock) use buffer::Buffer;
 use buffer::{Inside, parts};
 

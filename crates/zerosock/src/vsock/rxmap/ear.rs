@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use super::{CLOSED, DATA, EMPTY, RxMapError};
-use crate::vsock::engine::{Ahead, Engine};
+use crate::table::engine::{Ahead, Engine};
 use crate::vsock::stream::Stream;
 
 /// Looks between two looks at the clock: a timer of the engine may be due. The clock is no system

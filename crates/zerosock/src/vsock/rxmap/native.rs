@@ -14,9 +14,9 @@ use super::packet::{Held, Home, Mapped, RxPacket};
 use super::paged::reason;
 use super::pages::{Pages, capacity, pages_for};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
-use crate::vsock::engine::NextKind;
-use crate::vsock::leases::Entered;
-use crate::vsock::sockets::{LeaseParts, PIECES, Place};
+use crate::table::engine::NextKind;
+use crate::table::leases::Entered;
+use crate::table::sockets::{LeaseParts, PIECES, Place};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use zerosock_ring::{Memory, Piece, SliceBuf};
 
 use super::native::RxHeader;
-use crate::vsock::sockets::Copied;
+use crate::table::sockets::Copied;
 use crate::vsock::stream::Stream;
 
 /// What is behind a header.

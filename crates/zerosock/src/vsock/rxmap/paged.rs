@@ -17,7 +17,7 @@ use super::ear::{self, Ear};
 use super::errors::of_nothing;
 use super::pages::{Pages, capacity};
 use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
-use crate::vsock::engine::{Engine, RecvFault};
+use crate::table::engine::{Engine, RecvFault};
 use crate::vsock::stream::Stream;
 
 /// Bytes of a header.

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use zerosock_ring::Trust;
 
+use crate::table::sockets::LeaseParts;
 use crate::vsock::hub::Core;
 use crate::vsock::lease::Lease;
-use crate::vsock::sockets::LeaseParts;
 
 /// A received message where it lies, in order: a [`Lease`] for each packet that it came in. None for
 /// a message without a byte.

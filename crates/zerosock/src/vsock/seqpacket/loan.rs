@@ -7,10 +7,10 @@ use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Write};
 
 use super::SeqPacket;
-use crate::vsock::engine::{Engine, LoanParts, LoanedPart, SendFault};
+use crate::table::engine::{Engine, LoanParts, LoanedPart, SendFault};
+use crate::table::leases::NONE;
 use crate::vsock::errors::StreamError;
 use crate::vsock::hub::Interest;
-use crate::vsock::leases::NONE;
 use crate::vsock::loan::{Buffer, Filling, ZEROS, append_each};
 
 /// The right to write one message where the peer will read it: into as many of its buffers as it

@@ -22,10 +22,10 @@ use std::time::Duration;
 use zerosock_proto::Address;
 
 use super::connection::{Connection, option_calls};
-use super::engine::{ConnInfo, Engine};
 use super::hub::{Core, Interest};
-use super::sockets::{Message, StreamId, StreamState};
 use super::waiting::Wait;
+use crate::table::engine::{ConnInfo, Engine};
+use crate::table::sockets::{Message, StreamId, StreamState};
 pub use leases::MessageLeases;
 pub use listener::{SeqPacketIncoming, SeqPacketListener};
 pub use loan::MessageLoan;

@@ -7,9 +7,9 @@ use std::fmt;
 use std::io;
 
 use super::Stream;
-use crate::vsock::engine::{Engine, SendFault};
+use crate::table::engine::{Engine, SendFault};
+use crate::table::sockets::StreamId;
 use crate::vsock::hub::{Interest, Locked};
-use crate::vsock::sockets::StreamId;
 
 /// Many packets, sent together. The endpoint stays locked as long as this lives: other threads'
 /// calls wait for it, and this thread's panic. Leases, loans and sockets may be dropped.

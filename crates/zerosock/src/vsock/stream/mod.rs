@@ -22,13 +22,13 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use zerosock_proto::Address;
 
 use super::connection::Connection;
-use super::engine::{ConnInfo, Engine, RecvFault};
 use super::hub::{Core, Interest};
 use super::lease::Lease;
 use super::loan::Loan;
 use super::message::Message;
-use super::sockets::{StreamId, StreamState};
 use super::waiting::Wait;
+use crate::table::engine::{ConnInfo, Engine, RecvFault};
+use crate::table::sockets::{StreamId, StreamState};
 pub use batch::Batch;
 use buffered::Shown;
 

@@ -1,8 +1,8 @@
 //! Tasks that give up, with an engine that does what a script says.
 use super::*;
+use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};
 use crate::vsock::hub::Core;
-use crate::vsock::sockets::{StreamId, StreamState};
 use crate::vsock::waiting::Wait;
 
 const THERE: Address = Address::new(zerosock_proto::Cid::new(4), Port::new(1));

@@ -15,8 +15,8 @@ use zerosock_ring::{Memory, Piece, RegionConfig};
 use zerosock_sys::memfd;
 
 use super::*;
-use crate::vsock::engine::Payload;
-use crate::vsock::leases::Entered;
+use crate::table::engine::Payload;
+use crate::table::leases::Entered;
 
 const HOLD: Duration = Duration::from_millis(20);
 /// Bytes of a buffer.

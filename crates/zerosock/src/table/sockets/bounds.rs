@@ -12,7 +12,7 @@
 //!   copied at once, until it has caught up. Credit bounds those copies.
 //!
 //! A lease under a reader stays where it is, and keeps counting. Once it is due the pool notes it,
-//! and the last of its readers says when he has left ([`crate::vsock::leases`]): no timer goes on
+//! and the last of its readers says when he has left ([`crate::table::leases`]): no timer goes on
 //! for it.
 //!
 //! The copies have a bound of their own, for all connections of a pool together: credit bounds

@@ -1,6 +1,6 @@
 //! Received bytes out on lease: handed out, moved away under the holder, taken back.
 //!
-//! A lease's place in this table is the index of its word in [`Leases`](crate::vsock::leases). A
+//! A lease's place in this table is the index of its word in [`Leases`](crate::table::leases). A
 //! loan has a place here too, so that both come back by the same way, but what is lent with it is
 //! the engine's business.
 
@@ -12,7 +12,7 @@ use zerosock_ring::{Memory, Piece};
 use super::messages::cost;
 use super::parts::{Held, Part, copy_out};
 use super::{NONE, Sockets, Store, StreamId, StreamState};
-use crate::vsock::engine::{Ahead, Next, NextKind};
+use crate::table::engine::{Ahead, Next, NextKind};
 
 /// Pieces of one buffer that a lease in place can name; in more pieces it is copied.
 pub(crate) const PIECES: usize = 4;
@@ -223,7 +223,7 @@ impl<T> Sockets<T> {
     }
 
     /// A lease was dropped: its buffer goes back, and its sender gets credit. Or readers have left
-    /// leases that are overdue ([`Leases::look`](crate::vsock::leases::Leases::look)): those are
+    /// leases that are overdue ([`Leases::look`](crate::table::leases::Leases::look)): those are
     /// moved. False: `index` is neither, but perhaps a loan.
     pub(crate) fn give_back(&mut self, index: u32, store: &mut impl Store<Token = T>) -> bool {
         let Some(lent) = self.lent.get_mut(index as usize) else {

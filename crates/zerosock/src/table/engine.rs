@@ -1,4 +1,4 @@
-//! What a [`Core`](super::hub::Core) drives: the half of the queues that an endpoint has.
+//! What a [`Core`](crate::vsock::hub::Core) drives: the half of the queues that an endpoint has.
 //!
 //! Two things are engines: a [`Driver`](crate::driver::Driver) (a process as a guest) and a host's
 //! devices. Neither has a thread: every call here is made by a caller's thread that has the lock.
@@ -19,10 +19,10 @@ use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 use zerosock_ring::GuestSlice;
 
-use super::datagram::engine::DatagramEngine;
-use super::errors::EndpointOver;
 use super::leases::Leases;
 use super::sockets::{Copied, LeaseParts, Message, Place, StreamId, StreamState};
+use crate::table::datagrams::DatagramEngine;
+use crate::table::over::EndpointOver;
 
 /// Why there is nothing to read.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

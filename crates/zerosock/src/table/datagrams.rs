@@ -1,16 +1,16 @@
-//! What the datagram sockets of an endpoint ask of its [`Engine`](crate::vsock::engine::Engine).
+//! What the datagram sockets of an endpoint ask of its [`Engine`](crate::table::engine::Engine).
 //!
 //! What must hold: as there. No call sleeps, and what calls queue becomes visible with the next
 //! flush or turn. A send that is refused for now makes the engine name the socket
-//! ([`Stirred::Datagram`](crate::vsock::engine::Stirred)) when it is worth another try.
+//! ([`Stirred::Datagram`](crate::table::engine::Stirred)) when it is worth another try.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, Refusal,
 };
 use zerosock_proto::{Address, Port};
 
-use crate::vsock::engine::{LoanParts, Payload, RecvFault};
-use crate::vsock::inboxes::{Got, GotLease};
+use crate::table::engine::{LoanParts, Payload, RecvFault};
+use crate::table::inboxes::{Got, GotLease};
 
 /// Why a datagram is not sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

@@ -3,24 +3,24 @@
 //! This is what `zerosock serve` runs, and what a program embeds that wants the device in its own
 //! process. Nothing here is on the way of a packet.
 
-use crate::attach::{AttachConfig, Process};
-use crate::device::Limits;
-pub use crate::device::host_sockets::hybrid::OkConvention;
-use crate::engine::messages::WorkerMessage;
-use crate::engine::worker::Worker;
-use crate::io::mailbox::Sender;
-use crate::io::pulse::Pulse;
-use crate::plane::config::system;
-pub use crate::plane::config::{
+use crate::control::attach::{AttachConfig, Process};
+use crate::control::config::system;
+pub use crate::control::config::{
     HostSide, HybridMessages, Reload, ReloadError, StartError, VmConfig,
 };
-use crate::plane::shares::MemoryLimits;
-pub use crate::plane::shares::Shares;
-use crate::plane::{self, Plane, Setup};
+use crate::control::shares::MemoryLimits;
+pub use crate::control::shares::Shares;
+use crate::control::{self, Plane, Setup};
+use crate::device::Limits;
+pub use crate::device::host_sockets::hybrid::OkConvention;
+use crate::io::mailbox::Sender;
+use crate::io::pulse::Pulse;
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::stats::Counters;
 pub use crate::stats::Stats;
+use crate::worker::Worker;
+use crate::worker::messages::WorkerMessage;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -183,7 +183,7 @@ impl Daemon {
             linger: config.linger,
             ok: config.ok,
         };
-        let prepared = plane::prepare(Setup {
+        let prepared = control::prepare(Setup {
             vms: config.vms,
             workers: config.workers,
             limits,

@@ -42,21 +42,22 @@
 //! are in ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
-pub mod attach;
+mod control;
 pub mod daemon;
 pub mod device;
 pub mod driver;
-mod engine;
 mod fallible;
 mod fault;
 mod header;
+mod host;
 mod io;
-mod plane;
 mod routing;
 mod stats;
 mod table;
 pub mod vsock;
+mod worker;
 pub mod zc;
 
+pub use control::attach;
 pub use routing::access;
 pub use zerosock_proto::{Address, Cid, Port};

@@ -4,7 +4,7 @@
 //! [`Sockets`]: what the guest sends is held there where the guest wrote it, and goes back when
 //! the program has read it; what the program sends is written straight into the buffers that the
 //! guest has posted. Here is what a device does for them; [`super::app_store`] has what is held,
-//! [`super::lending`] the loans, and [`crate::engine::host`] what the program calls.
+//! [`super::lending`] the loans, and [`crate::host`] what the program calls.
 //!
 //! What must hold: a chain that is held is of the queue that runs now, because every way to stop
 //! it recalls them first; the table and the join of a connection end together, whoever ends it; an

@@ -26,7 +26,6 @@ use super::sibling;
 use super::to_guest::{Fill, GATHER};
 use super::{Context, Device, TURN_BYTES};
 use crate::device::sibling_message::Message;
-use crate::driver::messages::ends;
 use crate::table::engine::SendFault;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
@@ -71,7 +70,7 @@ impl Device {
     ) {
         cx.time();
         self.moved += len as usize;
-        let ends = ends(flags);
+        let ends = Ends::from_flags(flags);
         let key = self.key_of(flow);
         let Some(tx) = self.tx.as_mut() else { return };
         let Some((key, join)) = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?))) else {

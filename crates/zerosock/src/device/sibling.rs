@@ -1,6 +1,6 @@
 //! Connections between two guests of this daemon, as one of the two devices sees them.
 //!
-//! See [`crate::switch`] for what is said and why. What must hold here: a chain that was lent
+//! See [`sibling_message`](super::sibling_message) for what is said and why. What must hold here: a chain that was lent
 //! comes back exactly once, whichever side ends first; bytes and ends keep their order.
 
 use super::join::{End, Inbound, Join, SiblingEnd, Waiting};

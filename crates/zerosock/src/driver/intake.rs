@@ -13,7 +13,6 @@ use super::Driver;
 use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
 use super::lanes::{LaneId, RxSlot};
-use super::messages::ends;
 use crate::header;
 use crate::table::engine::{Payload, ShowBounds};
 use crate::table::sockets::{Ends, Held, News, Store, StreamId, StreamState};
@@ -181,7 +180,7 @@ impl Driver {
             offset: 0,
             len,
             since: now,
-            ends: ends(flags),
+            ends: Ends::from_flags(flags),
         };
         match self.flow(slot.lane, flow) {
             Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),

@@ -6,23 +6,13 @@
 use std::io::IoSlice;
 
 use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom, ReserveError};
-use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
 use super::lanes::LaneId;
 use super::transfer::refused;
 use crate::table::outgoing::{Outgoing, Slices, end};
-use crate::table::sockets::{Ends, StreamId};
-
-/// What ends with a packet that has these flags.
-pub(crate) fn ends(flags: u32) -> Ends {
-    match flags {
-        _ if flags & SEQ_EOM == 0 => Ends::Nothing,
-        _ if flags & SEQ_EOR == 0 => Ends::Message,
-        _ => Ends::Record,
-    }
-}
+use crate::table::sockets::StreamId;
 
 impl Driver {
     /// Credit for a message of `len` bytes.

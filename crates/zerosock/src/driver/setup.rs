@@ -30,7 +30,7 @@ impl Driver {
     }
 
     /// As [`attach`](Driver::attach), over a vhost-user socket that is connected
-    /// already, as a process gets it that [attaches](crate::attach) to a daemon.
+    /// already, as a process gets it that [attaches](crate::control::attach) to a daemon.
     /// Such a device cannot be had again:
     /// [`reconnect`](Driver::reconnect) would go to `config.socket`.
     pub fn attach_over(socket: UnixStream, config: DriverConfig) -> Result<Driver, AttachError> {

@@ -19,7 +19,7 @@ use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::attach::{self};
+use crate::control::attach::{self};
 #[cfg(test)]
 use crate::driver::{self, Driver};
 use crate::io::deadline::deadline_in;

@@ -19,14 +19,14 @@ use super::endpoint::{begin_connect, connect, listen, turn};
 use super::hub::Core;
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
-use super::socket_file::{self, SocketFile, SocketKind};
 use super::stream::Stream;
 use super::waiting::Wait;
-use crate::attach::directory::Directory;
-use crate::attach::{AttachConfig, Process};
-use crate::daemon::{HostSide, StartError, VmConfig};
+use crate::control::attach::directory::Directory;
+use crate::control::attach::{AttachConfig, Process};
+use crate::control::config::{HostSide, StartError, VmConfig};
+use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::device::control::{Fault, FaultCounts};
-use crate::engine::host::{HostConfig, HostEngine};
+use crate::host::{HostConfig, HostEngine};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::table::engine::EndpointStats;
@@ -328,7 +328,7 @@ impl HostBuilder {
 
     /// Lets processes of this user attach too; they need access to the socket's file as well: see
     /// [`attach_mode`](Self::attach_mode). Others are told
-    /// [`NotPermitted`](crate::attach::AttachError::NotPermitted).
+    /// [`NotPermitted`](crate::control::attach::AttachError::NotPermitted).
     pub fn allow_uid(mut self, uid: u32) -> HostBuilder {
         self.uids.push(uid);
         self

@@ -32,7 +32,7 @@
 //! holds for senders is said at [`zc::Sender`](crate::zc::Sender).
 //!
 //! # What each file is for
-//! `endpoint`, `host`: how one comes to be either, with `socket_file` for a host's sockets;
+//! `endpoint`, `host`: how one comes to be either;
 //! `service`: an endpoint that is the host.
 //! `socket`: one before it is a connection or a listener, with `options` for what it may be told.
 //! `connection`: what all connected sockets have; `stream`, `seqpacket`, `listener`, `lease`, `loan`,
@@ -60,7 +60,6 @@ pub mod rxmap;
 mod seqpacket;
 mod service;
 mod socket;
-pub(crate) mod socket_file;
 mod stream;
 #[cfg(feature = "tokio")]
 pub mod tokio;

@@ -11,7 +11,7 @@ use zerosock_ring::Trust;
 use super::endpoint::Endpoint;
 use super::hub::Core;
 use super::waiting::Wait;
-use crate::attach::{self, AttachRequest, Attached, Client};
+use crate::control::attach::{self, AttachRequest, Attached, Client};
 use crate::driver::{self, Driver, DriverConfig};
 use crate::fault::Fault;
 

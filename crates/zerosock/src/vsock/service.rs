@@ -11,7 +11,7 @@ use zerosock_proto::{Cid, Port};
 
 use super::endpoint::Endpoint;
 use super::opening::{EndpointBuilder, OpenError};
-use crate::attach::{self, Client, ServiceRequest, Serving};
+use crate::control::attach::{self, Client, ServiceRequest, Serving};
 use crate::driver::Driver;
 
 impl Endpoint {

@@ -9,6 +9,8 @@
 //! longer than what may be held in place, and arrives. A message in a copy costs more than its bytes,
 //! and is counted so ([`COST`]), because a peer chooses how short its messages are.
 
+use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
+
 use super::parts::{Held, Part, copy_out};
 use super::{LeaseParts, News, NoLease, Sockets, Store, StreamId};
 
@@ -27,6 +29,15 @@ pub(crate) enum Ends {
 }
 
 impl Ends {
+    /// What ends with a packet that has these flags.
+    pub(crate) fn from_flags(flags: u32) -> Ends {
+        match flags {
+            _ if flags & SEQ_EOM == 0 => Ends::Nothing,
+            _ if flags & SEQ_EOR == 0 => Ends::Message,
+            _ => Ends::Record,
+        }
+    }
+
     pub(crate) fn any(self) -> bool {
         self != Ends::Nothing
     }

@@ -39,7 +39,7 @@ use zerosock_ring::Trust;
 
 use super::options::DEFAULT_BUFFER;
 use super::waiting::Learned;
-use crate::attach::Client;
+use crate::control::attach::Client;
 use crate::table::engine::Engine;
 use crate::table::leases::{Leases, NONE};
 use crate::table::over::EndpointOver;

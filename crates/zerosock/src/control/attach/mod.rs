@@ -29,8 +29,8 @@ use std::path::{Path, PathBuf};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerosock_proto::{Cid, Port};
 
+use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::device::HostEnd;
-use crate::vsock::socket_file::{self, SocketFile, SocketKind};
 
 pub use crate::fault::Fault;
 pub use crate::routing::name::{Name, NameError};

@@ -16,8 +16,8 @@ use zerosock_proto::Cid;
 
 use super::config::{Reload, ReloadError, StartError, VmConfig};
 use super::host_end;
-use super::roster::{Entry, Member, Roster};
-use crate::attach::server::Server;
+use crate::control::attach::server::Server;
+use crate::control::registry::{Entry, Member, Roster};
 use crate::device::control::{FrontendSocket, House, Lodger, Notice, VmSpec};
 use crate::routing::DeviceAddr;
 

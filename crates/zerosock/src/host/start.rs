@@ -6,15 +6,15 @@ use std::time::Duration;
 use zerosock_proto::Instant;
 
 use super::HostEngine;
-use crate::attach::AttachConfig;
-use crate::attach::directory::Directory;
+use crate::control::attach::AttachConfig;
+use crate::control::attach::directory::Directory;
+use crate::control::config::{StartError, VmConfig, system};
+use crate::control::shares::MemoryLimits;
+use crate::control::{self, Setup};
 use crate::device::Limits;
 use crate::device::control::FaultCounts;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::program::App;
-use crate::plane::config::{StartError, VmConfig, system};
-use crate::plane::shares::MemoryLimits;
-use crate::plane::{self, Setup};
 use crate::routing::access::AccessList;
 use crate::table::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;
@@ -98,7 +98,7 @@ impl HostEngine {
             linger: LINGER,
             ok: config.ok,
         };
-        let prepared = plane::prepare(Setup {
+        let prepared = control::prepare(Setup {
             vms: config.vms,
             workers: 1,
             limits,

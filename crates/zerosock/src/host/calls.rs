@@ -14,7 +14,6 @@ use super::stores::AllStores;
 use super::{HostEngine, IDLE_LOOKS};
 use crate::device::lending::LoanOf;
 use crate::device::program::App;
-use crate::engine::worker::Worker;
 use crate::io::deadline::earlier;
 use crate::table::datagrams::DatagramEngine;
 use crate::table::engine::{
@@ -24,6 +23,7 @@ use crate::table::engine::{
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Copied, LeaseParts, Message, News, NoLease, Sockets, StreamId};
+use crate::worker::Worker;
 
 impl Engine for HostEngine {
     fn words(&self) -> Arc<Leases> {

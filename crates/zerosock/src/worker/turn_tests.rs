@@ -13,12 +13,12 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
-use super::worker::Worker;
+use super::Worker;
+use crate::control::registry::{Entry, Member, Roster, Terms};
 use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostEnd, Limits, TURN_BYTES};
 use crate::io::mailbox::Mailbox;
-use crate::plane::roster::{Entry, Member, Roster, Terms};
 
 /// Packets that are taken from a guest in one turn.
 const FROM_GUEST: u64 = 256;

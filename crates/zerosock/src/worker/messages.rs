@@ -8,8 +8,8 @@ use std::sync::Arc;
 use zerosock_proto::Instant;
 use zerosock_proto::vsock::FlowId;
 
+use super::Worker;
 use super::intake::Intake;
-use super::worker::Worker;
 use crate::device::Device;
 use crate::device::control::{DeviceCommand, Notice, Reply};
 use crate::device::sibling_message::Message;
@@ -45,7 +45,7 @@ pub(crate) enum WorkerMessage {
 impl Worker {
     /// Hands over what devices have for their siblings. Each message makes its receiver active, so
     /// that none waits for a wake-up.
-    pub(super) fn deliver(&mut self, now: Instant) {
+    pub(crate) fn deliver(&mut self, now: Instant) {
         // Bounded: an answer to a message may be another message, and sockets want their turn.
         let mut intake = Intake::default();
         while intake.is_open()
@@ -120,7 +120,7 @@ impl Worker {
     }
 
     /// Takes the messages of other threads. False: the worker is to end.
-    pub(super) fn take_messages(&mut self) -> bool {
+    pub(crate) fn take_messages(&mut self) -> bool {
         let mut messages = Vec::new();
         let mut intake = Intake::default();
         let mut come = self.mailbox.drain();

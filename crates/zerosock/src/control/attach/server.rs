@@ -37,8 +37,8 @@ use super::codec::{
 };
 use super::directory::Directory;
 use super::{AttachConfig, AttachTerms, HOST};
+use crate::control::registry::Roster;
 use crate::device::control::{House, Lodger, LogLimit};
-use crate::plane::roster::Roster;
 use crate::routing::name::Name;
 use claims::{Claim, Errand};
 use clients::{Client, State, dismiss, is_allowed};

@@ -23,17 +23,17 @@ use std::time::Duration;
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
 use zerosock_proto::{Address, Instant, Port};
 
-use super::worker::Worker;
+use crate::control::Plane;
 use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
 use crate::fault::Fault;
-use crate::plane::Plane;
 use crate::routing::DeviceAddr;
 use crate::table::engine::{Payload, RecvFault, SendFault, ShowBounds, copy_shown};
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
 use crate::table::sockets::{Sockets, StreamId, StreamState};
+use crate::worker::Worker;
 pub(crate) use start::HostConfig;
 use stores::AllStores;
 

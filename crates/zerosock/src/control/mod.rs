@@ -6,27 +6,29 @@
 //! steps its only one itself; then [`Foundation::start`] lets front-ends in. What must hold:
 //! nothing in here is on the way of a packet, and nothing waits for a worker.
 
+pub mod attach;
 pub(crate) mod config;
-mod keeper;
-pub(crate) mod roster;
+pub(crate) mod registry;
+mod reload;
 pub(crate) mod shares;
+pub(crate) mod socket_file;
 
-use crate::attach::directory::{Directory, Process};
-use crate::attach::server::Server;
-use crate::attach::{AttachConfig, AttachHost};
+use crate::control::attach::directory::{Directory, Process};
+use crate::control::attach::server::Server;
+use crate::control::attach::{AttachConfig, AttachHost};
 use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 use crate::device::host_sockets::forward;
 use crate::device::{HostEnd, Limits};
-use crate::engine::messages::WorkerMessage;
-use crate::engine::worker::Worker;
 use crate::io::mailbox::{Mailbox, Sender};
 use crate::io::pulse::Question;
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::stats::{Counters, Stats};
+use crate::worker::Worker;
+use crate::worker::messages::WorkerMessage;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
-use keeper::{Keeper, Order, Place, Stage};
-use roster::{Entry, Member, Roster, Terms};
+use registry::{Entry, Member, Roster, Terms};
+use reload::{Keeper, Order, Place, Stage};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use zerosock_proto::Instant;
 
+use super::Worker;
 use super::messages::WorkerMessage;
-use super::worker::Worker;
 use crate::device::Limits;
 use crate::device::datagrams::tests::datagrams;
 use crate::device::host_sockets::hybrid::OkConvention;

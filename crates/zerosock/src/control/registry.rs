@@ -7,12 +7,12 @@
 
 use crate::device::control::{DeviceCommand, DevicePort, LanePorts, Notice, Reply};
 use crate::device::{Device, HostEnd};
-use crate::engine::messages::WorkerMessage;
 use crate::io::mailbox::Sender;
 use crate::io::numbers::Numbers;
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::routing::{DeviceAddr, Routes};
+use crate::worker::messages::WorkerMessage;
 use std::collections::BTreeSet;
 use std::collections::HashMap;
 use std::ops::RangeInclusive;

@@ -1,6 +1,6 @@
 //! What a set of devices is made of, and why it could not be made.
 
-use crate::attach::AttachTerms;
+use crate::control::attach::AttachTerms;
 use crate::io::numbers::MAX_DEVICES;
 use crate::routing::access::AccessList;
 use std::collections::BTreeMap;

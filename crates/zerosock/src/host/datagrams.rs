@@ -11,11 +11,11 @@ use super::stores::AllStores;
 use crate::device::datagrams::NotPut;
 use crate::device::lending::LoanOf;
 use crate::device::program::{App, HostToken};
-use crate::engine::worker::Worker;
 use crate::table::datagrams::{DatagramEngine, DatagramFault};
 use crate::table::engine::{LoanParts, Payload, RecvFault};
 use crate::table::inboxes::{Got, GotLease, Inboxes};
 use crate::table::sockets::Sockets;
+use crate::worker::Worker;
 
 impl HostEngine {
     /// Acts on what the sockets have received.

@@ -1,15 +1,29 @@
-//! A worker: one thread, some devices, one loop.
+//! The event loop: kicks, readable sockets and messages come in, and devices get their turns.
 //!
-//! What must hold: nothing here blocks but the one wait; a device with work left is turned again
-//! before the loop sleeps; messages sent before the sleep wake it.
+//! A [`Worker`] is one thread. It owns devices and shares nothing with other workers: no lock and no
+//! hop between cores lies on the data path. It sleeps in one `epoll_wait` and is woken by a guest's
+//! kick, a socket's edge, a timer or its mailbox. Devices come and go by message ([`messages`]).
+//!
+//! # Invariants
+//! - Nothing in here blocks but the one wait.
+//! - A device with work left gets another turn before the loop sleeps, and each turn works to a
+//!   budget ([`Device::turn`]).
+//! - Messages sent before the sleep wake it.
 //!
 //! # How to drive it
 //!
-//! [`Worker::run`] is the loop, for a thread that does nothing else. Whoever has a loop of its own
+//! [`Worker::run`] is the loop, for a thread that does nothing else. A caller with a loop of its own
 //! calls [`Worker::start`] once and then [`Worker::step`] whenever the worker's descriptor is
 //! readable or [`Worker::next_timeout`] is over.
 
-use super::messages::WorkerMessage;
+mod intake;
+#[cfg(test)]
+mod intake_tests;
+pub(crate) mod messages;
+#[cfg(test)]
+mod turn_tests;
+
+use self::messages::WorkerMessage;
 use crate::device::outbox::Outbox;
 use crate::device::program::App;
 use crate::device::{Context, Device, Limits};
@@ -228,7 +242,7 @@ impl Worker {
     ///
     /// # Errors
     /// When the system cannot wait any more.
-    pub(super) fn look(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
+    pub(crate) fn look(&mut self, timeout: Option<Duration>) -> io::Result<(Instant, bool)> {
         let mut events = std::mem::take(&mut self.events);
         let waited = self.poller.wait(timeout, &mut events);
         let now = self.clock.now();
@@ -243,7 +257,7 @@ impl Worker {
     }
 
     /// Makes the devices active whose time has come.
-    pub(super) fn fire(&mut self, now: Instant) {
+    pub(crate) fn fire(&mut self, now: Instant) {
         while let Some(&(at, vm)) = self.deadlines.first() {
             if at > now {
                 break;
@@ -257,7 +271,7 @@ impl Worker {
     }
 
     /// When a device has something to do of itself.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|&(at, _)| at)
     }
 
@@ -278,7 +292,7 @@ impl Worker {
 
     /// Whether other threads have said something that was not taken yet.
     #[inline]
-    pub(super) fn has_messages(&self) -> bool {
+    pub(crate) fn has_messages(&self) -> bool {
         self.more_messages || self.mailbox.is_pending()
     }
 
@@ -305,7 +319,7 @@ impl Worker {
     }
 
     /// Gives every active device one turn.
-    pub(super) fn turn_devices(&mut self, now: Instant) {
+    pub(crate) fn turn_devices(&mut self, now: Instant) {
         for _ in 0..self.active.len() {
             let Some(vm) = self.active.pop_front() else {
                 break;
@@ -325,7 +339,7 @@ impl Worker {
     }
 
     /// Sends what devices have for devices of other workers.
-    pub(super) fn send_remote(&mut self) {
+    pub(crate) fn send_remote(&mut self) {
         while let Some((to, message)) = self.outbox.pop_remote() {
             if let Some(worker) = self.workers.get(to.worker as usize) {
                 // A worker that is gone is shutting down with the rest of the daemon.
@@ -360,7 +374,7 @@ impl Worker {
         }
     }
 
-    pub(super) fn activate(&mut self, vm: u32) {
+    pub(crate) fn activate(&mut self, vm: u32) {
         if let Some(device) = self.devices.get_mut(vm)
             && !device.active
         {
@@ -371,14 +385,14 @@ impl Worker {
 
     /// A device and what it needs for its turn.
     #[inline]
-    pub(super) fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
+    pub(crate) fn lend(&mut self, vm: u32, now: Instant) -> (Option<&mut Device>, Context<'_>) {
         let (device, cx) = self.lend_late(vm, now);
         (device, Context { clock: None, ..cx })
     }
 
     /// As `lend`, for an act that needs the time only in few cases: `then` is an old time.
     #[inline]
-    pub(super) fn lend_late(
+    pub(crate) fn lend_late(
         &mut self,
         vm: u32,
         then: Instant,
@@ -409,9 +423,9 @@ impl AsFd for Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::registry::{Entry, Member, Roster, Terms};
     use crate::device::host_sockets::hybrid::OkConvention;
     use crate::io::mailbox::Sender;
-    use crate::plane::roster::{Entry, Member, Roster, Terms};
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
     use zerosock_proto::Cid;
     use zerosock_sys::account::Budget;

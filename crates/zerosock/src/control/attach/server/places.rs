@@ -19,12 +19,12 @@ use super::super::directory::Process;
 use super::claims::Shown;
 use super::clients::has_hung_up;
 use super::{Server, State, granted};
+use crate::control::registry::{Entry, Member as Device};
+use crate::control::socket_file::SocketFile;
 use crate::device::HostEnd;
 use crate::device::control::{FrontendSocket, House, VmSpec};
-use crate::plane::roster::{Entry, Member as Device};
 use crate::routing::DeviceAddr;
 use crate::routing::name::Name;
-use crate::vsock::socket_file::SocketFile;
 
 /// Descriptors of a member, beside those of its front-end and host sockets: its lease, both ends of its
 /// device's connection until it has its own, and the listeners of host programs that call it.

@@ -9,7 +9,6 @@
 //! - [`reaper`] has the threads that close what a [`PeerFd`] holds, [`notify`] wakes peers, and
 //!   [`account`] has the shares of peers in descriptors and memory.
 //! - [`affinity`] pins threads, [`network`] isolates them.
-//! - [`zc`] sends what stays its owner's until the kernel is done.
 //!
 //! # Invariants
 //! No function panics on what a peer sends. Only the SIGBUS handler and the reaper keep state. Each
@@ -28,7 +27,6 @@ mod slices;
 pub mod socket_file;
 pub mod vsock;
 pub mod vsock_calls;
-pub mod zc;
 
 pub use peer_fd::PeerFd;
 pub use slices::{

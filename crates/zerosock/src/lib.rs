@@ -56,8 +56,8 @@ mod stats;
 mod table;
 pub mod vsock;
 mod worker;
-pub mod zc;
 
 pub use control::attach;
 pub use routing::access;
 pub use zerosock_proto::{Address, Cid, Port};
+pub use zerosock_zc as zc;

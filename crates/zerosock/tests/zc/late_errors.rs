@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
-use zerosock_sys::zc::{Carrier, Event, Order, Way};
+use zerosock_zc::sys::{Carrier, Event, Order, Way};
 
 use crate::alone::alone;
 use crate::faults::limit_locked_memory;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use zerosock::zc::{Backend, Copying, Outgoing, Sender, Sent};
-use zerosock_sys::zc::permit_zero_copy;
+use zerosock_zc::sys::permit_zero_copy;
 
 use crate::network::{SINK, with_sink};
 

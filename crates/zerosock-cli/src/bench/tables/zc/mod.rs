@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use zerosock::zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Sender, Stable};
-use zerosock_sys::zc::bare::{self, Bare, Counts, Posting};
+use zerosock_zc::sys::bare::{self, Bare, Counts, Posting};
 
 use sockets::Carried;
 
@@ -140,7 +140,7 @@ fn bare_queue(
 ) -> Result<Measured, String> {
     let socket = carried.socket()?;
     let permitted =
-        zerosock_sys::zc::permit_zero_copy(&socket).map_err(|error| error.to_string())?;
+        zerosock_zc::sys::permit_zero_copy(&socket).map_err(|error| error.to_string())?;
     if !permitted {
         return Err("the socket does not send without a copy".to_owned());
     }

@@ -1,7 +1,7 @@
 //! How many sends a second: with a copy, without, and with a notification asked for each.
 
 use zerosock::zc::Copying;
-use zerosock_sys::zc::bare::{Bare, Posting};
+use zerosock_zc::sys::bare::{Bare, Posting};
 
 use super::sockets::{Carried, with_network};
 use super::{BATCH, Measured, Ours, Window, bare_ring, blocks, ours, tool, vectors};

@@ -9,7 +9,7 @@ use std::io;
 use std::process::Command;
 use std::time::Duration;
 
-use zerosock_sys::zc::bare::{Bare, Counts};
+use zerosock_zc::sys::bare::{Bare, Counts};
 
 use super::sockets::Carried;
 use super::{BATCH, Measured};

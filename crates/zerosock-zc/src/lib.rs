@@ -22,7 +22,7 @@
 //! ```
 //! use std::io::Read;
 //! use std::net::{TcpListener, TcpStream};
-//! use zerosock::zc::{Completion, Outgoing, Sender};
+//! use zerosock_zc::{Completion, Outgoing, Sender};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -64,7 +64,7 @@
 //!
 //! ```
 //! use std::net::UdpSocket;
-//! use zerosock::zc::{Completion, Copying, Outgoing, Sender};
+//! use zerosock_zc::{Completion, Copying, Outgoing, Sender};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);
@@ -124,6 +124,7 @@ mod sender;
 mod shared;
 mod slots;
 mod stats;
+pub mod sys;
 #[cfg(feature = "tokio")]
 pub mod tokio;
 mod turn;
@@ -136,6 +137,4 @@ pub use sender::{Builder, Interest, OpenError, Sender};
 pub use shared::SharedSender;
 pub use slots::{NoSuchSlot, Notification};
 pub use stats::{Basis, Report, Stats};
-pub use zerosock_sys::zc::{
-    Address, Backend, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable,
-};
+pub use sys::{Address, Backend, Buf, FileMap, FilePart, Kind, Mapped, Pool, PoolBuf, Stable};

@@ -5,8 +5,6 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Backend, Buf, Carrier, Kind, Stable};
-
 use super::calibration;
 use super::flights::Flights;
 use super::message::too_many_pieces;
@@ -16,6 +14,7 @@ use super::{
     Basis, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned,
     Stats,
 };
+use crate::sys::{Backend, Buf, Carrier, Kind, Stable};
 
 /// Completions that one send can bring back.
 const ROOM: usize = 16;
@@ -210,7 +209,7 @@ impl Builder {
 ///
 /// ```
 /// use std::net::UdpSocket;
-/// use zerosock::zc::{Outgoing, Sender};
+/// use zerosock_zc::{Outgoing, Sender};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);

@@ -20,10 +20,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use zerosock_sys::zc::{Kind, Way};
-
 use super::Backend;
 use super::stats::Basis;
+use crate::sys::{Kind, Way};
 
 /// Turns of each way until a class is decided.
 const TURNS: u32 = 24;

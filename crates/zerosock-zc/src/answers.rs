@@ -2,12 +2,11 @@
 
 use std::io;
 
-use zerosock_sys::zc::{self, Event, Key, Stable, Way};
-
 use super::flight::{Flight, Part};
 use super::flights::{Flights, GATHERED};
 use super::limit::TIMED_OUT;
 use super::message::Returned;
+use crate::sys::{self, Event, Key, Stable, Way};
 
 /// Rounds of waiting for memory until a send is copied.
 const ROUNDS: u8 = 3;
@@ -210,7 +209,7 @@ impl<B: Stable> Flights<B> {
         if !std::mem::take(&mut self.cork.gathered) {
             return;
         }
-        if let Err(error) = zc::forget_pieces(self.carrier.socket()) {
+        if let Err(error) = sys::forget_pieces(self.carrier.socket()) {
             let unsupported = rustix::io::Errno::OPNOTSUPP.raw_os_error();
             let code = error.raw_os_error().unwrap_or(unsupported);
             self.broken = self.broken.or(Some(code));

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use ::tokio::io::Interest;
 use ::tokio::io::unix::AsyncFd;
-use zerosock_sys::zc::{Buf, Stable};
 
 use super::readiness::Readiness;
 use super::{
     Closed, Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Returned,
     Sender,
 };
+use crate::sys::{Buf, Stable};
 
 /// A [`Sender`] whose waiting is awaited.
 ///
@@ -23,8 +23,8 @@ use super::{
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// use tokio::net::UdpSocket;
-/// use zerosock::zc::tokio::AsyncSender;
-/// use zerosock::zc::{Outgoing, Sender, Stable};
+/// use zerosock_zc::tokio::AsyncSender;
+/// use zerosock_zc::{Outgoing, Sender, Stable};
 ///
 /// let peer = UdpSocket::bind("127.0.0.1:0").await?;
 /// let socket = UdpSocket::bind("127.0.0.1:0").await?;

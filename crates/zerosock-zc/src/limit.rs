@@ -10,9 +10,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{self, Key, Stable};
-
 use super::flights::Flights;
+use crate::sys::{self, Key, Stable};
 
 /// What is not done in time ends with this.
 pub(super) const TIMED_OUT: i32 = rustix::io::Errno::TIMEDOUT.raw_os_error();
@@ -128,7 +127,7 @@ impl<B: Stable> Flights<B> {
                 self.stats.timed_out += 1;
             }
         }
-        if zc::reset(self.carrier.socket()).unwrap_or(false) {
+        if sys::reset(self.carrier.socket()).unwrap_or(false) {
             self.ended = true;
             // It frees buffers within the call.
             let _ = self.carrier.reap();

@@ -7,11 +7,10 @@
 //! one is kept ([`calibration`](super::calibration)). A socket whose notifications say that the
 //! kernel copied after all is not tried again but rarely.
 
-use zerosock_sys::zc::{Kind, Way};
-
 use super::Backend;
 use super::calibration::{self, Class};
 use super::message::Copying;
+use crate::sys::{Kind, Way};
 
 /// So many notifications in a row that say "copied", of one send each or of several, and zero copy is off.
 const PATIENCE: u32 = 16;

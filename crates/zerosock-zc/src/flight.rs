@@ -2,11 +2,10 @@
 
 use std::io;
 
-use zerosock_sys::zc::Way;
-
 use super::calibration::Class;
 use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
+use crate::sys::Way;
 
 pub(super) struct Flight {
     /// Sends accepted before it: what the order of a stream is kept by.

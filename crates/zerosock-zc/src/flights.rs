@@ -23,7 +23,6 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
-use zerosock_sys::zc::{self, Backend, Carrier, Key, NotStarted, Order, Stable, Way};
 
 use super::answers::CANCELLED;
 use super::calibration;
@@ -36,6 +35,7 @@ use super::ranges::Ranges;
 use super::slots::Slots;
 use super::stats::Stats;
 use super::turn::Turn;
+use crate::sys::{self, Backend, Carrier, Key, NotStarted, Order, Stable, Way};
 
 /// Sends of a stream under way together.
 const CHAIN: usize = 32;
@@ -493,7 +493,7 @@ impl<B: Stable> Flights<B> {
             self.broken = self.broken.or(Some(CANCELLED));
         }
         let socket = self.carrier.socket();
-        if !orderly && zc::reset(socket).unwrap_or(false) {
+        if !orderly && sys::reset(socket).unwrap_or(false) {
             return true;
         }
         // The socket may be open elsewhere, too. One that is not connected any more has ended.

@@ -3,9 +3,8 @@
 use std::fmt;
 use std::io;
 
-use zerosock_sys::zc::{Address, Buf, Stable};
-
 use super::NoSuchSlot;
+use crate::sys::{Address, Buf, Stable};
 
 /// Whether a send may go without a copy.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -23,7 +22,7 @@ pub enum Copying {
 /// A buffer and how it is to be sent.
 ///
 /// ```
-/// use zerosock::zc::{Buf, Copying, Outgoing};
+/// use zerosock_zc::{Buf, Copying, Outgoing};
 ///
 /// let mut outgoing: Outgoing = Outgoing::new(vec![0; 4096]).slot(3).flush();
 /// outgoing.copying = Copying::Never;

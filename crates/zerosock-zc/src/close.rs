@@ -8,10 +8,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use zerosock_sys::zc::{Buf, Stable};
-
 use super::flight;
 use super::{Completion, Notification, Returned, Sender};
+use crate::sys::{Buf, Stable};
 
 /// How a sender ended.
 #[derive(Debug)]
@@ -117,7 +116,7 @@ impl<B: Stable> Sender<B> {
     /// use std::io::Read;
     /// use std::net::{TcpListener, TcpStream};
     /// use std::time::Duration;
-    /// use zerosock::zc::{Outgoing, Sender};
+    /// use zerosock_zc::{Outgoing, Sender};
     ///
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let listener = TcpListener::bind("127.0.0.1:0")?;

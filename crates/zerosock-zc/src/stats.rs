@@ -2,9 +2,8 @@
 
 use std::io;
 
-use zerosock_sys::zc::Kind;
-
 use super::Backend;
+use crate::sys::Kind;
 
 /// Counts of a sender since it was opened.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]

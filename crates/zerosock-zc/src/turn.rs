@@ -2,10 +2,9 @@
 
 use std::time::Duration;
 
-use zerosock_sys::zc::Way;
-
 use super::calibration::{self, Class};
 use super::policy::Policy;
+use crate::sys::Way;
 
 #[derive(Default)]
 pub(super) struct Turn {
@@ -58,7 +57,7 @@ impl Turn {
 
 #[cfg(test)]
 mod tests {
-    use zerosock_sys::zc::Kind;
+    use crate::sys::Kind;
 
     use super::super::Backend;
     use super::*;

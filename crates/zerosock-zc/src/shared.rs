@@ -14,13 +14,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use zerosock_sys::zc::{Buf, Stable};
-
 use super::readiness::Readiness;
 use super::{
     Closed, Completion, NoSuchSlot, Notification, OpenError, Outgoing, Refusal, Refused, Report,
     Returned, Sender, Stats,
 };
+use crate::sys::{Buf, Stable};
 
 /// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
 ///
@@ -30,7 +29,7 @@ use super::{
 /// ```
 /// use std::net::UdpSocket;
 /// use std::thread;
-/// use zerosock::zc::{Outgoing, Sender, SharedSender};
+/// use zerosock_zc::{Outgoing, Sender, SharedSender};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let (socket, peer) = (UdpSocket::bind("127.0.0.1:0")?, UdpSocket::bind("127.0.0.1:0")?);

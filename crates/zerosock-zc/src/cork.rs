@@ -19,10 +19,9 @@
 use std::collections::VecDeque;
 use std::mem;
 
-use zerosock_sys::zc::{Key, Stable, Way};
-
 use super::flight::{Flight, Part};
 use super::flights::Flights;
+use crate::sys::{Key, Stable, Way};
 
 #[derive(Default)]
 pub(super) struct Cork {

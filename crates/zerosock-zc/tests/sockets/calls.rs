@@ -1,0 +1,113 @@
+//! What it costs to be told: system calls, counted.
+
+use std::net::UdpSocket;
+use std::time::Duration;
+
+use zerosock_zc::{Backend, Completion, Copying, Outgoing, Sender};
+
+use crate::network::{BACKENDS, SINK, with_sink};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const SENDS: u64 = 500;
+
+fn sender(backend: Backend) -> Sender<Vec<u8>> {
+    let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
+    socket.connect(SINK[0]).expect("a route");
+    let builder = Sender::builder().backend(backend).capacity(1024);
+    builder.inline_completions().open(socket).expect("a sender")
+}
+
+fn outgoing() -> Outgoing<Vec<u8>> {
+    Outgoing::new(vec![1; 4000])
+        .slot(0)
+        .flush()
+        .copying(Copying::Never)
+}
+
+/// What is read without asking the kernel: every way of knowing but `completions`.
+fn read(sender: &mut Sender<Vec<u8>>) {
+    let before = sender.stats().system_calls;
+    while sender.returned().is_some() {}
+    while sender.notification().is_some() {}
+    assert_eq!(sender.stats().system_calls, before);
+}
+
+/// Before the first, what it costs to find out which number it has.
+fn beginning(backend: Backend) -> u64 {
+    match backend {
+        Backend::ErrorQueue => 3,
+        _ => 0,
+    }
+}
+
+#[test]
+fn being_told_inline_costs_no_call_of_a_ring_and_one_of_the_error_queue() {
+    with_sink("being_told_inline", || {
+        // With the error queue: each send, and a look behind it.
+        for (backend, each) in [
+            (Backend::Uring, 1),
+            (Backend::ErrorQueue, 2),
+            (Backend::Copy, 1),
+        ] {
+            let mut sender = sender(backend);
+            let mut room = [Completion::default(); 16];
+            let mut told = 0;
+            for _ in 0..SENDS {
+                let count = sender.send_with(outgoing(), &mut room);
+                let count = count.map_err(|refused| refused.why).expect("a place");
+                told += room[..count].iter().map(|range| range.count()).sum::<u32>();
+                read(&mut sender);
+            }
+            let calls = sender.stats().system_calls;
+            assert!(
+                calls <= SENDS * each + beginning(backend),
+                "{backend:?}: {calls} for {SENDS} sends"
+            );
+            // They were told of on the way, or it would have cost nothing.
+            assert!(u64::from(told) > SENDS / 2, "{backend:?}: {told}");
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        }
+    });
+}
+
+#[test]
+fn what_is_taken_without_asking_costs_no_call() {
+    with_sink("what_is_taken_without_asking", || {
+        for backend in BACKENDS {
+            let mut sender = sender(backend);
+            for _ in 0..SENDS {
+                let sent = sender.send(outgoing()).map_err(|refused| refused.why);
+                sent.expect("a place");
+                // Also while something is owed.
+                read(&mut sender);
+            }
+            // With the error queue: a look for each 16.
+            let looks = match backend {
+                Backend::ErrorQueue => SENDS / 16,
+                _ => 0,
+            };
+            let calls = sender.stats().system_calls;
+            let most = SENDS + looks + beginning(backend);
+            assert!((SENDS..=most).contains(&calls), "{backend:?}: {calls}");
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        }
+    });
+}
+
+#[test]
+fn what_is_submitted_together_is_one_call_of_a_ring() {
+    with_sink("what_is_submitted_together", || {
+        let mut sender = sender(Backend::Uring);
+        for _ in 0..10 {
+            for _ in 0..50 {
+                let pushed = sender.push(outgoing());
+                pushed.map_err(|refused| refused.why).expect("a place");
+            }
+            sender.submit().expect("the kernel answers");
+            read(&mut sender);
+        }
+        assert_eq!(sender.stats().system_calls, 10);
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        assert_eq!(sender.stats().accepted, 500);
+    });
+}

@@ -1,0 +1,348 @@
+//! Sends of a stream that wait together are one request, and each of them is told of by itself.
+
+use std::io::{ErrorKind, Read};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, Sender as Teller, channel};
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
+use zerosock_zc::{Backend, Completion, Copying, Outgoing, Pool, PoolBuf, Returned, Sender, Sent};
+
+use crate::network::{BACKENDS, CABLE, byte, fill, with_cable};
+use crate::streams::check;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What lies at `at` of the stream.
+fn part(at: &mut u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    fill(&mut bytes, *at);
+    *at += len as u64;
+    bytes
+}
+
+fn push(sender: &mut Sender<Vec<u8>>, bytes: Vec<u8>, copying: Copying) {
+    let pushed = sender.push(Outgoing::new(bytes).copying(copying));
+    pushed.map_err(|refused| refused.why).expect("a place");
+}
+
+/// A sender near, and a far end that has its stream.
+fn over_cable(
+    name: &str,
+    backend: Backend,
+    near: impl FnOnce(TcpStream) -> u64 + Send,
+    far: impl FnOnce(TcpStream) -> u64 + Send,
+) {
+    let (told, address) = channel::<SocketAddr>();
+    let lengths = with_cable(
+        name,
+        move || {
+            let address = address.recv().expect("the far end");
+            near(TcpStream::connect(address).expect("a route"))
+        },
+        move || {
+            let listener = TcpListener::bind(CABLE[0][1]).expect("an address");
+            // What it takes without being read is little.
+            set_socket_recv_buffer_size(&listener, 1 << 17).expect("a socket");
+            told.send(listener.local_addr().expect("an address"))
+                .expect("the near end");
+            far(listener.accept().expect("a stream").0)
+        },
+    );
+    if let Some((sent, received)) = lengths {
+        assert_eq!(sent, received, "{backend:?}");
+    }
+}
+
+fn open(backend: Backend, socket: TcpStream) -> Sender<Vec<u8>> {
+    let builder = Sender::builder().backend(backend).inline_completions();
+    builder.capacity(512).open(socket).expect("a sender")
+}
+
+#[test]
+fn what_waits_together_is_one_request_and_each_is_told_of() {
+    for backend in BACKENDS {
+        let near = |socket| {
+            let mut sender = open(backend, socket);
+            let mut at = 0;
+            for turn in 0..32 {
+                let bytes = part(&mut at, 500 + 40 * turn);
+                push(&mut sender, bytes, Copying::Never);
+            }
+            sender.submit().expect("the kernel answers");
+            assert_eq!(sender.stats().requests, 1, "{backend:?}");
+            // Two that lie between others are a request of their own: they go another way.
+            let ways = [Copying::Never, Copying::Always, Copying::Never];
+            for turn in 0..6 {
+                push(&mut sender, part(&mut at, 2000), ways[turn / 2]);
+            }
+            // What is longer than requests of several are is one, too, and so is what does not fit.
+            for len in [200_000, 80_000, 60_000] {
+                push(&mut sender, part(&mut at, len), Copying::Never);
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            let expected = match backend {
+                Backend::Copy => 1 + 2 + 2,
+                _ => 1 + 3 + 3,
+            };
+            if backend == Backend::Uring {
+                assert_eq!(sender.stats().requests, expected, "{backend:?}");
+            } else {
+                // A call that does not wait can take a part.
+                assert!(sender.stats().requests >= expected, "{backend:?}");
+            }
+            let all: Vec<Returned<Vec<u8>>> = std::iter::from_fn(|| sender.returned()).collect();
+            assert_eq!(all.len(), 41);
+            let mut numbers: Vec<_> = all.iter().filter_map(|one| one.number).collect();
+            numbers.sort_unstable();
+            assert!(numbers.into_iter().eq(0..39));
+            let in_place = (all.iter())
+                .filter(|one| matches!(one.outcome, Ok(Sent::InPlace)))
+                .count();
+            let copied = all.iter().filter(|one| one.outcome.is_ok()).count() - in_place;
+            let stats = sender.stats();
+            assert_eq!(copied as u64, 41 - stats.in_place);
+            let mut room = [Completion::default(); 16];
+            let told = sender.completions(&mut room).expect("the kernel answers");
+            let over: u32 = room[..told].iter().map(|range| range.count()).sum();
+            assert_eq!(over, 39);
+            at
+        };
+        over_cable("what_waits_together_is_one_request", backend, near, check);
+    }
+}
+
+/// A socket that takes little at a time cuts through what was gathered; wherever it does, the stream
+/// goes on there.
+#[test]
+fn what_is_cut_short_goes_on_where_it_was_cut() {
+    for backend in BACKENDS {
+        let near = |socket: TcpStream| {
+            set_socket_send_buffer_size(&socket, 20_000).expect("a socket");
+            let mut sender = open(backend, socket);
+            let (mut at, mut back, mut turn) = (0, 0, 0);
+            while back < 3000 {
+                while turn < 3000 && sender.room() > 0 {
+                    let len = 1 + turn * 7919 % 5000;
+                    let way = match turn / 50 % 3 {
+                        0 => Copying::Always,
+                        _ => Copying::Never,
+                    };
+                    push(&mut sender, part(&mut at, len), way);
+                    turn += 1;
+                }
+                sender.wait(Some(PATIENCE)).expect("the kernel answers");
+                while let Some(mut returned) = sender.returned() {
+                    returned.outcome.expect("it was sent");
+                    // Whatever is written now must not be seen by the receiver.
+                    returned.buffer.fill(0xee);
+                    back += 1;
+                }
+            }
+            let stats = sender.stats();
+            assert!(stats.requests < stats.over, "{backend:?}: {stats:?}");
+            assert_eq!((stats.failed, stats.bytes), (0, at), "{backend:?}");
+            at
+        };
+        over_cable("what_is_cut_short_goes_on", backend, near, check);
+    }
+}
+
+/// Of what was gathered the kernel has taken some, one in part perhaps, and none of the rest: they say
+/// so one by one, and their peer has had just that.
+#[test]
+fn what_is_cancelled_says_how_much_of_each_was_taken() {
+    for backend in BACKENDS {
+        let (tell, told) = channel::<()>();
+        let (count, counted) = channel::<u64>();
+        let (have, had) = channel::<()>();
+        let near = move |socket: TcpStream| {
+            set_socket_send_buffer_size(&socket, 20_000).expect("a socket");
+            let mut sender = open(backend, socket);
+            let mut at = 0;
+            for _ in 0..512 {
+                push(&mut sender, part(&mut at, 3000), Copying::Never);
+            }
+            sender.submit().expect("the kernel answers");
+            let until = Instant::now() + PATIENCE;
+            while sender.stats().over == 0 {
+                assert!(Instant::now() < until, "{backend:?}: nothing is taken");
+                sender.wait(Some(PATIENCE)).expect("the kernel answers");
+            }
+            sender.cancel().expect("the kernel answers");
+            let until = Instant::now() + PATIENCE;
+            let (mut sent, mut back) = (0, Vec::new());
+            tell.send(()).expect("the far end");
+            while back.len() < 512 {
+                assert!(Instant::now() < until, "{backend:?}: a buffer is missing");
+                sender.wait(Some(PATIENCE)).expect("the kernel answers");
+                back.extend(std::iter::from_fn(|| sender.returned()));
+            }
+            back.sort_by_key(|one| one.number);
+            let mut ended = false;
+            for (number, one) in (0..).zip(&back) {
+                assert_eq!(one.number, Some(number));
+                let took = match &one.outcome {
+                    Ok(_) => 3000,
+                    Err(failed) => failed.sent as u64,
+                };
+                assert!(!ended || took == 0, "{backend:?}: {number} is behind a gap");
+                ended |= took < 3000;
+                sent += took;
+            }
+            assert!(ended, "{backend:?}: everything was taken");
+            // What is on its way arrives; what is dropped before is reset.
+            count.send(sent).expect("the far end");
+            had.recv().expect("the far end");
+            sent
+        };
+        let far = move |mut stream: TcpStream| {
+            // Nothing is read until the near end has cancelled.
+            told.recv().expect("the near end");
+            // The near end learns what was sent when that has been read.
+            let moment = Some(Duration::from_millis(10));
+            stream.set_read_timeout(moment).expect("a socket");
+            let until = Instant::now() + PATIENCE;
+            let (mut bytes, mut at, mut sent) = (vec![0; 1 << 16], 0, None);
+            while sent.is_none_or(|sent| at < sent) {
+                sent = sent.or_else(|| counted.try_recv().ok());
+                match stream.read(&mut bytes) {
+                    Ok(count @ 1..) => {
+                        for (offset, &found) in (at..).zip(&bytes[..count]) {
+                            assert_eq!(found, byte(offset), "at {offset}");
+                        }
+                        at += count as u64;
+                    }
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                        assert!(Instant::now() < until, "{at} bytes of {sent:?}");
+                    }
+                    other => panic!("{at} bytes of {sent:?}, and then {other:?}"),
+                }
+            }
+            have.send(()).expect("the near end");
+            stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+            while let Ok(count @ 1..) = stream.read(&mut bytes) {
+                at += count as u64;
+            }
+            at
+        };
+        over_cable("what_is_cancelled_says_how_much", backend, near, far);
+    }
+}
+
+/// Sends until the peer's window is full, and waits for what the peer has had to come back.
+fn goes_on(backend: Backend, one_by_one: bool, socket: TcpStream, go_on: &Teller<()>) -> u64 {
+    set_socket_send_buffer_size(&socket, 1 << 22).expect("a socket");
+    let mut sender = open(backend, socket);
+    let mut at = 0;
+    for _ in 0..500 {
+        push(&mut sender, part(&mut at, 4000), Copying::Never);
+        if one_by_one {
+            sender.submit().expect("the kernel answers");
+        }
+    }
+    let until = Instant::now() + PATIENCE;
+    let mut back = 0;
+    while back < 20 {
+        assert!(
+            Instant::now() < until,
+            "{backend:?}: what was read long ago is held by what is to be sent"
+        );
+        sender.wait(Some(PATIENCE)).expect("the kernel answers");
+        back += std::iter::from_fn(|| sender.returned()).count();
+    }
+    assert!(back < 500, "{backend:?}: the peer has taken everything");
+    go_on.send(()).expect("the far end");
+    assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+    at
+}
+
+fn reads_late(mut stream: TcpStream, go_on: &Receiver<()>) -> u64 {
+    // Over the error queue half a megabyte is one notification's, over the ring a quarter.
+    let mut bytes = vec![0; 1_000_000];
+    stream.read_exact(&mut bytes).expect("the stream goes on");
+    go_on.recv().expect("the near end");
+    1_000_000 + std::io::copy(&mut stream, &mut std::io::sink()).expect("the stream goes on")
+}
+
+/// The kernel ties the notifications of sends together that share a packet.
+#[test]
+fn a_buffer_comes_back_while_there_is_more_to_be_sent() {
+    for backend in [Backend::Uring, Backend::ErrorQueue] {
+        for one_by_one in [false, true] {
+            let (tell, told) = channel();
+            over_cable(
+                "a_buffer_comes_back_while_there_is_more",
+                backend,
+                move |socket| goes_on(backend, one_by_one, socket, &tell),
+                move |stream| reads_late(stream, &told),
+            );
+        }
+    }
+}
+
+/// Who only submits, and never asks nor waits, finds places for what he sends next, however few requests
+/// there are.
+#[test]
+fn who_only_submits_finds_places() {
+    for (backend, capacity) in [
+        (Backend::Uring, 64),
+        (Backend::ErrorQueue, 64),
+        (Backend::ErrorQueue, 3),
+        (Backend::Copy, 64),
+    ] {
+        let near = |socket| {
+            let builder = Sender::builder().backend(backend).capacity(capacity);
+            let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+            let until = Instant::now() + PATIENCE;
+            let (mut at, mut pushed, mut back) = (0, 0, 0);
+            while pushed < 500 {
+                while pushed < 500 && sender.room() > 0 {
+                    push(&mut sender, part(&mut at, 3000), Copying::Never);
+                    pushed += 1;
+                }
+                sender.submit().expect("the kernel answers");
+                back += std::iter::from_fn(|| sender.returned()).count();
+                assert!(Instant::now() < until, "{backend:?}: {back} are back");
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            back += std::iter::from_fn(|| sender.returned()).count();
+            assert_eq!(back, 500, "{backend:?}");
+            at
+        };
+        over_cable("who_only_submits_finds_places", backend, near, check);
+    }
+}
+
+/// Blocks of a pool are sent from registered memory: together where the kernel knows how (Linux 6.15), one
+/// by one before, and those of another pool by themselves.
+#[test]
+fn blocks_of_a_pool_are_sent_from_registered_memory() {
+    let near = |socket| {
+        let builder = Sender::builder().backend(Backend::Uring).capacity(64);
+        let mut sender: Sender<PoolBuf> = builder.open(socket).expect("a sender");
+        let pools = [(); 2].map(|()| Pool::new(8, 2000).expect("memory"));
+        let mut at = 0;
+        for _ in 0..8 {
+            for pool in &pools {
+                for _ in 0..4 {
+                    let mut block = pool.loan().expect("a block");
+                    block.set_range(0, 2000).expect("within");
+                    fill(&mut block, at);
+                    at += 2000;
+                    let pushed = sender.push(Outgoing::new(block).copying(Copying::Never));
+                    pushed.map_err(|refused| refused.why).expect("a place");
+                }
+                sender.submit().expect("the kernel answers");
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            for returned in std::iter::from_fn(|| sender.returned()) {
+                returned.outcome.expect("it was sent");
+            }
+        }
+        let stats = sender.stats();
+        assert_eq!(stats.registered, stats.requests, "{stats:?}");
+        at
+    };
+    over_cable("blocks_of_a_pool", Backend::Uring, near, check);
+}

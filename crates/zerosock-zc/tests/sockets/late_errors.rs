@@ -1,0 +1,411 @@
+//! Datagrams that fail after the kernel has given them a number, and timestamps in front of what it
+//! names: every other buffer comes back when the kernel is done with that one, and not before.
+
+use std::iter;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use zerosock_zc::sys::{Carrier, Event, Order, Way};
+use zerosock_zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
+
+use crate::alone::alone;
+use crate::faults::limit_locked_memory;
+use crate::network::{SINK, ip, tc, with_sink};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn set(socket: &UdpSocket, level: i32, option: i32) {
+    let on: libc::c_int = 1;
+    // SAFETY: an int that outlives the call, with its length.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            option,
+            (&raw const on).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+const ORDER: Order = Order {
+    way: Way::ZeroCopy,
+    from: 0,
+    whole: false,
+    linked: false,
+    more: false,
+    when_writable: false,
+};
+
+/// Waits until nothing is owed.
+fn settle(calls: &mut Carrier<Vec<u8>>) {
+    let begun = Instant::now();
+    while calls.owed() > 0 {
+        assert!(begun.elapsed() < PATIENCE);
+        calls.wait(Some(PATIENCE)).expect("the kernel answers");
+        while calls.event().is_some() {}
+    }
+}
+
+/// A queue in front of the device that lets 3000 bytes pass, holds back as much, and drops the rest.
+fn hold_back() {
+    tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 3000");
+}
+
+fn socket(to: &str) -> UdpSocket {
+    let v6 = to.starts_with('[');
+    let socket = UdpSocket::bind(if v6 { "[::]:0" } else { "0.0.0.0:0" }).expect("an address");
+    socket.connect(to).expect("a route");
+    // Without, UDP does not tell that a queue was full.
+    if v6 {
+        set(&socket, libc::SOL_IPV6, libc::IPV6_RECVERR);
+    }
+    set(&socket, libc::SOL_IP, libc::IP_RECVERR);
+    socket
+}
+
+fn sender(to: &str) -> Sender<Vec<u8>> {
+    let builder = Sender::builder().backend(Backend::ErrorQueue);
+    builder.open(socket(to)).expect("a sender")
+}
+
+fn send(sender: &mut Sender<Vec<u8>>, len: usize, mark: u8) {
+    let outgoing = Outgoing::new(vec![mark; len]).copying(Copying::Never);
+    let sent = sender.send(outgoing).map_err(|refused| refused.why);
+    sent.expect("it is accepted");
+}
+
+/// Who has come back: the first byte, and how it went.
+fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
+    sender.poll().expect("the kernel answers");
+    let outcome = |one: Returned<Vec<u8>>| (one.buffer[0], one.outcome.ok());
+    std::iter::from_fn(|| sender.returned())
+        .map(outcome)
+        .collect()
+}
+
+#[test]
+fn a_late_error_frees_nobody_elses_buffer() {
+    with_sink("a_late_error_frees_nobody_elses_buffer", || {
+        for to in SINK {
+            hold_back();
+            let mut sender = sender(to);
+            // Through, and what follows has to wait.
+            send(&mut sender, 2500, 1);
+            assert_eq!(back(&mut sender), [(1, Some(Sent::InPlace))], "{to}");
+            for round in 0..10 {
+                // Never through, with a number and a notification.
+                send(&mut sender, 4000, 2);
+                assert_eq!(back(&mut sender), [(2, None)], "{to}, {round}");
+                // Fails before it has a number.
+                send(&mut sender, 70_000, 3);
+                assert_eq!(back(&mut sender), [(3, None)], "{to}, {round}");
+            }
+            send(&mut sender, 2500, 4);
+            // It waits in the queue, and so does its buffer.
+            assert_eq!(back(&mut sender), [], "{to}");
+            assert!(!sender.finish(Some(Duration::from_millis(100))).expect("it"));
+            assert_eq!(back(&mut sender), [], "{to}");
+            tc("qdisc del dev sink0 root");
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            assert_eq!(back(&mut sender), [(4, Some(Sent::InPlace))], "{to}");
+            // In step to the end: what comes now is told of when it is named.
+            for mark in 5..20 {
+                send(&mut sender, 2500, mark);
+                let found = back(&mut sender);
+                assert_eq!(found, [(mark, Some(Sent::InPlace))], "{to}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_datagram_that_failed_in_part_keeps_its_buffer() {
+    with_sink("a_datagram_that_failed_in_part", || {
+        for to in SINK {
+            let mtu = ["link", "set", "sink0", "mtu", "1500"];
+            let status = Command::new("ip").args(mtu).status();
+            assert!(status.expect("ip(8)").success());
+            tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
+            let socket = socket(to);
+            let opened = Carrier::open(socket.into(), 4, Some(Backend::ErrorQueue));
+            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+            let start = |calls: &mut Carrier<_>, len| {
+                let key = calls.put(vec![1; len], None).expect("a place");
+                calls.start(&[key], ORDER).expect("it is made");
+                let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
+                    Event::Done(of, result) if of == key => Some(result),
+                    _ => None,
+                });
+                (key, done.expect("a result"))
+            };
+            // Of its fragments the first are let through, some wait, and the others are dropped.
+            let (parts, result) = start(&mut calls, 20_000);
+            assert_eq!(
+                result.map_err(|why| why.raw_os_error()),
+                Err(Some(libc::ENOBUFS))
+            );
+            let (next, result) = start(&mut calls, 300);
+            assert_eq!(result.expect("it waits, too"), 300);
+            // Neither is named, and the first one's number is not taken for the second one's.
+            calls.reap().expect("the kernel answers");
+            assert!(!calls.idle(parts) && !calls.idle(next), "{to}");
+            tc("qdisc del dev sink0 root");
+            settle(&mut calls);
+            assert!(calls.idle(parts) && calls.idle(next), "{to}");
+        }
+    });
+}
+
+/// A message of the error queue that is about something else is not dropped in silence, and where
+/// the queue is not ours it is left to the program.
+#[test]
+fn errors_of_the_network_are_counted_or_left_alone() {
+    for backend in [Backend::ErrorQueue, Backend::Uring] {
+        let nobody = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        let address = nobody.local_addr().expect("an address");
+        drop(nobody);
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        set(&socket, libc::SOL_IP, libc::IP_RECVERR);
+        let own = socket.try_clone().expect("a descriptor");
+        let mut sender: Sender<Vec<u8>> = Sender::builder()
+            .backend(backend)
+            .open(socket)
+            .expect("a sender");
+        let to = zerosock_zc::Address::new(&address).expect("it is short");
+        let outgoing = Outgoing::new(vec![1; 3000]).copying(Copying::Never).to(to);
+        let sent = sender.send(outgoing).map_err(|refused| refused.why);
+        sent.expect("it is accepted");
+        assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+        // SAFETY: no memory is named.
+        let left = unsafe {
+            let flags = libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT;
+            libc::recv(own.as_raw_fd(), std::ptr::null_mut(), 0, flags)
+        };
+        let found = (sender.stats().foreign, left >= 0);
+        let expected = match backend {
+            Backend::ErrorQueue => (1, false),
+            _ => (0, true),
+        };
+        assert_eq!(found, expected, "{backend:?}");
+    }
+}
+
+#[test]
+fn a_timestamp_in_front_of_a_name_hides_nothing() {
+    with_sink("a_timestamp_in_front_of_a_name", || {
+        for to in SINK {
+            let socket = socket(to);
+            set(&socket, libc::SOL_SOCKET, libc::SO_TIMESTAMP);
+            set(&socket, libc::SOL_SOCKET, libc::SO_RXQ_OVFL);
+            let builder = Sender::builder().backend(Backend::ErrorQueue);
+            let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+            let begun = Instant::now();
+            for _ in 0..100 {
+                send(&mut sender, 5000, 1);
+            }
+            assert!(
+                sender.finish(Some(PATIENCE)).expect("it"),
+                "{to}: {begun:?}"
+            );
+            assert_eq!(sender.stats().in_place, 100, "{to}");
+        }
+    });
+}
+
+/// The kernel gives an empty datagram a number, if it is asked to send that without a copy.
+#[test]
+fn an_empty_datagram_is_nobody_elses_number() {
+    with_sink("an_empty_datagram_is_nobody_elses_number", || {
+        for to in SINK {
+            hold_back();
+            let opened = Carrier::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+            let start = |calls: &mut Carrier<_>, len, more| {
+                let key = calls.put(vec![1; len], None).expect("a place");
+                let order = Order { more, ..ORDER };
+                calls.start(&[key], order).expect("it is made");
+                key
+            };
+            // All of it passes: one of two pieces, the second of them empty, and empty ones.
+            let mut through = vec![start(&mut calls, 2000, true)];
+            through.extend([0, 0, 0, 0].map(|len| start(&mut calls, len, false)));
+            // What follows has to wait. Nobody has looked in between.
+            let held = [1300, 0, 1200].map(|len| start(&mut calls, len, false));
+            calls.reap().expect("the kernel answers");
+            assert!(through.iter().all(|&key| calls.idle(key)), "{to}");
+            assert!(!calls.idle(held[0]) && !calls.idle(held[2]), "{to}");
+            assert!(calls.idle(held[1]), "{to}");
+            tc("qdisc del dev sink0 root");
+            settle(&mut calls);
+        }
+    });
+}
+
+const ELSEWHERE: &str = "10.9.1.2:9";
+
+/// A second device, whose queue holds back what does not pass at once.
+fn add_elsewhere() {
+    ip("link add sink1 type ifb");
+    ip("addr add 10.9.1.1/24 dev sink1");
+    ip("link set sink1 mtu 65535 up");
+    ip("neigh add 10.9.1.2 lladdr 02:00:00:00:00:03 dev sink1 nud permanent");
+    tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
+}
+
+/// What waits in the queue of a device that the test need not look at: so many sends of two pages.
+fn hold_elsewhere(to: &str, sends: u32) -> Carrier<Vec<u8>> {
+    let opened = Carrier::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
+    let mut other: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+    // The first is through.
+    for _ in 0..=sends {
+        let key = other.put(vec![2; 2500], None).expect("a place");
+        other.start(&[key], ORDER).expect("it is made");
+        other.reap().expect("the kernel answers");
+    }
+    assert_eq!(other.reading(), sends);
+    other
+}
+
+#[test]
+fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
+    let name = "late_errors::memory_that_others_have_locked_says_nothing_of_a_buffer";
+    alone(name, || {
+        let _ = with_sink(name, || {
+            ip("link set sink0 mtu 1500");
+            add_elsewhere();
+            for to in SINK {
+                tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
+                let unprivileged = || {
+                    let _ = limit_locked_memory(16 << 12);
+                    let other = hold_elsewhere(ELSEWHERE, 5);
+                    let opened = Carrier::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
+                    let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+                    // Six pages: some of its fragments wait, others are dropped, and what is left
+                    // of the memory is less than any send needs.
+                    let key = calls.put(vec![1; 20_000], None).expect("a place");
+                    calls.start(&[key], ORDER).expect("it is made");
+                    (other, calls, key)
+                };
+                let thread = thread::scope(|scope| scope.spawn(unprivileged).join());
+                let (mut other, mut calls, key) = thread.expect("the thread");
+                let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
+                    Event::Done(_, result) => result.err(),
+                    Event::Noted { .. } => None,
+                });
+                let code = done.and_then(|error| error.raw_os_error());
+                assert_eq!(code, Some(libc::ENOBUFS), "{to}");
+                assert!(!calls.idle(key), "{to}: the queue has some of it");
+                tc("qdisc del dev sink0 root");
+                settle(&mut calls);
+                tc("qdisc del dev sink1 root");
+                settle(&mut other);
+                tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
+            }
+        });
+    });
+}
+
+#[test]
+fn a_send_that_never_has_memory_is_in_nobodys_doubt() {
+    let name = "late_errors::a_send_that_never_has_memory_is_in_nobodys_doubt";
+    alone(name, || {
+        let _ = with_sink(name, || {
+            // Less than any send needs.
+            let _ = limit_locked_memory(1 << 12);
+            for to in SINK {
+                let mut sender = sender(to);
+                for mark in 0..10 {
+                    send(&mut sender, 3000, mark);
+                    assert_eq!(back(&mut sender), [(mark, Some(Sent::Copied))], "{to}");
+                }
+            }
+        });
+    });
+}
+
+/// A user whose memory others use up does not know whether his send had a number, if his socket has
+/// a use for option memory. Nothing tells of the end of that; who sleeps must ask again.
+fn who_sleeps_hears_of_memory_of_others(
+    name: &'static str,
+    finish: fn(Sender<Vec<u8>>, &mpsc::Sender<()>),
+) {
+    alone(name, || {
+        let _ = with_sink(name, || {
+            add_elsewhere();
+            let (tell, told) = mpsc::channel();
+            thread::spawn(move || {
+                let _ = limit_locked_memory(16 << 12);
+                let socket = socket(SINK[0]);
+                let joined = socket
+                    .join_multicast_v4(&Ipv4Addr::new(224, 0, 0, 99), &Ipv4Addr::new(10, 9, 0, 1));
+                joined.expect("a group");
+                let builder = Sender::builder().backend(Backend::ErrorQueue);
+                let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
+                // Its numbers are known before there is no memory to ask for them.
+                send(&mut sender, 300, 0);
+                assert_eq!(back(&mut sender), [(0, Some(Sent::InPlace))]);
+                let other = hold_elsewhere(ELSEWHERE, 8);
+                send(&mut sender, 300, 1);
+                assert_eq!(back(&mut sender), [], "it is not known");
+                assert!(sender.next_timeout().is_some());
+                finish(sender, &tell);
+                drop(other);
+                tell.send(()).expect("the test");
+            });
+            told.recv_timeout(PATIENCE).expect("it is in doubt");
+            // The memory is free again, which is said to the other socket alone.
+            tc("qdisc del dev sink1 root");
+            told.recv_timeout(PATIENCE)
+                .expect("it is not in doubt any more");
+        });
+    });
+}
+
+#[test]
+fn a_shared_sender_asks_again_what_nobody_tells() {
+    let name = "late_errors::a_shared_sender_asks_again_what_nobody_tells";
+    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+        let sender = sender.into_shared().expect("descriptors");
+        assert!(!sender.finish(Some(Duration::ZERO)).expect("an answer"));
+        tell.send(()).expect("the test");
+        assert!(sender.finish(None).expect("the kernel answers"));
+    });
+}
+
+#[cfg(feature = "tokio")]
+#[test]
+fn a_task_asks_again_what_nobody_tells() {
+    let name = "late_errors::a_task_asks_again_what_nobody_tells";
+    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_io().build().expect("a runtime");
+        runtime.block_on(async {
+            let sender = zerosock_zc::tokio::AsyncSender::try_from(sender);
+            let mut sender = sender.expect("descriptors");
+            tell.send(()).expect("the test");
+            sender.finish().await.expect("the kernel answers");
+        });
+    });
+}
+
+#[test]
+fn an_event_loop_of_several_threads_asks_again_what_nobody_tells() {
+    let name = "late_errors::an_event_loop_of_several_threads_asks_again_what_nobody_tells";
+    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+        let sender = sender.into_shared().expect("descriptors");
+        tell.send(()).expect("the test");
+        let events = sender.events().expect("descriptors");
+        while !sender.is_quiet() {
+            let mut descriptors = [PollFd::new(&events, PollFlags::IN)];
+            rustix::event::poll(&mut descriptors, None).expect("an answer");
+            sender.poll().expect("the kernel answers");
+        }
+    });
+}

@@ -1,0 +1,122 @@
+//! Datagrams into a device that takes pages as they are: what goes in place is told as in place,
+//! and only then.
+
+use std::net::UdpSocket;
+use std::time::Duration;
+
+use zerosock_zc::{Address, Backend, Buf, Copying, Outgoing, Pool, Sender, Sent};
+
+use crate::network::{BACKENDS, SINK, with_sink};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn socket(to: &str) -> UdpSocket {
+    let socket = UdpSocket::bind(if to.starts_with('[') {
+        "[::]:0"
+    } else {
+        "0.0.0.0:0"
+    });
+    socket.expect("an address")
+}
+
+/// How 100 datagrams of each length went, as given back.
+fn outcomes(mut sender: Sender<Buf>, buffer: impl Fn(usize) -> Buf, wish: Copying) -> Vec<Sent> {
+    let mut outcomes = Vec::new();
+    for len in [1, 600, 1000, 1500, 4000, 8000, 65_000] {
+        for _ in 0..100 {
+            let outgoing = Outgoing::new(buffer(len)).copying(wish);
+            sender
+                .send(outgoing)
+                .map_err(|refused| refused.why)
+                .expect("it is accepted");
+            while let Some(returned) = sender.returned() {
+                outcomes.push(returned.outcome.expect("it was sent"));
+            }
+        }
+    }
+    assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+    outcomes.extend(std::iter::from_fn(|| sender.returned()).map(|one| one.outcome.expect("sent")));
+    let stats = sender.stats();
+    assert_eq!((stats.accepted, stats.failed), (700, 0));
+    let in_place = outcomes
+        .iter()
+        .filter(|&&sent| sent == Sent::InPlace)
+        .count();
+    assert_eq!(stats.in_place, in_place as u64);
+    outcomes
+}
+
+#[test]
+fn datagrams_go_in_place_where_the_device_takes_pages() {
+    with_sink("datagrams_go_in_place", || {
+        // More than there are places: a block is lent before its send waits for one.
+        let pool = Pool::new(600, 65_536).expect("memory");
+        for to in SINK {
+            for backend in BACKENDS {
+                let open = || {
+                    let socket = socket(to);
+                    socket.connect(to).expect("a route");
+                    Sender::builder()
+                        .backend(backend)
+                        .open(socket)
+                        .expect("a sender")
+                };
+                let plain = |len| Buf::from(vec![7; len]);
+                let block = |len| {
+                    let mut block = pool.loan().expect("a block");
+                    block.set_range(0, len).expect("within");
+                    Buf::from(block)
+                };
+                let expected = match backend {
+                    Backend::Copy => Sent::Copied,
+                    _ => Sent::InPlace,
+                };
+                for outcomes in [
+                    outcomes(open(), plain, Copying::Never),
+                    outcomes(open(), block, Copying::Never),
+                ] {
+                    assert_eq!(outcomes, [expected; 700], "{backend:?} to {to}");
+                }
+                let copied = outcomes(open(), plain, Copying::Always);
+                assert_eq!(copied, [Sent::Copied; 700], "{backend:?} to {to}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_socket_that_is_not_connected_sends_where_it_is_told() {
+    with_sink("unconnected_sends", || {
+        for (to, backend) in SINK
+            .into_iter()
+            .flat_map(|to| BACKENDS.map(|backend| (to, backend)))
+        {
+            let mut sender: Sender = Sender::builder()
+                .backend(backend)
+                .open(socket(to))
+                .expect("a sender");
+            let address: std::net::SocketAddr = to.parse().expect("an address");
+            let address = Address::new(&address).expect("it is short");
+            for len in [10, 5000] {
+                for many in [false, true] {
+                    let buffer = match many {
+                        false => Buf::from(vec![1; len]),
+                        true => {
+                            Buf::from(vec![Buf::from(vec![1; len]), Buf::from(&b"and more"[..])])
+                        }
+                    };
+                    let outgoing = Outgoing::new(buffer).to(address).copying(Copying::Never);
+                    sender
+                        .send(outgoing)
+                        .map_err(|refused| refused.why)
+                        .expect("it is accepted");
+                }
+            }
+            assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
+            for returned in std::iter::from_fn(|| sender.returned()) {
+                returned.outcome.expect("it was sent");
+            }
+            assert_eq!(sender.stats().bytes, 2 * (10 + 5000) + 2 * 8, "{backend:?}");
+        }
+    });
+}

@@ -108,6 +108,8 @@
 //! by its slot's notifier if it has a slot, and inline if it has a number. Streams keep their order,
 //! and short sends are completed.
 
+#![deny(unsafe_code)]
+
 mod answers;
 mod calibration;
 mod close;

@@ -1,4 +1,5 @@
 //! Where a datagram goes, as the kernel reads it.
+#![allow(unsafe_code)]
 
 use rustix::net::addr::SocketAddrArg;
 

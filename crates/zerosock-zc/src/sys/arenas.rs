@@ -9,6 +9,7 @@
 //! What must hold: an arena is replaced only while no request that names its number is under way,
 //! since the kernel looks it up when it executes the request, which may be long after it was told
 //! of it. From then until the notification the kernel keeps by itself what it reads.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 

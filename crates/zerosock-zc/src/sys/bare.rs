@@ -3,6 +3,7 @@
 //! Both send from the same buffers over and over, in turn, check nothing that they need not, and
 //! tell of nothing but counts. For benchmarks only: when one ends before the kernel is done, by an
 //! error or a panic, its buffers are leaked, since nobody waits for what reads them.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::mem::ManuallyDrop;

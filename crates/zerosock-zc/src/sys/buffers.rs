@@ -1,4 +1,5 @@
 //! What can be sent: bytes that stay where they are.
+#![allow(unsafe_code)]
 
 use std::any::Any;
 use std::fmt;

@@ -5,6 +5,7 @@
 //! before the first (`counter`). From then on they are ours alone: whoever sends with MSG_ZEROCOPY on
 //! a duplicate of the socket by other means confuses them.
 //! What a send that failed may have taken of them is found out in `doubt`.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};

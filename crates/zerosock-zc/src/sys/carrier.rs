@@ -1,4 +1,5 @@
 //! One interface to whichever of the kernel's carries the sends.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::mem::ManuallyDrop;

@@ -9,6 +9,7 @@
 //! And nobody else may read the error queue meanwhile: of the senders of this process over one
 //! socket, however often it was duplicated, one at a time has the queue ([`Claim`]); what it has not
 //! been told of is told to it even when its carrier was dropped (`orphans`). The others copy.
+#![allow(unsafe_code)]
 
 use std::collections::HashSet;
 use std::io;

@@ -12,6 +12,7 @@
 //! locked counts for all sockets of a user, so that it may have become short since, by the failed
 //! one's own pages, too. But each number costs the socket some memory from when it is given until it
 //! is read (`holds_no_number`): where none is used, none was given.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::mem;

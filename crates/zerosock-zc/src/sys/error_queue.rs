@@ -1,4 +1,5 @@
 //! A socket's error queue: where the kernel names the zero-copy sends whose buffers are free.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::mem::{self, MaybeUninit};

@@ -1,4 +1,5 @@
 //! Files as buffers: sent from the page cache, where they lie.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io;

@@ -2,6 +2,7 @@
 //!
 //! The places are made once and never move: an address lies there while a request refers to it. A
 //! place counts what the kernel owes for it; its contents go out only at zero.
+#![allow(unsafe_code)]
 
 use super::Address;
 

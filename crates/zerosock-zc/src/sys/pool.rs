@@ -1,4 +1,5 @@
 //! Memory to send from, that a ring can register once instead of pinning it with every send.
+#![allow(unsafe_code)]
 
 use std::ffi::c_void;
 use std::fmt;

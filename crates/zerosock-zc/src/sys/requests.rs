@@ -22,6 +22,7 @@
 //! says what F_MORE does. What must hold: a place is idle only when every request of it has had its
 //! result, and each that took bytes of it, or failed, and whose result said F_MORE, its own
 //! notification; and what a request refers to stays as it is until its result.
+#![allow(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::io;

@@ -15,6 +15,7 @@
 //! The ring is made with COOP_TASKRUN: the kernel posts what is done when the thread that submitted
 //! enters it next for whatever reason, at the latest at a tick of the clock, and does not interrupt
 //! it for that. When something waits to be posted, a flag in shared memory says so.
+#![allow(unsafe_code)]
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,4 +1,5 @@
 //! What kind of socket a descriptor is, and whether the kernel would send from it without a copy.
+#![allow(unsafe_code)]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

@@ -37,9 +37,8 @@
 //!
 //! [`daemon`] is what `zerosock serve` runs: a vhost-user device whose payload goes between guest
 //! memory and host sockets without a buffer of ours. [`attach`] is the protocol by which processes
-//! join, [`driver`] the driver half beneath an endpoint. [`zc`] sends over the kernel's own sockets without
-//! a copy. The rooms and the way of a byte through them
-//! are in ARCHITECTURE.md.
+//! join, [`driver`] the driver half beneath an endpoint. [`zc`] (the crate `zerosock-zc`) sends over
+//! kernel sockets without a copy. The rooms and the way of a byte through them are in ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
 mod control;

@@ -1,23 +1,64 @@
-//! Zero-copy send on the kernel's sockets, without the book-keeping.
+//! Zero-copy send on kernel sockets.
 //!
-//! A [`Sender`] sends owned buffers over a TCP, UDP, raw, packet or vsock socket and gives each
-//! back when the kernel has let go of it. How it knows is its own business: over io_uring, over the
-//! error queue, or because it copied. Whatever the back-end, everything below works the same. From raw
-//! and packet sockets, and from TCP that encrypts (kernel TLS), it copies.
+//! A [`Sender`] sends owned buffers over a TCP, UDP or vsock socket without a copy, and gives each
+//! buffer back when the kernel no longer reads it. The program neither reads the error queue nor counts
+//! notifications. This crate does so over io_uring or over the error queue, and copies where neither
+//! works. Large writes gain by it (from about 10 KB on, according to the kernel's documentation), and
+//! memory that is expensive to copy: pages of files, memory that a virtual machine shares.
 //!
-//! # Knowing that a buffer is free
-//! There are three ways, to be mixed at will:
+//! The library `zerosock` has this crate as `zerosock::zc`.
 //!
-//! - [`Sender::returned`] gives buffers back one by one, with how each went.
-//! - *Slots*: sends attach to the notifier of a slot; a flush closes it; and one [`Notification`],
-//!   with the slot's tag and a sequence number, says that all of them are free.
-//! - *Inline*: a send carries room for up to 16 [`Completion`]s and comes back with ranges of the
-//!   numbers of earlier sends that are over, `lo..=hi`. That costs no system call over io_uring,
-//!   one that does not wait with the error queue, and never a poll.
+//! # Example
 //!
-//! # An example of the inline way
-//! Each send that may go without a copy has a number, from 0 on. Two buffers take turns here: before
-//! one is used again its number must have been named.
+//! ```
+//! use std::io::Read;
+//! use std::net::{TcpListener, TcpStream};
+//! use zerosock_zc::{Outgoing, Sender};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let listener = TcpListener::bind("127.0.0.1:0")?;
+//! let socket = TcpStream::connect(listener.local_addr()?)?;
+//! let mut peer = listener.accept()?.0;
+//!
+//! let mut sender: Sender<Vec<u8>> = Sender::builder().open(socket)?;
+//! sender.send(Outgoing::new(vec![b'a'; 100_000]))?;
+//! // The buffer belongs to the sender until the kernel no longer reads it.
+//! let buffer = loop {
+//!     match sender.returned() {
+//!         Some(returned) => {
+//!             returned.outcome?;
+//!             break returned.buffer;
+//!         }
+//!         None => sender.wait(None)?,
+//!     }
+//! };
+//! assert_eq!(buffer.len(), 100_000);
+//!
+//! assert!(sender.close(None).is_whole());
+//! let mut received = Vec::new();
+//! peer.read_to_end(&mut received)?;
+//! assert_eq!(received, buffer);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Buffers
+//! A buffer is of any type that is [`Stable`]: `Vec<u8>`, `Bytes`, `Arc<[u8]>`, a block of a [`Pool`],
+//! which io_uring registers once instead of pinning it for each send, a part of a [`FileMap`], memory
+//! that a peer shares ([`Mapped`]), or any of these at run time ([`Buf`]).
+//!
+//! # Completions
+//! A program learns in three ways that a buffer is free, and can use all of them together:
+//!
+//! - One by one: [`Sender::returned`] gives each buffer back, with the result of its send.
+//! - By slot: sends attach to the notifier of a slot, a flush closes the notifier, and one
+//!   [`Notification`], with the slot's tag and a sequence number, says that all its buffers are free.
+//! - Inline: a send carries room for up to 16 [`Completion`]s and fills it with ranges of the numbers of
+//!   earlier sends that are over (`lo..=hi`). This costs no system call over io_uring, and one that does
+//!   not wait over the error queue.
+//!
+//! Each send that may go without a copy has a number, from 0 on. In this example of the inline way two
+//! buffers take turns; a buffer is used again when its number has been in a range:
 //!
 //! ```
 //! use std::io::Read;
@@ -35,7 +76,7 @@
 //! let mut room = [Completion::default(); 16];
 //! for _ in 0..6 {
 //!     let buffer = loop {
-//!         // A buffer that is named by a completion can be had back.
+//!         // A buffer whose number is in a completion can be taken back.
 //!         free.extend(std::iter::from_fn(|| sender.returned()).map(|returned| returned.buffer));
 //!         match free.pop() {
 //!             Some(buffer) => break buffer,
@@ -57,10 +98,9 @@
 //! # }
 //! ```
 //!
-//! Sends that are corked ([`Outgoing::more`]), and some that are always copied ([`Copying::Always`])
-//! among others, change nothing in this. The pieces of a corked datagram have a number each, which
-//! are over together, since the kernel makes one datagram of them. What is always copied has no
-//! number, and is in no range:
+//! The pieces of a corked datagram ([`Outgoing::more`]) have a number each. The kernel makes one datagram
+//! of them, so that they are over together. A send that is always copied ([`Copying::Always`]) has no
+//! number and is in no range:
 //!
 //! ```
 //! use std::net::UdpSocket;
@@ -89,25 +129,70 @@
 //! # }
 //! ```
 //!
-//! # How it ends
-//! [`Sender::close`] waits until everything is over and says so, or what is left when its time is up;
-//! [`Sender::into_socket`] gives the socket back when nothing is under way; and a sender can be
-//! dropped. A TCP stream of which something is missing then is reset: its peer meets ECONNRESET, not
-//! an end that looks like one of the whole. A buffer that a slow receiver holds is free with that, too.
-//! Senders of several threads ([`SharedSender::close`]) and of tasks end alike. What the kernel has taken
-//! is its own to send; seen to fail at that is kernel TLS in Linux 6.1, which can drop the last records
-//! of a socket that is full when it is closed.
+//! # Waiting
+//! [`Sender::wait`] blocks until a buffer is free or a notification is posted. An event loop waits on the
+//! descriptor of the sender ([`Sender::interest`], [`Sender::next_timeout`]) and calls [`Sender::poll`].
+//! A [`SharedSender`] is for several threads, and `tokio::AsyncSender` (with the feature `tokio`) for
+//! tasks.
 //!
-//! A sender that goes on can have a limit ([`Builder::limit`]): when a send takes longer than that, its
-//! TCP stream is reset, and buffers that only a slow receiver held come back at once.
+//! # Closing
+//! [`Sender::close`] waits until every send is over, and says what is left when its time is up.
+//! [`Sender::into_socket`] gives the socket back when nothing is under way. A sender can also be dropped.
+//! When a part of a TCP stream is missing at that time, the stream is reset: its peer gets ECONNRESET
+//! instead of an end of file after a part of the data. The reset also frees buffers that wait for a slow
+//! receiver. A [limit](Builder::limit) does the same while the sender is in use, when a send takes longer
+//! than its time.
 //!
-//! # What must hold
-//! A buffer is the sender's from its acceptance until it is given back: nobody can touch or free it
-//! meanwhile, also after an error, a time-out, a drop of the sender or a panic. Every accepted send
-//! is told of exactly once each way that it takes part in: given back unless buffers are discarded,
-//! by its slot's notifier if it has a slot, and inline if it has a number. Streams keep their order,
-//! and short sends are completed.
-
+//! # Invariants
+//! - From its acceptance until it is given back, a buffer belongs to the sender. No safe code of the
+//!   process can change or free it, also after an error, a time-out, a panic, or a drop of the sender. A
+//!   dropped sender whose buffers the kernel still reads goes to a thread that waits for the kernel; if
+//!   no thread can be started, the sender is leaked.
+//! - Each accepted send is reported exactly once in each way that it takes part in: it is given back
+//!   (unless buffers are discarded), it counts for the notifier of its slot if it has one, and its number
+//!   is in one range if it has one.
+//! - A stream keeps the order of its sends, and what the kernel takes in part is completed. A peer never
+//!   takes a part of a TCP stream for the whole, nor a part of a datagram for a datagram.
+//! - A lack of memory delays a send or makes it a copy. It never stalls the sender.
+//! - Unsafe code is in the module [`sys`] only, in files that allow it.
+//!
+//! # Kernel behaviour
+//! Interfaces, and the first kernel that has each:
+//!
+//! | interface | Linux |
+//! |---|---|
+//! | MSG_ZEROCOPY and completions on the error queue ([`Backend::ErrorQueue`]): TCP | 4.14 |
+//! | the same: UDP | 5.0 |
+//! | the same: vsock streams | 6.7 |
+//! | IORING_OP_SEND_ZC, IORING_OP_SENDMSG_ZC, and notifications that say whether the kernel copied ([`Backend::Uring`]) | 6.2, and stable releases of 6.1 |
+//! | registered memory in a send of several pieces | 6.15 |
+//!
+//! Documents: `Documentation/networking/msg_zerocopy.rst` of the kernel, io_uring_enter(2) and
+//! io_uring_prep_send_zc(3). Facts that the code relies on beyond these are stated, with the functions of
+//! the kernel, where they matter:
+//!
+//! - `sys::requests`: which results of io_uring are followed by a notification, also when a request is
+//!   cancelled before it begins.
+//! - `sys::ring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
+//!   that a packet must end with a request now and then (MSG_EOR).
+//! - `sys::arenas`: when registered memory may be replaced.
+//! - `sys::counter`, `sys::numbers` and `sys::doubt`: how MSG_ZEROCOPY numbers sends, also those that fail.
+//! - `cork`: what a socket keeps of a datagram in pieces (MSG_MORE) when a later piece fails.
+//!
+//! The following sockets are sent from by copies: raw and packet sockets, Unix sockets, TCP with an
+//! upper-layer protocol (kernel TLS), and TCP in a sockmap with a program for messages (sk_msg), where the
+//! kernel ignores MSG_ZEROCOPY. vsock messages (SOCK_SEQPACKET) are refused ([`Kind::VsockMessages`]).
+//!
+//! A TCP socket that is put under kernel TLS while it has a sender is sent from by copies from then on,
+//! over io_uring with one request at a time, since kernel TLS refuses MSG_WAITALL.
+//!
+//! What the crate cannot prevent:
+//!
+//! - A sockmap program that meets a socket after its first send over the error queue, and that takes all
+//!   of the data: the kernel gives those sends no number, and their buffers do not come back. A socket
+//!   that leaves the sockmap before the error queue has been read: a buffer can come back too early.
+//!   Neither concerns io_uring, where sends have no numbers.
+//! - Kernel TLS in Linux 6.1 can drop the last records of a socket that is full when it is closed.
 #![deny(unsafe_code)]
 
 mod answers;

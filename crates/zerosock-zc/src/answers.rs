@@ -1,4 +1,4 @@
-//! What the kernel says of sends, and what follows from it.
+//! Results and notifications of the kernel, and what each means for its send.
 
 use std::io;
 

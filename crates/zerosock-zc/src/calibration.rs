@@ -1,21 +1,21 @@
-//! What a send costs with and without a copy: measured once for each class, for the whole process.
+//! What a send costs with and without a copy, measured once for each class in a process.
 //!
-//! A class is a kind of socket, the back-end, memory that is registered or not, and a length to
-//! within a factor of two. While a class is undecided, submissions of the two ways take turns, and
-//! each counts that consists of sends of one class and one way, all of which the kernel took in it,
-//! on a socket that takes buffers in place: the time of its system call, divided by its sends. The
-//! cheapest turn of each way is what it costs when nothing disturbs it. When both have been seen
-//! often enough the cheaper is kept; not copying must be cheaper by a twentieth, because a part of
-//! its cost comes later, when it is notified, and is nowhere to be seen by itself: the kernel pays
-//! for it in the device's interrupt, and posts it in whichever call comes next.
+//! A class is a kind of socket, a back-end, whether the memory is registered, and a length to within a
+//! factor of two. While a class is undecided, submissions alternate between the two ways. A submission is
+//! a measurement if all its sends are of one class and one way, the kernel took all of them in it, and
+//! the kernel sends from this socket in place: the time of its system call, divided by its sends. The
+//! cheapest measurement of a way is its cost without disturbance. When both ways have been measured often
+//! enough, the cheaper one is kept. Zero copy must be cheaper by a twentieth, because a part of its cost
+//! comes later and cannot be measured by itself: the kernel pays for the notification in the interrupt of
+//! the device, and posts it in the next call.
 //!
-//! A class of which nothing can be learnt, because its sockets are always full or its sends always
-//! go together with others, is not tried both ways for ever: after 32768 sends it is decided as the
-//! kernel's documentation would (`Documentation/networking/msg_zerocopy.rst`: "only effective at
-//! writes over around 10 KB"), and called assumed.
+//! A class that cannot be measured, because its sockets are always full or its sends always go together
+//! with others, is decided after 32768 sends as the documentation of the kernel says
+//! (`Documentation/networking/msg_zerocopy.rst`: "only effective at writes over around 10 KB"), and is
+//! reported as assumed.
 //!
-//! No decision is for ever: after a million sends a class is measured anew, for as long as that
-//! takes and for 32768 sends at most. Meanwhile the old decision is what a report names.
+//! After a million sends a class is measured anew, for 32768 sends at most. The old decision is reported
+//! meanwhile.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;

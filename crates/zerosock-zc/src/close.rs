@@ -1,8 +1,9 @@
-//! The end of a sender: all of it, or what is left of it, and how its peer is told.
+//! The end of a sender: what the peer sees, and what is left of the sends.
 //!
-//! What must hold: a stream that ends before the kernel has taken everything, or before it has let go
-//! of everything in the time that it was given, is reset: nobody takes a part for the whole. Where
-//! streams know no reset (all but TCP) the result says so.
+//! # Invariants
+//! A stream is reset if it ends before the kernel has taken everything, or before every buffer is free
+//! in the time that was given: a peer never takes a part for the whole. Only TCP has a reset; for other
+//! streams the result says that there was none.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,20 +1,21 @@
-//! A datagram that is sent in pieces, each but the last with MSG_MORE.
+//! Datagrams in pieces: sends of which each but the last has MSG_MORE.
 //!
-//! The socket keeps what it was given until the last piece comes, and gives up all of it when it
-//! refuses one. Whatever is sent next begins a datagram: a piece that was sent again alone, or behind
-//! one that failed, would arrive as a datagram that nobody sent. Where a piece fails that the socket
-//! never saw, because it was cancelled or there was no memory to lock, it has to be told to forget
-//! those before: they would arrive in front of the next datagram. A raw socket cannot be told, and is
-//! sent nothing more. So the pieces of one datagram, and nothing else, are under way together; they
-//! are asked again together, or not at all.
+//! The socket collects the pieces until the last one comes, and drops all of them when it refuses one.
+//! The next send then begins a datagram: a piece that is requested again alone, or after one that
+//! failed, would arrive as a datagram of its own. A piece can also fail without the socket: it is
+//! cancelled, or the kernel has no memory to pin it. Then the socket must be made to forget the earlier
+//! pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot be made to,
+//! and its sender accepts nothing more. So the pieces of one datagram, and nothing else, are under way
+//! together, and they are requested again together or not at all.
 //!
-//! Those that the socket has taken are *kept* for that: over, but neither told of nor given back until
-//! the last piece is taken, too. When there is no memory to send one without a copy, all are copied.
-//! They are let go earlier, and cannot be asked again then, when the rest finds no place; and when
-//! somebody polls or waits while nothing more of the datagram was accepted: what would come could be
-//! his own next send.
+//! For that, pieces that the socket has taken are *kept*: they are over, but are neither reported nor
+//! given back until the last piece is taken. If the kernel has no memory for a piece without a copy, all
+//! pieces are copied. Kept pieces are given back early, and then cannot be requested again, when there is
+//! no place for the next piece, and when the program polls or waits before it has sent the next piece:
+//! it may need these buffers to send it.
 //!
-//! What must hold: nobody waits for a piece that is kept.
+//! # Invariants
+//! No call waits for a piece that is kept.
 
 use std::collections::VecDeque;
 use std::mem;

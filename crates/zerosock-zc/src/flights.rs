@@ -1,22 +1,26 @@
-//! Sends from their acceptance until their buffer is free: what is asked of the kernel, in which
-//! order, and again after which answers.
+//! The sends of one sender, from their acceptance until their buffers are free: which requests are
+//! made, in which order, and which are made again after which results.
 //!
-//! A send is *queued*, *started* (the kernel has a request of it), *over* (all of it was taken, or it
-//! failed), and then free when the kernel owes nothing more for it. On a stream one chain of linked
-//! requests is under way at a time: unlinked ones could overtake each other, and what is short must be
-//! completed before anything follows. Sends that wait together, and go the same way, are gathered: one
-//! request, and one notification, is of up to 128 KiB of them. A stream on which a send failed takes
-//! no more; one that ends before the kernel has taken all that was accepted is reset, so that its peer
-//! does not take it for a whole one.
+//! A send is *queued*; then *started*, when the kernel has a request for it; then *over*, when all of it
+//! was taken or it failed; and free when the kernel owes nothing more for it. On a stream, one chain of
+//! linked requests is under way at a time: requests that are not linked could overtake each other, and a
+//! send that was taken in part must be completed before the next one. Sends that wait together and go the
+//! same way become one request, with one notification, of up to 128 KiB. A stream on which a send failed
+//! accepts nothing more. A stream that ends before the kernel has taken every accepted send is reset, so
+//! that its peer does not take it for complete.
 //!
-//! On the ring a submission can be answered within the call, and then nothing is owed that an event
-//! loop could wait for. So a submission goes round until everything is with the kernel, or nothing
-//! may be started: either way something is to come.
+//! A ring can answer a submission within the call, and then owes nothing that an event loop could wait
+//! for. So a submission is repeated until everything is with the kernel or nothing may be started. In
+//! both cases an event is still to come.
 //!
-//! When the kernel has no memory for a zero-copy send (ENOBUFS, ENOMEM: the limit of locked memory,
-//! or of the socket's notifications) the send waits for a notification, which frees some. When none
-//! is to come, or after a few such rounds, it is copied; with a piece of a datagram all of that is
-//! (`cork`). Nothing stalls.
+//! If the kernel has no memory for a send without a copy (ENOBUFS, ENOMEM: the limit of locked memory, or
+//! of the notifications of the socket), the send waits for a notification, which frees some. If none is
+//! due, or after a few such rounds, the send is copied; a piece of a datagram is copied with all other
+//! pieces (`cork`).
+//!
+//! # Invariants
+//! While a send is accepted and not over, either a request of it is with the kernel, or it can be
+//! started, or an event is due after which it can be started.
 
 use std::collections::VecDeque;
 use std::io;

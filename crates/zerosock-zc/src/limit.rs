@@ -1,11 +1,12 @@
-//! A time that every send has until its buffer is free, and what is done when that is up.
+//! The limit of a sender: the longest time from the acceptance of a send until its buffer is free.
 //!
-//! Sends are accepted in the order of time: the oldest that still counts is the first that is late. It
-//! is looked for when something is submitted, asked for or waited for, and who sleeps does so no
-//! longer than until then; nothing here has a clock, or a thread, of its own.
+//! Sends are accepted in the order of time, so that the oldest one that counts is the first to be late.
+//! It is looked up when the program submits, polls or waits, and a wait ends when that send is late. This
+//! module has no clock and no thread.
 //!
-//! What must hold: when the time is up everything is done that can be, and it counts no more. What is
-//! late for ever would be waited for without sleeping.
+//! # Invariants
+//! When a send is late, everything is done that can be, and the send counts no more: a send that stayed
+//! late would make every later wait return at once.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
-//! A line: who comes stands behind, who goes was in front, and anybody can be told something where
-//! he stands.
+//! A queue with access from the front by index, each operation in constant time.
 //!
-//! What must hold: nothing here costs more when the line is longer, and nothing else can be done with
-//! it. Tests count what is done, so that who walks along a line is found out.
+//! # Invariants
+//! No operation costs more when the queue is longer. Tests count the operations, so that a caller that
+//! walks along the queue is found.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,4 @@
-//! What goes into a sender, and what comes out of it.
+//! What a program gives to a sender, and what it gets back.
 
 use std::fmt;
 use std::io;

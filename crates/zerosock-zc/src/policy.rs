@@ -1,11 +1,11 @@
-//! When it pays not to copy, and when to stop trying.
+//! Whether a send is copied.
 //!
-//! Not copying costs: pages are pinned, a second completion is posted and read. Below a threshold
-//! copying is cheaper, and that depends on the kind of socket, on the device behind it and on whether
-//! the memory is registered. So it is measured, once for each kind of socket and size class of the
-//! process, on what the program sends anyway: turns of one way and of the other, and the better
-//! one is kept ([`calibration`](super::calibration)). A socket whose notifications say that the
-//! kernel copied after all is not tried again but rarely.
+//! A send without a copy has costs of its own: pages are pinned, and a notification is posted and read.
+//! Below a threshold a copy is cheaper. The threshold depends on the kind of socket, on the device behind
+//! it, and on whether the memory is registered, so that it is measured, once in a process for each kind
+//! of socket and size class, with the sends that the program makes anyway
+//! ([`calibration`]). A socket whose notifications say that the kernel copied is
+//! rarely tried again.
 
 use super::Backend;
 use super::calibration::{self, Class};

@@ -1,4 +1,4 @@
-//! Which numbered sends are over, as ranges.
+//! The numbers of the sends that are over, as ranges.
 
 use std::collections::VecDeque;
 

@@ -1,8 +1,8 @@
-//! Sleeping until a sender's socket or ring has something to say, without holding the sender.
+//! Sleeping until the socket or ring of a sender has an event, without a reference to the sender.
 //!
-//! The descriptor of the sender lies, edge-triggered, in an epoll of its own: a socket that has
-//! hung up says so once, not all the time. Whoever is woken drains the epoll before he asks the
-//! sender, so that what comes in between wakes him again.
+//! The descriptor of the sender is in an epoll instance of its own, edge-triggered: a socket that has
+//! hung up is reported once, not for ever. A thread that wakes up reads all events of the epoll instance
+//! before it polls the sender, so that an event in between wakes it again.
 
 use std::io;
 use std::mem::MaybeUninit;

@@ -1,4 +1,4 @@
-//! The sender: what a program has in hand.
+//! The sender: the interface for one thread, and how it is opened.
 
 use std::io;
 use std::ops::Range;

@@ -1,10 +1,10 @@
-//! A sender that several threads send over.
+//! A sender that several threads use.
 //!
-//! The sender is behind a lock that nobody holds while he sleeps. Of those who sleep one waits for
-//! the kernel, the *watch*; the others wait for him, or for whoever else finds out something.
+//! The sender is behind a lock. No thread holds it while it sleeps. Of the threads that sleep, one waits
+//! for the kernel: the *watch*. The others wait for the watch, or for another thread that polls.
 //!
-//! What must hold: whoever changes what another may sleep for tells him before the lock is free
-//! again.
+//! # Invariants
+//! A thread that changes something that others may sleep for notifies them before it releases the lock.
 
 use std::cell::Cell;
 use std::io;

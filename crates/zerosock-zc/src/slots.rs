@@ -1,20 +1,21 @@
-//! Slots and notifiers: being told once that several buffers are free.
+//! Slots and notifiers: one notification for several buffers.
 //!
-//! A slot holds at most one notifier. A send that is executed attaches to its slot's notifier,
-//! which is made when there is none, with the slot's tag and its next sequence number. A flush
-//! closes the notifier: nothing more attaches, and when every attached send has released its
-//! buffer, one [`Notification`] is posted. The slot's next send makes a new notifier. A slot to
-//! which nothing is attached posts nothing when it is flushed, and a send that fails does not
-//! flush, though it attaches. This is what the notification slots of io_uring did before Linux 6.0
-//! was released without them (Pavel Begunkov's series "io_uring zerocopy send", v3, July 2022).
+//! A slot has at most one notifier. A send that is executed attaches to the notifier of its slot, which is
+//! made when there is none, with the tag of the slot and its next sequence number. A flush closes the
+//! notifier: nothing more attaches, and when every attached send has released its buffer, one
+//! [`Notification`] is posted. The next send of the slot makes a new notifier. A flush of a slot to which
+//! nothing is attached posts nothing. A send that fails attaches but does not flush. The notification
+//! slots of io_uring did this before Linux 6.0 was released without them (Pavel Begunkov's series
+//! "io_uring zerocopy send", v3, July 2022).
 //!
-//! There a request was executed within the call that submitted it. Here one may be asked again, and
-//! others overtake it. What a program is told must not depend on that: so a flush, also one that a
-//! send carries, waits for what was accepted before it, and a notifier has the tag that its slot had
-//! when the first of its sends was accepted.
+//! There, a request was executed within the call that submitted it. Here, it may be made again, and later
+//! ones overtake it. What a program is told must not depend on that: a flush, also one that a send
+//! carries, waits for the sends that were accepted before it, and a notifier has the tag that its slot
+//! had when the first of its sends was accepted.
 //!
-//! What must hold: a flush covers every send that was accepted before it, also those that the
-//! kernel has not executed yet; nothing is posted twice; nothing is lost.
+//! # Invariants
+//! A flush covers every send that was accepted before it, also those that the kernel has not executed
+//! yet. Nothing is posted twice, and nothing is lost.
 
 use std::collections::VecDeque;
 use std::ops::Range;

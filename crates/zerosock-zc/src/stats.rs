@@ -1,4 +1,4 @@
-//! What a sender has done, in numbers.
+//! The counters of a sender, and what it has found out.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! A sender in a tokio runtime.
+//! A sender for tasks of a tokio runtime.
 
 use std::future::poll_fn;
 use std::io;

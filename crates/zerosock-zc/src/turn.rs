@@ -1,4 +1,4 @@
-//! The requests of one submission, as far as they teach what a send costs.
+//! The requests of one submission, as a measurement of what a send costs.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Where a datagram goes, as the kernel reads it.
+//! The destination of a datagram, in the form that the kernel reads.
 #![allow(unsafe_code)]
 
 use rustix::net::addr::SocketAddrArg;

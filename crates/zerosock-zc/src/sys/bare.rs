@@ -1,8 +1,8 @@
-//! The least that a program does to send without a copy: loops to measure a sender against.
+//! Minimal loops that send without a copy, to measure a sender against.
 //!
-//! Both send from the same buffers over and over, in turn, check nothing that they need not, and
-//! tell of nothing but counts. For benchmarks only: when one ends before the kernel is done, by an
-//! error or a panic, its buffers are leaked, since nobody waits for what reads them.
+//! Both loops send from the same buffers in turn, check only what they must, and report only counts. They
+//! are for benchmarks: when a loop ends before the kernel has read the buffers, by an error or a panic,
+//! the buffers are leaked, since nothing waits for the kernel.
 #![allow(unsafe_code)]
 
 use std::io;

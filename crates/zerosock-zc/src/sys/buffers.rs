@@ -1,4 +1,4 @@
-//! What can be sent: bytes that stay where they are.
+//! Buffers: bytes that can be sent, at an address that does not change.
 #![allow(unsafe_code)]
 
 use std::any::Any;

@@ -1,10 +1,10 @@
-//! The carrier over sendmsg(2), with the error queue or without zero copy at all.
+//! The carrier over sendmsg(2), with the error queue or with copies only.
 //!
-//! A request is made at once when it is started. The kernel numbers the zero-copy sends of a socket
-//! (`numbers`) and names the numbers in its error queue (`error_queue`). Where they begin is found out
-//! before the first (`counter`). From then on they are ours alone: whoever sends with MSG_ZEROCOPY on
-//! a duplicate of the socket by other means confuses them.
-//! What a send that failed may have taken of them is found out in `doubt`.
+//! A request is one call, made when it is started. The kernel numbers the zero-copy sends of a socket
+//! (`numbers`) and reports numbers in the error queue of the socket (`error_queue`). The number of the
+//! first send is found out before it is made (`counter`). From then on all numbers must be those of this
+//! carrier: a program that sends with MSG_ZEROCOPY on a duplicate of the socket by other means confuses
+//! it. Which number a failed send may have taken is found out in `doubt`.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -1,4 +1,4 @@
-//! One interface to whichever of the kernel's carries the sends.
+//! The carrier: one interface to the three ways of sending.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -1,14 +1,15 @@
-//! Where a socket's count of zero-copy sends stands when a sender begins with it.
+//! The counter of zero-copy sends that a socket has when a sender begins to use it.
 //!
-//! The kernel counts them for the socket, not for us: who had it before, another sender or the
-//! program itself, has taken numbers. Nobody tells how many, so it is found out before the first
-//! send goes without a copy. A TCP socket that has sent nothing stands at zero. On UDP a send that is
-//! certain to fail after it was given a number (`doubt`) is named at once, and ours are those behind.
-//! What neither can be had of learns its count from what the kernel names (`numbers`).
+//! The kernel counts for the socket, not for the sender: an earlier sender, or the program itself, may
+//! have used numbers. No interface tells how many, so that it is found out before the first send without
+//! a copy. A TCP socket that has sent nothing is at zero. On UDP, the kernel at once reports the number of a
+//! send that is certain to fail after it was numbered (`doubt`); the next numbers are ours. In all other
+//! cases the counter is learnt from the numbers that the kernel reports (`numbers`).
 //!
-//! And nobody else may read the error queue meanwhile: of the senders of this process over one
-//! socket, however often it was duplicated, one at a time has the queue ([`Claim`]); what it has not
-//! been told of is told to it even when its carrier was dropped (`orphans`). The others copy.
+//! # Invariants
+//! Of all senders of this process over one socket, duplicates included, one at a time has the error queue
+//! ([`Claim`]), also after its carrier was dropped while the kernel owes notifications (`orphans`). The
+//! others copy.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;

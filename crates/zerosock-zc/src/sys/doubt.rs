@@ -1,17 +1,17 @@
-//! Which number a send that failed has taken.
+//! Whether a send that failed has taken a number.
 //!
-//! A datagram may fail after it was given its number: when a filter forbids it (EPERM), a queue is
-//! full (ENOBUFS, if IP_RECVERR is set) or its device goes down. Then the number is used, and the
-//! buffer is the kernel's until it is named, which may be later than the error if a part of the
-//! datagram is on its way already. Other failures take no number. Which it was is not said, so that
-//! it is asked: another send, that is certain to fail after it was given a number (`probe`), is
-//! named at once, and what is missing in front of it was the failed one's. As long as there is no
-//! answer, the failed one's buffer stays and everything else is copied.
+//! A datagram can fail after it was numbered: a filter forbids it (EPERM), a queue is full (ENOBUFS, with
+//! IP_RECVERR set), or its device goes down. Then the number is used, and the kernel reads the buffer until
+//! it reports the number, which may be after the error if a part of the datagram is already on its way.
+//! Other failures use no number. The error does not say which it was. So another send is made that is
+//! certain to fail after it was numbered (`probe`) and is reported at once: the number that is missing in
+//! front of it is that of the failed send. Until that is known, the buffer of the failed send stays and
+//! everything else is copied.
 //!
-//! When there was no memory (ENOBUFS) the probe may find none either, and that says nothing: what is
-//! locked counts for all sockets of a user, so that it may have become short since, by the failed
-//! one's own pages, too. But each number costs the socket some memory from when it is given until it
-//! is read (`holds_no_number`): where none is used, none was given.
+//! After a lack of memory (ENOBUFS) the probe may find no memory either, which says nothing: locked memory
+//! counts for all sockets of a user, and the pages of the failed send count, too. But each number costs
+//! the socket some memory from when it is given until it is read (`holds_no_number`): if none is used, no
+//! number was given.
 #![allow(unsafe_code)]
 
 use std::io;

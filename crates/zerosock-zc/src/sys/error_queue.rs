@@ -1,4 +1,4 @@
-//! A socket's error queue: where the kernel names the zero-copy sends whose buffers are free.
+//! The error queue of a socket, in which the kernel reports the numbers of zero-copy sends that are over.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -1,4 +1,4 @@
-//! Files as buffers: sent from the page cache, where they lie.
+//! Files as buffers: sent from the page cache.
 #![allow(unsafe_code)]
 
 use std::fs::File;

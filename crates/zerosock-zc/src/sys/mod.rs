@@ -1,17 +1,20 @@
-//! Sends whose buffers the kernel keeps for a while: who owns them meanwhile.
+//! The system calls of senders, and the owner of buffers while the kernel reads them.
 //!
-//! A zero-copy send is over twice: when the call has its result, and when the kernel no longer reads
-//! the buffer. Whatever lies between belongs to a [`Carrier`]: over io_uring (`ring`: SEND_ZC and
-//! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or without). It is
-//! driven alike whichever it is: [`put`](Carrier::put) gives a buffer into a place of its own,
-//! [`start`](Carrier::start) makes a request of it, on streams of several at once,
-//! [`submit`](Carrier::submit) hands requests to the kernel, and [`event`](Carrier::event) tells what
-//! has become of them; when a place is idle, [`take`](Carrier::take) gives the buffer back.
+//! A zero-copy send ends twice: when the call has its result, and when the kernel no longer reads the
+//! buffer. Until then the buffer belongs to a [`Carrier`], which sends over io_uring (`ring`: SEND_ZC and
+//! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or with copies). All are
+//! used in the same way: [`put`](Carrier::put) stores a buffer in a place, [`start`](Carrier::start) makes a
+//! request of it (on a stream, of several places), [`submit`](Carrier::submit) hands requests to the
+//! kernel, [`event`](Carrier::event) returns results and notifications, and [`take`](Carrier::take) takes
+//! the buffer out of an idle place.
 //!
-//! What must hold: a buffer leaves its place only when the kernel owes nothing for it: no result
-//! and no notification. A carrier that is dropped before goes, with its buffers, to a thread that
-//! waits for what is owed (`orphans`); if there can be no such thread, the buffers are leaked.
-//! Which sends are made, in which order and again after which errors is not decided here.
+//! Programs use a [`Sender`](crate::Sender), which decides which requests are made, in which order, and
+//! which are made again. This module is public for benchmarks and tests of single requests.
+//!
+//! # Invariants
+//! A buffer leaves its place only when the kernel owes neither a result nor a notification for it. A
+//! carrier that is dropped before that goes with its buffers to a thread that waits for the kernel
+//! (`orphans`); if that thread cannot be started, the buffers are leaked.
 
 mod address;
 mod arenas;

@@ -1,13 +1,13 @@
 //! Which zero-copy request of a socket has which number.
 //!
-//! The kernel numbers them in the order in which they are made, and names ranges of numbers when
-//! their buffers are free; a range may come before an earlier one. Numbers wrap. One that is named
-//! before it was given to anybody here is somebody else's, and takes its place in the order all the
-//! same: else every send after it would be free when its predecessor is.
+//! The kernel numbers requests in the order in which they are made, and reports ranges of numbers whose
+//! buffers are free. A range may be reported before an earlier one. Numbers wrap. A number that is reported
+//! before this carrier has reached it was taken by another sender. It is counted all the same: otherwise
+//! each later buffer would be free when its predecessor is.
 //!
-//! Which number the first one had may not be known (`counter`). Then nothing that is named is
-//! anybody's until it can be told from the names: they are ours alone, so that they lie among as many
-//! numbers as were given, and when they reach from the first of those to the last it is known.
+//! The first number may be unknown (`counter`). Then no reported number belongs to a request until the
+//! first can be derived: all numbers are those of this carrier, so that they lie among as many numbers as
+//! were given, and the first is known when the reported ones reach from the first of those to the last.
 
 use std::collections::VecDeque;
 

@@ -1,11 +1,11 @@
-//! Buffers whose carrier has gone before the kernel was done with them.
+//! Carriers that were dropped while the kernel reads their buffers.
 //!
-//! They may not be freed: the kernel would send what lies there next, whatever that is. One thread,
-//! which exists only while there are such buffers, waits for the kernel and frees them. If it cannot
-//! be had, they are leaked.
+//! Those buffers must not be freed: the kernel would send what is stored there next. One thread, which
+//! exists only while there are such buffers, waits for the kernel and frees them. If it cannot be
+//! started, they are leaked.
 //!
-//! To free a buffer is to run a program's code. It may panic, which costs that buffer alone, and it
-//! may drop another carrier, which comes here: no lock is held meanwhile.
+//! To free a buffer can run code of the program. It may panic, which affects that buffer alone, and it may
+//! drop another carrier, which adds that one here: no lock is held meanwhile.
 
 use std::any::Any;
 use std::mem;

@@ -1,7 +1,8 @@
-//! Where buffers lie while the kernel reads them.
+//! The places in which buffers are stored while the kernel reads them.
 //!
-//! The places are made once and never move: an address lies there while a request refers to it. A
-//! place counts what the kernel owes for it; its contents go out only at zero.
+//! # Invariants
+//! Places are allocated once and never move: a request refers to the address in its place. A place counts
+//! what the kernel owes for it, and its buffer can be taken out only at zero.
 #![allow(unsafe_code)]
 
 use super::Address;

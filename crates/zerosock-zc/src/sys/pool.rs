@@ -1,4 +1,4 @@
-//! Memory to send from, that a ring can register once instead of pinning it with every send.
+//! Memory for buffers that a ring registers once instead of pinning it for each send.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;

@@ -1,27 +1,29 @@
-//! What was asked of the kernel: each request, of which places it is made, and what is owed for it.
+//! The requests that the kernel has: the places of each, and what the kernel owes for it.
 //!
-//! A request is of one place, or, on a stream, of several that lie one behind the other. What the
-//! kernel says of it is said of each of them: of one that took less than all of it those in front are
-//! through, one may be in part, and those behind were not begun, as if each had been a request of its
-//! own, linked to the one before. One notification is that of them all.
+//! A request is of one place or, on a stream, of several in a row. A result of a request is a result of
+//! each of its places: if a part of the request was taken, the first places are complete, one may be
+//! taken in part, and the others were not begun, as if each had been a request of its own, linked to the
+//! one before. There is one notification for all of them.
 //!
-//! A place may see many requests: one that was cancelled, or cut short, is followed by another, and
-//! so is its buffer by the next one. Each has a number of its own, which its completions carry beside
-//! where it is kept. For a result says by F_MORE that a notification is to come, and there can be one
-//! although it was not said: a zero-copy request that the kernel never began, because one in front of
-//! it in its chain failed, ends with ECANCELED, or with what its preparation failed with, without
-//! F_MORE (`io_req_tw_fail_links` clears the flags); its notification, which is made before
-//! (`io_send_zc_prep`), is posted all the same when the request is freed. That is later, much later if
-//! the thread that submitted it has ended, and where it was kept there may be another by then. So it is
-//! in Linux 6.1 to 6.18.
+//! A place can have many requests: after one that was cancelled or taken in part there is another one,
+//! and then those of the next buffer. Each request has a number, which its completions carry besides its
+//! index. It is needed because a notification can come although no result announced it by F_MORE: a
+//! zero-copy request that the kernel never began, because an earlier one in its chain failed, ends with
+//! ECANCELED, or with the error of its preparation, without F_MORE (`io_req_tw_fail_links` clears the
+//! flags). Its notification, which `io_send_zc_prep` makes before, is posted all the same when the request
+//! is freed. That is later, and much later if the thread that submitted it has ended; its index may then
+//! belong to another request. This is so in Linux 6.1 to 6.18.
 //!
-//! A request that was begun, however it ends, says F_MORE (`io_send_zc`, `io_sendmsg_zc`, and
-//! `io_sendrecv_fail` for those that fail outside of them), and only one that was begun can have
-//! given its buffers to the network. So nobody reads on behalf of a request without F_MORE once its
-//! result is there, and what is posted for it later means nothing. Of a call, that it was given a number
-//! says what F_MORE does. What must hold: a place is idle only when every request of it has had its
-//! result, and each that took bytes of it, or failed, and whose result said F_MORE, its own
-//! notification; and what a request refers to stays as it is until its result.
+//! A request that was begun says F_MORE however it ends (`io_send_zc`, `io_sendmsg_zc`, and
+//! `io_sendrecv_fail` for those that fail outside of them), and only a request that was begun can have
+//! given its buffers to the network. So after a result without F_MORE the kernel does not read for this
+//! request, and a later notification of it is ignored. For a call over the error queue, a number means what
+//! F_MORE means here.
+//!
+//! # Invariants
+//! A place is idle only when each of its requests has had its result and, if the result said F_MORE and
+//! either took bytes of the place or failed, its notification. What a request refers to does not change
+//! until its result.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;

@@ -1,20 +1,19 @@
 //! The carrier over io_uring.
 //!
-//! One ring for one socket, which is registered with it. A request is an entry of the submission
-//! queue; nothing is a system call but [`submit`](Ring::submit) and the waiting. Completions are
-//! read from memory that the kernel shares. A zero-copy request has two: its result, which says by
-//! a flag whether a notification follows, and that notification. Which request a completion is of, and
-//! when a place is idle, is kept by `requests`.
+//! A ring is for one socket, which is registered with it. A request is an entry of the submission queue;
+//! only [`submit`](Ring::submit) and waiting are system calls. Completions are read from memory that the
+//! kernel shares. A zero-copy request has two: its result, with a flag that says whether a notification
+//! follows, and the notification. Which completion belongs to which request, and when a place is idle, is
+//! kept by `requests`.
 //!
-//! On TCP the notifications of requests that follow each other can be one: since Linux 6.10 a packet
-//! that holds the end of one and the beginning of the next ties them together (`io_link_skb`), those
-//! to the next packet's, and so on for as long as there is more to send. Then nothing is told until
-//! everything is acknowledged, however long ago it was sent. So every now and then a packet ends with
-//! a request (MSG_EOR).
+//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a packet with
+//! the end of one request and the beginning of the next ties their notifications (`io_link_skb`), and so
+//! on for as long as there is more to send. The kernel then posts none of them until everything is
+//! acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
 //!
-//! The ring is made with COOP_TASKRUN: the kernel posts what is done when the thread that submitted
-//! enters it next for whatever reason, at the latest at a tick of the clock, and does not interrupt
-//! it for that. When something waits to be posted, a flag in shared memory says so.
+//! The ring has COOP_TASKRUN: the kernel posts completions when the thread that submitted enters it for
+//! any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag in shared
+//! memory says that completions wait to be posted.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;

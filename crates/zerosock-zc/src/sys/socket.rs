@@ -1,4 +1,4 @@
-//! What kind of socket a descriptor is, and whether the kernel would send from it without a copy.
+//! The kind of a socket, whether the kernel sends from it without a copy, and how it is reset.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -259,7 +259,7 @@ impl<B: Stable> Flights<B> {
         }
     }
 
-    /// It is over for good: its slot is told, and so is everybody when its buffer is free.
+    /// It will not be requested again: reports it to its slot, and releases its buffer if that is free.
     pub(super) fn conclude(&mut self, key: Key) {
         let Some(flight) = self.flights.get_mut(key.index()) else {
             return;

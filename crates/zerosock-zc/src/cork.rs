@@ -146,8 +146,8 @@ impl<B: Stable> Flights<B> {
         self.cork.is_keeping() && self.is_handed_over()
     }
 
-    /// Somebody waits for buffers. Those of a datagram that nobody can send the rest of any more are
-    /// free when the socket has forgotten it.
+    /// Releases pieces for a program that waits for buffers. Those of a datagram that can have no more
+    /// pieces, because the sender is closed, are free when the socket has forgotten it.
     pub(super) fn let_go_if_asked(&mut self) {
         if !self.is_handed_over() {
             return;

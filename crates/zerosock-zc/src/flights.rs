@@ -223,8 +223,8 @@ impl<B: Stable> Flights<B> {
         if self.queue.is_empty() && self.again.is_empty() {
             self.carrier.submit()?;
             if self.carrier.room() == 0 && self.is_at_once() {
-                // There is nothing to send before something comes back. What it answers instead is
-                // answered again to who asks.
+                // There is nothing to send before something comes back. An error is reported again by
+                // the next call that polls.
                 let _ = self.carrier.reap();
             }
             self.progress();
@@ -469,7 +469,7 @@ impl<B: Stable> Flights<B> {
         result.and(self.submit())
     }
 
-    /// Hands over what the kernel takes while nobody waits for it.
+    /// Submits for as long as the kernel takes something at once.
     fn hand_over(&mut self) {
         loop {
             let before = self.stats.over;
@@ -527,7 +527,7 @@ impl<B: Stable> Drop for Flights<B> {
         }
         // What the kernel takes at once is sent; the carrier ends the rest.
         self.hand_over();
-        // Who looks after buffers keeps the socket open for those that it has gathered.
+        // The thread of orphans keeps the socket open, with the pieces that it has gathered.
         self.forget_pieces();
         if self.stream && !self.is_whole() {
             self.end(false);

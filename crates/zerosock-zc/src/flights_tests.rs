@@ -256,7 +256,7 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
             .zip(0..)
             .all(|(chunk, byte)| chunk == [byte; 60_000])
     );
-    // Who refuses without the flag, too, has refused.
+    // A socket that refuses without the flag, too, has refused.
     assert!(
         flights
             .accept(Outgoing::new(vec![0]).copying(Copying::Always))
@@ -273,7 +273,7 @@ fn what_is_over_is_forgotten_also_behind_what_is_not() {
     let mut flights = flights();
     flights.limit.time = Some(Duration::from_secs(3600));
     assert!(flights.accept(Outgoing::new(vec![1; 100])).is_ok());
-    // Nobody will start it.
+    // It is not started.
     flights.queue.clear();
     flights.submit().expect("the kernel answers");
     let due = flights.due();

@@ -90,7 +90,7 @@ impl<B: Stable> Flights<B> {
             return;
         }
         let now = Instant::now();
-        // It may have been in time, and nobody has asked.
+        // It may have been over in time, and not have been polled.
         while self.is_late(now) {
             let before = (self.stats.over, self.stats.notified);
             self.carrier.reap_all();
@@ -114,7 +114,7 @@ impl<B: Stable> Flights<B> {
         if !self.stream {
             return;
         }
-        // The kernel has taken all of these, and may have sent them. Nobody knows, and nobody will.
+        // The kernel has taken all of these. Whether the peer has them cannot be found out.
         for send in &sends {
             if !self.is_awaited(send) {
                 continue;

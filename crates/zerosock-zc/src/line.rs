@@ -39,7 +39,7 @@ impl<T> Line<T> {
         self.step().push_back(one);
     }
 
-    /// The one before whom so many stand.
+    /// The item that has `ahead` items in front of it.
     pub(super) fn get_mut(&mut self, ahead: usize) -> Option<&mut T> {
         self.step().get_mut(ahead)
     }
@@ -48,7 +48,7 @@ impl<T> Line<T> {
         self.step().back_mut()
     }
 
-    /// The first one goes if he may.
+    /// Removes the first item if `may` says so.
     pub(super) fn pop_if(&mut self, may: impl FnOnce(&T) -> bool) -> Option<T> {
         let all = self.step();
         match all.front() {
@@ -57,7 +57,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// How much has ever been done.
+    /// How many operations there were.
     #[cfg(test)]
     pub(super) fn steps(&self) -> u64 {
         self.steps

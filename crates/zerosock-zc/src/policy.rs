@@ -132,7 +132,7 @@ impl Policy {
         self.impossible = true;
     }
 
-    /// Whether it has said so, or nobody asks it.
+    /// Whether [`cannot`](Self::cannot) was called.
     pub(super) fn is_impossible(&self) -> bool {
         self.impossible
     }
@@ -188,7 +188,7 @@ mod tests {
         }
         // After 1024 sends, after 2048 more, after 4096 more.
         assert_eq!(tried, [1023, 3071, 7167]);
-        // Who insists is heard.
+        // A send that must not be copied is not.
         assert_eq!(policy.way(Copying::Never, 5000, false), Way::ZeroCopy);
     }
 

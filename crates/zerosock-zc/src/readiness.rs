@@ -59,8 +59,9 @@ impl Readiness {
         }
     }
 
-    /// Wakes whoever sleeps after this time, or earlier, if that was wanted before: who is woken asks
-    /// for it again. So it is seldom that a time which moves on all the while costs a call.
+    /// Wakes a sleeping thread after this time, or earlier if that was requested before: a thread that
+    /// is woken early requests its time again. So a time that moves on with each send rarely costs a
+    /// system call.
     pub(super) fn wake_after(&self, time: Duration) -> io::Result<()> {
         let mut rings_at = self.rings_at.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -75,7 +76,8 @@ impl Readiness {
                 let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
                 let rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
                 epoll::add(&self.epoll, &timer, epoll::EventData::new_u64(0), rings)?;
-                // Who was faster has one as good: this one is closed, and with that out of the epoll.
+                // If another thread was faster, its timer serves: this one is closed, which removes it from
+                // the epoll instance.
                 self.timer.get_or_init(|| timer)
             }
         };
@@ -90,7 +92,7 @@ impl Readiness {
         Ok(())
     }
 
-    /// Wakes whoever sleeps, or the next who would.
+    /// Wakes a sleeping thread, or ends the next sleep at once.
     pub(super) fn ring(&self) {
         // It fails only if it has been rung 2^64 - 2 times: then it rings.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());

@@ -131,10 +131,10 @@ impl Builder {
     ///
     /// When one is late, what the kernel has not taken is cancelled, also what is younger, since that
     /// waits behind it; it comes back as failed (ETIMEDOUT). A TCP stream is reset: the buffers that
-    /// only its peer held come back, as failed, too, although the kernel had taken them, since what
-    /// arrived of them nobody knows; and nothing more is accepted ([`Refusal::Broken`]). Buffers that
-    /// lie in front of a device follow when that is done with them. The bound holds for a sender that
-    /// is dropped, too.
+    /// only its peer held come back as failed, too, although the kernel had taken them, since it is not
+    /// known how much of them arrived; and nothing more is accepted ([`Refusal::Broken`]). Buffers that
+    /// wait in front of a device follow when the device no longer reads them. The limit holds for a
+    /// sender that is dropped, too.
     ///
     /// Other sockets cannot be reset. What the kernel has taken from them it keeps for as long as it
     /// likes: datagrams that wait in front of a device, and what a peer over vsock has not read. They
@@ -143,10 +143,10 @@ impl Builder {
     /// A buffer that is copied is free when the kernel has taken it: what a slow receiver leaves in the
     /// socket's own memory does not count.
     ///
-    /// It is looked at whenever something is submitted, polled or waited for, and waits end when it is
-    /// time: no thread watches a sender that nobody calls. An event loop calls
-    /// [`poll`](Sender::poll) after [`next_timeout`](Sender::next_timeout); shared senders and those
-    /// of tasks wake whoever waits for them.
+    /// The time is checked when the program submits, polls or waits, and a wait ends when it is up: no
+    /// thread checks a sender that is not used. An event loop calls [`poll`](Sender::poll) after
+    /// [`next_timeout`](Sender::next_timeout); shared senders and those of tasks wake the threads and
+    /// tasks that wait for them.
     #[must_use]
     pub fn limit(mut self, time: Duration) -> Self {
         self.limit = Some(time);
@@ -299,7 +299,8 @@ impl<B: Stable> Sender<B> {
     ///
     /// # Errors
     /// With the buffer, if it is not accepted; never with [`Refusal::Full`]. With
-    /// [`Refusal::Unread`] if nobody takes buffers back: who does after every send never sees it.
+    /// [`Refusal::Unread`] if too many buffers were not taken back, which does not happen to a program
+    /// that takes them after every send.
     pub fn send(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
         let mut outgoing = outgoing;
         loop {
@@ -395,8 +396,8 @@ impl<B: Stable> Sender<B> {
     /// The oldest buffer that is free. No system call: [`poll`](Self::poll), everything that waits,
     /// [`send_with`](Self::send_with) and [`completions`](Self::completions) take in what the kernel
     /// says; so does [`submit`](Self::submit), and with it every send, but over the error queue only
-    /// once in 16 requests. Who sends rarely, and wants the last ones back, polls or waits for
-    /// [`interest`](Self::interest).
+    /// once in 16 requests. A program that sends rarely, and wants the last ones back, polls or waits
+    /// for [`interest`](Self::interest).
     pub fn returned(&mut self) -> Option<Returned<B>> {
         self.flights.take()
     }
@@ -423,8 +424,8 @@ impl<B: Stable> Sender<B> {
     }
 
     /// Hands over what was accepted, and waits for news, or for `timeout`. News is a buffer that is
-    /// free, or a notification: also one that came since the last wait ended, whoever took it in, so
-    /// that nothing is slept over. What was there before and has not been taken is no news. Returns
+    /// free, or a notification: also one that came since the last wait ended, whichever call took it
+    /// in, so that nothing is slept over. What was there before and has not been taken is no news. Returns
     /// at once if there is nothing to wait for, and early after a signal, when the kernel has taken a
     /// part of a send, or when one is [late](Builder::limit).
     ///
@@ -489,14 +490,15 @@ impl<B: Stable> Sender<B> {
         let _ = self.flights.slots.flush(0..slots);
     }
 
-    /// Counts the news so far: buffers that have become free, and notifications. What else the
-    /// kernel says, that the socket is full or that a send goes on, nobody waits for.
+    /// Counts what a wait ends for: buffers that have become free, and notifications. No wait ends
+    /// because the socket is full or a send goes on.
     pub(super) fn heard(&self) -> u64 {
         self.flights.released + self.flights.slots.told()
     }
 
-    /// What whoever sleeps is to be told of when it changes: news, that a stream is broken, and that he
-    /// may sleep no longer than so. That a later send is now the next to be late he need not know.
+    /// What sleeping threads are woken for when it changes: news, a stream that is broken, and the
+    /// time after which the sender is to be polled. Not the time at which the next send is late: it only
+    /// moves on.
     pub(super) fn tidings(&self) -> (u64, bool, Option<Duration>, bool) {
         (
             self.heard(),
@@ -573,8 +575,8 @@ impl<B: Stable> Sender<B> {
     }
 
     /// The socket, to look at and to receive from. Over the error queue back-end its error queue is
-    /// the sender's: who reads there takes notifications, and buffers never come back. What else
-    /// comes there (ICMP errors after IP_RECVERR, timestamps of what was sent) is read, counted
+    /// the sender's: a program that reads there takes notifications, and buffers never come back. What
+    /// else comes there (ICMP errors after IP_RECVERR, timestamps of what was sent) is read, counted
     /// ([`Stats::foreign`](super::Stats::foreign)) and dropped. A program that wants such messages sends
     /// over io_uring or by copies ([`Builder::backend`]), which leave that queue alone.
     #[must_use]

@@ -23,8 +23,8 @@ use crate::sys::{Buf, Stable};
 
 /// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
 ///
-/// Buffers, notifications and completions are the sender's: whoever asks first has them. Each thread
-/// should have a clone of its own: what ends a [`wait`](Self::wait) is news to the handle.
+/// Buffers, notifications and completions belong to the sender: the first thread that takes one has it.
+/// Each thread should have a clone of its own: what ends a [`wait`](Self::wait) is news to the handle.
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -56,7 +56,7 @@ pub struct SharedSender<B: Stable = Buf> {
 
 struct Shared<B: Stable> {
     state: Mutex<State<B>>,
-    /// Told of what the watch, or anybody, has found out.
+    /// Notified when the watch, or another thread that polls, has news.
     news: Condvar,
     readiness: Readiness,
     /// For event loops, once there is one.
@@ -67,9 +67,9 @@ struct Shared<B: Stable> {
 
 struct State<B: Stable> {
     sender: Sender<B>,
-    /// Somebody waits for the kernel.
+    /// A thread waits for the kernel: the watch.
     watched: bool,
-    /// How many wait for him.
+    /// How many threads wait for the watch.
     sleepers: usize,
 }
 
@@ -264,7 +264,7 @@ impl<B: Stable> SharedSender<B> {
     }
 
     /// As [`Sender::close`]. From now on nothing is accepted, on no handle ([`Refusal::Closed`]), and
-    /// what any of them has sent must be over in time. What is left is given to the first who closes.
+    /// what any of them has sent must be over in time. What is left is given to the first call.
     /// The peer is told now, the descriptor goes with the last handle.
     pub fn close(&self, timeout: Option<Duration>) -> Closed<B> {
         {
@@ -347,8 +347,8 @@ impl<B: Stable> SharedSender<B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
-        // Who panicked with the lock held did so in the sender, whose buffers are the kernel's or
-        // ours as before.
+        // A thread that panicked with the lock held did so in the sender, which still owns each
+        // buffer that the kernel reads.
         let state = self.shared.state.lock();
         state.unwrap_or_else(PoisonError::into_inner)
     }
@@ -363,7 +363,7 @@ impl<B: Stable> SharedSender<B> {
         result
     }
 
-    /// Tells everybody who sleeps.
+    /// Wakes all threads that sleep.
     fn tell(&self, state: &State<B>) {
         if state.sleepers > 0 {
             self.shared.news.notify_all();
@@ -405,7 +405,7 @@ impl<B: Stable> SharedSender<B> {
         }
     }
 
-    /// Sleeps until somebody has news.
+    /// Sleeps until another thread has news.
     fn sleep_behind<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,

@@ -38,9 +38,9 @@ use crate::sys::{Buf, Stable};
 /// # }
 /// ```
 ///
-/// Whatever is awaited here may be dropped halfway. Buffers that were accepted are the sender's as
-/// ever; one that waits for its place in [`send`](Self::send) goes with the future: who wants to
-/// keep it awaits [`room`](Self::room) first.
+/// Each future here may be dropped before it is ready. Buffers that were accepted stay with the sender.
+/// A buffer that waits for its place in [`send`](Self::send) is dropped with the future: to keep it,
+/// await [`room`](Self::room) first.
 ///
 /// A forked child must neither use nor drop its copy: the runtime's descriptors are the parent's.
 pub struct AsyncSender<B: Stable = Buf> {
@@ -139,7 +139,7 @@ impl<B: Stable> AsyncSender<B> {
         poll_fn(|cx| self.poll_until(cx, |sender| sender.is_quiet().then_some(()))).await
     }
 
-    /// [`room`](Self::room), for who polls by himself.
+    /// [`room`](Self::room), for a hand-written future.
     ///
     /// # Errors
     /// What the kernel answers.
@@ -147,7 +147,7 @@ impl<B: Stable> AsyncSender<B> {
         self.poll_until(cx, |sender| (sender.room() > 0).then_some(()))
     }
 
-    /// [`returned`](Self::returned), for who polls by himself.
+    /// [`returned`](Self::returned), for a hand-written future.
     ///
     /// # Errors
     /// What the kernel answers.
@@ -160,7 +160,7 @@ impl<B: Stable> AsyncSender<B> {
     }
 
     /// Ends it as [`Sender::close`] does, when every buffer is free or after `timeout`, for which the
-    /// runtime must have its timers enabled. Whoever drops the future drops the sender.
+    /// runtime must have its timers enabled. To drop the future is to drop the sender.
     pub async fn close(mut self, timeout: Option<Duration>) -> Closed<B> {
         let closing = poll_fn(|cx| self.poll_close(cx));
         match timeout {
@@ -172,7 +172,7 @@ impl<B: Stable> AsyncSender<B> {
         }
     }
 
-    /// [`close`](Self::close) without a time, for who polls by himself. Nothing is accepted from now
+    /// [`close`](Self::close) without a time, for a hand-written future. Nothing is accepted from now
     /// on. When there is no more time, [`into_inner`](Self::into_inner) and [`Sender::close`] with none
     /// end it.
     pub fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<Closed<B>> {

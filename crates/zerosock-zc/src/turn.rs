@@ -39,10 +39,10 @@ impl Turn {
         self.whole += u32::from(number == self.number);
     }
 
-    /// What is learnt of a turn that took so long: nothing, unless the kernel has taken everything
-    /// in that time. A request that waits, or is refused, costs next to nothing and sends nothing.
-    /// Nor on a socket whose buffers the kernel copies: both of its costs are the socket's, not the
-    /// class's, which others share whose device takes pages.
+    /// Learns from a turn that took this time, if the kernel has taken everything in it: a request that
+    /// waits, or is refused, costs next to nothing and sends nothing. Learns nothing on a socket whose
+    /// buffers the kernel copies: its costs are not those of the class, which it shares with sockets
+    /// whose device reads pages in place.
     pub(super) fn teach(&self, took: Duration, policy: &Policy) {
         if let Some((class, way)) = self.lesson(policy.sends_in_place()) {
             calibration::learn(class, way, self.sends, took);

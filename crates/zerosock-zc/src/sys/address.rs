@@ -31,8 +31,8 @@ impl Address {
         Some(Self { bytes, len })
     }
 
-    /// Whoever has this hardware address on a device, named by its index, for packet sockets: with
-    /// this EtherType, in the host's byte order.
+    /// The host with this hardware address on a device, which is named by its index: for packet
+    /// sockets, with this EtherType, in the host's byte order.
     #[must_use]
     pub fn on_device(device: u32, protocol: u16, to: [u8; 6]) -> Self {
         // `struct sockaddr_ll`: family, protocol in network order, index, hardware type, packet

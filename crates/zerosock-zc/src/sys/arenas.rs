@@ -118,7 +118,7 @@ impl Arenas {
         self.count() < ARENAS
     }
 
-    /// A number that is nobody's.
+    /// A number without an arena.
     fn vacant(&mut self) -> Option<usize> {
         let vacant = self.entries.iter().position(Option::is_none);
         if vacant.is_none() && self.has_room() {
@@ -149,7 +149,7 @@ impl Arenas {
                 .register_buffers_sparse(ARENAS as u32)
                 .is_ok();
         if self.has_table {
-            // Memory that nobody can send from is nothing to keep.
+            // Memory that no pool and no block refers to can no longer be sent.
             for index in 0..self.entries.len() {
                 let entry = self.entries[index].as_ref();
                 if entry.is_some_and(|entry| entry.is_left() && entry.requests == 0) {

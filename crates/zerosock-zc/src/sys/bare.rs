@@ -94,8 +94,8 @@ fn ring_loop<B: Stable>(
     ring.submitter().register_files(&[socket.as_raw_fd()])?;
     if how == Bare::Registered {
         let arena = first.arena().ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: the buffers' arena is mapped until after the ring is gone: who lent the buffers
-        // drops them later, if at all.
+        // SAFETY: the buffers' arena is mapped until after the ring is gone: the caller owns the
+        // buffers, and drops them later, if at all.
         unsafe { ring.submitter().register_buffers(&[arena.vector()])? };
     }
     let pieces = buffers.iter().map(only_piece).enumerate();
@@ -116,7 +116,7 @@ fn ring_loop<B: Stable>(
                 false => squeue::Flags::empty(),
             };
             // SAFETY: the buffer stays where it is, and readable, until its notification has
-            // come; if nobody waits for that, for ever (`over_ring`).
+            // come; for ever, if the loop ends before that (`over_ring` leaks it).
             if unsafe { queue.push(&entries[at].clone().flags(link)) }.is_err() {
                 break;
             }

@@ -64,9 +64,8 @@ impl From<&[u8]> for Piece {
 ///
 /// # Safety
 /// The pieces are the same at every call, and readable memory for as long as the value exists,
-/// wherever it is moved. Nobody can write there meanwhile through safe code, except others who
-/// share the memory as guests and peers do, and whoever writes a file that is mapped; that the
-/// kernel's copy tolerates.
+/// wherever it is moved. Safe code of this process cannot write there meanwhile. A guest or peer that
+/// shares the memory, and a writer of a file that is mapped, can: the kernel tolerates that.
 pub unsafe trait Stable: Send + 'static {
     /// Shows its pieces in order.
     fn pieces(&self, each: &mut impl FnMut(Piece));
@@ -100,22 +99,22 @@ unsafe impl Stable for Box<[u8]> {
     }
 }
 
-// SAFETY: `Bytes` are shared by handles that only read; nobody can have them back for writing
-// while this handle exists. Moving a handle does not move them.
+// SAFETY: `Bytes` are shared by handles that only read; they cannot be taken back for writing while
+// this handle exists. Moving a handle does not move them.
 unsafe impl Stable for Bytes {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         each((&**self).into());
     }
 }
 
-// SAFETY: the bytes of an `Arc` are only written by who has its only handle, and this is one.
+// SAFETY: the bytes of an `Arc` can be written only through its only handle, and this is a handle.
 unsafe impl Stable for Arc<[u8]> {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         each((&**self).into());
     }
 }
 
-// SAFETY: nobody can write them, ever.
+// SAFETY: they are never written.
 unsafe impl Stable for &'static [u8] {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         each((*self).into());
@@ -204,9 +203,9 @@ impl fmt::Debug for Mapped {
 // The rest is Send by itself.
 unsafe impl Send for Mapped {}
 
-// SAFETY: the pieces were looked up in the memory, whose mapping stays where it is for as long as
-// somebody has it, and this has it. Others write there who share the memory, which is allowed;
-// nothing of this process does as long as `_hold` names the bytes as held.
+// SAFETY: the pieces were looked up in the memory, whose mapping stays where it is as long as there
+// is a handle to it, and this has one. Peers that share the memory write there, which is allowed;
+// this process does not while `_hold` keeps the bytes from it.
 unsafe impl Stable for Mapped {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         self.pieces.iter().copied().for_each(each);
@@ -235,7 +234,7 @@ pub enum Buf {
 }
 
 impl fmt::Debug for Buf {
-    /// Its kind and length: nobody wants to read megabytes.
+    /// Its kind and length, not its bytes: there may be megabytes.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self {
             Self::Bytes(_) => "Bytes",

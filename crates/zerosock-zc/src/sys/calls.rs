@@ -153,8 +153,8 @@ impl Calls {
         held.requests.result(&mut held.places, id, result, note);
         self.unlooked += 1;
         if self.unlooked >= BATCH {
-            // As many as one call takes: who only sends gets buffers back, too. What it answers
-            // instead is answered again to who asks.
+            // As many as one call reads: a program that only sends gets buffers back, too. An error is
+            // reported again by the next call that polls.
             let _ = self.reap(held);
         }
         Ok(Started {
@@ -258,7 +258,7 @@ impl Calls {
 
     /// The kernel is done with what has these numbers.
     fn name<B>(&mut self, held: &mut Held<B>, (lo, hi, copied): Named) {
-        // A stream's sends do not fail after they were given a number. So somebody else has taken
+        // The sends of a stream do not fail after they were given a number. So another sender has taken
         // these, or such a program has cut one of ours up, and what is named next may not be ours.
         if self.kind.is_tcp() && self.numbers.is_ahead(hi) {
             self.zero_copy = false;
@@ -266,7 +266,7 @@ impl Calls {
         let in_step = self.numbers.name(lo, hi, |id| {
             held.requests.noted(&mut held.places, id, copied);
         });
-        // Somebody else sends without a copy, and much: what we gave has lost its meaning.
+        // Another sender sends without a copy, and much: the numbers that we gave mean nothing any more.
         self.zero_copy &= in_step;
     }
 

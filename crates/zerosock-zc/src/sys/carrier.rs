@@ -90,7 +90,7 @@ impl<B> Held<B> {
 
 /// The longest packet that vsock makes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). Of what it cuts into several
 /// only the last keeps the buffer: when that one cannot be made, for want of memory, the others are
-/// on their way and nobody is told when they have been read.
+/// on their way, and no notification tells when they have been read.
 const VSOCK_PACKET: usize = 64 << 10;
 
 impl<B: Stable> Carrier<B> {
@@ -250,8 +250,8 @@ impl<B: Stable> Carrier<B> {
         }
     }
 
-    /// After which time to call [`reap`](Self::reap) although the descriptor has said nothing: there
-    /// is something to be asked for that nobody will tell of. [`wait`](Self::wait) minds it itself.
+    /// After which time to call [`reap`](Self::reap) although the descriptor has no event: the state of
+    /// a send in doubt has to be polled. [`wait`](Self::wait) does so itself.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         match &self.inner.means {

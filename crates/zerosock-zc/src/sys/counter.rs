@@ -25,8 +25,8 @@ use super::doubt::sockopt_is_set;
 use super::error_queue::BATCH;
 use super::{Key, Kind};
 
-/// The sockets whose error queues are somebody's, by the numbers that the kernel gives them for
-/// good (SO_COOKIE).
+/// The sockets whose error queues a carrier has, by the number that the kernel gives each socket for
+/// its life (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
 fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
@@ -37,7 +37,7 @@ fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
 pub(super) struct Claim(u64);
 
 impl Claim {
-    /// None if somebody has it.
+    /// None if another carrier has it.
     fn of(socket: BorrowedFd<'_>) -> Option<Self> {
         let cookie = sockopt::socket_cookie(socket).ok()?;
         let mut claimed = claimed();
@@ -64,7 +64,7 @@ impl Calls {
         if self.claim.is_none() {
             self.claim = Claim::of(held.socket.as_fd());
         }
-        // What was named before is nobody's here.
+        // What was named before belongs to no send of this carrier.
         if self.claim.is_none() || self.last_named(held).is_err() {
             return false;
         }

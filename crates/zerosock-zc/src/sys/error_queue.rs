@@ -31,7 +31,7 @@ pub(super) struct ErrorQueue {
 struct Control([u8; CONTROL]);
 
 // SAFETY: the pointers in the headers are set anew before each call, to the value's own control
-// buffers; between calls nobody follows them.
+// buffers; between calls nothing follows them.
 unsafe impl Send for ErrorQueue {}
 
 impl Default for ErrorQueue {

@@ -34,7 +34,7 @@ struct Mapping {
     len: usize,
 }
 
-// SAFETY: the address is only shown to the kernel, and given back by whoever drops the mapping.
+// SAFETY: the address is only shown to the kernel, and unmapped by the drop of the mapping.
 unsafe impl Send for Mapping {}
 // SAFETY: nothing in it changes while it is shared.
 unsafe impl Sync for Mapping {}
@@ -104,14 +104,15 @@ impl FilePart {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if let Some(start) = self.start {
-            // SAFETY: mapped by `new`, of this length, and nobody else knows of it: parts keep it.
+            // SAFETY: mapped by `new`, of this length. No part refers to it any more: each keeps this
+            // value.
             let _ = unsafe { munmap(start.as_ptr().cast(), self.len) };
         }
     }
 }
 
-// SAFETY: the mapping stays where it is as long as the part has it. It is read-only; who writes the
-// file does not do so through this value, and the kernel's reading tolerates it.
+// SAFETY: the mapping stays where it is as long as the part has it. It is read-only; a writer of
+// the file does not write through this value, and the kernel's reading tolerates it.
 unsafe impl Stable for FilePart {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         if let Some(start) = self.mapping.start {

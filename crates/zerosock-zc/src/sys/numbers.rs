@@ -20,7 +20,7 @@ const AHEAD: u32 = 1 << 16;
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum Whose {
     Of(Id),
-    /// Taken, by whom is not known.
+    /// Taken by a sender that is not known.
     Unknown,
 }
 
@@ -30,7 +30,7 @@ pub(super) struct Numbers {
     /// keeps none of its followers here.
     given: VecDeque<(u32, Whose)>,
     next: u32,
-    /// How many of them are nobody's.
+    /// How many of them are [`Whose::Unknown`].
     unknown: usize,
     /// Which number is the first is to be learnt.
     learning: bool,
@@ -61,7 +61,7 @@ impl Numbers {
         self.reach = Some((first, last));
         let given = self.given.len() as u32;
         if last.wrapping_sub(first).saturating_add(1) >= given {
-            // What comes before ours is of somebody who was there before.
+            // Numbers in front of ours belong to an earlier sender.
             let next = last.wrapping_add(1);
             let ahead = next.wrapping_sub(self.next);
             for (number, _) in &mut self.given {
@@ -132,8 +132,8 @@ impl Numbers {
         true
     }
 
-    /// Numbers from `from` on that are nobody's are of `id`, which failed and took
-    /// them nevertheless. How many.
+    /// Gives unknown numbers from `from` on to `id`, which failed and took them nevertheless. How
+    /// many.
     pub(super) fn claim(&mut self, from: u32, id: Id) -> u32 {
         let mut count = 0;
         let first = self.position(u64::from(self.next.wrapping_sub(from)));
@@ -147,7 +147,7 @@ impl Numbers {
         count
     }
 
-    /// Does not wait for numbers that are nobody's.
+    /// Does not wait for unknown numbers.
     pub(super) fn disown(&mut self) {
         if self.unknown > 0 {
             self.given.retain(|(_, whose)| *whose != Whose::Unknown);

@@ -61,7 +61,7 @@ impl Arena {
         let (base, huge) = match reserved {
             Some(base) if populate(base, len) => (base, true),
             Some(base) => {
-                // SAFETY: the mapping made above, which nobody else knows of.
+                // SAFETY: the mapping made above, to which nothing refers yet.
                 let _ = unsafe { munmap(base, len) };
                 (map(MapFlags::PRIVATE)?, false)
             }

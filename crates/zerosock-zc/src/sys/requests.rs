@@ -67,7 +67,7 @@ pub(super) struct Request {
 
 // SAFETY: what is not Send by itself are the pointers in `pieces` and `header`. They point to memory
 // that the buffers of its places, which are Send, keep in place, to an address in a place, and to
-// `pieces` itself; nobody but the kernel follows them.
+// `pieces` itself; only the kernel follows them.
 unsafe impl Send for Request {}
 
 /// What of a place a request is of.
@@ -355,7 +355,7 @@ impl Requests {
         (is_it && (request.open || request.notes > 0)).then_some(id)
     }
 
-    /// Takes in a completion; nothing, if it is a notification that nobody waits for. The arena that is
+    /// Takes in a completion; nothing, if it is a notification that is not awaited. The arena that is
     /// not named any more.
     pub(super) fn posted<B>(&mut self, places: &mut Places<B>, posted: Posted) -> Option<u16> {
         let id = self.find(posted.user_data)?;

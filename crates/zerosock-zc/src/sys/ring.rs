@@ -35,7 +35,7 @@ use super::{Event, Key, Kind, NotStarted, Order, Piece, Stable, Started, Way};
 pub(super) const REPORT_USAGE: u16 = 1 << 3;
 /// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
 const FIXED_BUF: u16 = 1 << 2;
-/// Completions of requests that are nobody's: a wait for a writable socket.
+/// User data of entries that belong to no request: a wait for a writable socket.
 const NOBODY: u64 = u64::MAX;
 /// The socket's place among the ring's files.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
@@ -234,7 +234,7 @@ impl Ring {
         flags
     }
 
-    /// The queue has room: who calls has seen that.
+    /// The caller has checked that the queue has room.
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: what the entry refers to are buffers in their places, whose bytes stay where they
         // are (`Stable`), an address in a place, and a message that is the request's. None of them
@@ -356,7 +356,7 @@ impl Ring {
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
             // SAFETY: nothing is submitted, which matters: what was abandoned is in the queue, and
             // its buffers may be free. No argument is given.
-            // Who may not enter is told of what finds room in the queue.
+            // If the call is refused, completions that fit into the queue are still posted.
             let _ = unsafe {
                 self.ring
                     .submitter()

@@ -111,8 +111,8 @@ pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
 /// not been acknowledged is given up, with the buffers of it that the kernel reads; what has been
 /// received and not been read, too. Says whether this kind of stream knows such an end: only TCP does.
 ///
-/// It is at once, whoever else has the socket open; on kernels that do not let it be while a thread
-/// waits in a call on it, with the last descriptor.
+/// The stream ends at once, also if the socket is open elsewhere. Kernels that refuse this while a
+/// thread waits in a call on the socket end the stream with the last descriptor.
 ///
 /// # Errors
 /// What setsockopt(2) answers.

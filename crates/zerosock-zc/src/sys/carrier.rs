@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use super::calls::Calls;
 use super::places::Places;
 use super::requests::Requests;
-use super::ring::Ring;
+use super::ring::{LONGEST, Ring};
 use super::{
-    Address, Event, Key, Kind, LONGEST, NotStarted, Order, Stable, Started, Way, kind, orphans,
+    Address, Event, Key, Kind, NotStarted, Order, Stable, Started, Way, kind, orphans,
     permit_zero_copy, reset,
 };
 
@@ -303,7 +303,7 @@ impl<B: Stable> Carrier<B> {
         self.inner.held.foreign
     }
 
-    /// Once it has been dropped: resets the stream at this time ([`reset`]), if the kernel still reads
+    /// Once it has been dropped: resets the stream at this time (TCP: RST), if the kernel still reads
     /// buffers then.
     pub fn reset_at(&mut self, time: Instant) {
         self.inner.reset_at = Some(time);

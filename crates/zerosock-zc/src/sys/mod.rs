@@ -42,8 +42,8 @@ pub use carrier::{Backend, Carrier};
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
-pub use ring::LONGEST;
-pub use socket::{Kind, forget_pieces, kind, permit_zero_copy, reset};
+pub use socket::{Kind, permit_zero_copy};
+pub(crate) use socket::{forget_pieces, kind, reset};
 
 /// Whether the kernel may keep the buffer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

@@ -45,7 +45,7 @@ const TIED: usize = 128 << 10;
 /// The longest that the thread of orphans waits for one ring.
 const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
-pub const LONGEST: usize = 0x7fff_f000;
+pub(super) const LONGEST: usize = 0x7fff_f000;
 
 /// What was not done yet of a ring that is to go.
 #[derive(Copy, Clone, Eq, PartialEq)]

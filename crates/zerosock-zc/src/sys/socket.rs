@@ -57,7 +57,7 @@ impl Kind {
 ///
 /// # Errors
 /// ENOTSOCK if it is none.
-pub fn kind(socket: impl AsFd) -> io::Result<Kind> {
+pub(crate) fn kind(socket: impl AsFd) -> io::Result<Kind> {
     let kind = sockopt::socket_type(&socket)?;
     let family = sockopt::socket_domain(&socket)?;
     let stream = kind == SocketType::STREAM;
@@ -116,7 +116,7 @@ pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
 ///
 /// # Errors
 /// What setsockopt(2) answers.
-pub fn reset(socket: impl AsFd) -> io::Result<bool> {
+pub(crate) fn reset(socket: impl AsFd) -> io::Result<bool> {
     if !kind(&socket)?.is_tcp() {
         return Ok(false);
     }
@@ -134,7 +134,7 @@ pub fn reset(socket: impl AsFd) -> io::Result<bool> {
 ///
 /// # Errors
 /// If it may have them yet: `Unsupported` of raw sockets; what sendmsg(2) answers.
-pub fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
+pub(crate) fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
     // The longest that the socket looks at; it does not fit, also when it is alone.
     static TOO_LONG: [u8; 0xffff] = [0; 0xffff];
     match kind(&socket)? {

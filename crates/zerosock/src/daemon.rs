@@ -14,7 +14,6 @@ use crate::control::{self, Plane, Setup};
 use crate::device::Limits;
 pub use crate::device::host_sockets::hybrid::OkConvention;
 use crate::io::mailbox::Sender;
-use crate::io::pulse::Pulse;
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::stats::Counters;
@@ -29,6 +28,7 @@ use std::time::Duration;
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::reaper;
+use zerosock_vhost_user::pulse::Pulse;
 
 /// What a daemon is made of.
 ///

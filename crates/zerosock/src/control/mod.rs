@@ -16,11 +16,9 @@ pub(crate) mod socket_file;
 use crate::control::attach::directory::{Directory, Process};
 use crate::control::attach::server::Server;
 use crate::control::attach::{AttachConfig, AttachHost};
-use crate::device::control::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 use crate::device::host_sockets::forward;
 use crate::device::{HostEnd, Limits};
 use crate::io::mailbox::{Mailbox, Sender};
-use crate::io::pulse::Question;
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::stats::{Counters, Stats};
@@ -39,6 +37,8 @@ use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
 use zerosock_sys::{fd_passing, reaper};
+use zerosock_vhost_user::pulse::Question;
+use zerosock_vhost_user::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 
 /// What is to be made.
 #[derive(Debug)]

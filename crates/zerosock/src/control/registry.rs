@@ -5,7 +5,7 @@
 //! workers' tables of routes are snapshots of the one here, sent in the order of the changes; a
 //! place is given out again only after the device has left.
 
-use crate::device::control::{DeviceCommand, DevicePort, LanePorts, Notice, Reply};
+use crate::device::lane_ports::LanePorts;
 use crate::device::{Device, HostEnd};
 use crate::io::mailbox::Sender;
 use crate::io::numbers::Numbers;
@@ -21,6 +21,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::{Account, Budget};
+use zerosock_vhost_user::{DeviceCommand, DevicePort, Notice, Reply};
 
 /// Resets that may wait for a buffer of the guest before its packets must wait.
 const MAX_PENDING_RESETS: usize = 1024;

@@ -18,8 +18,8 @@ use super::config::{Reload, ReloadError, StartError, VmConfig};
 use super::host_end;
 use crate::control::attach::server::Server;
 use crate::control::registry::{Entry, Member, Roster};
-use crate::device::control::{FrontendSocket, House, Lodger, Notice, VmSpec};
 use crate::routing::DeviceAddr;
+use zerosock_vhost_user::{FrontendSocket, House, Lodger, Notice, VmSpec};
 
 /// An order to the keeper.
 #[derive(Debug)]

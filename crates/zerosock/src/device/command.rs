@@ -9,8 +9,6 @@
 //! not so, and has not got its buffer back. A front-end that goes waits for nothing: what siblings
 //! still read stays mapped, and comes back to a queue that is gone.
 
-use super::control::session::{F_PAIRS, F_SEQPACKET};
-use super::control::{DeviceCommand, Reply};
 use super::join::End;
 use super::ring::Ring;
 use super::timers::Timer;
@@ -22,6 +20,8 @@ use std::time::Duration;
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::CallFd;
+use zerosock_vhost_user::session::{F_PAIRS, F_SEQPACKET};
+use zerosock_vhost_user::{DeviceCommand, Reply};
 
 /// A command that waits until no chain is out.
 #[derive(Debug)]

@@ -2,7 +2,6 @@
 //! device, between which the test carries what they say, when it likes.
 
 use super::bare::{self, Guest};
-use super::control::{DeviceCommand, Reply};
 use super::ready_tests::Lab;
 use super::*;
 use crate::device::lanes::Arrival;
@@ -11,6 +10,7 @@ use crate::stats::Stats;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::{PortTable, QueuePairs, ShardConfig};
 use zerosock_proto::wire::vsock::{Op, Repr};
+use zerosock_vhost_user::{DeviceCommand, Reply};
 
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
@@ -143,7 +143,7 @@ impl Lanes {
 
     fn command(&mut self, lane: usize, command: DeviceCommand) {
         let (device, mut cx) = self.labs[lane].lend();
-        device.command(command, Reply::unheard(), &mut cx);
+        device.command(command, Reply::discarded(), &mut cx);
     }
 
     fn joins(&mut self) -> [usize; 2] {

@@ -28,7 +28,6 @@ mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
 mod command;
-pub mod control;
 pub(crate) mod datagrams;
 mod events;
 mod flush;
@@ -37,6 +36,7 @@ mod gathering;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
 mod join;
+pub(crate) mod lane_ports;
 pub(crate) mod lanes;
 #[cfg(test)]
 mod lanes_tests;
@@ -71,7 +71,6 @@ use crate::routing::{DeviceAddr, Routes};
 use crate::stats::{Counters, Holdings};
 use crate::table::gathered::Gathered;
 use crate::table::outgoing::Outgoing;
-use control::{FrontendLink, LogLimit};
 use host::Handshake;
 pub(crate) use host::HostEnd;
 use join::{End, Join};
@@ -89,6 +88,7 @@ use zerosock_proto::{Cid, Instant, Port};
 use zerosock_ring::Memory;
 use zerosock_sys::account::{Account, Budget};
 use zerosock_sys::notify::Notifier;
+use zerosock_vhost_user::{FrontendLink, LogLimit};
 
 /// Index of the queue of buffers for packets to the guest (virtio 1.2, 5.10.2).
 pub(crate) const RX: u16 = 0;

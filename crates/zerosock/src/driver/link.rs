@@ -20,8 +20,8 @@ use zerosock_proto::vsock::{QueuePairs, Shard};
 use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
 use super::frontend::{Frontend, FrontendError, VringAddr};
-use crate::device::control::session::F_PAIRS;
 use crate::fault::Fault;
+use zerosock_vhost_user::session::F_PAIRS;
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;

@@ -12,12 +12,12 @@ use crate::control::config::{StartError, VmConfig, system};
 use crate::control::shares::MemoryLimits;
 use crate::control::{self, Setup};
 use crate::device::Limits;
-use crate::device::control::FaultCounts;
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::program::App;
 use crate::routing::access::AccessList;
 use crate::table::leases::Leases;
 use zerosock_proto::vsock::QueuePairs;
+use zerosock_vhost_user::FaultCounts;
 
 /// Host programs of one VM that may be connected without having said CONNECT, and ended
 /// connections of which a host program is still taking bytes.

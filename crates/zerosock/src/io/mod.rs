@@ -9,5 +9,4 @@ pub(crate) mod deadline;
 pub(crate) mod mailbox;
 pub(crate) mod numbers;
 pub(crate) mod poller;
-pub(crate) mod pulse;
 pub(crate) mod spin;

@@ -25,11 +25,11 @@ use crate::control::attach::directory::Directory;
 use crate::control::attach::{AttachConfig, Process};
 use crate::control::config::{HostSide, StartError, VmConfig};
 use crate::control::socket_file::{self, SocketFile, SocketKind};
-use crate::device::control::{Fault, FaultCounts};
 use crate::host::{HostConfig, HostEngine};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
 use crate::table::engine::EndpointStats;
+use zerosock_vhost_user::{Fault, FaultCounts};
 
 /// A program that is CID 2 to VMs and to processes: what it receives it reads in their memory, and
 /// what it sends it writes there.

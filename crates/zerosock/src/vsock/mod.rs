@@ -65,7 +65,6 @@ mod stream;
 pub mod tokio;
 mod waiting;
 
-pub use crate::device::control::Fault as FrontendFault;
 pub use crate::fault::Fault;
 pub use crate::table::engine::EndpointStats;
 pub use crate::table::over::EndpointOver;
@@ -92,3 +91,4 @@ pub use socket::Socket;
 pub use stream::{Batch, Stream};
 pub use waiting::Wait;
 pub use zerosock_ring::Trust;
+pub use zerosock_vhost_user::Fault as FrontendFault;

@@ -11,10 +11,10 @@ use zerosock_proto::vsock::FlowId;
 use super::Worker;
 use super::intake::Intake;
 use crate::device::Device;
-use crate::device::control::{DeviceCommand, Notice, Reply};
 use crate::device::sibling_message::Message;
-use crate::io::pulse::Question;
 use crate::routing::Routes;
+use zerosock_vhost_user::pulse::Question;
+use zerosock_vhost_user::{DeviceCommand, Notice, Reply};
 
 /// What other threads say to a worker.
 #[derive(Debug)]

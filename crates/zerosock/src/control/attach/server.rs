@@ -38,11 +38,11 @@ use super::codec::{
 use super::directory::Directory;
 use super::{AttachConfig, AttachTerms, HOST};
 use crate::control::registry::Roster;
-use crate::device::control::{House, Lodger, LogLimit};
 use crate::routing::name::Name;
 use claims::{Claim, Errand};
 use clients::{Client, State, dismiss, is_allowed};
 use places::{Member, Obstacle, Stage, Wanted};
+use zerosock_vhost_user::{House, Lodger, LogLimit};
 
 /// How long a client may take to say what it wants, and to wait for what is about to be free.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -10,9 +10,9 @@ use zerosock_ring::{
 
 use super::{NotPut, Waiting};
 use crate::device::command;
-use crate::device::control::Reply;
 use crate::device::ready_tests::Lab;
 use crate::device::ring::Ring;
+use zerosock_vhost_user::Reply;
 
 fn host() -> Address {
     Address::new(Cid::HOST, Port::new(1))
@@ -67,7 +67,7 @@ fn a_datagram_that_waits_for_a_command_is_no_work() {
         bytes: vec![7; 100],
     });
     assert!(device.has_work_for_guest());
-    device.waiting = Some(command::Waiting::Reset(Reply::unheard()));
+    device.waiting = Some(command::Waiting::Reset(Reply::discarded()));
     assert!(
         !device.has_work_for_guest(),
         "the worker would turn it on and on"
@@ -86,7 +86,7 @@ fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none()
     let mut lab = Lab::new();
     let (device, mut cx) = lab.lend();
     device.rx = Some(queue());
-    device.waiting = Some(command::Waiting::StopReceive(Reply::unheard()));
+    device.waiting = Some(command::Waiting::StopReceive(Reply::discarded()));
     let put = device.app_send_datagram(host(), guest(), b"later", &mut cx);
     assert_eq!(put, Err(NotPut::NoRoom));
     // A word of the flow control is refused as well.
@@ -101,7 +101,7 @@ fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none()
     let rx = device.rx.take();
     device.finish_waiting(&mut cx);
     assert!(device.waiting.is_none() && !device.has_come());
-    device.waiting = Some(command::Waiting::Stop(Reply::unheard()));
+    device.waiting = Some(command::Waiting::Stop(Reply::discarded()));
     device.rx = rx;
     device.finish_waiting(&mut cx);
     assert!(device.has_come(), "the buffer that was there all the time");

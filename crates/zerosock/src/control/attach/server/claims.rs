@@ -15,7 +15,7 @@ use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
 use super::places::{Obstacle, Stage};
 use super::{PATIENCE, Server, State, granted};
-use crate::device::control::House;
+use zerosock_vhost_user::House;
 
 /// A port that belongs to a service.
 #[derive(Debug)]

@@ -20,7 +20,7 @@ use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
 use super::claims::Errand;
 use super::places::Wanted;
 use super::{ACCEPT_REST, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
-use crate::device::control::House;
+use zerosock_vhost_user::House;
 
 pub(super) struct Client {
     pub(super) socket: PeerFd,

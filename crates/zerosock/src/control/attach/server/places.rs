@@ -22,9 +22,9 @@ use super::{Server, State, granted};
 use crate::control::registry::{Entry, Member as Device};
 use crate::control::socket_file::SocketFile;
 use crate::device::HostEnd;
-use crate::device::control::{FrontendSocket, House, VmSpec};
 use crate::routing::DeviceAddr;
 use crate::routing::name::Name;
+use zerosock_vhost_user::{FrontendSocket, House, VmSpec};
 
 /// Descriptors of a member, beside those of its front-end and host sockets: its lease, both ends of its
 /// device's connection until it has its own, and the listeners of host programs that call it.

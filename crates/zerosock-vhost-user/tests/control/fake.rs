@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use zerosock::Cid;
-use zerosock::device::control::{
-    Control, DeviceCommand, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
-};
+use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
+use zerosock_vhost_user::{
+    Control, DeviceCommand, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
+};
 
 /// Beyond this a test has failed.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);

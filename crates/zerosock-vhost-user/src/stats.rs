@@ -6,16 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A kind of fault of a front-end. Each is counted, and none costs more than its own connection.
 ///
 /// ```
-/// # let dir = tempfile::tempdir()?;
-/// use zerosock::Cid;
-/// use zerosock::vsock::{FrontendFault, Host};
+/// use zerosock_vhost_user::Fault;
 ///
-/// let host = Host::builder().vm(Cid::guest(3)?, dir.path().join("vm3.sock")).start()?;
-/// for fault in FrontendFault::ALL {
-///     println!("{}: {}", fault.name(), host.faults(fault));
-/// }
-/// assert_eq!(host.faults(FrontendFault::Unsealed), 0);
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// let names: Vec<&str> = Fault::ALL.iter().map(|fault| fault.name()).collect();
+/// assert!(names.contains(&Fault::Unsealed.name()));
 /// ```
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 #[repr(usize)]
@@ -108,7 +102,7 @@ impl ControlStats {
 
 /// The faults of several front-ends, as they stand whenever one looks.
 #[derive(Clone, Debug)]
-pub(crate) struct FaultCounts(Vec<Arc<Counters>>);
+pub struct FaultCounts(Vec<Arc<Counters>>);
 
 impl FaultCounts {
     pub(super) fn new(counters: Vec<Arc<Counters>>) -> FaultCounts {
@@ -116,7 +110,7 @@ impl FaultCounts {
     }
 
     /// How often a kind of fault has occurred.
-    pub(crate) fn of(&self, fault: Fault) -> u64 {
+    pub fn of(&self, fault: Fault) -> u64 {
         self.0.iter().map(|one| one.snapshot().faults(fault)).sum()
     }
 }

@@ -19,7 +19,7 @@ use super::stats::Counters;
 use super::vm::Vm;
 
 /// See the module. All its calls are made on the control thread.
-pub(crate) trait Lodger: Send {
+pub trait Lodger: Send {
     /// Moves in, before anything else.
     fn begin(&mut self, house: &mut House) -> io::Result<()>;
 
@@ -84,7 +84,7 @@ impl Token {
 }
 
 /// See the module.
-pub(crate) struct House {
+pub struct House {
     pub(super) epoll: Arc<OwnedFd>,
     pub(super) vms: BTreeMap<usize, Vm>,
     mail: MailSender,
@@ -124,7 +124,7 @@ impl House {
     ///
     /// # Errors
     /// When its socket cannot be watched.
-    pub(crate) fn add(&mut self, spec: VmSpec) -> io::Result<usize> {
+    pub fn add(&mut self, spec: VmSpec) -> io::Result<usize> {
         self.insert(spec, Arc::clone(&self.visitors), self.limits.clone())
     }
 
@@ -151,12 +151,12 @@ impl House {
 
     /// Whether the VM has a front-end that has not gone. If a VM that was added at run time has
     /// none, [`Lodger::vm_over`] follows.
-    pub(crate) fn has_frontend(&self, vm: usize) -> bool {
+    pub fn has_frontend(&self, vm: usize) -> bool {
         self.vms.get(&vm).is_some_and(Vm::has_frontend)
     }
 
     /// Ends a VM's connection; [`Lodger::vm_over`] follows.
-    pub(crate) fn disconnect(&mut self, vm: usize, reason: &str) {
+    pub fn disconnect(&mut self, vm: usize, reason: &str) {
         if let Some(vm) = self.vms.get_mut(&vm) {
             vm.disconnect(reason);
         }
@@ -164,7 +164,7 @@ impl House {
 
     /// Ends a VM's connection, lets no other front-end in, and closes its listener;
     /// [`Lodger::vm_over`] follows.
-    pub(crate) fn close(&mut self, vm: usize, reason: &str) {
+    pub fn close(&mut self, vm: usize, reason: &str) {
         if let Some(closed) = self.vms.get_mut(&vm) {
             if let Some(listener) = closed.listener() {
                 let _ = epoll::delete(&self.epoll, listener);
@@ -175,19 +175,19 @@ impl House {
     }
 
     /// A notice, and the number by which it will be known when it comes back.
-    pub(crate) fn notice(&mut self) -> (u64, Arc<Notice>) {
+    pub fn notice(&mut self) -> (u64, Arc<Notice>) {
         self.notices += 1;
         let notice = Notice::new(self.mail.clone(), self.notices);
         (self.notices, Arc::new(notice))
     }
 
     /// The epoll instance, which a peer's socket has to leave before it is handed to the reaper.
-    pub(crate) fn epoll(&self) -> Arc<OwnedFd> {
+    pub fn epoll(&self) -> Arc<OwnedFd> {
         Arc::clone(&self.epoll)
     }
 
     /// Watches a descriptor of the lodger's.
-    pub(crate) fn watch(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
+    pub fn watch(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
         Ok(epoll::add(
             &self.epoll,
             fd,
@@ -197,7 +197,7 @@ impl House {
     }
 
     /// Watches a descriptor that is watched already for something else.
-    pub(crate) fn watch_for(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
+    pub fn watch_for(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
         Ok(epoll::modify(
             &self.epoll,
             fd,

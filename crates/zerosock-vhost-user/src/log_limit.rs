@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// Admits at most [`LogLimit::LINES`] lines in each [`LogLimit::PERIOD`]. Devices that come and go share
 /// one, so that a device that comes again gets no new lines.
 #[derive(Debug, Default)]
-pub(crate) struct LogLimit(Mutex<Lines>);
+pub struct LogLimit(Mutex<Lines>);
 
 #[derive(Debug, Default)]
 struct Lines {
@@ -20,7 +20,7 @@ impl LogLimit {
     const PERIOD: Duration = Duration::from_secs(10);
 
     /// `Some`: a line may be written; within, how many were not since the last one, if any.
-    pub(crate) fn admit(&self, now: Instant) -> Option<Option<u64>> {
+    pub fn admit(&self, now: Instant) -> Option<Option<u64>> {
         // Numbers are whole at every step, so a panic elsewhere leaves nothing half done.
         let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if lines

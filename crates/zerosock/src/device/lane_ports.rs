@@ -8,7 +8,7 @@
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_proto::vsock::pairs::{EVENT_QUEUE, QueueUse, RX_QUEUE, TX_QUEUE};
 
-use super::{DeviceCommand, DevicePort, Reply};
+use zerosock_vhost_user::{DeviceCommand, DevicePort, Reply};
 
 /// The lanes of one device, as the control thread reaches them.
 pub(crate) struct LanePorts {

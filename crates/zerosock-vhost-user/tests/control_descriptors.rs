@@ -14,10 +14,10 @@ use fake::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
-use zerosock::device::control::DeviceCommand;
-use zerosock::device::control::codec::{Decoder, MAX_FDS};
 use zerosock_sys::account::Budget;
 use zerosock_sys::reaper;
+use zerosock_vhost_user::DeviceCommand;
+use zerosock_vhost_user::codec::{Decoder, MAX_FDS};
 
 /// What a front-end does next.
 #[derive(Clone, Debug)]

@@ -14,7 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 
 use super::DeviceReply;
-use crate::io::pulse::Question;
+use crate::pulse::Question;
 
 /// What arrives at the control thread.
 #[derive(Debug)]
@@ -114,6 +114,7 @@ enum To {
     },
     /// It is one of several, and the last of them is given on.
     Joint(Arc<Joint>),
+    Discard,
 }
 
 /// Several answers that make one.
@@ -136,16 +137,17 @@ impl Reply {
         }
     }
 
-    /// One whose answer nobody hears.
-    #[cfg(test)]
-    pub(crate) fn unheard() -> Reply {
-        let (_, sender) = Mailbox::new().unwrap();
-        Reply::new(sender, 0, 0)
+    /// A token whose answer is discarded, for tests of devices.
+    pub fn discarded() -> Reply {
+        Reply {
+            to: To::Discard,
+            answered: false,
+        }
     }
 
     /// As many tokens, all of which are to be answered before this one is: `Done`, or with a failure
     /// if there is one.
-    pub(super) fn split(self, count: usize) -> impl Iterator<Item = Reply> {
+    pub fn split(self, count: usize) -> impl Iterator<Item = Reply> {
         let joint = Arc::new(Joint {
             whole: Mutex::new(Some(self)),
             left: AtomicUsize::new(count),
@@ -190,6 +192,7 @@ impl Reply {
                 reply,
             }),
             To::Joint(joint) => joint.answer(reply),
+            To::Discard => {}
         }
     }
 }
@@ -233,6 +236,7 @@ impl fmt::Debug for Reply {
                 .field("sequence", sequence)
                 .finish(),
             To::Joint(_) => f.write_str("Reply(one of several)"),
+            To::Discard => f.write_str("Reply(discarded)"),
         }
     }
 }
@@ -259,7 +263,7 @@ impl FrontendLink {
 
     /// Notes that the device is lost. True for the first of its queue pairs to see that, which is
     /// to report it.
-    pub(crate) fn note_loss(&self) -> bool {
+    pub fn note_loss(&self) -> bool {
         !self.lost.swap(true, Ordering::Relaxed)
     }
 
@@ -286,7 +290,7 @@ impl fmt::Debug for FrontendLink {
 /// Tells the control thread, by being dropped, that everybody who held it is done. Shared in an
 /// [`Arc`] with whoever is waited for; one that is gone for good counts as done.
 #[derive(Debug)]
-pub(crate) struct Notice {
+pub struct Notice {
     sender: MailSender,
     number: u64,
 }

@@ -22,13 +22,14 @@
 //! For one VM the order is: `Connected`, then any of the others, then `Disconnected`; then perhaps
 //! `Connected` again, after `Disconnected` was answered. `SetMemory` may come while queues run:
 //! the worker translates their addresses anew before it answers.
+#![forbid(unsafe_code)]
 
 pub mod codec;
 pub mod fds;
 mod house;
-mod lanes;
 mod log_limit;
 mod mailbox;
+pub mod pulse;
 pub mod session;
 mod stats;
 mod thread;
@@ -45,12 +46,11 @@ use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::CallFd;
 
-pub(crate) use self::house::{House, Lodger};
-pub(crate) use self::lanes::LanePorts;
-pub(crate) use self::log_limit::LogLimit;
-pub(crate) use self::mailbox::Notice;
+pub use self::house::{House, Lodger};
+pub use self::log_limit::LogLimit;
+pub use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
-pub(crate) use self::stats::FaultCounts;
+pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
 

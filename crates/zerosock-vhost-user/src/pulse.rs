@@ -8,15 +8,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A thread that can be asked.
 #[derive(Debug, Default)]
-pub(crate) struct Pulse(Arc<AtomicBool>);
+pub struct Pulse(Arc<AtomicBool>);
 
 /// A question that was not answered yet.
 #[derive(Debug)]
-pub(crate) struct Question(Arc<AtomicBool>);
+pub struct Question(Arc<AtomicBool>);
 
 impl Pulse {
     /// The next question, if the last one was answered.
-    pub(crate) fn ask(&self) -> Option<Question> {
+    pub fn ask(&self) -> Option<Question> {
         let unanswered = self.0.swap(true, Ordering::Relaxed);
         (!unanswered).then(|| Question(self.0.clone()))
     }
@@ -24,7 +24,7 @@ impl Pulse {
 
 impl Question {
     /// To be called by the thread that is asked. A question that is dropped stays unanswered.
-    pub(crate) fn answer(self) {
+    pub fn answer(self) {
         self.0.store(false, Ordering::Relaxed);
     }
 }

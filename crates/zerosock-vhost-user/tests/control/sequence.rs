@@ -6,7 +6,7 @@ use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vmm_sys_util::eventfd::EventFd;
-use zerosock::device::control::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, Fault};
 
 use super::fake::*;
 

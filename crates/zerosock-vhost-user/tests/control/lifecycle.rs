@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use zerosock::device::control::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, Fault};
 
 use super::fake::*;
 

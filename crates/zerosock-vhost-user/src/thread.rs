@@ -19,7 +19,7 @@ use super::house::{House, Lodger, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
 use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
-use crate::io::pulse::Question;
+use crate::pulse::Question;
 
 /// How long `shutdown` waits for workers that do not answer.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
@@ -46,10 +46,7 @@ impl Control {
     }
 
     /// As [`Control::spawn`], with a lodger on the thread.
-    pub(crate) fn spawn_with(
-        vms: Vec<VmSpec>,
-        lodger: Option<Box<dyn Lodger>>,
-    ) -> io::Result<Control> {
+    pub fn spawn_with(vms: Vec<VmSpec>, lodger: Option<Box<dyn Lodger>>) -> io::Result<Control> {
         let (mailbox, mail) = Mailbox::new()?;
         let visitors: Arc<Counters> = Arc::default();
         let mut reactor = Reactor::new(mailbox, mail.clone(), Arc::clone(&visitors), lodger)?;
@@ -71,23 +68,23 @@ impl Control {
     }
 
     /// The counters of all VMs together that came at run time.
-    pub(crate) fn visitor_stats(&self) -> ControlStats {
+    pub fn visitor_stats(&self) -> ControlStats {
         self.visitors.snapshot()
     }
 
     /// What all front-ends together do wrong, for other threads to look at.
-    pub(crate) fn fault_counts(&self) -> FaultCounts {
+    pub fn fault_counts(&self) -> FaultCounts {
         let all = self.counters.iter().chain([&self.visitors]);
         FaultCounts::new(all.cloned().collect())
     }
 
     /// Has the lodger look at what it is wanted for.
-    pub(crate) fn knock(&self) {
+    pub fn knock(&self) {
         self.mail.send(Mail::Knock);
     }
 
     /// Asks the thread whether it makes progress.
-    pub(crate) fn ask(&self, question: Question) {
+    pub fn ask(&self, question: Question) {
         self.mail.send(Mail::Pulse(question));
     }
 

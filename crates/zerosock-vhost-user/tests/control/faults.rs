@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 
-use zerosock::device::control::{DeviceCommand, Fault};
+use zerosock_vhost_user::{DeviceCommand, Fault};
 
 use super::fake::*;
 

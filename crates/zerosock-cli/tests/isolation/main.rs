@@ -13,6 +13,8 @@ mod lingering;
 mod many;
 mod neighbour;
 mod own_end;
+mod pipe;
+mod pipe_lock;
 #[path = "../process/mod.rs"]
 mod process;
 mod programs;

@@ -10,10 +10,12 @@ use zerosock::{Address, Cid, Port};
 
 use super::daemon::{Daemon, NEIGHBOUR};
 use super::process::DEADLINE;
-use super::raw::{SET_OWNER, message};
+use super::raw::{SET_OWNER, send_by};
 use super::threads::Held;
 
 const PORT: Port = Port::new(7);
+/// Bytes of a message.
+const MESSAGE: usize = 64;
 /// Round trips and requests while the attacker's object holds a thread.
 const ROUND_TRIPS: usize = 200;
 const REQUESTS: usize = 20;
@@ -46,8 +48,7 @@ impl Neighbour {
         for n in 0..ROUND_TRIPS {
             self.round_trip(n as u8);
             if n % (ROUND_TRIPS / REQUESTS) == 0 {
-                let frontend = self.driver().frontend().expect("attached");
-                assert_ne!(frontend.get_features().unwrap(), 0);
+                self.ask_features();
             }
         }
         held.check();
@@ -58,9 +59,13 @@ impl Neighbour {
 
     /// Sends a descriptor with a request that has none and is not answered.
     pub(crate) fn pass_unwanted(&mut self, fd: OwnedFd) {
-        let message = message(SET_OWNER, &[]);
+        send_by(self.driver(), SET_OWNER, &[], &[fd.as_fd()]);
+    }
+
+    /// A request to the control thread, and its answer.
+    pub(crate) fn ask_features(&mut self) {
         let frontend = self.driver().frontend().expect("attached");
-        frontend.send_raw(&message, &[fd.as_fd()]).unwrap();
+        assert_ne!(frontend.get_features().unwrap(), 0);
     }
 
     fn driver(&mut self) -> &mut Driver {
@@ -69,8 +74,8 @@ impl Neighbour {
 
     /// A message each way.
     pub(crate) fn round_trip(&mut self, byte: u8) {
-        let message = [byte; 300];
-        let mut got = [0; 300];
+        let message = [byte; MESSAGE];
+        let mut got = [0; MESSAGE];
         let stream = self.stream;
         let driver = self.driver();
         driver.wait_send(stream, &message, deadline()).unwrap();

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use zerosock::driver::Driver;
 use zerosock_sys::fd_passing;
 
 use super::process::{DEADLINE, wait_until};
@@ -86,6 +87,12 @@ impl RawFrontend {
         assert_eq!(self.send(&bytes, &borrowed).unwrap(), bytes.len());
         matches!(way, Way::With(_)).then_some(self)
     }
+}
+
+/// Has the front-end of a guest send a message that is not answered.
+pub(crate) fn send_by(driver: &mut Driver, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) {
+    let frontend = driver.frontend().expect("attached");
+    frontend.send_raw(&message(request, payload), fds).unwrap();
 }
 
 /// A message of version 1.

@@ -10,6 +10,8 @@ use super::process::wait_until;
 const HELD_IN: [i64; 3] = [libc::SYS_close, libc::SYS_write, libc::SYS_munmap];
 /// Threads that may be held.
 pub(crate) const REAPER: &str = "zerosock-reaper";
+/// One that may be held by the VM that it belongs to.
+pub(crate) const CALL: &str = "zerosock-call";
 /// As long as this in one call, a thread counts as held: the call did not just take its time.
 const SEEN_FOR: Duration = Duration::from_millis(100);
 
@@ -48,6 +50,11 @@ impl Held {
     pub(crate) fn check(&self) {
         let now = held(&self.task).map(|held| held.call);
         assert_eq!(now.as_ref(), Some(&self.call), "{self:?} has gone on");
+    }
+
+    /// By the letters of proc(5).
+    pub(crate) fn state(&self) -> Option<char> {
+        state(&self.task)
     }
 
     pub(crate) fn wait_for_end(&self) {

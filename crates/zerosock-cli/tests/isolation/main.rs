@@ -7,8 +7,10 @@
 
 mod attack;
 mod daemon;
+mod death;
 mod files;
 mod fuse;
+mod large_vm;
 mod lingering;
 mod many;
 mod neighbour;

@@ -1,0 +1,29 @@
+//! The death of a VM with a lot of memory.
+
+use super::daemon::Daemon;
+use super::large_vm::{LargeVm, MEMORY};
+use super::neighbour::Neighbour;
+use super::process::wait_until;
+use super::threads::{Held, REAPER};
+
+/// The reaper is made to wait before it unmaps, so that the whole memory is seen mapped while the
+/// neighbour goes on.
+#[test]
+fn memory_of_a_vm_that_died_is_freed_by_the_reaper_only() {
+    let daemon = Daemon::start(&[]);
+    let mut neighbour = Neighbour::new(&daemon);
+    let (vm, receivers) = LargeVm::start(&daemon).use_up_reaper(&daemon);
+    let held = Held::wait(daemon.pid(), REAPER);
+    let mapping = vm.die(&daemon);
+    neighbour.goes_on_while(&daemon, &held);
+    assert!(
+        mapping.size() >= MEMORY,
+        "{mapping:?}: unmapped by another thread"
+    );
+    drop(receivers);
+    wait_until("the memory to be unmapped", || {
+        neighbour.round_trip(1);
+        neighbour.ask_features();
+        mapping.size() == 0
+    });
+}

@@ -1,22 +1,111 @@
-//! The plan of most tests: a descriptor that cannot be closed is handed over, and the neighbour goes
-//! on.
+//! Attacks that make a thread of the daemon wait, and the plan of most tests: the neighbour goes on
+//! meanwhile.
 
-use std::os::fd::OwnedFd;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use zerosock::driver::Driver;
+use zerosock_sys::reaper::{MAX_STUCK_EACH, MAX_THREADS};
 
 use super::daemon::{ATTACKER, Daemon};
+use super::lingering::lingering_socket;
 use super::neighbour::Neighbour;
-use super::raw::Way;
-use super::threads::{Held, REAPER};
+use super::pipe_lock::PipeLock;
+use super::process::wait_until;
+use super::raw::{GET_FEATURES, RawFrontend, SET_VRING_CALL, Way, send_by};
+use super::threads::{CALL, Held, REAPER, count_held};
 
-/// A front-end hands over a descriptor. Dropping what comes with it ends the wait for its close.
-pub(crate) fn attack<R>(way: Way, make: impl FnOnce(&Daemon) -> (OwnedFd, R)) {
+/// An attack under way. To be dropped before the daemon: a process with a held thread may not end.
+pub(crate) struct Attack<A, R> {
+    pub(crate) attacker: A,
+    pub(crate) held: Held,
+    /// Dropping it lets the held threads go on.
+    pub(crate) release: R,
+}
+
+/// A front-end hands over a descriptor that cannot be closed before `release` is dropped.
+pub(crate) fn hand_over<R>(
+    daemon: &Daemon,
+    way: Way,
+    (fd, release): (OwnedFd, R),
+) -> Attack<Option<RawFrontend>, R> {
+    let attacker = daemon.pass(daemon.frontend(ATTACKER), way, vec![fd]);
+    Attack {
+        attacker,
+        held: Held::wait(daemon.pid(), REAPER),
+        release,
+    }
+}
+
+/// A guest hands over a pipe with its lock held as call descriptor. The daemon notifies it at once,
+/// since the queue is running.
+pub(crate) fn hand_over_pipe(
+    daemon: &Daemon,
+    (pipe, release): (OwnedFd, PipeLock),
+) -> Attack<Driver, PipeLock> {
+    let mut attacker = daemon.attach(ATTACKER);
+    let index = 0u64.to_ne_bytes();
+    send_by(&mut attacker, SET_VRING_CALL, &index, &[pipe.as_fd()]);
+    drop(pipe);
+    Attack {
+        attacker,
+        held: Held::wait(daemon.pid(), CALL),
+        release,
+    }
+}
+
+/// A front-end hands over more lingering sockets than the reaper has threads.
+pub(crate) fn hand_over_many(daemon: &Daemon) -> Attack<Option<RawFrontend>, Vec<TcpStream>> {
+    let (sockets, release) = more_than_threads();
+    let frontend = daemon.frontend(ATTACKER);
+    Attack {
+        attacker: daemon.pass(frontend, Way::With(GET_FEATURES), sockets),
+        held: wait_for_most_threads(daemon),
+        release,
+    }
+}
+
+/// As many front-ends as there are lingering sockets connect while the place is taken: the kernel
+/// closes what is queued in a socket when the socket is closed.
+pub(crate) fn be_turned_away(daemon: &Daemon) -> Attack<Vec<RawFrontend>, Vec<TcpStream>> {
+    let first = daemon.frontend(ATTACKER);
+    let (sockets, release) = more_than_threads();
+    let connect = || RawFrontend(UnixStream::connect(daemon.socket(ATTACKER)).unwrap());
+    let turned_away = daemon.while_stopped(|| {
+        let each = sockets.into_iter();
+        let pass = |socket| connect().pass(Way::With(GET_FEATURES), vec![socket]);
+        each.filter_map(pass).collect::<Vec<_>>()
+    });
+    Attack {
+        attacker: [vec![first], turned_away].into_iter().flatten().collect(),
+        held: wait_for_most_threads(daemon),
+        release,
+    }
+}
+
+/// So many that they would take all threads.
+fn more_than_threads() -> (Vec<OwnedFd>, Vec<TcpStream>) {
+    (0..MAX_THREADS + 20).map(|_| lingering_socket()).unzip()
+}
+
+fn wait_for_most_threads(daemon: &Daemon) -> Held {
+    wait_until("as many held threads as one VM may have", || {
+        count_held(daemon.pid(), REAPER) >= MAX_STUCK_EACH
+    });
+    Held::wait(daemon.pid(), REAPER)
+}
+
+/// The plan: `start` has a thread held, and the neighbour goes on until it is let go.
+pub(crate) fn expect_isolation<A, R>(start: impl FnOnce(&Daemon) -> Attack<A, R>) {
     let daemon = Daemon::start(&[]);
     let mut neighbour = Neighbour::new(&daemon);
     neighbour.round_trip(1);
-    // Dropped before the daemon, should the test fail: a process with a held thread may not end.
-    let (fd, release) = make(&daemon);
-    let attacker = daemon.pass(daemon.frontend(ATTACKER), way, vec![fd]);
-    let held = Held::wait(daemon.pid(), REAPER);
+    let Attack {
+        attacker,
+        held,
+        release,
+    } = start(&daemon);
     neighbour.goes_on_while(&daemon, &held);
     drop(attacker);
     // The attacker's place is free as well.

@@ -3,27 +3,18 @@
 
 use zerosock::driver::{Driver, DriverConfig};
 
-use super::attack::attack;
-use super::daemon::{ATTACKER, Daemon, NEIGHBOUR, alone, command};
-use super::fuse::FuseServer;
+use super::attack::{expect_isolation, hand_over};
+use super::daemon::{ATTACKER, Daemon, NEIGHBOUR, command};
+use super::fuse::{FuseServer, no_fuse};
 use super::process::{Running, wait_until};
 use super::raw::{GET_FEATURES, SET_MEM_TABLE, SET_VRING_CALL, SET_VRING_KICK, Way};
 use super::threads::{Held, REAPER};
 
-/// Why there can be no file on FUSE. When such a test breaks, threads of the daemon sleep in a way that
-/// not even SIGKILL ends, until `/sys/fs/fuse/connections` is used: so it has to be asked for.
-fn no_fuse() -> Option<String> {
-    if std::env::var_os("ZEROSOCK_TEST_FUSE").is_none() {
-        return Some("set ZEROSOCK_TEST_FUSE=1 to hold threads in files on FUSE".into());
-    }
-    let _alone = alone();
-    let error = FuseServer::start(0).err()?;
-    Some(format!("no FUSE: {error}"))
-}
-
 fn attack_with_file(test: &str, way: Way) {
     match no_fuse() {
-        None => attack(way, |daemon| FuseServer::start(daemon.pid()).unwrap()),
+        None => expect_isolation(|daemon| {
+            hand_over(daemon, way, FuseServer::start(daemon.pid()).unwrap())
+        }),
         Some(reason) => println!("SKIPPED {test}: {reason}"),
     }
 }

@@ -1,13 +1,15 @@
 //! TCP sockets on which close(2) waits.
 
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, IoSlice, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::net::sockopt::{
     set_socket_linger, set_socket_recv_buffer_size, set_socket_send_buffer_size,
 };
+use zerosock_sys::fd_passing;
 
 /// Longer than any test runs.
 const LINGER: Duration = Duration::from_secs(600);
@@ -33,4 +35,12 @@ pub(crate) fn lingering_socket() -> (OwnedFd, TcpStream) {
     // With O_NONBLOCK, close(2) would not wait.
     socket.set_nonblocking(false).unwrap();
     (socket.into(), receiver)
+}
+
+/// A Unix socket with such a socket in its queue: the kernel closes both together.
+pub(crate) fn queued_lingering_socket() -> (OwnedFd, (TcpStream, UnixStream)) {
+    let (socket, receiver) = lingering_socket();
+    let (outer, sender) = UnixStream::pair().unwrap();
+    fd_passing::send(&sender, &[IoSlice::new(b"x")], &[socket.as_fd()]).unwrap();
+    (outer.into(), (receiver, sender))
 }

@@ -5,6 +5,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use rustix::event::{EventfdFlags, eventfd};
 use zerosock::driver::Driver;
 use zerosock_sys::reaper::{MAX_STUCK_EACH, MAX_THREADS};
 
@@ -51,6 +52,24 @@ pub(crate) fn hand_over_pipe(
     Attack {
         attacker,
         held: Held::wait(daemon.pid(), CALL),
+        release,
+    }
+}
+
+/// A front-end hands over a pipe with its lock held as call descriptor, and then another descriptor in its
+/// place: the daemon closes the pipe.
+pub(crate) fn replace_pipe(
+    daemon: &Daemon,
+    (pipe, release): (OwnedFd, PipeLock),
+) -> Attack<Option<RawFrontend>, PipeLock> {
+    let way = Way::With(SET_VRING_CALL);
+    let kept = daemon.frontend(ATTACKER).pass(way, vec![pipe]);
+    let frontend = kept.expect("still connected");
+    assert!(frontend.ask_features().is_some());
+    let other = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    Attack {
+        attacker: frontend.pass(way, vec![other]),
+        held: Held::wait(daemon.pid(), REAPER),
         release,
     }
 }

@@ -1,18 +1,32 @@
-//! A pipe as call descriptor whose lock the attacker holds: whatever writes to it sleeps.
+//! A pipe as call descriptor whose lock the attacker holds: whatever writes to it or closes it sleeps.
 
-use super::attack::{expect_isolation, hand_over_pipe};
+use std::os::fd::OwnedFd;
+
+use super::attack::{Attack, expect_isolation, hand_over_pipe, replace_pipe};
+use super::daemon::Daemon;
 use super::pipe_lock::PipeLock;
 
-#[test]
-fn call_pipe_with_its_lock_held_holds_only_the_call_thread_of_its_vm() {
-    let test = "call_pipe_with_its_lock_held";
+fn attack_with_pipe<A>(
+    test: &str,
+    start: impl FnOnce(&Daemon, (OwnedFd, PipeLock)) -> Attack<A, PipeLock>,
+) {
     match PipeLock::hold() {
         Ok(pipe) => expect_isolation(|daemon| {
-            let attack = hand_over_pipe(daemon, pipe);
+            let attack = start(daemon, pipe);
             // As one that waits for a lock. In a pipe that is full it would be 'S'.
             assert_eq!(attack.held.state(), Some('D'));
             attack
         }),
         Err(error) => println!("SKIPPED {test}: userfaultfd: {error}"),
     }
+}
+
+#[test]
+fn call_pipe_with_its_lock_held_holds_only_the_call_thread_of_its_vm() {
+    attack_with_pipe("call_pipe_with_its_lock_held", hand_over_pipe);
+}
+
+#[test]
+fn replaced_call_pipe_with_its_lock_held_holds_only_the_reaper() {
+    attack_with_pipe("replaced_call_pipe_with_its_lock_held", replace_pipe);
 }

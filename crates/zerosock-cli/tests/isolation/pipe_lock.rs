@@ -1,8 +1,8 @@
-//! A pipe with its lock held: a thread of the attacker writes to it from a page that userfaultfd(2)
+//! A pipe with its lock held: a thread of the attacker reads from it into a page that userfaultfd(2)
 //! never resolves.
 //!
 //! The kernel copies under the lock of the pipe, so that the thread keeps it until the page is there.
-//! Another thread that writes to the pipe then sleeps uninterruptibly. The thread that holds the lock
+//! Another thread that writes to the pipe, or closes an end for good, then sleeps uninterruptibly. The thread that holds the lock
 //! can be killed, and the end of this process resolves the page fault: nothing stays stuck. The numbers
 //! are those of linux/userfaultfd.h.
 
@@ -28,7 +28,6 @@ pub(crate) struct PipeLock {
     /// Closing it resolves the page fault.
     faults: Option<OwnedFd>,
     holder: Option<JoinHandle<()>>,
-    _reader: OwnedFd,
 }
 
 /// A page whose faults nothing resolves while `faults` is open.
@@ -37,19 +36,18 @@ struct MissingPage {
 }
 
 impl PipeLock {
-    /// The lock, and the writing end of its pipe.
+    /// The only writing end of the pipe, and the lock.
     ///
     /// # Errors
     /// When this user may not handle page faults of system calls, or there is no userfaultfd(2).
     pub(crate) fn hold() -> io::Result<(OwnedFd, PipeLock)> {
         let (faults, page) = MissingPage::new()?;
         let (reader, writer) = pipe_with(PipeFlags::CLOEXEC)?;
-        let end = writer.try_clone()?;
-        let holder = std::thread::spawn(move || page.write_to(&end));
+        rustix::io::write(&writer, b"x")?;
+        let holder = std::thread::spawn(move || page.read_from(&reader));
         let lock = PipeLock {
             faults: Some(faults),
             holder: Some(holder),
-            _reader: reader,
         };
         lock.wait_for_fault()?;
         Ok((writer, lock))
@@ -105,10 +103,9 @@ impl MissingPage {
     }
 
     /// Sleeps in the page fault, with the lock of the pipe.
-    fn write_to(&self, pipe: &OwnedFd) {
-        // SAFETY: the mapping has this byte, and no Rust reference to it exists. The pipe's other end
-        // may be closed, which is an error that does not matter; the signal is ignored in Rust programs.
-        unsafe { libc::write(pipe.as_raw_fd(), self.start, 1) };
+    fn read_from(&self, pipe: &OwnedFd) {
+        // SAFETY: the mapping has this byte, and no Rust reference to it exists.
+        unsafe { libc::read(pipe.as_raw_fd(), self.start, 1) };
     }
 }
 

@@ -4,11 +4,18 @@
 use zerosock::driver::{Driver, DriverConfig};
 
 use super::attack::{expect_isolation, hand_over};
-use super::daemon::{ATTACKER, Daemon, NEIGHBOUR, command};
-use super::fuse::{FuseServer, no_fuse};
+use super::daemon::{ATTACKER, Daemon, NEIGHBOUR, alone, command};
+use super::fuse::{FuseServer, not_asked_for};
 use super::process::{Running, wait_until};
 use super::raw::{GET_FEATURES, SET_MEM_TABLE, SET_VRING_CALL, SET_VRING_KICK, Way};
 use super::threads::{Held, REAPER};
+
+/// Why there can be no file on FUSE.
+fn no_fuse() -> Option<String> {
+    let _alone = alone();
+    let probe = || FuseServer::start(0).err();
+    not_asked_for().or_else(|| Some(format!("no FUSE: {}", probe()?)))
+}
 
 fn attack_with_file(test: &str, way: Way) {
     match no_fuse() {

@@ -1,0 +1,386 @@
+//! How long a neighbour waits while an attacker tries to hold the threads of `zerosock serve`.
+//!
+//! Each row has one daemon with two VMs on one worker: the attacker and the neighbour. The neighbour
+//! sends 64 bytes to a host program and gets them back, again and again, and after every 16th round
+//! trip sends a vhost-user GET_FEATURES, which the control thread answers. Both are timed for 2 s
+//! without an attack, and for 2 s while a thread of the daemon is seen asleep in the attacker's object
+//! (the attacks of tests/isolation), or for as long as the attack takes. The neighbour's guest and its
+//! program are on one thread. The bound that is aimed at is 20 ms for the longest of all.
+//!
+//! `[ZEROSOCK_TEST_FUSE=1] cargo bench -p zerosock-cli --bench isolation [-- --quick]`
+//!
+//! `--quick`, also without `--bench` (`cargo test --benches`): to see that everything runs.
+#![allow(missing_docs, reason = "a program")]
+#![allow(dead_code, reason = "the tests use the rest of the modules")]
+
+#[path = "../tests/isolation/attack.rs"]
+mod attack;
+#[path = "../tests/isolation/daemon.rs"]
+mod daemon;
+#[path = "../tests/isolation/fuse.rs"]
+mod fuse;
+#[path = "../tests/isolation/large_vm.rs"]
+mod large_vm;
+#[path = "../tests/isolation/lingering.rs"]
+mod lingering;
+#[path = "../tests/isolation/neighbour.rs"]
+mod neighbour;
+#[path = "../tests/isolation/pipe_lock.rs"]
+mod pipe_lock;
+#[path = "../tests/process/mod.rs"]
+mod process;
+#[path = "../tests/isolation/raw.rs"]
+mod raw;
+#[path = "../tests/isolation/threads.rs"]
+mod threads;
+
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::{self, TryRecvError};
+use std::time::{Duration, Instant};
+
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
+};
+use zerosock::driver::{Driver, DriverConfig, StreamState};
+use zerosock::{Address, Cid, Port};
+
+use attack::{Attack, be_turned_away, hand_over, hand_over_many, hand_over_pipe, replace_pipe};
+use daemon::{ATTACKER, Daemon, alone, command};
+use fuse::{FuseServer, not_asked_for};
+use large_vm::LargeVm;
+use lingering::{lingering_socket, queued_lingering_socket};
+use neighbour::{Neighbour, deadline};
+use pipe_lock::PipeLock;
+use process::Running;
+use raw::{
+    GET_FEATURES, SET_BACKEND_REQ_FD, SET_MEM_TABLE, SET_VRING_CALL, SET_VRING_ERR, SET_VRING_KICK,
+    Way,
+};
+
+/// Round trips from one control request to the next.
+const ROUND_TRIPS: usize = 16;
+/// Descriptors of the daemon that has few.
+const DESCRIPTORS: usize = 640;
+const PORT: Port = Port::new(9);
+/// Host programs that do not accept, and how many connections wait for each.
+const FULL_BACKLOGS: u32 = 64;
+const WAITING_EACH: usize = 16;
+
+/// Makes an attack and measures during it. Why not, if it cannot be made.
+type Attacker = fn(&Daemon, &mut Bench) -> Result<Samples, String>;
+
+const ATTACKS: [(&str, Attacker); 18] = [
+    ("lingering socket as call descriptor", |daemon, bench| {
+        bench.lingering(daemon, Way::With(SET_VRING_CALL))
+    }),
+    ("lingering socket as kick descriptor", |daemon, bench| {
+        bench.lingering(daemon, Way::With(SET_VRING_KICK))
+    }),
+    ("lingering socket as err descriptor", |daemon, bench| {
+        bench.lingering(daemon, Way::With(SET_VRING_ERR))
+    }),
+    ("lingering socket as backend channel", |daemon, bench| {
+        bench.lingering(daemon, Way::With(SET_BACKEND_REQ_FD))
+    }),
+    ("lingering socket beside GET_FEATURES", |daemon, bench| {
+        bench.lingering(daemon, Way::With(GET_FEATURES))
+    }),
+    ("lingering socket in half a message", |daemon, bench| {
+        bench.lingering(daemon, Way::InHalfMessage)
+    }),
+    (
+        "lingering socket queued in a passed socket",
+        |daemon, bench| {
+            let way = Way::With(SET_VRING_CALL);
+            bench.held(hand_over(daemon, way, queued_lingering_socket()))
+        },
+    ),
+    (
+        "more lingering sockets than reaper threads",
+        |daemon, bench| bench.held(hand_over_many(daemon)),
+    ),
+    (
+        "as many front-ends turned away with one each",
+        |daemon, bench| bench.held(be_turned_away(daemon)),
+    ),
+    ("call pipe with its lock held", |daemon, bench| {
+        let pipe = PipeLock::hold().map_err(|error| format!("userfaultfd: {error}"))?;
+        bench.held(hand_over_pipe(daemon, pipe))
+    }),
+    ("replaced call pipe with its lock held", |daemon, bench| {
+        let pipe = PipeLock::hold().map_err(|error| format!("userfaultfd: {error}"))?;
+        bench.held(replace_pipe(daemon, pipe))
+    }),
+    ("FUSE file as call descriptor", |daemon, bench| {
+        bench.fuse(daemon, Way::With(SET_VRING_CALL))
+    }),
+    ("FUSE file as kick descriptor", |daemon, bench| {
+        bench.fuse(daemon, Way::With(SET_VRING_KICK))
+    }),
+    ("FUSE file as memory", |daemon, bench| {
+        bench.fuse(daemon, Way::With(SET_MEM_TABLE))
+    }),
+    ("FUSE file beside GET_FEATURES", |daemon, bench| {
+        bench.fuse(daemon, Way::With(GET_FEATURES))
+    }),
+    ("FUSE file in half a message", |daemon, bench| {
+        bench.fuse(daemon, Way::InHalfMessage)
+    }),
+    ("death of a VM with 1 GiB in use", die),
+    ("connects against 64 full backlogs", fill_backlogs),
+];
+
+/// The neighbour and what it measures.
+struct Bench {
+    neighbour: Neighbour,
+    time: Duration,
+}
+
+/// Times in the order they were taken.
+#[derive(Default)]
+struct Samples {
+    round_trips: Vec<Duration>,
+    answers: Vec<Duration>,
+}
+
+impl Bench {
+    fn lingering(&mut self, daemon: &Daemon, way: Way) -> Result<Samples, String> {
+        self.held(hand_over(daemon, way, lingering_socket()))
+    }
+
+    fn fuse(&mut self, daemon: &Daemon, way: Way) -> Result<Samples, String> {
+        if let Some(reason) = not_asked_for() {
+            return Err(reason);
+        }
+        let file = FuseServer::start(daemon.pid()).map_err(|error| format!("no FUSE: {error}"))?;
+        self.held(hand_over(daemon, way, file))
+    }
+
+    /// A thread of the daemon sleeps all the time.
+    fn held<A, R>(&mut self, attack: Attack<A, R>) -> Result<Samples, String> {
+        let samples = self.sample();
+        attack.held.check();
+        Ok(samples)
+    }
+
+    fn sample(&mut self) -> Samples {
+        let mut samples = Samples::default();
+        let end = Instant::now() + self.time;
+        self.sample_until(&mut samples, || Instant::now() >= end);
+        samples
+    }
+
+    fn sample_until(&mut self, samples: &mut Samples, mut ended: impl FnMut() -> bool) {
+        loop {
+            for n in 0..ROUND_TRIPS {
+                time(&mut samples.round_trips, || {
+                    self.neighbour.round_trip(n as u8)
+                });
+            }
+            time(&mut samples.answers, || self.neighbour.ask_features());
+            if ended() {
+                return;
+            }
+        }
+    }
+
+    /// Samples while another thread repeats a step of the attack.
+    fn sample_beside(&mut self, mut step: impl FnMut() + Send) -> Samples {
+        let (going_on, ended) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while ended.try_recv() == Err(TryRecvError::Empty) {
+                    step();
+                }
+            });
+            // Dropped before the thread is waited for, also by a panic.
+            let _going_on = going_on;
+            self.sample()
+        })
+    }
+}
+
+fn time(times: &mut Vec<Duration>, act: impl FnOnce()) {
+    let begin = Instant::now();
+    act();
+    times.push(begin.elapsed());
+}
+
+/// From the death of the VM until the daemon has unmapped its memory, several times.
+fn die(daemon: &Daemon, bench: &mut Bench) -> Result<Samples, String> {
+    let mut samples = Samples::default();
+    let end = Instant::now() + bench.time;
+    loop {
+        let vm = LargeVm::start(daemon);
+        std::thread::scope(|scope| {
+            let death = scope.spawn(|| {
+                let mapping = vm.die(daemon);
+                process::wait_until("the memory to be unmapped", || mapping.size() == 0);
+            });
+            bench.sample_until(&mut samples, || death.is_finished());
+        });
+        if Instant::now() >= end {
+            return Ok(samples);
+        }
+    }
+}
+
+/// A guest that keeps connecting to programs that accept nothing.
+fn fill_backlogs(daemon: &Daemon, bench: &mut Bench) -> Result<Samples, String> {
+    let ports = (0..FULL_BACKLOGS).map(|n| Port::new(PORT.get() + 1 + n));
+    let ports: Vec<_> = ports.collect();
+    let listen = |port: &Port| listener_of_one(&daemon.service(ATTACKER, *port)).unwrap();
+    let _listeners: Vec<_> = ports.iter().map(listen).collect();
+    let mut config = DriverConfig::new(daemon.socket(ATTACKER));
+    config.connect_timeout = process::DEADLINE;
+    let mut guest = Driver::attach(config).unwrap();
+    let mut waiting = Vec::new();
+    for port in ports {
+        let to = Address::new(Cid::HOST, port);
+        guest.wait_connect(to, deadline()).unwrap();
+        waiting.extend([to; WAITING_EACH].map(|to| (guest.connect(to).unwrap(), to)));
+    }
+    Ok(bench.sample_beside(move || {
+        let soon = Instant::now() + Duration::from_millis(10);
+        guest.wait_until(soon, |_| None::<()>).unwrap();
+        for (stream, to) in &mut waiting {
+            match guest.state(*stream) {
+                Some(StreamState::Connecting) => {}
+                Some(StreamState::Connected) => panic!("the backlog has room"),
+                // The daemon has given up.
+                _ => {
+                    guest.abort(*stream);
+                    *stream = guest.connect(*to).unwrap();
+                }
+            }
+        }
+    }))
+}
+
+/// A guest that keeps connecting after all descriptors that it may have are in use.
+fn use_up_descriptors(daemon: &Daemon, bench: &mut Bench) -> Result<Samples, String> {
+    let program = UnixListener::bind(daemon.service(ATTACKER, PORT)).unwrap();
+    let mut guest = daemon.attach(ATTACKER);
+    let to = Address::new(Cid::HOST, PORT);
+    let mut ends = Vec::new();
+    while guest.wait_connect(to, deadline()).is_ok() {
+        ends.push(program.accept().unwrap());
+        assert!(ends.len() < DESCRIPTORS, "connections without end");
+    }
+    Ok(bench.sample_beside(move || {
+        if guest.wait_connect(to, deadline()).is_ok() {
+            ends.push(program.accept().unwrap());
+        }
+    }))
+}
+
+/// A listener that lets one connection wait.
+fn listener_of_one(path: &Path) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    bind(&socket, &SocketAddrUnix::new(path)?)?;
+    listen(&socket, 0)?;
+    Ok(socket)
+}
+
+fn start_with_few_descriptors() -> Daemon {
+    let alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let serve = command(dir.path());
+    let mut shell = Command::new("sh");
+    let script = format!("ulimit -n {DESCRIPTORS}; exec \"$0\" \"$@\"");
+    shell.args(["-c", &script]).arg(serve.get_program());
+    shell.args(serve.get_args());
+    Daemon::with(Running::start(&mut shell), dir, alone)
+}
+
+struct Figures {
+    median: Duration,
+    p99: Duration,
+    longest: Duration,
+}
+
+fn figures(times: &mut [Duration]) -> Figures {
+    times.sort_unstable();
+    let at = |percent: usize| times[(times.len() - 1) * percent / 100];
+    Figures {
+        median: at(50),
+        p99: at(99),
+        longest: at(100),
+    }
+}
+
+impl fmt::Display for Figures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [median, p99, longest] = [self.median, self.p99, self.longest].map(|t| t.as_micros());
+        write!(f, "{median} / {p99} / {longest}")
+    }
+}
+
+/// The table, row by row.
+struct Table {
+    /// For how long each of the two is measured.
+    time: Duration,
+    longest: Duration,
+    skipped: Vec<String>,
+}
+
+impl Table {
+    fn measure(&mut self, name: &str, daemon: &Daemon, run: Attacker) {
+        let neighbour = Neighbour::new(daemon);
+        let time = self.time;
+        let mut bench = Bench { neighbour, time };
+        let quiet = bench.sample();
+        let attacked = match run(daemon, &mut bench) {
+            Ok(attacked) => attacked,
+            Err(reason) => return self.skipped.push(format!("{name}: {reason}")),
+        };
+        let [quiet, attacked] = [quiet, attacked].map(|mut samples| {
+            let trips = figures(&mut samples.round_trips);
+            let answers = figures(&mut samples.answers);
+            (trips, answers)
+        });
+        let ((trips, answers), (trips_then, answers_then)) = (quiet, attacked);
+        println!("| {name} | {trips} | {trips_then} | {answers} | {answers_then} |");
+        self.longest = self
+            .longest
+            .max(trips_then.longest)
+            .max(answers_then.longest);
+    }
+}
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    let has = |name| arguments.iter().any(|argument| argument == name);
+    let time = match has("--quick") || !has("--bench") {
+        true => Duration::from_millis(20),
+        false => Duration::from_secs(2),
+    };
+    let mut table = Table {
+        time,
+        longest: Duration::ZERO,
+        skipped: Vec::new(),
+    };
+    println!("p50 / p99 / longest, in microseconds\n");
+    println!(
+        "| attack | round trip, quiet | under attack | control answer, quiet | under attack |"
+    );
+    println!("|---|---|---|---|---|");
+    for (name, run) in ATTACKS {
+        table.measure(name, &Daemon::start(&[]), run);
+    }
+    let name = "descriptors used up by one guest";
+    table.measure(name, &start_with_few_descriptors(), use_up_descriptors);
+    println!(
+        "\nlongest under attack: {:?}; the bound is 20 ms",
+        table.longest
+    );
+    for skipped in table.skipped {
+        println!("SKIPPED {skipped}");
+    }
+}

@@ -19,6 +19,16 @@ const MIB: usize = 1 << 20;
 /// Bytes of its memory.
 pub(crate) const MEMORY: usize = 1024 * MIB;
 
+/// Why there can be no such VM.
+pub(crate) fn no_memory() -> Option<String> {
+    let info = fs::read_to_string("/proc/meminfo").unwrap();
+    let mut lines = info.lines();
+    let available = lines.find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = available.and_then(|kib| kib.split_whitespace().next()?.parse().ok());
+    let enough = kib.is_some_and(|kib: usize| kib << 10 >= 2 * MEMORY);
+    (!enough).then(|| format!("less than {} MiB of memory are available", 2 * MEMORY / MIB))
+}
+
 pub(crate) struct LargeVm {
     frontend: RawFrontend,
     /// The daemon's mapping of its memory.

@@ -29,6 +29,7 @@ pub mod fds;
 mod house;
 mod log_limit;
 mod mailbox;
+mod model;
 pub mod pulse;
 pub mod session;
 mod stats;
@@ -39,8 +40,6 @@ use std::fmt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
-use zerosock_proto::Cid;
-use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
@@ -50,6 +49,7 @@ pub use self::house::{House, Lodger};
 pub use self::log_limit::LogLimit;
 pub use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
+pub use self::model::{ConfigWrite, DeviceModel};
 pub use self::stats::FaultCounts;
 pub use self::stats::{ControlStats, Fault};
 pub use self::thread::Control;
@@ -64,16 +64,17 @@ pub enum DeviceCommand {
     },
     /// The virtio features that the driver accepted: a subset of those offered. Answer: `Done`.
     SetFeatures(u64),
-    /// How many queue pairs the driver uses from now on; 1 until it says so. No queue runs. Answer:
-    /// `Done`.
-    SetPairs(QueuePairs),
+    /// The driver has written to the configuration space, which reads like this from now on. Until
+    /// then, and after the features have changed or the device was reset, it is
+    /// [`DeviceModel::config`]. Answer: `Done`.
+    SetConfig(Arc<[u8]>),
     /// A new memory table replaces the old one. Queues that run go on with it: their addresses
     /// are user addresses and translate anew. Answer `Done` when nothing of the old table is used
     /// any more, or `Failed` when a running queue no longer lies in it.
     SetMemory(Arc<Memory>),
     /// Start a queue. Answer: `Done`, or `Failed` when the rings do not lie in memory.
     StartQueue {
-        /// Queue index, below that of [`QueuePairs::queues`].
+        /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
         /// Size, user addresses of the rings, next available index, and what was negotiated.
         config: QueueConfig,
@@ -89,21 +90,21 @@ pub enum DeviceCommand {
     },
     /// Replace the call descriptor of a running queue. Answer: `Done`.
     SetCall {
-        /// Queue index, below that of [`QueuePairs::queues`].
+        /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
         /// The new descriptor; `None`: the driver polls.
         call: Option<CallFd>,
     },
     /// Replace the error descriptor of a running queue. Answer: `Done`.
     SetErr {
-        /// Queue index, below that of [`QueuePairs::queues`].
+        /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
         /// The new descriptor, or none.
         err: Option<CallFd>,
     },
     /// Let data pass through a running queue, or stop it from doing so. Answer: `Done`.
     EnableQueue {
-        /// Queue index, below that of [`QueuePairs::queues`].
+        /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
         /// Whether data may pass.
         enabled: bool,
@@ -111,7 +112,7 @@ pub enum DeviceCommand {
     /// Stop a running queue: complete every chain that is held, close its descriptors. Answer:
     /// `Base` with the index of the next available entry.
     StopQueue {
-        /// Queue index, below that of [`QueuePairs::queues`].
+        /// Queue index, below [`DeviceModel::max_queues`].
         index: u16,
     },
     /// Stop all queues and reset all connections; the memory stays. Answer: `Done`.
@@ -127,7 +128,7 @@ impl DeviceCommand {
         match self {
             DeviceCommand::Connected { .. } => "Connected",
             DeviceCommand::SetFeatures(_) => "SetFeatures",
-            DeviceCommand::SetPairs(_) => "SetPairs",
+            DeviceCommand::SetConfig(_) => "SetConfig",
             DeviceCommand::SetMemory(_) => "SetMemory",
             DeviceCommand::StartQueue { .. } => "StartQueue",
             DeviceCommand::SetCall { .. } => "SetCall",
@@ -163,16 +164,14 @@ pub trait DevicePort: Send {
 /// One whose front-end is connected already has nobody after it: when that front-end goes, and the
 /// worker has answered `Disconnected`, the VM is forgotten.
 pub struct VmSpec {
-    /// For logs.
+    /// What logs call it.
     pub name: String,
-    /// The guest's CID, which the driver reads from the configuration space.
-    pub cid: Cid,
+    /// The kind of device that its driver gets.
+    pub model: Arc<dyn DeviceModel>,
     /// Where its front-ends come from. It is made non-blocking.
     pub socket: FrontendSocket,
     /// The largest queue that the front-end may set up: a power of two of at most 32768.
     pub max_queue_size: u16,
-    /// Most queue pairs that its driver may use.
-    pub queue_pairs: QueuePairs,
     /// Refuse memory that can shrink (no F_SEAL_SHRINK). Where it is taken as it is, what vanishes
     /// costs that VM alone, as long as the guard against SIGBUS is the process's handler.
     pub sealed_memory: bool,
@@ -195,10 +194,8 @@ impl fmt::Debug for VmSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("VmSpec")
             .field("name", &self.name)
-            .field("cid", &self.cid)
             .field("socket", &self.socket)
             .field("max_queue_size", &self.max_queue_size)
-            .field("queue_pairs", &self.queue_pairs)
             .field("sealed_memory", &self.sealed_memory)
             .finish_non_exhaustive()
     }

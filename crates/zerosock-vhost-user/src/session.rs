@@ -22,44 +22,24 @@ use vhost::vhost_user::message::{
     VhostUserVringState,
 };
 use vm_memory::ByteValued;
-use zerosock_proto::Cid;
-use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{Memory, QueueConfig, RegionConfig};
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
 use zerosock_sys::{PeerFd, memfd};
 
-use zerosock_proto::vsock::datagram::{F_DGRAM, F_DGRAM_FLOW};
-
 use super::codec::{Message, encode_reply, request_name};
 use super::fds::MappedShare;
+use super::model::DeviceModel;
 use super::stats::Fault;
 use super::{DeviceCommand, DeviceReply};
 use requests::{Arguments, Rule};
 
-/// VIRTIO_VSOCK_F_STREAM (virtio 1.3, 5.10.3). Linux accepts none, which means streams.
-pub const F_STREAM: u64 = 1 << 0;
-/// VIRTIO_VSOCK_F_ZS_PAIRS: several queue pairs (docs/queue-pairs.md). Offered to whom there is
-/// more than one for.
-pub const F_PAIRS: u64 = 1 << 23;
-/// VIRTIO_VSOCK_F_SEQPACKET.
-pub const F_SEQPACKET: u64 = 1 << 1;
 /// VIRTIO_F_INDIRECT_DESC (virtio 1.3, 6).
 pub const F_INDIRECT_DESC: u64 = 1 << 28;
 /// VIRTIO_F_EVENT_IDX.
 pub const F_EVENT_IDX: u64 = 1 << 29;
 /// VIRTIO_F_VERSION_1.
 pub const F_VERSION_1: u64 = 1 << 32;
-
-/// The features that we offer to everybody, VHOST_USER_F_PROTOCOL_FEATURES among them.
-pub const FEATURES: u64 = F_STREAM
-    | F_SEQPACKET
-    | F_DGRAM
-    | F_DGRAM_FLOW
-    | F_INDIRECT_DESC
-    | F_EVENT_IDX
-    | F_VERSION_1
-    | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
 /// The protocol features that we offer to every front-end.
 pub const PROTOCOL_FEATURES: Protocol = Protocol::MQ
@@ -120,7 +100,7 @@ enum Then {
     Start(u16),
     Stop(u16),
     Enable(u16, bool),
-    Pairs(QueuePairs),
+    Config(Arc<[u8]>),
     Reset,
     Nothing,
 }
@@ -159,7 +139,9 @@ struct Queue {
 /// One front-end's side of the device, from connect to disconnect.
 #[derive(Debug)]
 pub struct Session {
-    cid: Cid,
+    model: Arc<dyn DeviceModel>,
+    /// The configuration space, with what the driver has written.
+    config: Arc<[u8]>,
     max_queue_size: u16,
     /// Memory that can shrink is refused.
     sealed_memory: bool,
@@ -169,9 +151,6 @@ pub struct Session {
     slots: Vec<Slot>,
     /// As many as there can be.
     queues: Vec<Queue>,
-    most_pairs: QueuePairs,
-    /// How many the driver has chosen.
-    pairs: QueuePairs,
     /// SET_OWNER has come.
     has_owner: bool,
     /// The back-end request channel of user-mode Linux: kept open, and not used. One that could have
@@ -184,25 +163,22 @@ pub struct Session {
 }
 
 impl Session {
-    /// A front-end that has said nothing yet. `cid` is shown in the configuration space, and
-    /// `most_pairs` to a driver that knows of queue pairs.
+    /// A front-end that has sent nothing yet, and gets a device of this model.
     ///
     /// Descriptors and memory count against `account`, and `threads` are those that write to call
     /// descriptors of this VM, also of its earlier front-ends.
     pub fn new(
-        cid: Cid,
+        model: Arc<dyn DeviceModel>,
         max_queue_size: u16,
-        most_pairs: QueuePairs,
         account: Account,
         threads: &ThreadCount,
     ) -> Session {
         let mut queues = Vec::new();
-        queues.resize_with(usize::from(most_pairs.queues()), Queue::default);
+        queues.resize_with(usize::from(model.max_queues()), Queue::default);
         Session {
-            cid,
+            config: model.config().into(),
+            model,
             max_queue_size,
-            most_pairs,
-            pairs: QueuePairs::ONE,
             sealed_memory: false,
             features: 0,
             protocol: Protocol::empty(),
@@ -327,12 +303,12 @@ impl Session {
     fn carry_out(&mut self, then: Then) {
         match then {
             Then::Features(features) => {
-                self.features = features;
-                if features & F_PAIRS == 0 {
-                    self.pairs = QueuePairs::ONE;
+                if self.features != features {
+                    self.config = self.model.config().into();
                 }
+                self.features = features;
             }
-            Then::Pairs(pairs) => self.pairs = pairs,
+            Then::Config(config) => self.config = config,
             Then::Memory(slots) => {
                 self.has_memory = true;
                 self.slots = slots;
@@ -348,7 +324,7 @@ impl Session {
                 }
             }
             Then::Reset => {
-                self.pairs = QueuePairs::ONE;
+                self.config = self.model.config().into();
                 for queue in &mut self.queues {
                     let (call, err) = (queue.call.take(), queue.err.take());
                     *queue = Queue {
@@ -407,14 +383,11 @@ impl Session {
 
     /// What is offered to this front-end's driver.
     fn offered(&self) -> u64 {
-        match self.most_pairs {
-            QueuePairs::ONE => FEATURES,
-            _ => FEATURES | F_PAIRS,
-        }
+        self.model.features() | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
     }
 
     fn queue(&mut self, index: u32) -> Result<(u16, &mut Queue), Denied> {
-        let count = self.pairs.queues();
+        let count = self.model.queues(self.features, &self.config);
         u16::try_from(index)
             .ok()
             .filter(|&index| index < count)

@@ -21,8 +21,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{SocketFlags, accept_with};
-use zerosock_proto::Cid;
-use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::ThreadCount;
 use zerosock_sys::{PeerFd, fd_passing};
@@ -32,7 +30,7 @@ use super::log_limit::LogLimit;
 use super::mailbox::{FrontendLink, MailSender, Reply};
 use super::session::{Session, Step, Turn};
 use super::stats::{Counters, Fault};
-use super::{DeviceCommand, DevicePort, DeviceReply, FrontendSocket, VmSpec};
+use super::{DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, VmSpec};
 
 /// Messages of one front-end that are handled before others get their turn.
 const BUDGET: usize = 16;
@@ -48,7 +46,7 @@ const REPLY_LIMIT: Duration = Duration::from_secs(10);
 /// See the module.
 pub(super) struct Vm {
     name: String,
-    cid: Cid,
+    model: Arc<dyn DeviceModel>,
     index: usize,
     /// `None`: nobody comes after the front-end that is there.
     listener: Option<PeerFd>,
@@ -57,7 +55,6 @@ pub(super) struct Vm {
     rest_until: Option<Instant>,
     listener_watched: bool,
     max_queue_size: u16,
-    queue_pairs: QueuePairs,
     sealed_memory: bool,
     account: Account,
     /// Threads that write to call descriptors of its front-ends.
@@ -178,13 +175,12 @@ impl Vm {
         };
         let mut vm = Vm {
             name: spec.name,
-            cid: spec.cid,
+            model: spec.model,
             index,
             listener,
             rest_until: None,
             listener_watched: true,
             max_queue_size: spec.max_queue_size,
-            queue_pairs: spec.queue_pairs,
             sealed_memory: spec.sealed_memory,
             account: spec.account,
             threads: ThreadCount::default(),
@@ -358,14 +354,13 @@ impl Vm {
         self.connection += 1;
         let peer = peer(&socket);
         if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
-            tracing::info!(vm = %self.name, cid = %self.cid, %peer, suppressed, "front-end connected");
+            tracing::info!(vm = %self.name, %peer, suppressed, "front-end connected");
         }
         let link = FrontendLink::new(self.mail.clone(), self.index, self.connection);
         let waiting = self.submit(DeviceCommand::Connected { link });
         let mut session = Session::new(
-            self.cid,
+            Arc::clone(&self.model),
             self.max_queue_size,
-            self.queue_pairs,
             self.account.clone(),
             &self.threads,
         );
@@ -393,7 +388,7 @@ impl Vm {
         if let Front::Live(_) = self.front {
             if let Some(suppressed) = self.arrivals.admit(Instant::now()) {
                 tracing::info!(
-                    vm = %self.name, cid = %self.cid, reason, suppressed, "front-end disconnected"
+                    vm = %self.name, reason, suppressed, "front-end disconnected"
                 );
             }
             // The session goes first: the front-end's files are closed when the worker lets go.
@@ -546,7 +541,7 @@ impl Vm {
     /// Logs what a front-end did wrong, but does not let it fill the log.
     fn warn(&mut self, text: &str) {
         if let Some(suppressed) = self.warnings.admit(Instant::now()) {
-            tracing::warn!(vm = %self.name, cid = %self.cid, suppressed, "{text}");
+            tracing::warn!(vm = %self.name, suppressed, "{text}");
         }
     }
 }

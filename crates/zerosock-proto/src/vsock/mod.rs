@@ -8,6 +8,7 @@ pub mod credit;
 pub mod datagram;
 pub mod endpoint;
 pub mod event;
+pub mod features;
 pub mod messages;
 pub mod pairs;
 pub mod ports;

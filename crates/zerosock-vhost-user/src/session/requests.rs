@@ -13,7 +13,6 @@ use vhost::vhost_user::message::{
     VhostUserVirtioFeatures, VhostUserVringAddr, VhostUserVringAddrFlags, VhostUserVringState,
 };
 use vm_memory::ByteValued;
-use zerosock_proto::vsock::QueuePairs;
 use zerosock_ring::{QueueConfig, RegionConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::CallFd;
@@ -21,9 +20,10 @@ use zerosock_sys::notify::CallFd;
 use super::super::DeviceCommand;
 use super::super::codec::MAX_PAYLOAD;
 use super::super::fds::SentFd;
+use super::super::model::ConfigWrite;
 use super::super::stats::Fault;
 use super::{
-    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, F_PAIRS, PROTOCOL_FEATURES, Session, Slot, Then,
+    Accepted, Denied, F_EVENT_IDX, F_INDIRECT_DESC, PROTOCOL_FEATURES, Session, Slot, Then,
 };
 
 /// The most memory regions that are taken, as many as QEMU has slots at most.
@@ -274,7 +274,7 @@ fn set_protocol_features(
 }
 
 fn get_queue_num(session: &mut Session, _: Arguments<'_>) -> Result<Accepted, Denied> {
-    answer(VhostUserU64::new(session.most_pairs.queues().into()))
+    answer(VhostUserU64::new(session.model.max_queues().into()))
 }
 
 fn region(region: &VhostUserMemoryRegion) -> RegionConfig {
@@ -545,24 +545,13 @@ fn set_vring_enable(session: &mut Session, arguments: Arguments<'_>) -> Result<A
     Ok(Accepted::Ack)
 }
 
-/// Where `queue_pairs` lies in the configuration space (docs/queue-pairs.md).
-const QUEUE_PAIRS: (u32, u32) = (10, 2);
-
-/// The configuration space is the guest's CID as le64 (virtio 1.3, 5.10.4), and, for a device with
-/// more than one queue pair, how many there can be and how many are used. A range beyond it is
-/// answered with a size of zero, "to indicate an error".
+/// A range beyond the configuration space is answered with a size of zero, "to indicate an error".
 fn get_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let mut head = arguments.body::<VhostUserConfig>()?;
-    let mut space = u64::from(session.cid.get()).to_le_bytes().to_vec();
-    if session.most_pairs != QueuePairs::ONE {
-        space.extend(session.most_pairs.get().to_le_bytes());
-        space.extend(session.pairs.get().to_le_bytes());
-        space.extend([0; 4]);
-    }
     let range = usize::try_from(head.offset)
         .ok()
         .zip(usize::try_from(head.size).ok())
-        .and_then(|(offset, size)| space.get(offset..offset.checked_add(size)?));
+        .and_then(|(offset, size)| session.config.get(offset..offset.checked_add(size)?));
     let bytes = range.unwrap_or_default();
     if bytes.is_empty() {
         head.size = 0;
@@ -572,31 +561,27 @@ fn get_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepte
     Ok(Accepted::Answer(reply))
 }
 
-/// Only `queue_pairs` is the driver's to write, before any queue runs.
 fn set_config(session: &mut Session, arguments: Arguments<'_>) -> Result<Accepted, Denied> {
     let head = arguments.body::<VhostUserConfig>()?;
-    if session.features & F_PAIRS == 0 || (head.offset, head.size) != QUEUE_PAIRS {
-        let text = "there is nothing to be written in the configuration space but queue_pairs";
-        return Err((Fault::Unsupported, text.into()));
-    }
     let bytes = arguments.payload.get(size_of::<VhostUserConfig>()..);
-    let Some(&[low, high]) = bytes else {
-        return Err((Fault::Payload, "queue_pairs has two bytes".into()));
-    };
-    let most = session.most_pairs;
-    let pairs = QueuePairs::new(u16::from_le_bytes([low, high]))
-        .ok()
-        .filter(|pairs| pairs.get() <= most.get())
-        .ok_or_else(|| {
-            let text = format!("queue_pairs is 1 to {}", most.get());
-            (Fault::Payload, text)
-        })?;
-    if session.any_started() {
-        return Err((Fault::Order, "a queue runs".into()));
+    let bytes = bytes.unwrap_or_default();
+    let size = head.size;
+    if usize::try_from(size) != Ok(bytes.len()) {
+        let text = format!("{} bytes, but a size of {size}", bytes.len());
+        return Err((Fault::Payload, text));
     }
+    let mut config = session.config.to_vec();
+    let write = ConfigWrite {
+        features: session.features,
+        running: session.any_started(),
+        offset: usize::try_from(head.offset).unwrap_or(usize::MAX),
+        bytes,
+    };
+    session.model.write_config(&mut config, write)?;
+    let config: Arc<[u8]> = config.into();
     Ok(Accepted::Command(
-        DeviceCommand::SetPairs(pairs),
-        Then::Pairs(pairs),
+        DeviceCommand::SetConfig(Arc::clone(&config)),
+        Then::Config(config),
     ))
 }
 

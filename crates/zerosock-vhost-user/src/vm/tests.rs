@@ -23,6 +23,24 @@ struct Lab {
     dir: tempfile::TempDir,
 }
 
+/// A device of two queues and an empty configuration space.
+#[derive(Debug)]
+struct TestModel;
+
+impl DeviceModel for TestModel {
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn max_queues(&self) -> u16 {
+        2
+    }
+
+    fn config(&self) -> Vec<u8> {
+        Vec::new()
+    }
+}
+
 impl Lab {
     fn new() -> Lab {
         let dir = tempfile::tempdir().unwrap();
@@ -31,10 +49,9 @@ impl Lab {
         let counters: Arc<Counters> = Arc::default();
         let spec = VmSpec {
             name: "vm0".into(),
-            cid: Cid::new(3),
+            model: Arc::new(TestModel),
             socket: FrontendSocket::Listener(listener),
             max_queue_size: 128,
-            queue_pairs: QueuePairs::ONE,
             sealed_memory: false,
             account: Budget::unlimited().account(),
             port: Box::new(Port),

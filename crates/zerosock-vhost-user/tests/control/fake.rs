@@ -7,16 +7,16 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use zerosock_proto::Cid;
-use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
+use zerosock_vhost_user::session::{F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1};
 use zerosock_vhost_user::{
-    Control, DeviceCommand, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
+    Control, DeviceCommand, DeviceModel, DevicePort, DeviceReply, FrontendSocket, Reply, VmSpec,
 };
 
 /// Beyond this a test has failed.
@@ -83,6 +83,25 @@ pub(crate) fn wait_for(commands: &Receiver<DeviceCommand>, name: &str) -> Device
     }
 }
 
+/// A device like virtio-vsock: some feature bits of its own, three queues, and a CID in the
+/// configuration space.
+#[derive(Debug)]
+struct TestModel(u64);
+
+impl DeviceModel for TestModel {
+    fn features(&self) -> u64 {
+        1 << 22 | 0b1011 | F_INDIRECT_DESC | F_EVENT_IDX | F_VERSION_1
+    }
+
+    fn max_queues(&self) -> u16 {
+        3
+    }
+
+    fn config(&self) -> Vec<u8> {
+        self.0.to_le_bytes().to_vec()
+    }
+}
+
 /// A control thread with some VMs, whose sockets are in a directory of their own.
 pub(crate) struct Lab {
     pub(crate) control: Control,
@@ -99,12 +118,11 @@ impl Lab {
             workers.push(Worker(receiver));
             specs.push(VmSpec {
                 name: format!("vm{index}"),
-                cid: Cid::new(3 + index as u32),
+                model: Arc::new(TestModel(3 + index as u64)),
                 socket: FrontendSocket::Listener(
                     UnixListener::bind(socket_path(dir.path(), index)).unwrap(),
                 ),
                 max_queue_size: MAX_QUEUE_SIZE,
-                queue_pairs: QueuePairs::ONE,
                 sealed_memory: false,
                 account: Budget::unlimited().account(),
                 port: Box::new(Port(sender)),

@@ -349,7 +349,13 @@ fn the_configuration_space_has_eight_bytes() {
     ] {
         assert_eq!(ask(offset, size), [0; 0], "{offset} {size}");
     }
-    raw.send(25, NEED_REPLY, &[0; 20], &[]);
+    let mut write = [0; 20];
+    write[4] = 8;
+    raw.send(25, NEED_REPLY, &write, &[]);
     assert_eq!(raw.reply_u64(25), 1, "read-only");
     assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Unsupported), 1);
+    write[4] = 9;
+    raw.send(25, NEED_REPLY, &write, &[]);
+    assert_eq!(raw.reply_u64(25), 1, "fewer bytes than the size says");
+    assert_eq!(lab.control.stats(0).unwrap().faults(Fault::Payload), 1);
 }

@@ -176,11 +176,10 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             }
         }
         specs.push(VmSpec {
-            name: format!("vm{n}"),
-            cid,
+            name: format!("vm{n} (cid {cid})"),
+            model: roster.model(cid),
             socket: FrontendSocket::Listener(vm.listener),
             max_queue_size: vm.queue_size,
-            queue_pairs: setup.queue_pairs,
             sealed_memory: setup.sealed_memory || vm.require_sealed_memory,
             account,
             port,

@@ -6,6 +6,7 @@
 //! place is given out again only after the device has left.
 
 use crate::device::lane_ports::LanePorts;
+use crate::device::model::VsockModel;
 use crate::device::{Device, HostEnd};
 use crate::io::mailbox::Sender;
 use crate::io::numbers::Numbers;
@@ -21,7 +22,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::{LocalCids, PortTable, QueuePairs, Shard, ShardConfig};
 use zerosock_proto::{Cid, Port};
 use zerosock_sys::account::{Account, Budget};
-use zerosock_vhost_user::{DeviceCommand, DevicePort, Notice, Reply};
+use zerosock_vhost_user::{DeviceCommand, DeviceModel, DevicePort, Notice, Reply};
 
 /// Resets that may wait for a buffer of the guest before its packets must wait.
 const MAX_PENDING_RESETS: usize = 1024;
@@ -96,9 +97,12 @@ impl Roster {
         &self.budget
     }
 
-    /// Most queue pairs of each device.
-    pub(crate) fn queue_pairs(&self) -> QueuePairs {
-        self.terms.queue_pairs
+    /// What the front-end of the device with this CID is told of it.
+    pub(crate) fn model(&self, cid: Cid) -> Arc<dyn DeviceModel> {
+        Arc::new(VsockModel {
+            cid,
+            max_pairs: self.terms.queue_pairs,
+        })
     }
 
     /// Devices that have a route, and CIDs that are reserved.

@@ -195,11 +195,10 @@ impl Keeper {
         let addr = added.ok_or(ReloadError::Full(cid))?;
         let port = self.roster().port(addr).ok_or(ReloadError::Full(cid))?;
         let spec = VmSpec {
-            name: format!("vm {cid}"),
-            cid,
+            name: format!("vm (cid {cid})"),
+            model: self.roster().model(cid),
             socket: FrontendSocket::Listener(front.listener),
             max_queue_size: front.queue_size,
-            queue_pairs: self.roster().queue_pairs(),
             sealed_memory: self.sealed_memory || front.sealed_memory,
             account,
             port,

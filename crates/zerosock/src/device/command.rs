@@ -10,6 +10,7 @@
 //! still read stays mapped, and comes back to a queue that is gone.
 
 use super::join::End;
+use super::model::used_pairs;
 use super::ring::Ring;
 use super::timers::Timer;
 use super::{Context, Device, EVENT, RX, TX};
@@ -17,10 +18,10 @@ use crate::device::sibling_message::Message;
 use crate::io::poller::Source;
 use std::sync::Arc;
 use std::time::Duration;
+use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET};
 use zerosock_ring::{DeviceQueue, Memory, QueueConfig};
 use zerosock_sys::PeerFd;
 use zerosock_sys::notify::CallFd;
-use zerosock_vhost_user::session::{F_PAIRS, F_SEQPACKET};
 use zerosock_vhost_user::{DeviceCommand, Reply};
 
 /// A command that waits until no chain is out.
@@ -58,8 +59,8 @@ impl Device {
                 self.datagrams.negotiated(if first { features } else { 0 });
                 reply.done();
             }
-            DeviceCommand::SetPairs(pairs) => {
-                self.lanes.used = pairs;
+            DeviceCommand::SetConfig(config) => {
+                self.lanes.used = used_pairs(&config);
                 reply.done();
             }
             DeviceCommand::SetMemory(memory) => {

@@ -50,7 +50,7 @@ impl DevicePort for LanePorts {
             }
             C::Connected { .. }
             | C::SetFeatures(_)
-            | C::SetPairs(_)
+            | C::SetConfig(_)
             | C::SetMemory(_)
             | C::ResetDevice
             | C::Disconnected => {
@@ -59,7 +59,7 @@ impl DevicePort for LanePorts {
                     let command = match &command {
                         C::Connected { link } => C::Connected { link: link.clone() },
                         C::SetFeatures(features) => C::SetFeatures(*features),
-                        C::SetPairs(pairs) => C::SetPairs(*pairs),
+                        C::SetConfig(config) => C::SetConfig(config.clone()),
                         C::SetMemory(memory) => C::SetMemory(memory.clone()),
                         C::ResetDevice => C::ResetDevice,
                         _ => C::Disconnected,

@@ -48,6 +48,7 @@ mod message_sockets;
 #[cfg(test)]
 mod message_tests;
 mod messages;
+pub(crate) mod model;
 pub(crate) mod outbound;
 pub(crate) mod outbox;
 pub(crate) mod placing;

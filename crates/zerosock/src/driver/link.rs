@@ -21,16 +21,12 @@ use super::arena::{Arena, ArenaError};
 use super::config::DriverConfig;
 use super::frontend::{Frontend, FrontendError, VringAddr};
 use crate::fault::Fault;
-use zerosock_vhost_user::session::F_PAIRS;
+use zerosock_proto::vsock::features::{F_PAIRS, F_SEQPACKET, F_STREAM};
 
 /// VIRTIO_F_VERSION_1 (virtio 1.2, 6 "Reserved Feature Bits").
 const F_VERSION_1: u64 = 1 << 32;
 /// VIRTIO_RING_F_EVENT_IDX.
 const F_EVENT_IDX: u64 = 1 << 29;
-/// VIRTIO_VSOCK_F_STREAM.
-const F_STREAM: u64 = 1;
-/// VIRTIO_VSOCK_F_SEQPACKET.
-const F_SEQPACKET: u64 = 2;
 
 /// The CID of the host, which a service's device has.
 const HOST: u64 = 2;

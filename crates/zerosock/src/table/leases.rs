@@ -323,7 +323,7 @@ mod tests {
     fn a_count_of_readers_that_would_wrap_aborts_the_process() {
         use std::os::unix::process::ExitStatusExt;
 
-        let test = "vsock::leases::tests::a_count_of_readers_that_would_wrap_aborts_the_process";
+        let test = "table::leases::tests::a_count_of_readers_that_would_wrap_aborts_the_process";
         if std::env::var_os(CHILD).is_none() {
             let output = in_a_child(test);
             let text = String::from_utf8_lossy(&output.stderr);

@@ -13,11 +13,11 @@ use rustix::event::{EventfdFlags, eventfd};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 use zerosock::driver::{Address, Cid, Frontend, FrontendError, Port, VringAddr};
 use zerosock_proto::vsock::QueuePairs;
+use zerosock_proto::vsock::features::F_PAIRS;
 use zerosock_proto::vsock::pairs::{rx_queue, tx_queue};
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Packet, Repr, SocketType};
 use zerosock_ring::{DriverLayout, Memory, RegionConfig};
 use zerosock_sys::memfd;
-use zerosock_vhost_user::session::F_PAIRS;
 
 use super::deadline;
 

@@ -134,7 +134,7 @@ fn who_goes_away_in_the_middle_leaves_nothing_behind() {
 #[test]
 fn queue_pairs_are_chosen_once_and_within_bounds() {
     use zerosock::driver::FrontendError;
-    use zerosock_vhost_user::session::F_PAIRS;
+    use zerosock_proto::vsock::features::F_PAIRS;
     let daemon = TestDaemon::with(1, tune);
     let mut frontend = super::common::raw::connect(&daemon.vms[0].socket);
     let protocol = vhost::vhost_user::message::VhostUserProtocolFeatures::all();

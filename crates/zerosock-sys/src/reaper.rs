@@ -6,7 +6,8 @@
 //! these calls, so that no thread that serves several peers does.
 //!
 //! # Invariants
-//! - [`close`] and [`run`] never wait for a job: they append to a queue.
+//! - [`close`] and [`run`] never wait for a job: they append to a queue. No thread is started, and no
+//!   job run, under the queue's lock.
 //! - While there are jobs, one thread works on them in order. A job that takes longer than
 //!   [`PATIENCE`] counts as stuck and another thread goes on with the rest, up to [`MAX_THREADS`].
 //! - A peer whose jobs block [`MAX_STUCK_EACH`] threads gets no further thread: its later jobs wait
@@ -18,6 +19,7 @@
 //!   open or its memory mapped, and [`Stats::leaked`] counts it.
 
 use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -132,12 +134,29 @@ impl Job {
     }
 }
 
-#[derive(Default)]
 struct Reaper {
+    /// Starts a thread that calls [`Reaper::work`].
+    spawn: fn(&'static Reaper) -> io::Result<()>,
     state: Mutex<State>,
     submitted: Condvar,
     /// The last job has been finished.
     idle: Condvar,
+}
+
+impl Default for Reaper {
+    fn default() -> Reaper {
+        let spawn = |reaper: &'static Reaper| {
+            let thread = Builder::new().name("zerosock-reaper".into());
+            let thread = thread.stack_size(STACK).spawn(|| reaper.work());
+            thread.map(drop)
+        };
+        Reaper {
+            spawn,
+            state: Mutex::default(),
+            submitted: Condvar::new(),
+            idle: Condvar::new(),
+        }
+    }
 }
 
 #[derive(Default)]
@@ -147,6 +166,8 @@ struct State {
     deferred: HashMap<usize, VecDeque<Job>>,
     running: Vec<Running>,
     threads: usize,
+    /// One of them is being started, and looks at the queue then.
+    starting: bool,
     /// Threads that wait for a job.
     waiting: usize,
     /// One of the waiting threads wakes by itself when the job under way gets stuck.
@@ -187,6 +208,16 @@ impl State {
             longest = longest.max(left);
         }
         longest
+    }
+
+    /// Counts a thread that is about to be started, unless there are enough or one is on its way.
+    fn count_thread(&mut self) -> bool {
+        if self.starting || self.threads >= MAX_THREADS {
+            return false;
+        }
+        self.starting = true;
+        self.threads += 1;
+        true
     }
 
     /// The next job of an account that may have one more thread, now under way.
@@ -258,25 +289,25 @@ impl Reaper {
             if !state.watching || state.running.iter().all(|running| running.stuck) {
                 self.submitted.notify_one();
             }
-        } else if state.until_stuck().is_zero() {
-            self.add_thread(&mut state);
+        } else if state.until_stuck().is_zero() && state.count_thread() {
+            drop(state);
+            self.start_thread();
         }
     }
 
-    /// Starts a thread, unless there are enough. Where the system refuses, the jobs wait for the
+    /// Starts the thread that has been counted. Where the system refuses, the jobs wait for the
     /// threads that there are, and for the next submission.
-    fn add_thread(&'static self, state: &mut State) {
-        if state.threads >= MAX_THREADS {
-            return;
-        }
-        let thread = Builder::new().name("zerosock-reaper".into());
-        if thread.stack_size(STACK).spawn(|| self.work()).is_ok() {
-            state.threads += 1;
+    fn start_thread(&'static self) {
+        if (self.spawn)(self).is_err() {
+            let mut state = self.lock();
+            state.starting = false;
+            state.threads -= 1;
         }
     }
 
     fn work(&'static self) {
         let mut state = self.lock();
+        state.starting = false;
         loop {
             if !state.queue.is_empty() {
                 let wait = state.until_stuck();
@@ -285,12 +316,15 @@ impl Reaper {
                     continue;
                 }
                 if let Some((number, job)) = state.take() {
-                    if state.waiting == 0 {
-                        self.add_thread(&mut state);
-                    } else if !state.queue.is_empty() && !state.watching {
+                    let is_last = state.waiting == 0;
+                    if !is_last && !state.queue.is_empty() && !state.watching {
                         self.submitted.notify_one();
                     }
+                    let start = is_last && state.count_thread();
                     drop(state);
+                    if start {
+                        self.start_thread();
+                    }
                     job.carry_out();
                     state = self.lock();
                     state.finish(number);

@@ -142,3 +142,114 @@ fn a_lingering_socket_is_closed_elsewhere() {
     }
     assert!(reaper.drain(LONG));
 }
+
+/// A reaper with another way to start threads.
+fn reaper_that(spawn: fn(&'static Reaper) -> io::Result<()>) -> &'static Reaper {
+    Box::leak(Box::new(Reaper {
+        spawn,
+        ..Reaper::default()
+    }))
+}
+
+#[test]
+fn threads_are_started_without_the_lock() {
+    let reaper = reaper_that(|reaper| {
+        // Another thread is not kept from submitting meanwhile.
+        let (done, submitted) = channel();
+        std::thread::spawn(move || {
+            reaper.submit(job(|| {}, None));
+            done.send(())
+        });
+        submitted.recv_timeout(LONG).map_err(io::Error::other)?;
+        (Reaper::default().spawn)(reaper)
+    });
+    reaper.submit(job(|| {}, None));
+    assert!(reaper.drain(LONG));
+    assert!(reaper.lock().finished >= 2);
+}
+
+#[test]
+fn a_thread_that_cannot_be_started_is_not_counted() {
+    static REFUSED: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(true);
+    let reaper = reaper_that(
+        |reaper| match REFUSED.load(std::sync::atomic::Ordering::Relaxed) {
+            true => Err(io::ErrorKind::WouldBlock.into()),
+            false => (Reaper::default().spawn)(reaper),
+        },
+    );
+    for _ in 0..2 * MAX_THREADS {
+        reaper.submit(job(|| {}, None));
+    }
+    let state = reaper.lock();
+    assert_eq!((state.threads, state.starting), (0, false));
+    drop(state);
+    REFUSED.store(false, std::sync::atomic::Ordering::Relaxed);
+    reaper.submit(job(|| {}, None));
+    assert!(reaper.drain(LONG));
+    assert_eq!(reaper.lock().finished, 2 * MAX_THREADS as u64 + 1);
+}
+
+/// Blocks all threads with jobs of as many accounts as that takes.
+fn fill(reaper: &'static Reaper, budget: &Budget) -> Vec<Sender<()>> {
+    let accounts = (0..MAX_THREADS.div_ceil(MAX_STUCK_EACH)).map(|_| budget.account());
+    let mut held = Vec::new();
+    for account in accounts {
+        for _ in 0..MAX_STUCK_EACH {
+            let (release, job) = stuck(Some(account.take_nothing()));
+            reaper.submit(job);
+            held.push(release);
+        }
+    }
+    let end = Instant::now() + LONG;
+    while reaper.lock().running.len() < MAX_THREADS {
+        assert!(Instant::now() < end);
+        std::thread::yield_now();
+    }
+    held
+}
+
+#[test]
+fn jobs_for_which_all_threads_are_stuck_run_when_one_returns() {
+    let reaper = reaper();
+    let budget = Budget::unlimited();
+    let mut held = fill(reaper, &budget);
+    let account = budget.account();
+    let (done, finished) = channel();
+    for n in 0..100 {
+        let done = done.clone();
+        let permit = account.take_descriptors(1).unwrap();
+        reaper.submit(job(move || done.send(n).unwrap(), Some(permit)));
+    }
+    assert_eq!(account.descriptors(), 100, "they count until they have run");
+    assert!(finished.try_recv().is_err());
+    held.pop();
+    for n in 0..100 {
+        assert_eq!(finished.recv_timeout(LONG), Ok(n));
+    }
+    drop(held);
+    assert!(reaper.drain(LONG));
+    let state = reaper.lock();
+    assert_eq!(state.finished, MAX_THREADS as u64 + 100);
+    assert_eq!(state.leaked, 0);
+}
+
+#[test]
+fn jobs_beyond_the_limit_are_dropped_and_counted_while_all_threads_are_stuck() {
+    let reaper = reaper();
+    let budget = Budget::unlimited();
+    let held = fill(reaper, &budget);
+    let account = budget.account();
+    for _ in 0..MAX_QUEUED {
+        let permit = account.take_descriptors(1).unwrap();
+        reaper.submit(job(|| {}, Some(permit)));
+    }
+    assert_eq!(reaper.lock().leaked, MAX_THREADS as u64);
+    drop(held);
+    assert!(reaper.drain(LONG));
+    assert_eq!(reaper.lock().finished, MAX_QUEUED as u64);
+    assert_eq!(
+        account.descriptors(),
+        MAX_THREADS as u64,
+        "those that leaked"
+    );
+}

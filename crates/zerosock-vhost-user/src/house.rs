@@ -27,6 +27,9 @@ pub trait Lodger: Send {
     /// more.
     fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House);
 
+    /// It will be dropped, and watches nothing any more.
+    fn end(&mut self, house: &mut House);
+
     /// Somebody has [knocked](super::Control::knock).
     fn knocked(&mut self, house: &mut House) {
         let _ = house;

@@ -37,7 +37,7 @@ mod thread;
 mod vm;
 
 use std::fmt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use zerosock_ring::{Memory, QueueConfig};
@@ -185,7 +185,7 @@ pub struct VmSpec {
 #[derive(Debug)]
 pub enum FrontendSocket {
     /// A bound vhost-user socket: one front-end after the other.
-    Listener(UnixListener),
+    Listener(PeerFd),
     /// The one front-end's connection.
     Connected(UnixStream),
 }

@@ -298,7 +298,9 @@ impl Reactor {
             Mail::Pulse(question) => return question.answer(),
             Mail::Shutdown => {
                 // Nobody is let in any more; who is in is seen off with the rest.
-                self.lodger = None;
+                if let Some(mut lodger) = self.lodger.take() {
+                    lodger.end(&mut self.house);
+                }
                 self.house.watch_listeners(EventFlags::empty());
                 self.ending = Some(Instant::now() + SHUTDOWN_LIMIT);
                 for vm in self.house.vms.values_mut() {

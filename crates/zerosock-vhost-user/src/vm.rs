@@ -163,8 +163,7 @@ impl Vm {
     ) -> io::Result<Vm> {
         let (listener, only) = match spec.socket {
             FrontendSocket::Listener(listener) => {
-                listener.set_nonblocking(true)?;
-                let listener = PeerFd::from(OwnedFd::from(listener));
+                rustix::io::ioctl_fionbio(&listener, true)?;
                 (Some(listener.owned_by(&spec.account)), None)
             }
             FrontendSocket::Connected(socket) => {

@@ -50,6 +50,8 @@ mod fault;
 mod header;
 mod host;
 mod io;
+#[cfg(test)]
+mod lingering;
 mod routing;
 mod stats;
 mod table;

@@ -9,6 +9,7 @@ use std::fmt::Write;
 use tracing::{error, info, warn};
 use zerosock::Cid;
 use zerosock::daemon::{Daemon, Reload};
+use zerosock_sys::reaper;
 
 use super::activation::Inherited;
 use super::args::ServeArgs;
@@ -54,7 +55,14 @@ impl Running {
         for vm in &changes.add {
             let mut none = Inherited::default();
             let claimed = claim_vm(vm, &mut none, self.settings.access, false);
-            let (listeners, made) = claimed.map_err(|error: ServeError| error.to_string())?;
+            let (listeners, made) = match claimed {
+                Ok(claimed) => claimed,
+                Err(error) => {
+                    // What is queued in their backlogs is closed with them, which may wait.
+                    reaper::run(move || drop(add), None);
+                    return Err(ServeError::to_string(&error));
+                }
+            };
             add.push(backend::convert(vm, listeners));
             files.insert(vm.cid, made);
         }

@@ -1,5 +1,6 @@
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use zerosock_sys::account::Budget;
@@ -50,7 +51,7 @@ impl Lab {
         let spec = VmSpec {
             name: "vm0".into(),
             model: Arc::new(TestModel),
-            socket: FrontendSocket::Listener(listener),
+            socket: FrontendSocket::Listener(OwnedFd::from(listener).into()),
             max_queue_size: 128,
             sealed_memory: false,
             account: Budget::unlimited().account(),

@@ -120,7 +120,8 @@ impl Lab {
                 name: format!("vm{index}"),
                 model: Arc::new(TestModel(3 + index as u64)),
                 socket: FrontendSocket::Listener(
-                    UnixListener::bind(socket_path(dir.path(), index)).unwrap(),
+                    OwnedFd::from(UnixListener::bind(socket_path(dir.path(), index)).unwrap())
+                        .into(),
                 ),
                 max_queue_size: MAX_QUEUE_SIZE,
                 sealed_memory: false,

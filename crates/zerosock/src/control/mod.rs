@@ -8,6 +8,7 @@
 
 pub mod attach;
 pub(crate) mod config;
+mod new_vm;
 pub(crate) mod registry;
 mod reload;
 pub(crate) mod shares;
@@ -16,8 +17,7 @@ pub(crate) mod socket_file;
 use crate::control::attach::directory::{Directory, Process};
 use crate::control::attach::server::Server;
 use crate::control::attach::{AttachConfig, AttachHost};
-use crate::device::host_sockets::forward;
-use crate::device::{HostEnd, Limits};
+use crate::device::Limits;
 use crate::io::mailbox::{Mailbox, Sender};
 use crate::routing::access::AccessList;
 use crate::routing::name::Name;
@@ -25,18 +25,17 @@ use crate::stats::{Counters, Stats};
 use crate::worker::Worker;
 use crate::worker::messages::WorkerMessage;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
+use new_vm::NewVm;
 use registry::{Entry, Member, Roster, Terms};
 use reload::{Keeper, Order, Place, Stage};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, channel};
 use zerosock_proto::Cid;
 use zerosock_proto::vsock::QueuePairs;
 use zerosock_sys::account::Budget;
-use zerosock_sys::{fd_passing, reaper};
+use zerosock_sys::reaper;
 use zerosock_vhost_user::pulse::Question;
 use zerosock_vhost_user::{Control, Fault, FaultCounts, FrontendSocket, VmSpec};
 
@@ -156,9 +155,10 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             continue;
         };
         let account = roster.budget().account();
+        let mut vm = NewVm::new(vm, account.clone());
         let member = Member {
             cid,
-            host: host_end(vm.host)?,
+            host: vm.take_host()?,
             buf_alloc: vm.buf_alloc,
             service: None,
             process: false,
@@ -262,7 +262,14 @@ impl Plane {
     /// drives one.
     pub(crate) fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
         let (answer, answered) = channel();
-        let order = Order { reload, answer };
+        let mut reload = reload;
+        let add = std::mem::take(&mut reload.add).into_iter();
+        let add = add.map(|vm| NewVm::new(vm, self.budget.account()));
+        let order = Order {
+            add: add.collect(),
+            reload,
+            answer,
+        };
         self.orders.send(order).map_err(|_| ReloadError::Ending)?;
         self.control.knock();
         answered.recv().map_err(|_| ReloadError::Ending)?
@@ -298,42 +305,4 @@ impl Plane {
     pub(crate) fn shutdown(self) {
         self.control.shutdown();
     }
-}
-
-/// Makes accepting not wait, and refuses descriptors of host programs, where the kernel can: from now
-/// on, for those that connect.
-fn prepare_host_listener(listener: BorrowedFd<'_>) -> io::Result<()> {
-    rustix::io::ioctl_fionbio(listener, true)?;
-    fd_passing::refuse_rights(listener)?;
-    Ok(())
-}
-
-fn host_end(host: HostSide) -> Result<HostEnd, StartError> {
-    Ok(match host {
-        HostSide::Hybrid {
-            path,
-            listener,
-            messages,
-        } => {
-            let of_messages = messages.as_ref().map(|messages| messages.listener.as_fd());
-            for listener in [Some(listener.as_fd()), of_messages].into_iter().flatten() {
-                prepare_host_listener(listener).map_err(system("prepare a host socket"))?;
-            }
-            HostEnd::Hybrid {
-                services: path.into(),
-                listener: Some(OwnedFd::from(listener)),
-                messages: messages.map(|it| (it.path.into(), Some(it.listener))),
-            }
-        }
-        HostSide::Forward { cid, listen } => {
-            let mut listeners = Vec::new();
-            for port in listen {
-                let listener =
-                    forward::listen(port).map_err(|source| StartError::Forward { port, source })?;
-                listeners.push((port, listener));
-            }
-            HostEnd::Forward { cid, listeners }
-        }
-        HostSide::None => HostEnd::None,
-    })
 }

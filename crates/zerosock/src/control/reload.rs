@@ -6,16 +6,17 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
 use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
 use zerosock_proto::Cid;
+use zerosock_sys::PeerFd;
 
-use super::config::{Reload, ReloadError, StartError, VmConfig};
-use super::host_end;
+use super::config::{Reload, ReloadError, StartError};
+use super::new_vm::NewVm;
 use crate::control::attach::server::Server;
 use crate::control::registry::{Entry, Member, Roster};
 use crate::routing::DeviceAddr;
@@ -24,6 +25,8 @@ use zerosock_vhost_user::{FrontendSocket, House, Lodger, Notice, VmSpec};
 /// An order to the keeper.
 #[derive(Debug)]
 pub(super) struct Order {
+    /// What is to be added, instead of [`Reload::add`].
+    pub(super) add: Vec<NewVm>,
     pub(super) reload: Reload,
     pub(super) answer: Sender<Result<(), ReloadError>>,
 }
@@ -56,7 +59,7 @@ enum Rooms {
 
 /// What front-ends of a VM that is added are told and held to.
 struct Front {
-    listener: UnixListener,
+    listener: PeerFd,
     queue_size: u16,
     sealed_memory: bool,
 }
@@ -109,14 +112,14 @@ impl Keeper {
     }
 
     /// Whether an order can be carried out.
-    fn check(&mut self, reload: &Reload) -> Result<(), ReloadError> {
+    fn check(&mut self, add: &[NewVm], reload: &Reload) -> Result<(), ReloadError> {
         let known = |cid: &Cid| self.vms.get(cid).is_some_and(|vm| vm.stage == Stage::In);
         let named = reload.remove.iter().chain(reload.groups.keys());
         if let Some(&cid) = named.clone().find(|cid| !known(cid)) {
             return Err(ReloadError::UnknownVm(cid));
         }
         let mut added = std::collections::BTreeSet::new();
-        for vm in &reload.add {
+        for vm in add {
             let cid = vm.cid;
             // One that leaves has its CID until it has left.
             let taken = self.vms.contains_key(&cid) || self.roster().contains(cid);
@@ -131,15 +134,19 @@ impl Keeper {
     }
 
     fn carry_out(&mut self, order: Order, house: &mut House) {
-        let Order { reload, answer } = order;
-        if let Err(error) = self.check(&reload) {
+        let Order {
+            add,
+            reload,
+            answer,
+        } = order;
+        if let Err(error) = self.check(&add, &reload) {
             // Who has asked may have gone.
             let _ = answer.send(Err(error));
             return;
         }
         // All that can fail comes first.
         let mut ready = Vec::new();
-        for vm in reload.add {
+        for vm in add {
             match self.prepare(vm) {
                 Ok(prepared) => ready.push(prepared),
                 Err(error) => {
@@ -229,7 +236,7 @@ impl Keeper {
     }
 
     /// What can fail of adding a VM.
-    fn prepare(&mut self, vm: VmConfig) -> Result<(Front, Member, Vec<String>), ReloadError> {
+    fn prepare(&mut self, vm: NewVm) -> Result<(Front, Member, Vec<String>), ReloadError> {
         let cid = vm.cid;
         let refuse = |source| ReloadError::Host {
             cid,
@@ -238,16 +245,20 @@ impl Keeper {
         if vm.buf_alloc == 0 {
             return Err(refuse(StartError::EmptyWindow));
         }
-        let host = host_end(vm.host).map_err(refuse)?;
-        let socket = |source| ReloadError::Socket { cid, source };
-        vm.listener.set_nonblocking(true).map_err(socket)?;
+        let mut vm = vm;
+        let host = vm.take_host().map_err(refuse)?;
+        let socket = |errno: Errno| ReloadError::Socket {
+            cid,
+            source: errno.into(),
+        };
+        rustix::io::ioctl_fionbio(&vm.listener, true).map_err(socket)?;
         let member = Member {
             cid,
             host,
             buf_alloc: vm.buf_alloc,
             service: None,
             process: false,
-            account: self.roster().budget().account(),
+            account: vm.account,
         };
         let front = Front {
             listener: vm.listener,
@@ -268,6 +279,12 @@ impl Keeper {
 impl Lodger for Keeper {
     fn begin(&mut self, house: &mut House) -> io::Result<()> {
         self.server().map_or(Ok(()), |server| server.begin(house))
+    }
+
+    fn end(&mut self, house: &mut House) {
+        if let Some(server) = self.server() {
+            server.end(house);
+        }
     }
 
     fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {

@@ -8,7 +8,7 @@ use crate::device::host_sockets::hybrid::{self, Line, OkConvention, Services};
 use crate::device::host_sockets::{Attempt, HostSocket, forward};
 use crate::device::sibling_message::Message;
 use crate::io::poller::{Readiness, Source};
-use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, SocketType as SocketKind};
 use std::time::Duration;
@@ -29,9 +29,9 @@ pub(crate) enum HostEnd {
     /// Hybrid vsock: one listener (or none: programs cannot call), and the sockets of programs.
     Hybrid {
         services: Services,
-        listener: Option<OwnedFd>,
+        listener: Option<PeerFd>,
         /// The same for messages, if they are wanted: sockets of type SOCK_SEQPACKET.
-        messages: Option<(Services, Option<OwnedFd>)>,
+        messages: Option<(Services, Option<PeerFd>)>,
     },
     /// The machine's own AF_VSOCK: a CID to connect to, and listeners with their ports.
     Forward {
@@ -121,6 +121,20 @@ impl Device {
         }
     }
 
+    /// Watches the listeners no longer. The reaper closes them later: until then they would be
+    /// reported on and on.
+    pub(super) fn stop_listening(&self, cx: &Context<'_>) {
+        if let HostEnd::Hybrid {
+            listener, messages, ..
+        } = &self.host
+        {
+            let of_messages = messages.iter().flat_map(|(_, listener)| listener);
+            for listener in listener.iter().chain(of_messages) {
+                cx.poller.remove(listener);
+            }
+        }
+    }
+
     /// Accepts everything that waits on a listener.
     pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
         for _ in 0..ACCEPT_BUDGET {
@@ -131,12 +145,14 @@ impl Device {
                     ..
                 } if key == MESSAGES => {
                     socket_type = SocketType::SeqPacket;
-                    Some((listener, None))
+                    Some((listener.as_fd(), None))
                 }
-                HostEnd::Hybrid { listener, .. } => listener.as_ref().map(|one| (one, None)),
+                HostEnd::Hybrid { listener, .. } => {
+                    listener.as_ref().map(|one| (one.as_fd(), None))
+                }
                 HostEnd::Forward { listeners, .. } => {
                     let of_port = listeners.get(key as usize);
-                    of_port.map(|(port, listener)| (listener, Some(*port)))
+                    of_port.map(|(port, listener)| (listener.as_fd(), Some(*port)))
                 }
                 HostEnd::None => None,
             };

@@ -25,6 +25,7 @@ impl Device {
         for key in keys {
             self.end_join(key, cx);
         }
+        self.stop_listening(cx);
         self.link = None;
         self.disconnect(cx);
         self.app_retire(cx);

@@ -28,6 +28,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerosock_proto::{Cid, Port};
+use zerosock_sys::PeerFd;
+use zerosock_sys::account::Account;
 
 use crate::control::socket_file::{self, SocketFile, SocketKind};
 use crate::device::HostEnd;
@@ -73,7 +75,7 @@ const CID_IN_PATH: &str = "{cid}";
 impl AttachHost {
     /// How the process with this CID meets the host; with the file of the socket that was made
     /// for it.
-    fn end_of(&self, cid: Cid) -> io::Result<(HostEnd, Option<SocketFile>)> {
+    fn end_of(&self, cid: Cid, account: &Account) -> io::Result<(HostEnd, Option<SocketFile>)> {
         let (path, mode, group) = match self {
             AttachHost::None => return Ok((HostEnd::None, None)),
             AttachHost::Hybrid { path } => {
@@ -94,7 +96,7 @@ impl AttachHost {
         rustix::io::ioctl_fionbio(&listener, true)?;
         let end = HostEnd::Hybrid {
             services: path.into(),
-            listener: Some(listener),
+            listener: Some(PeerFd::from(listener).owned_by(account)),
             messages: None,
         };
         Ok((end, Some(file)))
@@ -117,8 +119,8 @@ impl AttachHost {
 /// ```
 #[derive(Debug)]
 pub struct AttachConfig {
-    /// The bound and listening Unix socket of type SOCK_SEQPACKET.
-    pub listener: OwnedFd,
+    /// See [`AttachConfig::new`].
+    pub(crate) listener: PeerFd,
     /// The users (SO_PEERCRED) who may attach: exactly these, root is no exception.
     pub allowed_uids: Vec<u32>,
     /// The CIDs for those who want any.
@@ -142,10 +144,11 @@ pub struct AttachConfig {
 }
 
 impl AttachConfig {
-    /// For processes of our own effective user, in the group "default".
+    /// For processes of our own effective user, in the group "default". `listener` is the bound and
+    /// listening Unix socket of type SOCK_SEQPACKET.
     pub fn new(listener: OwnedFd) -> AttachConfig {
         AttachConfig {
-            listener,
+            listener: listener.into(),
             allowed_uids: vec![rustix::process::geteuid().as_raw()],
             cids: DEFAULT_CIDS,
             groups: vec!["default".to_owned()],

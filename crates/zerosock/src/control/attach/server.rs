@@ -286,6 +286,11 @@ impl Lodger for Server {
         house.watch(&self.config.listener, LISTENER, EventFlags::IN)
     }
 
+    fn end(&mut self, house: &mut House) {
+        // The reaper closes it later, which until then would be reported again and again.
+        self.watch_listener(house, EventFlags::empty());
+    }
+
     fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {
         match key {
             LISTENER => self.accept(house),

@@ -234,7 +234,7 @@ impl Server {
         let (ours, theirs) = UnixStream::pair()?;
         let config = &self.config;
         let (host, file) = match seat {
-            Seat::Cid(cid) => config.host.end_of(cid)?,
+            Seat::Cid(cid) => config.host.end_of(cid, &account)?,
             // It is the host.
             Seat::Block(_) => (HostEnd::None, None),
         };

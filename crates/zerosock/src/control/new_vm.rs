@@ -1,0 +1,178 @@
+//! A VM that is about to be added.
+//!
+//! # Invariant
+//! The reaper closes its sockets, wherever and for whatever reason it is dropped: connections that
+//! nothing has accepted can have descriptors queued, which close with the listener.
+
+use std::os::fd::OwnedFd;
+
+use zerosock_proto::Cid;
+use zerosock_sys::account::Account;
+use zerosock_sys::{PeerFd, fd_passing};
+
+use super::config::{HostSide, StartError, VmConfig, system};
+use crate::device::HostEnd;
+use crate::device::host_sockets::forward;
+
+/// See the module. The fields are those of [`VmConfig`].
+#[derive(Debug)]
+pub(super) struct NewVm {
+    pub(super) cid: Cid,
+    pub(super) listener: PeerFd,
+    host: HostEnd,
+    /// Ports of the machine's AF_VSOCK that are still to be listened on.
+    listen: Vec<u32>,
+    pub(super) buf_alloc: u32,
+    pub(super) queue_size: u16,
+    pub(super) groups: Vec<String>,
+    pub(super) require_sealed_memory: bool,
+    pub(super) account: Account,
+}
+
+impl NewVm {
+    pub(super) fn new(vm: VmConfig, account: Account) -> NewVm {
+        let owned = |fd: OwnedFd| PeerFd::from(fd).owned_by(&account);
+        let (host, listen) = match vm.host {
+            HostSide::Hybrid {
+                path,
+                listener,
+                messages,
+            } => {
+                let host = HostEnd::Hybrid {
+                    services: path.into(),
+                    listener: Some(owned(listener.into())),
+                    messages: messages.map(|it| (it.path.into(), Some(owned(it.listener)))),
+                };
+                (host, Vec::new())
+            }
+            HostSide::Forward { cid, listen } => {
+                let listeners = Vec::with_capacity(listen.len());
+                (HostEnd::Forward { cid, listeners }, listen)
+            }
+            HostSide::None => (HostEnd::None, Vec::new()),
+        };
+        NewVm {
+            cid: vm.cid,
+            listener: owned(vm.listener.into()),
+            host,
+            listen,
+            buf_alloc: vm.buf_alloc,
+            queue_size: vm.queue_size,
+            groups: vm.groups,
+            require_sealed_memory: vm.require_sealed_memory,
+            account,
+        }
+    }
+
+    /// Its way to the host, once: accepting does not wait, and descriptors of host programs are
+    /// refused, where the kernel can: from now on, for those that connect.
+    pub(super) fn take_host(&mut self) -> Result<HostEnd, StartError> {
+        let mut host = std::mem::replace(&mut self.host, HostEnd::None);
+        match &mut host {
+            HostEnd::Hybrid {
+                listener, messages, ..
+            } => {
+                let of_messages = messages.iter().flat_map(|(_, listener)| listener);
+                for listener in listener.iter().chain(of_messages) {
+                    let ready = rustix::io::ioctl_fionbio(listener, true).map_err(Into::into);
+                    let ready = ready.and_then(|()| fd_passing::refuse_rights(listener));
+                    ready.map_err(system("prepare a host socket"))?;
+                }
+            }
+            HostEnd::Forward { listeners, .. } => {
+                for port in std::mem::take(&mut self.listen) {
+                    let listener = forward::listen(port)
+                        .map_err(|source| StartError::Forward { port, source })?;
+                    listeners.push((port, listener));
+                }
+            }
+            HostEnd::None => {}
+        }
+        Ok(host)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::IoSlice;
+    use std::net::TcpStream;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixListener;
+    use std::path::Path;
+
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    use zerosock_sys::account::Budget;
+
+    use super::*;
+    use crate::control::attach::AttachConfig;
+    use crate::control::config::HybridMessages;
+    use crate::lingering::{lingering_socket, without_waiting};
+
+    fn socket(kind: SocketType) -> OwnedFd {
+        let flags = SocketFlags::CLOEXEC;
+        rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap()
+    }
+
+    /// A listener in whose backlog a connection waits, with a descriptor that does not close.
+    fn listener(path: &Path, kind: SocketType) -> (OwnedFd, TcpStream) {
+        let address = SocketAddrUnix::new(path).unwrap();
+        let listener = socket(kind);
+        rustix::net::bind(&listener, &address).unwrap();
+        rustix::net::listen(&listener, 8).unwrap();
+        let program = socket(kind);
+        rustix::net::connect(&program, &address).unwrap();
+        let (fd, receiver) = lingering_socket();
+        fd_passing::send(&program, &[IoSlice::new(b"x")], &[fd.as_fd()]).unwrap();
+        (listener, receiver)
+    }
+
+    /// With such listeners of all kinds, and what makes them close.
+    fn new_vm(dir: &Path, account: Account) -> (NewVm, Vec<TcpStream>) {
+        let of = |name: &str, kind| listener(&dir.join(name), kind);
+        let (control, one) = of("control", SocketType::STREAM);
+        let (streams, two) = of("streams", SocketType::STREAM);
+        let (packets, three) = of("packets", SocketType::SEQPACKET);
+        let vm = VmConfig {
+            cid: Cid::new(3),
+            listener: UnixListener::from(control),
+            host: HostSide::Hybrid {
+                path: dir.join("streams"),
+                listener: UnixListener::from(streams),
+                messages: Some(HybridMessages {
+                    path: dir.join("packets"),
+                    listener: packets,
+                }),
+            },
+            buf_alloc: 1,
+            queue_size: 1,
+            groups: Vec::new(),
+            require_sealed_memory: false,
+        };
+        (NewVm::new(vm, account), vec![one, two, three])
+    }
+
+    #[test]
+    fn listeners_of_a_vm_that_is_not_added_are_closed_without_waiting_for_their_backlog() {
+        let dir = tempfile::tempdir().unwrap();
+        let account = Budget::unlimited().account();
+        let (vm, _receivers) = new_vm(dir.path(), account);
+        without_waiting(move || drop(vm));
+    }
+
+    #[test]
+    fn listeners_of_a_device_are_closed_without_waiting_for_their_backlog() {
+        let dir = tempfile::tempdir().unwrap();
+        let account = Budget::unlimited().account();
+        let (mut vm, _receivers) = new_vm(dir.path(), account);
+        let host = vm.take_host().unwrap();
+        without_waiting(move || drop(host));
+    }
+
+    #[test]
+    fn the_attach_socket_is_closed_without_waiting_for_its_backlog() {
+        let dir = tempfile::tempdir().unwrap();
+        let (listener, _receiver) = listener(&dir.path().join("s"), SocketType::SEQPACKET);
+        let config = AttachConfig::new(listener);
+        without_waiting(move || drop(config));
+    }
+}

@@ -30,6 +30,6 @@ pub mod vsock_calls;
 
 pub use peer_fd::PeerFd;
 pub use slices::{
-    MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_slices,
-    recv_slices_and_rights, send_slices, write_slices,
+    MAX_SLICES, Received, read_slices, read_slices_at, read_slices_now, recv_packet_and_rights,
+    recv_slices, recv_slices_and_rights, send_slices, write_slices,
 };

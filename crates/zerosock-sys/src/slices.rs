@@ -2,7 +2,7 @@
 
 use std::io;
 use std::mem::{MaybeUninit, align_of, size_of};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use zerosock_ring::GuestSlice;
 
@@ -61,13 +61,22 @@ pub struct Received {
 /// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished. Else
 /// what recvmsg(2) answers.
 pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+    recv_with(fd, slices, 0)
+}
+
+fn recv_with(
+    fd: BorrowedFd<'_>,
+    slices: &[GuestSlice<'_>],
+    flags: libc::c_int,
+) -> io::Result<Received> {
+    let flags = flags | libc::MSG_DONTWAIT;
     let mut message = message(slices);
     loop {
-        // SAFETY: as in `send_slices`, but the kernel writes: a `GuestSlice` stands for memory
+        // SAFETY: as in `send_slices`, but the kernel writes, whatever the flags: a `GuestSlice` stands for memory
         // mapped writable and shared, to which no Rust reference exists, so that bytes may change
         // there at any time. `message` has no room for an address or control data, so nothing
         // but the slices and `message` itself is written.
-        let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+        let received = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) };
         if let Some(result) = outcome(received) {
             let cut = message.msg_flags & libc::MSG_CTRUNC != 0;
             return result.map(|bytes| Received { bytes, cut });
@@ -108,6 +117,19 @@ pub fn recv_slices_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
         let cut = rights || message.msg_flags & libc::MSG_CTRUNC != 0;
         return Ok(Received { bytes, cut });
     }
+}
+
+/// As [`recv_slices_and_rights`], for a socket of type SOCK_SEQPACKET.
+///
+/// A packet that is received into memory that has vanished is freed by this thread, with its
+/// descriptors. So it is copied first and taken from the socket by a second call.
+///
+/// # Errors
+/// As [`recv_slices`]; with EFAULT the packet stays in the socket.
+pub fn recv_packet_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+    let bytes = recv_with(fd.as_fd(), slices, libc::MSG_PEEK)?.bytes;
+    let cut = recv_slices_and_rights(fd, &[])?.cut;
+    Ok(Received { bytes, cut })
 }
 
 /// Hands the descriptors of a received message, which came from this account's peer, to the reaper.

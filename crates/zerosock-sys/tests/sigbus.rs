@@ -1,15 +1,18 @@
 //! Guest memory that vanishes: the guard survives it, system calls report it, and any other
 //! SIGBUS ends the process as if there were no guard.
 
-use std::io;
+use std::io::{self, IoSlice, Read};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 
 use rustix::fs::ftruncate;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use zerosock_ring::{GuestSlice, Memory, Piece, RegionConfig};
-use zerosock_sys::{memfd, recv_slices, send_slices, sigbus};
+use zerosock_sys::{
+    PeerFd, fd_passing, memfd, recv_packet_and_rights, recv_slices, send_slices, sigbus,
+};
 
 const LEN: usize = 64 * 1024;
 
@@ -39,6 +42,40 @@ fn slices<'m>(memory: &'m Memory, ranges: &[(u64, u32)]) -> Vec<GuestSlice<'m>> 
         .iter()
         .flat_map(|(at, len)| pieces(memory, *at, *len));
     pieces.map(|piece| memory.slice(piece).unwrap()).collect()
+}
+
+/// The kernel would free the packet and close its descriptors in the receiving thread.
+#[test]
+fn packet_for_memory_that_vanished_stays_with_its_descriptors() {
+    let (lost, file) = guest();
+    let (kept, _file) = guest();
+    ftruncate(&file, 0).unwrap();
+    let flags = SocketFlags::CLOEXEC;
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+    let (ours, theirs) = pair.unwrap();
+    let ours = PeerFd::from(ours);
+    let (passed, mut other) = UnixStream::pair().unwrap();
+    other.set_nonblocking(true).unwrap();
+    for packet in [&b"first"[..], b"second"] {
+        fd_passing::send(&theirs, &[IoSlice::new(packet)], &[passed.as_fd()]).unwrap();
+    }
+    drop(passed);
+
+    let error = recv_packet_and_rights(&ours, &slices(&lost, &[(0, 8)])).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+    for packet in [&b"first"[..], b"second"] {
+        let end = other.read(&mut [0]).map_err(|error| error.kind());
+        assert_eq!(end, Err(io::ErrorKind::WouldBlock), "closed already");
+        let received = recv_packet_and_rights(&ours, &slices(&kept, &[(0, 8)])).unwrap();
+        assert_eq!((received.bytes, received.cut), (packet.len(), true));
+        let mut bytes = vec![0; packet.len()];
+        kept.read(&pieces(&kept, 0, 8), 0, &mut bytes);
+        assert_eq!(bytes, packet);
+    }
+    let error = recv_packet_and_rights(&ours, &slices(&kept, &[(0, 8)])).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    other.set_nonblocking(false).unwrap();
+    assert_eq!(other.read(&mut [0]).unwrap(), 0, "the reaper closes them");
 }
 
 #[test]

@@ -266,7 +266,7 @@ impl Device {
         if reached < len {
             return self.fill_by_copy(key, room, len, chains, cx);
         }
-        let received = socket.recv_slices(&slices);
+        let received = socket.recv_packet(&slices);
         if !received.as_ref().is_ok_and(|got| got.bytes == len) {
             while let Some(chain) = chains.pop() {
                 rx.queue.unpop(chain);

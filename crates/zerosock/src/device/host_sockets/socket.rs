@@ -96,6 +96,16 @@ impl HostSocket {
             Kind::TakesRights(fd) => zerosock_sys::recv_slices_and_rights(fd, slices),
         }
     }
+
+    /// As [`recv_slices`](Self::recv_slices), one packet of a socket of type SOCK_SEQPACKET.
+    pub(crate) fn recv_packet(&self, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
+        match &self.0 {
+            Kind::TakesRights(fd) if !fd.account().is_some_and(Account::is_clogged) => {
+                zerosock_sys::recv_packet_and_rights(fd, slices)
+            }
+            _ => self.recv_slices(slices),
+        }
+    }
 }
 
 impl AsFd for HostSocket {
@@ -112,8 +122,12 @@ impl AsFd for HostSocket {
 pub(super) mod tests {
     use super::*;
     use std::io::IoSlice;
+    use std::net::TcpStream;
     use std::os::unix::net::UnixStream;
     use zerosock_sys::account::Budget;
+
+    use crate::lingering::{lingering_socket, without_waiting};
+    use crate::relay;
 
     /// One end as it is accepted, and the program's.
     pub(crate) fn pair() -> (HostSocket, UnixStream) {
@@ -141,6 +155,38 @@ pub(super) mod tests {
             tv_nsec: 0,
         };
         assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1));
+    }
+
+    /// Sends a byte and a descriptor that does not close until what is returned is dropped.
+    fn send_lingering(program: impl AsFd) -> TcpStream {
+        let (fd, receiver) = lingering_socket();
+        fd_passing::send(program, &[IoSlice::new(b"x")], &[fd.as_fd()]).unwrap();
+        receiver
+    }
+
+    #[test]
+    fn bytes_that_are_thrown_away_are_not_waited_for() {
+        for stop in [relay::stop_reading, relay::leave_nothing_unread] {
+            let (socket, program) = pair();
+            let _receivers: Vec<_> = (0..3).map(|_| send_lingering(&program)).collect();
+            without_waiting(move || {
+                stop(&socket);
+                let left = net::recv(&socket, &mut [0][..], RecvFlags::DONTWAIT);
+                assert_eq!(left.map(|(_, n)| n), Ok(0), "all of it is taken");
+            });
+        }
+    }
+
+    #[test]
+    fn packets_are_received_without_waiting_for_their_descriptors() {
+        let flags = SocketFlags::CLOEXEC;
+        let ends = net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+        let (ours, program) = ends.unwrap();
+        let permit = Budget::unlimited().account().take_descriptors(1).unwrap();
+        let socket = HostSocket::accepted(ours, permit);
+        let _receiver = send_lingering(&program);
+        let received = without_waiting(move || socket.recv_packet(&[]).unwrap());
+        assert!(received.cut);
     }
 
     #[test]

@@ -279,6 +279,10 @@ impl Vm {
     fn turn_away(&mut self, socket: PeerFd) {
         self.counters.fault(Fault::Busy);
         let peer = peer(&socket);
+        // Until it is closed. One that finds no room is bounded by `is_clogged` alone.
+        if let Ok(permit) = self.account.take_descriptors(1) {
+            drop(socket.with_permit(permit));
+        }
         self.warn(&format!(
             "a second front-end ({peer}) is turned away while one is connected"
         ));

@@ -6,6 +6,8 @@ use rustix::process::{Resource, getrlimit};
 use zerosock_sys::account::{Budget, Limits};
 use zerosock_sys::fd_passing;
 
+use crate::attach::server::MAX_TURNED_AWAY;
+
 /// Bytes of memory that peers may have mapped here.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(crate) struct MemoryLimits {
@@ -24,9 +26,9 @@ impl Default for MemoryLimits {
     }
 }
 
-/// Descriptors of the process itself: what a message may bring before it is counted, and event
-/// loops, logs, metrics.
-const OWN: u64 = fd_passing::RESERVE + 66;
+/// Descriptors of the process itself: what a message may bring before it is counted, processes that
+/// are turned away, and event loops, logs, metrics.
+const OWN: u64 = fd_passing::RESERVE + MAX_TURNED_AWAY + 66;
 /// Descriptors of each VM that are not counted: listeners, and connections of front-ends.
 const EACH_VM: u64 = 5;
 

@@ -137,6 +137,11 @@ impl Device {
 
     /// Accepts everything that waits on a listener.
     pub(crate) fn accept(&mut self, key: u32, cx: &mut Context<'_>) {
+        if self.account.is_clogged() {
+            // Those of earlier programs cannot be closed.
+            self.timers.set(cx.now + ACCEPT_PAUSE, Timer::Accept(key));
+            return;
+        }
         for _ in 0..ACCEPT_BUDGET {
             let mut socket_type = SocketType::Stream;
             let found = match &self.host {

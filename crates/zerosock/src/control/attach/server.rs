@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 use zerosock_proto::{Cid, Port};
-use zerosock_sys::account::{Account, Budget};
+use zerosock_sys::account::{Account, Budget, Limits};
 use zerosock_sys::fd_passing;
 
 use super::codec::{
@@ -51,9 +51,11 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// Clients that have no place yet.
 const MAX_CLIENTS: usize = 64;
+/// Connections of all users together that are turned away, or about to be, and not closed yet.
+pub(crate) const MAX_TURNED_AWAY: u64 = 64;
 /// Connections accepted, and messages of one client handled, before others get their turn.
 const BUDGET: usize = 16;
-/// How long the listener rests when the system has no descriptor for a connection.
+/// How long the listener rests when there is no descriptor for a connection.
 const ACCEPT_REST: Duration = Duration::from_millis(200);
 /// The listener's key; clients have others.
 const LISTENER: u32 = 0;
@@ -80,8 +82,9 @@ pub(crate) struct Server {
     log: LogLimit,
     /// What the processes of each user may have of descriptors and memory, together.
     accounts: BTreeMap<u32, Account>,
-    /// The account of all processes that may not attach. It has no share.
-    strangers: Account,
+    /// For connections until their user is known, and for those that are turned away: they cannot use
+    /// up what VMs and users are guaranteed.
+    turned_away: Account,
 }
 
 impl Server {
@@ -93,6 +96,11 @@ impl Server {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
         // No request has any. Where the kernel cannot refuse them, they are received and closed.
         fd_passing::refuse_rights(&config.listener)?;
+        let limits = Limits {
+            descriptors: MAX_TURNED_AWAY,
+            mapped: 0,
+            mapped_each: 0,
+        };
         let next_cid = *config.cids.start();
         Ok(Server {
             config,
@@ -109,7 +117,7 @@ impl Server {
             rest: None,
             log: LogLimit::default(),
             accounts: BTreeMap::new(),
-            strangers: Budget::unlimited().account(),
+            turned_away: Budget::new(limits, 1).account(),
         })
     }
 

@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{SocketFlags, accept_with};
+use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
@@ -61,19 +62,30 @@ pub(super) fn is_allowed(allowed: &[u32], uid: u32) -> bool {
 impl Server {
     pub(super) fn accept(&mut self, house: &mut House) {
         for _ in 0..BUDGET {
+            let permit = match self.turned_away.take_descriptors(1) {
+                Ok(permit) => permit,
+                Err(_) => {
+                    self.warn("accepts no process: those that were turned away cannot be closed");
+                    return self.rest(house);
+                }
+            };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match accept_with(&self.config.listener, flags) {
-                Ok(socket) => self.admit(socket.into(), house),
+                Ok(socket) => self.admit(PeerFd::from(socket).with_permit(permit), house),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
                     self.warn(&format!("cannot accept a process: {error}"));
-                    self.rest = Some(Instant::now() + ACCEPT_REST);
-                    self.watch_listener(house, EventFlags::empty());
-                    return;
+                    return self.rest(house);
                 }
             }
         }
+    }
+
+    /// Accepts nothing for a while.
+    fn rest(&mut self, house: &House) {
+        self.rest = Some(Instant::now() + ACCEPT_REST);
+        self.watch_listener(house, EventFlags::empty());
     }
 
     pub(super) fn watch_listener(&self, house: &House, flags: EventFlags) {
@@ -88,16 +100,12 @@ impl Server {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
         };
-        let account = match self.may_connect(uid) {
-            true => self.account(uid),
-            false => self.strangers.clone(),
-        };
-        let socket = socket.owned_by(&account);
         let status = if !self.may_connect(uid) {
             Status::NotPermitted
         } else if self.newcomers() >= MAX_CLIENTS {
             Status::Full
-        } else {
+        } else if let Ok(permit) = self.account(uid).take_descriptors(1) {
+            let socket = socket.with_permit(permit);
             let until = Instant::now() + PATIENCE;
             let key = self.free_key();
             let watched = EventFlags::IN;
@@ -117,6 +125,8 @@ impl Server {
             };
             self.clients.insert(key, client);
             return;
+        } else {
+            Status::Full
         };
         self.directory.refuse();
         self.warn(&format!(
@@ -223,10 +233,14 @@ pub(super) fn dismiss(socket: &PeerFd, answer: &Answer) {
     let bytes = encode_answer(answer);
     // It may have gone, or may not want to hear.
     let _ = fd_passing::send(socket, &[IoSlice::new(&bytes)], &[]);
-    // What it has said and nobody read would make the kernel speak of a reset before the answer.
-    let mut bytes = [0; 1];
+    // What it has said and nobody read would make the kernel speak of a reset before the answer. One
+    // that has sent descriptors may get the reset: no more of them are received.
+    let (mut bytes, mut fds) = ([0; 1], Vec::new());
     for _ in 0..BUDGET {
-        match fd_passing::recv_owned(socket, &mut bytes, &mut Vec::new()) {
+        if socket.account().is_some_and(Account::is_clogged) || !fds.is_empty() {
+            return;
+        }
+        match fd_passing::recv_owned(socket, &mut bytes, &mut fds) {
             Ok(received) if received.bytes > 0 => {}
             _ => return,
         }

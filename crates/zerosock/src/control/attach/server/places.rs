@@ -26,9 +26,9 @@ use crate::routing::DeviceAddr;
 use crate::routing::name::Name;
 use zerosock_vhost_user::{FrontendSocket, House, VmSpec};
 
-/// Descriptors of a member, beside those of its front-end and host sockets: its lease, both ends of its
-/// device's connection until it has its own, and the listeners of host programs that call it.
-const EACH: u64 = 5;
+/// Descriptors of a member, beside its lease and those of its front-end and host sockets: both ends of
+/// its device's connection until it has its own, and the listeners of host programs that call it.
+const EACH: u64 = 4;
 
 /// What a client wants to be.
 #[derive(Debug)]

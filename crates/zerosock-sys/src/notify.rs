@@ -10,6 +10,8 @@
 //! - An eventfd is signalled by asynchronous I/O (module `aio`). Where the system refuses that
 //!   (seccomp, or fs.aio-max-nr is used up), and for pipes and sockets, a [`CallThread`] of the one peer makes the
 //!   write, and only that peer's notifications wait when it waits.
+//! - No notification is lost. One for which the system has no thread waits until it has one, for which
+//!   [`Notifier::retry`] asks.
 //! - A descriptor of any other kind is refused when it arrives.
 
 mod aio;
@@ -24,11 +26,14 @@ use std::time::{Duration, Instant};
 
 use crate::peer_fd::PeerFd;
 use aio::Queue;
-use call_thread::Target;
 pub use call_thread::{CallThread, ThreadCount, TooManyThreads};
+use call_thread::{Target, WeakCallThread};
 
 /// How long until asynchronous I/O is asked for again where it was refused.
 const RETRY: Duration = Duration::from_secs(1);
+
+/// How long until a thread is asked for again that the system refused.
+const THREAD_RETRY: Duration = Duration::from_millis(100);
 
 /// What a descriptor is, as far as notifications go.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -118,15 +123,29 @@ pub struct Notifier {
     queue: RefCell<Option<Queue>>,
     /// When it was asked for last.
     asked: Cell<Instant>,
+    /// Threads that the system refused, with something to write.
+    refused: RefCell<Vec<WeakCallThread>>,
+    /// When they are asked for again.
+    retry_at: Cell<Option<Instant>>,
 }
 
 impl Notifier {
     /// Asks the kernel for asynchronous I/O. Where that is refused, [`is_direct`](Self::is_direct) is
     /// false, and it is asked for again at most once a second.
     pub fn new() -> Notifier {
+        let notifier = Notifier::without_aio();
+        notifier.queue.replace(Queue::new().ok());
+        notifier
+    }
+
+    /// As where the system refuses asynchronous I/O, for tests.
+    #[doc(hidden)]
+    pub fn without_aio() -> Notifier {
         Notifier {
-            queue: RefCell::new(Queue::new().ok()),
+            queue: RefCell::new(None),
             asked: Cell::new(Instant::now()),
+            refused: RefCell::default(),
+            retry_at: Cell::new(None),
         }
     }
 
@@ -157,7 +176,43 @@ impl Notifier {
                 return;
             }
         }
-        call.thread.write(&call.target);
+        if call.thread.write(&call.target).is_err() {
+            self.refused.borrow_mut().push(call.thread.downgrade());
+            self.retry_later();
+        }
+    }
+
+    /// How long until [`retry`](Self::retry) is to be called, if it is.
+    pub fn retry_in(&self) -> Option<Duration> {
+        let at = self.retry_at.get()?;
+        Some(at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Asks again for the threads that the system refused, if it is time to.
+    #[inline]
+    pub fn retry(&self) {
+        if self.retry_at.get().is_some() {
+            self.retry_threads();
+        }
+    }
+
+    #[cold]
+    fn retry_threads(&self) {
+        if self.retry_in().is_some_and(|left| !left.is_zero()) {
+            return;
+        }
+        self.retry_at.set(None);
+        let mut refused = self.refused.borrow_mut();
+        refused.retain(|thread| thread.start().is_err());
+        if !refused.is_empty() {
+            self.retry_later();
+        }
+    }
+
+    fn retry_later(&self) {
+        if self.retry_at.get().is_none() {
+            self.retry_at.set(Some(Instant::now() + THREAD_RETRY));
+        }
     }
 }
 

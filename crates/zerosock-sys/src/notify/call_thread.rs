@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::Builder;
 
 use crate::peer_fd::PeerFd;
@@ -113,19 +113,43 @@ impl CallThread {
         Ok(())
     }
 
-    /// Has the thread write to `target`. One that waits already is written to once for both. If there
-    /// can be no thread, the peer is not notified: its own earlier threads are the reason.
-    pub(super) fn write(&self, target: &Target) {
+    /// Has the thread write to `target`. One that waits already is written to once for both.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start). The target then waits until the thread is started.
+    pub(super) fn write(&self, target: &Target) -> io::Result<()> {
         if target.0.queued.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        if self.start().is_err() {
-            target.0.queued.store(false, Ordering::Release);
-            return;
+            return Ok(());
         }
         let work = &self.0.work;
         work.lock().queue.push_back(target.clone());
+        self.start()?;
         work.changed.notify_one();
+        Ok(())
+    }
+
+    pub(super) fn downgrade(&self) -> WeakCallThread {
+        WeakCallThread(Arc::downgrade(&self.0))
+    }
+}
+
+/// A [`CallThread`] that ends all the same.
+#[derive(Clone)]
+pub(super) struct WeakCallThread(Weak<Handle>);
+
+impl WeakCallThread {
+    /// As [`CallThread::start`]. One that has ended needs no start.
+    pub(super) fn start(&self) -> io::Result<()> {
+        match self.0.upgrade() {
+            Some(handle) => CallThread(handle).start(),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for WeakCallThread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WeakCallThread")
     }
 }
 

@@ -20,13 +20,6 @@ fn event() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC).unwrap()
 }
 
-fn refused() -> Notifier {
-    Notifier {
-        queue: RefCell::new(None),
-        asked: Cell::new(Instant::now()),
-    }
-}
-
 #[test]
 fn an_eventfd_counts_every_notification() {
     let notifier = Notifier::new();
@@ -45,7 +38,7 @@ fn an_eventfd_counts_every_notification() {
 fn a_full_eventfd_does_not_block() {
     let fd = event();
     rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-    for notifier in [Notifier::new(), refused()] {
+    for notifier in [Notifier::new(), Notifier::without_aio()] {
         notifier.notify(&call(&fd, &ThreadCount::default()).unwrap());
     }
     // Lets the thread go.
@@ -98,7 +91,7 @@ fn pipes_and_sockets_are_notified_and_other_kinds_refused() {
 fn without_asynchronous_io_a_thread_signals_until_it_is_to_be_had() {
     let fd = event();
     let call = call(&fd, &ThreadCount::default()).unwrap();
-    let notifier = refused();
+    let notifier = Notifier::without_aio();
     notifier.notify(&call);
     assert_eq!(count(&fd), 1);
     assert!(!notifier.is_direct());
@@ -122,4 +115,52 @@ fn threads_of_one_peer_are_bounded() {
     let error = call(&writer, &threads).unwrap_err();
     assert!(error.to_string().contains("threads"), "{error}");
     drop(reader);
+}
+
+/// Starts as many threads as one peer may have; they wait until the reader is dropped.
+fn use_up_threads(threads: &ThreadCount) -> OwnedFd {
+    let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    for _ in 0..4 {
+        Notifier::new().notify(&call(&writer, threads).unwrap());
+    }
+    reader
+}
+
+#[test]
+fn a_notification_for_which_there_is_no_thread_is_made_when_there_is_one() {
+    let threads = ThreadCount::default();
+    let reader = use_up_threads(&threads);
+    let fd = event();
+    rustix::io::ioctl_fionbio(&fd, true).unwrap();
+    let notifier = Notifier::without_aio();
+    let late = call(&fd, &threads).unwrap();
+    notifier.notify(&late);
+    notifier.notify(&late);
+    assert!(notifier.retry_in().is_some_and(|left| left <= THREAD_RETRY));
+    rustix::io::read(&fd, &mut [0; 8]).unwrap_err();
+    drop(reader);
+    let end = Instant::now() + Duration::from_secs(60);
+    while notifier.retry_in().is_some() {
+        assert!(Instant::now() < end);
+        notifier.retry();
+        std::thread::yield_now();
+    }
+    rustix::io::ioctl_fionbio(&fd, false).unwrap();
+    assert_eq!(count(&fd), 1);
+}
+
+#[test]
+fn a_session_that_ends_is_not_asked_a_thread_for() {
+    let threads = ThreadCount::default();
+    let _reader = use_up_threads(&threads);
+    let notifier = Notifier::without_aio();
+    let late = call(&event(), &threads).unwrap();
+    notifier.notify(&late);
+    drop(late);
+    notifier.retry_at.set(Some(Instant::now()));
+    notifier.retry();
+    assert!(notifier.retry_in().is_none());
 }

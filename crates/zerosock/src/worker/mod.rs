@@ -234,6 +234,7 @@ impl Worker {
         let (now, _) = self.look(timeout)?;
         self.fire(now);
         self.turn_devices(now);
+        self.notifier.retry();
         Ok(true)
     }
 
@@ -281,8 +282,9 @@ impl Worker {
         if !self.is_idle() {
             return Some(Duration::ZERO);
         }
-        let at = self.deadlines.first()?.0;
-        Some(at.saturating_duration_since(self.clock.now()))
+        let until = |&(at, _): &(Instant, u32)| at.saturating_duration_since(self.clock.now());
+        let of_devices = self.deadlines.first().map(until);
+        of_devices.into_iter().chain(self.notifier.retry_in()).min()
     }
 
     /// Nothing is left to do until something happens or a time has come.
@@ -427,6 +429,7 @@ mod tests {
     use crate::device::host_sockets::hybrid::OkConvention;
     use crate::io::mailbox::Sender;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::fd::OwnedFd;
     use zerosock_proto::Cid;
     use zerosock_sys::account::Budget;
 
@@ -466,6 +469,37 @@ mod tests {
         assert!(worker.is_idle() && !readable(&worker));
         sender.send(WorkerMessage::Shutdown).unwrap();
         assert!(!worker.step(None).unwrap());
+    }
+
+    /// There are as many threads as one peer may have, and they wait in a pipe.
+    #[test]
+    fn a_worker_sleeps_until_it_is_to_ask_for_a_thread_again() {
+        use rustix::pipe::{PipeFlags, pipe_with};
+        use zerosock_sys::notify::{CallFd, CallThread, ThreadCount};
+        let threads = ThreadCount::default();
+        let call = |fd: OwnedFd| CallFd::new(fd.into(), CallThread::new(&threads)).unwrap();
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).unwrap();
+        rustix::io::ioctl_fionbio(&writer, true).unwrap();
+        while rustix::io::write(&writer, &[0; 4096]).is_ok() {}
+        rustix::io::ioctl_fionbio(&writer, false).unwrap();
+        for _ in 0..4 {
+            Notifier::new().notify(&call(writer.try_clone().unwrap()));
+        }
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        let event = rustix::event::eventfd(0, flags).unwrap();
+        let late = call(event.try_clone().unwrap());
+
+        let (_sender, mut worker) = worker();
+        worker.start().unwrap();
+        worker.notifier = Notifier::without_aio();
+        worker.notifier.notify(&late);
+        assert!(worker.next_timeout().is_some());
+        drop(reader);
+        // Each step sleeps until then.
+        while worker.next_timeout().is_some() {
+            assert!(worker.step(None).unwrap());
+        }
+        rustix::io::read(&event, &mut [0; 8]).unwrap();
     }
 
     #[test]

@@ -9,22 +9,25 @@
 //!   directory, which other users cannot enter.
 //! - A socket that a live process holds is left alone, and so is everything that is not a socket.
 //!   Only a dead socket is replaced.
+//! - No call asks the server of a file system that another user has mounted at the target path or in
+//!   the place of the private directory: such a mount is refused.
 //! - [`SocketFile`] removes its file only while device, inode and time of birth are unchanged.
 //!
 //! The kernel reports the socket's address as `/proc/self/fd/N/NAME`: it is the path by which the
 //! socket was bound, and a rename does not change it.
 
 use std::fmt;
-use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, CWD, FlockOperation, Gid, Mode, OFlags, RenameFlags};
+use rustix::fs::{
+    AtFlags, CWD, FileType, FlockOperation, Gid, Mode, OFlags, RenameFlags, Statx, StatxAttributes,
+    StatxFlags,
+};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -121,22 +124,39 @@ impl Drop for SocketFile {
 /// birth differs then, on file systems that keep it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Identity {
-    device: u64,
+    device: (u32, u32),
     inode: u64,
-    born: Option<SystemTime>,
+    /// Seconds and nanoseconds.
+    born: Option<(i64, u32)>,
 }
 
 impl Identity {
     /// Of an open file, and whether it is a socket.
-    fn of(file: &File) -> io::Result<(Identity, bool)> {
-        let found = file.metadata()?;
+    fn of(file: &OwnedFd) -> io::Result<(Identity, bool)> {
+        let found = examine(file)?;
+        let has_birth = found.stx_mask & StatxFlags::BTIME.bits() != 0;
         let identity = Identity {
-            device: found.dev(),
-            inode: found.ino(),
-            born: found.created().ok(),
+            device: (found.stx_dev_major, found.stx_dev_minor),
+            inode: found.stx_ino,
+            born: has_birth.then_some((found.stx_btime.tv_sec, found.stx_btime.tv_nsec)),
         };
-        Ok((identity, found.file_type().is_socket()))
+        let kind = FileType::from_raw_mode(found.stx_mode.into());
+        Ok((identity, kind == FileType::Socket))
     }
+}
+
+/// What the kernel knows of a file, without asking the file system's server, which may be a process of
+/// another user (FUSE). What is mounted at the file's path is refused, where the kernel can tell (Linux
+/// 5.8): it cannot be replaced.
+fn examine(file: &OwnedFd) -> io::Result<Statx> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+    let found = rustix::fs::statx(file, "", flags, mask)?;
+    if found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+        let text = "something is mounted at this path";
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, text));
+    }
+    Ok(found)
 }
 
 /// Times that the path may change between the probe and the rename.
@@ -211,7 +231,7 @@ fn probe(directory: &OwnedFd, name: &Path) -> Result<Found, BindError> {
 /// The probe connects with a socket of another type, which the kernel refuses with EPROTOTYPE if
 /// the socket is held, and with ECONNREFUSED if not. So a listener never sees a connection: a
 /// vhost-user device takes only one at a time.
-fn is_held(file: &File) -> io::Result<bool> {
+fn is_held(file: &OwnedFd) -> io::Result<bool> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let probe = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
     let address = SocketAddrUnix::new(by_descriptor(file.as_fd(), None))?;
@@ -345,9 +365,9 @@ impl Drop for PrivateDirectory<'_> {
 
 /// Refuses a directory that the owner of its parent directory has put in the place of ours.
 fn check_private(directory: &OwnedFd) -> io::Result<()> {
-    let found = rustix::fs::fstat(directory)?;
+    let found = examine(directory)?;
     let ours = rustix::process::geteuid().as_raw();
-    if found.st_uid != ours || found.st_mode & 0o077 != 0 {
+    if found.stx_uid != ours || found.stx_mode & 0o077 != 0 {
         let text = "another user has replaced the private directory beside the socket";
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
@@ -380,10 +400,9 @@ fn open_parent(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
 }
 
 /// What is at this name, itself and not what it links to. Opening it so has no side effect.
-fn open_entry(directory: &OwnedFd, name: &Path) -> io::Result<File> {
+fn open_entry(directory: &OwnedFd, name: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::openat(directory, name, flags, Mode::empty())?;
-    Ok(File::from(file))
+    Ok(rustix::fs::openat(directory, name, flags, Mode::empty())?)
 }
 
 /// Excludes other processes that bind sockets in the directory, until dropped.

@@ -1,4 +1,5 @@
 use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

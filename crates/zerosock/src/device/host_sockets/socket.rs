@@ -127,7 +127,6 @@ pub(super) mod tests {
     use zerosock_sys::account::Budget;
 
     use crate::lingering::{lingering_socket, without_waiting};
-    use crate::relay;
 
     /// One end as it is accepted, and the program's.
     pub(crate) fn pair() -> (HostSocket, UnixStream) {
@@ -166,7 +165,10 @@ pub(super) mod tests {
 
     #[test]
     fn bytes_that_are_thrown_away_are_not_waited_for() {
-        for stop in [relay::stop_reading, relay::leave_nothing_unread] {
+        for stop in [
+            super::super::stop_reading,
+            super::super::leave_nothing_unread,
+        ] {
             let (socket, program) = pair();
             let _receivers: Vec<_> = (0..3).map(|_| send_lingering(&program)).collect();
             without_waiting(move || {

@@ -1,6 +1,6 @@
-//! The vhost-user control plane: what a VMM says about its device, made into whole configurations.
+//! The vhost-user control control_plane: what a VMM says about its device, made into whole configurations.
 //!
-//! One thread, [`Control`], owns the control sockets of all VMs (`house`, with a place for the
+//! One thread, [`Control`], owns the control sockets of all VMs (`frontends`, with a place for the
 //! attach server). It reads their messages without
 //! ever blocking ([`codec`]), checks order and validity ([`session`]), and hands complete
 //! [`DeviceCommand`]s to the worker that owns the device ([`DevicePort`]). What must hold here:
@@ -26,7 +26,7 @@
 
 pub mod codec;
 pub mod fds;
-mod house;
+mod frontends;
 mod log_limit;
 mod mailbox;
 mod model;
@@ -45,7 +45,7 @@ use zerosock_sys::PeerFd;
 use zerosock_sys::account::Account;
 use zerosock_sys::notify::CallFd;
 
-pub use self::house::{House, Lodger};
+pub use self::frontends::{ControlExtension, FrontendRegistry};
 pub use self::log_limit::LogLimit;
 pub use self::mailbox::Notice;
 pub use self::mailbox::{FrontendLink, Reply};
@@ -159,7 +159,7 @@ pub trait DevicePort: Send {
     fn submit(&mut self, command: DeviceCommand, reply: Reply);
 }
 
-/// A VM as the control plane sees it.
+/// A VM as the control control_plane sees it.
 ///
 /// One whose front-end is connected already has nobody after it: when that front-end goes, and the
 /// worker has answered `Disconnected`, the VM is forgotten.

@@ -33,7 +33,7 @@ pub(super) enum Mail {
     },
     /// A [`Notice`] of this number was dropped.
     Notice(u64),
-    /// The lodger is wanted.
+    /// The extension is wanted.
     Knock,
     /// To be answered at once.
     Pulse(Question),

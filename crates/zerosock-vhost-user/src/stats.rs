@@ -1,4 +1,4 @@
-//! Counters of the control plane, by VM.
+//! Counters of the control control_plane, by VM.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

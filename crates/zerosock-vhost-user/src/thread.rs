@@ -15,7 +15,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventFlags};
 
 use super::VmSpec;
-use super::house::{House, Lodger, Token};
+use super::frontends::{ControlExtension, FrontendRegistry, Token};
 use super::mailbox::{Mail, MailSender, Mailbox};
 use super::stats::{ControlStats, Counters, FaultCounts};
 use super::vm::Vm;
@@ -32,7 +32,7 @@ pub struct Control {
     mail: MailSender,
     counters: Vec<Arc<Counters>>,
     /// Of all VMs that came at run time.
-    visitors: Arc<Counters>,
+    dynamic_counters: Arc<Counters>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -45,15 +45,23 @@ impl Control {
         Control::spawn_with(vms, None)
     }
 
-    /// As [`Control::spawn`], with a lodger on the thread.
-    pub fn spawn_with(vms: Vec<VmSpec>, lodger: Option<Box<dyn Lodger>>) -> io::Result<Control> {
+    /// As [`Control::spawn`], with a extension on the thread.
+    pub fn spawn_with(
+        vms: Vec<VmSpec>,
+        extension: Option<Box<dyn ControlExtension>>,
+    ) -> io::Result<Control> {
         let (mailbox, mail) = Mailbox::new()?;
-        let visitors: Arc<Counters> = Arc::default();
-        let mut reactor = Reactor::new(mailbox, mail.clone(), Arc::clone(&visitors), lodger)?;
+        let dynamic_counters: Arc<Counters> = Arc::default();
+        let mut reactor = Reactor::new(
+            mailbox,
+            mail.clone(),
+            Arc::clone(&dynamic_counters),
+            extension,
+        )?;
         let mut counters = Vec::with_capacity(vms.len());
         for spec in vms {
             let own: Arc<Counters> = Arc::default();
-            reactor.house.settle_in(spec, Arc::clone(&own))?;
+            reactor.frontends.add_static(spec, Arc::clone(&own))?;
             counters.push(own);
         }
         let thread = std::thread::Builder::new()
@@ -62,24 +70,24 @@ impl Control {
         Ok(Control {
             mail,
             counters,
-            visitors,
+            dynamic_counters,
             thread: Some(thread),
         })
     }
 
     /// The counters of all VMs together that came at run time.
-    pub fn visitor_stats(&self) -> ControlStats {
-        self.visitors.snapshot()
+    pub fn dynamic_stats(&self) -> ControlStats {
+        self.dynamic_counters.snapshot()
     }
 
     /// What all front-ends together do wrong, for other threads to look at.
     pub fn fault_counts(&self) -> FaultCounts {
-        let all = self.counters.iter().chain([&self.visitors]);
+        let all = self.counters.iter().chain([&self.dynamic_counters]);
         FaultCounts::new(all.cloned().collect())
     }
 
-    /// Has the lodger look at what it is wanted for.
-    pub fn knock(&self) {
+    /// Has the extension look at what it is wanted for.
+    pub fn wake_extension(&self) {
         self.mail.send(Mail::Knock);
     }
 
@@ -117,9 +125,9 @@ impl Drop for Control {
 
 /// The state of the thread.
 struct Reactor {
-    house: House,
+    frontends: FrontendRegistry,
     mailbox: Mailbox,
-    lodger: Option<Box<dyn Lodger>>,
+    extension: Option<Box<dyn ControlExtension>>,
     /// Set when the thread is to end: at the latest then.
     ending: Option<Instant>,
 }
@@ -128,19 +136,19 @@ impl Reactor {
     fn new(
         mailbox: Mailbox,
         mail: MailSender,
-        visitors: Arc<Counters>,
-        lodger: Option<Box<dyn Lodger>>,
+        dynamic_counters: Arc<Counters>,
+        extension: Option<Box<dyn ControlExtension>>,
     ) -> io::Result<Reactor> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &mailbox, Token::Mail.encode(), EventFlags::IN)?;
         let mut reactor = Reactor {
-            house: House::new(epoll, mail, visitors),
+            frontends: FrontendRegistry::new(epoll, mail, dynamic_counters),
             mailbox,
-            lodger,
+            extension,
             ending: None,
         };
-        if let Some(lodger) = &mut reactor.lodger {
-            lodger.begin(&mut reactor.house)?;
+        if let Some(extension) = &mut reactor.extension {
+            extension.begin(&mut reactor.frontends)?;
         }
         Ok(reactor)
     }
@@ -150,7 +158,7 @@ impl Reactor {
         loop {
             let now = Instant::now();
             if let Some(limit) = self.ending {
-                let vms = self.house.vms.values();
+                let vms = self.frontends.vms.values();
                 let busy = vms.filter(|vm| !vm.is_idle()).count();
                 if busy == 0 {
                     return;
@@ -163,12 +171,12 @@ impl Reactor {
                     return;
                 }
             }
-            if let Some(lodger) = &mut self.lodger
-                && lodger.deadline().is_some_and(|at| now >= at)
+            if let Some(extension) = &mut self.extension
+                && extension.deadline().is_some_and(|at| now >= at)
             {
-                lodger.time_passed(now, &mut self.house);
+                extension.time_passed(now, &mut self.frontends);
             }
-            if self.house.deadline.is_some_and(|at| now >= at) {
+            if self.frontends.deadline.is_some_and(|at| now >= at) {
                 self.time_passed(now);
             }
             match self.wait(&mut events, now) {
@@ -186,8 +194,11 @@ impl Reactor {
     }
 
     fn wait(&self, events: &mut Vec<Event>, now: Instant) -> io::Result<()> {
-        let lodger = self.lodger.as_ref().and_then(|lodger| lodger.deadline());
-        let deadlines = [self.ending, lodger, self.house.deadline];
+        let extension = self
+            .extension
+            .as_ref()
+            .and_then(|extension| extension.deadline());
+        let deadlines = [self.ending, extension, self.frontends.deadline];
         let deadline = deadlines.into_iter().flatten().min();
         let timeout = deadline.map(|deadline| {
             // Rounded up, so that it has passed when the wait is over.
@@ -197,29 +208,38 @@ impl Reactor {
                 tv_nsec: left.subsec_nanos().into(),
             }
         });
-        match epoll::wait(&self.house.epoll, spare_capacity(events), timeout.as_ref()) {
+        match epoll::wait(
+            &self.frontends.epoll,
+            spare_capacity(events),
+            timeout.as_ref(),
+        ) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Gives every VM its turn that has reached its deadline; the house notes the next deadline.
+    /// Gives every VM its turn that has reached its deadline; the frontends notes the next deadline.
     fn time_passed(&mut self, now: Instant) {
-        self.house.deadline = None;
+        self.frontends.deadline = None;
         let with_deadline = |(&index, vm): (&usize, &Vm)| vm.deadline().map(|_| index);
-        let vms: Vec<usize> = self.house.vms.iter().filter_map(with_deadline).collect();
+        let vms: Vec<usize> = self
+            .frontends
+            .vms
+            .iter()
+            .filter_map(with_deadline)
+            .collect();
         for index in vms {
-            if let Some(vm) = self.house.vms.get_mut(&index) {
+            if let Some(vm) = self.frontends.vms.get_mut(&index) {
                 vm.time_passed(now);
             }
-            self.settle(index);
+            self.update_watch(index);
         }
     }
 
     fn handle_event(&mut self, event: Event) {
         self.handle(event);
-        while let Some(index) = self.house.closed.pop() {
-            self.settle(index);
+        while let Some(index) = self.frontends.closed.pop() {
+            self.update_watch(index);
         }
     }
 
@@ -236,24 +256,24 @@ impl Reactor {
                 if self.ending.is_some() {
                     return;
                 }
-                let Some(vm) = self.house.vms.get_mut(&index) else {
+                let Some(vm) = self.frontends.vms.get_mut(&index) else {
                     return;
                 };
                 vm.accept();
-                self.settle(index);
+                self.update_watch(index);
             }
             Token::Frontend(index, number) => {
-                let Some(vm) = self.house.vms.get_mut(&index) else {
+                let Some(vm) = self.frontends.vms.get_mut(&index) else {
                     return;
                 };
                 if vm.connection().is_some_and(|c| c.number as u32 == number) {
                     vm.handle_ready(flags.intersects(EventFlags::HUP | EventFlags::ERR));
-                    self.settle(index);
+                    self.update_watch(index);
                 }
             }
-            Token::Lodger(key) => {
-                if let Some(lodger) = &mut self.lodger {
-                    lodger.ready(key, flags, &mut self.house);
+            Token::ControlExtension(key) => {
+                if let Some(extension) = &mut self.extension {
+                    extension.ready(key, flags, &mut self.frontends);
                 }
             }
         }
@@ -266,7 +286,7 @@ impl Reactor {
                 sequence,
                 reply,
             } => {
-                let Some(vm) = self.house.vms.get_mut(&index) else {
+                let Some(vm) = self.frontends.vms.get_mut(&index) else {
                     return;
                 };
                 vm.handle_reply(sequence, reply);
@@ -277,49 +297,49 @@ impl Reactor {
                 connection,
                 reason,
             } => {
-                let Some(vm) = self.house.vms.get_mut(&index) else {
+                let Some(vm) = self.frontends.vms.get_mut(&index) else {
                     return;
                 };
                 vm.handle_close(connection, &reason);
                 index
             }
             Mail::Notice(number) => {
-                if let Some(lodger) = &mut self.lodger {
-                    lodger.noticed(number, &mut self.house);
+                if let Some(extension) = &mut self.extension {
+                    extension.noticed(number, &mut self.frontends);
                 }
                 return;
             }
             Mail::Knock => {
-                if let Some(lodger) = &mut self.lodger {
-                    lodger.knocked(&mut self.house);
+                if let Some(extension) = &mut self.extension {
+                    extension.woken(&mut self.frontends);
                 }
                 return;
             }
             Mail::Pulse(question) => return question.answer(),
             Mail::Shutdown => {
                 // Nobody is let in any more; who is in is seen off with the rest.
-                if let Some(mut lodger) = self.lodger.take() {
-                    lodger.end(&mut self.house);
+                if let Some(mut extension) = self.extension.take() {
+                    extension.end(&mut self.frontends);
                 }
-                self.house.watch_listeners(EventFlags::empty());
+                self.frontends.watch_listeners(EventFlags::empty());
                 self.ending = Some(Instant::now() + SHUTDOWN_LIMIT);
-                for vm in self.house.vms.values_mut() {
+                for vm in self.frontends.vms.values_mut() {
                     vm.end();
                 }
                 return;
             }
         };
-        self.settle(index);
+        self.update_watch(index);
     }
 
     /// After something has happened to a VM: watches what is to be watched now, and forgets it if
     /// it is over.
-    fn settle(&mut self, index: usize) {
-        self.house.settle(index);
-        if self.house.vms.get(&index).is_some_and(Vm::is_over) {
-            self.house.vms.remove(&index);
-            if let Some(lodger) = &mut self.lodger {
-                lodger.vm_over(index, &mut self.house);
+    fn update_watch(&mut self, index: usize) {
+        self.frontends.update_watch(index);
+        if self.frontends.vms.get(&index).is_some_and(Vm::is_over) {
+            self.frontends.vms.remove(&index);
+            if let Some(extension) = &mut self.extension {
+                extension.vm_over(index, &mut self.frontends);
             }
         }
     }

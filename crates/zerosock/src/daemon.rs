@@ -10,7 +10,7 @@ pub use crate::control::config::{
 };
 use crate::control::shares::MemoryLimits;
 pub use crate::control::shares::Shares;
-use crate::control::{self, Plane, Setup};
+use crate::control::{self, ControlPlane, Setup};
 use crate::device::Limits;
 pub use crate::device::host_sockets::hybrid::OkConvention;
 use crate::io::mailbox::Sender;
@@ -153,7 +153,7 @@ const MAX_LINGERING: usize = 1024;
 /// [forks](crate::vsock#forks).
 #[derive(Debug)]
 pub struct Daemon {
-    plane: Plane,
+    control_plane: ControlPlane,
     workers: Vec<(Sender<WorkerMessage>, JoinHandle<()>)>,
     /// The control thread's, then those of the workers.
     pulses: Vec<Pulse>,
@@ -216,7 +216,7 @@ impl Daemon {
         let pulses = (0..=running.len()).map(|_| Pulse::default()).collect();
         Ok(Daemon {
             pulses,
-            plane: prepared.foundation.start()?,
+            control_plane: prepared.control_plane.start()?,
             workers: running,
             counters: prepared.counters,
             ended,
@@ -233,7 +233,7 @@ impl Daemon {
                 tracing::error!("a worker had panicked");
             }
         }
-        self.plane.shutdown();
+        self.control_plane.shutdown();
         // Those at the other end of a descriptor that waits to be closed learn of the end by it, also
         // if a stuck call keeps this process from ending. What is not closed by then is left.
         reaper::drain(REAPER_LIMIT);
@@ -283,7 +283,7 @@ impl Daemon {
     /// # Errors
     /// [`ReloadError`]; nothing has changed.
     pub fn reload(&self, reload: Reload) -> Result<(), ReloadError> {
-        self.plane.reload(reload)
+        self.control_plane.reload(reload)
     }
 
     /// Becomes readable when a worker has ended although nobody asked it to: its VMs have no
@@ -300,7 +300,7 @@ impl Daemon {
         let mut stalled = Vec::new();
         let mut pulses = self.pulses.iter();
         match pulses.next().map(Pulse::ask) {
-            Some(Some(question)) => self.plane.ask(question),
+            Some(Some(question)) => self.control_plane.ask(question),
             Some(None) => stalled.push("zerosock-control".to_owned()),
             None => {}
         }
@@ -316,23 +316,23 @@ impl Daemon {
 
     /// The processes that are attached now.
     pub fn processes(&self) -> Vec<Process> {
-        self.plane.processes()
+        self.control_plane.processes()
     }
 
     /// The CID of the attached process of this name.
     pub fn resolve(&self, name: &Name) -> Option<Cid> {
-        self.plane.resolve(name)
+        self.control_plane.resolve(name)
     }
 
     /// How descriptors are shared out among VMs and processes.
     pub fn shares(&self) -> Shares {
-        self.plane.shares()
+        self.control_plane.shares()
     }
 
     /// What was counted since the start, summed over all workers and VMs.
     pub fn stats(&self) -> Stats {
         let mut sum = Stats::default();
-        self.plane.add_to(&mut sum);
+        self.control_plane.add_to(&mut sum);
         for counters in &self.counters {
             counters.add_to(&mut sum);
         }

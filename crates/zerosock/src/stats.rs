@@ -146,7 +146,7 @@ impl Counter {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Holdings {
     pub(crate) connections: usize,
-    pub(crate) joins: usize,
+    pub(crate) bridges: usize,
     pub(crate) timers: usize,
     pub(crate) ports: usize,
 }
@@ -155,7 +155,7 @@ impl Counters {
     pub(crate) fn hold(&self, before: Holdings, now: Holdings) {
         self.connections_now
             .moves(before.connections, now.connections);
-        self.joins_now.moves(before.joins, now.joins);
+        self.joins_now.moves(before.bridges, now.bridges);
         self.timers_now.moves(before.timers, now.timers);
         self.ports_now.moves(before.ports, now.ports);
     }

@@ -1,9 +1,9 @@
-//! The control plane of a set of devices: one thread for control sockets, the VMs, and the
+//! The control control_plane of a set of devices: one thread for control sockets, the VMs, and the
 //! processes that attach.
 //!
-//! A [`Plane`] does not care who drives the workers. [`prepare`] makes workers with their devices
-//! and a [`Foundation`]; the daemon gives each worker a thread, a program that embeds the device
-//! steps its only one itself; then [`Foundation::start`] lets front-ends in. What must hold:
+//! A [`ControlPlane`] does not care who drives the workers. [`prepare`] makes workers with their devices
+//! and a [`PreparedControlPlane`]; the daemon gives each worker a thread, a program that embeds the device
+//! steps its only one itself; then [`PreparedControlPlane::start`] lets front-ends in. What must hold:
 //! nothing in here is on the way of a packet, and nothing waits for a worker.
 
 pub mod attach;
@@ -26,8 +26,8 @@ use crate::worker::Worker;
 use crate::worker::messages::WorkerMessage;
 use config::{HostSide, Reload, ReloadError, StartError, VmConfig, system};
 use new_vm::NewVm;
-use registry::{Entry, Member, Roster, Terms};
-use reload::{Keeper, Order, Place, Stage};
+use registry::{DeviceRegistry, Entry, Member, Terms};
+use reload::{Order, Place, ReloadHandler, Stage};
 use shares::{MemoryLimits, Shares, Wanted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -63,13 +63,13 @@ pub(crate) struct Prepared {
     pub(crate) senders: Vec<Sender<WorkerMessage>>,
     /// What each worker counts.
     pub(crate) counters: Vec<Arc<Counters>>,
-    pub(crate) foundation: Foundation,
+    pub(crate) control_plane: PreparedControlPlane,
 }
 
 /// The rest, which makes sense once the workers run, or will.
-pub(crate) struct Foundation {
+pub(crate) struct PreparedControlPlane {
     specs: Vec<VmSpec>,
-    roster: Roster,
+    registry: DeviceRegistry,
     attach: Option<AttachConfig>,
     vms: BTreeMap<Cid, Place>,
     sealed_memory: bool,
@@ -116,18 +116,18 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         connect_timeout: setup.limits.connect,
         queue_pairs: setup.queue_pairs,
     };
-    let mut roster = Roster::new(senders.clone(), terms, budget);
-    roster.set_access(setup.access);
+    let mut registry = DeviceRegistry::new(senders.clone(), terms, budget);
+    registry.set_access(setup.access);
     let mut places = Vec::new();
     for vm in &setup.vms {
-        if roster.contains(vm.cid) {
+        if registry.contains(vm.cid) {
             return Err(StartError::DuplicateCid(vm.cid));
         }
         let entry = Entry {
             groups: &vm.groups,
             ..Entry::default()
         };
-        let addr = roster.enrol(vm.cid, entry);
+        let addr = registry.enrol(vm.cid, entry);
         places.push(addr.ok_or(StartError::TooManyVms)?);
     }
     let mut workers = Vec::new();
@@ -135,7 +135,7 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     for (index, mailbox) in mailboxes.into_iter().enumerate() {
         let count = Arc::new(Counters::default());
         counters.push(count.clone());
-        let routes = roster.routes().clone();
+        let routes = registry.routes().clone();
         let worker = Worker::new(
             index as u32,
             senders.clone(),
@@ -151,10 +151,10 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     let mut vms = BTreeMap::new();
     for (n, (vm, addr)) in setup.vms.into_iter().zip(places).enumerate() {
         let cid = vm.cid;
-        let Some(port) = roster.port(addr) else {
+        let Some(port) = registry.port(addr) else {
             continue;
         };
-        let account = roster.budget().account();
+        let account = registry.budget().account();
         let mut vm = NewVm::new(vm, account.clone());
         let member = Member {
             cid,
@@ -170,14 +170,14 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
             stage: Stage::In,
         };
         vms.insert(cid, place);
-        for device in roster.devices(addr, member) {
+        for device in registry.devices(addr, member) {
             if let Some(worker) = workers.get_mut(device.addr().worker as usize) {
                 worker.add(device);
             }
         }
         specs.push(VmSpec {
             name: format!("vm{n} (cid {cid})"),
-            model: roster.model(cid),
+            model: registry.model(cid),
             socket: FrontendSocket::Listener(vm.listener),
             max_queue_size: vm.queue_size,
             sealed_memory: setup.sealed_memory || vm.require_sealed_memory,
@@ -189,9 +189,9 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
         workers,
         senders,
         counters,
-        foundation: Foundation {
+        control_plane: PreparedControlPlane {
             specs,
-            roster,
+            registry,
             attach: setup.attach,
             vms,
             sealed_memory: setup.sealed_memory,
@@ -200,22 +200,23 @@ pub(crate) fn prepare(setup: Setup) -> Result<Prepared, StartError> {
     })
 }
 
-impl Foundation {
+impl PreparedControlPlane {
     /// Starts the control thread: from now on front-ends are let in, and processes.
-    pub(crate) fn start(self) -> Result<Plane, StartError> {
+    pub(crate) fn start(self) -> Result<ControlPlane, StartError> {
         let directory = Arc::new(Directory::default());
-        let budget = self.roster.budget().clone();
+        let budget = self.registry.budget().clone();
         let list = Arc::clone(&directory);
-        let server = |roster| match self.attach {
-            Some(config) => Server::new(config, roster, list).map(Ok),
-            None => Ok(Err(roster)),
+        let server = |registry| match self.attach {
+            Some(config) => Server::new(config, registry, list).map(Ok),
+            None => Ok(Err(registry)),
         };
-        let (keeper, orders) = Keeper::new(self.roster, server, self.vms, self.sealed_memory)
-            .map_err(system("prepare the attach socket"))?;
-        let lodger = Some(Box::new(keeper) as _);
-        let control =
-            Control::spawn_with(self.specs, lodger).map_err(system("start the control thread"))?;
-        Ok(Plane {
+        let (reload_handler, orders) =
+            ReloadHandler::new(self.registry, server, self.vms, self.sealed_memory)
+                .map_err(system("prepare the attach socket"))?;
+        let extension = Some(Box::new(reload_handler) as _);
+        let control = Control::spawn_with(self.specs, extension)
+            .map_err(system("start the control thread"))?;
+        Ok(ControlPlane {
             control,
             directory,
             orders,
@@ -225,9 +226,9 @@ impl Foundation {
     }
 }
 
-/// See the module. Dropping it ends the control thread as [`Plane::shutdown`] does.
+/// See the module. Dropping it ends the control thread as [`ControlPlane::shutdown`] does.
 #[derive(Debug)]
-pub(crate) struct Plane {
+pub(crate) struct ControlPlane {
     control: Control,
     directory: Arc<Directory>,
     orders: mpsc::Sender<Order>,
@@ -235,11 +236,11 @@ pub(crate) struct Plane {
     shares: Box<Shares>,
 }
 
-impl Plane {
+impl ControlPlane {
     /// Adds what was counted on the control thread.
     pub(crate) fn add_to(&self, sum: &mut Stats) {
         let vms = (0..).map_while(|vm| self.control.stats(vm));
-        for control in vms.chain([self.control.visitor_stats()]) {
+        for control in vms.chain([self.control.dynamic_stats()]) {
             sum.control_faults += Fault::ALL.iter().map(|&f| control.faults(f)).sum::<u64>();
         }
         self.directory.add_to(sum);
@@ -271,7 +272,7 @@ impl Plane {
             answer,
         };
         self.orders.send(order).map_err(|_| ReloadError::Ending)?;
-        self.control.knock();
+        self.control.wake_extension();
         answered.recv().map_err(|_| ReloadError::Ending)?
     }
 

@@ -1,12 +1,12 @@
 //! Who is a device of which worker: places are given out here, and devices sent to their workers.
 //!
-//! All that a roster needs of the workers is a way to send them messages, so it is the same for
+//! All that a registry needs of the workers is a way to send them messages, so it is the same for
 //! workers with threads of their own and for one that a program steps itself. What must hold: the
 //! workers' tables of routes are snapshots of the one here, sent in the order of the changes; a
 //! place is given out again only after the device has left.
 
-use crate::device::lane_ports::LanePorts;
 use crate::device::model::VsockModel;
+use crate::device::queue_pair_ports::QueuePairPorts;
 use crate::device::{Device, HostEnd};
 use crate::io::mailbox::Sender;
 use crate::io::numbers::Numbers;
@@ -60,7 +60,7 @@ pub(crate) struct Entry<'a> {
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Roster {
+pub(crate) struct DeviceRegistry {
     workers: Vec<Sender<WorkerMessage>>,
     numbers: Vec<Numbers>,
     routes: Arc<Routes>,
@@ -69,21 +69,25 @@ pub(crate) struct Roster {
     terms: Terms,
     budget: Budget,
     /// The places of all queue pairs of a device, by that of its first.
-    lanes: HashMap<DeviceAddr, Arc<[DeviceAddr]>>,
+    queue_pairs: HashMap<DeviceAddr, Arc<[DeviceAddr]>>,
 }
 
-impl Roster {
-    pub(crate) fn new(workers: Vec<Sender<WorkerMessage>>, terms: Terms, budget: Budget) -> Roster {
+impl DeviceRegistry {
+    pub(crate) fn new(
+        workers: Vec<Sender<WorkerMessage>>,
+        terms: Terms,
+        budget: Budget,
+    ) -> DeviceRegistry {
         let mut numbers = Vec::new();
         numbers.resize_with(workers.len(), Numbers::default);
-        Roster {
+        DeviceRegistry {
             workers,
             numbers,
             routes: Arc::default(),
             reserved: BTreeSet::new(),
             terms,
             budget,
-            lanes: HashMap::new(),
+            queue_pairs: HashMap::new(),
         }
     }
 
@@ -115,13 +119,13 @@ impl Roster {
         &self.routes
     }
 
-    /// The rules of the table. The workers are not told, as by [`enrol`](Roster::enrol).
+    /// The rules of the table. The workers are not told, as by [`enrol`](DeviceRegistry::enrol).
     pub(crate) fn set_access(&mut self, access: AccessList) {
         Arc::make_mut(&mut self.routes).set_access(access);
     }
 
     /// From now on the endpoint is in these groups. The workers are not told, as by
-    /// [`enrol`](Roster::enrol).
+    /// [`enrol`](DeviceRegistry::enrol).
     pub(crate) fn set_groups(&mut self, cid: Cid, groups: &[String]) {
         Arc::make_mut(&mut self.routes).set_groups(cid, groups);
     }
@@ -161,29 +165,29 @@ impl Roster {
     fn take_places(&mut self) -> Option<DeviceAddr> {
         let workers = self.numbers.iter().enumerate();
         let (least, _) = workers.min_by_key(|(_, numbers)| numbers.taken())?;
-        let mut lanes = Vec::new();
+        let mut queue_pairs = Vec::new();
         for pair in 0..usize::from(self.terms.queue_pairs.get()) {
             let worker = (least + pair) % self.numbers.len();
             let Some(vm) = self.numbers.get_mut(worker).and_then(Numbers::take) else {
-                for lane in lanes {
-                    self.release_one(lane);
+                for queue_pair in queue_pairs {
+                    self.release_one(queue_pair);
                 }
                 return None;
             };
-            lanes.push(DeviceAddr {
+            queue_pairs.push(DeviceAddr {
                 worker: worker as u32,
                 vm,
             });
         }
-        let addr = *lanes.first()?;
-        self.lanes.insert(addr, lanes.into());
+        let addr = *queue_pairs.first()?;
+        self.queue_pairs.insert(addr, queue_pairs.into());
         Some(addr)
     }
 
     /// The places of a device's queue pairs.
-    fn lanes(&self, addr: DeviceAddr) -> Arc<[DeviceAddr]> {
-        let lanes = self.lanes.get(&addr).cloned();
-        lanes.unwrap_or_else(|| Arc::new([addr]))
+    fn queue_pairs(&self, addr: DeviceAddr) -> Arc<[DeviceAddr]> {
+        let queue_pairs = self.queue_pairs.get(&addr).cloned();
+        queue_pairs.unwrap_or_else(|| Arc::new([addr]))
     }
 
     /// The devices for a place: one for each queue pair, the first first.
@@ -197,17 +201,17 @@ impl Roster {
             account,
         } = member;
         let ports = Arc::new(PortTable::new());
-        let lanes = self.lanes(addr);
+        let queue_pairs = self.queue_pairs(addr);
         // Host programs come to the first; from each the guest goes to them.
         let outward = host.outward();
         let hosts = std::iter::once(host).chain(std::iter::repeat_with(|| outward.outward()));
-        let devices = (0..).zip(lanes.iter()).zip(hosts);
+        let devices = (0..).zip(queue_pairs.iter()).zip(hosts);
         devices
-            .map(|((pair, &lane), host)| {
+            .map(|((pair, &queue_pair), host)| {
                 let shard = self.shard(cid, buf_alloc, &ports);
-                let mut device = Device::new(lane, cid, shard, host, service.clone());
+                let mut device = Device::new(queue_pair, cid, shard, host, service.clone());
                 device.process = process;
-                device.set_lane(pair, lanes.clone());
+                device.set_lane(pair, queue_pairs.clone());
                 device.set_account(account.clone());
                 device
             })
@@ -232,19 +236,19 @@ impl Roster {
 
     /// The way to the worker of a device.
     pub(crate) fn port(&self, addr: DeviceAddr) -> Option<Box<dyn DevicePort>> {
-        let lanes = self.lanes(addr);
+        let queue_pairs = self.queue_pairs(addr);
         let mut ports = Vec::new();
-        for lane in lanes.iter() {
-            let worker = self.workers.get(lane.worker as usize)?.clone();
+        for queue_pair in queue_pairs.iter() {
+            let worker = self.workers.get(queue_pair.worker as usize)?.clone();
             let port: Box<dyn DevicePort> = Box::new(WorkerPort {
-                vm: lane.vm,
+                vm: queue_pair.vm,
                 worker,
             });
             ports.push(port);
         }
         match ports.len() {
             1 => ports.pop(),
-            _ => Some(Box::new(LanePorts::new(self.terms.queue_pairs, ports))),
+            _ => Some(Box::new(QueuePairPorts::new(self.terms.queue_pairs, ports))),
         }
     }
 
@@ -284,7 +288,7 @@ impl Roster {
     }
 
     fn stop(&self, addr: DeviceAddr) {
-        for &DeviceAddr { worker, vm } in self.lanes(addr).iter() {
+        for &DeviceAddr { worker, vm } in self.queue_pairs(addr).iter() {
             self.send(worker, WorkerMessage::RemoveDevice { vm });
         }
     }
@@ -309,7 +313,7 @@ impl Roster {
         self.tell_routes(taken);
     }
 
-    /// Removes a service's device, and its claims, as [`remove`](Roster::remove) does.
+    /// Removes a service's device, and its claims, as [`remove`](DeviceRegistry::remove) does.
     pub(crate) fn remove_service(
         &mut self,
         addr: DeviceAddr,
@@ -321,7 +325,7 @@ impl Roster {
     }
 
     /// Removes a device that was added. When `taken` comes back, no worker knows it any more, and
-    /// its place can be [released](Roster::release).
+    /// its place can be [released](DeviceRegistry::release).
     pub(crate) fn remove(&mut self, cid: Cid, addr: DeviceAddr, taken: &Arc<Notice>) {
         Arc::make_mut(&mut self.routes).remove(cid);
         self.stop(addr);
@@ -330,9 +334,11 @@ impl Roster {
 
     /// The device that had this place is gone, by word of its worker.
     pub(crate) fn release(&mut self, addr: DeviceAddr) {
-        let lanes = self.lanes(addr);
-        self.lanes.remove(&addr);
-        lanes.iter().for_each(|&lane| self.release_one(lane));
+        let queue_pairs = self.queue_pairs(addr);
+        self.queue_pairs.remove(&addr);
+        queue_pairs
+            .iter()
+            .for_each(|&queue_pair| self.release_one(queue_pair));
     }
 
     fn release_one(&mut self, addr: DeviceAddr) {

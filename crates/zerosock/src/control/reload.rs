@@ -1,4 +1,4 @@
-//! The lodger on the control thread: it has the roster, knows the VMs that were configured, lets
+//! The extension on the control thread: it has the registry, knows the VMs that were configured, lets
 //! the attach server work, and carries out what is to change while all of it runs.
 //!
 //! What must hold: an order is carried out whole or not at all; who gave it is answered when every
@@ -18,11 +18,11 @@ use zerosock_sys::PeerFd;
 use super::config::{Reload, ReloadError, StartError};
 use super::new_vm::NewVm;
 use crate::control::attach::server::Server;
-use crate::control::registry::{Entry, Member, Roster};
+use crate::control::registry::{DeviceRegistry, Entry, Member};
 use crate::routing::DeviceAddr;
-use zerosock_vhost_user::{FrontendSocket, House, Lodger, Notice, VmSpec};
+use zerosock_vhost_user::{ControlExtension, FrontendRegistry, FrontendSocket, Notice, VmSpec};
 
-/// An order to the keeper.
+/// An order to the handler.
 #[derive(Debug)]
 pub(super) struct Order {
     /// What is to be added, instead of [`Reload::add`].
@@ -49,10 +49,10 @@ pub(super) enum Stage {
     Removing(u64),
 }
 
-/// Who has the roster.
-enum Rooms {
+/// The owner of the registry.
+enum RegistryOwner {
     /// Nobody may attach.
-    Vms(Box<Roster>),
+    Vms(Box<DeviceRegistry>),
     /// The attach server.
     All(Box<Server>),
 }
@@ -65,8 +65,8 @@ struct Front {
 }
 
 /// See the module.
-pub(super) struct Keeper {
-    rooms: Rooms,
+pub(super) struct ReloadHandler {
+    owner: RegistryOwner,
     vms: BTreeMap<Cid, Place>,
     orders: Receiver<Order>,
     /// Orders of which the workers are being told, by the numbers of the notices.
@@ -74,40 +74,40 @@ pub(super) struct Keeper {
     sealed_memory: bool,
 }
 
-impl Keeper {
-    /// The keeper, and the way to give it orders.
+impl ReloadHandler {
+    /// The handler, and the way to give it orders.
     pub(super) fn new(
-        roster: Roster,
-        server: impl FnOnce(Roster) -> io::Result<Result<Server, Roster>>,
+        registry: DeviceRegistry,
+        server: impl FnOnce(DeviceRegistry) -> io::Result<Result<Server, DeviceRegistry>>,
         vms: BTreeMap<Cid, Place>,
         sealed_memory: bool,
-    ) -> io::Result<(Keeper, Sender<Order>)> {
-        let rooms = match server(roster)? {
-            Ok(server) => Rooms::All(Box::new(server)),
-            Err(roster) => Rooms::Vms(Box::new(roster)),
+    ) -> io::Result<(ReloadHandler, Sender<Order>)> {
+        let owner = match server(registry)? {
+            Ok(server) => RegistryOwner::All(Box::new(server)),
+            Err(registry) => RegistryOwner::Vms(Box::new(registry)),
         };
         let (sender, orders) = channel();
-        let keeper = Keeper {
-            rooms,
+        let reload_handler = ReloadHandler {
+            owner,
             vms,
             orders,
             told: Vec::new(),
             sealed_memory,
         };
-        Ok((keeper, sender))
+        Ok((reload_handler, sender))
     }
 
-    fn roster(&mut self) -> &mut Roster {
-        match &mut self.rooms {
-            Rooms::Vms(roster) => roster,
-            Rooms::All(server) => server.roster(),
+    fn registry(&mut self) -> &mut DeviceRegistry {
+        match &mut self.owner {
+            RegistryOwner::Vms(registry) => registry,
+            RegistryOwner::All(server) => server.registry(),
         }
     }
 
     fn server(&mut self) -> Option<&mut Server> {
-        match &mut self.rooms {
-            Rooms::Vms(_) => None,
-            Rooms::All(server) => Some(server),
+        match &mut self.owner {
+            RegistryOwner::Vms(_) => None,
+            RegistryOwner::All(server) => Some(server),
         }
     }
 
@@ -122,18 +122,18 @@ impl Keeper {
         for vm in add {
             let cid = vm.cid;
             // One that leaves has its CID until it has left.
-            let taken = self.vms.contains_key(&cid) || self.roster().contains(cid);
+            let taken = self.vms.contains_key(&cid) || self.registry().contains(cid);
             if taken || !added.insert(cid) {
                 return Err(ReloadError::CidTaken(cid));
             }
         }
-        if reload.attach.is_some() && matches!(self.rooms, Rooms::Vms(_)) {
+        if reload.attach.is_some() && matches!(self.owner, RegistryOwner::Vms(_)) {
             return Err(ReloadError::NobodyAttaches);
         }
         Ok(())
     }
 
-    fn carry_out(&mut self, order: Order, house: &mut House) {
+    fn carry_out(&mut self, order: Order, frontends: &mut FrontendRegistry) {
         let Order {
             add,
             reload,
@@ -155,7 +155,7 @@ impl Keeper {
                 }
             }
         }
-        let (number, notice) = house.notice();
+        let (number, notice) = frontends.notice();
         let mut added = Vec::new();
         for (front, member, groups) in ready {
             let cid = member.cid;
@@ -163,12 +163,12 @@ impl Keeper {
                 groups: &groups,
                 ..Entry::default()
             };
-            match self.add(front, member, entry, &notice, house) {
+            match self.add(front, member, entry, &notice, frontends) {
                 Ok(()) => added.push(cid),
                 Err(error) => {
                     // The others go as they came.
                     for cid in added {
-                        self.send_off(cid, house);
+                        self.send_off(cid, frontends);
                     }
                     let _ = answer.send(Err(error));
                     return;
@@ -176,16 +176,16 @@ impl Keeper {
             }
         }
         for cid in &reload.remove {
-            self.send_off(*cid, house);
+            self.send_off(*cid, frontends);
         }
         for (cid, groups) in &reload.groups {
-            self.roster().set_groups(*cid, groups);
+            self.registry().set_groups(*cid, groups);
         }
         if let (Some(terms), Some(server)) = (reload.attach, self.server()) {
             server.set_terms(terms);
         }
-        self.roster().set_access(reload.access);
-        self.roster().tell(&notice);
+        self.registry().set_access(reload.access);
+        self.registry().tell(&notice);
         self.told.push((number, answer));
     }
 
@@ -195,22 +195,22 @@ impl Keeper {
         member: Member,
         entry: Entry<'_>,
         notice: &Arc<Notice>,
-        house: &mut House,
+        frontends: &mut FrontendRegistry,
     ) -> Result<(), ReloadError> {
         let (cid, account) = (member.cid, member.account.clone());
-        let added = self.roster().add(member, entry, notice);
+        let added = self.registry().add(member, entry, notice);
         let addr = added.ok_or(ReloadError::Full(cid))?;
-        let port = self.roster().port(addr).ok_or(ReloadError::Full(cid))?;
+        let port = self.registry().port(addr).ok_or(ReloadError::Full(cid))?;
         let spec = VmSpec {
             name: format!("vm (cid {cid})"),
-            model: self.roster().model(cid),
+            model: self.registry().model(cid),
             socket: FrontendSocket::Listener(front.listener),
             max_queue_size: front.queue_size,
             sealed_memory: self.sealed_memory || front.sealed_memory,
             account,
             port,
         };
-        match house.add(spec) {
+        match frontends.add(spec) {
             Ok(vm) => {
                 let stage = Stage::In;
                 self.vms.insert(cid, Place { vm, addr, stage });
@@ -218,20 +218,20 @@ impl Keeper {
             }
             Err(source) => {
                 // Its place is not given out again: this happens when memory is at its end.
-                let (_, notice) = house.notice();
-                self.roster().remove(cid, addr, &notice);
+                let (_, notice) = frontends.notice();
+                self.registry().remove(cid, addr, &notice);
                 Err(ReloadError::Socket { cid, source })
             }
         }
     }
 
     /// A VM is to leave.
-    fn send_off(&mut self, cid: Cid, house: &mut House) {
+    fn send_off(&mut self, cid: Cid, frontends: &mut FrontendRegistry) {
         if let Some(place) = self.vms.get_mut(&cid) {
             place.stage = Stage::Leaving;
             let vm = place.vm;
-            self.roster().reserve(cid);
-            house.close(vm, "it is not configured any more");
+            self.registry().reserve(cid);
+            frontends.close(vm, "it is not configured any more");
         }
     }
 
@@ -276,45 +276,46 @@ impl Keeper {
     }
 }
 
-impl Lodger for Keeper {
-    fn begin(&mut self, house: &mut House) -> io::Result<()> {
-        self.server().map_or(Ok(()), |server| server.begin(house))
+impl ControlExtension for ReloadHandler {
+    fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
+        self.server()
+            .map_or(Ok(()), |server| server.begin(frontends))
     }
 
-    fn end(&mut self, house: &mut House) {
+    fn end(&mut self, frontends: &mut FrontendRegistry) {
         if let Some(server) = self.server() {
-            server.end(house);
+            server.end(frontends);
         }
     }
 
-    fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {
+    fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
         if let Some(server) = self.server() {
-            server.ready(key, flags, house);
+            server.ready(key, flags, frontends);
         }
     }
 
-    fn knocked(&mut self, house: &mut House) {
+    fn woken(&mut self, frontends: &mut FrontendRegistry) {
         while let Ok(order) = self.orders.try_recv() {
-            self.carry_out(order, house);
+            self.carry_out(order, frontends);
         }
     }
 
-    fn vm_over(&mut self, vm: usize, house: &mut House) {
+    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
         let Some(cid) = self.of_vm(vm) else {
             if let Some(server) = self.server() {
-                server.vm_over(vm, house);
+                server.vm_over(vm, frontends);
             }
             return;
         };
-        let (number, notice) = house.notice();
+        let (number, notice) = frontends.notice();
         if let Some(place) = self.vms.get_mut(&cid) {
             place.stage = Stage::Removing(number);
             let addr = place.addr;
-            self.roster().remove(cid, addr, &notice);
+            self.registry().remove(cid, addr, &notice);
         }
     }
 
-    fn noticed(&mut self, number: u64, house: &mut House) {
+    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         if let Some(at) = self.told.iter().position(|&(told, _)| told == number) {
             let (_, answer) = self.told.swap_remove(at);
             let _ = answer.send(Ok(()));
@@ -324,25 +325,25 @@ impl Lodger for Keeper {
         if let Some((&cid, _)) = gone
             && let Some(place) = self.vms.remove(&cid)
         {
-            self.roster().release(place.addr);
-            self.roster().give_back(cid);
+            self.registry().release(place.addr);
+            self.registry().give_back(cid);
             tracing::info!(%cid, "VM gone");
         }
         if let Some(server) = self.server() {
-            server.noticed(number, house);
+            server.noticed(number, frontends);
         }
     }
 
     fn deadline(&self) -> Option<Instant> {
-        match &self.rooms {
-            Rooms::Vms(_) => None,
-            Rooms::All(server) => server.deadline(),
+        match &self.owner {
+            RegistryOwner::Vms(_) => None,
+            RegistryOwner::All(server) => server.deadline(),
         }
     }
 
-    fn time_passed(&mut self, now: Instant, house: &mut House) {
+    fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
         if let Some(server) = self.server() {
-            server.time_passed(now, house);
+            server.time_passed(now, frontends);
         }
     }
 }

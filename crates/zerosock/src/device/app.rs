@@ -7,7 +7,7 @@
 //! [`super::lending`] the loans, and [`crate::host`] what the program calls.
 //!
 //! What must hold: a chain that is held is of the queue that runs now, because every way to stop
-//! it recalls them first; the table and the join of a connection end together, whoever ends it; an
+//! it recalls them first; the table and the bridge of a connection end together, whoever ends it; an
 //! end is told after the bytes before it.
 
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, How, ReserveError, Shard};
@@ -16,14 +16,14 @@ use zerosock_proto::{Address, Cid, Instant, Port};
 use zerosock_ring::Chain;
 
 use super::app_store::{NONE, QueueStore};
+use super::bridge::{AppEnd, Bridge, BridgePeer};
 use super::events::emit;
-use super::join::{AppEnd, End, Join};
 use super::program::{App, HostToken};
 use super::ring::Ring;
 use super::{Context, Device};
 use crate::table::engine::{CreditInfo, SendFault};
 use crate::table::gathered::unsent;
-use crate::table::sockets::{Ends, Held, News, Sockets, StreamId, StreamState};
+use crate::table::sockets::{Ends, Held, ReadyFlags, Sockets, StreamId, StreamState};
 
 impl Device {
     /// Whether there is something that a turn would take in. Reads what the guest writes only if
@@ -170,9 +170,9 @@ impl Device {
             app.sockets.carry_messages(id);
         }
         app.wait_on(local.port, id);
-        let key = self.add_join(flow, End::App(AppEnd { id, loans: 0 }), cx);
-        if let Some(join) = self.joins.get_mut(key as usize) {
-            join.open = true;
+        let key = self.add_bridge(flow, BridgePeer::App(AppEnd { id, loans: 0 }), cx);
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            bridge.open = true;
         }
         true
     }
@@ -204,7 +204,7 @@ impl Device {
         if socket_type == SocketType::SeqPacket {
             app.sockets.carry_messages(id);
         }
-        self.add_join(flow, End::App(AppEnd { id, loans: 0 }), cx);
+        self.add_bridge(flow, BridgePeer::App(AppEnd { id, loans: 0 }), cx);
         Ok(id)
     }
 
@@ -214,7 +214,7 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.state = StreamState::Connected;
-            app.sockets.announce(id, News::Connected);
+            app.sockets.announce(id, ReadyFlags::Connected);
         }
     }
 
@@ -230,11 +230,11 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.peer_finished |= send;
-            conn.peer_deaf |= receive;
+            conn.peer_recv_shutdown |= receive;
             if send {
                 app.sockets.drop_half(id, &mut self.store());
             }
-            app.sockets.announce(id, News::PeerShutdown);
+            app.sockets.announce(id, ReadyFlags::PeerShutdown);
         }
     }
 
@@ -244,23 +244,23 @@ impl Device {
             && let Some(conn) = app.sockets.get_mut(id)
         {
             conn.wants_room = false;
-            app.sockets.announce(id, News::Writable);
+            app.sockets.announce(id, ReadyFlags::Writable);
         }
     }
 
-    /// A join is gone: the program is told how.
-    pub(super) fn app_ended(&mut self, join: &Join, orderly: bool, cx: &mut Context<'_>) {
-        Self::app_ended_in(&mut self.store(), join, orderly, cx);
+    /// A bridge is gone: the program is told how.
+    pub(super) fn app_ended(&mut self, bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
+        Self::app_ended_in(&mut self.store(), bridge, orderly, cx);
     }
 
-    /// As `app_ended`, of a join whose device has this store.
+    /// As `app_ended`, of a bridge whose device has this store.
     pub(super) fn app_ended_in(
         store: &mut QueueStore<'_>,
-        join: &Join,
+        bridge: &Bridge,
         orderly: bool,
         cx: &mut Context<'_>,
     ) {
-        if let End::App(end) = &join.end
+        if let BridgePeer::App(end) = &bridge.end
             && let Some(app) = cx.app.as_deref_mut()
         {
             app.sockets.drop_half(end.id, store);
@@ -288,7 +288,7 @@ impl Device {
     }
 
     /// The program wants to be told of buffers. While a command waits it gets none, and those that are
-    /// there are no news.
+    /// there are no ready_flags.
     pub(super) fn starve(&mut self) {
         self.starved |= self.waiting.is_none();
     }
@@ -397,7 +397,7 @@ impl Device {
     /// with a RST. One that the guest has not answered can only be reset.
     pub(crate) fn app_close(&mut self, flow: FlowId, reset: bool, cx: &mut Context<'_>) {
         if let Some(key) = self.key_of(flow) {
-            self.remove_join(key, cx);
+            self.remove_bridge(key, cx);
         }
         if reset || self.shard.shutdown(cx.now, flow, How::BOTH).is_err() {
             // A flow that ended meanwhile needs no reset.
@@ -434,7 +434,7 @@ impl Device {
         let flow = app.sockets.get(id).and_then(|conn| conn.flow);
         app.sockets.give_up(id, &mut self.store());
         if let Some(key) = flow.and_then(|flow| self.key_of(flow)) {
-            self.reset_join(key, cx);
+            self.reset_bridge(key, cx);
         }
     }
 }

@@ -5,7 +5,7 @@
 //! wait in the order of their deadlines, and only the first of them is tried.
 //!
 //! # Invariants
-//! - A join is in the list of its port exactly while its end is [`End::Retrying`] and it is not
+//! - A bridge is in the list of its port exactly while its end is [`BridgePeer::Retrying`] and it is not
 //!   being tried.
 //! - A port with a list has a timer at `next`, or an earlier one.
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::FlowId;
 use zerosock_proto::{Instant, Port};
 
-use super::join::{End, Join};
+use super::bridge::{Bridge, BridgePeer};
 use super::timers::Timer;
 use super::{Context, Device};
 
@@ -39,7 +39,7 @@ pub(crate) struct Backlogs(BTreeMap<HostPort, Backlog>);
 
 #[derive(Debug)]
 struct Backlog {
-    /// Deadlines and keys of joins.
+    /// Deadlines and keys of bridges.
     waiting: BTreeSet<(Instant, u32)>,
     /// The last pause.
     pause: Duration,
@@ -62,15 +62,15 @@ impl Backlogs {
         self.0.len()
     }
 
-    /// Makes a join wait behind others, if others wait.
+    /// Makes a bridge wait behind others, if others wait.
     fn wait_behind_others(&mut self, to: HostPort, deadline: Instant, key: u32) -> bool {
         let backlog = self.0.get_mut(&to);
         backlog.is_some_and(|backlog| backlog.waiting.insert((deadline, key)))
     }
 
-    /// A join that is removed waits no more.
-    pub(super) fn forget(&mut self, key: u32, join: &Join) {
-        if let End::Retrying { to, deadline } = join.end
+    /// A bridge that is removed waits no more.
+    pub(super) fn forget(&mut self, key: u32, bridge: &Bridge) {
+        if let BridgePeer::Retrying { to, deadline } = bridge.end
             && let Some(backlog) = self.0.get_mut(&to)
         {
             backlog.waiting.remove(&(deadline, key));
@@ -89,10 +89,10 @@ impl Device {
             port,
             messages: false,
         };
-        let key = self.add_join(flow, End::Retrying { to, deadline }, cx);
-        if let Some(join) = self.joins.get_mut(key as usize) {
-            to.messages = join.messages.is_some();
-            join.end = End::Retrying { to, deadline };
+        let key = self.add_bridge(flow, BridgePeer::Retrying { to, deadline }, cx);
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            to.messages = bridge.messages.is_some();
+            bridge.end = BridgePeer::Retrying { to, deadline };
         }
         if !self.backlogs.wait_behind_others(to, deadline, key)
             && self.try_connect(key, cx) == Tried::Full

@@ -9,7 +9,7 @@
 //! not so, and has not got its buffer back. A front-end that goes waits for nothing: what siblings
 //! still read stays mapped, and comes back to a queue that is gone.
 
-use super::join::End;
+use super::bridge::BridgePeer;
 use super::model::used_pairs;
 use super::ring::Ring;
 use super::timers::Timer;
@@ -54,13 +54,13 @@ impl Device {
             DeviceCommand::SetFeatures(features) => {
                 self.shard.set_moves(features & F_PAIRS != 0);
                 self.shard.set_seqpacket(features & F_SEQPACKET != 0);
-                // Datagrams are the first lane's.
-                let first = self.lanes.pair == 0;
+                // Datagrams are the first queue_pair's.
+                let first = self.queue_pairs.pair == 0;
                 self.datagrams.negotiated(if first { features } else { 0 });
                 reply.done();
             }
             DeviceCommand::SetConfig(config) => {
-                self.lanes.used = used_pairs(&config);
+                self.queue_pairs.used = used_pairs(&config);
                 reply.done();
             }
             DeviceCommand::SetMemory(memory) => {
@@ -195,12 +195,12 @@ impl Device {
     fn release_chains(&mut self, cx: &mut Context<'_>) {
         // Those that are read with trust come later.
         self.app_recall(false, cx);
-        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
             self.spill(key, 0, cx);
             self.settle(key, cx);
-            if let Some(join) = self.joins.get(key as usize)
-                && let End::Sibling(s) = &join.end
+            if let Some(bridge) = self.bridges.get(key as usize)
+                && let BridgePeer::Sibling(s) = &bridge.end
                 && s.out > 0
             {
                 cx.outbox
@@ -294,11 +294,14 @@ impl Device {
         self.app_recall(true, cx);
         self.recall_loans(true, cx);
         // Those that linger have been parted from the guest before.
-        let known = self.joins.iter().filter(|(_, join)| join.flow.is_some());
+        let known = self
+            .bridges
+            .iter()
+            .filter(|(_, bridge)| bridge.flow.is_some());
         let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
         for key in keys {
             if !self.linger(key, cx) {
-                self.part_join(key, cx);
+                self.part_bridge(key, cx);
             }
         }
         self.ready.clear();
@@ -363,9 +366,9 @@ impl Device {
 
     /// Before the daemon ends: every connection is reset so that the guest knows at once.
     pub(crate) fn say_goodbye(&mut self, cx: &mut Context<'_>) {
-        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
-            self.reset_join(key, cx);
+            self.reset_bridge(key, cx);
         }
         self.turn(cx);
     }

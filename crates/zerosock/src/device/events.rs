@@ -1,6 +1,6 @@
 //! What the protocol core says has happened to the guest's connections, and what follows.
 
-use super::join::End;
+use super::bridge::BridgePeer;
 use super::ring::Ring;
 use super::sibling;
 use super::timers::Timer;
@@ -52,14 +52,14 @@ impl Device {
             Event::Refused { flow, reason } => {
                 cx.counters.conns_refused.add(1);
                 if let Some(key) = self.key_of(flow) {
-                    if let Some(join) = self.joins.get(key as usize)
-                        && let End::App(end) = &join.end
+                    if let Some(bridge) = self.bridges.get(key as usize)
+                        && let BridgePeer::App(end) = &bridge.end
                         && let Some(app) = cx.app.as_deref_mut()
                         && let Some(conn) = app.sockets.get_mut(end.id)
                     {
                         conn.refused = Some(reason);
                     }
-                    self.end_join(key, cx);
+                    self.end_bridge(key, cx);
                 }
             }
             Event::PeerShutdown {
@@ -71,10 +71,10 @@ impl Device {
             }
             Event::Writable { flow } => {
                 if let Some(key) = self.key_of(flow) {
-                    if let Some(join) = self.joins.get_mut(key as usize) {
-                        join.no_credit = false;
-                        join.holds_back = false;
-                        if let End::App(end) = &join.end {
+                    if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                        bridge.no_credit = false;
+                        bridge.holds_back = false;
+                        if let BridgePeer::App(end) = &bridge.end {
                             Self::app_writable(end.id, cx);
                         }
                     }
@@ -88,22 +88,22 @@ impl Device {
     /// The guest has accepted what the host or a sibling asked for.
     fn guest_accepted(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        join.open = true;
-        match &mut join.end {
-            End::Socket { socket, ok } => {
+        bridge.open = true;
+        match &mut bridge.end {
+            BridgePeer::Socket { socket, ok } => {
                 // Edges may have passed while the guest made up its mind: look again.
-                join.readable = true;
-                join.writable = true;
+                bridge.readable = true;
+                bridge.writable = true;
                 if let Some(port) = ok.take()
                     && !hybrid::write_ok(&*socket, port)
                 {
-                    return self.reset_join(key, cx);
+                    return self.reset_bridge(key, cx);
                 }
             }
-            End::Sibling(s) => {
+            BridgePeer::Sibling(s) => {
                 let from = crate::device::sibling_message::Peer {
                     device: self.addr,
                     flow,
@@ -113,11 +113,11 @@ impl Device {
                     from,
                 };
                 cx.outbox.send(s.peer.device, message);
-                join.readable = !s.is_drained();
+                bridge.readable = !s.is_drained();
                 // A sibling has room, until it is found to have stalled.
-                join.writable = true;
+                bridge.writable = true;
             }
-            End::App(end) => Self::app_connected(end.id, cx),
+            BridgePeer::App(end) => Self::app_connected(end.id, cx),
             _ => {}
         }
         self.enqueue(key);
@@ -128,21 +128,21 @@ impl Device {
             self.gathered.forget(flow);
         }
         let Some(key) = self.key_of(flow) else { return };
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if let End::App(end) = &join.end {
+        if let BridgePeer::App(end) = &bridge.end {
             let id = end.id;
             return self.app_shut(id, receive, send, cx);
         }
-        if receive && !join.read_closed {
+        if receive && !bridge.read_closed {
             // Nothing more goes to the guest: the host learns it by EPIPE.
-            join.read_closed = true;
-            match &mut join.end {
-                End::Socket { socket, .. } => {
+            bridge.read_closed = true;
+            match &mut bridge.end {
+                BridgePeer::Socket { socket, .. } => {
                     host_sockets::stop_reading(socket);
                 }
-                End::Sibling(s) => {
+                BridgePeer::Sibling(s) => {
                     sibling::return_inbound(s, true, cx);
                     let to = s.peer.flow;
                     let message = Message::Shutdown {
@@ -155,8 +155,8 @@ impl Device {
                 _ => {}
             }
         }
-        if send && !join.guest_finished {
-            join.guest_finished = true;
+        if send && !bridge.guest_finished {
+            bridge.guest_finished = true;
             // Everything that came before it goes first.
             self.flush(key, cx);
         }
@@ -172,45 +172,47 @@ impl Device {
         let Some(key) = self.key_of(flow) else { return };
         // One attempt for what came in the same turn.
         self.flush(key, cx);
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
         // The guest may have sent its last byte and then given up waiting. A reset in the middle
         // of its stream drops what was under way, as it would in a kernel.
-        if join.guest_finished && self.linger(key, cx) {
+        if bridge.guest_finished && self.linger(key, cx) {
             return;
         }
-        if let Some(join) = self.remove_join(key, cx) {
+        if let Some(bridge) = self.remove_bridge(key, cx) {
             // Whose end was read, or whom we had stopped reading before, has left nothing.
-            if let (End::Socket { socket, .. }, true) = (&join.end, orderly && !join.read_closed) {
+            if let (BridgePeer::Socket { socket, .. }, true) =
+                (&bridge.end, orderly && !bridge.read_closed)
+            {
                 host_sockets::leave_nothing_unread(socket);
             }
-            sibling::tell_end(&join, orderly, cx);
-            self.app_ended(&join, orderly, cx);
+            sibling::tell_end(&bridge, orderly, cx);
+            self.app_ended(&bridge, orderly, cx);
         }
     }
 
-    /// Parts a join from its vsock half but lets the host socket take the bytes that are here, as
+    /// Parts a bridge from its vsock half but lets the host socket take the bytes that are here, as
     /// it would from a kernel socket whose owner has gone. False: there is nothing to take, or
     /// nobody to take it.
     pub(super) fn linger(&mut self, key: u32, cx: &mut Context<'_>) -> bool {
-        let Some(join) = self.joins.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key as usize) else {
             return false;
         };
-        if join.outbound.is_empty()
-            || !join.open
-            || !matches!(join.end, End::Socket { .. })
+        if bridge.outbound.is_empty()
+            || !bridge.open
+            || !matches!(bridge.end, BridgePeer::Socket { .. })
             || self.lingering.len() >= cx.limits.lingering
         {
             return false;
         }
         self.spill(key, 0, cx);
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return false;
         };
-        join.read_closed = true;
-        join.guest_finished = true;
-        if let Some(flow) = join.flow.take() {
+        bridge.read_closed = true;
+        bridge.guest_finished = true;
+        if let Some(flow) = bridge.flow.take() {
             self.by_flow[flow.index()] = u32::MAX;
             self.start_lingering(key, cx);
         }
@@ -218,29 +220,29 @@ impl Device {
         true
     }
 
-    /// Ends the vsock half of a join (if it is there) with a RST, and the join with it.
-    pub(super) fn reset_join(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(flow) = self.joins.get(key as usize).and_then(|j| j.flow) {
+    /// Ends the vsock half of a bridge (if it is there) with a RST, and the bridge with it.
+    pub(super) fn reset_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
             let _ = self.shard.reset(flow);
         }
-        self.end_join(key, cx);
+        self.end_bridge(key, cx);
     }
 
-    /// Removes a join whose guest is gone. If it had said that it sends no more, the other side has
+    /// Removes a bridge whose guest is gone. If it had said that it sends no more, the other side has
     /// missed nothing, and reads to the end; else it is told that the connection was cut off.
-    pub(super) fn part_join(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(join) = self.remove_join(key, cx) {
-            let orderly = join.guest_finished;
-            sibling::tell_end(&join, orderly, cx);
-            self.app_ended(&join, orderly, cx);
+    pub(super) fn part_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(bridge) = self.remove_bridge(key, cx) {
+            let orderly = bridge.guest_finished;
+            sibling::tell_end(&bridge, orderly, cx);
+            self.app_ended(&bridge, orderly, cx);
         }
     }
 
-    /// Removes a join whose vsock half has been cut off and tells a sibling so.
-    pub(super) fn end_join(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(join) = self.remove_join(key, cx) {
-            sibling::tell_end(&join, false, cx);
-            self.app_ended(&join, false, cx);
+    /// Removes a bridge whose vsock half has been cut off and tells a sibling so.
+    pub(super) fn end_bridge(&mut self, key: u32, cx: &mut Context<'_>) {
+        if let Some(bridge) = self.remove_bridge(key, cx) {
+            sibling::tell_end(&bridge, false, cx);
+            self.app_ended(&bridge, false, cx);
         }
     }
 
@@ -267,33 +269,33 @@ impl Device {
         }
     }
 
-    /// A join has held chains for long enough.
+    /// A bridge has held chains for long enough.
     fn hold_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if !std::mem::take(&mut join.hold_timer) {
+        if !std::mem::take(&mut bridge.hold_timer) {
             return;
         }
-        if join
+        if bridge
             .held_since
             .is_none_or(|since| since + cx.limits.hold > cx.now)
         {
             // Held for less than that, or no more: look again in time.
             return self.settle(key, cx);
         }
-        join.held_since = None;
-        join.no_memory = false;
-        if let End::Sibling(s) = &mut join.end {
+        bridge.held_since = None;
+        bridge.no_memory = false;
+        if let BridgePeer::Sibling(s) = &mut bridge.end {
             s.stalled = true;
             let to = s.peer.flow;
             cx.outbox.send(s.peer.device, Message::Recall { to });
             return self.settle(key, cx);
         }
         self.spill(key, 0, cx);
-        if let Some(join) = self.joins.get_mut(key as usize) {
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
             // A send that failed for want of memory leaves no edge behind: try once more.
-            join.writable |= join.open;
+            bridge.writable |= bridge.open;
         }
         self.flush(key, cx);
     }

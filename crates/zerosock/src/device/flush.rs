@@ -1,10 +1,10 @@
-//! From the joins on: what a guest has sent goes to those it is for, in one `sendmsg` for each of
+//! From the bridges on: what a guest has sent goes to those it is for, in one `sendmsg` for each of
 //! them, or by loan to a sibling; and what they do not take stays held within bounds.
 //!
 //! What must hold: bytes keep their order; a device holds half of its queue at most, and copies up to
 //! its cap, above which those with most of it are reset ([`super::outbound`]).
 
-use super::join::{End, Join};
+use super::bridge::{Bridge, BridgePeer};
 use super::timers::Timer;
 use super::{Context, Device};
 use crate::device::sibling_message::{Message, Peer};
@@ -30,31 +30,31 @@ impl Device {
     pub(super) fn flush_dirty(&mut self, cx: &mut Context<'_>) {
         let mut dirty = std::mem::take(&mut self.dirty);
         for key in dirty.drain(..) {
-            if let Some(join) = self.joins.get_mut(key as usize) {
-                join.in_dirty = false;
+            if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                bridge.in_dirty = false;
                 self.flush(key, cx);
             }
         }
         self.dirty = dirty;
     }
 
-    /// Hands on what a join has from the guest, as far as the other end takes it.
+    /// Hands on what a bridge has from the guest, as far as the other end takes it.
     pub(super) fn flush(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if !join.open {
+        if !bridge.open {
             return self.settle(key, cx);
         }
-        let lingers = join.flow.is_none().then(|| join.outbound.len());
-        match join.end {
-            End::Socket { .. } if join.messages.is_some() => self.flush_messages(key, cx),
-            End::Socket { .. } => self.flush_socket(key, cx),
-            End::Sibling(_) => self.flush_sibling(key, cx),
+        let lingers = bridge.flow.is_none().then(|| bridge.outbound.len());
+        match bridge.end {
+            BridgePeer::Socket { .. } if bridge.messages.is_some() => self.flush_messages(key, cx),
+            BridgePeer::Socket { .. } => self.flush_socket(key, cx),
+            BridgePeer::Sibling(_) => self.flush_sibling(key, cx),
             _ => self.settle(key, cx),
         }
-        if let (Some(before), Some(join)) = (lingers, self.joins.get(key as usize))
-            && join.outbound.len() < before
+        if let (Some(before), Some(bridge)) = (lingers, self.bridges.get(key as usize))
+            && bridge.outbound.len() < before
         {
             self.note_lingering_progress(key, cx);
         }
@@ -63,18 +63,18 @@ impl Device {
     fn flush_socket(&mut self, key: u32, cx: &mut Context<'_>) {
         let mut consumed = 0;
         loop {
-            let Some(join) = self.joins.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key as usize) else {
                 return;
             };
-            if join.outbound.is_empty() || !join.writable {
+            if bridge.outbound.is_empty() || !bridge.writable {
                 break;
             }
-            let held = join.outbound.held_chains() > 0;
+            let held = bridge.outbound.held_chains() > 0;
             let wrote = if held {
                 let Some(tx) = self.tx.as_ref() else { break };
-                send_held(join, tx.queue.memory())
+                send_held(bridge, tx.queue.memory())
             } else {
-                send_overflow(join)
+                send_overflow(bridge)
             };
             match wrote {
                 Wrote::Some { bytes, all } => {
@@ -82,24 +82,24 @@ impl Device {
                     if held {
                         cx.counters.in_place_bytes.add(bytes as u64);
                         let tx = &mut self.tx;
-                        join.outbound.advance_held(bytes, |chain| {
+                        bridge.outbound.advance_held(bytes, |chain| {
                             if let Some(tx) = tx {
                                 tx.complete(chain, 0);
                             }
                         });
                     } else {
-                        join.outbound.advance_overflow(bytes);
+                        bridge.outbound.advance_overflow(bytes);
                     }
                     // Short: the socket is full, and its next room is an edge.
-                    join.writable = all;
+                    bridge.writable = all;
                 }
-                Wrote::Full => join.writable = false,
+                Wrote::Full => bridge.writable = false,
                 Wrote::NoMemory => {
-                    join.writable = false;
-                    join.no_memory = true;
+                    bridge.writable = false;
+                    bridge.no_memory = true;
                 }
                 Wrote::Gone => {
-                    consumed += join.outbound.len();
+                    consumed += bridge.outbound.len();
                     self.host_is_deaf(key, cx);
                     break;
                 }
@@ -108,10 +108,10 @@ impl Device {
                 }
             }
         }
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if let Some(flow) = join.flow
+        if let Some(flow) = bridge.flow
             && consumed > 0
         {
             let _ = self.shard.consume(flow, consumed as u32);
@@ -122,30 +122,30 @@ impl Device {
 
     /// The host takes nothing any more: drop what waits for it and tell the guest.
     pub(super) fn host_is_deaf(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        join.write_closed = true;
+        bridge.write_closed = true;
         let tx = &mut self.tx;
-        join.outbound.clear(|chain| {
+        bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
             }
         });
-        if let Some(flow) = join.flow {
+        if let Some(flow) = bridge.flow {
             let _ = self.shard.shutdown(cx.now, flow, How::RECEIVE);
         }
     }
 
     /// Lends the guest's chains to the sibling. One that has stalled gets its share, and copies.
     fn flush_sibling(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let End::Sibling(sibling) = &mut join.end else {
+        let BridgePeer::Sibling(sibling) = &mut bridge.end else {
             return;
         };
-        let (Some(tx), Some(flow)) = (self.tx.as_mut(), join.flow) else {
+        let (Some(tx), Some(flow)) = (self.tx.as_mut(), bridge.flow) else {
             return;
         };
         let Peer { device, flow: to } = sibling.peer;
@@ -154,7 +154,7 @@ impl Device {
             flow,
         };
         let size = tx.queue.size();
-        let others = self.stalled_chains - join.counted.0 as usize;
+        let others = self.stalled_chains - bridge.counted.0 as usize;
         let half = usize::from(size / 2).saturating_sub(others);
         let most = if sibling.move_to.is_some() {
             // Those that are out are awaited.
@@ -165,7 +165,7 @@ impl Device {
             half
         };
         while (sibling.out as usize) < most {
-            let Some(held) = join.outbound.pop_held() else {
+            let Some(held) = bridge.outbound.pop_held() else {
                 break;
             };
             sibling.out += 1;
@@ -180,10 +180,10 @@ impl Device {
             cx.outbox.send(device, message);
         }
         self.spill(key, 0, cx);
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let bytes = join.outbound.take_overflow();
+        let bytes = bridge.outbound.take_overflow();
         if !bytes.is_empty() {
             cx.outbox.send(device, Message::Copied { to, bytes });
         }
@@ -194,16 +194,16 @@ impl Device {
     /// After a flush: keeps the hold within its bounds, and passes on the guest's end of stream
     /// once everything before it has been taken.
     pub(super) fn settle(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if join.has_lost_bytes() {
+        if bridge.has_lost_bytes() {
             return self.end_for_want_of_memory(key, cx);
         }
-        let held = join.outbound.held_chains();
+        let held = bridge.outbound.held_chains();
         if held > 0 {
             let size = self.tx.as_ref().map_or(0, |tx| tx.queue.size());
-            let others = self.stalled_chains - join.counted.0 as usize;
+            let others = self.stalled_chains - bridge.counted.0 as usize;
             let keep = if others + held > usize::from(size) / 2 {
                 0
             } else {
@@ -211,52 +211,56 @@ impl Device {
             };
             self.spill(key, keep, cx);
         }
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if join.has_lost_bytes() {
+        if bridge.has_lost_bytes() {
             return self.end_for_want_of_memory(key, cx);
         }
-        let out = match &mut join.end {
-            End::Sibling(s) => {
-                if join.held_since.is_none() {
+        let out = match &mut bridge.end {
+            BridgePeer::Sibling(s) => {
+                if bridge.held_since.is_none() {
                     s.younger = 0;
                 }
                 s.rest(&mut self.spare_inbound);
                 s.out as usize
             }
-            _ => join.outbound.held_chains(),
+            _ => bridge.outbound.held_chains(),
         };
-        if out == 0 && !join.no_memory {
-            join.held_since = None;
+        if out == 0 && !bridge.no_memory {
+            bridge.held_since = None;
         } else {
-            let since = *join.held_since.get_or_insert(cx.now);
-            if !join.hold_timer {
-                join.hold_timer = true;
+            let since = *bridge.held_since.get_or_insert(cx.now);
+            if !bridge.hold_timer {
+                bridge.hold_timer = true;
                 self.timers.set(since + cx.limits.hold, Timer::Hold(key));
             }
         }
-        let inbound = match &join.end {
-            End::Sibling(s) => s.copied(),
+        let inbound = match &bridge.end {
+            BridgePeer::Sibling(s) => s.copied(),
             _ => 0,
         };
         // A queue has 32768 chains at most, and credit keeps the bytes below 2^31.
-        let lengths = join.messages.as_ref().map_or(0, |messages| messages.cost());
-        let bytes = join.outbound.overflow_len() + inbound + lengths;
+        let lengths = bridge
+            .messages
+            .as_ref()
+            .map_or(0, |messages| messages.cost());
+        let bytes = bridge.outbound.overflow_len() + inbound + lengths;
         let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
         let now_counted = (out as u32, bytes);
-        let before = std::mem::replace(&mut join.counted, now_counted);
+        let before = std::mem::replace(&mut bridge.counted, now_counted);
         self.stalled_chains = self.stalled_chains - before.0 as usize + now_counted.0 as usize;
         self.overflow_bytes = self.overflow_bytes - before.1 as usize + now_counted.1 as usize;
-        join.outbound.rest(&mut self.spare_outbound);
-        if join.outbound.is_empty() && join.guest_finished && join.open && !join.finish_told {
-            join.finish_told = true;
-            match &join.end {
-                End::Socket { socket, .. } => {
+        bridge.outbound.rest(&mut self.spare_outbound);
+        if bridge.outbound.is_empty() && bridge.guest_finished && bridge.open && !bridge.finish_told
+        {
+            bridge.finish_told = true;
+            match &bridge.end {
+                BridgePeer::Socket { socket, .. } => {
                     // An error means that the host has gone: it needs no telling.
                     let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
                 }
-                End::Sibling(s) => {
+                BridgePeer::Sibling(s) => {
                     let to = s.peer.flow;
                     let message = Message::Shutdown {
                         to,
@@ -268,21 +272,21 @@ impl Device {
                 _ => {}
             }
         }
-        if join.outbound.is_empty() && join.flow.is_none() {
-            self.remove_join(key, cx);
+        if bridge.outbound.is_empty() && bridge.flow.is_none() {
+            self.remove_bridge(key, cx);
         } else if self.overflow_bytes > cx.limits.overflow {
             self.shed(cx);
         }
     }
 
-    /// Copies out all but `keep` of the chains that a join holds.
+    /// Copies out all but `keep` of the chains that a bridge holds.
     pub(super) fn spill(&mut self, key: u32, keep: usize, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
         let Some(tx) = self.tx.as_mut() else { return };
         let mut done = Vec::new();
-        let copied = join
+        let copied = bridge
             .outbound
             .spill(tx.queue.memory(), keep, |chain| done.push(chain));
         for chain in done {
@@ -296,18 +300,18 @@ impl Device {
     pub(super) fn end_for_want_of_memory(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.no_memory.add(1);
         tracing::warn!(cid = %self.cid, "a connection was reset: no memory for what it has sent");
-        self.reset_join(key, cx);
+        self.reset_bridge(key, cx);
     }
 
     /// The device's overflow is over its cap: the connections that have most of it are reset, until
     /// an eighth of the cap is free again. So all connections are looked through once for many
     /// bytes, however small the parts are that each has of them.
     fn shed(&mut self, cx: &mut Context<'_>) {
-        let with_bytes = |(key, join): (usize, &Join)| match join.counted.1 {
+        let with_bytes = |(key, bridge): (usize, &Bridge)| match bridge.counted.1 {
             0 => None,
             bytes => Some((bytes, key as u32)),
         };
-        let mut all: Vec<_> = self.joins.iter().filter_map(with_bytes).collect();
+        let mut all: Vec<_> = self.bridges.iter().filter_map(with_bytes).collect();
         all.sort_unstable_by(|one, other| other.cmp(one));
         for (_, key) in all {
             if self.overflow_bytes <= cx.limits.overflow / 8 * 7 {
@@ -315,7 +319,7 @@ impl Device {
             }
             cx.counters.overflow_resets.add(1);
             tracing::warn!(cid = %self.cid, "a connection whose reader stalls was reset: overflow");
-            self.reset_join(key, cx);
+            self.reset_bridge(key, cx);
         }
     }
 }
@@ -325,20 +329,20 @@ pub(super) fn share_of(size: u16) -> usize {
     usize::from(size / 8).max(1)
 }
 
-fn send_held(join: &Join, memory: &zerosock_ring::Memory) -> Wrote {
-    let End::Socket { socket, .. } = &join.end else {
+fn send_held(bridge: &Bridge, memory: &zerosock_ring::Memory) -> Wrote {
+    let BridgePeer::Socket { socket, .. } = &bridge.end else {
         return Wrote::Full;
     };
     let mut slices = SliceBuf::<SLICES>::new();
-    let want = join.outbound.gather(memory, &mut slices);
+    let want = bridge.outbound.gather(memory, &mut slices);
     wrote(zerosock_sys::send_slices(socket.as_fd(), &slices), want)
 }
 
-fn send_overflow(join: &Join) -> Wrote {
-    let End::Socket { socket, .. } = &join.end else {
+fn send_overflow(bridge: &Bridge) -> Wrote {
+    let BridgePeer::Socket { socket, .. } = &bridge.end else {
         return Wrote::Full;
     };
-    let bytes = join.outbound.overflow();
+    let bytes = bridge.outbound.overflow();
     let sent = rustix::net::send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     wrote(sent.map_err(Into::into), bytes.len())
 }

@@ -1,12 +1,12 @@
-//! Packets from the guest: from the transmit queue to the joins. From there [`super::flush`] brings
+//! Packets from the guest: from the transmit queue to the bridges. From there [`super::flush`] brings
 //! them into the host's sockets.
 //!
 //! The floor for a packet is one pop, one private copy of 44 bytes, one lookup, and its share of
 //! one `sendmsg` for all packets of a connection that came in the same turn; the payload is not
 //! touched. A socket that is full leaves chains held, within bounds ([`super::outbound`]).
 
+use super::bridge::BridgePeer;
 use super::flush::share_of;
-use super::join::End;
 use super::outbound::Held;
 use super::{Context, Device, TURN_BYTES};
 use crate::header;
@@ -202,9 +202,9 @@ impl Device {
                 self.guest_datagram(chain, header, cx);
                 return None;
             }
-            // Datagrams are the first lane's, and get no answer.
+            // Datagrams are the first queue_pair's, and get no answer.
             None if header.socket_type.get() == SocketType::Datagram as u16
-                && self.lanes.pair != 0 =>
+                && self.queue_pairs.pair != 0 =>
             {
                 cx.counters.bad_packets.add(1);
                 tx.complete(chain, 0);
@@ -234,7 +234,7 @@ impl Device {
         self.drain_events(cx);
         if let Some((flow, pair)) = wanted {
             cx.time();
-            self.driver_wants(flow, pair, cx);
+            self.handle_move_request(flow, pair, cx);
         }
         None
     }
@@ -244,23 +244,24 @@ impl Device {
         self.moved += len as usize;
         let key = self.key_of(flow);
         let Some(tx) = self.tx.as_mut() else { return };
-        let Some((key, join)) = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?))) else {
+        let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
+        else {
             // The shard knows a flow that the device does not: end it rather than lose bytes.
             tx.complete(chain, 0);
             let _ = self.shard.reset(flow);
             return;
         };
-        if let End::App(end) = &join.end {
+        if let BridgePeer::App(end) = &bridge.end {
             let id = end.id;
             return self.app_deliver(id, chain, len, cx);
         }
-        if join.write_closed {
+        if bridge.write_closed {
             tx.complete(chain, 0);
             let _ = self.shard.consume(flow, len);
             return;
         }
         // Within a turn everything may be held: the flush at its end decides what stays so.
-        let share = if join.writable {
+        let share = if bridge.writable {
             usize::MAX
         } else {
             share_of(tx.queue.size())
@@ -271,12 +272,12 @@ impl Device {
             len,
         };
         let spares = &mut self.spare_outbound;
-        if let Some(chain) = join.outbound.push(tx.queue.memory(), held, share, spares) {
+        if let Some(chain) = bridge.outbound.push(tx.queue.memory(), held, share, spares) {
             cx.counters.copied_bytes.add(u64::from(len));
             tx.complete(chain, 0);
         }
-        if !join.in_dirty {
-            join.in_dirty = true;
+        if !bridge.in_dirty {
+            bridge.in_dirty = true;
             self.dirty.push(key);
         }
     }

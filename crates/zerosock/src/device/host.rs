@@ -1,7 +1,7 @@
 //! The host side of a device: listeners, CONNECT lines, and connects to host programs.
 
 use super::backlog::{HostPort, Tried};
-use super::join::End;
+use super::bridge::BridgePeer;
 use super::timers::Timer;
 use super::{Context, Device};
 use crate::device::host_sockets::hybrid::{self, Line, OkConvention, Services};
@@ -296,17 +296,17 @@ impl Device {
     /// `handshake`: the program's socket is watched as such.
     fn call_guest(&mut self, caller: Caller, handshake: Option<u32>, cx: &mut Context<'_>) {
         let guest = Address::new(self.cid, caller.to);
-        if self.lanes.used == QueuePairs::ONE {
+        if self.queue_pairs.used == QueuePairs::ONE {
             return self.connect_guest(caller, Port::ANY, handshake.is_some(), cx);
         }
         let local = Address::new(Cid::HOST, self.shard.spare_port());
         match self.lane_for(guest, local) {
-            Some(lane) => {
+            Some(queue_pair) => {
                 if handshake.is_some() {
                     cx.poller.remove(&caller.socket);
                 }
                 let local = local.port;
-                cx.outbox.send(lane, Message::Call { caller, local });
+                cx.outbox.send(queue_pair, Message::Call { caller, local });
             }
             None => self.connect_guest(caller, local.port, handshake.is_some(), cx),
         }
@@ -354,12 +354,14 @@ impl Device {
             OkConvention::GuestPort => port,
             OkConvention::HostPort => given,
         });
-        let key = self.add_join(flow, End::Socket { socket, ok }, cx);
-        let source = Source::Join {
+        let key = self.add_bridge(flow, BridgePeer::Socket { socket, ok }, cx);
+        let source = Source::Bridge {
             vm: self.addr.vm,
             key,
         };
-        let Some(End::Socket { socket, .. }) = self.joins.get(key as usize).map(|j| &j.end) else {
+        let Some(BridgePeer::Socket { socket, .. }) =
+            self.bridges.get(key as usize).map(|j| &j.end)
+        else {
             return;
         };
         let watched = match watched {
@@ -368,16 +370,16 @@ impl Device {
         };
         if let Err(error) = watched {
             tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
-            self.reset_join(key, cx);
+            self.reset_bridge(key, cx);
         }
     }
 
-    /// Tries to connect a join of the guest to the host socket that it is for.
+    /// Tries to connect a bridge of the guest to the host socket that it is for.
     pub(super) fn try_connect(&mut self, key: u32, cx: &mut Context<'_>) -> Tried {
-        let Some(join) = self.joins.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key as usize) else {
             return Tried::Decided;
         };
-        let End::Retrying { to, deadline } = join.end else {
+        let BridgePeer::Retrying { to, deadline } = bridge.end else {
             return Tried::Decided;
         };
         let HostPort { port, messages } = to;
@@ -401,7 +403,7 @@ impl Device {
         match attempt {
             Attempt::Ready(socket) => self.host_connected(key, socket, cx),
             Attempt::InProgress(socket) => {
-                self.watch(key, End::Connecting { socket, deadline }, cx);
+                self.watch(key, BridgePeer::Connecting { socket, deadline }, cx);
                 self.timers.set(deadline, Timer::Connect(key));
             }
             Attempt::Later => return Tried::Full,
@@ -412,7 +414,8 @@ impl Device {
 
     /// A connect has perhaps taken too long.
     pub(super) fn connect_timed_out(&mut self, key: u32, cx: &mut Context<'_>) {
-        if let Some(End::Connecting { deadline, .. }) = self.joins.get(key as usize).map(|j| &j.end)
+        if let Some(BridgePeer::Connecting { deadline, .. }) =
+            self.bridges.get(key as usize).map(|j| &j.end)
             && *deadline <= cx.now
         {
             self.refuse(key, "it did not answer in time", cx);
@@ -422,24 +425,26 @@ impl Device {
     /// Nobody on the host takes the connection: the guest knows at once.
     pub(super) fn refuse(&mut self, key: u32, reason: &str, cx: &mut Context<'_>) {
         cx.counters.conns_refused.add(1);
-        if let Some(flow) = self.joins.get(key as usize).and_then(|j| j.flow) {
+        if let Some(flow) = self.bridges.get(key as usize).and_then(|j| j.flow) {
             let port = self.shard.flow(flow).map(|f| f.local.port);
             tracing::debug!(cid = %self.cid, ?port, reason, "no host program took the connection");
             let _ = self.shard.reject(flow);
         }
-        self.remove_join(key, cx);
+        self.remove_bridge(key, cx);
     }
 
-    /// Gives a join its socket and watches it.
-    fn watch(&mut self, key: u32, end: End, cx: &mut Context<'_>) -> bool {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+    /// Gives a bridge its socket and watches it.
+    fn watch(&mut self, key: u32, end: BridgePeer, cx: &mut Context<'_>) -> bool {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return false;
         };
-        join.end = end;
-        let (End::Connecting { socket, .. } | End::Socket { socket, .. }) = &join.end else {
+        bridge.end = end;
+        let (BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. }) =
+            &bridge.end
+        else {
             return false;
         };
-        let source = Source::Join {
+        let source = Source::Bridge {
             vm: self.addr.vm,
             key,
         };
@@ -453,58 +458,60 @@ impl Device {
     }
 
     fn host_connected(&mut self, key: u32, socket: HostSocket, cx: &mut Context<'_>) {
-        if self.watch(key, End::Socket { socket, ok: None }, cx) {
+        if self.watch(key, BridgePeer::Socket { socket, ok: None }, cx) {
             self.host_accepted(key, cx);
             // Watched only since it is connected: what is there to be read is an edge to come, and
             // a look now would find nothing for almost everybody.
-            if let Some(join) = self.joins.get_mut(key as usize) {
-                join.readable = false;
+            if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                bridge.readable = false;
             }
         }
     }
 
     fn host_accepted(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        join.open = true;
-        join.readable = true;
-        join.writable = true;
-        if let Some(flow) = join.flow {
+        bridge.open = true;
+        bridge.readable = true;
+        bridge.writable = true;
+        if let Some(flow) = bridge.flow {
             let _ = self.shard.accept(cx.now, flow);
         }
         self.enqueue(key);
     }
 
-    /// An edge of a join's socket.
-    pub(crate) fn join_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+    /// An edge of a bridge's socket.
+    pub(crate) fn bridge_ready(&mut self, key: u32, readiness: Readiness, cx: &mut Context<'_>) {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        match &join.end {
-            End::Connecting { .. } if readiness.writable() => return self.connect_decided(key, cx),
-            End::Socket { .. } => {}
+        match &bridge.end {
+            BridgePeer::Connecting { .. } if readiness.writable() => {
+                return self.connect_decided(key, cx);
+            }
+            BridgePeer::Socket { .. } => {}
             _ => return,
         }
-        join.readable |= readiness.readable();
+        bridge.readable |= readiness.readable();
         if readiness.readable() {
-            join.hold_back_no_more();
+            bridge.hold_back_no_more();
         }
-        join.writable |= readiness.writable();
-        join.urgent |= readiness.urgent();
-        join.host_finished |= readiness.peer_finished();
-        join.host_gone |= readiness.hung_up();
-        if !join.open {
+        bridge.writable |= readiness.writable();
+        bridge.urgent |= readiness.urgent();
+        bridge.host_finished |= readiness.peer_finished();
+        bridge.host_gone |= readiness.hung_up();
+        if !bridge.open {
             // Also when the program has gone already: what it wrote is still to be delivered.
             return;
         }
-        if join.host_gone && join.read_closed {
+        if bridge.host_gone && bridge.read_closed {
             // Its end of stream was passed on before; now it does not listen either.
-            if let Some(flow) = join.flow {
+            if let Some(flow) = bridge.flow {
                 let _ = self.shard.shutdown(cx.now, flow, How::BOTH);
             }
         }
-        let flush = readiness.writable() && !join.outbound.is_empty();
+        let flush = readiness.writable() && !bridge.outbound.is_empty();
         self.enqueue(key);
         if flush {
             self.flush(key, cx);
@@ -512,16 +519,17 @@ impl Device {
     }
 
     fn connect_decided(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let placeholder = End::Asked(None);
-        let End::Connecting { socket, .. } = std::mem::replace(&mut join.end, placeholder) else {
+        let placeholder = BridgePeer::Asked(None);
+        let BridgePeer::Connecting { socket, .. } = std::mem::replace(&mut bridge.end, placeholder)
+        else {
             return;
         };
         match rustix::net::sockopt::socket_error(&socket) {
             Ok(Ok(())) => {
-                join.end = End::Socket { socket, ok: None };
+                bridge.end = BridgePeer::Socket { socket, ok: None };
                 self.host_accepted(key, cx);
             }
             Ok(Err(e)) | Err(e) => {

@@ -20,9 +20,9 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
 use super::app::send_fault;
+use super::bridge::BridgePeer;
 use super::datagrams::NotPut;
 use super::events::emit;
-use super::join::End;
 use super::program::App;
 use super::ring::Ring;
 use super::{Context, Device};
@@ -236,9 +236,9 @@ impl Device {
             }
         };
         self.app.loans = step(self.app.loans);
-        let join = flow.and_then(|flow| self.key_of(flow));
-        if let Some(join) = join.and_then(|key| self.joins.get_mut(key as usize))
-            && let End::App(end) = &mut join.end
+        let bridge = flow.and_then(|flow| self.key_of(flow));
+        if let Some(bridge) = bridge.and_then(|key| self.bridges.get_mut(key as usize))
+            && let BridgePeer::App(end) = &mut bridge.end
         {
             end.loans = step(end.loans);
         }
@@ -353,11 +353,11 @@ impl Device {
         if !self.weigh_old(cx) {
             return false;
         }
-        let join = self.key_of(flow);
-        let Some(join) = join.and_then(|key| self.joins.get(key as usize)) else {
+        let bridge = self.key_of(flow);
+        let Some(bridge) = bridge.and_then(|key| self.bridges.get(key as usize)) else {
             return false;
         };
-        let (End::App(end), Some(rx)) = (&join.end, &self.rx) else {
+        let (BridgePeer::App(end), Some(rx)) = (&bridge.end, &self.rx) else {
             return false;
         };
         end.loans < (rx.queue.size() / 8).max(1) && self.leaves_a_quarter()

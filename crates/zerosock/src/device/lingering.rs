@@ -5,7 +5,7 @@
 //! [`Limits::linger`](super::Limits::linger) says is closed, and the bytes are lost.
 //!
 //! # Invariants
-//! - A join is listed exactly while it exists and has no flow.
+//! - A bridge is listed exactly while it exists and has no flow.
 //! - While the list is not empty there is one timer, at `look_at`.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use super::{Context, Device};
 /// See the module.
 #[derive(Debug, Default)]
 pub(crate) struct Lingering {
-    /// By the join's key: when its program last took bytes, or when the connection ended.
+    /// By the bridge's key: when its program last took bytes, or when the connection ended.
     last_progress: BTreeMap<u32, Instant>,
     look_at: Option<Instant>,
 }
@@ -30,7 +30,7 @@ impl Lingering {
 }
 
 impl Device {
-    /// A join has been parted from its flow.
+    /// A bridge has been parted from its flow.
     pub(super) fn start_lingering(&mut self, key: u32, cx: &Context<'_>) {
         self.lingering.last_progress.insert(key, cx.now);
         if self.lingering.look_at.is_none() {
@@ -38,14 +38,14 @@ impl Device {
         }
     }
 
-    /// The program has taken bytes of a join that lingers.
+    /// The program has taken bytes of a bridge that lingers.
     pub(super) fn note_lingering_progress(&mut self, key: u32, cx: &Context<'_>) {
         if let Some(last) = self.lingering.last_progress.get_mut(&key) {
             *last = cx.now;
         }
     }
 
-    /// A join without a flow was removed.
+    /// A bridge without a flow was removed.
     pub(super) fn stop_lingering(&mut self, key: u32) {
         self.lingering.last_progress.remove(&key);
         if self.lingering.last_progress.is_empty()
@@ -69,7 +69,7 @@ impl Device {
         for key in keys {
             cx.counters.linger_timeouts.add(1);
             tracing::debug!(cid = %self.cid, "a host program did not take the last bytes in time");
-            self.end_join(key, cx);
+            self.end_bridge(key, cx);
         }
         if let Some(&oldest) = self.lingering.last_progress.values().min() {
             self.look_at_lingering(oldest + limit);

@@ -21,9 +21,9 @@ impl Device {
     /// now. Siblings are told; their chains go back. Chains of its own that siblings still have
     /// stay mapped until they are read, and then come back to nobody.
     pub(crate) fn retire(&mut self, cx: &mut Context<'_>) {
-        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
-            self.end_join(key, cx);
+            self.end_bridge(key, cx);
         }
         self.stop_listening(cx);
         self.link = None;

@@ -16,8 +16,8 @@ use zerosock_proto::vsock::{MessageRoom, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
+use super::bridge::BridgePeer;
 use super::events::emit;
-use super::join::End;
 use super::to_guest::Fill;
 use super::{Context, Device, TURN_BYTES};
 use crate::device::host_sockets::hybrid::{self, Ahead};
@@ -61,10 +61,10 @@ impl Device {
     pub(super) fn flush_messages(&mut self, key: u32, cx: &mut Context<'_>) {
         let (mut bytes, mut empty) = (0, 0);
         loop {
-            let Some(join) = self.joins.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key as usize) else {
                 return;
             };
-            let Some(messages) = join.messages.as_deref_mut().filter(|_| join.writable) else {
+            let Some(messages) = bridge.messages.as_deref_mut().filter(|_| bridge.writable) else {
                 break;
             };
             let Some(&(len, _)) = messages.outbound.front() else {
@@ -72,12 +72,12 @@ impl Device {
             };
             let len = len as usize;
             let (sent, held) = self.send_one(key, len, cx);
-            let Some(join) = self.joins.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key as usize) else {
                 return;
             };
             match sent {
                 Sent::Yes => {
-                    if let Some(messages) = &mut join.messages {
+                    if let Some(messages) = &mut bridge.messages {
                         messages.outbound.pop_front();
                     }
                     bytes += len;
@@ -85,24 +85,24 @@ impl Device {
                     if held {
                         cx.counters.in_place_bytes.add(len as u64);
                         let tx = &mut self.tx;
-                        join.outbound.advance_held(len, |chain| {
+                        bridge.outbound.advance_held(len, |chain| {
                             if let Some(tx) = tx {
                                 tx.complete(chain, 0);
                             }
                         });
                     } else {
-                        join.outbound.advance_overflow(len);
+                        bridge.outbound.advance_overflow(len);
                     }
                 }
-                Sent::Full => join.writable = false,
+                Sent::Full => bridge.writable = false,
                 Sent::NoMemory => {
-                    join.writable = false;
-                    join.no_memory = true;
+                    bridge.writable = false;
+                    bridge.no_memory = true;
                 }
                 Sent::TooLong => return self.too_long(key, len, cx),
                 Sent::Gone => {
-                    bytes += join.outbound.len();
-                    if let Some(messages) = &mut join.messages {
+                    bytes += bridge.outbound.len();
+                    if let Some(messages) = &mut bridge.messages {
                         messages.outbound.clear();
                         messages.half = 0;
                     }
@@ -113,7 +113,11 @@ impl Device {
             }
         }
         bytes += self.drop_half(key);
-        if let Some(flow) = self.joins.get(key as usize).and_then(|join| join.flow) {
+        if let Some(flow) = self
+            .bridges
+            .get(key as usize)
+            .and_then(|bridge| bridge.flow)
+        {
             // A flow that ended meanwhile wants no credit.
             let _ = self.shard.consume(flow, bytes as u32);
             if empty > 0 {
@@ -126,19 +130,19 @@ impl Device {
 
     /// A message that the guest will not end is nobody's; its bytes.
     fn drop_half(&mut self, key: u32) -> usize {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return 0;
         };
-        let Some(messages) = &mut join.messages else {
+        let Some(messages) = &mut bridge.messages else {
             return 0;
         };
-        if !join.guest_finished || !messages.outbound.is_empty() {
+        if !bridge.guest_finished || !messages.outbound.is_empty() {
             return 0;
         }
         messages.half = 0;
-        let half = join.outbound.len();
+        let half = bridge.outbound.len();
         let tx = &mut self.tx;
-        join.outbound.clear(|chain| {
+        bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
             }
@@ -149,12 +153,12 @@ impl Device {
     /// Sends the first `len` bytes from the guest, and whether they were where it wrote them.
     fn send_one(&mut self, key: u32, len: usize, cx: &mut Context<'_>) -> (Sent, bool) {
         let in_place = |device: &Device| {
-            let join = device.joins.get(key as usize)?;
-            let (End::Socket { socket, .. }, Some(tx)) = (&join.end, &device.tx) else {
+            let bridge = device.bridges.get(key as usize)?;
+            let (BridgePeer::Socket { socket, .. }, Some(tx)) = (&bridge.end, &device.tx) else {
                 return None;
             };
             let mut slices = SliceBuf::<PIECES>::new();
-            let covered = join
+            let covered = bridge
                 .outbound
                 .gather_first(tx.queue.memory(), len, &mut slices);
             (covered == len && len > 0)
@@ -168,13 +172,13 @@ impl Device {
         if len > 0 {
             self.spill(key, 0, cx);
         }
-        let Some(join) = self.joins.get(key as usize) else {
+        let Some(bridge) = self.bridges.get(key as usize) else {
             return (Sent::Gone, false);
         };
-        let End::Socket { socket, .. } = &join.end else {
+        let BridgePeer::Socket { socket, .. } = &bridge.end else {
             return (Sent::Full, false);
         };
-        let bytes = join.outbound.overflow().get(..len).unwrap_or_default();
+        let bytes = bridge.outbound.overflow().get(..len).unwrap_or_default();
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let result = rustix::net::send(socket, bytes, flags);
         (sent(result.map_err(Into::into)), false)
@@ -186,21 +190,21 @@ impl Device {
             if self.moved >= TURN_BYTES {
                 break;
             }
-            let Some(join) = self.joins.get_mut(key as usize) else {
+            let Some(bridge) = self.bridges.get_mut(key as usize) else {
                 return Fill::Idle;
             };
-            let (End::Socket { socket, .. }, Some(flow)) = (&join.end, join.flow) else {
+            let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.end, bridge.flow) else {
                 return Fill::Idle;
             };
             let len = match hybrid::look_ahead(socket) {
                 Ahead::Message(len) => len,
                 Ahead::Nothing => {
-                    join.readable = false;
+                    bridge.readable = false;
                     return Fill::Idle;
                 }
-                Ahead::End => return self.host_ended(key, cx),
+                Ahead::BridgePeer => return self.host_ended(key, cx),
                 Ahead::Gone => {
-                    join.host_gone = true;
+                    bridge.host_gone = true;
                     return self.host_ended(key, cx);
                 }
             };
@@ -219,7 +223,7 @@ impl Device {
                 }
                 // No credit; or the guest will not receive, which an event has said or will say.
                 Err(_) => {
-                    join.no_credit = true;
+                    bridge.no_credit = true;
                     return Fill::Idle;
                 }
             }
@@ -235,11 +239,12 @@ impl Device {
         len: usize,
         cx: &mut Context<'_>,
     ) -> Fill {
-        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
+        else {
             self.shard.cancel_message(room);
             return Fill::Idle;
         };
-        let End::Socket { socket, .. } = &join.end else {
+        let BridgePeer::Socket { socket, .. } = &bridge.end else {
             self.shard.cancel_message(room);
             return Fill::Idle;
         };
@@ -306,8 +311,8 @@ impl Device {
             self.end_for_want_of_memory(key, cx);
             return Fill::Idle;
         };
-        let received = match self.joins.get(key as usize).map(|join| &join.end) {
-            Some(End::Socket { socket, .. }) => socket.recv(&mut bytes),
+        let received = match self.bridges.get(key as usize).map(|bridge| &bridge.end) {
+            Some(BridgePeer::Socket { socket, .. }) => socket.recv(&mut bytes),
             _ => Err(Errno::NOTCONN),
         };
         if received != Ok(len) {

@@ -128,9 +128,9 @@ fn an_empty_message_copies_nothing_that_is_held_behind_it() {
     let key = joined.lab.device.key_of(joined.flow).unwrap();
     let permit = joined.lab.device.account.take_descriptors(1).unwrap();
     let socket = HostSocket::accepted(socket, permit);
-    let join = joined.lab.device.joins.get_mut(key as usize).unwrap();
-    join.end = End::Socket { socket, ok: None };
-    (join.open, join.writable) = (true, true);
+    let bridge = joined.lab.device.bridges.get_mut(key as usize).unwrap();
+    bridge.end = BridgePeer::Socket { socket, ok: None };
+    (bridge.open, bridge.writable) = (true, true);
     let lengths = [0, 1000, 0, 0, 2000, 3000, 0];
     for len in lengths {
         joined.guest.send_message(HERE.port.get(), THERE, len);

@@ -18,9 +18,9 @@ use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
 use super::app::send_fault;
+use super::bridge::{BridgePeer, Inbound};
 use super::events::emit;
 use super::flush::share_of;
-use super::join::{End, Inbound};
 use super::outbound::Held;
 use super::sibling;
 use super::to_guest::{Fill, GATHER};
@@ -30,7 +30,7 @@ use crate::table::engine::SendFault;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::{Ends, StreamId};
 
-/// What a join has beside a stream's.
+/// What a bridge has beside a stream's.
 #[derive(Debug, Default)]
 pub(crate) struct Messages {
     /// From the guest: those that lie in `outbound` as a whole, oldest first.
@@ -73,17 +73,22 @@ impl Device {
         let ends = Ends::from_flags(flags);
         let key = self.key_of(flow);
         let Some(tx) = self.tx.as_mut() else { return };
-        let Some((key, join)) = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?))) else {
+        let Some((key, bridge)) = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)))
+        else {
             // The shard knows a flow that the device does not: end it rather than lose bytes.
             tx.complete(chain, 0);
             let _ = self.shard.reset(flow);
             return;
         };
-        if let End::App(end) = &join.end {
+        if let BridgePeer::App(end) = &bridge.end {
             let id = end.id;
             return self.app_deliver_part(id, chain, len, ends, cx);
         }
-        let Some(messages) = join.messages.as_deref_mut().filter(|_| !join.write_closed) else {
+        let Some(messages) = bridge
+            .messages
+            .as_deref_mut()
+            .filter(|_| !bridge.write_closed)
+        else {
             tx.complete(chain, 0);
             let _ = match len {
                 0 => self.shard.consume_empty(flow, 1),
@@ -99,7 +104,7 @@ impl Device {
         if len == 0 {
             tx.complete(chain, 0);
         } else {
-            let share = if join.writable {
+            let share = if bridge.writable {
                 usize::MAX
             } else {
                 share_of(tx.queue.size())
@@ -107,28 +112,30 @@ impl Device {
             let offset = HEADER_LEN as u32;
             let held = Held { chain, offset, len };
             if let Some(chain) =
-                join.outbound
+                bridge
+                    .outbound
                     .push(tx.queue.memory(), held, share, &mut self.spare_outbound)
             {
                 cx.counters.copied_bytes.add(u64::from(len));
                 tx.complete(chain, 0);
             }
         }
-        if !join.in_dirty {
-            join.in_dirty = true;
+        if !bridge.in_dirty {
+            bridge.in_dirty = true;
             self.dirty.push(key);
         }
     }
 
     /// Tells the sibling of the messages whose bytes it has been given.
     pub(super) fn tell_sibling_of_messages(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let (End::Sibling(sibling), Some(messages)) = (&join.end, &mut join.messages) else {
+        let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.end, &mut bridge.messages)
+        else {
             return;
         };
-        if !join.outbound.is_empty() {
+        if !bridge.outbound.is_empty() {
             return;
         }
         let to = sibling.peer.flow;
@@ -147,13 +154,14 @@ impl Device {
         cx: &mut Context<'_>,
     ) {
         let Some(key) = self.key_of(to) else { return };
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let (End::Sibling(sibling), Some(messages)) = (&join.end, &mut join.messages) else {
+        let (BridgePeer::Sibling(sibling), Some(messages)) = (&bridge.end, &mut bridge.messages)
+        else {
             return;
         };
-        if join.read_closed {
+        if bridge.read_closed {
             if len == 0 {
                 let to = sibling.peer.flow;
                 cx.outbox
@@ -162,18 +170,19 @@ impl Device {
             return;
         }
         messages.inbound.push_back((len, ends));
-        join.readable = true;
+        bridge.readable = true;
         self.enqueue(key);
         self.settle(key, cx);
     }
 
     /// Gives the guest messages of its sibling.
     pub(super) fn fill_messages_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
+        else {
             return Fill::Idle;
         };
-        let (End::Sibling(sibling), Some(flow), Some(messages)) =
-            (&mut join.end, join.flow, &mut join.messages)
+        let (BridgePeer::Sibling(sibling), Some(flow), Some(messages)) =
+            (&mut bridge.end, bridge.flow, &mut bridge.messages)
         else {
             return Fill::Idle;
         };
@@ -181,7 +190,7 @@ impl Device {
         for _ in 0..GATHER {
             if messages.sending.is_none() {
                 let Some(&(left, ends)) = messages.inbound.front() else {
-                    join.readable = false;
+                    bridge.readable = false;
                     fill = Fill::Idle;
                     break;
                 };
@@ -193,7 +202,7 @@ impl Device {
                     }
                     // The guest will not receive, which an event has said or will say.
                     Err(_) => {
-                        join.no_credit = true;
+                        bridge.no_credit = true;
                         fill = Fill::Idle;
                         break;
                     }
@@ -263,10 +272,10 @@ impl Device {
             }
         }
         let done = messages.inbound.is_empty() && messages.sending.is_none();
-        if sibling.finish && done && !join.read_closed {
+        if sibling.finish && done && !bridge.read_closed {
             // What is left has no end.
             sibling::return_inbound(sibling, true, cx);
-            join.read_closed = true;
+            bridge.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
         // What was copied has become less.
@@ -281,7 +290,7 @@ impl Device {
             cid = %self.cid, len,
             "a connection was reset: a message is longer than its receiver can take"
         );
-        self.reset_join(key, cx);
+        self.reset_bridge(key, cx);
     }
 
     /// The bytes of a message that was said to be whole are not there: its connection ends, rather
@@ -290,7 +299,7 @@ impl Device {
     fn lost_message(&mut self, key: u32, cx: &mut Context<'_>) {
         cx.counters.message_resets.add(1);
         tracing::error!(cid = %self.cid, "a connection was reset: a message lacks bytes");
-        self.reset_join(key, cx);
+        self.reset_bridge(key, cx);
     }
 
     /// Copies a message of the program's into buffers of the guest: all of it, or nothing. What
@@ -424,9 +433,9 @@ impl Device {
             // Its sender may wait for that, and nothing else tells.
             let flow = kept.room.flow();
             let key = self.by_flow.get(flow.index());
-            let join = key.and_then(|key| self.joins.get(*key as usize));
-            if let Some(join) = join.filter(|join| join.flow == Some(flow))
-                && let End::App(end) = &join.end
+            let bridge = key.and_then(|key| self.bridges.get(*key as usize));
+            if let Some(bridge) = bridge.filter(|bridge| bridge.flow == Some(flow))
+                && let BridgePeer::App(end) = &bridge.end
             {
                 Self::app_writable(end.id, cx);
             }

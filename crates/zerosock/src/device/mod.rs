@@ -3,7 +3,7 @@
 //! The device half: a vhost-user back-end that gives a guest a vsock device.
 //!
 //! A `Device` belongs to one worker. It has the rings on one side and the protocol core on the
-//! other, and joins each of the guest's connections to a host socket or to a sibling:
+//! other, and bridges each of the guest's connections to a host socket or to a sibling:
 //!
 //! - `from_guest`, `flush`: packets from the guest's transmit queue; payload goes by `sendmsg` from
 //!   guest memory into the socket;
@@ -15,7 +15,7 @@
 //!   and connections with it;
 //! - `command`: what the VMM says, through [`control`];
 //! - `member`: the device as one of many that come and go;
-//! - `lanes`: the device as one of several queue pairs.
+//! - `queue_pairs`: the device as one of several queue pairs.
 //!
 //! What must hold: a turn works to a budget and never blocks; each chain popped is completed
 //! once; no allocation, lock or search on the way of a packet.
@@ -27,6 +27,7 @@ mod arming_tests;
 mod backlog;
 #[cfg(test)]
 pub(crate) mod bare;
+mod bridge;
 mod command;
 pub(crate) mod datagrams;
 mod events;
@@ -35,11 +36,6 @@ mod from_guest;
 mod gathering;
 pub(crate) mod host;
 pub(crate) mod host_sockets;
-mod join;
-pub(crate) mod lane_ports;
-pub(crate) mod lanes;
-#[cfg(test)]
-mod lanes_tests;
 pub(crate) mod lending;
 mod lingering;
 mod member;
@@ -53,6 +49,10 @@ pub(crate) mod outbound;
 pub(crate) mod outbox;
 pub(crate) mod placing;
 pub(crate) mod program;
+pub(crate) mod queue_pair_ports;
+pub(crate) mod queue_pairs;
+#[cfg(test)]
+mod queue_pairs_tests;
 #[cfg(test)]
 mod ready_tests;
 mod ring;
@@ -72,9 +72,9 @@ use crate::routing::{DeviceAddr, Routes};
 use crate::stats::{Counters, Holdings};
 use crate::table::gathered::Gathered;
 use crate::table::outgoing::Outgoing;
+use bridge::{Bridge, BridgePeer};
 use host::Handshake;
 pub(crate) use host::HostEnd;
-use join::{End, Join};
 use outbound::Spares;
 use ring::Ring;
 use slab::Slab;
@@ -102,7 +102,7 @@ pub(crate) const EVENT: u16 = 2;
 /// millisecond.
 pub(crate) const TURN_BYTES: usize = 2 << 20;
 
-/// Places for joins whose memory is kept when there are none.
+/// Places for bridges whose memory is kept when there are none.
 const KEPT: usize = 1024;
 
 /// Bounds that hold for each device.
@@ -167,7 +167,7 @@ pub(crate) struct Device {
     /// The guest is a host service: it is CID 2, and may connect from these ports and from those
     /// that it has claimed, so that no two services have the same.
     service: Option<RangeInclusive<Port>>,
-    lanes: lanes::Lanes,
+    queue_pairs: queue_pairs::QueuePairSet,
     /// The share of descriptors that host sockets count against.
     account: Account,
     warnings: LogLimit,
@@ -188,8 +188,8 @@ pub(crate) struct Device {
     /// When it waits no more.
     give_up_at: Option<Instant>,
 
-    joins: Slab<Join>,
-    /// From the index of a flow to the key of its join.
+    bridges: Slab<Bridge>,
+    /// From the index of a flow to the key of its bridge.
     by_flow: Vec<u32>,
     lingering: lingering::Lingering,
     backlogs: backlog::Backlogs,
@@ -202,14 +202,14 @@ pub(crate) struct Device {
     gathered: Gathered,
     /// Joins that got bytes from the guest in this turn.
     dirty: Vec<u32>,
-    /// Lists of joins that are at rest.
+    /// Lists of bridges that are at rest.
     spare_outbound: Spares<outbound::Bytes>,
-    spare_inbound: Spares<join::Waiting>,
-    /// Sums over the joins' [`Join::counted`].
+    spare_inbound: Spares<bridge::Waiting>,
+    /// Sums over the bridges' [`Bridge::counted`].
     stalled_chains: usize,
     overflow_bytes: usize,
     timers: Timers,
-    /// Entries of `ready` whose join has gone.
+    /// Entries of `ready` whose bridge has gone.
     stale_ready: usize,
     /// Requests of our guest to siblings that have not been answered.
     unanswered: usize,
@@ -248,7 +248,7 @@ impl Device {
             shard,
             host,
             service,
-            lanes: lanes::Lanes::one(addr),
+            queue_pairs: queue_pairs::QueuePairSet::one(addr),
             account: Budget::unlimited().account(),
             warnings: LogLimit::default(),
             link: None,
@@ -261,7 +261,7 @@ impl Device {
             announce_reset: false,
             waiting: None,
             give_up_at: None,
-            joins: Slab::new(),
+            bridges: Slab::new(),
             by_flow: Vec::new(),
             lingering: lingering::Lingering::default(),
             backlogs: backlog::Backlogs::default(),
@@ -317,7 +317,7 @@ impl Device {
                 .bad_chains
                 .add(std::mem::take(&mut ring.malformed));
         }
-        self.heed_broken_rings(cx);
+        self.reset_on_broken_ring(cx);
         self.finish_waiting(cx);
         if self.memory.as_ref().is_some_and(|m| m.is_lost()) {
             self.lose("guest memory vanished under the device", cx);
@@ -332,7 +332,7 @@ impl Device {
     pub(super) fn count(&mut self, cx: &Context<'_>) {
         let now = Holdings {
             connections: self.shard.occupied(),
-            joins: self.joins.len(),
+            bridges: self.bridges.len(),
             timers: self.timers.len() + self.shard.timers(),
             ports: self.shard.held_ports(),
         };
@@ -345,23 +345,26 @@ impl Device {
     /// Whether a queue has broken and its connections have not been ended.
     fn has_broken(&self) -> bool {
         let rings = [&self.rx, &self.tx];
-        rings.into_iter().flatten().any(|ring| ring.unheeded)
+        rings.into_iter().flatten().any(|ring| ring.reset_pending)
     }
 
     /// Ends all connections when a queue that carries them has broken: nothing will ever come of
     /// them, and whoever is at the other end has done no wrong and shall know.
-    fn heed_broken_rings(&mut self, cx: &mut Context<'_>) {
+    fn reset_on_broken_ring(&mut self, cx: &mut Context<'_>) {
         if !self.has_broken() {
             return;
         }
         for ring in [&mut self.rx, &mut self.tx].into_iter().flatten() {
-            ring.unheeded = false;
+            ring.reset_pending = false;
         }
         // Those that linger have been parted from the guest before.
-        let known = self.joins.iter().filter(|(_, join)| join.flow.is_some());
+        let known = self
+            .bridges
+            .iter()
+            .filter(|(_, bridge)| bridge.flow.is_some());
         let keys: Vec<u32> = known.map(|(key, _)| key as u32).collect();
         for key in keys {
-            self.reset_join(key, cx);
+            self.reset_bridge(key, cx);
         }
     }
 
@@ -419,109 +422,110 @@ impl Device {
                 || (self.waiting.is_none() && self.datagrams.has_some()))
     }
 
-    /// The join of `flow`, if it is still there.
+    /// The bridge of `flow`, if it is still there.
     #[inline]
     fn key_of(&self, flow: FlowId) -> Option<u32> {
         let key = *self.by_flow.get(flow.index())?;
-        (self.joins.get(key as usize)?.flow == Some(flow)).then_some(key)
+        (self.bridges.get(key as usize)?.flow == Some(flow)).then_some(key)
     }
 
-    fn add_join(&mut self, flow: FlowId, end: End, cx: &Context<'_>) -> u32 {
-        let mut join = Join::new(flow, end);
+    fn add_bridge(&mut self, flow: FlowId, end: BridgePeer, cx: &Context<'_>) -> u32 {
+        let mut bridge = Bridge::new(flow, end);
         let info = self.shard.flow(flow);
         if info.is_some_and(|info| info.socket_type == SocketType::SeqPacket)
-            && !matches!(join.end, End::App(_))
+            && !matches!(bridge.end, BridgePeer::App(_))
         {
-            join.messages = Some(Box::default());
+            bridge.messages = Some(Box::default());
         }
-        let key = self.joins.insert(join) as u32;
-        self.name_join(flow, key);
+        let key = self.bridges.insert(bridge) as u32;
+        self.name_bridge(flow, key);
         cx.counters.conns_added.add(1);
         key
     }
 
-    /// From now on the join at `key` is found by its flow.
-    fn name_join(&mut self, flow: FlowId, key: u32) {
+    /// From now on the bridge at `key` is found by its flow.
+    fn name_bridge(&mut self, flow: FlowId, key: u32) {
         if self.by_flow.len() <= flow.index() {
             self.by_flow.resize(flow.index() + 1, u32::MAX);
         }
         self.by_flow[flow.index()] = key;
     }
 
-    /// Puts a join on the ready list if it may have something for the guest.
+    /// Puts a bridge on the ready list if it may have something for the guest.
     fn enqueue(&mut self, key: u32) {
-        if let Some(join) = self.joins.get_mut(key as usize)
-            && join.may_read()
-            && !join.in_ready
+        if let Some(bridge) = self.bridges.get_mut(key as usize)
+            && bridge.may_read()
+            && !bridge.in_ready
         {
-            join.in_ready = true;
+            bridge.in_ready = true;
             self.ready.push_back(key);
         }
     }
 
-    /// An entry of `ready` has lost its join. The list is swept when most of it is so.
+    /// An entry of `ready` has lost its bridge. The list is swept when most of it is so.
     fn forget_ready(&mut self) {
         self.stale_ready += 1;
         if self.stale_ready > 64 && self.stale_ready > self.ready.len() / 2 {
             self.stale_ready = 0;
-            // One entry for each join that is on the list: a key that was used again has more.
-            let joins = &mut self.joins;
+            // One entry for each bridge that is on the list: a key that was used again has more.
+            let bridges = &mut self.bridges;
             self.ready.retain(|&key| {
-                let join = joins.get_mut(key as usize);
-                join.is_some_and(|join| std::mem::take(&mut join.in_ready))
+                let bridge = bridges.get_mut(key as usize);
+                bridge.is_some_and(|bridge| std::mem::take(&mut bridge.in_ready))
             });
             for &key in &self.ready {
-                if let Some(join) = joins.get_mut(key as usize) {
-                    join.in_ready = true;
+                if let Some(bridge) = bridges.get_mut(key as usize) {
+                    bridge.in_ready = true;
                 }
             }
         }
     }
 
-    /// Ends a join: chains go back, the socket closes, the sums forget it. The vsock half is
+    /// Ends a bridge: chains go back, the socket closes, the sums forget it. The vsock half is
     /// someone else's business.
-    fn remove_join(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Join> {
-        let mut join = self.joins.try_remove(key as usize)?;
-        if let End::Connecting { socket, .. } | End::Socket { socket, .. } = &join.end
+    fn remove_bridge(&mut self, key: u32, cx: &mut Context<'_>) -> Option<Bridge> {
+        let mut bridge = self.bridges.try_remove(key as usize)?;
+        if let BridgePeer::Connecting { socket, .. } | BridgePeer::Socket { socket, .. } =
+            &bridge.end
             && socket.is_closed_later()
         {
-            // Until then its events would be taken for those of the next join with this key.
+            // Until then its events would be taken for those of the next bridge with this key.
             cx.poller.remove(socket);
         }
-        self.backlogs.forget(key, &join);
-        if let Some(flow) = join.flow {
+        self.backlogs.forget(key, &bridge);
+        if let Some(flow) = bridge.flow {
             if self.by_flow.get(flow.index()) == Some(&key) {
                 self.by_flow[flow.index()] = u32::MAX;
             }
         } else {
             self.stop_lingering(key);
         }
-        if join.in_ready {
+        if bridge.in_ready {
             self.forget_ready();
         }
-        self.stalled_chains -= join.counted.0 as usize;
-        self.overflow_bytes -= join.counted.1 as usize;
+        self.stalled_chains -= bridge.counted.0 as usize;
+        self.overflow_bytes -= bridge.counted.1 as usize;
         let tx = &mut self.tx;
-        join.outbound.clear(|chain| {
+        bridge.outbound.clear(|chain| {
             if let Some(tx) = tx {
                 tx.complete(chain, 0);
             }
         });
-        if let End::Sibling(sibling) = &mut join.end {
+        if let BridgePeer::Sibling(sibling) = &mut bridge.end {
             sibling::return_inbound(sibling, false, cx);
             if let Some(parked) = sibling.parked.take() {
                 self.abandon_parked(*parked, cx);
             }
         }
         cx.counters.conns_removed.add(1);
-        if self.joins.is_empty() && self.joins.capacity() > KEPT {
+        if self.bridges.is_empty() && self.bridges.capacity() > KEPT {
             // Keys are hints wherever they are kept.
-            self.joins = Slab::new();
+            self.bridges = Slab::new();
             self.by_flow = Vec::new();
             self.ready = VecDeque::new();
             self.stale_ready = 0;
         }
-        Some(join)
+        Some(bridge)
     }
 
     /// Gives the device up: its memory or its rings cannot be used any more. Other devices go on.
@@ -540,9 +544,9 @@ impl Device {
             ring.publish(cx.notifier);
         }
         // What is left in the memory means nothing any more: it is not delivered.
-        let keys: Vec<u32> = self.joins.iter().map(|(key, _)| key as u32).collect();
+        let keys: Vec<u32> = self.bridges.iter().map(|(key, _)| key as u32).collect();
         for key in keys {
-            self.end_join(key, cx);
+            self.end_bridge(key, cx);
         }
         self.disconnect(cx);
         if let Some(link) = link {

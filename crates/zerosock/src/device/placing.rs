@@ -16,24 +16,24 @@ use crate::routing::DeviceAddr;
 pub(crate) const SPARE_PORTS: usize = 256;
 
 impl Device {
-    /// The lane where a connection begins whose guest has port `guest`; `None`: here.
+    /// The queue_pair where a connection begins whose guest has port `guest`; `None`: here.
     pub(super) fn lane_for(&self, guest: Address, peer: Address) -> Option<DeviceAddr> {
-        self.lanes
-            .other(u32::from(self.lanes.used.of_flow(guest.port, peer)))
+        self.queue_pairs
+            .other(u32::from(self.queue_pairs.used.of_flow(guest.port, peer)))
     }
 
-    /// The lane of a connection that the program asks for, and the port that it is from: that matters
-    /// to which lane it is only if there are several.
+    /// The queue_pair of a connection that the program asks for, and the port that it is from: that matters
+    /// to which queue_pair it is only if there are several.
     pub(crate) fn lane_of_app(&self, from: Port, to: Address) -> (DeviceAddr, Port) {
-        if self.lanes.used == QueuePairs::ONE {
+        if self.queue_pairs.used == QueuePairs::ONE {
             return (self.addr, from);
         }
         let from = match from {
             Port::ANY => self.shard.spare_port(),
             from => from,
         };
-        let lane = self.lane_for(to, Address::new(Cid::HOST, from));
-        (lane.unwrap_or(self.addr), from)
+        let queue_pair = self.lane_for(to, Address::new(Cid::HOST, from));
+        (queue_pair.unwrap_or(self.addr), from)
     }
 
     /// Whether the host's port has a connection with the guest's here.
@@ -42,9 +42,9 @@ impl Device {
     }
 
     /// The port from which a connection to `guest` is asked for here, where that is the first choice.
-    /// A lane does not see what others have: those who share a worker see to it themselves.
+    /// A queue_pair does not see what others have: those who share a worker see to it themselves.
     pub(super) fn port_here(&self, first: Port, guest: Address) -> Port {
-        if self.lanes.used == QueuePairs::ONE || !self.is_connected(first, guest) {
+        if self.queue_pairs.used == QueuePairs::ONE || !self.is_connected(first, guest) {
             return first;
         }
         let mut spare = std::iter::repeat_with(|| self.shard.spare_port()).take(SPARE_PORTS);

@@ -17,7 +17,7 @@ use zerosock_ring::Chain;
 use super::lending::Loan;
 use crate::table::inboxes::Inboxes;
 use crate::table::leases::Leases;
-use crate::table::sockets::{News, Sockets, StreamId, StreamState};
+use crate::table::sockets::{ReadyFlags, Sockets, StreamId, StreamState};
 
 /// No loan.
 const NONE: u32 = u32::MAX;
@@ -52,7 +52,7 @@ pub(super) struct Listener {
     /// The receive buffer of its connections, if it is not what the device was told.
     pub(super) buffer: Option<u32>,
     pub(super) waiting: VecDeque<StreamId>,
-    /// In the list of ports with news.
+    /// In the list of ports with ready_flags.
     stirred: bool,
 }
 
@@ -233,19 +233,19 @@ impl App {
             return;
         };
         conn.flow = None;
-        let news = match conn.state {
+        let ready_flags = match conn.state {
             StreamState::Connecting => {
                 // Without a word of the protocol: the device has lost its guest.
                 conn.refused.get_or_insert(RefuseReason::TransportReset);
-                News::Refused
+                ReadyFlags::Refused
             }
-            _ => News::Closed,
+            _ => ReadyFlags::Closed,
         };
         conn.state = if orderly {
             StreamState::Finished
         } else {
             StreamState::Reset
         };
-        self.sockets.announce(id, news);
+        self.sockets.announce(id, ready_flags);
     }
 }

@@ -1,4 +1,4 @@
-//! The list of joins that may have something for the guest: who is on it, once, and that those who
+//! The list of bridges that may have something for the guest: who is on it, once, and that those who
 //! have gone do not stay on it for ever.
 
 use super::*;
@@ -20,7 +20,7 @@ impl Lab {
         Lab::of(Arc::new(PortTable::new()))
     }
 
-    /// One of several lanes of a device, which have a table of ports in common.
+    /// One of several queue_pairs of a device, which have a table of ports in common.
     pub(super) fn of(ports: Arc<PortTable>) -> Lab {
         let second = Duration::from_secs(1);
         let addr = DeviceAddr { worker: 0, vm: 0 };
@@ -67,16 +67,16 @@ impl Lab {
         (&mut self.device, cx)
     }
 
-    /// A join that may have something for the guest.
+    /// A bridge that may have something for the guest.
     pub(super) fn ready(&mut self) -> u32 {
         let (device, cx) = self.lend();
         let local = Address::new(Cid::HOST, Port::ANY);
         let peer = Address::new(Cid::new(3), Port::new(1));
         let stream = zerosock_proto::wire::vsock::SocketType::Stream;
         let flow = device.shard.connect(cx.now, local, peer, stream).unwrap();
-        let key = device.add_join(flow, End::Asked(None), &cx);
-        let join = device.joins.get_mut(key as usize).unwrap();
-        (join.open, join.readable) = (true, true);
+        let key = device.add_bridge(flow, BridgePeer::Asked(None), &cx);
+        let bridge = device.bridges.get_mut(key as usize).unwrap();
+        (bridge.open, bridge.readable) = (true, true);
         device.enqueue(key);
         device.enqueue(key);
         key
@@ -84,17 +84,17 @@ impl Lab {
 
     fn remove(&mut self, key: u32) {
         let (device, mut cx) = self.lend();
-        let join = device.remove_join(key, &mut cx).unwrap();
-        let _ = device.shard.reset(join.flow.unwrap());
+        let bridge = device.remove_bridge(key, &mut cx).unwrap();
+        let _ = device.shard.reset(bridge.flow.unwrap());
         while device.shard.poll_event().is_some() {}
     }
 
-    /// The joins that would have their turn, in order, as `transmit` takes them off the list.
+    /// The bridges that would have their turn, in order, as `transmit` takes them off the list.
     fn turns(&mut self) -> Vec<u32> {
         let mut all = Vec::new();
         while let Some(key) = self.device.ready.pop_front() {
-            if let Some(join) = self.device.joins.get_mut(key as usize)
-                && std::mem::take(&mut join.in_ready)
+            if let Some(bridge) = self.device.bridges.get_mut(key as usize)
+                && std::mem::take(&mut bridge.in_ready)
             {
                 all.push(key);
             }
@@ -119,7 +119,7 @@ fn those_who_have_gone_are_swept_off_the_list() {
         let key = lab.ready();
         lab.remove(key);
         let entries = lab.device.ready.len();
-        assert!(entries <= 10 + 2 * 66, "{entries} entries for 10 joins");
+        assert!(entries <= 10 + 2 * 66, "{entries} entries for 10 bridges");
     }
     // One that has the place of one that has gone is there once, too, and nobody lost his turn.
     let last = lab.ready();

@@ -23,9 +23,9 @@ pub(crate) struct Ring {
     pub(crate) enabled: bool,
     broken: bool,
     /// The front-end has not been told yet that the ring broke.
-    untold: bool,
+    err_pending: bool,
     /// The device has not yet ended its connections since the ring broke.
-    pub(crate) unheeded: bool,
+    pub(crate) reset_pending: bool,
     /// Chains completed since the last publish.
     pub(crate) unseen: u16,
     /// Which start of this queue this is; a chain that comes back late names the one it is from.
@@ -52,8 +52,8 @@ impl Ring {
             err,
             enabled,
             broken: false,
-            untold: false,
-            unheeded: false,
+            err_pending: false,
+            reset_pending: false,
             unseen: 0,
             epoch,
             malformed: 0,
@@ -117,7 +117,7 @@ impl Ring {
     /// front-end if the ring has broken. True: the driver was told.
     #[inline]
     pub(crate) fn publish(&mut self, notifier: &Notifier) -> bool {
-        if std::mem::take(&mut self.untold)
+        if std::mem::take(&mut self.err_pending)
             && let Some(err) = &self.err
         {
             notifier.notify(err);
@@ -134,8 +134,8 @@ impl Ring {
 
     /// Stops the ring for good; the next publish says so to the front-end.
     pub(crate) fn fail(&mut self) {
-        self.untold |= !self.broken;
-        self.unheeded |= !self.broken;
+        self.err_pending |= !self.broken;
+        self.reset_pending |= !self.broken;
         self.broken = true;
     }
 

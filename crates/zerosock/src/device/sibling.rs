@@ -3,7 +3,7 @@
 //! See [`sibling_message`](super::sibling_message) for what is said and why. What must hold here: a chain that was lent
 //! comes back exactly once, whichever side ends first; bytes and ends keep their order.
 
-use super::join::{End, Inbound, Join, SiblingEnd, Waiting};
+use super::bridge::{Bridge, BridgePeer, Inbound, SiblingEnd, Waiting};
 use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
 use crate::device::sibling_message::{Message, Peer};
@@ -87,9 +87,9 @@ fn give_back(to: FlowId, inbound: Inbound, read: bool) -> Message {
 
 /// Tells the other side that this one has ended: in order (everything was read, both ways were
 /// shut), or cut off.
-pub(super) fn tell_end(join: &Join, orderly: bool, cx: &mut Context<'_>) {
-    let (device, message) = match &join.end {
-        End::Sibling(s) if orderly => {
+pub(super) fn tell_end(bridge: &Bridge, orderly: bool, cx: &mut Context<'_>) {
+    let (device, message) = match &bridge.end {
+        BridgePeer::Sibling(s) if orderly => {
             let Peer { device, flow: to } = s.peer;
             if s.out > 0 {
                 // Nobody here will watch over them any more.
@@ -98,7 +98,7 @@ pub(super) fn tell_end(join: &Join, orderly: bool, cx: &mut Context<'_>) {
             let (receive, send) = (true, true);
             (device, Message::Shutdown { to, receive, send })
         }
-        End::Sibling(SiblingEnd { peer, .. }) | End::Asked(Some(peer)) => {
+        BridgePeer::Sibling(SiblingEnd { peer, .. }) | BridgePeer::Asked(Some(peer)) => {
             (peer.device, Message::Reset { to: peer.flow })
         }
         _ => return,
@@ -115,7 +115,9 @@ impl Device {
     /// would be one address, and what a guest answers would have two ends.
     fn may_come_from(&self, port: Port, cx: &Context<'_>) -> bool {
         match &self.service {
-            Some(own) => own.contains(&port) || cx.routes.service(port) == Some(self.lanes.first()),
+            Some(own) => {
+                own.contains(&port) || cx.routes.service(port) == Some(self.queue_pairs.first())
+            }
             None => true,
         }
     }
@@ -138,7 +140,7 @@ impl Device {
             return;
         };
         self.unanswered += 1;
-        self.add_join(flow, End::Asked(None), cx);
+        self.add_bridge(flow, BridgePeer::Asked(None), cx);
         let from = Peer {
             device: self.addr,
             flow,
@@ -207,24 +209,25 @@ impl Device {
                 answer,
             } => self.datagram_done(chain, epoch, copied, answer),
             Message::DatagramWord(word) => self.datagram_word(word),
-            Message::Adopt(arrival) => self.unpack(*arrival, cx),
+            Message::TakeOver(handoff) => self.unpack(*handoff, cx),
             Message::Call { caller, local } => self.connect_guest(caller, local, false, cx),
-            // Those about lanes have been dealt with; the worker takes `Depart`.
+            // Those about queue_pairs have been dealt with; the worker takes `HandOff`.
             Message::Arrived { .. }
             | Message::Orphaned { .. }
             | Message::Lost
             | Message::Flushed { .. }
             | Message::SentOn(_)
-            | Message::Depart { .. } => {}
+            | Message::HandOff { .. } => {}
         }
     }
 
     /// The other side is gone, or never came to be: nobody to tell.
     fn sibling_ended(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
-        let ended = match self.remove_join(key, cx) {
-            Some(Join {
-                end: End::Asked(_), ..
+        let ended = match self.remove_bridge(key, cx) {
+            Some(Bridge {
+                end: BridgePeer::Asked(_),
+                ..
             }) => {
                 cx.counters.conns_refused.add(1);
                 self.shard.reject(to)
@@ -239,8 +242,8 @@ impl Device {
     fn sibling_asks(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
         self.unanswered = self.unanswered.saturating_sub(1);
         let key = self.key_of(to);
-        match key.and_then(|key| self.joins.get_mut(key as usize)) {
-            Some(join) => join.end = End::Asked(Some(from)),
+        match key.and_then(|key| self.bridges.get_mut(key as usize)) {
+            Some(bridge) => bridge.end = BridgePeer::Asked(Some(from)),
             // Our guest has given up meanwhile.
             None => {
                 let message = Message::Reset { to: from.flow };
@@ -257,14 +260,14 @@ impl Device {
         socket_type: SocketType,
         cx: &mut Context<'_>,
     ) {
-        if let Some(lane) = self.lane_for(peer, local) {
+        if let Some(queue_pair) = self.lane_for(peer, local) {
             let connect = Message::Connect {
                 from,
                 local,
                 peer,
                 socket_type,
             };
-            return cx.outbox.send(lane, connect);
+            return cx.outbox.send(queue_pair, connect);
         }
         let running = self.rx.as_ref().is_some_and(|rx| rx.live());
         let flow = match self.shard.connect(cx.now, local, peer, socket_type) {
@@ -287,7 +290,7 @@ impl Device {
             from: us,
         };
         cx.outbox.send(from.device, asking);
-        self.add_join(flow, End::Sibling(SiblingEnd::new(from)), cx);
+        self.add_bridge(flow, BridgePeer::Sibling(SiblingEnd::new(from)), cx);
     }
 
     fn sibling_accepted(&mut self, to: FlowId, from: Peer, cx: &mut Context<'_>) {
@@ -297,34 +300,34 @@ impl Device {
                 .send(from.device, Message::Reset { to: from.flow });
             return;
         };
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if !matches!(join.end, End::Asked(_)) {
+        if !matches!(bridge.end, BridgePeer::Asked(_)) {
             return;
         }
-        join.end = End::Sibling(SiblingEnd::new(from));
-        join.open = true;
-        join.writable = true;
+        bridge.end = BridgePeer::Sibling(SiblingEnd::new(from));
+        bridge.open = true;
+        bridge.writable = true;
         let _ = self.shard.accept(cx.now, to);
     }
 
     /// Bytes from a sibling for our guest.
     fn inbound(&mut self, to: FlowId, from: Option<Peer>, inbound: Inbound, cx: &mut Context<'_>) {
         let key = self.key_of(to);
-        let join = key.and_then(|k| Some((k, self.joins.get_mut(k as usize)?)));
-        let peer = match join {
-            Some((key, join)) => {
-                let End::Sibling(s) = &mut join.end else {
+        let bridge = key.and_then(|k| Some((k, self.bridges.get_mut(k as usize)?)));
+        let peer = match bridge {
+            Some((key, bridge)) => {
+                let BridgePeer::Sibling(s) = &mut bridge.end else {
                     return;
                 };
-                if !join.read_closed {
+                if !bridge.read_closed {
                     if let Some(inbound) = s.push(inbound, &mut self.spare_inbound) {
                         let Peer { device, flow } = s.peer;
                         cx.outbox.send(device, give_back(flow, inbound, false));
                     }
-                    join.readable = true;
-                    join.hold_back_no_more();
+                    bridge.readable = true;
+                    bridge.hold_back_no_more();
                     self.enqueue(key);
                     return self.settle(key, cx);
                 }
@@ -359,11 +362,11 @@ impl Device {
             let _ = self.shard.consume(to, bytes);
         }
         let caught_up = self.shard.flow(to).is_none_or(|flow| flow.unread == 0);
-        if let Some(Join {
-            end: End::Sibling(s),
+        if let Some(Bridge {
+            end: BridgePeer::Sibling(s),
             held_since,
             ..
-        }) = self.joins.get_mut(key as usize)
+        }) = self.bridges.get_mut(key as usize)
         {
             s.out = s.out.saturating_sub(u32::from(returned));
             s.stalled &= !caught_up;
@@ -380,10 +383,10 @@ impl Device {
     /// A sibling wants its chains back now.
     fn recall(&mut self, to: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
-        let Some(Join {
-            end: End::Sibling(s),
+        let Some(Bridge {
+            end: BridgePeer::Sibling(s),
             ..
-        }) = self.joins.get_mut(key as usize)
+        }) = self.bridges.get_mut(key as usize)
         else {
             return;
         };
@@ -406,21 +409,21 @@ impl Device {
 
     fn sibling_shut(&mut self, to: FlowId, receive: bool, send: bool, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(to) else { return };
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        let End::Sibling(s) = &mut join.end else {
+        let BridgePeer::Sibling(s) = &mut bridge.end else {
             return;
         };
         if receive {
-            join.write_closed = true;
+            bridge.write_closed = true;
             let _ = self.shard.shutdown(cx.now, to, How::RECEIVE);
         }
         if send {
             s.finish = true;
             // With nothing left to deliver, the end is what there is to "read".
-            join.readable = true;
-            join.hold_back_no_more();
+            bridge.readable = true;
+            bridge.hold_back_no_more();
             self.enqueue(key);
         }
     }

@@ -8,8 +8,8 @@
 
 use super::datagrams::returned;
 use super::host::Caller;
-use super::lanes::Arrival;
 use super::outbound::Held;
+use super::queue_pairs::Handoff;
 use crate::routing::DeviceAddr;
 use crate::table::sockets::Ends;
 use std::sync::Arc;
@@ -73,29 +73,29 @@ pub(crate) enum Message {
     /// The connection is gone, or the guest has refused it.
     Reset { to: FlowId },
 
-    /// From lane to lane of a device with several queue pairs: this host program's connection belongs
+    /// From queue_pair to queue_pair of a device with several queue pairs: this host program's connection belongs
     /// to you, from that port.
     Call { caller: Caller, local: Port },
-    /// From lane to lane, to the first: the driver knows connections that the device does not.
+    /// From queue_pair to queue_pair, to the first: the driver knows connections that the device does not.
     Lost,
-    /// From a device to itself, that is to its worker: the connection goes to the lane of that queue
+    /// From a device to itself, that is to its worker: the connection goes to the queue_pair of that queue
     /// pair.
-    Depart { to: FlowId, pair: u16 },
-    /// From lane to lane: take this connection.
-    Adopt(Box<Arrival>),
+    HandOff { to: FlowId, pair: u16 },
+    /// From queue_pair to queue_pair: take this connection.
+    TakeOver(Box<Handoff>),
     /// The answer: it is there, or nowhere. With what the driver is to be told.
     Arrived {
         to: FlowId,
         now: Option<Peer>,
         answer: Repr,
     },
-    /// From the old lane to the new one: the driver that had this connection is gone.
+    /// From the old queue_pair to the new one: the driver that had this connection is gone.
     Orphaned { to: FlowId },
-    /// From the lane that has a connection now, to its sibling: send to me. `old` is who had it.
+    /// From the queue_pair that has a connection now, to its sibling: send to me. `old` is who had it.
     Relocated { to: FlowId, from: Peer, old: Peer },
     /// The answer, to `old`: nothing more will come to you.
     Flushed { to: FlowId },
-    /// From the old lane to the new one: what was sent to me.
+    /// From the old queue_pair to the new one: what was sent to me.
     SentOn(Box<Message>),
 
     /// A datagram, or a word of their flow control, for your guest. Give the chain back at once.
@@ -160,7 +160,7 @@ impl Message {
             | Message::Recall { to }
             | Message::Shutdown { to, .. }
             | Message::Reset { to }
-            | Message::Depart { to, .. }
+            | Message::HandOff { to, .. }
             | Message::Arrived { to, .. }
             | Message::Orphaned { to }
             | Message::Relocated { to, .. }
@@ -168,7 +168,7 @@ impl Message {
             Message::Connect { .. }
             | Message::Call { .. }
             | Message::Lost
-            | Message::Adopt(_)
+            | Message::TakeOver(_)
             | Message::SentOn(_)
             | Message::Datagram(_)
             | Message::DatagramDone { .. }
@@ -190,7 +190,7 @@ impl Message {
             | Message::Recall { to }
             | Message::Shutdown { to, .. }
             | Message::Reset { to }
-            | Message::Depart { to, .. }
+            | Message::HandOff { to, .. }
             | Message::Arrived { to, .. }
             | Message::Orphaned { to }
             | Message::Relocated { to, .. }
@@ -198,7 +198,7 @@ impl Message {
             Message::Connect { .. }
             | Message::Call { .. }
             | Message::Lost
-            | Message::Adopt(_)
+            | Message::TakeOver(_)
             | Message::SentOn(_)
             | Message::Datagram(_)
             | Message::DatagramDone { .. }
@@ -229,7 +229,7 @@ impl Message {
                 };
                 Some((from.device, message))
             }
-            // Who had it sends on the news that nothing more will come.
+            // Who had it sends on the ready_flags that nothing more will come.
             Message::Relocated { old, .. } => {
                 let to = old.flow;
                 Some((old.device, Message::Flushed { to }))
@@ -237,11 +237,11 @@ impl Message {
             Message::SentOn(message) => message.undeliverable(),
             Message::Datagram(datagram) => Some(returned(datagram)),
             // Whoever has one sees to it: it is more than one answer.
-            Message::Adopt(_) => None,
+            Message::TakeOver(_) => None,
             // The program sees its socket close.
             Message::Call { .. }
             | Message::Lost
-            | Message::Depart { .. }
+            | Message::HandOff { .. }
             | Message::Arrived { .. }
             | Message::Orphaned { .. }
             | Message::Flushed { .. }

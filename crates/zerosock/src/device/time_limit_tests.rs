@@ -26,13 +26,13 @@ impl Lab {
         let (ours, program) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
         let (device, mut cx) = self.lend();
-        let join = device.joins.get_mut(key as usize).unwrap();
+        let bridge = device.bridges.get_mut(key as usize).unwrap();
         let permit = device.account.take_descriptors(1).unwrap();
         let (socket, ok) = (HostSocket::accepted(ours.into(), permit), None);
-        join.end = End::Socket { socket, ok };
-        join.outbound = Outbound::of_copies(vec![7; bytes]);
-        join.writable = true;
-        let flow = join.flow.unwrap();
+        bridge.end = BridgePeer::Socket { socket, ok };
+        bridge.outbound = Outbound::of_copies(vec![7; bytes]);
+        bridge.writable = true;
+        let flow = bridge.flow.unwrap();
         assert!(device.linger(key, &mut cx), "there is something left");
         device.flush(key, &mut cx);
         let _ = device.shard.reset(flow);
@@ -41,11 +41,11 @@ impl Lab {
     }
 
     fn lingers(&self, key: u32) -> bool {
-        self.device.joins.contains(key as usize)
+        self.device.bridges.contains(key as usize)
     }
 
     fn is_at_rest(&self) -> bool {
-        self.device.timers.len() == 0 && self.device.joins.is_empty()
+        self.device.timers.len() == 0 && self.device.bridges.is_empty()
     }
 }
 
@@ -82,7 +82,7 @@ fn a_program_that_takes_bytes_slowly_gets_all_of_them() {
         lab.fire_at(now);
         let (device, mut cx) = lab.lend();
         cx.now = Instant::ZERO + now;
-        device.joins.get_mut(key as usize).unwrap().writable = true;
+        device.bridges.get_mut(key as usize).unwrap().writable = true;
         device.flush(key, &mut cx);
     }
     let mut rest = Vec::new();
@@ -156,14 +156,14 @@ fn connects_to_a_full_backlog_are_tried_one_at_a_time_and_ever_more_seldom() {
 #[test]
 fn room_in_the_backlog_is_given_in_the_order_of_the_connects() {
     let (mut lab, _dir, listener, keys) = before_full_listener(3);
-    let is_open = |lab: &Lab, key: u32| lab.device.joins[key as usize].open;
+    let is_open = |lab: &Lab, key: u32| lab.device.bridges[key as usize].open;
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(1));
     let open: Vec<bool> = keys.iter().map(|&key| is_open(&lab, key)).collect();
     assert_eq!(open, [true, false, false]);
     // One that goes meanwhile does not hold up those behind it.
     let (device, mut cx) = lab.lend();
-    device.reset_join(keys[1], &mut cx);
+    device.reset_bridge(keys[1], &mut cx);
     listener.accept().unwrap();
     lab.fire_at(Duration::from_millis(300));
     assert!(is_open(&lab, keys[2]));

@@ -6,8 +6,8 @@
 //! read gathers is learned: a connection of small messages takes one, a stream up to
 //! [`GATHER`].
 
+use super::bridge::{Bridge, BridgePeer, Inbound};
 use super::events::emit;
-use super::join::{End, Inbound, Join};
 use super::ring::Ring;
 use super::sibling as siblings;
 use super::{Context, Device, TURN_BYTES};
@@ -26,7 +26,7 @@ const BUDGET: usize = 64;
 /// Bytes of one read: beyond that, larger reads save nothing.
 const READ_MAX: usize = 256 * 1024;
 
-/// How a join's turn ended.
+/// How a bridge's turn ended.
 #[derive(Debug, Eq, PartialEq)]
 pub(super) enum Fill {
     /// There may be more: back to the end of the list.
@@ -58,23 +58,23 @@ impl Device {
             let Some(key) = self.ready.pop_front() else {
                 break;
             };
-            let fill = match self.joins.get_mut(key as usize) {
-                // The join has gone.
+            let fill = match self.bridges.get_mut(key as usize) {
+                // The bridge has gone.
                 None => continue,
-                Some(join) => {
-                    // Not on the list: this is the entry of a join that had this key before.
-                    if !std::mem::take(&mut join.in_ready) || !join.may_read() {
+                Some(bridge) => {
+                    // Not on the list: this is the entry of a bridge that had this key before.
+                    if !std::mem::take(&mut bridge.in_ready) || !bridge.may_read() {
                         continue;
                     }
-                    match join.end {
-                        End::Sibling(_) if join.messages.is_some() => {
+                    match bridge.end {
+                        BridgePeer::Sibling(_) if bridge.messages.is_some() => {
                             self.fill_messages_from_sibling(key, cx)
                         }
-                        End::Socket { .. } if join.messages.is_some() => {
+                        BridgePeer::Socket { .. } if bridge.messages.is_some() => {
                             self.fill_messages_from_socket(key, cx)
                         }
-                        End::Socket { .. } => self.fill_from_socket(key, cx),
-                        End::Sibling(_) => self.fill_from_sibling(key, cx),
+                        BridgePeer::Socket { .. } => self.fill_from_socket(key, cx),
+                        BridgePeer::Sibling(_) => self.fill_from_sibling(key, cx),
                         _ => Fill::Idle,
                     }
                 }
@@ -85,8 +85,8 @@ impl Device {
                 Fill::Starved => {
                     self.starved = true;
                     // Its turn is still to come.
-                    if let Some(join) = self.joins.get_mut(key as usize) {
-                        join.in_ready = true;
+                    if let Some(bridge) = self.bridges.get_mut(key as usize) {
+                        bridge.in_ready = true;
                         self.ready.push_front(key);
                     }
                 }
@@ -123,25 +123,26 @@ impl Device {
     }
 
     fn fill_from_socket(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
+        else {
             return Fill::Idle;
         };
-        let (End::Socket { socket, .. }, Some(flow)) = (&join.end, join.flow) else {
+        let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.end, bridge.flow) else {
             return Fill::Idle;
         };
-        if self.shard.is_short(flow) && !join.host_finished {
+        if self.shard.is_short(flow) && !bridge.host_finished {
             // Many small writes of a program go as one packet when the guest does not read them.
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
             if bytes > 0 && self.shard.holds_back(flow, bytes) {
-                (join.holds_back, join.no_credit) = (true, true);
+                (bridge.holds_back, bridge.no_credit) = (true, true);
                 return Fill::Idle;
             }
         }
         let mut gathered = ArrayVec::<Slot, GATHER>::new();
-        let stop = gather(rx, &mut self.shard, flow, join.read_chains, &mut gathered);
+        let stop = gather(rx, &mut self.shard, flow, bridge.read_chains, &mut gathered);
         if gathered.is_empty() {
-            join.no_credit = stop == Some(Fill::Idle);
+            bridge.no_credit = stop == Some(Fill::Idle);
             return stop.unwrap_or(Fill::Idle);
         }
         let memory = rx.queue.memory();
@@ -159,15 +160,15 @@ impl Device {
         commit(rx, &mut self.shard, gathered, received, cx);
         cx.counters.in_place_bytes.add(received as u64);
         cx.counters.tx_bytes.add(received as u64);
-        learn(join, received, want);
+        learn(bridge, received, want);
         match result {
             Ok(_) if received == 0 => self.host_ended(key, cx),
             Ok(_) if received < want => {
                 // Short: the socket is empty, and what comes next is an edge. But the edge of an
                 // end that was already seen does not come again: read on to reach it. And a read
                 // also stops behind a descriptor that was passed (cut off), and at an urgent byte.
-                join.readable = join.host_finished || cut || join.urgent;
-                if join.readable {
+                bridge.readable = bridge.host_finished || cut || bridge.urgent;
+                if bridge.readable {
                     Fill::Again
                 } else {
                     Fill::Idle
@@ -176,14 +177,14 @@ impl Device {
             Ok(_) => Fill::Again,
             Err(e) => match Errno::from_io_error(&e) {
                 Some(Errno::AGAIN) => {
-                    join.readable = false;
+                    bridge.readable = false;
                     Fill::Idle
                 }
                 Some(Errno::INTR) => Fill::Again,
                 Some(Errno::FAULT) => Fill::Lost,
                 // Reset by a program that left bytes of ours unread.
                 _ => {
-                    join.host_gone = true;
+                    bridge.host_gone = true;
                     self.host_ended(key, cx)
                 }
             },
@@ -192,14 +193,14 @@ impl Device {
 
     /// The host has sent its last byte.
     pub(super) fn host_ended(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        if let Some(join) = self.joins.get_mut(key as usize) {
-            join.read_closed = true;
-            if let Some(flow) = join.flow {
+        if let Some(bridge) = self.bridges.get_mut(key as usize) {
+            bridge.read_closed = true;
+            if let Some(flow) = bridge.flow {
                 let _ = self.shard.shutdown(
                     cx.now,
                     flow,
                     How {
-                        receive: join.host_gone,
+                        receive: bridge.host_gone,
                         send: true,
                     },
                 );
@@ -209,10 +210,11 @@ impl Device {
     }
 
     fn fill_from_sibling(&mut self, key: u32, cx: &mut Context<'_>) -> Fill {
-        let (Some(rx), Some(join)) = (self.rx.as_mut(), self.joins.get_mut(key as usize)) else {
+        let (Some(rx), Some(bridge)) = (self.rx.as_mut(), self.bridges.get_mut(key as usize))
+        else {
             return Fill::Idle;
         };
-        let (End::Sibling(sibling), Some(flow)) = (&mut join.end, join.flow) else {
+        let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.end, bridge.flow) else {
             return Fill::Idle;
         };
         if self.shard.is_short(flow) {
@@ -223,7 +225,7 @@ impl Device {
                 return Fill::Idle;
             }
             if bytes > 0 && !sibling.finish && self.shard.holds_back(flow, bytes) {
-                (join.holds_back, join.no_credit) = (true, true);
+                (bridge.holds_back, bridge.no_credit) = (true, true);
                 self.settle(key, cx);
                 return Fill::Idle;
             }
@@ -231,13 +233,13 @@ impl Device {
         let mut fill = Fill::Again;
         for _ in 0..GATHER {
             let Some(front) = sibling.front() else {
-                join.readable = false;
+                bridge.readable = false;
                 fill = Fill::Idle;
                 break;
             };
             let mut slot = ArrayVec::<Slot, 1>::new();
             if let Some(stop) = gather(rx, &mut self.shard, flow, 1, &mut slot) {
-                join.no_credit = stop == Fill::Idle;
+                bridge.no_credit = stop == Fill::Idle;
                 fill = stop;
                 break;
             }
@@ -274,8 +276,8 @@ impl Device {
             siblings::return_read(sibling, len as u32, used_up, cx);
         }
         let sibling_finished = sibling.finish && sibling.is_drained();
-        if sibling_finished && !join.read_closed {
-            join.read_closed = true;
+        if sibling_finished && !bridge.read_closed {
+            bridge.read_closed = true;
             let _ = self.shard.shutdown(cx.now, flow, How::SEND);
         }
         // What was copied has become less.
@@ -381,11 +383,11 @@ fn finish(
 
 /// Doubles the buffers of the next read when this one filled all, halves them when most were in
 /// vain.
-fn learn(join: &mut Join, received: usize, want: usize) {
-    let n = join.read_chains;
+fn learn(bridge: &mut Bridge, received: usize, want: usize) {
+    let n = bridge.read_chains;
     if received == want {
-        join.read_chains = n.saturating_mul(2).min(GATHER as u8);
+        bridge.read_chains = n.saturating_mul(2).min(GATHER as u8);
     } else if received * 2 < want {
-        join.read_chains = (n / 2).max(1);
+        bridge.read_chains = (n / 2).max(1);
     }
 }

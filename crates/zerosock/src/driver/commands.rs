@@ -9,9 +9,9 @@ use zerosock_proto::{Address, Port};
 
 use super::errors::DriverError;
 use super::events::DriverEvent;
-use super::lanes::LaneId;
+use super::queue_pairs::QueuePairId;
 use super::{Driver, Listener};
-use crate::table::sockets::{News, StreamId, StreamState};
+use crate::table::sockets::{ReadyFlags, StreamId, StreamState};
 
 impl Driver {
     /// Begins to connect to `peer`. [`DriverEvent::Connected`] or
@@ -36,20 +36,24 @@ impl Driver {
             return Err(ConnectError::Unreachable);
         }
         let now = self.now();
-        let (lane, port) = self.place(port, peer)?;
+        let (queue_pair, port) = self.place(port, peer)?;
         let local = Address {
             cid: self.cid,
             port,
         };
-        let shard = &mut self.store.lanes[lane].shard;
+        let shard = &mut self.store.queue_pairs[queue_pair].shard;
         let flow = shard.connect(now, local, peer, socket_type)?;
         let local = shard.flow(flow).map_or(local, |info| info.local);
         let state = StreamState::Connecting;
-        let stream = self.sockets.insert(lane.pool(), flow, state, local, peer);
+        let stream = self
+            .sockets
+            .insert(queue_pair.pool(), flow, state, local, peer);
         if socket_type == SocketType::SeqPacket {
             self.sockets.carry_messages(stream);
         }
-        self.store.lanes[lane].flows.insert(flow, stream);
+        self.store.queue_pairs[queue_pair]
+            .flows
+            .insert(flow, stream);
         Ok(stream)
     }
 
@@ -67,7 +71,7 @@ impl Driver {
         backlog: usize,
         socket_type: SocketType,
     ) -> Result<(), ListenError> {
-        self.store.lanes[LaneId::FIRST]
+        self.store.queue_pairs[QueuePairId::FIRST]
             .shard
             .listen(port, backlog)?;
         self.listeners.push(Listener {
@@ -76,7 +80,7 @@ impl Driver {
             backlog,
             buffer: None,
             waiting: VecDeque::new(),
-            untold: 0,
+            unreported: 0,
         });
         Ok(())
     }
@@ -85,7 +89,9 @@ impl Driver {
     /// reset.
     pub fn unlisten(&mut self, port: Port) {
         // Nothing to do for a port that nobody listens on.
-        let _ = self.store.lanes[LaneId::FIRST].shard.unlisten(port);
+        let _ = self.store.queue_pairs[QueuePairId::FIRST]
+            .shard
+            .unlisten(port);
         if let Some(at) = self
             .listeners
             .iter()
@@ -104,7 +110,7 @@ impl Driver {
             .iter_mut()
             .find(|listener| listener.port == port)?;
         let stream = listener.waiting.pop_front();
-        listener.untold = listener.untold.min(listener.waiting.len());
+        listener.unreported = listener.unreported.min(listener.waiting.len());
         stream
     }
 
@@ -130,11 +136,13 @@ impl Driver {
         let Some(entry) = self.sockets.get_mut(stream) else {
             return;
         };
-        entry.finished |= how.send;
-        let (lane, flow) = (LaneId::of_pool(entry.pool), entry.flow);
+        entry.send_shutdown |= how.send;
+        let (queue_pair, flow) = (QueuePairId::of_pool(entry.pool), entry.flow);
         if let Some(flow) = flow {
             // A flow that ended meanwhile needs no shutdown.
-            let _ = self.store.lanes[lane].shard.shutdown(now, flow, how);
+            let _ = self.store.queue_pairs[queue_pair]
+                .shard
+                .shutdown(now, flow, how);
         }
     }
 
@@ -143,14 +151,14 @@ impl Driver {
     /// One that the peer has not answered can only be reset.
     pub fn close(&mut self, stream: StreamId) -> Result<(), DriverError> {
         let now = self.now();
-        if let Some((lane, flow)) = self.flow_of(stream)
-            && self.store.lanes[lane]
+        if let Some((queue_pair, flow)) = self.flow_of(stream)
+            && self.store.queue_pairs[queue_pair]
                 .shard
                 .shutdown(now, flow, How::BOTH)
                 .is_err()
         {
             // A flow that ended meanwhile needs no reset.
-            let _ = self.store.lanes[lane].shard.reset(flow);
+            let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
         }
         self.sockets.remove(stream, &mut self.store);
         Ok(self.store.check()?)
@@ -158,9 +166,9 @@ impl Driver {
 
     /// Resets a connection at once. The handle is dead afterwards.
     pub fn abort(&mut self, stream: StreamId) {
-        if let Some((lane, flow)) = self.flow_of(stream) {
+        if let Some((queue_pair, flow)) = self.flow_of(stream) {
             // A flow that ended meanwhile needs no reset.
-            let _ = self.store.lanes[lane].shard.reset(flow);
+            let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
         }
         self.sockets.remove(stream, &mut self.store);
     }
@@ -176,29 +184,29 @@ impl Driver {
         if let Some(listener) = self
             .listeners
             .iter_mut()
-            .find(|listener| listener.untold > 0)
+            .find(|listener| listener.unreported > 0)
         {
-            listener.untold -= 1;
+            listener.unreported -= 1;
             return Some(DriverEvent::Incoming {
                 port: listener.port,
             });
         }
-        let (stream, news) = self.sockets.next_news()?;
+        let (stream, ready_flags) = self.sockets.next_news()?;
         let entry = self.sockets.get(stream)?;
-        Some(match news {
-            News::Connected => DriverEvent::Connected { stream },
-            News::Readable => DriverEvent::Readable { stream },
-            News::Writable => DriverEvent::Writable { stream },
-            News::PeerShutdown => DriverEvent::PeerShutdown {
+        Some(match ready_flags {
+            ReadyFlags::Connected => DriverEvent::Connected { stream },
+            ReadyFlags::Readable => DriverEvent::Readable { stream },
+            ReadyFlags::Writable => DriverEvent::Writable { stream },
+            ReadyFlags::PeerShutdown => DriverEvent::PeerShutdown {
                 stream,
-                receive: entry.peer_deaf,
+                receive: entry.peer_recv_shutdown,
                 send: entry.peer_finished,
             },
-            News::Refused => DriverEvent::Refused {
+            ReadyFlags::Refused => DriverEvent::Refused {
                 stream,
                 peer: entry.peer,
             },
-            News::Closed => DriverEvent::Closed {
+            ReadyFlags::Closed => DriverEvent::Closed {
                 stream,
                 reset: entry.state == StreamState::Reset,
             },

@@ -10,19 +10,19 @@ use zerosock_proto::vsock::{ConnectError, How, ListenError, MoveError};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
-use super::lanes::{Lane, LaneId};
+use super::queue_pairs::{QueuePair, QueuePairId};
 use super::{Driver, DriverError, SendError, StreamId, loans};
 use crate::fault::Fault;
 use crate::table::datagrams::DatagramEngine;
 use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
-    SendFault, ShowBounds, Stirred, copy_shown,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+    ReadySource, RecvFault, SendFault, ShowBounds, copy_shown,
 };
 use crate::table::gathered::unsent;
 use crate::table::leases::Leases;
 use crate::table::outgoing::Outgoing;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, Message, News, NoLease};
+use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags};
 
 impl Driver {
     /// Who opened the endpoint has declared whether the peer writes what is on lease.
@@ -81,9 +81,12 @@ impl Engine for Driver {
     #[inline]
     fn settle(&mut self) {
         let enough = (self.config.slots() / 8).max(1);
-        let is_due =
-            |lane: &Lane| lane.rx.unshown() >= enough || lane.shard.has_transmit() || lane.blocked;
-        if self.store.lanes.iter().any(is_due) || self.datagrams.inboxes.table.has_control() {
+        let is_due = |queue_pair: &QueuePair| {
+            queue_pair.rx.unshown() >= enough
+                || queue_pair.shard.has_transmit()
+                || queue_pair.blocked
+        };
+        if self.store.queue_pairs.iter().any(is_due) || self.datagrams.inboxes.table.has_control() {
             Driver::flush(self);
         }
     }
@@ -105,16 +108,19 @@ impl Engine for Driver {
         self.watch.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<Stirred> {
-        let untold = |listener: &&mut super::Listener| listener.untold > 0;
-        if let Some(listener) = self.listeners.iter_mut().find(untold) {
-            listener.untold = 0;
-            return Some(Stirred::Port(listener.port));
+    fn next_stirred(&mut self) -> Option<ReadySource> {
+        let unreported = |listener: &&mut super::Listener| listener.unreported > 0;
+        if let Some(listener) = self.listeners.iter_mut().find(unreported) {
+            listener.unreported = 0;
+            return Some(ReadySource::Port(listener.port));
         }
         if let Some(stream) = self.sockets.next_stirred() {
-            return Some(Stirred::Conn(stream));
+            return Some(ReadySource::Conn(stream));
         }
-        self.datagrams.inboxes.next_stirred().map(Stirred::Datagram)
+        self.datagrams
+            .inboxes
+            .next_stirred()
+            .map(ReadySource::Datagram)
     }
 
     fn next_timeout(&self) -> Option<Instant> {
@@ -144,11 +150,13 @@ impl Engine for Driver {
     }
 
     fn bind(&mut self, port: Port) -> Result<Port, ListenError> {
-        self.store.lanes[LaneId::FIRST].shard.bind(port)
+        self.store.queue_pairs[QueuePairId::FIRST].shard.bind(port)
     }
 
     fn unbind(&mut self, port: Port) {
-        self.store.lanes[LaneId::FIRST].shard.unbind(port);
+        self.store.queue_pairs[QueuePairId::FIRST]
+            .shard
+            .unbind(port);
     }
 
     fn set_accept_buffer(&mut self, port: Port, bytes: u32) {
@@ -173,7 +181,7 @@ impl Engine for Driver {
             taken: conn.taken(),
             low_water: conn.low_water(),
             at_end: conn.is_at_end(),
-            peer_deaf: conn.peer_deaf,
+            peer_recv_shutdown: conn.peer_recv_shutdown,
             messages: conn.messages(),
             trusted: self.trusted,
         })
@@ -186,7 +194,7 @@ impl Engine for Driver {
     fn shutdown(&mut self, id: StreamId, how: How) {
         Driver::shutdown(self, id, how);
         // Who waits for it on another thread finds that there is nothing to wait for.
-        self.sockets.announce(id, News::Writable);
+        self.sockets.announce(id, ReadyFlags::Writable);
     }
 
     fn close(&mut self, id: StreamId) {
@@ -229,30 +237,34 @@ impl Engine for Driver {
 
     fn set_low_water(&mut self, id: StreamId, bytes: u32) {
         self.sockets.set_low_water(id, bytes);
-        if let Some((lane, flow)) = self.flow_of(id) {
+        if let Some((queue_pair, flow)) = self.flow_of(id) {
             // A flow that ended meanwhile needs no credit; the same goes for the calls below.
-            let _ = self.store.lanes[lane].shard.set_low_water(flow, bytes);
+            let _ = self.store.queue_pairs[queue_pair]
+                .shard
+                .set_low_water(flow, bytes);
         }
     }
 
     fn set_buffer(&mut self, id: StreamId, bytes: u32) {
-        if let Some((lane, flow)) = self.flow_of(id) {
-            let _ = self.store.lanes[lane].shard.set_buf_alloc(flow, bytes);
+        if let Some((queue_pair, flow)) = self.flow_of(id) {
+            let _ = self.store.queue_pairs[queue_pair]
+                .shard
+                .set_buf_alloc(flow, bytes);
         }
     }
 
     fn set_connect_timeout(&mut self, id: StreamId, timeout: Duration) {
-        if let Some((lane, flow)) = self.flow_of(id) {
+        if let Some((queue_pair, flow)) = self.flow_of(id) {
             let now = self.now();
-            let _ = self.store.lanes[lane]
+            let _ = self.store.queue_pairs[queue_pair]
                 .shard
                 .set_connect_timeout(now, flow, timeout);
         }
     }
 
     fn credit(&self, id: StreamId) -> Option<CreditInfo> {
-        let (lane, flow) = self.flow_of(id)?;
-        let flow = self.store.lanes[lane].shard.flow(flow)?;
+        let (queue_pair, flow) = self.flow_of(id)?;
+        let flow = self.store.queue_pairs[queue_pair].shard.flow(flow)?;
         Some(CreditInfo {
             buffer: flow.buf_alloc,
             unsent: unsent(&flow),
@@ -260,8 +272,8 @@ impl Engine for Driver {
     }
 
     fn ask_progress(&mut self, id: StreamId) {
-        if let Some((lane, flow)) = self.flow_of(id) {
-            let _ = self.store.lanes[lane].shard.ask_progress(flow);
+        if let Some((queue_pair, flow)) = self.flow_of(id) {
+            let _ = self.store.queue_pairs[queue_pair].shard.ask_progress(flow);
         }
     }
 
@@ -326,14 +338,16 @@ impl Engine for Driver {
     }
 
     fn let_go(&mut self, id: StreamId) {
-        if let Some((lane, flow)) = self.flow_of(id) {
-            self.store.lanes[lane].shard.let_go(flow);
+        if let Some((queue_pair, flow)) = self.flow_of(id) {
+            self.store.queue_pairs[queue_pair].shard.let_go(flow);
         }
     }
 
     fn may_gather_more(&mut self, id: StreamId) -> Option<bool> {
-        let (lane, flow) = self.flow_of(id)?;
-        self.store.lanes[lane].shard.may_gather_more(flow)
+        let (queue_pair, flow) = self.flow_of(id)?;
+        self.store.queue_pairs[queue_pair]
+            .shard
+            .may_gather_more(flow)
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
@@ -397,25 +411,27 @@ impl Engine for Driver {
     }
 
     fn is_sending(&self, id: StreamId) -> bool {
-        let Some((lane, flow)) = self.flow_of(id) else {
+        let Some((queue_pair, flow)) = self.flow_of(id) else {
             return false;
         };
         let kept = |kept: &Outgoing| kept.room.flow() == flow;
-        self.store.lanes[lane].outgoing.iter().any(kept)
+        self.store.queue_pairs[queue_pair].outgoing.iter().any(kept)
     }
 
     fn may_send_message(&mut self, id: StreamId) -> bool {
         match self.sendable(id) {
-            Ok((lane, flow)) => {
-                if !self.store.lanes[lane].tx.has_data_slot() {
+            Ok((queue_pair, flow)) => {
+                if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
                     // A ring that is broken is told by the next turn.
-                    let _ = self.store.lanes[lane].tx.reap();
-                    if !self.store.lanes[lane].tx.has_data_slot() {
+                    let _ = self.store.queue_pairs[queue_pair].tx.reap();
+                    if !self.store.queue_pairs[queue_pair].tx.has_data_slot() {
                         self.wait_for_slot(id);
                         return false;
                     }
                 }
-                self.store.lanes[lane].shard.may_reserve_message(flow)
+                self.store.queue_pairs[queue_pair]
+                    .shard
+                    .may_reserve_message(flow)
             }
             Err(SendError::NotConnected) => false,
             Err(_) => true,

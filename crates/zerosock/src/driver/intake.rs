@@ -12,10 +12,10 @@ use zerosock_proto::{Address, Cid, Instant};
 use super::Driver;
 use super::arena::EVENT_SLOTS;
 use super::errors::DriverError;
-use super::lanes::{LaneId, RxSlot};
+use super::queue_pairs::{QueuePairId, RxSlot};
 use crate::header;
 use crate::table::engine::{Payload, ShowBounds};
-use crate::table::sockets::{Ends, Held, News, Store, StreamId, StreamState};
+use crate::table::sockets::{Ends, Held, ReadyFlags, Store, StreamId, StreamState};
 
 /// Packets taken in by one turn before the user gets a say.
 const TURN_BUDGET: u16 = 256;
@@ -24,7 +24,7 @@ const TURN_BUDGET: u16 = 256;
 /// who looks panics.
 struct Shown<'a> {
     driver: &'a mut Driver,
-    lane: LaneId,
+    queue_pair: QueuePairId,
     flow: FlowId,
     /// The one that is being looked at.
     slot: Option<RxSlot>,
@@ -45,9 +45,9 @@ impl Drop for Shown<'_> {
         if self.bytes > 0 {
             driver
                 .store
-                .consumed(self.lane.pool(), self.flow, self.bytes as u32);
+                .consumed(self.queue_pair.pool(), self.flow, self.bytes as u32);
         }
-        if driver.store.lanes[self.lane].shard.has_events() {
+        if driver.store.queue_pairs[self.queue_pair].shard.has_events() {
             driver.take_core_events(driver.now());
         }
     }
@@ -57,20 +57,24 @@ impl Driver {
     /// Takes packets from the receive queue into the protocol core.
     pub(super) fn take_packets(&mut self, now: Instant) -> Result<bool, DriverError> {
         let mut any = false;
-        for lane in self.store.lanes.ids() {
-            any |= self.take_packets_of(lane, now)?;
+        for queue_pair in self.store.queue_pairs.ids() {
+            any |= self.take_packets_of(queue_pair, now)?;
         }
         Ok(any)
     }
 
-    fn take_packets_of(&mut self, lane: LaneId, now: Instant) -> Result<bool, DriverError> {
+    fn take_packets_of(
+        &mut self,
+        queue_pair: QueuePairId,
+        now: Instant,
+    ) -> Result<bool, DriverError> {
         let (mut taken, mut cost) = (0, 0);
-        while taken + cost < TURN_BUDGET && !self.is_blocked(lane) {
-            let Some((slot, written)) = self.store.lanes[lane].rx.take()? else {
+        while taken + cost < TURN_BUDGET && !self.is_blocked(queue_pair) {
+            let Some((slot, written)) = self.store.queue_pairs[queue_pair].rx.take()? else {
                 break;
             };
             taken += 1;
-            let slot = RxSlot { lane, slot };
+            let slot = RxSlot { queue_pair, slot };
             if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
                 self.hold(now, slot, flow, len);
             } else {
@@ -92,15 +96,15 @@ impl Driver {
         bounds: ShowBounds,
         look: &mut dyn FnMut(Payload<'_>) -> bool,
     ) -> (usize, usize) {
-        let Some((lane, flow)) = self.drained_flow(id) else {
+        let Some((queue_pair, flow)) = self.drained_flow(id) else {
             return (0, 0);
         };
-        if !self.store.lanes[lane].rx.has_used() {
+        if !self.store.queue_pairs[queue_pair].rx.has_used() {
             return (0, 0);
         }
         let mut shown = Shown {
             driver: self,
-            lane,
+            queue_pair,
             flow,
             slot: None,
             bytes: 0,
@@ -111,20 +115,20 @@ impl Driver {
         while go_on
             && seen < bounds.packets
             && shown.taken < u64::from(TURN_BUDGET)
-            && !shown.driver.is_blocked(lane)
+            && !shown.driver.is_blocked(queue_pair)
         {
             let driver = &mut *shown.driver;
             // What goes wrong here goes wrong again in the next turn, which says so. What was shown
             // before is received all the same.
-            let Ok(Some((slot, written))) = driver.store.lanes[lane].rx.take() else {
+            let Ok(Some((slot, written))) = driver.store.queue_pairs[queue_pair].rx.take() else {
                 break;
             };
             shown.taken += 1;
-            let slot = RxSlot { lane, slot };
+            let slot = RxSlot { queue_pair, slot };
             let Some((of, len)) = driver.take_packet(None, slot, written) else {
                 continue;
             };
-            let slots = &driver.store.lanes[lane].slots;
+            let slots = &driver.store.queue_pairs[queue_pair].slots;
             let piece = slots.rx_data.pieces(slot.slot).first();
             let len_shown = len as usize;
             match piece.and_then(|piece| slots.memory.slice(*piece)) {
@@ -148,12 +152,12 @@ impl Driver {
         (seen, shown.bytes)
     }
 
-    /// The lane and the flow of a connection for which nothing is held, so that what arrives may be
+    /// The queue_pair and the flow of a connection for which nothing is held, so that what arrives may be
     /// shown at once.
     #[inline]
-    fn drained_flow(&self, id: StreamId) -> Option<(LaneId, FlowId)> {
+    fn drained_flow(&self, id: StreamId) -> Option<(QueuePairId, FlowId)> {
         let flow = self.sockets.drained_flow(id)?;
-        Some((LaneId::of_pool(self.sockets.get(id)?.pool), flow))
+        Some((QueuePairId::of_pool(self.sockets.get(id)?.pool), flow))
     }
 
     /// Payload for a connection, if it still is one of ours.
@@ -166,7 +170,7 @@ impl Driver {
             since: now,
             ends: Ends::Nothing,
         };
-        match self.flow(slot.lane, flow) {
+        match self.flow(slot.queue_pair, flow) {
             Some(stream) => self.sockets.deliver(stream, held, &mut self.store),
             // Closed by us, and the peer does not know yet.
             None => self.store.release(slot),
@@ -182,7 +186,7 @@ impl Driver {
             since: now,
             ends: Ends::from_flags(flags),
         };
-        match self.flow(slot.lane, flow) {
+        match self.flow(slot.queue_pair, flow) {
             Some(stream) => self.sockets.deliver_part(stream, held, &mut self.store),
             // Closed by us, and the peer does not know yet.
             None => self.store.release(slot),
@@ -198,11 +202,11 @@ impl Driver {
         slot: RxSlot,
         written: u32,
     ) -> Option<(FlowId, u32)> {
-        let lane = &mut self.store.lanes[slot.lane];
-        let slots = &lane.slots;
+        let queue_pair = &mut self.store.queue_pairs[slot.queue_pair];
+        let slots = &queue_pair.slots;
         // The payload comes near while the header does, and so do those of a later packet.
         slots.rx_data.prefetch(&slots.memory, slot.slot);
-        if let Some(later) = lane.rx.guess() {
+        if let Some(later) = queue_pair.rx.guess() {
             slots.rx_headers.prefetch(&slots.memory, later);
             slots.rx_data.prefetch(&slots.memory, later);
         }
@@ -217,18 +221,20 @@ impl Driver {
             self.malformed(slot);
             return None;
         }
-        let disposition = match lane.shard.handle_payload(&repr) {
+        let disposition = match queue_pair.shard.handle_payload(&repr) {
             Some(disposition) => disposition,
             None if repr.socket_type.get() == SocketType::Datagram as u16
                 && self.datagrams.are_offered()
-                && slot.lane == LaneId::FIRST =>
+                && slot.queue_pair == QueuePairId::FIRST =>
             {
                 self.take_datagram(now, slot, &repr);
                 return None;
             }
             None => {
                 let now = now.unwrap_or_else(|| self.now());
-                self.store.lanes[slot.lane].shard.handle_packet(now, &repr)
+                self.store.queue_pairs[slot.queue_pair]
+                    .shard
+                    .handle_packet(now, &repr)
             }
         };
         match disposition {
@@ -239,7 +245,7 @@ impl Driver {
                 self.hold_part(now, slot, flow, len, flags);
                 return None;
             }
-            Disposition::Moved { flow, pair } => self.moved(slot.lane, flow, pair, &repr),
+            Disposition::Moved { flow, pair } => self.moved(slot.queue_pair, flow, pair, &repr),
             Disposition::MovedStray { pair } => self.moved_stray(pair, &repr),
             // The first is for devices.
             Disposition::Move { .. } | Disposition::Dropped(_) => self.stats.rx_dropped += 1,
@@ -256,17 +262,17 @@ impl Driver {
 
     /// The connection that a flow of the protocol core belongs to.
     #[inline]
-    pub(super) fn flow(&self, lane: LaneId, flow: FlowId) -> Option<StreamId> {
-        let stream = self.store.lanes[lane].flows.get(flow)?;
+    pub(super) fn flow(&self, queue_pair: QueuePairId, flow: FlowId) -> Option<StreamId> {
+        let stream = self.store.queue_pairs[queue_pair].flows.get(flow)?;
         let conn = self.sockets.get(stream)?;
-        (conn.flow == Some(flow) && conn.pool == lane.pool()).then_some(stream)
+        (conn.flow == Some(flow) && conn.pool == queue_pair.pool()).then_some(stream)
     }
 
-    /// The lane and the flow of a connection that has one.
+    /// The queue_pair and the flow of a connection that has one.
     #[inline]
-    pub(super) fn flow_of(&self, id: StreamId) -> Option<(LaneId, FlowId)> {
+    pub(super) fn flow_of(&self, id: StreamId) -> Option<(QueuePairId, FlowId)> {
         let conn = self.sockets.get(id)?;
-        Some((LaneId::of_pool(conn.pool), conn.flow?))
+        Some((QueuePairId::of_pool(conn.pool), conn.flow?))
     }
 
     /// Takes events from the event queue.
@@ -292,9 +298,9 @@ impl Driver {
     /// virtio 1.2, 5.10.6.7.1: read the CID again, drop the connections, keep
     /// the listeners.
     fn transport_reset(&mut self, now: Instant) {
-        for lane in self.store.lanes.iter_mut() {
-            lane.shard.handle_transport_reset(now);
-            lane.gathered.clear();
+        for queue_pair in self.store.queue_pairs.iter_mut() {
+            queue_pair.shard.handle_transport_reset(now);
+            queue_pair.gathered.clear();
         }
         self.take_core_events(now);
         let cid = self
@@ -307,42 +313,42 @@ impl Driver {
             return;
         };
         self.cid = cid;
-        for lane in self.store.lanes.iter_mut() {
-            lane.shard.set_driver_cid(cid);
+        for queue_pair in self.store.queue_pairs.iter_mut() {
+            queue_pair.shard.set_driver_cid(cid);
         }
         self.datagrams.reset(cid);
     }
 
     /// Turns the protocol core's events into ours.
     pub(super) fn take_core_events(&mut self, now: Instant) {
-        for lane in self.store.lanes.ids() {
-            self.take_core_events_of(lane, now);
+        for queue_pair in self.store.queue_pairs.ids() {
+            self.take_core_events_of(queue_pair, now);
         }
     }
 
-    fn take_core_events_of(&mut self, lane: LaneId, now: Instant) {
-        while let Some(event) = self.store.lanes[lane].shard.poll_event() {
+    fn take_core_events_of(&mut self, queue_pair: QueuePairId, now: Instant) {
+        while let Some(event) = self.store.queue_pairs[queue_pair].shard.poll_event() {
             match event {
                 Event::Incoming {
                     flow,
                     local,
                     peer,
                     socket_type,
-                } => self.incoming(now, (lane, flow), local, peer, socket_type),
+                } => self.incoming(now, (queue_pair, flow), local, peer, socket_type),
                 Event::Connected { flow } => {
-                    if let Some(stream) = self.flow(lane, flow) {
+                    if let Some(stream) = self.flow(queue_pair, flow) {
                         self.set_state(stream, StreamState::Connected);
-                        self.sockets.announce(stream, News::Connected);
+                        self.sockets.announce(stream, ReadyFlags::Connected);
                     }
                 }
                 Event::Refused { flow, reason } => {
-                    if let Some(stream) = self.flow(lane, flow) {
+                    if let Some(stream) = self.flow(queue_pair, flow) {
                         self.set_state(stream, StreamState::Reset);
                         if let Some(entry) = self.sockets.get_mut(stream) {
                             entry.flow = None;
                             entry.refused = Some(reason);
                         }
-                        self.sockets.announce(stream, News::Refused);
+                        self.sockets.announce(stream, ReadyFlags::Refused);
                     }
                 }
                 Event::PeerShutdown {
@@ -351,25 +357,27 @@ impl Driver {
                     send,
                 } => {
                     if receive {
-                        self.store.lanes[lane].gathered.forget(flow);
+                        self.store.queue_pairs[queue_pair].gathered.forget(flow);
                     }
-                    if let Some(stream) = self.flow(lane, flow)
+                    if let Some(stream) = self.flow(queue_pair, flow)
                         && let Some(entry) = self.sockets.get_mut(stream)
                     {
                         entry.peer_finished |= send;
-                        entry.peer_deaf |= receive;
+                        entry.peer_recv_shutdown |= receive;
                         if send {
                             self.sockets.drop_half(stream, &mut self.store);
                         }
-                        self.sockets.announce(stream, News::PeerShutdown);
+                        self.sockets.announce(stream, ReadyFlags::PeerShutdown);
                     }
                 }
                 Event::Writable { flow } => {
-                    if let Some(stream) = self.flow(lane, flow) {
-                        self.sockets.announce(stream, News::Writable);
+                    if let Some(stream) = self.flow(queue_pair, flow) {
+                        self.sockets.announce(stream, ReadyFlags::Writable);
                     }
                 }
-                Event::Closed { flow, reason } => self.closed(lane, flow, reason.is_orderly()),
+                Event::Closed { flow, reason } => {
+                    self.closed(queue_pair, flow, reason.is_orderly())
+                }
             }
         }
     }
@@ -377,7 +385,7 @@ impl Driver {
     fn incoming(
         &mut self,
         now: Instant,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         local: Address,
         peer: Address,
         socket_type: SocketType,
@@ -390,28 +398,38 @@ impl Driver {
             .filter(|one| one.socket_type == socket_type && one.waiting.len() <= one.backlog)
         else {
             // A flow that ended meanwhile needs no answer.
-            let _ = self.store.lanes[lane].shard.reject(flow);
+            let _ = self.store.queue_pairs[queue_pair].shard.reject(flow);
             return;
         };
-        if self.store.lanes[lane].shard.accept(now, flow).is_ok() {
+        if self.store.queue_pairs[queue_pair]
+            .shard
+            .accept(now, flow)
+            .is_ok()
+        {
             if let Some(bytes) = listener.buffer {
                 // The RESPONSE, which tells of it, has not left: it cannot fail.
-                let _ = self.store.lanes[lane].shard.set_buf_alloc(flow, bytes);
+                let _ = self.store.queue_pairs[queue_pair]
+                    .shard
+                    .set_buf_alloc(flow, bytes);
             }
             let state = StreamState::Connected;
-            let stream = self.sockets.insert(lane.pool(), flow, state, local, peer);
+            let stream = self
+                .sockets
+                .insert(queue_pair.pool(), flow, state, local, peer);
             if socket_type == SocketType::SeqPacket {
                 self.sockets.carry_messages(stream);
             }
-            self.store.lanes[lane].flows.insert(flow, stream);
+            self.store.queue_pairs[queue_pair]
+                .flows
+                .insert(flow, stream);
             listener.waiting.push_back(stream);
-            listener.untold += 1;
+            listener.unreported += 1;
         }
     }
 
-    pub(super) fn closed(&mut self, lane: LaneId, flow: FlowId, orderly: bool) {
-        self.store.lanes[lane].gathered.forget(flow);
-        let Some(stream) = self.flow(lane, flow) else {
+    pub(super) fn closed(&mut self, queue_pair: QueuePairId, flow: FlowId, orderly: bool) {
+        self.store.queue_pairs[queue_pair].gathered.forget(flow);
+        let Some(stream) = self.flow(queue_pair, flow) else {
             return;
         };
         let Some(entry) = self.sockets.get_mut(stream) else {
@@ -424,7 +442,7 @@ impl Driver {
             StreamState::Reset
         };
         self.sockets.drop_half(stream, &mut self.store);
-        self.sockets.announce(stream, News::Closed);
+        self.sockets.announce(stream, ReadyFlags::Closed);
     }
 
     fn set_state(&mut self, stream: StreamId, state: StreamState) {

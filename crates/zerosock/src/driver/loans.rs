@@ -9,7 +9,7 @@ use zerosock_proto::vsock::{MessageRoom, Reservation};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::lanes::LaneId;
+use super::queue_pairs::QueuePairId;
 use super::transfer::Loan;
 use crate::table::engine::{LoanParts, SendFault};
 use crate::table::sockets::{Place, StreamId};
@@ -19,9 +19,9 @@ use crate::table::sockets::{Place, StreamId};
 pub(crate) struct Loans {
     /// By the loan's word.
     out: Vec<Option<Out>>,
-    /// Transmit slots of a lane.
+    /// Transmit slots of a queue_pair.
     slots: u16,
-    /// Slots that are out, of each lane.
+    /// Slots that are out, of each queue_pair.
     in_place: Vec<u16>,
     /// Slots that are out, for each connection's place.
     of: Vec<u16>,
@@ -36,7 +36,7 @@ enum Out {
     InPlace(Loan),
     Private {
         stream: StreamId,
-        lane: LaneId,
+        queue_pair: QueuePairId,
         reservation: Reservation,
     },
     Part(Part),
@@ -46,7 +46,7 @@ enum Out {
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) stream: StreamId,
-    pub(super) lane: LaneId,
+    pub(super) queue_pair: QueuePairId,
     /// `None`: a private buffer.
     pub(super) slot: Option<u16>,
     /// Of the first one, until it is sent.
@@ -54,22 +54,22 @@ pub(super) struct Part {
 }
 
 impl Out {
-    /// The connection and the lane of one that has a slot.
-    fn has_slot(&self) -> Option<(StreamId, LaneId)> {
+    /// The connection and the queue_pair of one that has a slot.
+    fn has_slot(&self) -> Option<(StreamId, QueuePairId)> {
         match self {
-            Out::InPlace(loan) => Some((loan.stream, loan.lane)),
+            Out::InPlace(loan) => Some((loan.stream, loan.queue_pair)),
             Out::Private { .. } => None,
-            Out::Part(part) => part.slot.map(|_| (part.stream, part.lane)),
+            Out::Part(part) => part.slot.map(|_| (part.stream, part.queue_pair)),
         }
     }
 }
 
 impl Loans {
-    pub(super) fn new(words: usize, lanes: usize, slots: u16) -> Loans {
+    pub(super) fn new(words: usize, queue_pairs: usize, slots: u16) -> Loans {
         Loans {
             out: (0..words).map(|_| None).collect(),
             slots,
-            in_place: vec![0; lanes],
+            in_place: vec![0; queue_pairs],
             of: Vec::new(),
             sent_in_place: 0,
             copied_in: 0,
@@ -77,16 +77,16 @@ impl Loans {
     }
 
     /// Whether one more slot may be lent to a connection.
-    pub(super) fn may_lend(&self, stream: StreamId, lane: LaneId) -> bool {
+    pub(super) fn may_lend(&self, stream: StreamId, queue_pair: QueuePairId) -> bool {
         let of = self.of.get(stream.index() as usize).copied().unwrap_or(0);
-        let lent = self.in_place.get(usize::from(lane.pair())).copied();
+        let lent = self.in_place.get(usize::from(queue_pair.pair())).copied();
         of < (self.slots / 8).max(1)
             && lent.is_some_and(|lent| lent < self.slots - (self.slots / 4).max(1))
     }
 
     fn put(&mut self, index: u32, out: Out) {
-        if let Some((stream, lane)) = out.has_slot() {
-            if let Some(lent) = self.in_place.get_mut(usize::from(lane.pair())) {
+        if let Some((stream, queue_pair)) = out.has_slot() {
+            if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent += 1;
             }
             let place = stream.index() as usize;
@@ -130,8 +130,8 @@ impl Loans {
 
     fn take(&mut self, index: u32) -> Option<Out> {
         let out = self.out.get_mut(index as usize)?.take()?;
-        if let Some((stream, lane)) = out.has_slot() {
-            if let Some(lent) = self.in_place.get_mut(usize::from(lane.pair())) {
+        if let Some((stream, queue_pair)) = out.has_slot() {
+            if let Some(lent) = self.in_place.get_mut(usize::from(queue_pair.pair())) {
                 *lent = lent.saturating_sub(1);
             }
             if let Some(of) = self.of.get_mut(stream.index() as usize) {
@@ -145,17 +145,17 @@ impl Loans {
 impl Driver {
     /// See [`Engine::loan`](crate::table::engine::Engine::loan).
     pub(super) fn lend(&mut self, stream: StreamId, max: usize) -> Result<LoanParts, SendFault> {
-        let (lane, flow) = self.sendable(stream).map_err(fault)?;
+        let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let index = self.sockets.begin_loan().ok_or(SendFault::TooManyLoans)?;
         let max = u32::try_from(max).unwrap_or(u32::MAX);
-        let out = if self.loans.may_lend(stream, lane) {
-            self.borrow_slot(stream, (lane, flow), max)
+        let out = if self.loans.may_lend(stream, queue_pair) {
+            self.borrow_slot(stream, (queue_pair, flow), max)
                 .map(Out::InPlace)
         } else {
-            let reserved = self.reserve((lane, flow), max);
+            let reserved = self.reserve((queue_pair, flow), max);
             reserved.map(|reservation| Out::Private {
                 stream,
-                lane,
+                queue_pair,
                 reservation,
             })
         };
@@ -167,7 +167,7 @@ impl Driver {
             }
         };
         let (len, place) = match &out {
-            Out::InPlace(loan) => (loan.len, Some(self.place_of(lane, loan.slot))),
+            Out::InPlace(loan) => (loan.len, Some(self.place_of(queue_pair, loan.slot))),
             Out::Private { reservation, .. } => (reservation.len(), None),
             // A message's is made elsewhere.
             Out::Part(_) => (0, None),
@@ -181,8 +181,8 @@ impl Driver {
     }
 
     /// Where the payload of a slot lies.
-    pub(super) fn place_of(&self, lane: LaneId, slot: u16) -> Place {
-        let slots = &self.store.lanes[lane].slots;
+    pub(super) fn place_of(&self, queue_pair: QueuePairId, slot: u16) -> Place {
+        let slots = &self.store.queue_pairs[queue_pair].slots;
         Place::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
@@ -201,20 +201,23 @@ impl Driver {
             return Err(SendFault::Unknown);
         }
         let out = self.loans.take(index).ok_or(SendFault::Unknown)?;
-        let (lane, slot, reservation, copied) = match out {
+        let (queue_pair, slot, reservation, copied) = match out {
             // See above.
             Out::Part(_) => return Err(SendFault::Unknown),
-            Out::InPlace(loan) => (loan.lane, loan.slot, loan.reservation, false),
+            Out::InPlace(loan) => (loan.queue_pair, loan.slot, loan.reservation, false),
             Out::Private {
                 stream,
-                lane,
+                queue_pair,
                 reservation,
-            } => match self.store.lanes[lane].tx.data_slot(reservation.len()) {
-                Ok(Some(slot)) => (lane, slot, reservation, true),
+            } => match self.store.queue_pairs[queue_pair]
+                .tx
+                .data_slot(reservation.len())
+            {
+                Ok(Some(slot)) => (queue_pair, slot, reservation, true),
                 Ok(None) => {
                     let out = Out::Private {
                         stream,
-                        lane,
+                        queue_pair,
                         reservation,
                     };
                     self.loans.put(index, out);
@@ -230,7 +233,7 @@ impl Driver {
         self.sockets.end_loan(index);
         let mut len = len.min(reservation.len() as usize);
         if copied {
-            let slots = &self.store.lanes[lane].slots;
+            let slots = &self.store.queue_pairs[queue_pair].slots;
             let bytes = private.unwrap_or(&[]);
             len = len.min(bytes.len());
             let bytes = bytes.get(..len).unwrap_or(bytes);
@@ -238,11 +241,11 @@ impl Driver {
             len = slots.memory.write(pieces, 0, bytes);
         }
         if len == 0 {
-            self.store.lanes[lane].shard.cancel(reservation);
-            self.store.lanes[lane].tx.put_back(slot);
+            self.store.queue_pairs[queue_pair].shard.cancel(reservation);
+            self.store.queue_pairs[queue_pair].tx.put_back(slot);
             return Ok(0);
         }
-        self.send_slot(lane, slot, reservation, len as u32)
+        self.send_slot(queue_pair, slot, reservation, len as u32)
             .map_err(fault)?;
         let counted = if copied {
             &mut self.loans.copied_in
@@ -258,15 +261,17 @@ impl Driver {
         match self.loans.take(index) {
             Some(Out::InPlace(loan)) => self.cancel(loan),
             Some(Out::Private {
-                lane, reservation, ..
-            }) => self.store.lanes[lane].shard.cancel(reservation),
+                queue_pair,
+                reservation,
+                ..
+            }) => self.store.queue_pairs[queue_pair].shard.cancel(reservation),
             Some(Out::Part(part)) => {
-                let lane = &mut self.store.lanes[part.lane];
+                let queue_pair = &mut self.store.queue_pairs[part.queue_pair];
                 if let Some(room) = part.room {
-                    lane.shard.cancel_message(room);
+                    queue_pair.shard.cancel_message(room);
                 }
                 if let Some(slot) = part.slot {
-                    lane.tx.put_back(slot);
+                    queue_pair.tx.put_back(slot);
                 }
             }
             None => return,

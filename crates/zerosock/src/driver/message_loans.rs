@@ -8,8 +8,8 @@ use zerosock_proto::vsock::{CommitError, MessageRoom};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::lanes::LaneId;
 use super::loans::{Part, fault};
+use super::queue_pairs::QueuePairId;
 use crate::table::engine::{LoanParts, LoanedPart, SendFault};
 use crate::table::leases::NONE;
 use crate::table::outgoing::{Outgoing, end};
@@ -22,25 +22,27 @@ impl Driver {
         stream: StreamId,
         len: usize,
     ) -> Result<Vec<LoanParts>, SendFault> {
-        let (lane, flow) = self.sendable(stream).map_err(fault)?;
+        let (queue_pair, flow) = self.sendable(stream).map_err(fault)?;
         let total = u32::try_from(len).map_err(|_| SendFault::TooLong)?;
-        let most = self.store.lanes[lane].slots.tx_data.len();
+        let most = self.store.queue_pairs[queue_pair].slots.tx_data.len();
         // If one may be lent, there is to be one.
-        let mut slot = self.slot_to_lend(stream, lane, total.min(most));
-        if slot.is_none() && self.loans.may_lend(stream, lane) {
+        let mut slot = self.slot_to_lend(stream, queue_pair, total.min(most));
+        if slot.is_none() && self.loans.may_lend(stream, queue_pair) {
             self.wait_for_slot(stream);
             return Err(SendFault::WouldBlock);
         }
-        let room = match self.reserve_message((lane, flow), total) {
+        let room = match self.reserve_message((queue_pair, flow), total) {
             Ok(room) => room,
             Err(error) => {
-                self.take_back(lane, slot);
+                self.take_back(queue_pair, slot);
                 return Err(fault(error));
             }
         };
         let Some(mut index) = self.sockets.begin_loan() else {
-            self.take_back(lane, slot);
-            self.store.lanes[lane].shard.cancel_message(room);
+            self.take_back(queue_pair, slot);
+            self.store.queue_pairs[queue_pair]
+                .shard
+                .cancel_message(room);
             return Err(SendFault::TooManyLoans);
         };
         let mut room = Some(room);
@@ -48,7 +50,7 @@ impl Driver {
         let mut parts = Vec::new();
         loop {
             let len = if slot.is_some() { left.min(most) } else { left };
-            let place = slot.map(|slot| self.place_of(lane, slot));
+            let place = slot.map(|slot| self.place_of(queue_pair, slot));
             parts.push(LoanParts {
                 index,
                 len: len as usize,
@@ -56,7 +58,7 @@ impl Driver {
             });
             let part = Part {
                 stream,
-                lane,
+                queue_pair,
                 slot,
                 room: room.take(),
             };
@@ -65,12 +67,12 @@ impl Driver {
             if left == 0 {
                 return Ok(parts);
             }
-            slot = self.slot_to_lend(stream, lane, left.min(most));
+            slot = self.slot_to_lend(stream, queue_pair, left.min(most));
             let word = slot.and_then(|_| self.sockets.begin_loan());
             match word {
                 Some(word) => index = word,
                 None => {
-                    self.take_back(lane, slot);
+                    self.take_back(queue_pair, slot);
                     parts.push(LoanParts {
                         index: NONE,
                         len: left as usize,
@@ -83,17 +85,21 @@ impl Driver {
     }
 
     /// A slot, if one more may be lent and one is free.
-    fn slot_to_lend(&mut self, stream: StreamId, lane: LaneId, len: u32) -> Option<u16> {
-        if !self.loans.may_lend(stream, lane) {
+    fn slot_to_lend(&mut self, stream: StreamId, queue_pair: QueuePairId, len: u32) -> Option<u16> {
+        if !self.loans.may_lend(stream, queue_pair) {
             return None;
         }
         // A ring that is broken is told by the next turn.
-        self.store.lanes[lane].tx.data_slot(len).ok().flatten()
+        self.store.queue_pairs[queue_pair]
+            .tx
+            .data_slot(len)
+            .ok()
+            .flatten()
     }
 
-    fn take_back(&mut self, lane: LaneId, slot: Option<u16>) {
+    fn take_back(&mut self, queue_pair: QueuePairId, slot: Option<u16>) {
         if let Some(slot) = slot {
-            self.store.lanes[lane].tx.put_back(slot);
+            self.store.queue_pairs[queue_pair].tx.put_back(slot);
         }
     }
 
@@ -106,9 +112,9 @@ impl Driver {
     ) -> Result<bool, SendFault> {
         let head = parts.first().map_or(NONE, |part| part.index);
         let part = self.loans.part_mut(head).ok_or(SendFault::Unknown)?;
-        let lane = part.lane;
+        let queue_pair = part.queue_pair;
         let mut room = part.room.take().ok_or(SendFault::Unknown)?;
-        let sent = self.send_parts(lane, stream, &mut room, parts, ends_record);
+        let sent = self.send_parts(queue_pair, stream, &mut room, parts, ends_record);
         if sent == Err(SendFault::WouldBlock) {
             if let Some(part) = self.loans.part_mut(head) {
                 part.room = Some(room);
@@ -116,7 +122,7 @@ impl Driver {
             return Err(SendFault::WouldBlock);
         }
         let rest = match sent {
-            Ok(at) => self.rest_of(lane, parts, at),
+            Ok(at) => self.rest_of(queue_pair, parts, at),
             Err(_) => Vec::new(),
         };
         for part in parts {
@@ -126,7 +132,7 @@ impl Driver {
         let all = rest.is_empty();
         if !all {
             self.loans.copied_in += rest.len() as u64;
-            self.keep(lane, stream, Outgoing::of(room, rest, ends_record));
+            self.keep(queue_pair, stream, Outgoing::of(room, rest, ends_record));
         }
         fault.map_or(Ok(all), Err)
     }
@@ -134,18 +140,18 @@ impl Driver {
     /// Sends parts as far as there are slots: which part was not sent, and from which byte on.
     fn send_parts(
         &mut self,
-        lane: LaneId,
+        queue_pair: QueuePairId,
         stream: StreamId,
         room: &mut MessageRoom,
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<(usize, usize), SendFault> {
-        let most = self.store.lanes[lane].slots.tx_data.len() as usize;
+        let most = self.store.queue_pairs[queue_pair].slots.tx_data.len() as usize;
         let mut left: usize = parts.iter().map(|part| part.len).sum();
         let (mut at, mut offset) = (0, 0);
         while let Some(part) = parts.get(at) {
             let len = (part.len - offset).min(most);
-            let of = &mut self.store.lanes[lane];
+            let of = &mut self.store.queue_pairs[queue_pair];
             let slot = match part.private {
                 None => {
                     let lent = self.loans.part_mut(part.index);
@@ -190,7 +196,7 @@ impl Driver {
             } else {
                 self.loans.copied_in += len as u64;
             }
-            let sent = self.transmit(lane, slot, &header);
+            let sent = self.transmit(queue_pair, slot, &header);
             sent.map_err(|error| fault(SendError::Driver(error)))?;
             offset += len;
             if offset >= part.len {
@@ -203,7 +209,7 @@ impl Driver {
     /// The bytes from there on.
     fn rest_of(
         &self,
-        lane: LaneId,
+        queue_pair: QueuePairId,
         parts: &[LoanedPart<'_>],
         (at, offset): (usize, usize),
     ) -> Vec<u8> {
@@ -217,7 +223,7 @@ impl Driver {
             }
             let start = rest.len();
             rest.resize(start + part.len, 0);
-            let slots = &self.store.lanes[lane].slots;
+            let slots = &self.store.queue_pairs[queue_pair].slots;
             if let Some(slot) = self.loans.slot_of_part(part.index)
                 && let Some(bytes) = rest.get_mut(start..)
             {

@@ -9,7 +9,7 @@ use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom, ReserveError};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
-use super::lanes::LaneId;
+use super::queue_pairs::QueuePairId;
 use super::transfer::refused;
 use crate::table::outgoing::{Outgoing, Slices, end};
 use crate::table::sockets::StreamId;
@@ -18,17 +18,21 @@ impl Driver {
     /// Credit for a message of `len` bytes.
     pub(super) fn reserve_message(
         &mut self,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         len: u32,
     ) -> Result<MessageRoom, SendError> {
-        let mut result = self.store.lanes[lane].shard.reserve_message(flow, len);
+        let mut result = self.store.queue_pairs[queue_pair]
+            .shard
+            .reserve_message(flow, len);
         if matches!(result, Err(ReserveError::NoCredit))
-            && self.store.lanes[lane].shard.has_transmit()
+            && self.store.queue_pairs[queue_pair].shard.has_transmit()
         {
             // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
             let now = self.now();
-            self.transmit_control_of(lane, now)?;
-            result = self.store.lanes[lane].shard.reserve_message(flow, len);
+            self.transmit_control_of(queue_pair, now)?;
+            result = self.store.queue_pairs[queue_pair]
+                .shard
+                .reserve_message(flow, len);
         }
         result.map_err(refused)
     }
@@ -40,12 +44,12 @@ impl Driver {
         slices: &[IoSlice<'_>],
         ends_record: bool,
     ) -> Result<bool, SendError> {
-        let (lane, flow) = self.sendable(stream)?;
+        let (queue_pair, flow) = self.sendable(stream)?;
         let mut slices = Slices::new(slices);
         let total = u32::try_from(slices.left()).map_err(|_| SendError::TooLong)?;
         // A slot for its first part, or it is not begun.
-        let most = self.store.lanes[lane].slots.tx_data.len();
-        let Some(mut slot) = self.store.lanes[lane]
+        let most = self.store.queue_pairs[queue_pair].slots.tx_data.len();
+        let Some(mut slot) = self.store.queue_pairs[queue_pair]
             .tx
             .data_slot(total.min(most))
             .map_err(DriverError::from)?
@@ -53,27 +57,27 @@ impl Driver {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        let mut room = match self.reserve_message((lane, flow), total) {
+        let mut room = match self.reserve_message((queue_pair, flow), total) {
             Ok(room) => room,
             Err(error) => {
-                self.store.lanes[lane].tx.put_back(slot);
+                self.store.queue_pairs[queue_pair].tx.put_back(slot);
                 return Err(error);
             }
         };
         self.loans.copied_in += u64::from(total);
         loop {
             let len = slices.left().min(most as usize);
-            let slots = &self.store.lanes[lane].slots;
+            let slots = &self.store.queue_pairs[queue_pair].slots;
             slices.take(len, |at, bytes| {
                 slots.memory.write(slots.tx_data.pieces(slot), at, bytes);
             });
             let last = end(slices.left(), ends_record);
-            self.send_part(lane, slot, &mut room, len as u32, last)?;
+            self.send_part(queue_pair, slot, &mut room, len as u32, last)?;
             if last.is_some() {
                 return Ok(true);
             }
             let want = most.min(u32::try_from(slices.left()).unwrap_or(most));
-            match self.store.lanes[lane]
+            match self.store.queue_pairs[queue_pair]
                 .tx
                 .data_slot(want)
                 .map_err(DriverError::from)?
@@ -81,7 +85,7 @@ impl Driver {
                 Some(next) => slot = next,
                 None => {
                     let rest = Outgoing::rest(room, slices, ends_record);
-                    self.keep(lane, stream, rest);
+                    self.keep(queue_pair, stream, rest);
                     return Ok(false);
                 }
             }
@@ -89,24 +93,27 @@ impl Driver {
     }
 
     /// Keeps what there is no slot for.
-    pub(super) fn keep(&mut self, lane: LaneId, stream: StreamId, rest: Outgoing) {
-        self.store.lanes[lane].outgoing.push_back(rest);
+    pub(super) fn keep(&mut self, queue_pair: QueuePairId, stream: StreamId, rest: Outgoing) {
+        self.store.queue_pairs[queue_pair].outgoing.push_back(rest);
         self.wait_for_slot(stream);
     }
 
     /// Sends the first `len` bytes of a slot as a part of a message.
     fn send_part(
         &mut self,
-        lane: LaneId,
+        queue_pair: QueuePairId,
         slot: u16,
         room: &mut MessageRoom,
         len: u32,
         last: Option<u32>,
     ) -> Result<(), SendError> {
-        match self.store.lanes[lane].shard.commit_part(room, len, last) {
-            Ok(header) => Ok(self.transmit(lane, slot, &header)?),
+        match self.store.queue_pairs[queue_pair]
+            .shard
+            .commit_part(room, len, last)
+        {
+            Ok(header) => Ok(self.transmit(queue_pair, slot, &header)?),
             Err(error) => {
-                self.store.lanes[lane].tx.put_back(slot);
+                self.store.queue_pairs[queue_pair].tx.put_back(slot);
                 Err(match error {
                     CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
                     // Nobody else sends while one is kept.
@@ -117,24 +124,24 @@ impl Driver {
     }
 
     /// Sends what was kept, as far as there are slots. Connections take turns by message.
-    pub(super) fn send_kept(&mut self, lane: LaneId) {
-        while let Some(mut kept) = self.store.lanes[lane].outgoing.pop_front() {
+    pub(super) fn send_kept(&mut self, queue_pair: QueuePairId) {
+        while let Some(mut kept) = self.store.queue_pairs[queue_pair].outgoing.pop_front() {
             // What goes wrong here goes wrong again in the next turn, which says so.
-            let most = self.store.lanes[lane].slots.tx_data.len() as usize;
+            let most = self.store.queue_pairs[queue_pair].slots.tx_data.len() as usize;
             let len = kept.left().len().min(most);
-            let Ok(Some(slot)) = self.store.lanes[lane].tx.data_slot(len as u32) else {
-                self.store.lanes[lane].outgoing.push_front(kept);
+            let Ok(Some(slot)) = self.store.queue_pairs[queue_pair].tx.data_slot(len as u32) else {
+                self.store.queue_pairs[queue_pair].outgoing.push_front(kept);
                 return;
             };
-            let slots = &self.store.lanes[lane].slots;
+            let slots = &self.store.queue_pairs[queue_pair].slots;
             let bytes = kept.left().get(..len).unwrap_or(&[]);
             slots.memory.write(slots.tx_data.pieces(slot), 0, bytes);
             let last = kept.end(len);
-            let sent = self.send_part(lane, slot, &mut kept.room, len as u32, last);
+            let sent = self.send_part(queue_pair, slot, &mut kept.room, len as u32, last);
             kept.advance(len);
             // A connection that has ended needs the rest no more.
             if sent.is_ok() && last.is_none() {
-                self.store.lanes[lane].outgoing.push_front(kept);
+                self.store.queue_pairs[queue_pair].outgoing.push_front(kept);
             }
         }
     }

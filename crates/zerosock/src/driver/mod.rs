@@ -47,7 +47,6 @@ mod frontend;
 #[cfg(test)]
 mod hostile_tests;
 mod intake;
-mod lanes;
 mod link;
 mod loans;
 mod message_loans;
@@ -57,6 +56,7 @@ pub(crate) mod messages;
 mod moving;
 #[cfg(test)]
 mod moving_tests;
+mod queue_pairs;
 mod queues;
 mod setup;
 mod store;
@@ -88,9 +88,9 @@ pub use zerosock_proto::{Address, Cid, Port};
 use crate::io::deadline::earlier;
 use crate::table::sockets::Sockets;
 use datagrams::Datagrams;
-use lanes::{Lane, LaneId, RxSlot};
 use link::{Doorbells, EVENT, Link};
 use loans::Loans;
+use queue_pairs::{QueuePair, QueuePairId, RxSlot};
 use queues::EventQueue;
 use store::Buffers;
 use watch::Watch;
@@ -141,7 +141,7 @@ struct Listener {
     buffer: Option<u32>,
     waiting: VecDeque<StreamId>,
     /// Connections in `waiting` not told of yet.
-    untold: usize,
+    unreported: usize,
 }
 
 impl Driver {
@@ -190,9 +190,9 @@ impl Driver {
     pub fn turn(&mut self) -> Result<bool, DriverError> {
         self.store.check()?;
         let mut busy = false;
-        for lane in self.store.lanes.ids() {
-            if self.wants_slots(lane) || self.store.lanes[lane].tx.is_low() {
-                busy |= self.store.lanes[lane].tx.reap()?;
+        for queue_pair in self.store.queue_pairs.ids() {
+            if self.wants_slots(queue_pair) || self.store.queue_pairs[queue_pair].tx.is_low() {
+                busy |= self.store.queue_pairs[queue_pair].tx.reap()?;
                 self.land();
             }
         }
@@ -227,46 +227,51 @@ impl Driver {
     #[inline]
     fn has_arrivals(&self) -> bool {
         let arrivals = |id| {
-            let lane = &self.store.lanes[id];
-            (lane.rx.has_used() && !self.is_blocked(id))
-                || (lane.wants_slots() && lane.tx.has_used())
+            let queue_pair = &self.store.queue_pairs[id];
+            (queue_pair.rx.has_used() && !self.is_blocked(id))
+                || (queue_pair.wants_slots() && queue_pair.tx.has_used())
         };
-        self.store.lanes.ids().any(arrivals) || self.event_queue.has_used() || self.has_landed()
+        self.store.queue_pairs.ids().any(arrivals)
+            || self.event_queue.has_used()
+            || self.has_landed()
     }
 
     /// Whether the protocol core has something to tell.
     #[inline]
     fn has_core_events(&self) -> bool {
-        let mut lanes = self.store.lanes.iter();
-        lanes.any(|lane| lane.shard.has_events())
+        let mut queue_pairs = self.store.queue_pairs.iter();
+        queue_pairs.any(|queue_pair| queue_pair.shard.has_events())
     }
 
     /// Whether packets have to wait in the ring.
     #[inline]
-    fn is_blocked(&self, lane: LaneId) -> bool {
-        self.store.lanes[lane].shard.is_backlogged() || !self.sockets.has_room(lane.pool())
+    fn is_blocked(&self, queue_pair: QueuePairId) -> bool {
+        self.store.queue_pairs[queue_pair].shard.is_backlogged()
+            || !self.sockets.has_room(queue_pair.pool())
     }
 
-    /// Whether something waits for transmit slots of a lane.
+    /// Whether something waits for transmit slots of a queue_pair.
     #[inline]
-    fn wants_slots(&self, lane: LaneId) -> bool {
-        let datagrams = lane == LaneId::FIRST && self.datagrams.want_slots();
-        datagrams || self.store.lanes[lane].wants_slots()
+    fn wants_slots(&self, queue_pair: QueuePairId) -> bool {
+        let datagrams = queue_pair == QueuePairId::FIRST && self.datagrams.want_slots();
+        datagrams || self.store.queue_pairs[queue_pair].wants_slots()
     }
 
     /// When a turn has something to do of itself.
     fn next_due(&self) -> Option<Instant> {
-        let lanes = self.store.lanes.iter();
-        let core = lanes.filter_map(|lane| lane.shard.poll_timeout()).min();
+        let queue_pairs = self.store.queue_pairs.iter();
+        let core = queue_pairs
+            .filter_map(|queue_pair| queue_pair.shard.poll_timeout())
+            .min();
         let streams = earlier(core, self.sockets.next_timeout());
         earlier(streams, self.datagrams.next_due())
     }
 
     fn handle_timeout(&mut self, now: Instant) {
         self.sockets.handle_timeout(now, &mut self.store);
-        for lane in self.store.lanes.iter_mut() {
-            if lane.shard.poll_timeout().is_some_and(|at| at <= now) {
-                lane.shard.handle_timeout(now);
+        for queue_pair in self.store.queue_pairs.iter_mut() {
+            if queue_pair.shard.poll_timeout().is_some_and(|at| at <= now) {
+                queue_pair.shard.handle_timeout(now);
             }
         }
         self.datagrams.handle_timeout(now);
@@ -276,9 +281,9 @@ impl Driver {
     #[cold]
     fn shed(&mut self) {
         for stream in self.sockets.overfull() {
-            if let Some((lane, flow)) = self.flow_of(stream) {
+            if let Some((queue_pair, flow)) = self.flow_of(stream) {
                 // A flow that ended meanwhile needs no reset.
-                let _ = self.store.lanes[lane].shard.reset(flow);
+                let _ = self.store.queue_pairs[queue_pair].shard.reset(flow);
             }
             self.sockets.give_up(stream, &mut self.store);
         }
@@ -307,9 +312,9 @@ impl Driver {
             self.gone_seen = true;
             let now = self.now();
             self.take_last(now);
-            for lane in self.store.lanes.iter_mut() {
-                lane.shard.handle_transport_reset(now);
-                lane.gathered.clear();
+            for queue_pair in self.store.queue_pairs.iter_mut() {
+                queue_pair.shard.handle_transport_reset(now);
+                queue_pair.gathered.clear();
             }
             self.take_core_events(now);
             self.datagrams.reset(self.cid);
@@ -320,12 +325,13 @@ impl Driver {
     /// peer's last words and its end. That is a queue at most, also of one that keeps our memory and
     /// goes on. What goes wrong here goes wrong again in the next turn, which says so.
     fn take_last(&mut self, now: Instant) {
-        let slots = usize::from(self.config.slots()) * self.store.lanes.len();
+        let slots = usize::from(self.config.slots()) * self.store.queue_pairs.len();
         let end = self.stats.rx_packets + slots as u64;
         loop {
             // What nobody has read makes room, as a copy.
-            for lane in self.store.lanes.ids() {
-                self.sockets.recall(lane.pool(), false, &mut self.store);
+            for queue_pair in self.store.queue_pairs.ids() {
+                self.sockets
+                    .recall(queue_pair.pool(), false, &mut self.store);
             }
             if !self.take_packets(now).unwrap_or(false) || self.stats.rx_packets >= end {
                 break;
@@ -336,24 +342,27 @@ impl Driver {
 
     /// Shows the device what is queued, without taking anything in.
     pub fn flush(&mut self) {
-        let speaks = |lane: &Lane| lane.shard.has_transmit();
-        let control = self.store.lanes.iter().any(speaks);
+        let speaks = |queue_pair: &QueuePair| queue_pair.shard.has_transmit();
+        let control = self.store.queue_pairs.iter().any(speaks);
         if control || self.datagrams.inboxes.table.has_control() {
             let now = self.now();
             // What goes wrong here goes wrong again in the next turn, which says so.
             let _ = self.transmit_control(now);
             let _ = self.transmit_words(now);
         }
-        for id in self.store.lanes.ids() {
-            let lane = &mut self.store.lanes[id];
+        for id in self.store.queue_pairs.ids() {
+            let queue_pair = &mut self.store.queue_pairs[id];
             // What is sent first: each publishing waits until its stores have reached the device,
             // and nobody waits for buffers as he does for bytes.
-            for (queue, ring) in [(id.tx(), lane.tx.publish()), (id.rx(), lane.rx.publish())] {
+            for (queue, ring) in [
+                (id.tx(), queue_pair.tx.publish()),
+                (id.rx(), queue_pair.rx.publish()),
+            ] {
                 self.stats.kicks += u64::from(self.bells.kick_if(ring, queue));
             }
-            if self.store.lanes[id].blocked && self.armed && !self.is_blocked(id) {
+            if self.store.queue_pairs[id].blocked && self.armed && !self.is_blocked(id) {
                 // Whoever sleeps does not know of packets that can be taken in now.
-                self.store.lanes[id].blocked = false;
+                self.store.queue_pairs[id].blocked = false;
                 self.watch.wake();
             }
         }
@@ -367,19 +376,19 @@ impl Driver {
         // What came back with a look for a free slot brings no call any more.
         let mut more = self.land();
         more |= self.event_queue.want_calls(true);
-        for id in self.store.lanes.ids() {
+        for id in self.store.queue_pairs.ids() {
             let blocked = self.is_blocked(id);
-            let lane = &mut self.store.lanes[id];
-            lane.blocked = blocked;
+            let queue_pair = &mut self.store.queue_pairs[id];
+            queue_pair.blocked = blocked;
             // What may not be taken in must not keep anybody awake.
-            more |= !blocked && lane.rx.want_calls(true);
-            let datagrams = (id == LaneId::FIRST).then_some(&self.datagrams);
-            if lane.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
-                more |= lane.tx.want_calls(true);
+            more |= !blocked && queue_pair.rx.want_calls(true);
+            let datagrams = (id == QueuePairId::FIRST).then_some(&self.datagrams);
+            if queue_pair.wants_slots() || datagrams.is_some_and(Datagrams::want_a_slot) {
+                more |= queue_pair.tx.want_calls(true);
             } else if let Some(datagrams) = datagrams
                 && let Some(packets) = datagrams.packets_until_named()
             {
-                more |= lane.tx.want_call_after(packets);
+                more |= queue_pair.tx.want_call_after(packets);
             }
         }
         more
@@ -389,9 +398,9 @@ impl Driver {
     fn want_no_calls(&mut self) {
         self.armed = false;
         self.event_queue.want_calls(false);
-        for lane in self.store.lanes.iter_mut() {
-            lane.rx.want_calls(false);
-            lane.tx.want_calls(false);
+        for queue_pair in self.store.queue_pairs.iter_mut() {
+            queue_pair.rx.want_calls(false);
+            queue_pair.tx.want_calls(false);
         }
     }
 
@@ -411,28 +420,35 @@ impl Driver {
 
     /// Packets that the protocol core wants out, while there are slots.
     fn transmit_control(&mut self, now: Instant) -> Result<(), DriverError> {
-        for lane in self.store.lanes.ids() {
-            self.transmit_control_of(lane, now)?;
+        for queue_pair in self.store.queue_pairs.ids() {
+            self.transmit_control_of(queue_pair, now)?;
         }
         Ok(())
     }
 
-    fn transmit_control_of(&mut self, lane: LaneId, now: Instant) -> Result<(), DriverError> {
-        while self.store.lanes[lane].shard.has_transmit() {
-            let Some(slot) = self.store.lanes[lane].tx.control_slot()? else {
+    fn transmit_control_of(
+        &mut self,
+        queue_pair: QueuePairId,
+        now: Instant,
+    ) -> Result<(), DriverError> {
+        while self.store.queue_pairs[queue_pair].shard.has_transmit() {
+            let Some(slot) = self.store.queue_pairs[queue_pair].tx.control_slot()? else {
                 break;
             };
             // Payload that the core has waits for slots of its own.
-            match self.store.lanes[lane].shard.poll_transmit(now, 0) {
-                Some(transmit) => self.transmit(lane, slot, &transmit.header)?,
+            match self.store.queue_pairs[queue_pair]
+                .shard
+                .poll_transmit(now, 0)
+            {
+                Some(transmit) => self.transmit(queue_pair, slot, &transmit.header)?,
                 None => {
-                    self.store.lanes[lane].tx.put_back(slot);
+                    self.store.queue_pairs[queue_pair].tx.put_back(slot);
                     break;
                 }
             }
         }
-        if self.store.lanes[lane].shard.has_data() {
-            self.send_gathered(lane, now)?;
+        if self.store.queue_pairs[queue_pair].shard.has_data() {
+            self.send_gathered(queue_pair, now)?;
         }
         Ok(())
     }
@@ -440,8 +456,13 @@ impl Driver {
     /// Writes the header into slot `slot` and queues the packet; its payload,
     /// if it has any, lies in the slot already.
     #[inline]
-    fn transmit(&mut self, lane: LaneId, slot: u16, repr: &Repr) -> Result<(), DriverError> {
-        self.store.lanes[lane].send(slot, repr)?;
+    fn transmit(
+        &mut self,
+        queue_pair: QueuePairId,
+        slot: u16,
+        repr: &Repr,
+    ) -> Result<(), DriverError> {
+        self.store.queue_pairs[queue_pair].send(slot, repr)?;
         self.count_sent(repr);
         Ok(())
     }
@@ -455,24 +476,24 @@ impl Driver {
     /// Tells those who wait for a slot that there are some.
     fn tell_of_slots(&mut self) {
         self.tell_of_datagram_slots();
-        for lane in self.store.lanes.ids() {
-            self.tell_of_slots_in(lane);
+        for queue_pair in self.store.queue_pairs.ids() {
+            self.tell_of_slots_in(queue_pair);
         }
     }
 
-    fn tell_of_slots_in(&mut self, lane: LaneId) {
-        let of = &self.store.lanes[lane];
+    fn tell_of_slots_in(&mut self, queue_pair: QueuePairId) {
+        let of = &self.store.queue_pairs[queue_pair];
         let waits = !of.waiters.is_empty() || !of.outgoing.is_empty();
         if !waits || !of.tx.has_data_slot() {
             return;
         }
         if !of.outgoing.is_empty() {
-            self.send_kept(lane);
-            if !self.store.lanes[lane].outgoing.is_empty() {
+            self.send_kept(queue_pair);
+            if !self.store.queue_pairs[queue_pair].outgoing.is_empty() {
                 return;
             }
         }
-        let waiters = &mut self.store.lanes[lane].waiters;
+        let waiters = &mut self.store.queue_pairs[queue_pair].waiters;
         self.sockets.tell_of_room(waiters);
     }
 
@@ -516,26 +537,33 @@ impl Drop for Driver {
     /// sees us gone. One that does not get to it in time is left alone.
     fn drop(&mut self) {
         let give_up = time::Instant::now() + LINGER;
-        let is_busy =
-            |lane: &Lane| lane.tx.is_busy() || !lane.outgoing.is_empty() || lane.shard.has_data();
-        for lane in self.store.lanes.iter_mut() {
-            for flow in lane.gathered.flows() {
-                lane.shard.let_go(flow);
+        let is_busy = |queue_pair: &QueuePair| {
+            queue_pair.tx.is_busy()
+                || !queue_pair.outgoing.is_empty()
+                || queue_pair.shard.has_data()
+        };
+        for queue_pair in self.store.queue_pairs.iter_mut() {
+            for flow in queue_pair.gathered.flows() {
+                queue_pair.shard.let_go(flow);
             }
         }
         while self.link.is_some()
-            && self.store.lanes.iter().any(is_busy)
+            && self.store.queue_pairs.iter().any(is_busy)
             && time::Instant::now() < give_up
         {
             self.flush();
             let mut returned = false;
-            for lane in self.store.lanes.iter_mut() {
-                returned |= lane.tx.reap().unwrap_or(true);
+            for queue_pair in self.store.queue_pairs.iter_mut() {
+                returned |= queue_pair.tx.reap().unwrap_or(true);
             }
             self.tell_of_slots();
-            let lanes = self.store.lanes.iter_mut();
+            let queue_pairs = self.store.queue_pairs.iter_mut();
             // All of them are to be asked.
-            if returned || lanes.fold(false, |more, lane| lane.tx.want_calls(true) | more) {
+            if returned
+                || queue_pairs.fold(false, |more, queue_pair| {
+                    queue_pair.tx.want_calls(true) | more
+                })
+            {
                 continue;
             }
             match self.watch.sleep(Some(give_up)) {

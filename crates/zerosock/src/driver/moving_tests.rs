@@ -24,11 +24,11 @@ fn connect(driver: &mut Driver, peer: &mut Peer, pair: u16) -> StreamId {
     let mut ports = (5000..).map(Port::new);
     let fits = |port: &Port| {
         let local = Address::new(super::bare::CID, *port);
-        let lanes = &driver.store.lanes;
+        let queue_pairs = &driver.store.queue_pairs;
         three.of_flow(*port, SERVER) == pair
-            && !lanes
+            && !queue_pairs
                 .iter()
-                .any(|lane| lane.shard.is_connected(local, SERVER))
+                .any(|queue_pair| queue_pair.shard.is_connected(local, SERVER))
     };
     let port = ports.find(fits).unwrap();
     let id = Engine::connect(driver, port, SERVER, SocketType::Stream).unwrap();

@@ -12,9 +12,9 @@ use zerosock_ring::DriverLayout;
 
 use super::arena::Arena;
 use super::datagrams::Datagrams;
-use super::lanes::{Lane, LaneId, Lanes};
 use super::link::{AttachError, Doorbells, EVENT, Link};
 use super::loans::Loans;
+use super::queue_pairs::{QueuePair, QueuePairId, QueuePairSet};
 use super::queues::{EventQueue, RxQueue, TxQueue};
 use super::store::Buffers;
 use super::watch::Watch;
@@ -74,10 +74,10 @@ impl Driver {
         let mut datagrams = Datagrams::new(cid, words.capacity());
         datagrams.negotiated(link.datagrams, link.datagram_flow);
         let mut sockets = Sockets::new(Arc::new(words), HOLD, MOST_COPIED);
-        let mut lanes = Vec::new();
+        let mut queue_pairs = Vec::new();
         for slots in slots {
-            let lane = LaneId::of_pool(sockets.add_pool(config.slots().into()));
-            let (rx, tx) = (arena.rings[lane.rx()], arena.rings[lane.tx()]);
+            let queue_pair = QueuePairId::of_pool(sockets.add_pool(config.slots().into()));
+            let (rx, tx) = (arena.rings[queue_pair.rx()], arena.rings[queue_pair.tx()]);
             let mut rx = RxQueue::new(&slots, rx, link.event_idx)?;
             let tx = TxQueue::new(&slots, tx, link.event_idx)?;
             // Posted before the device looks for the first time: no kick is owed
@@ -85,18 +85,22 @@ impl Driver {
             let _ = rx.publish();
             let mut shard = new_shard(&config, cid, &ports);
             link.agree(&mut shard);
-            lanes.push(Lane::new(rx, tx, slots, shard));
+            queue_pairs.push(QueuePair::new(rx, tx, slots, shard));
         }
         let _ = event_queue.publish();
         start(&mut link, &arena, &bells)?;
-        let mut lanes = lanes.into_iter();
+        let mut queue_pairs = queue_pairs.into_iter();
         // There is one at least.
-        let first = lanes.next().ok_or(AttachError::Missing("a queue pair"))?;
-        let lanes = Lanes::new(first, lanes.collect());
-        lanes.ids().for_each(|lane| bells.kick(lane.rx()));
+        let first = queue_pairs
+            .next()
+            .ok_or(AttachError::Missing("a queue pair"))?;
+        let queue_pairs = QueuePairSet::new(first, queue_pairs.collect());
+        queue_pairs
+            .ids()
+            .for_each(|queue_pair| bells.kick(queue_pair.rx()));
         bells.kick(EVENT);
         Ok(Driver {
-            store: Buffers::new(arena, lanes),
+            store: Buffers::new(arena, queue_pairs),
             sockets,
             loans,
             datagrams,
@@ -137,8 +141,8 @@ impl Driver {
         let bases = self.used_indices();
         link.start(&self.store.arena, &self.bells, &bases)?;
         self.bells.kick_all();
-        for lane in self.store.lanes.iter_mut() {
-            link.agree(&mut lane.shard);
+        for queue_pair in self.store.queue_pairs.iter_mut() {
+            link.agree(&mut queue_pair.shard);
         }
         self.datagrams
             .negotiated(link.datagrams, link.datagram_flow);

@@ -1,4 +1,4 @@
-//! What the driver's connections hold their received bytes in: the receive slots of each lane, and
+//! What the driver's connections hold their received bytes in: the receive slots of each queue_pair, and
 //! the shard of the protocol core that gives credit for them.
 //!
 //! What must hold: a slot that a connection gives back is posted at once, to the place in the ring
@@ -11,14 +11,14 @@ use zerosock_proto::vsock::FlowId;
 use zerosock_ring::{AddError, Memory, Piece};
 
 use super::arena::Arena;
-use super::lanes::{LaneId, Lanes, RxSlot};
+use super::queue_pairs::{QueuePairId, QueuePairSet, RxSlot};
 use crate::table::sockets::Store;
 
 /// See the module. Apart from the connections, because they call it while they change.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     pub(super) arena: Arena,
-    pub(super) lanes: Lanes,
+    pub(super) queue_pairs: QueuePairSet,
     /// Receive buffers are kept from the device: for tests of what it does then.
     withhold: bool,
     withheld: Vec<RxSlot>,
@@ -27,10 +27,10 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
-    pub(super) fn new(arena: Arena, lanes: Lanes) -> Buffers {
+    pub(super) fn new(arena: Arena, queue_pairs: QueuePairSet) -> Buffers {
         Buffers {
             arena,
-            lanes,
+            queue_pairs,
             withhold: false,
             withheld: Vec::new(),
             fault: None,
@@ -66,14 +66,17 @@ impl Store for Buffers {
 
     #[inline]
     fn pieces<'a>(&'a self, token: &'a RxSlot) -> &'a [Piece] {
-        self.lanes[token.lane].slots.rx_data.pieces(token.slot)
+        self.queue_pairs[token.queue_pair]
+            .slots
+            .rx_data
+            .pieces(token.slot)
     }
 
     #[inline]
     fn release(&mut self, token: RxSlot) {
         if self.withhold {
             self.withheld.push(token);
-        } else if let Err(error) = self.lanes[token.lane].rx.post(token.slot) {
+        } else if let Err(error) = self.queue_pairs[token.queue_pair].rx.post(token.slot) {
             self.fault = Some(error);
         }
     }
@@ -81,12 +84,14 @@ impl Store for Buffers {
     #[inline]
     fn consumed(&mut self, pool: u32, flow: FlowId, bytes: u32) {
         // A flow that ended meanwhile wants no credit.
-        let _ = self.lanes[LaneId::of_pool(pool)].shard.consume(flow, bytes);
+        let _ = self.queue_pairs[QueuePairId::of_pool(pool)]
+            .shard
+            .consume(flow, bytes);
     }
 
     fn consumed_empty(&mut self, pool: u32, flow: FlowId, messages: u16) {
         // As above.
-        let shard = &mut self.lanes[LaneId::of_pool(pool)].shard;
+        let shard = &mut self.queue_pairs[QueuePairId::of_pool(pool)].shard;
         let _ = shard.consume_empty(flow, messages);
     }
 }

@@ -9,7 +9,7 @@ use zerosock_proto::wire::vsock::{Op, SocketType};
 
 use super::bare::{Peer, SERVER, connect, pair};
 use super::{Driver, IDLE_TURNS, StreamId, StreamState};
-use crate::table::engine::{Engine, RecvFault, SendFault, Stirred};
+use crate::table::engine::{Engine, ReadySource, RecvFault, SendFault};
 use crate::table::sockets::Place;
 
 /// 32 slots each way.
@@ -149,14 +149,14 @@ fn a_device_that_hangs_up_resets_all_and_ends_the_endpoint() {
     peer.say(Op::Rw, b"last");
     Engine::turn(&mut driver).unwrap();
     let loan = Engine::loan(&mut driver, id, 8).unwrap();
-    assert_eq!(driver.next_stirred(), Some(Stirred::Conn(id)));
+    assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
     assert!(!Engine::arm(&mut driver));
     driver.watch.forget().unwrap();
     peer.socket = None;
     assert!(is_told(&driver));
     driver.disarm();
     assert!(!driver.is_attached());
-    assert_eq!(driver.next_stirred(), Some(Stirred::Conn(id)));
+    assert_eq!(driver.next_stirred(), Some(ReadySource::Conn(id)));
     assert_eq!(driver.state(id), Some(StreamState::Reset));
     let mut out = [0; 8];
     assert_eq!(driver.read(id, &mut out, false), Ok(4));

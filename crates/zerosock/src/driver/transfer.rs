@@ -10,7 +10,7 @@ use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMAL
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
-use super::lanes::LaneId;
+use super::queue_pairs::QueuePairId;
 use super::{StreamId, StreamState};
 
 /// Room in a transmit buffer that the device will read in place: fill it with
@@ -20,7 +20,7 @@ use super::{StreamId, StreamState};
 #[must_use = "a loan that is neither committed nor cancelled keeps a buffer and credit"]
 pub struct Loan {
     pub(super) stream: StreamId,
-    pub(super) lane: LaneId,
+    pub(super) queue_pair: QueuePairId,
     pub(super) slot: u16,
     pub(super) len: u32,
     pub(super) reservation: Reservation,
@@ -47,14 +47,14 @@ impl Driver {
         self.borrow_slot(stream, flow, max)
     }
 
-    /// The lane and the flow that a connection sends by.
+    /// The queue_pair and the flow that a connection sends by.
     #[inline]
-    pub(super) fn sendable(&self, stream: StreamId) -> Result<(LaneId, FlowId), SendError> {
+    pub(super) fn sendable(&self, stream: StreamId) -> Result<(QueuePairId, FlowId), SendError> {
         let entry = self.sockets.get(stream).ok_or(SendError::Unknown)?;
         match (entry.state, entry.flow) {
-            _ if entry.finished || entry.peer_deaf => Err(SendError::ShutDown),
+            _ if entry.send_shutdown || entry.peer_recv_shutdown => Err(SendError::ShutDown),
             (StreamState::Connecting, _) => Err(SendError::NotConnected),
-            (StreamState::Connected, Some(flow)) => Ok((LaneId::of_pool(entry.pool), flow)),
+            (StreamState::Connected, Some(flow)) => Ok((QueuePairId::of_pool(entry.pool), flow)),
             (StreamState::Finished, _) => Err(SendError::ShutDown),
             _ => Err(SendError::Reset),
         }
@@ -65,10 +65,10 @@ impl Driver {
     pub(super) fn borrow_slot(
         &mut self,
         stream: StreamId,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         max: u32,
     ) -> Result<Loan, SendError> {
-        let Some(slot) = self.store.lanes[lane]
+        let Some(slot) = self.store.queue_pairs[queue_pair]
             .tx
             .data_slot(max)
             .map_err(DriverError::from)?
@@ -76,16 +76,16 @@ impl Driver {
             self.wait_for_slot(stream);
             return Err(SendError::WouldBlock);
         };
-        match self.reserve((lane, flow), max) {
+        match self.reserve((queue_pair, flow), max) {
             Ok(reservation) => Ok(Loan {
                 stream,
-                lane,
+                queue_pair,
                 slot,
                 len: reservation.len(),
                 reservation,
             }),
             Err(error) => {
-                self.store.lanes[lane].tx.put_back(slot);
+                self.store.queue_pairs[queue_pair].tx.put_back(slot);
                 Err(error)
             }
         }
@@ -95,8 +95,8 @@ impl Driver {
     #[cold]
     pub(super) fn wait_for_slot(&mut self, stream: StreamId) {
         if let Some(entry) = self.sockets.get(stream) {
-            let lane = LaneId::of_pool(entry.pool);
-            let waiters = &mut self.store.lanes[lane].waiters;
+            let queue_pair = QueuePairId::of_pool(entry.pool);
+            let waiters = &mut self.store.queue_pairs[queue_pair].waiters;
             self.sockets.wait_for_room(stream, waiters);
         }
     }
@@ -105,22 +105,22 @@ impl Driver {
     #[inline]
     pub(super) fn reserve(
         &mut self,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         max: u32,
     ) -> Result<Reservation, SendError> {
-        let max = max.min(self.store.lanes[lane].slots.tx_data.len());
-        let mut result = self.store.lanes[lane].shard.reserve(flow, max);
+        let max = max.min(self.store.queue_pairs[queue_pair].slots.tx_data.len());
+        let mut result = self.store.queue_pairs[queue_pair].shard.reserve(flow, max);
         if matches!(result, Err(ReserveError::NoCredit)) {
             // Small sends that wait for others go first, and at once.
-            self.store.lanes[lane].shard.let_go(flow);
+            self.store.queue_pairs[queue_pair].shard.let_go(flow);
         }
         if matches!(result, Err(ReserveError::NoCredit))
-            && self.store.lanes[lane].shard.has_transmit()
+            && self.store.queue_pairs[queue_pair].shard.has_transmit()
         {
             // Perhaps there is credit, but a RESPONSE must not be overtaken by the data behind it.
             let now = self.now();
-            self.transmit_control_of(lane, now)?;
-            result = self.store.lanes[lane].shard.reserve(flow, max);
+            self.transmit_control_of(queue_pair, now)?;
+            result = self.store.queue_pairs[queue_pair].shard.reserve(flow, max);
         }
         result.map_err(refused)
     }
@@ -129,7 +129,7 @@ impl Driver {
     pub fn fill(&mut self, loan: &Loan, offset: u32, bytes: &[u8]) -> usize {
         let room = loan.len.saturating_sub(offset) as usize;
         let bytes = &bytes[..bytes.len().min(room)];
-        let slots = &self.store.lanes[loan.lane].slots;
+        let slots = &self.store.queue_pairs[loan.queue_pair].slots;
         slots
             .memory
             .write(slots.tx_data.pieces(loan.slot), offset as usize, bytes)
@@ -145,7 +145,7 @@ impl Driver {
             self.cancel(loan);
             return Ok(());
         }
-        self.send_slot(loan.lane, loan.slot, loan.reservation, len)
+        self.send_slot(loan.queue_pair, loan.slot, loan.reservation, len)
     }
 
     /// Sends the first `len` bytes of a slot, which is free again when the device has read it, or
@@ -153,15 +153,18 @@ impl Driver {
     #[inline]
     pub(super) fn send_slot(
         &mut self,
-        lane: LaneId,
+        queue_pair: QueuePairId,
         slot: u16,
         reservation: Reservation,
         len: u32,
     ) -> Result<(), SendError> {
-        match self.store.lanes[lane].shard.commit(reservation, len, 0) {
-            Ok(header) => Ok(self.transmit(lane, slot, &header)?),
+        match self.store.queue_pairs[queue_pair]
+            .shard
+            .commit(reservation, len, 0)
+        {
+            Ok(header) => Ok(self.transmit(queue_pair, slot, &header)?),
             Err(error) => {
-                self.store.lanes[lane].tx.put_back(slot);
+                self.store.queue_pairs[queue_pair].tx.put_back(slot);
                 Err(match error {
                     CommitError::Shutdown | CommitError::PeerShutdown => SendError::ShutDown,
                     _ => SendError::Reset,
@@ -172,9 +175,9 @@ impl Driver {
 
     /// Gives a loan back unsent.
     pub fn cancel(&mut self, loan: Loan) {
-        let lane = &mut self.store.lanes[loan.lane];
-        lane.shard.cancel(loan.reservation);
-        lane.tx.put_back(loan.slot);
+        let queue_pair = &mut self.store.queue_pairs[loan.queue_pair];
+        queue_pair.shard.cancel(loan.reservation);
+        queue_pair.tx.put_back(loan.slot);
     }
 
     /// Sends as many of `bytes` as there is room for now, in packets as long
@@ -204,10 +207,10 @@ impl Driver {
     fn send_packet(
         &mut self,
         stream: StreamId,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         bytes: &[u8],
     ) -> Result<usize, SendError> {
-        let of = &mut self.store.lanes[lane];
+        let of = &mut self.store.queue_pairs[queue_pair];
         let most = of.slots.tx_data.len();
         let want = most.min(u32::try_from(bytes.len()).unwrap_or(most));
         let Some(slot) = of.tx.data_slot(want).map_err(DriverError::from)? else {
@@ -230,7 +233,7 @@ impl Driver {
             }
             Err(error) => {
                 of.tx.put_back(slot);
-                self.send_again(stream, (lane, flow), bytes, error)
+                self.send_again(stream, (queue_pair, flow), bytes, error)
             }
         }
     }
@@ -240,28 +243,30 @@ impl Driver {
     fn send_again(
         &mut self,
         stream: StreamId,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         bytes: &[u8],
         error: ReserveError,
     ) -> Result<usize, SendError> {
         if error == ReserveError::HeldBack {
-            return self.gather(stream, (lane, flow), bytes);
+            return self.gather(stream, (queue_pair, flow), bytes);
         }
-        if error != ReserveError::NoCredit || !self.store.lanes[lane].shard.has_transmit() {
+        if error != ReserveError::NoCredit
+            || !self.store.queue_pairs[queue_pair].shard.has_transmit()
+        {
             return Err(refused(error));
         }
-        self.send_alone(stream, (lane, flow), bytes)
+        self.send_alone(stream, (queue_pair, flow), bytes)
     }
 
     /// Sends one packet of as many of `bytes` as there is room for, however few.
     fn send_alone(
         &mut self,
         stream: StreamId,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         bytes: &[u8],
     ) -> Result<usize, SendError> {
         let want = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        let loan = self.borrow_slot(stream, (lane, flow), want)?;
+        let loan = self.borrow_slot(stream, (queue_pair, flow), want)?;
         let filled = self.fill(&loan, 0, bytes);
         self.commit(loan, filled as u32)?;
         Ok(filled)
@@ -271,8 +276,10 @@ impl Driver {
     /// ours unread: until they are 2 KiB, the peer has read, or for some milliseconds in which turns
     /// are to be taken. At first each is a packet of its own.
     pub fn set_coalesces(&mut self, stream: StreamId, coalesces: bool) {
-        if let Some((lane, flow)) = self.flow_of(stream) {
-            self.store.lanes[lane].shard.set_coalesces(flow, coalesces);
+        if let Some((queue_pair, flow)) = self.flow_of(stream) {
+            self.store.queue_pairs[queue_pair]
+                .shard
+                .set_coalesces(flow, coalesces);
         }
     }
 
@@ -281,21 +288,21 @@ impl Driver {
     fn gather(
         &mut self,
         stream: StreamId,
-        (lane, flow): (LaneId, FlowId),
+        (queue_pair, flow): (QueuePairId, FlowId),
         bytes: &[u8],
     ) -> Result<usize, SendError> {
-        let of = &mut self.store.lanes[lane];
+        let of = &mut self.store.queue_pairs[queue_pair];
         let Some(taken) = of.gathered.take_in(&mut of.shard, flow, bytes) else {
-            return self.send_alone(stream, (lane, flow), bytes);
+            return self.send_alone(stream, (queue_pair, flow), bytes);
         };
         let now = self.now();
-        let of = &mut self.store.lanes[lane];
+        let of = &mut self.store.queue_pairs[queue_pair];
         if of.shard.poll_timeout().is_some_and(|at| at <= now) {
             // No turn has been taken for as long as it was to wait.
             of.shard.handle_timeout(now);
         }
         if of.shard.has_data() {
-            self.send_gathered(lane, now)?;
+            self.send_gathered(queue_pair, now)?;
         }
         match taken {
             0 => Err(SendError::WouldBlock),
@@ -305,12 +312,16 @@ impl Driver {
 
     /// Sends what was gathered of connections that wait no longer, while there are slots.
     #[cold]
-    pub(super) fn send_gathered(&mut self, lane: LaneId, now: Instant) -> Result<(), DriverError> {
+    pub(super) fn send_gathered(
+        &mut self,
+        queue_pair: QueuePairId,
+        now: Instant,
+    ) -> Result<(), DriverError> {
         // What follows it, such as the end, goes with it.
-        while self.store.lanes[lane].shard.has_transmit() {
-            let of = &mut self.store.lanes[lane];
+        while self.store.queue_pairs[queue_pair].shard.has_transmit() {
+            let of = &mut self.store.queue_pairs[queue_pair];
             let most = of.slots.tx_data.len();
-            // Who waits for slots is told of some by the lane's having something to send.
+            // Who waits for slots is told of some by the queue_pair's having something to send.
             let Some(slot) = of.tx.data_slot(most.min(SMALL))? else {
                 break;
             };
@@ -325,21 +336,21 @@ impl Driver {
                 });
                 of.shard.handle_released(span);
             }
-            self.transmit(lane, slot, &packet.header)?;
+            self.transmit(queue_pair, slot, &packet.header)?;
         }
         Ok(())
     }
 
     /// Sends what was gathered of a connection, if there is credit and a slot. Whether nothing is
     /// left.
-    pub(super) fn hurry(&mut self, lane: LaneId, flow: FlowId) -> bool {
-        if self.store.lanes[lane].gathered.has(flow) {
-            self.store.lanes[lane].shard.let_go(flow);
+    pub(super) fn hurry(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
+        if self.store.queue_pairs[queue_pair].gathered.has(flow) {
+            self.store.queue_pairs[queue_pair].shard.let_go(flow);
             let now = self.now();
             // What goes wrong here goes wrong again in the next turn, which says so.
-            let _ = self.send_gathered(lane, now);
+            let _ = self.send_gathered(queue_pair, now);
         }
-        !self.store.lanes[lane].gathered.has(flow)
+        !self.store.queue_pairs[queue_pair].gathered.has(flow)
     }
 
     /// Receives into `out`: at least one byte, or 0 at the end of the stream

@@ -5,7 +5,7 @@ use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::bare::{Peer, connect, pair};
 use super::{Driver, StreamId};
-use crate::table::engine::{Engine, Stirred};
+use crate::table::engine::{Engine, ReadySource};
 
 /// Packets that a turn takes in.
 const TURN: u64 = 256;
@@ -47,7 +47,7 @@ fn a_turn_takes_so_many_packets_and_tells_of_each_connection_once() {
         assert_eq!(taken(&driver) - before, TURN, "round {round}");
         assert_eq!(driver.unread(bulk) + driver.unread(small), TURN as usize);
         let told: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
-        assert_eq!(told, [Stirred::Conn(bulk), Stirred::Conn(small)]);
+        assert_eq!(told, [ReadySource::Conn(bulk), ReadySource::Conn(small)]);
         assert_eq!(driver.read(small, &mut out, false), Ok(1));
         assert_eq!(driver.read(bulk, &mut out, false), Ok(255));
         assert!(driver.pending(), "the rest is still to be taken in");
@@ -100,10 +100,10 @@ fn who_finds_no_slot_has_one_when_another_takes_all_he_can() {
     for _ in 0..20 {
         // What they are told of last time's room is the order in which they come.
         let mut order: Vec<_> = std::iter::from_fn(|| driver.next_stirred()).collect();
-        order.push(Stirred::Conn(bulk));
-        order.push(Stirred::Conn(small));
+        order.push(ReadySource::Conn(bulk));
+        order.push(ReadySource::Conn(small));
         for told in order {
-            if told == Stirred::Conn(small) {
+            if told == ReadySource::Conn(small) {
                 sent += usize::from(driver.write(small, b"x").is_ok());
             } else {
                 while driver.write(bulk, b"x").is_ok() {}

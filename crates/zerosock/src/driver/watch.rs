@@ -92,7 +92,7 @@ impl Watch {
         };
         let mut gone = false;
         let mut timeout = timeout;
-        // No more often than it takes to see everything once: what is raised again meanwhile is news.
+        // No more often than it takes to see everything once: what is raised again meanwhile is ready_flags.
         for _ in 0..=self.watched / EVENTS {
             let mut events = [none; EVENTS];
             let told = match epoll::wait(&self.epoll, &mut events, timeout) {

@@ -17,12 +17,12 @@ use crate::device::program::App;
 use crate::io::deadline::earlier;
 use crate::table::datagrams::DatagramEngine;
 use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
-    SendFault, ShowBounds, Stirred,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+    ReadySource, RecvFault, SendFault, ShowBounds,
 };
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
-use crate::table::sockets::{Copied, LeaseParts, Message, News, NoLease, Sockets, StreamId};
+use crate::table::sockets::{Copied, LeaseParts, Message, NoLease, ReadyFlags, Sockets, StreamId};
 use crate::worker::Worker;
 
 impl Engine for HostEngine {
@@ -43,8 +43,8 @@ impl Engine for HostEngine {
     #[inline]
     fn turn(&mut self) -> Result<bool, EndpointOver> {
         self.looks = self.looks.saturating_add(1);
-        let news = self.find_news();
-        self.work(news)
+        let ready_flags = self.find_news();
+        self.work(ready_flags)
     }
 
     fn flush(&mut self) {
@@ -53,7 +53,7 @@ impl Engine for HostEngine {
 
     #[inline]
     fn settle(&mut self) {
-        self.say_words();
+        self.send_flow_control();
         let mut at = 0;
         while let Some(&vm) = self.touched.get(at) {
             let Worker { devices, app, .. } = &mut self.worker;
@@ -109,15 +109,15 @@ impl Engine for HostEngine {
         self.worker.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<Stirred> {
+    fn next_stirred(&mut self) -> Option<ReadySource> {
         let app = self.worker.app.as_deref_mut()?;
         if let Some(port) = app.next_port() {
-            return Some(Stirred::Port(port));
+            return Some(ReadySource::Port(port));
         }
         if let Some(id) = app.sockets.next_stirred() {
-            return Some(Stirred::Conn(id));
+            return Some(ReadySource::Conn(id));
         }
-        app.inboxes.next_stirred().map(Stirred::Datagram)
+        app.inboxes.next_stirred().map(ReadySource::Datagram)
     }
 
     fn next_timeout(&self) -> Option<StdInstant> {
@@ -147,7 +147,7 @@ impl Engine for HostEngine {
         let (device, mut cx) = self.worker.lend(vm, now);
         let device = device.ok_or(ConnectError::Unreachable)?;
         let id = device.app_connect(from, to, socket_type, &mut cx)?;
-        self.stir(vm);
+        self.mark_ready(vm);
         Ok(id)
     }
 
@@ -216,7 +216,7 @@ impl Engine for HostEngine {
             taken: conn.taken(),
             low_water: conn.low_water(),
             at_end: conn.is_at_end(),
-            peer_deaf: conn.peer_deaf,
+            peer_recv_shutdown: conn.peer_recv_shutdown,
             messages: conn.messages(),
             trusted: self.trust_processes && self.is_process(conn.pool),
         })
@@ -244,17 +244,17 @@ impl Engine for HostEngine {
         let Some(conn) = app.and_then(|app| app.sockets.get_mut(id)) else {
             return;
         };
-        conn.finished |= how.send;
+        conn.send_shutdown |= how.send;
         // Who waits for it on another thread finds that there is nothing to wait for.
         if let Some(app) = self.worker.app.as_deref_mut() {
-            app.sockets.announce(id, News::Writable);
+            app.sockets.announce(id, ReadyFlags::Writable);
         }
         if let Some((vm, flow)) = flow {
             let now = self.worker.clock.now();
             if let Some(device) = self.worker.devices.get_mut(vm) {
                 device.app_shutdown(flow, how, now);
             }
-            self.stir(vm);
+            self.mark_ready(vm);
         }
     }
 

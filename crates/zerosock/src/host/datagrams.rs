@@ -85,7 +85,7 @@ impl HostEngine {
 
     /// Puts words of the flow control that are due into the queues of those whom they are for.
     #[inline]
-    pub(super) fn say_words(&mut self) {
+    pub(super) fn send_flow_control(&mut self) {
         if self
             .app()
             .is_some_and(|app| app.inboxes.table.has_control())
@@ -331,8 +331,8 @@ impl DatagramEngine for HostEngine {
     fn lease(&mut self, id: DatagramId) -> Result<GotLease, RecvFault> {
         if self.app().is_some_and(|app| app.inboxes.is_empty(id)) {
             // What has come is taken in and held.
-            let news = self.find_news();
-            if news {
+            let ready_flags = self.find_news();
+            if ready_flags {
                 let now = self.worker.clock.now();
                 self.now = now;
                 self.worker.turn_devices(now);

@@ -23,7 +23,7 @@ use std::time::Duration;
 use zerosock_proto::vsock::{ConnectError, FlowError, FlowId, Shard};
 use zerosock_proto::{Address, Instant, Port};
 
-use crate::control::Plane;
+use crate::control::ControlPlane;
 use crate::device::app_store::QueueStore;
 use crate::device::placing::SPARE_PORTS;
 use crate::device::program::{App, HostToken};
@@ -46,7 +46,7 @@ const LOOK_EVERY: Duration = Duration::from_micros(100);
 
 /// See the module.
 pub(crate) struct HostEngine {
-    /// Dropped before `plane`, whose thread waits for answers to what it has asked.
+    /// Dropped before `control_plane`, whose thread waits for answers to what it has asked.
     worker: Worker,
     words: Arc<Leases>,
     /// Devices that have something to show.
@@ -65,7 +65,7 @@ pub(crate) struct HostEngine {
     trust_processes: bool,
     /// Where the next look for a datagram begins.
     next_datagram: usize,
-    plane: Plane,
+    control_plane: ControlPlane,
 }
 
 impl HostEngine {
@@ -97,7 +97,7 @@ impl HostEngine {
     }
 
     /// As `touch`, and the device gets a turn.
-    fn stir(&mut self, vm: u32) {
+    fn mark_ready(&mut self, vm: u32) {
         self.touch(vm);
         self.worker.activate(vm);
     }
@@ -138,11 +138,11 @@ impl HostEngine {
             return;
         };
         // Noted beforehand: it may show bytes to somebody who panics.
-        let news = !std::mem::replace(&mut device.touched, true);
-        if news {
+        let ready_flags = !std::mem::replace(&mut device.touched, true);
+        if ready_flags {
             self.touched.push(vm);
         }
-        if !act(&mut app.sockets, &mut device.store()) && news {
+        if !act(&mut app.sockets, &mut device.store()) && ready_flags {
             device.touched = false;
             self.touched.pop();
         }
@@ -227,7 +227,7 @@ impl HostEngine {
     fn sender(&self, id: StreamId) -> Result<(u32, FlowId), SendFault> {
         let app = self.app().ok_or(SendFault::Unknown)?;
         let conn = app.sockets.get(id).ok_or(SendFault::Unknown)?;
-        if conn.finished || conn.peer_deaf {
+        if conn.send_shutdown || conn.peer_recv_shutdown {
             return Err(SendFault::ShutDown);
         }
         match (conn.state, conn.flow) {
@@ -296,7 +296,7 @@ impl HostEngine {
     /// Shows what is queued.
     #[inline]
     fn show(&mut self) {
-        self.say_words();
+        self.send_flow_control();
         while let Some(vm) = self.touched.pop() {
             self.show_one(vm);
         }
@@ -315,8 +315,8 @@ impl HostEngine {
         }
     }
 
-    fn work(&mut self, news: bool) -> Result<bool, EndpointOver> {
-        let mut busy = news;
+    fn work(&mut self, ready_flags: bool) -> Result<bool, EndpointOver> {
+        let mut busy = ready_flags;
         if self.worker.has_messages() {
             busy = true;
             if !self.worker.take_messages() {
@@ -357,23 +357,23 @@ impl HostEngine {
         Ok(any)
     }
 
-    /// The lane of device `vm`'s where a connection begins that the program asks for, and the port
+    /// The queue_pair of device `vm`'s where a connection begins that the program asks for, and the port
     /// that it is from. All of them are this worker's, so that what any of them has is seen.
     fn place(&self, vm: u32, from: Port, to: Address) -> Result<(u32, Port), ConnectError> {
         let devices = &self.worker.devices;
         let device = devices.get(vm).ok_or(ConnectError::Unreachable)?;
-        let lanes = device.all_lanes();
-        if lanes.len() == 1 {
+        let queue_pairs = device.all_lanes();
+        if queue_pairs.len() == 1 {
             return Ok((vm, from));
         }
         for _ in 0..SPARE_PORTS {
-            let (lane, port) = device.lane_of_app(from, to);
-            let is_taken = |lane: &DeviceAddr| {
-                let device = devices.get(lane.vm);
+            let (queue_pair, port) = device.lane_of_app(from, to);
+            let is_taken = |queue_pair: &DeviceAddr| {
+                let device = devices.get(queue_pair.vm);
                 device.is_some_and(|device| device.is_connected(port, to))
             };
-            if !lanes.iter().any(is_taken) {
-                return Ok((lane.vm, port));
+            if !queue_pairs.iter().any(is_taken) {
+                return Ok((queue_pair.vm, port));
             }
             if from != Port::ANY {
                 break;
@@ -416,7 +416,7 @@ impl HostEngine {
             if let Some(device) = device {
                 device.app_give_up(id, &mut cx);
             }
-            self.stir(vm);
+            self.mark_ready(vm);
         }
     }
 
@@ -428,7 +428,7 @@ impl HostEngine {
             if let Some(device) = device {
                 device.app_close(flow, reset, &mut cx);
             }
-            self.stir(vm);
+            self.mark_ready(vm);
         }
         self.received(id, |sockets, store| {
             sockets.remove(id, store);

@@ -134,7 +134,7 @@ impl HostEngine {
             full: 0,
             trust_processes: config.trust_processes,
             next_datagram: 0,
-            plane: prepared.foundation.start()?,
+            control_plane: prepared.control_plane.start()?,
         };
         engine.look().map_err(system("wait for events"))?;
         Ok(engine)
@@ -142,11 +142,11 @@ impl HostEngine {
 
     /// What front-ends have done wrong.
     pub(crate) fn faults(&self) -> FaultCounts {
-        self.plane.faults()
+        self.control_plane.faults()
     }
 
     /// The processes that are attached.
     pub(crate) fn places(&self) -> Arc<Directory> {
-        self.plane.directory()
+        self.control_plane.directory()
     }
 }

@@ -15,7 +15,7 @@ use std::io;
 use std::time::Duration;
 
 /// What is wanted of the socket of a join.
-const JOIN: EventFlags = EventFlags::IN
+const BRIDGE: EventFlags = EventFlags::IN
     .union(EventFlags::PRI)
     .union(EventFlags::OUT)
     .union(EventFlags::RDHUP)
@@ -33,7 +33,7 @@ pub(crate) enum Source {
     /// A host program that has connected and not yet said CONNECT.
     Handshake { vm: u32, key: u32 },
     /// The socket of a joined connection.
-    Join { vm: u32, key: u32 },
+    Bridge { vm: u32, key: u32 },
 }
 
 /// A token is four bits of kind, the device's number, and 32 bits of key.
@@ -47,7 +47,7 @@ impl Source {
             Source::Kick { vm } => (1, vm, 0),
             Source::Listener { vm, key } => (2, vm, key),
             Source::Handshake { vm, key } => (3, vm, key),
-            Source::Join { vm, key } => (4, vm, key),
+            Source::Bridge { vm, key } => (4, vm, key),
         };
         kind << KIND_SHIFT | u64::from(vm) << 32 | u64::from(key)
     }
@@ -60,7 +60,7 @@ impl Source {
             1 => Source::Kick { vm },
             2 => Source::Listener { vm, key },
             3 => Source::Handshake { vm, key },
-            4 => Source::Join { vm, key },
+            4 => Source::Bridge { vm, key },
             _ => return None,
         })
     }
@@ -116,7 +116,7 @@ impl Poller {
     /// Registers `fd` for edges in both directions. It leaves by being closed.
     pub(crate) fn add(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
         let flags = match source {
-            Source::Join { .. } => JOIN,
+            Source::Bridge { .. } => BRIDGE,
             Source::Handshake { .. } => EventFlags::IN | EventFlags::RDHUP | EventFlags::ET,
             _ => EventFlags::IN | EventFlags::ET,
         };
@@ -130,7 +130,7 @@ impl Poller {
 
     /// Makes a registered `fd` stand for something else. An edge that was there comes again.
     pub(crate) fn change(&self, fd: impl AsFd, source: Source) -> io::Result<()> {
-        let flags = JOIN;
+        let flags = BRIDGE;
         Ok(epoll::modify(
             &self.epoll,
             fd,
@@ -193,7 +193,7 @@ mod tests {
             Source::Kick { vm },
             Source::Listener { vm, key },
             Source::Handshake { vm: 0, key },
-            Source::Join { vm, key: 0 },
+            Source::Bridge { vm, key: 0 },
         ] {
             assert_eq!(Source::from_token(source.token()), Some(source));
         }

@@ -2,7 +2,7 @@
 //!
 //! What must hold: as there. No call sleeps, and what calls queue becomes visible with the next
 //! flush or turn. A send that is refused for now makes the engine name the socket
-//! ([`Stirred::Datagram`](crate::table::engine::Stirred)) when it is worth another try.
+//! ([`ReadySource::Datagram`](crate::table::engine::ReadySource)) when it is worth another try.
 
 use zerosock_proto::vsock::datagram::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, Refusal,

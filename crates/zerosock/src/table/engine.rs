@@ -75,7 +75,7 @@ pub(crate) struct ConnInfo {
     /// Nothing will be added to what is unread: the peer sends no more, or we read no more.
     pub(crate) at_end: bool,
     /// The peer will read no more.
-    pub(crate) peer_deaf: bool,
+    pub(crate) peer_recv_shutdown: bool,
     /// Unread messages, for a connection that carries them; `None`: a stream.
     pub(crate) messages: Option<u32>,
     /// Who opened the endpoint has declared that this peer writes nothing that is on lease.
@@ -228,7 +228,7 @@ impl<'m> Payload<'m> {
 
 /// What something has happened to.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Stirred {
+pub(crate) enum ReadySource {
     /// A connection.
     Conn(StreamId),
     /// A port that is listened on.
@@ -323,7 +323,7 @@ pub(crate) trait Engine: Send {
     /// The next connection or port of which something is to be told: bytes or an end have come,
     /// there is room again, it was connected, refused or closed; a connection waits. Each is named
     /// once until something happens again.
-    fn next_stirred(&mut self) -> Option<Stirred>;
+    fn next_stirred(&mut self) -> Option<ReadySource>;
 
     /// When a turn has something to do of itself.
     fn next_timeout(&self) -> Option<Instant>;
@@ -381,7 +381,7 @@ pub(crate) trait Engine: Send {
     /// Takes up to `len` bytes that a peek has shown; how many.
     fn skip(&mut self, id: StreamId, len: usize) -> usize;
 
-    /// From how many unread bytes on a connection has something to read: fewer are no news.
+    /// From how many unread bytes on a connection has something to read: fewer are no ready_flags.
     fn set_low_water(&mut self, id: StreamId, bytes: u32);
 
     /// Changes a connection's receive buffer, and with it the most that it has under way to the
@@ -401,7 +401,7 @@ pub(crate) trait Engine: Send {
     fn queue_pair(&self, id: StreamId) -> u16;
 
     /// Asks that a connection go on at another queue pair. Not visible before the next flush. What
-    /// comes of it is news of a sender: that it may send again.
+    /// comes of it is ready_flags of a sender: that it may send again.
     fn move_to_pair(&mut self, _: StreamId, _: u16) -> Result<(), MoveError> {
         Err(MoveError::NotNegotiated)
     }

@@ -24,7 +24,7 @@ use super::sockets::{Held, LeaseParts, NoLease, Sockets, Store, StreamId, Stream
 pub(crate) struct Inboxes {
     pub(crate) table: DatagramTable,
     boxes: Vec<Inbox>,
-    /// Those with news, oldest first.
+    /// Those with ready_flags, oldest first.
     stirred: VecDeque<DatagramId>,
 }
 
@@ -35,7 +35,7 @@ struct Inbox {
     entries: VecDeque<Entry>,
     /// A connection for each pool that something has come from.
     conns: Vec<(u32, StreamId)>,
-    /// In the list of those with news.
+    /// In the list of those with ready_flags.
     listed: bool,
 }
 
@@ -122,7 +122,7 @@ impl Inboxes {
 
     /// Something has happened to a socket that somebody may wait for.
     #[inline]
-    pub(crate) fn stir(&mut self, id: DatagramId) {
+    pub(crate) fn mark_ready(&mut self, id: DatagramId) {
         if let Some(inbox) = self.inbox(id)
             && !std::mem::replace(&mut inbox.listed, true)
         {
@@ -174,7 +174,7 @@ impl Inboxes {
             (At::Copy(bytes), len > 0)
         };
         inbox.entries.push_back(Entry { source, len, place });
-        self.stir(id);
+        self.mark_ready(id);
         copied
     }
 
@@ -193,7 +193,7 @@ impl Inboxes {
                 len: bytes.len() as u32,
                 place: At::Copy(bytes),
             });
-            self.stir(id);
+            self.mark_ready(id);
         }
     }
 

@@ -22,7 +22,7 @@ use zerosock_ring::Trust;
 
 use super::endpoint::outcome;
 use super::errors::{StreamError, of_recv, of_send};
-use super::hub::{Core, Interest, Manner, Patience};
+use super::hub::{Core, Interest, WaitBudget, WaitMode};
 use super::options::Options;
 use super::seqpacket::SeqPacket;
 use super::socket::Bound;
@@ -124,12 +124,12 @@ impl Blocking {
         self.0.store(2, Ordering::Relaxed);
     }
 
-    pub(super) fn manner(&self, wait: Wait) -> Manner {
+    pub(super) fn mode(&self, wait: Wait) -> WaitMode {
         match self.0.load(Ordering::Relaxed) {
-            0 => Manner::Waits(wait),
+            0 => WaitMode::Waits(wait),
             #[cfg(feature = "tokio")]
-            2 => Manner::Told,
-            _ => Manner::Polls,
+            2 => WaitMode::Told,
+            _ => WaitMode::Polls,
         }
     }
 }
@@ -196,19 +196,19 @@ impl Connection {
             .map_or(StreamState::Reset, |info| info.state)
     }
 
-    pub(super) fn read_patience(&self) -> Patience {
-        self.patience(&self.read_timeout)
+    pub(super) fn read_patience(&self) -> WaitBudget {
+        self.budget(&self.read_timeout)
     }
 
-    pub(super) fn write_patience(&self) -> Patience {
-        self.patience(&self.write_timeout)
+    pub(super) fn write_patience(&self) -> WaitBudget {
+        self.budget(&self.write_timeout)
     }
 
-    fn patience(&self, timeout: &AtomicU64) -> Patience {
+    fn budget(&self, timeout: &AtomicU64) -> WaitBudget {
         let nanos = timeout.load(Ordering::Relaxed);
         let wait = decode(self.wait.load(Ordering::Relaxed));
-        Patience {
-            manner: self.blocking.manner(wait),
+        WaitBudget {
+            mode: self.blocking.mode(wait),
             deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
         }
     }
@@ -254,7 +254,9 @@ impl Connection {
         fault: SendFault,
     ) -> Option<Result<T, StreamError>> {
         let mut error = of_send(fault)?;
-        if error == StreamError::ShutDown && engine.info(self.id).is_some_and(|i| i.peer_deaf) {
+        if error == StreamError::ShutDown
+            && engine.info(self.id).is_some_and(|i| i.peer_recv_shutdown)
+        {
             error = StreamError::PeerDeaf;
         }
         Some(Err(error))

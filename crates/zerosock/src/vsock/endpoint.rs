@@ -14,7 +14,7 @@ use zerosock_proto::{Address, Cid, Port};
 
 use super::connection::{Connected, Connection};
 use super::errors::{ConnectError, ListenError, of_connect, of_listen, of_refusal};
-use super::hub::{Core, Interest, Manner, Patience, WaitFault};
+use super::hub::{Core, Interest, WaitBudget, WaitFault, WaitMode};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
@@ -270,11 +270,11 @@ pub(super) fn connect<S: Connected>(
 /// Waits for the answer to a request.
 pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) -> io::Result<()> {
     // The protocol core gives up first; this is for a peer whose side does not move at all.
-    let patience = Patience {
-        manner: Manner::Waits(wait),
+    let budget = WaitBudget {
+        mode: WaitMode::Waits(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
-    let outcome = conn.core.wait(Interest::Conn(conn.id), patience, |engine| {
+    let outcome = conn.core.wait(Interest::Conn(conn.id), budget, |engine| {
         outcome(&engine.info(conn.id)?)
     });
     match outcome {

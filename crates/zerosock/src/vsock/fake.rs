@@ -14,8 +14,8 @@ use zerosock_proto::{Address, Cid, Port};
 use super::Fault;
 use super::hub::Core;
 use crate::table::engine::{
-    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload, RecvFault,
-    SendFault, Stirred,
+    Ahead, ConnInfo, CreditInfo, EndpointStats, Engine, LoanParts, LoanedPart, Payload,
+    ReadySource, RecvFault, SendFault,
 };
 use crate::table::leases::Leases;
 use crate::table::over::EndpointOver;
@@ -27,7 +27,7 @@ pub(crate) struct Script {
     /// When there is something to do of itself: the next turn after that does it.
     pub(crate) due: Option<Instant>,
     pub(crate) stale: bool,
-    pub(crate) stirred: VecDeque<Stirred>,
+    pub(crate) stirred: VecDeque<ReadySource>,
     pub(crate) over: bool,
     pub(crate) answered: bool,
     /// What was called, and how often.
@@ -73,7 +73,7 @@ pub(crate) fn info(state: StreamState) -> ConnInfo {
         taken: 0,
         low_water: 1,
         at_end: false,
-        peer_deaf: false,
+        peer_recv_shutdown: false,
         trusted: false,
     }
 }
@@ -128,7 +128,7 @@ impl Engine for Fake {
         self.fd.as_fd()
     }
 
-    fn next_stirred(&mut self) -> Option<Stirred> {
+    fn next_stirred(&mut self) -> Option<ReadySource> {
         self.script().stirred.pop_front()
     }
 

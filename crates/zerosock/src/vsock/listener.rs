@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use zerosock_proto::Address;
 
 use super::connection::{Blocking, Connected, decode, encode};
-use super::hub::{Core, Ending, Interest, Patience};
+use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::options::Options;
 use super::stream::Stream;
 use super::waiting::Wait;
@@ -138,12 +138,12 @@ impl Listener {
         deadline: Option<Instant>,
     ) -> io::Result<(S, Address)> {
         let wait = decode(self.wait.load(Ordering::Relaxed));
-        let patience = Patience {
-            manner: self.blocking.manner(wait),
+        let budget = WaitBudget {
+            mode: self.blocking.mode(wait),
             deadline,
         };
         let port = self.local.port;
-        let (id, info) = self.core.wait(Interest::Port(port), patience, |engine| {
+        let (id, info) = self.core.wait(Interest::Port(port), budget, |engine| {
             let id = engine.accept(port)?;
             let info = engine.info(id)?;
             engine.flush();
@@ -205,7 +205,7 @@ impl<'a> IntoIterator for &'a Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.core.end(Ending::Listener(self.local.port));
+        self.core.end(DeferredClose::Listener(self.local.port));
     }
 }
 

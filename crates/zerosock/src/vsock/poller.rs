@@ -1,8 +1,8 @@
 //! One wait over many endpoints, their sockets, and descriptors of other kinds.
 //!
 //! What must hold: readiness is level-triggered, as with `poll(2)`: what is there and was not used
-//! is reported again. Nothing is consumed here. Each poller has a bell of its own, on the list of
-//! every endpoint while it sleeps, so that several do not take each other's news away.
+//! is reported again. Nothing is consumed here. Each poller has a event_fd of its own, on the list of
+//! every endpoint while it sleeps, so that several do not take each other's ready_flags away.
 
 use std::fmt;
 use std::io;
@@ -15,7 +15,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 use zerosock_proto::{Address, Port};
 
 use super::datagram::Datagram;
-use super::hub::{Bell, Come, Core, Locked};
+use super::hub::{AlreadyReady, Core, EventFd, Locked};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
@@ -129,7 +129,7 @@ pub struct Poller {
     wait: Wait,
     learned: Learned,
     /// Made with the first sleep.
-    bell: Option<Arc<Bell>>,
+    event_fd: Option<Arc<EventFd>>,
 }
 
 struct Source {
@@ -153,7 +153,7 @@ impl Poller {
             sources: Vec::new(),
             wait,
             learned: Learned::default(),
-            bell: None,
+            event_fd: None,
         }
     }
 
@@ -328,13 +328,13 @@ impl Poller {
     }
 
     fn sleep(&mut self, cores: &[Arc<Core>], deadline: Option<Instant>) -> io::Result<()> {
-        let bell = match &self.bell {
-            Some(bell) => bell.clone(),
-            None => self.bell.insert(Arc::new(Bell::new()?)).clone(),
+        let event_fd = match &self.event_fd {
+            Some(event_fd) => event_fd.clone(),
+            None => self.event_fd.insert(Arc::new(EventFd::new()?)).clone(),
         };
-        let slept = self.sleep_on(cores, &bell, deadline);
+        let slept = self.sleep_on(cores, &event_fd, deadline);
         for core in cores {
-            core.lock().unwatch(&bell);
+            core.lock().unwatch(&event_fd);
         }
         slept
     }
@@ -342,17 +342,17 @@ impl Poller {
     fn sleep_on(
         &self,
         cores: &[Arc<Core>],
-        bell: &Arc<Bell>,
+        event_fd: &Arc<EventFd>,
         mut until: Option<Instant>,
     ) -> io::Result<()> {
-        // Before it is on any list: what it tells from now on is news.
-        bell.silence();
-        let mut fds = vec![bell.as_fd()];
+        // Before it is on any list: what it tells from now on is ready_flags.
+        event_fd.silence();
+        let mut fds = vec![event_fd.as_fd()];
         for core in cores {
             let mut locked = core.lock();
-            match locked.watch_by(bell) {
+            match locked.watch_by(event_fd) {
                 Ok(at) => until = earlier(until, at),
-                Err(Come) => return Ok(()),
+                Err(AlreadyReady) => return Ok(()),
             }
             // Nothing comes of one that is over, and its descriptor may stay readable.
             if !locked.is_over() {

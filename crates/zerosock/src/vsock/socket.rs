@@ -15,7 +15,7 @@ use super::connection::Connected;
 use super::endpoint::{Endpoint, await_connected};
 use super::errors::{ListenError, of_connect, of_listen};
 use super::host::Host;
-use super::hub::{Core, Ending};
+use super::hub::{Core, DeferredClose};
 use super::listener::Listener;
 use super::options::{Options, timeout};
 use super::seqpacket::{SeqPacket, SeqPacketListener};
@@ -78,7 +78,7 @@ pub(super) struct Bound {
 impl Drop for Bound {
     fn drop(&mut self) {
         if self.ours {
-            self.core.end(Ending::Port(self.port));
+            self.core.end(DeferredClose::Port(self.port));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The three ways to wait, and how long the adaptive one spins.
 //!
-//! Spinning sees news within a cache line's way between two cores; sleeping costs no CPU but two
+//! Spinning sees ready_flags within a cache line's way between two cores; sleeping costs no CPU but two
 //! system calls and a wake-up. The adaptive way spins as long as that has lately paid: it learns
 //! from how long waits were, as the polling of halted virtual CPUs in KVM does.
 

@@ -38,7 +38,7 @@ pub(crate) enum WorkerMessage {
     },
     /// To be answered at once.
     Pulse(Question),
-    /// End all connections and the thread.
+    /// BridgePeer all connections and the thread.
     Shutdown,
 }
 
@@ -59,8 +59,8 @@ impl Worker {
 
     /// Hands a message of a sibling to device `vm`, or answers for it if it is gone.
     fn deliver_to(&mut self, vm: u32, message: Message, now: Instant) {
-        if let Message::Depart { to, pair } = message {
-            return self.depart(vm, to, pair, now);
+        if let Message::HandOff { to, pair } = message {
+            return self.hand_off(vm, to, pair, now);
         }
         let (device, mut cx) = self.lend(vm, now);
         match (device, message) {
@@ -68,7 +68,7 @@ impl Worker {
                 device.sibling_says(message, &mut cx);
                 self.activate(vm);
             }
-            (None, Message::Adopt(arrival)) => arrival.abandon(&mut cx),
+            (None, Message::TakeOver(handoff)) => handoff.abandon(&mut cx),
             (None, message) => {
                 if let Some((to, answer)) = message.undeliverable() {
                     cx.outbox.send(to, answer);
@@ -77,21 +77,21 @@ impl Worker {
         }
     }
 
-    /// Takes a connection from one lane of a device to another: at once if that is here, so that the
+    /// Takes a connection from one queue_pair of a device to another: at once if that is here, so that the
     /// program that embeds the device never finds it nowhere.
-    fn depart(&mut self, vm: u32, flow: FlowId, pair: u16, now: Instant) {
+    fn hand_off(&mut self, vm: u32, flow: FlowId, pair: u16, now: Instant) {
         let (Some(device), mut cx) = self.lend(vm, now) else {
             return;
         };
         let here = device.addr().worker;
-        let Some((lane, arrival)) = device.pack(flow, pair, &mut cx) else {
+        let Some((queue_pair, handoff)) = device.extract(flow, pair, &mut cx) else {
             return self.activate(vm);
         };
         self.activate(vm);
-        if lane.worker == here {
-            self.deliver_to(lane.vm, Message::Adopt(arrival), now);
+        if queue_pair.worker == here {
+            self.deliver_to(queue_pair.vm, Message::TakeOver(handoff), now);
         } else {
-            self.outbox.send(lane, Message::Adopt(arrival));
+            self.outbox.send(queue_pair, Message::TakeOver(handoff));
         }
     }
 

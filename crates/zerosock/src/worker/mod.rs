@@ -305,7 +305,7 @@ impl Worker {
             Source::Kick { vm }
             | Source::Listener { vm, .. }
             | Source::Handshake { vm, .. }
-            | Source::Join { vm, .. } => vm,
+            | Source::Bridge { vm, .. } => vm,
         };
         let (Some(device), mut cx) = self.lend(vm, now) else {
             return;
@@ -315,7 +315,7 @@ impl Worker {
             Source::Kick { .. } => cx.counters.kicks.add(1),
             Source::Listener { key, .. } => device.accept(key, &mut cx),
             Source::Handshake { key, .. } => device.handshake_ready(key, &mut cx),
-            Source::Join { key, .. } => device.join_ready(key, readiness, &mut cx),
+            Source::Bridge { key, .. } => device.bridge_ready(key, readiness, &mut cx),
         }
         self.activate(vm);
     }
@@ -425,7 +425,7 @@ impl AsFd for Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::registry::{Entry, Member, Roster, Terms};
+    use crate::control::registry::{DeviceRegistry, Entry, Member, Terms};
     use crate::device::host_sockets::hybrid::OkConvention;
     use crate::io::mailbox::Sender;
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -510,21 +510,21 @@ mod tests {
             connect_timeout: Duration::from_secs(1),
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
-        let mut roster = Roster::new(vec![sender.clone()], terms, Budget::unlimited());
+        let mut registry = DeviceRegistry::new(vec![sender.clone()], terms, Budget::unlimited());
         worker.start().unwrap();
         let cid = Cid::guest(3).unwrap();
         let mut numbers = Vec::new();
         for _ in 0..2 {
-            let addr = roster.enrol(cid, Entry::default()).unwrap();
+            let addr = registry.enrol(cid, Entry::default()).unwrap();
             let member = Member {
                 cid,
                 host: crate::device::HostEnd::None,
                 buf_alloc: 1 << 16,
                 service: None,
                 process: true,
-                account: roster.budget().account(),
+                account: registry.budget().account(),
             };
-            let [device] = roster.devices(addr, member).try_into().unwrap();
+            let [device] = registry.devices(addr, member).try_into().unwrap();
             let device = Box::new(device);
             sender.send(WorkerMessage::AddDevice(device)).unwrap();
             assert!(worker.step(None).unwrap());
@@ -533,7 +533,7 @@ mod tests {
             sender.send(WorkerMessage::RemoveDevice { vm }).unwrap();
             assert!(worker.step(None).unwrap());
             assert!(worker.devices.numbers().is_empty() && worker.deadlines.is_empty());
-            roster.release(addr);
+            registry.release(addr);
             numbers.push(vm);
         }
         assert_ne!(numbers[0], numbers[1], "another generation");

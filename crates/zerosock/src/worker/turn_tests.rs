@@ -14,7 +14,7 @@ use zerosock_proto::{Address, Cid, Port};
 use zerosock_sys::account::Budget;
 
 use super::Worker;
-use crate::control::registry::{Entry, Member, Roster, Terms};
+use crate::control::registry::{DeviceRegistry, Entry, Member, Terms};
 use crate::device::bare::{self, Guest};
 use crate::device::host_sockets::hybrid::OkConvention;
 use crate::device::{HostEnd, Limits, TURN_BYTES};
@@ -70,7 +70,7 @@ impl Lab {
             connect_timeout: hour,
             queue_pairs: zerosock_proto::vsock::QueuePairs::ONE,
         };
-        let mut roster = Roster::new(vec![sender], terms, Budget::unlimited());
+        let mut registry = DeviceRegistry::new(vec![sender], terms, Budget::unlimited());
         let mut lab = Lab {
             worker: worker.unwrap(),
             numbers: Vec::new(),
@@ -90,21 +90,21 @@ impl Lab {
                 groups: &groups,
                 ..Entry::default()
             };
-            let addr = roster.enrol(cid, entry).unwrap();
+            let addr = registry.enrol(cid, entry).unwrap();
             let member = Member {
                 cid,
                 host,
                 buf_alloc: 16 << 20,
                 service: None,
                 process: false,
-                account: roster.budget().account(),
+                account: registry.budget().account(),
             };
-            let [mut device] = roster.devices(addr, member).try_into().unwrap();
+            let [mut device] = registry.devices(addr, member).try_into().unwrap();
             lab.guests.push(bare::start(&mut device));
             lab.numbers.push(addr.vm);
             lab.worker.add(device);
         }
-        lab.worker.routes = roster.routes().clone();
+        lab.worker.routes = registry.routes().clone();
         lab.worker.start().unwrap();
         lab
     }

@@ -1,4 +1,4 @@
-//! The attach server: a lodger on the control thread. Processes get CIDs of their own from it, and
+//! The attach server: a extension on the control thread. Processes get CIDs of their own from it, and
 //! services ports of the host's.
 //!
 //! ```text
@@ -37,12 +37,12 @@ use super::codec::{
 };
 use super::directory::Directory;
 use super::{AttachConfig, AttachTerms, HOST};
-use crate::control::registry::Roster;
+use crate::control::registry::DeviceRegistry;
 use crate::routing::name::Name;
-use claims::{Claim, Errand};
+use claims::{Claim, PendingClaim};
 use clients::{Client, State, dismiss, is_allowed};
-use places::{Member, Obstacle, Stage, Wanted};
-use zerosock_vhost_user::{House, Lodger, LogLimit};
+use places::{ClaimConflict, JoinRequest, Member, Stage};
+use zerosock_vhost_user::{ControlExtension, FrontendRegistry, LogLimit};
 
 /// How long a client may take to say what it wants, and to wait for what is about to be free.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -63,7 +63,7 @@ const LISTENER: u32 = 0;
 /// See the module.
 pub(crate) struct Server {
     config: AttachConfig,
-    roster: Roster,
+    registry: DeviceRegistry,
     directory: Arc<Directory>,
     clients: BTreeMap<u32, Client>,
     last_key: u32,
@@ -90,7 +90,7 @@ pub(crate) struct Server {
 impl Server {
     pub(crate) fn new(
         config: AttachConfig,
-        roster: Roster,
+        registry: DeviceRegistry,
         directory: Arc<Directory>,
     ) -> io::Result<Server> {
         rustix::io::ioctl_fionbio(&config.listener, true)?;
@@ -104,7 +104,7 @@ impl Server {
         let next_cid = *config.cids.start();
         Ok(Server {
             config,
-            roster,
+            registry,
             directory,
             clients: BTreeMap::new(),
             last_key: LISTENER,
@@ -122,13 +122,13 @@ impl Server {
     }
 
     /// Who is a device of which worker, VMs included.
-    pub(crate) fn roster(&mut self) -> &mut Roster {
-        &mut self.roster
+    pub(crate) fn registry(&mut self) -> &mut DeviceRegistry {
+        &mut self.registry
     }
 
     /// The account of a user's processes.
     fn account(&mut self, uid: u32) -> Account {
-        let budget = self.roster.budget();
+        let budget = self.registry.budget();
         let account = self.accounts.entry(uid);
         account.or_insert_with(|| budget.account()).clone()
     }
@@ -137,13 +137,13 @@ impl Server {
     /// processes, also of those who are there. The workers are not told.
     pub(crate) fn set_terms(&mut self, terms: AttachTerms) {
         for &cid in self.by_cid.keys() {
-            self.roster.set_groups(cid, &terms.groups);
+            self.registry.set_groups(cid, &terms.groups);
         }
         self.config.set_terms(terms);
     }
 
     /// Handles what a client has said.
-    fn serve(&mut self, key: u32, house: &mut House) {
+    fn serve(&mut self, key: u32, frontends: &mut FrontendRegistry) {
         for _ in 0..BUDGET {
             let Some(client) = self.clients.get_mut(&key) else {
                 return;
@@ -151,9 +151,9 @@ impl Server {
             match client.flush() {
                 Ok(true) => {}
                 Ok(false) => break,
-                Err(_) => return self.lose(key, "it does not take answers", house),
+                Err(_) => return self.lose(key, "it does not take answers", frontends),
             }
-            if client.errand.is_some() {
+            if client.pending_claim.is_some() {
                 break;
             }
             let mut bytes = [0; MAX_REQUEST + 1];
@@ -161,37 +161,42 @@ impl Server {
             let len = match fd_passing::recv_owned(&client.socket, &mut bytes, &mut fds) {
                 Ok(received) => received.bytes,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(_) => return self.lose(key, "its socket failed", house),
+                Err(_) => return self.lose(key, "its socket failed", frontends),
             };
             if len == 0 {
-                return self.lose(key, "it closed its lease", house);
+                return self.lose(key, "it closed its lease", frontends);
             }
             // Descriptors have no place in a request.
             let request = match fds.is_empty() {
                 true => decode_request(bytes.get(..len).unwrap_or_default()),
                 false => Err(Answer::refusal(Status::BadRequest, Version::default())),
             };
-            self.handle(key, request, house);
+            self.handle(key, request, frontends);
         }
-        self.settle(key, house);
+        self.settle(key, frontends);
     }
 
-    fn handle(&mut self, key: u32, request: Result<Request, Answer>, house: &mut House) {
+    fn handle(
+        &mut self,
+        key: u32,
+        request: Result<Request, Answer>,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
         match (&client.state, request) {
             (&State::Silent { until }, Ok(Request::Attach(request))) => {
-                self.attach(key, Wanted::Process(request), until, house);
+                self.attach(key, JoinRequest::Process(request), until, frontends);
             }
             (&State::Silent { until }, Ok(Request::Serve(request))) => {
-                self.attach(key, Wanted::Service(request), until, house);
+                self.attach(key, JoinRequest::Service(request), until, frontends);
             }
             (State::Attached { .. }, Ok(Request::Claim(ports))) => {
-                self.claim(key, ports, Self::patience(), house);
+                self.claim(key, ports, Self::patience(), frontends);
             }
             (State::Attached { .. }, Ok(Request::Release(ports))) => {
-                self.give_up(key, ports, house);
+                self.give_up(key, ports, frontends);
             }
             (State::Attached { .. }, Ok(Request::Resolve(name))) => {
                 let vm = self.by_name.get(&name);
@@ -218,7 +223,7 @@ impl Server {
             }
             (&State::Joining { vm, .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
-                self.send_off(vm, "it spoke out of turn", house);
+                self.send_off(vm, "it spoke out of turn", frontends);
             }
             (State::Waiting { .. }, _) => {
                 self.refuse(key, &Answer::refusal(Status::BadRequest, VERSION));
@@ -228,40 +233,46 @@ impl Server {
 
     /// Grants a request, refuses it, or lets it wait. Who may make it is asked each time: it may have
     /// changed while the client waited.
-    fn attach(&mut self, key: u32, wanted: Wanted, until: Instant, house: &mut House) {
-        let uids = match wanted {
-            Wanted::Process(_) => &self.config.allowed_uids,
-            Wanted::Service(_) => &self.config.service_uids,
+    fn attach(
+        &mut self,
+        key: u32,
+        request: JoinRequest,
+        until: Instant,
+        frontends: &mut FrontendRegistry,
+    ) {
+        let uids = match request {
+            JoinRequest::Process(_) => &self.config.allowed_uids,
+            JoinRequest::Service(_) => &self.config.service_uids,
         };
         let client = self.clients.get(&key);
         let allowed = client.is_some_and(|client| is_allowed(uids, client.uid));
-        let seat = match allowed {
-            true => self.seat(&wanted, house),
-            false => Err(Obstacle::Refused(Answer::refusal(
+        let slot = match allowed {
+            true => self.slot(&request, frontends),
+            false => Err(ClaimConflict::Refused(Answer::refusal(
                 Status::NotPermitted,
                 VERSION,
             ))),
         };
-        let seat = match seat {
-            Ok(seat) => seat,
-            Err(Obstacle::Passing(_)) if Instant::now() < until => {
+        let slot = match slot {
+            Ok(slot) => slot,
+            Err(ClaimConflict::Passing(_)) if Instant::now() < until => {
                 if let Some(client) = self.clients.get_mut(&key) {
-                    client.state = State::Waiting { until, wanted };
+                    client.state = State::Waiting { until, request };
                 }
                 return;
             }
-            Err(Obstacle::Passing(answer) | Obstacle::Refused(answer)) => {
+            Err(ClaimConflict::Passing(answer) | ClaimConflict::Refused(answer)) => {
                 return self.refuse(key, &answer);
             }
         };
-        if let Err(error) = self.join(key, seat, &wanted, house) {
+        if let Err(error) = self.join(key, slot, &request, frontends) {
             self.warn(&format!("cannot attach a process: {error}"));
             self.refuse(key, &Answer::refusal(Status::ServerFailed, VERSION));
         }
     }
 
     /// Something may be free now: those who wait for it try again.
-    fn retry(&mut self, house: &mut House) {
+    fn retry(&mut self, frontends: &mut FrontendRegistry) {
         let waiting = |(&key, client): (&u32, &Client)| match client.state {
             State::Waiting { .. } => Some(key),
             _ => None,
@@ -274,11 +285,12 @@ impl Server {
             let silent = State::Silent {
                 until: Instant::now(),
             };
-            if let State::Waiting { until, wanted } = std::mem::replace(&mut client.state, silent) {
-                self.attach(key, wanted, until, house);
+            if let State::Waiting { until, request } = std::mem::replace(&mut client.state, silent)
+            {
+                self.attach(key, request, until, frontends);
             }
         }
-        self.retry_claims(house, |_| true);
+        self.retry_claims(frontends, |_| true);
     }
 
     /// Logs what processes do wrong, but does not let them fill the log.
@@ -289,34 +301,37 @@ impl Server {
     }
 }
 
-impl Lodger for Server {
-    fn begin(&mut self, house: &mut House) -> io::Result<()> {
-        house.watch(&self.config.listener, LISTENER, EventFlags::IN)
+impl ControlExtension for Server {
+    fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()> {
+        frontends.watch(&self.config.listener, LISTENER, EventFlags::IN)
     }
 
-    fn end(&mut self, house: &mut House) {
+    fn end(&mut self, frontends: &mut FrontendRegistry) {
         // The reaper closes it later, which until then would be reported again and again.
-        self.watch_listener(house, EventFlags::empty());
+        self.watch_listener(frontends, EventFlags::empty());
     }
 
-    fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House) {
+    fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry) {
         match key {
-            LISTENER => self.accept(house),
+            LISTENER => self.accept(frontends),
             // It is not read while it waits, so nothing else would notice.
-            key if self.clients.get(&key).is_some_and(|c| c.errand.is_some())
+            key if self
+                .clients
+                .get(&key)
+                .is_some_and(|c| c.pending_claim.is_some())
                 && flags.intersects(EventFlags::HUP | EventFlags::ERR) =>
             {
-                self.lose(key, "it closed its lease", house);
+                self.lose(key, "it closed its lease", frontends);
             }
-            key => self.serve(key, house),
+            key => self.serve(key, frontends),
         }
     }
 
-    fn vm_over(&mut self, vm: usize, house: &mut House) {
+    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
-        let (number, notice) = house.notice();
+        let (number, notice) = frontends.notice();
         member.stage = Stage::Removing(number);
         let (cid, addr, service) = (member.cid, member.addr, member.service.is_some());
         let name = member.name.as_ref().map_or("", Name::as_str).to_owned();
@@ -334,9 +349,9 @@ impl Lodger for Server {
             let ports: Vec<Port> = self.claims_of(vm).collect();
             self.let_go(ports.iter().copied(), number);
             // Those that it had begun to give up are on their way already.
-            self.roster.remove_service(addr, ports, &notice);
+            self.registry.remove_service(addr, ports, &notice);
         } else {
-            self.roster.remove(cid, addr, &notice);
+            self.registry.remove(cid, addr, &notice);
         }
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             match service {
@@ -346,15 +361,15 @@ impl Lodger for Server {
         }
     }
 
-    fn noticed(&mut self, number: u64, house: &mut House) {
-        self.claims_noticed(number, house);
+    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
+        self.claims_noticed(number, frontends);
         let stages = [Stage::Joining(number), Stage::Removing(number)];
         let found = self.members.iter().find(|(_, m)| stages.contains(&m.stage));
         let Some((&vm, member)) = found else {
-            return self.retry(house);
+            return self.retry(frontends);
         };
         if member.stage == Stage::Joining(number) {
-            return self.joined(vm, house);
+            return self.joined(vm, frontends);
         }
         if let Some(member) = self.members.remove(&vm) {
             if member.service.is_none() {
@@ -363,32 +378,36 @@ impl Lodger for Server {
             if let Some(name) = &member.name {
                 self.by_name.remove(name);
             }
-            self.roster.release(member.addr);
+            self.registry.release(member.addr);
         }
-        self.retry(house);
+        self.retry(frontends);
     }
 
     fn deadline(&self) -> Option<Instant> {
         let clients = self.clients.values().filter_map(|c| c.state.until());
-        let errands = self.clients.values().filter_map(|c| match c.errand {
-            Some(Errand::Waiting { until, .. }) => Some(until),
+        let pending_claims = self.clients.values().filter_map(|c| match c.pending_claim {
+            Some(PendingClaim::Waiting { until, .. }) => Some(until),
             _ => None,
         });
         let stalled = self.clients.values().filter_map(|c| c.stalled_until);
-        clients.chain(errands).chain(stalled).chain(self.rest).min()
+        clients
+            .chain(pending_claims)
+            .chain(stalled)
+            .chain(self.rest)
+            .min()
     }
 
-    fn time_passed(&mut self, now: Instant, house: &mut House) {
+    fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry) {
         if self.rest.is_some_and(|until| now >= until) {
             self.rest = None;
-            self.watch_listener(house, EventFlags::IN);
+            self.watch_listener(frontends, EventFlags::IN);
         }
-        self.retry_claims(house, |until| now >= until);
+        self.retry_claims(frontends, |until| now >= until);
         let stalled = self.clients.iter();
         let stalled = stalled.filter(|(_, c)| c.stalled_until.is_some_and(|until| now >= until));
         let stalled: Vec<u32> = stalled.map(|(&key, _)| key).collect();
         for key in stalled {
-            self.lose(key, "it takes no answer", house);
+            self.lose(key, "it takes no answer", frontends);
         }
         let late = self.clients.iter();
         let late = late.filter(|(_, c)| c.state.until().is_some_and(|until| now >= until));
@@ -400,7 +419,7 @@ impl Lodger for Server {
             let silent = State::Silent { until: now };
             match std::mem::replace(&mut client.state, silent) {
                 // What it waits for has not become free in time: it is told what that was.
-                State::Waiting { until, wanted } => self.attach(key, wanted, until, house),
+                State::Waiting { until, request } => self.attach(key, request, until, frontends),
                 _ => {
                     self.warn("a process said nothing for too long");
                     self.clients.remove(&key);

@@ -102,7 +102,7 @@ pub(crate) enum Ahead {
     /// A packet of so many bytes, perhaps none.
     Message(usize),
     Nothing,
-    End,
+    BridgePeer,
     /// The program has gone.
     Gone,
 }
@@ -117,7 +117,7 @@ pub(crate) fn look_ahead(socket: impl AsFd) -> Ahead {
         Ok(got) if got.bytes > 0 || got.flags.contains(net::ReturnFlags::CTRUNC) => {
             Ahead::Message(got.bytes)
         }
-        Ok(_) => Ahead::End,
+        Ok(_) => Ahead::BridgePeer,
         Err(Errno::AGAIN | Errno::INTR) => Ahead::Nothing,
         Err(_) => Ahead::Gone,
     }

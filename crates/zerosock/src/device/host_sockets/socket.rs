@@ -1,4 +1,4 @@
-//! A socket that joins a host program to a guest.
+//! A socket that bridges a host program to a guest.
 //!
 //! # Invariants
 //! - Closing and receiving never wait for the program. A Unix socket that [refuses

@@ -8,7 +8,7 @@ use zerosock_proto::{Address, Cid, Port};
 use super::LANE;
 use super::Lent;
 use crate::driver::Driver;
-use crate::driver::lanes::RxSlot;
+use crate::driver::queue_pairs::RxSlot;
 use crate::table::datagrams::{DatagramEngine, DatagramFault};
 use crate::table::engine::{LoanParts, Payload, RecvFault};
 use crate::table::inboxes::{Got, GotLease};
@@ -58,11 +58,11 @@ impl DatagramEngine for Driver {
         len: usize,
     ) -> Result<LoanParts, DatagramFault> {
         self.may_send_datagram(id, to, len)?;
-        let most = self.store.lanes[LANE].slots.tx_data.len() as usize;
+        let most = self.store.queue_pairs[LANE].slots.tx_data.len() as usize;
         // A quarter of the slots is never out.
         let in_place = len <= most && self.datagrams.lent < self.config.slots() / 4;
         let slot = match in_place {
-            true => match self.store.lanes[LANE].tx.data_slot(len as u32) {
+            true => match self.store.queue_pairs[LANE].tx.data_slot(len as u32) {
                 Ok(Some(slot)) => Some(slot),
                 _ => return Err(self.wait_for_datagram_slots(id, 1)),
             },
@@ -70,12 +70,12 @@ impl DatagramEngine for Driver {
         };
         let Some(index) = self.sockets.begin_loan() else {
             if let Some(slot) = slot {
-                self.store.lanes[LANE].tx.put_back(slot);
+                self.store.queue_pairs[LANE].tx.put_back(slot);
             }
             return Err(DatagramFault::TooManyLoans);
         };
         self.datagrams.lent += u16::from(slot.is_some());
-        let slots = &self.store.lanes[LANE].slots;
+        let slots = &self.store.queue_pairs[LANE].slots;
         let place = slot.map(|slot| Place::InPlace {
             memory: slots.memory.clone(),
             pieces: slots.tx_data.pieces(slot).iter().copied().collect(),
@@ -120,8 +120,8 @@ impl DatagramEngine for Driver {
         }
         self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
         self.sockets.end_loan(index);
-        let len = (len as u32).min(self.store.lanes[LANE].slots.tx_data.len());
-        self.store.lanes[LANE].tx.fly(slot, id, len);
+        let len = (len as u32).min(self.store.queue_pairs[LANE].slots.tx_data.len());
+        self.store.queue_pairs[LANE].tx.fly(slot, id, len);
         if self
             .transmit(LANE, slot, &data(from, to, len, true))
             .is_err()
@@ -135,7 +135,7 @@ impl DatagramEngine for Driver {
 
     fn is_flushed(&mut self, id: DatagramId) -> bool {
         // What goes wrong here goes wrong again in the next turn, which says so.
-        let _ = self.store.lanes[LANE].tx.reap();
+        let _ = self.store.queue_pairs[LANE].tx.reap();
         self.land();
         self.datagrams.inboxes.table.is_flushed(id)
     }
@@ -143,7 +143,7 @@ impl DatagramEngine for Driver {
     fn may_send(&mut self, id: DatagramId, to: Option<Address>) -> bool {
         let to = to.unwrap_or(Address::new(Cid::ANY, Port::ANY));
         match self.may_send_datagram(id, to, 0) {
-            Ok(_) if self.store.lanes[LANE].tx.has_data_slots(1) => true,
+            Ok(_) if self.store.queue_pairs[LANE].tx.has_data_slots(1) => true,
             Ok(_) => {
                 self.wait_for_datagram_slots(id, 1);
                 false
@@ -177,13 +177,16 @@ impl DatagramEngine for Driver {
         if self.datagrams.inboxes.is_empty(id) {
             let mut taken = 0;
             while taken < 256 && !self.is_blocked(LANE) && self.datagrams.inboxes.is_empty(id) {
-                let Ok(Some((slot, written))) = self.store.lanes[LANE].rx.take() else {
+                let Ok(Some((slot, written))) = self.store.queue_pairs[LANE].rx.take() else {
                     break;
                 };
                 taken += 1;
                 self.stats.rx_packets += 1;
                 let now = self.now();
-                let slot = RxSlot { lane: LANE, slot };
+                let slot = RxSlot {
+                    queue_pair: LANE,
+                    slot,
+                };
                 if let Some((flow, len)) = self.take_packet(Some(now), slot, written) {
                     self.hold(now, slot, flow, len);
                 } else {

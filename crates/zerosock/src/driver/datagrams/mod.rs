@@ -22,7 +22,7 @@ use zerosock_proto::{Address, Cid, Instant};
 
 use crate::driver::Driver;
 use crate::driver::errors::DriverError;
-use crate::driver::lanes::{LaneId, RxSlot};
+use crate::driver::queue_pairs::{QueuePairId, RxSlot};
 use crate::io::deadline::earlier;
 use crate::table::datagrams::DatagramFault;
 use crate::table::engine::Payload;
@@ -32,8 +32,8 @@ use crate::table::sockets::{Ends, Held, Store};
 /// Of the packets that a turn may take in, as many as one that has to be copied counts for: what a
 /// reader leaves in the queue he will have in place.
 const COPY: u16 = 16;
-/// The lane of all datagrams: between queue pairs there is no order (docs/queue-pairs.md).
-pub(super) const LANE: LaneId = LaneId::FIRST;
+/// The queue_pair of all datagrams: between queue pairs there is no order (docs/queue-pairs.md).
+pub(super) const LANE: QueuePairId = QueuePairId::FIRST;
 
 /// What the driver has for its datagram sockets.
 #[derive(Debug)]
@@ -186,7 +186,7 @@ impl Driver {
                 return self.store.release(slot);
             }
         };
-        let slots = &self.store.lanes[LANE].slots;
+        let slots = &self.store.queue_pairs[LANE].slots;
         let start = datagrams.kept.len();
         datagrams.kept.resize(start + header.len as usize, 0);
         let pieces = slots.rx_data.pieces(slot.slot);
@@ -238,7 +238,7 @@ impl Driver {
     /// Words of the flow control that are due, while there are slots.
     pub(in crate::driver) fn transmit_words(&mut self, now: Instant) -> Result<(), DriverError> {
         while let Some(word) = self.datagrams.inboxes.table.poll_control(now, |_| true) {
-            match self.store.lanes[LANE].tx.control_slot()? {
+            match self.store.queue_pairs[LANE].tx.control_slot()? {
                 Some(slot) => self.transmit(LANE, slot, &word)?,
                 None => {
                     self.datagrams.inboxes.table.control_again(now, |_| true);
@@ -253,14 +253,14 @@ impl Driver {
     /// in vain for anything else.
     #[inline]
     pub(in crate::driver) fn has_landed(&self) -> bool {
-        self.datagrams.want_slots() && self.store.lanes[LANE].tx.has_used()
+        self.datagrams.want_slots() && self.store.queue_pairs[LANE].tx.has_used()
     }
 
     /// Takes note of datagrams that the device has taken. True: there were some.
     #[inline]
     pub(in crate::driver) fn land(&mut self) -> bool {
         let mut any = false;
-        while let Some((id, len)) = self.store.lanes[LANE].tx.landed() {
+        while let Some((id, len)) = self.store.queue_pairs[LANE].tx.landed() {
             self.datagrams.inboxes.table.arrived(id, len);
             any = true;
         }
@@ -271,7 +271,7 @@ impl Driver {
     #[inline]
     pub(in crate::driver) fn tell_of_datagram_slots(&mut self) {
         if self.datagrams.wanted > 0
-            && self.store.lanes[LANE]
+            && self.store.queue_pairs[LANE]
                 .tx
                 .has_data_slots(self.datagrams.wanted)
         {
@@ -291,7 +291,7 @@ impl Driver {
         if !self.datagrams.offered || self.link.is_none() {
             return Err(DatagramFault::NoDatagrams);
         }
-        if self.store.lanes[LANE].rx.has_used() && !self.is_blocked(LANE) {
+        if self.store.queue_pairs[LANE].rx.has_used() && !self.is_blocked(LANE) {
             // Among it may be a word about this destination. What goes wrong here goes wrong again
             // in the next turn, which says so.
             let _ = self.take_packets(self.now());
@@ -301,7 +301,7 @@ impl Driver {
         let mut may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         if may == Err(zerosock_proto::vsock::datagram::Refusal::Throttled) {
             // Perhaps the device has taken some.
-            let _ = self.store.lanes[LANE].tx.reap();
+            let _ = self.store.queue_pairs[LANE].tx.reap();
             self.land();
             may = self.datagrams.inboxes.table.may_send(id, to, len, now);
         }
@@ -324,15 +324,15 @@ impl Driver {
         bytes: &[u8],
     ) -> Result<(), DatagramFault> {
         let from = self.may_send_datagram(id, to, bytes.len())?;
-        let most = self.store.lanes[LANE].slots.tx_data.len().max(1) as usize;
+        let most = self.store.queue_pairs[LANE].slots.tx_data.len().max(1) as usize;
         let slots = bytes.len().div_ceil(most).max(1);
-        if slots > self.store.lanes[LANE].tx.most_data_slots() {
+        if slots > self.store.queue_pairs[LANE].tx.most_data_slots() {
             return Err(DatagramFault::TooLong(bytes.len()));
         }
-        if !self.store.lanes[LANE].tx.has_data_slots(slots) {
-            let _ = self.store.lanes[LANE].tx.reap();
+        if !self.store.queue_pairs[LANE].tx.has_data_slots(slots) {
+            let _ = self.store.queue_pairs[LANE].tx.reap();
             self.land();
-            if !self.store.lanes[LANE].tx.has_data_slots(slots) {
+            if !self.store.queue_pairs[LANE].tx.has_data_slots(slots) {
                 return Err(self.wait_for_datagram_slots(id, slots));
             }
         }
@@ -340,19 +340,22 @@ impl Driver {
         for left in (0..slots).rev() {
             let rest = bytes.get(at..).unwrap_or(&[]);
             let part = rest.get(..most).unwrap_or(rest);
-            let Ok(Some(slot)) = self.store.lanes[LANE].tx.data_slot(part.len() as u32) else {
+            let Ok(Some(slot)) = self.store.queue_pairs[LANE].tx.data_slot(part.len() as u32)
+            else {
                 // The ring is broken, which the next turn says.
                 return Err(DatagramFault::WouldBlock);
             };
-            let slots = &self.store.lanes[LANE].slots;
-            if let Some(later) = self.store.lanes[LANE].tx.later() {
+            let slots = &self.store.queue_pairs[LANE].slots;
+            if let Some(later) = self.store.queue_pairs[LANE].tx.later() {
                 slots.tx_headers.prefetch_write(&slots.memory, later);
                 slots.tx_data.prefetch_write(&slots.memory, later);
             }
             slots.memory.write(slots.tx_data.pieces(slot), 0, part);
             let header = data(from, to, part.len() as u32, left == 0);
             if left == 0 {
-                self.store.lanes[LANE].tx.fly(slot, id, bytes.len() as u32);
+                self.store.queue_pairs[LANE]
+                    .tx
+                    .fly(slot, id, bytes.len() as u32);
             }
             if self.transmit(LANE, slot, &header).is_err() {
                 return Err(DatagramFault::WouldBlock);
@@ -374,7 +377,7 @@ impl Driver {
         };
         if let Some(slot) = lent.slot {
             self.datagrams.lent = self.datagrams.lent.saturating_sub(1);
-            self.store.lanes[LANE].tx.put_back(slot);
+            self.store.queue_pairs[LANE].tx.put_back(slot);
         }
         self.sockets.end_loan(index);
         true
@@ -391,16 +394,19 @@ impl Driver {
         let mut taken = 0;
         // One of several packets may come before.
         while taken < MOST
-            && self.store.lanes[LANE].rx.has_used()
+            && self.store.queue_pairs[LANE].rx.has_used()
             && !self.is_blocked(LANE)
             && self.datagrams.inboxes.is_empty(id)
         {
-            let Ok(Some((slot, written))) = self.store.lanes[LANE].rx.take() else {
+            let Ok(Some((slot, written))) = self.store.queue_pairs[LANE].rx.take() else {
                 break;
             };
             taken += 1;
             self.stats.rx_packets += 1;
-            let slot = RxSlot { lane: LANE, slot };
+            let slot = RxSlot {
+                queue_pair: LANE,
+                slot,
+            };
             let Some(header) = self.peek_datagram(slot, written) else {
                 if let Some((flow, len)) = self.take_packet(None, slot, written) {
                     self.hold(self.now(), slot, flow, len);
@@ -425,7 +431,7 @@ impl Driver {
                 continue;
             }
             table.taken(id, header.len);
-            let slots = &self.store.lanes[LANE].slots;
+            let slots = &self.store.queue_pairs[LANE].slots;
             let piece = slots.rx_data.pieces(slot.slot).first();
             let slice = piece.and_then(|piece| slots.memory.slice(*piece));
             let slice = slice.map(|slice| slice.part(0, header.len as usize));
@@ -441,9 +447,9 @@ impl Driver {
     fn peek_datagram(&mut self, slot: RxSlot, written: u32) -> Option<Repr> {
         use zerosock_proto::vsock::datagram::DGRAM_EOM;
         use zerosock_proto::wire::vsock::{HEADER_LEN, SocketType};
-        let slots = &self.store.lanes[LANE].slots;
+        let slots = &self.store.queue_pairs[LANE].slots;
         slots.rx_data.prefetch(&slots.memory, slot.slot);
-        if let Some(later) = self.store.lanes[LANE].rx.guess() {
+        if let Some(later) = self.store.queue_pairs[LANE].rx.guess() {
             slots.rx_headers.prefetch(&slots.memory, later);
             slots.rx_data.prefetch(&slots.memory, later);
         }

@@ -26,7 +26,7 @@ fn scene(send: u32) -> (Driver, Peer, DatagramId) {
     DatagramEngine::send(&mut driver, id, TO, b"").unwrap();
     Engine::flush(&mut driver);
     assert!(take(&mut peer));
-    driver.store.lanes[LANE].tx.reap().unwrap();
+    driver.store.queue_pairs[LANE].tx.reap().unwrap();
     driver.land();
     (driver, peer, id)
 }
@@ -92,7 +92,7 @@ fn what_has_come_back_unnoticed_is_noticed_before_anybody_sleeps() {
     for _ in 0..4 {
         take(&mut peer);
     }
-    assert!(driver.store.lanes[LANE].tx.reap().unwrap());
+    assert!(driver.store.queue_pairs[LANE].tx.reap().unwrap());
     assert!(Engine::arm(&mut driver), "he would sleep for ever");
     Engine::disarm(&mut driver);
     assert_eq!(driver.datagrams.inboxes.table.poll_writable(), Some(id));
@@ -110,7 +110,7 @@ fn who_spins_sees_what_the_device_has_taken() {
     Engine::turn(&mut driver).unwrap();
     assert!(!Engine::pending(&mut driver));
     assert!(DatagramEngine::may_send(&mut driver, id, Some(TO)));
-    // Nobody waits: what is taken is no news.
+    // Nobody waits: what is taken is no ready_flags.
     DatagramEngine::send(&mut driver, id, TO, b"x").unwrap();
     Engine::flush(&mut driver);
     take(&mut peer);

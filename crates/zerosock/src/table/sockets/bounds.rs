@@ -24,7 +24,7 @@
 
 use super::messages::cost;
 use super::parts::{Part, copy_out};
-use super::{NONE, News, Sockets, Store, StreamId, StreamState, due};
+use super::{NONE, ReadyFlags, Sockets, Store, StreamId, StreamState, due};
 use crate::io::deadline::earlier;
 use zerosock_proto::Instant;
 
@@ -317,7 +317,7 @@ impl<T> Sockets<T> {
         if let Some(conn) = self.get_mut(id) {
             conn.flow = None;
             conn.state = StreamState::Reset;
-            self.announce(id, News::Closed);
+            self.announce(id, ReadyFlags::Closed);
         }
     }
 

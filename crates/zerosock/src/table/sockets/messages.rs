@@ -12,7 +12,7 @@
 use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
 use super::parts::{Held, Part, copy_out};
-use super::{LeaseParts, News, NoLease, Sockets, Store, StreamId};
+use super::{LeaseParts, NoLease, ReadyFlags, Sockets, Store, StreamId};
 
 /// What a message in a copy costs beside its bytes.
 const COST: usize = 64;
@@ -126,7 +126,7 @@ impl<T> Sockets<T> {
         }) else {
             return store.release(held.token);
         };
-        if conn.deaf {
+        if conn.recv_shutdown {
             return self.discard(id, held, store);
         }
         let Some(messages) = conn.messages.as_deref_mut() else {
@@ -167,7 +167,7 @@ impl<T> Sockets<T> {
             store.release(held.token);
         }
         if ends.any() && first {
-            self.announce(id, News::Readable);
+            self.announce(id, ReadyFlags::Readable);
         }
     }
 

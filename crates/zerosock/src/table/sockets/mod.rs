@@ -6,7 +6,7 @@
 //! connection is a list of [`Part`]s in order: buffers held in place, and copies. What each file
 //! does: `parts` reads them, `messages` those of connections that carry messages, `lent` lends them
 //! out and takes them back, `bounds` keeps the number and the time of what is held within limits,
-//! `news` says what has happened, `room` who waits to send; here they come and go.
+//! `ready_flags` says what has happened, `room` who waits to send; here they come and go.
 //!
 //! What must hold: every token that came in goes back to the engine exactly once
 //! ([`Store::release`]), whatever happens to the connection (but for buffers of a peer that is
@@ -18,8 +18,8 @@ mod bounds;
 mod lent;
 mod messages;
 mod moving;
-mod news;
 mod parts;
+mod ready_flags;
 mod room;
 
 use std::collections::VecDeque;
@@ -36,8 +36,8 @@ use bounds::Pool;
 use lent::Lent;
 pub(crate) use lent::{Copied, LeaseParts, NoLease, PIECES, Place};
 pub(crate) use messages::{Ends, Message, Messages};
-pub(crate) use news::News;
 pub(crate) use parts::{Held, Part};
+pub(crate) use ready_flags::ReadyFlags;
 pub(crate) use room::Waiters;
 
 /// No place.
@@ -101,9 +101,9 @@ pub enum StreamState {
 pub(crate) struct Conn<T> {
     generation: u32,
     used: bool,
-    /// A bit for each [`News`] not told yet.
-    news: u8,
-    /// This place is in the list of those with news. Outlives the connection, so that a place is
+    /// A bit for each [`ReadyFlags`] not told yet.
+    ready_flags: u8,
+    /// This place is in the list of those with ready_flags. Outlives the connection, so that a place is
     /// never listed twice.
     listed: bool,
     /// The buffers that its bytes come in.
@@ -118,12 +118,12 @@ pub(crate) struct Conn<T> {
     /// The peer will send no more.
     pub(crate) peer_finished: bool,
     /// The peer will read no more.
-    pub(crate) peer_deaf: bool,
+    pub(crate) peer_recv_shutdown: bool,
     /// We will send no more.
-    pub(crate) finished: bool,
+    pub(crate) send_shutdown: bool,
     /// We read no more (SHUT_RD): nothing is unread, and what still comes is thrown away. Set by
     /// [`Sockets::read_no_more`].
-    deaf: bool,
+    recv_shutdown: bool,
     /// A send found no room: tell when there is some.
     pub(crate) wants_room: bool,
     /// It carries messages.
@@ -133,7 +133,7 @@ pub(crate) struct Conn<T> {
     unread: usize,
     /// Bytes read since the beginning; leased ones are counted as read.
     taken: u64,
-    /// Fewer unread bytes than this are no news of themselves; at least 1.
+    /// Fewer unread bytes than this are no ready_flags of themselves; at least 1.
     low_water: u32,
     /// Buffers held: parts in place and leases in place.
     held: u32,
@@ -158,7 +158,7 @@ pub(crate) struct Conn<T> {
 pub(crate) struct Sockets<T> {
     conns: Vec<Conn<T>>,
     free: Vec<u32>,
-    /// Places with news, oldest first; as long as the table at most.
+    /// Places with ready_flags, oldest first; as long as the table at most.
     with_news: VecDeque<u32>,
     pools: Vec<Pool>,
     hold: Duration,
@@ -226,7 +226,7 @@ impl<T> Sockets<T> {
     }
 
     /// A connection that nobody else knows of, for the datagrams that come for one socket in
-    /// buffers of `pool`: each delivery is one part, and none is news of itself.
+    /// buffers of `pool`: each delivery is one part, and none is ready_flags of itself.
     pub(crate) fn insert_datagrams(&mut self, pool: u32, local: Address) -> StreamId {
         let id = self.add(pool, None, StreamState::Connected, local, local);
         if let Some(conn) = self.get_mut(id) {
@@ -248,7 +248,7 @@ impl<T> Sockets<T> {
         let conn = Conn {
             generation: 0,
             used: true,
-            news: 0,
+            ready_flags: 0,
             listed: false,
             pool,
             flow,
@@ -257,9 +257,9 @@ impl<T> Sockets<T> {
             local,
             peer,
             peer_finished: false,
-            peer_deaf: false,
-            finished: false,
-            deaf: false,
+            peer_recv_shutdown: false,
+            send_shutdown: false,
+            recv_shutdown: false,
             wants_room: false,
             messages: None,
             parts: VecDeque::new(),
@@ -301,7 +301,7 @@ impl<T> Sockets<T> {
         if let Some(conn) = self.get_mut(id) {
             debug_assert_eq!(conn.copied, 0, "copies that nobody can take off the pool");
             conn.used = false;
-            conn.news = 0;
+            conn.ready_flags = 0;
             conn.flow = None;
             // A connection at rest owns no memory, and one that is gone less so.
             conn.parts = VecDeque::new();
@@ -382,7 +382,7 @@ impl<T> Conn<T> {
 
     /// Whether there is nothing more to come: end of file behind what is unread.
     pub(crate) fn is_at_end(&self) -> bool {
-        self.peer_finished || self.deaf || self.state == StreamState::Finished
+        self.peer_finished || self.recv_shutdown || self.state == StreamState::Finished
     }
 
     /// What is said when nothing was received: end of file, or why not.

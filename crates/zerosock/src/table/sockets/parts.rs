@@ -108,11 +108,11 @@ impl<T> Sockets<T> {
         else {
             return store.release(held.token);
         };
-        if conn.deaf {
+        if conn.recv_shutdown {
             return self.discard(id, held, store);
         }
         if conn.unread < conn.low_water as usize {
-            self.announce(id, super::News::Readable);
+            self.announce(id, super::ReadyFlags::Readable);
         }
         let Some(conn) = self.conns.get_mut(id.index as usize) else {
             return;
@@ -294,7 +294,8 @@ impl<T> Sockets<T> {
     #[inline]
     pub(crate) fn drained_flow(&self, id: StreamId) -> Option<FlowId> {
         let conn = self.get(id)?;
-        conn.flow.filter(|_| conn.parts.is_empty() && !conn.deaf)
+        conn.flow
+            .filter(|_| conn.parts.is_empty() && !conn.recv_shutdown)
     }
 
     /// Bytes were shown where they lie, without having been held.
@@ -365,7 +366,7 @@ impl<T> Sockets<T> {
     pub(crate) fn read_no_more(&mut self, id: StreamId, store: &mut impl Store<Token = T>) {
         self.drop_unread(id, store);
         if let Some(conn) = self.get_mut(id) {
-            conn.deaf = true;
+            conn.recv_shutdown = true;
         }
     }
 

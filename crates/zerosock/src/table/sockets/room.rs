@@ -4,7 +4,7 @@
 //! however many connections come, find no room and go; and nobody is always told first, because who
 //! is told first may take all.
 
-use super::{News, Sockets, StreamId};
+use super::{ReadyFlags, Sockets, StreamId};
 
 /// Entries of those who have gone that are not worth a sweep.
 const STALE: usize = 64;
@@ -53,7 +53,7 @@ impl<T> Sockets<T> {
         for id in waiters.list.drain(..) {
             if let Some(conn) = self.get_mut(id) {
                 conn.wants_room = false;
-                self.announce(id, News::Writable);
+                self.announce(id, ReadyFlags::Writable);
             }
         }
     }

@@ -486,23 +486,23 @@ fn news_are_told_once_and_listed_once() {
     let mut table = Table::new();
     let id = table.conn();
     let sockets = &mut table.sockets;
-    sockets.announce(id, News::Closed);
-    sockets.announce(id, News::Readable);
-    sockets.announce(id, News::PeerShutdown);
-    sockets.announce(id, News::Closed);
+    sockets.announce(id, ReadyFlags::Closed);
+    sockets.announce(id, ReadyFlags::Readable);
+    sockets.announce(id, ReadyFlags::PeerShutdown);
+    sockets.announce(id, ReadyFlags::Closed);
     assert_eq!(sockets.with_news.len(), 1);
     assert_eq!(
         sockets.next_news(),
-        Some((id, News::PeerShutdown)),
+        Some((id, ReadyFlags::PeerShutdown)),
         "nothing to read any more"
     );
-    assert_eq!(sockets.next_news(), Some((id, News::Closed)));
+    assert_eq!(sockets.next_news(), Some((id, ReadyFlags::Closed)));
     assert_eq!(sockets.next_news(), None);
-    sockets.announce(id, News::Closed);
-    sockets.announce(id, News::Writable);
+    sockets.announce(id, ReadyFlags::Closed);
+    sockets.announce(id, ReadyFlags::Writable);
     assert_eq!(sockets.next_stirred(), Some(id), "all at once");
     assert_eq!(sockets.next_stirred(), None);
-    sockets.announce(id, News::Writable);
+    sockets.announce(id, ReadyFlags::Writable);
     sockets.remove(id, &mut table.slots);
     assert_eq!(sockets.next_news(), None, "nothing about the dead");
 }

@@ -18,7 +18,7 @@ use crate::io::deadline::{deadline_in, earlier};
 use crate::table::engine::Engine;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::errors::StreamError;
-use crate::vsock::hub::{Ending, Interest, Manner, Patience, WaitFault};
+use crate::vsock::hub::{DeferredClose, Interest, WaitBudget, WaitFault, WaitMode};
 use crate::vsock::options::{Options, timeout};
 use crate::vsock::socket::Bound;
 use crate::vsock::waiting::Wait;
@@ -186,7 +186,7 @@ impl Connection {
         let linger = self.options().linger;
         match linger {
             None => {}
-            Some(Duration::ZERO) => return self.core.end(Ending::Reset(self.id)),
+            Some(Duration::ZERO) => return self.core.end(DeferredClose::Reset(self.id)),
             Some(time) => {
                 if let Some(wait) = self.waiting().filter(|_| !self.core.is_mine()) {
                     // There is nobody to be told.
@@ -194,13 +194,13 @@ impl Connection {
                 }
             }
         }
-        self.core.end(Ending::Stream(self.id));
+        self.core.end(DeferredClose::Stream(self.id));
     }
 
     /// How calls wait, if they do.
     fn waiting(&self) -> Option<Wait> {
-        match self.read_patience().manner {
-            Manner::Waits(wait) => Some(wait),
+        match self.read_patience().mode {
+            WaitMode::Waits(wait) => Some(wait),
             _ => None,
         }
     }
@@ -213,20 +213,18 @@ impl Connection {
         let _ = self.shutdown(Shutdown::Write);
         self.await_taken(wait, deadline)?;
         let _ = self.shutdown(Shutdown::Both);
-        let patience = Patience {
-            manner: Manner::Waits(wait),
+        let budget = WaitBudget {
+            mode: WaitMode::Waits(wait),
             deadline,
         };
-        let ended = self
-            .core
-            .wait(Interest::Conn(self.id), patience, |engine| {
-                match engine.info(self.id).map(|info| info.state) {
-                    Some(StreamState::Connected) => None,
-                    Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
-                    // One that was never connected has sent nothing.
-                    _ => Some(Ok(())),
-                }
-            })?;
+        let ended = self.core.wait(Interest::Conn(self.id), budget, |engine| {
+            match engine.info(self.id).map(|info| info.state) {
+                Some(StreamState::Connected) => None,
+                Some(StreamState::Reset) => Some(Err(StreamError::Reset)),
+                // One that was never connected has sent nothing.
+                _ => Some(Ok(())),
+            }
+        })?;
         Ok(ended?)
     }
 
@@ -235,15 +233,15 @@ impl Connection {
     fn await_taken(&self, wait: Wait, deadline: Option<Instant>) -> Result<(), WaitFault> {
         let mut pause = FIRST_QUESTION;
         loop {
-            let patience = Patience {
-                manner: Manner::Waits(wait),
+            let budget = WaitBudget {
+                mode: WaitMode::Waits(wait),
                 deadline: earlier(deadline, deadline_in(pause)),
             };
             let mut asked = false;
-            let taken = self.core.wait(Interest::Conn(self.id), patience, |engine| {
+            let taken = self.core.wait(Interest::Conn(self.id), budget, |engine| {
                 let takes = engine
                     .info(self.id)
-                    .is_some_and(|it| it.state == StreamState::Connected && !it.peer_deaf);
+                    .is_some_and(|it| it.state == StreamState::Connected && !it.peer_recv_shutdown);
                 if !takes || (unsent(engine, self.id) == 0 && !engine.is_sending(self.id)) {
                     return Some(());
                 }

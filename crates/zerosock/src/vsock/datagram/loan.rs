@@ -145,8 +145,8 @@ impl DatagramLoan<'_> {
             Err(fault) => DatagramError::of(fault).map(Err),
         };
         let interest = Interest::Datagram(socket.id);
-        let patience = socket.patience(&socket.write_timeout);
-        Ok(socket.core.wait(interest, patience, attempt)??)
+        let budget = socket.budget(&socket.write_timeout);
+        Ok(socket.core.wait(interest, budget, attempt)??)
     }
 
     fn queue(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramFault> {

@@ -25,7 +25,7 @@ use super::connection::{Blocking, decode, encode, encode_timeout};
 use super::endpoint::Endpoint;
 use super::errors::StreamError;
 use super::host::Host;
-use super::hub::{Core, Ending, Interest, Patience};
+use super::hub::{Core, DeferredClose, Interest, WaitBudget};
 use super::waiting::Wait;
 use crate::table::datagrams::{DatagramEngine, DatagramFault};
 use crate::table::engine::{Engine, RecvFault};
@@ -395,11 +395,11 @@ impl Datagram {
         Ok(())
     }
 
-    fn patience(&self, timeout: &AtomicU64) -> Patience {
+    fn budget(&self, timeout: &AtomicU64) -> WaitBudget {
         let nanos = timeout.load(Ordering::Relaxed);
         let wait = decode(self.wait.load(Ordering::Relaxed));
-        Patience {
-            manner: self.blocking.manner(wait),
+        WaitBudget {
+            mode: self.blocking.mode(wait),
             deadline: (nanos > 0).then(|| Instant::now() + Duration::from_nanos(nanos)),
         }
     }
@@ -419,8 +419,8 @@ impl Datagram {
             Err(_) => None,
         };
         let interest = Interest::Datagram(self.id);
-        let patience = self.patience(&self.read_timeout);
-        Ok(self.core.wait(interest, patience, attempt)??)
+        let budget = self.budget(&self.read_timeout);
+        Ok(self.core.wait(interest, budget, attempt)??)
     }
 
     /// Calls `put` until there is room.
@@ -437,14 +437,14 @@ impl Datagram {
             Err(fault) => DatagramError::of(fault).map(Err),
         };
         let interest = Interest::Datagram(self.id);
-        let patience = self.patience(&self.write_timeout);
-        Ok(self.core.wait(interest, patience, attempt)??)
+        let budget = self.budget(&self.write_timeout);
+        Ok(self.core.wait(interest, budget, attempt)??)
     }
 }
 
 impl Drop for Datagram {
     fn drop(&mut self) {
-        self.core.end(Ending::Datagram(self.id));
+        self.core.end(DeferredClose::Datagram(self.id));
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use zerosock_proto::Port;
 
-use super::wait::{Manner, Patience};
+use super::wait::{WaitBudget, WaitMode};
 use super::{Core, Interest};
 use crate::table::engine::Engine;
 use crate::vsock::fake::core;
@@ -64,12 +64,12 @@ fn spinning_call_gives_back_what_others_drop() {
     let (core, script) = core();
     thread::scope(|scope| {
         let call = scope.spawn(|| {
-            let patience = Patience {
-                manner: Manner::Waits(Wait::Spin),
+            let budget = WaitBudget {
+                mode: WaitMode::Waits(Wait::Spin),
                 deadline: Some(Instant::now() + PATIENCE),
             };
             let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
-            core.wait(Interest::Port(Port::new(1)), patience, fired)
+            core.wait(Interest::Port(Port::new(1)), budget, fired)
         });
         while core.state.try_lock().is_ok() {
             thread::yield_now();
@@ -90,7 +90,7 @@ fn spinning_call_gives_back_what_others_drop() {
 #[cfg(feature = "tokio")]
 #[test]
 fn socket_of_a_task_that_a_drop_tells_is_closed() {
-    use crate::table::engine::Stirred;
+    use crate::table::engine::ReadySource;
     use crate::table::sockets::{StreamId, StreamState};
     use crate::vsock::fake::info;
     use crate::vsock::stream::Stream;
@@ -105,7 +105,7 @@ fn socket_of_a_task_that_a_drop_tells_is_closed() {
     let task = std::task::Waker::from(Arc::new(Keeps(stream)));
     core.enlist_task(&mut 0, Interest::Anything, &task);
     drop(task);
-    let stirred = Stirred::Port(Port::new(1));
+    let stirred = ReadySource::Port(Port::new(1));
     script.lock().unwrap().stirred.push_back(stirred);
     // The drop of the lease takes the lock, tells the task and so drops the stream.
     core.give_back(3);

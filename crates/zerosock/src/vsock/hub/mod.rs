@@ -10,7 +10,7 @@
 //! - a lease that is dropped needs no lock: it goes onto a stack ([`Leases`]) which whoever has the
 //!   lock empties, and which whoever gives the lock back looks at once more.
 //!
-//! What must hold: nobody sleeps over news. A sleeper is enlisted, then the rings are armed, then
+//! What must hold: nobody sleeps over ready_flags. A sleeper is enlisted, then the rings are armed, then
 //! it sleeps; and whoever takes anything in meanwhile tells those that it concerns, and arms the
 //! rings again for those who sleep on them. Nor does anybody sleep over a timer: it is known when
 //! each of them wakes of himself, and whoever leaves a timer that is due earlier wakes one. A
@@ -44,9 +44,9 @@ use crate::table::engine::Engine;
 use crate::table::leases::{Leases, NONE};
 use crate::table::over::EndpointOver;
 use crate::table::sockets::StreamId;
-pub(crate) use wait::{Manner, Patience, WaitFault};
+pub(crate) use wait::{WaitBudget, WaitFault, WaitMode};
 use waiters::Waiter;
-pub(crate) use waiters::{Alarm, Bell, Come, Interest, any_of};
+pub(crate) use waiters::{Alarm, AlreadyReady, EventFd, Interest, any_of};
 
 /// What the lock is about.
 pub(crate) struct State {
@@ -78,15 +78,15 @@ pub(crate) struct Core {
     /// Threads that want the lock while somebody may be spinning with it.
     knocking: AtomicU32,
     /// What the thread that has the lock has dropped meanwhile, and whether there is any.
-    endings: Mutex<Vec<Ending>>,
+    endings: Mutex<Vec<DeferredClose>>,
     has_endings: AtomicBool,
     leases: Arc<Leases>,
     /// Wakes the sleeper. Read by him alone: the engine's descriptor may be emptied by whoever
     /// turns the engine meanwhile.
-    waker: Bell,
+    waker: EventFd,
     /// Tells who polls from outside.
-    bell: Bell,
-    /// What is polled from outside: the engine's descriptor, the bell, the alarm.
+    event_fd: EventFd,
+    /// What is polled from outside: the engine's descriptor, the event_fd, the alarm.
     outside: OwnedFd,
     /// The engine's descriptor, once more: to be slept on without the lock.
     fd: OwnedFd,
@@ -116,7 +116,7 @@ pub(crate) struct Locked<'a> {
 
 /// What is to end, because its owner was dropped.
 #[derive(Debug)]
-pub(crate) enum Ending {
+pub(crate) enum DeferredClose {
     Stream(StreamId),
     /// It is reset.
     Reset(StreamId),
@@ -127,9 +127,9 @@ pub(crate) enum Ending {
     /// Whoever was enlisted by this ticket is told no more.
     #[cfg(feature = "tokio")]
     Task(u64),
-    /// Whoever polls with this bell works for tasks no more.
+    /// Whoever polls with this event_fd works for tasks no more.
     #[cfg(feature = "tokio")]
-    Bell(Arc<Bell>),
+    EventFd(Arc<EventFd>),
 }
 
 /// A number that no other living thread has; never 0.
@@ -148,12 +148,12 @@ impl Core {
         trust: Option<Trust>,
         place: Option<Client>,
     ) -> io::Result<Core> {
-        let bell = Bell::new()?;
+        let event_fd = EventFd::new()?;
         let alarm = Alarm::new()?;
-        let outside = any_of([bell.as_fd(), alarm.as_fd(), engine.fd()])?;
+        let outside = any_of([event_fd.as_fd(), alarm.as_fd(), engine.fd()])?;
         Ok(Core {
-            waker: Bell::new()?,
-            bell,
+            waker: EventFd::new()?,
+            event_fd,
             outside,
             fd: engine.fd().try_clone_to_owned()?,
             leases: engine.words(),
@@ -225,7 +225,7 @@ impl Core {
         let guard = match self.state.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => self.knock(),
+            Err(TryLockError::WouldBlock) => self.lock_contended(),
         };
         let mut locked = Locked::new(self, guard);
         locked.collect();
@@ -233,7 +233,7 @@ impl Core {
     }
 
     #[cold]
-    fn knock(&self) -> MutexGuard<'_, State> {
+    fn lock_contended(&self) -> MutexGuard<'_, State> {
         assert!(
             !self.is_mine(),
             "a call of an endpoint by a thread that is in one already: its recv_each is still \
@@ -252,7 +252,7 @@ impl Core {
 
     /// The owner of a socket was dropped. If this thread has the lock, the socket ends when that
     /// is given back.
-    pub(crate) fn end(&self, ending: Ending) {
+    pub(crate) fn end(&self, ending: DeferredClose) {
         if self.is_mine() {
             let endings = self.endings.lock();
             endings.unwrap_or_else(PoisonError::into_inner).push(ending);
@@ -309,7 +309,7 @@ impl Core {
         &self.reactor
     }
 
-    /// Readable when the engine has something: what those poll who have a [`Bell`].
+    /// Readable when the engine has something: what those poll who have a [`EventFd`].
     pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -387,21 +387,21 @@ impl<'a> Locked<'a> {
         }
     }
 
-    fn end(&mut self, ending: &Ending) {
+    fn end(&mut self, ending: &DeferredClose) {
         match ending {
-            Ending::Stream(id) => self.engine().close(*id),
-            Ending::Reset(id) => self.engine().abort(*id),
-            Ending::Listener(port) => self.engine().unlisten(*port),
-            Ending::Port(port) => return self.engine().unbind(*port),
-            Ending::Datagram(id) => {
+            DeferredClose::Stream(id) => self.engine().close(*id),
+            DeferredClose::Reset(id) => self.engine().abort(*id),
+            DeferredClose::Listener(port) => self.engine().unlisten(*port),
+            DeferredClose::Port(port) => return self.engine().unbind(*port),
+            DeferredClose::Datagram(id) => {
                 if let Some(datagrams) = self.engine().datagrams() {
                     datagrams.close(*id);
                 }
             }
             #[cfg(feature = "tokio")]
-            Ending::Task(ticket) => return self.delist_task(*ticket),
+            DeferredClose::Task(ticket) => return self.delist_task(*ticket),
             #[cfg(feature = "tokio")]
-            Ending::Bell(bell) => return self.desert(bell),
+            DeferredClose::EventFd(event_fd) => return self.desert(event_fd),
         }
         self.engine().flush();
     }
@@ -414,7 +414,7 @@ impl<'a> Locked<'a> {
         self.state().skipped = 0;
         match self.engine().turn() {
             Ok(busy) => {
-                // What was taken in was the news that the rings were armed for.
+                // What was taken in was the ready_flags that the rings were armed for.
                 self.state().armed &= !busy;
                 Ok(busy)
             }
@@ -432,7 +432,7 @@ impl<'a> Locked<'a> {
         state.fault = Some(fault);
         let sleeper = state.sleeper;
         for waiter in state.waiters.drain(..) {
-            waiter.who.tell(core, sleeper == Some(waiter.ticket));
+            waiter.kind.tell(core, sleeper == Some(waiter.ticket));
         }
         #[cfg(feature = "tokio")]
         state.tasks.tell_all();

@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 
 use super::*;
 use crate::io::deadline::timespec;
-use crate::table::engine::Stirred;
+use crate::table::engine::ReadySource;
 use crate::table::sockets::StreamState;
 use crate::vsock::fake::{Scripted, core, info};
 use crate::vsock::listener::Listener;
@@ -30,12 +30,12 @@ fn sleeper(core: &Arc<Core>, script: &Scripted) -> mpsc::Receiver<()> {
     let (told, hears) = mpsc::channel();
     let (mine, script) = (core.clone(), script.clone());
     thread::spawn(move || {
-        let patience = Patience {
-            manner: Manner::Waits(Wait::Sleep),
+        let budget = WaitBudget {
+            mode: WaitMode::Waits(Wait::Sleep),
             deadline: None,
         };
         let fired = |_: &mut dyn Engine| (script.lock().unwrap().fired > 0).then_some(());
-        let _ = mine.wait(Interest::Port(Port::new(1)), patience, fired);
+        let _ = mine.wait(Interest::Port(Port::new(1)), budget, fired);
         let _ = told.send(());
     });
     while core.lock().state().sleeper.is_none() {
@@ -59,17 +59,17 @@ fn a_timer_that_is_set_while_somebody_sleeps_is_not_slept_over() {
 #[test]
 fn who_polls_is_told_of_a_timer_that_is_set_since() {
     let (core, script) = core();
-    let bell = Arc::new(Bell::new().unwrap());
-    assert_eq!(core.lock().watch_by(&bell), Ok(None));
+    let event_fd = Arc::new(EventFd::new().unwrap());
+    assert_eq!(core.lock().watch_by(&event_fd), Ok(None));
     let locked = core.lock();
     script.lock().unwrap().due = Some(Instant::now() + PATIENCE);
     drop(locked);
-    assert!(is_readable(&*bell, Duration::ZERO));
-    bell.silence();
+    assert!(is_readable(&*event_fd, Duration::ZERO));
+    event_fd.silence();
     drop(core.lock());
-    assert!(!is_readable(&*bell, Duration::ZERO), "once");
+    assert!(!is_readable(&*event_fd, Duration::ZERO), "once");
     let due = script.lock().unwrap().due;
-    assert_eq!(core.lock().watch_by(&bell), Ok(due));
+    assert_eq!(core.lock().watch_by(&event_fd), Ok(due));
 }
 
 #[test]
@@ -92,29 +92,29 @@ fn the_descriptor_is_readable_when_a_timer_is_due() {
 #[test]
 fn each_who_polls_has_a_bell_that_no_other_silences() {
     let (core, script) = core();
-    let bells = [(); 2].map(|()| Arc::new(Bell::new().unwrap()));
-    for bell in &bells {
-        core.lock().watch_by(bell).unwrap();
+    let event_fds = [(); 2].map(|()| Arc::new(EventFd::new().unwrap()));
+    for event_fd in &event_fds {
+        core.lock().watch_by(event_fd).unwrap();
     }
     assert!(!core.lock().watch());
-    let stirred = Stirred::Port(Port::new(1));
+    let stirred = ReadySource::Port(Port::new(1));
     script.lock().unwrap().stirred.push_back(stirred);
     drop(core.lock());
     // The first one looks, finds nothing for itself, and so does who polls the descriptor.
-    bells[0].silence();
-    core.lock().watch_by(&bells[0]).unwrap();
+    event_fds[0].silence();
+    core.lock().watch_by(&event_fds[0]).unwrap();
     assert!(!core.lock().watch());
-    assert!(is_readable(&*bells[1], Duration::ZERO));
-    core.lock().unwatch(&bells[0]);
-    core.lock().unwatch(&bells[1]);
+    assert!(is_readable(&*event_fds[1], Duration::ZERO));
+    core.lock().unwatch(&event_fds[0]);
+    core.lock().unwatch(&event_fds[1]);
     assert_eq!(core.waiters(), 1, "the descriptor");
 }
 
 #[test]
 fn rings_are_armed_anew_when_more_is_wanted_than_was_asked_for() {
     let (core, script) = core();
-    let bell = Arc::new(Bell::new().unwrap());
-    core.lock().watch_by(&bell).unwrap();
+    let event_fd = Arc::new(EventFd::new().unwrap());
+    core.lock().watch_by(&event_fd).unwrap();
     let arms = script.lock().unwrap().arms;
     drop(core.lock());
     assert_eq!(script.lock().unwrap().arms, arms, "as they were");
@@ -137,14 +137,14 @@ fn what_was_dropped_is_shown_by_who_finds_it() {
 fn an_endpoint_that_is_over_says_so_to_all_who_wait() {
     let (core, script) = core();
     let hears = sleeper(&core, &script);
-    let bell = Arc::new(Bell::new().unwrap());
-    core.lock().watch_by(&bell).unwrap();
+    let event_fd = Arc::new(EventFd::new().unwrap());
+    core.lock().watch_by(&event_fd).unwrap();
     script.lock().unwrap().over = true;
     assert!(core.lock().turn().is_err());
     hears.recv_timeout(PATIENCE).expect("the sleeper is told");
-    assert!(is_readable(&*bell, Duration::ZERO));
-    bell.silence();
-    assert_eq!(core.lock().watch_by(&bell), Ok(None), "for ever");
+    assert!(is_readable(&*event_fd, Duration::ZERO));
+    event_fd.silence();
+    assert_eq!(core.lock().watch_by(&event_fd), Ok(None), "for ever");
     assert_eq!(core.waiters(), 0);
 }
 
@@ -204,7 +204,7 @@ fn what_a_told_task_was_the_last_to_have_ends_at_once() {
     core.enlist_task(&mut 0, Interest::Anything, &task);
     drop(task);
     let locked = core.lock();
-    let stirred = Stirred::Port(Port::new(1));
+    let stirred = ReadySource::Port(Port::new(1));
     script.lock().unwrap().stirred.push_back(stirred);
     drop(locked);
     assert_eq!(script.lock().unwrap().closed, 1);

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::waiters::{Interest, Who};
+use super::waiters::{Interest, WaiterKind};
 use super::{Core, Locked, State, me};
 use crate::fault::Fault as Blame;
 use crate::io::deadline::earlier;
@@ -27,7 +27,7 @@ const MOST_SKIPPED: u32 = 64;
 
 /// What a call does that finds nothing.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum Manner {
+pub(crate) enum WaitMode {
     /// It waits.
     Waits(Wait),
     /// It says so; the descriptor tells when it is worth another try.
@@ -39,16 +39,16 @@ pub(crate) enum Manner {
 
 /// How a wait goes on that finds nothing.
 #[derive(Copy, Clone, Debug)]
-pub(crate) struct Patience {
-    pub(crate) manner: Manner,
+pub(crate) struct WaitBudget {
+    pub(crate) mode: WaitMode,
     /// `None`: for ever.
     pub(crate) deadline: Option<Instant>,
 }
 
-impl Patience {
+impl WaitBudget {
     fn wait(self) -> Option<Wait> {
-        match self.manner {
-            Manner::Waits(wait) => Some(wait),
+        match self.mode {
+            WaitMode::Waits(wait) => Some(wait),
             _ => None,
         }
     }
@@ -103,17 +103,17 @@ impl Watch {
 
 impl Core {
     /// Calls `attempt` until it has something, or fails; between two calls takes in what has come,
-    /// and waits as `patience` says. `interest` is what `attempt` looks at. What `attempt` queues,
+    /// and waits as `budget` says. `interest` is what `attempt` looks at. What `attempt` queues,
     /// it shows itself ([`Engine::flush`], [`Engine::settle`]).
     #[inline]
     pub(crate) fn wait<T>(
         &self,
         interest: Interest,
-        patience: Patience,
+        budget: WaitBudget,
         attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let mut locked = Some(self.lock());
-        self.wait_with(&mut locked, interest, patience, attempt)
+        self.wait_with(&mut locked, interest, budget, attempt)
     }
 
     /// As [`wait`](Core::wait), for one who has the lock already, and has it afterwards.
@@ -122,7 +122,7 @@ impl Core {
         &'a self,
         held: &mut Option<Locked<'a>>,
         interest: Interest,
-        patience: Patience,
+        budget: WaitBudget,
         mut attempt: impl FnMut(&mut dyn Engine) -> Option<T>,
     ) -> Result<T, WaitFault> {
         let locked = held.get_or_insert_with(|| self.lock());
@@ -132,14 +132,14 @@ impl Core {
         } else if let Some(found) = attempt(locked.engine()) {
             return Ok(found);
         }
-        let spins = patience.wait().filter(|wait| *wait != Wait::Sleep);
+        let spins = budget.wait().filter(|wait| *wait != Wait::Sleep);
         loop {
             let locked = held.get_or_insert_with(|| self.lock());
             if let Some(wait) = spins.filter(|_| !watch.look) {
-                // Who spins does so before anything dearer than a look, and first sees whether
+                // WaiterKind spins does so before anything dearer than a look, and first sees whether
                 // the attempt finds what has come by itself.
-                if !locked.spin(wait, patience.deadline, &mut watch) {
-                    self.sleep(held, interest, patience.deadline, &mut watch);
+                if !locked.spin(wait, budget.deadline, &mut watch) {
+                    self.sleep(held, interest, budget.deadline, &mut watch);
                     continue;
                 }
                 if let Some(found) = attempt(locked.engine()) {
@@ -149,7 +149,7 @@ impl Core {
             watch.look = false;
             let turned = locked.turn();
             if let Some(found) = attempt(locked.engine()) {
-                watch.learn(patience.wait(), locked.state());
+                watch.learn(budget.wait(), locked.state());
                 return Ok(found);
             }
             // What had come before the end was there to be found.
@@ -162,14 +162,14 @@ impl Core {
                 if self.knocking.load(Ordering::Relaxed) > 0 {
                     locked.give_way();
                 }
-                if patience.manner == Manner::Polls {
+                if budget.mode == WaitMode::Polls {
                     // Whoever polls is to come back.
-                    self.bell.ring();
+                    self.event_fd.ring();
                 }
-                if patience.wait().is_none() {
+                if budget.wait().is_none() {
                     return Err(WaitFault::WouldBlock);
                 }
-                if patience.deadline.is_none_or(|at| at > Instant::now()) {
+                if budget.deadline.is_none_or(|at| at > Instant::now()) {
                     continue;
                 }
                 watch.timed_out = true;
@@ -177,15 +177,15 @@ impl Core {
             if watch.timed_out {
                 return Err(WaitFault::TimedOut);
             }
-            match patience.manner {
-                Manner::Polls if locked.watch() => {}
-                Manner::Polls => return Err(WaitFault::WouldBlock),
+            match budget.mode {
+                WaitMode::Polls if locked.watch() => {}
+                WaitMode::Polls => return Err(WaitFault::WouldBlock),
                 #[cfg(feature = "tokio")]
-                Manner::Told => return Err(WaitFault::WouldBlock),
-                Manner::Waits(Wait::Sleep) => {
-                    self.sleep(held, interest, patience.deadline, &mut watch);
+                WaitMode::Told => return Err(WaitFault::WouldBlock),
+                WaitMode::Waits(Wait::Sleep) => {
+                    self.sleep(held, interest, budget.deadline, &mut watch);
                 }
-                Manner::Waits(_) => {}
+                WaitMode::Waits(_) => {}
             }
         }
     }
@@ -202,7 +202,7 @@ impl Core {
         watch.look = true;
         watch.slept = true;
         watch.began.get_or_insert_with(Instant::now);
-        let ticket = locked.enlist(interest, Who::Thread(thread::current()));
+        let ticket = locked.enlist(interest, WaiterKind::Thread(thread::current()));
         if locked.state().sleeper.is_none() {
             if !locked.arm() {
                 let until = earlier(deadline, locked.engine().next_timeout());
@@ -283,7 +283,7 @@ impl Locked<'_> {
         }
     }
 
-    /// Lets those who knock have the lock.
+    /// Lets those who lock_contended have the lock.
     #[cold]
     fn give_way(&mut self) {
         self.end_all();
@@ -292,7 +292,7 @@ impl Locked<'_> {
         while self.core.knocking.load(Ordering::Relaxed) > 0 {
             thread::yield_now();
         }
-        self.guard = Some(self.core.knock());
+        self.guard = Some(self.core.lock_contended());
         self.core.owner.store(me(), Ordering::Relaxed);
         self.collect();
         self.end_all();

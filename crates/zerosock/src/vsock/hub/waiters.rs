@@ -1,7 +1,7 @@
 //! Those who wait, and how each is told.
 //!
 //! Some sleep on the engine's descriptor, which the rings have to be armed for: one thread at most
-//! (the sleeper), those who poll with a [`Bell`] of their own, and whoever polls the endpoint's
+//! (the sleeper), those who poll with a [`EventFd`] of their own, and whoever polls the endpoint's
 //! descriptor. The others, parked threads and tasks, hear only what they are told. Threads and those
 //! who poll are few, and are looked at one by one; tasks may be very many, and are not (`tasks`).
 //!
@@ -23,7 +23,7 @@ use zerosock_proto::vsock::datagram::DatagramId;
 
 use super::{Core, Locked, State};
 use crate::io::deadline::timespec;
-use crate::table::engine::Stirred;
+use crate::table::engine::ReadySource;
 use crate::table::sockets::StreamId;
 
 /// The shortest time that a timer can be set to.
@@ -38,12 +38,12 @@ pub(crate) enum Interest {
     Anything,
 }
 
-impl From<Stirred> for Interest {
-    fn from(stirred: Stirred) -> Interest {
+impl From<ReadySource> for Interest {
+    fn from(stirred: ReadySource) -> Interest {
         match stirred {
-            Stirred::Conn(conn) => Interest::Conn(conn),
-            Stirred::Port(port) => Interest::Port(port),
-            Stirred::Datagram(socket) => Interest::Datagram(socket),
+            ReadySource::Conn(conn) => Interest::Conn(conn),
+            ReadySource::Port(port) => Interest::Port(port),
+            ReadySource::Datagram(socket) => Interest::Datagram(socket),
         }
     }
 }
@@ -53,14 +53,14 @@ impl From<Stirred> for Interest {
 pub(super) struct Waiter {
     pub(super) ticket: u64,
     interest: Interest,
-    pub(super) who: Who,
+    pub(super) kind: WaiterKind,
     /// When he comes of himself and lets the engine work.
     until: Option<Instant>,
 }
 
 /// What one who polls many things at once is told by, beside the engine's own descriptor.
 #[derive(Debug)]
-pub(crate) struct Bell(OwnedFd);
+pub(crate) struct EventFd(OwnedFd);
 
 /// A descriptor that is readable once a time has come.
 #[derive(Debug)]
@@ -71,18 +71,18 @@ pub(crate) struct Alarm {
 }
 
 #[derive(Debug)]
-pub(super) enum Who {
+pub(super) enum WaiterKind {
     /// Sleeps in [`Core::wait`].
     Thread(Thread),
-    /// Polls the engine's descriptor, and a bell that nobody else silences; told once.
-    Bell(Arc<Bell>),
+    /// Polls the engine's descriptor, and a event_fd that nobody else silences; told once.
+    EventFd(Arc<EventFd>),
     /// Polls the descriptor, by [`AsFd`]; told once.
     Descriptor,
 }
 
 /// Something has come: there is no sleeping over it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct Come;
+pub(crate) struct AlreadyReady;
 
 impl Core {
     /// Tells `task` when something happens to `interest`, once. To be called before the last look.
@@ -127,13 +127,13 @@ impl Locked<'_> {
         let known = state
             .waiters
             .iter()
-            .find(|waiter| matches!(waiter.who, Who::Descriptor));
+            .find(|waiter| matches!(waiter.kind, WaiterKind::Descriptor));
         let ticket = match known {
             Some(waiter) => waiter.ticket,
-            None => self.enlist(Interest::Anything, Who::Descriptor),
+            None => self.enlist(Interest::Anything, WaiterKind::Descriptor),
         };
         // What was told before is forgotten, lest the descriptor stay readable.
-        self.core.bell.silence();
+        self.core.event_fd.silence();
         if self.is_come() {
             return true;
         }
@@ -143,38 +143,40 @@ impl Locked<'_> {
         false
     }
 
-    /// For one who is about to sleep on [`Core::engine_fd`] and `bell`, which he has silenced
+    /// For one who is about to sleep on [`Core::engine_fd`] and `event_fd`, which he has silenced
     /// before. Answers when he has to
     /// come of himself.
     ///
     /// # Errors
     /// When something has come meanwhile.
-    pub(crate) fn watch_by(&mut self, bell: &Arc<Bell>) -> Result<Option<Instant>, Come> {
-        self.unwatch(bell);
+    pub(crate) fn watch_by(
+        &mut self,
+        event_fd: &Arc<EventFd>,
+    ) -> Result<Option<Instant>, AlreadyReady> {
+        self.unwatch(event_fd);
         if self.is_over() {
             return Ok(None);
         }
-        let ticket = self.enlist(Interest::Anything, Who::Bell(bell.clone()));
+        let ticket = self.enlist(Interest::Anything, WaiterKind::EventFd(event_fd.clone()));
         if self.is_come() {
-            return Err(Come);
+            return Err(AlreadyReady);
         }
         let until = self.engine().next_timeout();
         self.comes(ticket, until);
         Ok(until)
     }
 
-    /// Rings `bell` no more.
-    pub(crate) fn unwatch(&mut self, bell: &Arc<Bell>) {
-        let other =
-            |waiter: &Waiter| !matches!(&waiter.who, Who::Bell(it) if Arc::ptr_eq(it, bell));
+    /// Rings `event_fd` no more.
+    pub(crate) fn unwatch(&mut self, event_fd: &Arc<EventFd>) {
+        let other = |waiter: &Waiter| !matches!(&waiter.kind, WaiterKind::EventFd(it) if Arc::ptr_eq(it, event_fd));
         self.state().waiters.retain(other);
     }
 
     /// As [`unwatch`](Self::unwatch), for one who worked for tasks: each is told, so that it sees
     /// to another, which it may do in a runtime that is not his.
     #[cfg(feature = "tokio")]
-    pub(super) fn desert(&mut self, bell: &Arc<Bell>) {
-        self.unwatch(bell);
+    pub(super) fn desert(&mut self, event_fd: &Arc<EventFd>) {
+        self.unwatch(event_fd);
         self.state().tasks.tell_all();
     }
 
@@ -208,7 +210,7 @@ impl Locked<'_> {
         }
     }
 
-    pub(super) fn enlist(&mut self, interest: Interest, who: Who) -> u64 {
+    pub(super) fn enlist(&mut self, interest: Interest, kind: WaiterKind) -> u64 {
         let state = self.state();
         // What the rings were armed for may not be what this one waits for.
         state.armed = false;
@@ -217,7 +219,7 @@ impl Locked<'_> {
         state.waiters.push(Waiter {
             ticket,
             interest,
-            who,
+            kind,
             until: None,
         });
         ticket
@@ -267,7 +269,7 @@ impl Locked<'_> {
         let sleeper = state.sleeper;
         for waiter in &state.waiters {
             if waiter.watches(sleeper) {
-                waiter.who.tell(core, sleeper == Some(waiter.ticket));
+                waiter.kind.tell(core, sleeper == Some(waiter.ticket));
             }
         }
     }
@@ -286,9 +288,9 @@ impl Locked<'_> {
             state.waiters.retain(|waiter| {
                 let told = waiter.interest == stirred || waiter.interest == Interest::Anything;
                 if told {
-                    waiter.who.tell(core, sleeper == Some(waiter.ticket));
+                    waiter.kind.tell(core, sleeper == Some(waiter.ticket));
                 }
-                !told || matches!(waiter.who, Who::Thread(_))
+                !told || matches!(waiter.kind, WaiterKind::Thread(_))
             });
         }
     }
@@ -304,8 +306,8 @@ impl Locked<'_> {
         let sleeper = state.sleeper;
         let mut one: Option<&mut Waiter> = None;
         for waiter in &mut state.waiters {
-            // Who polls from outside may not come back for long: his word counts for himself.
-            let certain = !matches!(waiter.who, Who::Descriptor);
+            // WaiterKind polls from outside may not come back for long: his word counts for himself.
+            let certain = !matches!(waiter.kind, WaiterKind::Descriptor);
             if !waiter.watches(sleeper) {
                 continue;
             }
@@ -320,14 +322,14 @@ impl Locked<'_> {
             return true;
         }
         match one {
-            Some(waiter) if matches!(waiter.who, Who::Descriptor) => {
+            Some(waiter) if matches!(waiter.kind, WaiterKind::Descriptor) => {
                 waiter.until = Some(due);
                 self.state().alarm.set(Some(due));
             }
             Some(waiter) => {
                 // He sees for himself until when he may sleep.
                 waiter.until = Some(due);
-                waiter.who.tell(core, sleeper == Some(waiter.ticket));
+                waiter.kind.tell(core, sleeper == Some(waiter.ticket));
             }
             None => {}
         }
@@ -339,12 +341,12 @@ impl Locked<'_> {
         let state = self.state();
         if state.sleeper.is_none()
             && let Some(Waiter {
-                who: Who::Thread(thread),
+                kind: WaiterKind::Thread(thread),
                 ..
             }) = state
                 .waiters
                 .iter()
-                .find(|waiter| matches!(waiter.who, Who::Thread(_)))
+                .find(|waiter| matches!(waiter.kind, WaiterKind::Thread(_)))
         {
             thread.unpark();
         }
@@ -372,28 +374,28 @@ impl State {
 impl Waiter {
     /// Whether he sleeps on the rings, not only until he is told.
     fn watches(&self, sleeper: Option<u64>) -> bool {
-        match self.who {
-            Who::Thread(_) => sleeper == Some(self.ticket),
-            Who::Bell(_) | Who::Descriptor => true,
+        match self.kind {
+            WaiterKind::Thread(_) => sleeper == Some(self.ticket),
+            WaiterKind::EventFd(_) | WaiterKind::Descriptor => true,
         }
     }
 }
 
-impl Who {
+impl WaiterKind {
     pub(super) fn tell(&self, core: &Core, asleep_on_descriptor: bool) {
         match self {
-            Who::Thread(_) if asleep_on_descriptor => core.waker.ring(),
-            Who::Thread(thread) => thread.unpark(),
-            Who::Bell(bell) => bell.ring(),
-            Who::Descriptor => core.bell.ring(),
+            WaiterKind::Thread(_) if asleep_on_descriptor => core.waker.ring(),
+            WaiterKind::Thread(thread) => thread.unpark(),
+            WaiterKind::EventFd(event_fd) => event_fd.ring(),
+            WaiterKind::Descriptor => core.event_fd.ring(),
         }
     }
 }
 
-impl Bell {
-    pub(crate) fn new() -> io::Result<Bell> {
+impl EventFd {
+    pub(crate) fn new() -> io::Result<EventFd> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        Ok(Bell(eventfd(0, flags)?))
+        Ok(EventFd(eventfd(0, flags)?))
     }
 
     pub(super) fn ring(&self) {
@@ -407,7 +409,7 @@ impl Bell {
     }
 }
 
-impl AsFd for Bell {
+impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

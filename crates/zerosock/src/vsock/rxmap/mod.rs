@@ -43,12 +43,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod ear;
 mod errors;
 mod native;
 mod packet;
 mod paged;
 mod pages;
+mod rx_poll;
 
 pub use errors::RxMapError;
 pub use native::{RxHeader, RxMap, RxMapConfig};

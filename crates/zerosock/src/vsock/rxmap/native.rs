@@ -8,11 +8,11 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
 
-use super::ear::{self, Ear};
 use super::errors::of_nothing;
 use super::packet::{Held, Home, Mapped, RxPacket};
 use super::paged::reason;
 use super::pages::{Pages, capacity, pages_for};
+use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, SPILLED, STREAM_FLAGS};
 use crate::table::engine::NextKind;
 use crate::table::leases::Entered;
@@ -161,7 +161,7 @@ pub struct RxMap<S: Borrow<Stream>> {
     packets: Vec<Mapped>,
     leases: Vec<Held>,
     unreleased: usize,
-    ear: Ear,
+    rx_poll: RxPoll,
 }
 
 impl<S: Borrow<Stream>> RxMap<S> {
@@ -187,7 +187,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
             packets: Vec::new(),
             leases: Vec::new(),
             unreleased: 0,
-            ear: Ear::default(),
+            rx_poll: RxPoll::default(),
         })
     }
 
@@ -203,7 +203,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
     /// # Errors
     /// When the endpoint is over.
     pub fn poll_value(&mut self) -> Result<u32, RxMapError> {
-        let value = self.ear.poll(self.stream.borrow())?;
+        let value = self.rx_poll.poll(self.stream.borrow())?;
         self.pages.set_poll_value(value);
         Ok(value)
     }
@@ -297,7 +297,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         if headers == 0 && fault.is_none() {
             fault = reason(engine, stream);
         }
-        let value = ear::value(engine, stream);
+        let value = rx_poll::value(engine, stream);
         engine.settle();
         drop(locked);
         self.pages.set_header(headers, RxHeader::default().encode());

@@ -13,9 +13,9 @@ use std::borrow::Borrow;
 use std::fmt;
 use std::ops::{BitOr, Range};
 
-use super::ear::{self, Ear};
 use super::errors::of_nothing;
 use super::pages::{Pages, capacity};
+use super::rx_poll::{self, RxPoll};
 use super::{EMPTY, PAGE, RxMapError, STREAM_FLAGS};
 use crate::table::engine::{Engine, RecvFault};
 use crate::vsock::stream::Stream;
@@ -132,7 +132,7 @@ pub struct PagedRxMap<S: Borrow<Stream>> {
     /// Data pages that the last fill used, and those of them that are not released.
     mapped: Vec<bool>,
     unreleased: usize,
-    ear: Ear,
+    rx_poll: RxPoll,
 }
 
 impl<S: Borrow<Stream>> PagedRxMap<S> {
@@ -180,7 +180,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
             header_pages,
             mapped: Vec::new(),
             unreleased: 0,
-            ear: Ear::default(),
+            rx_poll: RxPoll::default(),
         })
     }
 
@@ -207,7 +207,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
     /// # Errors
     /// When the endpoint is over.
     pub fn poll_value(&mut self) -> Result<u32, RxMapError> {
-        let value = self.ear.poll(self.stream.borrow())?;
+        let value = self.rx_poll.poll(self.stream.borrow())?;
         self.pages.set_poll_value(value);
         Ok(value)
     }
@@ -268,7 +268,7 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
         if layout.headers == 0 && fault.is_none() {
             fault = reason(engine, stream);
         }
-        let value = ear::value(engine, stream);
+        let value = rx_poll::value(engine, stream);
         engine.settle();
         drop(locked);
         self.pages.set_header(layout.headers, encode([0, 0]));

@@ -175,8 +175,8 @@ impl SeqPacket {
     pub fn wait_readable(&self) -> io::Result<()> {
         let attempt = |engine: &mut dyn Engine| is_ready(engine, self.conn.id).then_some(());
         let interest = Interest::Conn(self.conn.id);
-        let patience = self.conn.read_patience();
-        Ok(self.conn.core.wait(interest, patience, attempt)?)
+        let budget = self.conn.read_patience();
+        Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
     /// Messages that could be received at once.
@@ -322,8 +322,8 @@ impl SeqPacket {
             (!engine.is_sending(self.conn.id)).then_some(())
         };
         let interest = Interest::Conn(self.conn.id);
-        let patience = self.conn.write_patience();
-        Ok(self.conn.core.wait(interest, patience, attempt)?)
+        let budget = self.conn.write_patience();
+        Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
     /// Ends one way, or both. What was sent before still arrives; the peer receives `None` behind it.

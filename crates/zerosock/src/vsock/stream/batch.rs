@@ -78,7 +78,7 @@ impl Batch<'_> {
         {
             return Ok(done);
         }
-        let patience = stream.conn.write_patience();
+        let budget = stream.conn.write_patience();
         let attempt = |engine: &mut dyn Engine| match put(engine, stream.conn.id) {
             Ok(done) => Some(Ok(done)),
             Err(fault) => stream.conn.send_fault(engine, fault),
@@ -88,7 +88,7 @@ impl Batch<'_> {
         Ok(stream
             .conn
             .core
-            .wait_with(&mut self.locked, interest, patience, attempt)??)
+            .wait_with(&mut self.locked, interest, budget, attempt)??)
     }
 }
 

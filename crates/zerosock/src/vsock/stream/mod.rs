@@ -128,7 +128,7 @@ impl Stream {
     /// `WouldBlock`, `TimedOut`; `ConnectionAborted` when the endpoint is over.
     pub fn wait_readable(&self) -> io::Result<()> {
         let low_water = self.low_water();
-        let patience = self.conn.read_patience();
+        let budget = self.conn.read_patience();
         let attempt = |engine: &mut dyn Engine| {
             let there = engine
                 .ahead(self.conn.id)
@@ -138,7 +138,7 @@ impl Stream {
         Ok(self
             .conn
             .core
-            .wait(Interest::Conn(self.conn.id), patience, attempt)?)
+            .wait(Interest::Conn(self.conn.id), budget, attempt)?)
     }
 
     /// Receives the bytes of the next packet where they lie; `None` at the end of the stream.

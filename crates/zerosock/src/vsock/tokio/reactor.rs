@@ -2,7 +2,7 @@
 //!
 //! Each endpoint that is used here has one task in the runtime that does for all its sockets what
 //! a blocked call does otherwise: it waits for the endpoint's descriptor and the next time-out,
-//! lets the engine work, and wakes the tasks whose sockets have news. It ends with the last async
+//! lets the engine work, and wakes the tasks whose sockets have ready_flags. It ends with the last async
 //! socket of the endpoint; if its runtime ends before, every task that waits is told, and the first
 //! of them that comes starts another, in its own runtime.
 //!
@@ -22,7 +22,7 @@ use ::tokio::io::unix::AsyncFd;
 use ::tokio::runtime::Handle;
 use ::tokio::task::JoinHandle;
 
-use crate::vsock::hub::{Alarm, Bell, Core, Ending, Interest, any_of};
+use crate::vsock::hub::{Alarm, Core, DeferredClose, EventFd, Interest, any_of};
 
 /// The task of an endpoint.
 #[derive(Debug)]
@@ -40,10 +40,10 @@ impl Reactor {
         if let Some(running) = place.upgrade().filter(|it| it.is_running()) {
             return Ok(running);
         }
-        let bell = Arc::new(Bell::new()?);
+        let event_fd = Arc::new(EventFd::new()?);
         let alarm = Alarm::new()?;
         let ended = Arc::new(AtomicBool::new(false));
-        let fd = any_of([core.engine_fd(), bell.as_fd(), alarm.as_fd()])?;
+        let fd = any_of([core.engine_fd(), event_fd.as_fd(), alarm.as_fd()])?;
         #[allow(
             deprecated,
             reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
@@ -52,7 +52,7 @@ impl Reactor {
         let fd = AsyncFd::with_interest(fd, IoInterest::READABLE)?;
         let post = Post {
             core: Arc::downgrade(core),
-            bell,
+            event_fd,
             alarm,
             ended: ended.clone(),
         };
@@ -76,7 +76,7 @@ impl Drop for Reactor {
 /// Where the task is told. When it ends, nobody relies on it any more.
 struct Post {
     core: Weak<Core>,
-    bell: Arc<Bell>,
+    event_fd: Arc<EventFd>,
     /// Not the runtime's timer: it need not have one.
     alarm: Alarm,
     ended: Arc<AtomicBool>,
@@ -87,7 +87,7 @@ impl Drop for Post {
         // Before anybody is told: who comes looks at this.
         self.ended.store(true, Ordering::Release);
         if let Some(core) = self.core.upgrade() {
-            core.end(Ending::Bell(self.bell.clone()));
+            core.end(DeferredClose::EventFd(self.event_fd.clone()));
         }
     }
 }
@@ -103,8 +103,8 @@ async fn work(mut post: Post, fd: AsyncFd<OwnedFd>) {
                 // Everybody was told.
                 return;
             }
-            post.bell.silence();
-            locked.watch_by(&post.bell)
+            post.event_fd.silence();
+            locked.watch_by(&post.event_fd)
         };
         let Ok(due) = watched else {
             ::tokio::task::yield_now().await;
@@ -200,7 +200,7 @@ impl Watched {
     fn leave(&self, seat: &Seat) {
         let ticket = std::mem::take(&mut *locked(&seat.0));
         if ticket != 0 {
-            self.core.end(Ending::Task(ticket));
+            self.core.end(DeferredClose::Task(ticket));
         }
     }
 }

@@ -13,9 +13,9 @@ use zerosock_proto::Port;
 use super::super::codec::{Answer, Status, VERSION, encode_answer};
 use super::super::{HOST, LAST_CLAIMABLE, MAX_CLAIMS};
 use super::clients::{has_hung_up, is_allowed};
-use super::places::{Obstacle, Stage};
+use super::places::{ClaimConflict, Stage};
 use super::{PATIENCE, Server, State, granted};
-use zerosock_vhost_user::House;
+use zerosock_vhost_user::FrontendRegistry;
 
 /// A port that belongs to a service.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub(super) struct Claim {
 
 /// What a service has asked for on its lease, and has not been answered.
 #[derive(Debug)]
-pub(super) enum Errand {
+pub(super) enum PendingClaim {
     /// It wants ports of which some are about to be free.
     Waiting { until: Instant, ports: Vec<Port> },
     /// The workers are told; the number of the notice.
@@ -42,43 +42,53 @@ impl Server {
         &mut self,
         ports: &[Port],
         held: usize,
-        house: &mut House,
-    ) -> Result<(), Obstacle> {
+        frontends: &mut FrontendRegistry,
+    ) -> Result<(), ClaimConflict> {
         if let Some(&port) = ports.iter().find(|&&port| port > LAST_CLAIMABLE) {
-            return Err(Obstacle::Refused(Answer::about(Status::PortReserved, port)));
+            return Err(ClaimConflict::Refused(Answer::about(
+                Status::PortReserved,
+                port,
+            )));
         }
         let wanted: BTreeSet<Port> = ports.iter().copied().collect();
         if held + wanted.len() > MAX_CLAIMS {
-            return Err(Obstacle::Refused(Answer::refusal(Status::Full, VERSION)));
+            return Err(ClaimConflict::Refused(Answer::refusal(
+                Status::Full,
+                VERSION,
+            )));
         }
         let mut passing = None;
         for &port in &wanted {
-            match self.check_port(port, house) {
-                Err(Obstacle::Passing(answer)) => passing = Some(answer),
+            match self.check_port(port, frontends) {
+                Err(ClaimConflict::Passing(answer)) => passing = Some(answer),
                 other => other?,
             }
         }
-        passing.map_or(Ok(()), |answer| Err(Obstacle::Passing(answer)))
+        passing.map_or(Ok(()), |answer| Err(ClaimConflict::Passing(answer)))
     }
 
-    fn check_port(&mut self, port: Port, house: &mut House) -> Result<(), Obstacle> {
+    fn check_port(
+        &mut self,
+        port: Port,
+        frontends: &mut FrontendRegistry,
+    ) -> Result<(), ClaimConflict> {
         let Some(claim) = self.claims.get(&port) else {
             return Ok(());
         };
         let taken = Answer::about(Status::PortTaken, port);
         let Some(member) = self.members.get(&claim.vm) else {
-            return Err(Obstacle::Refused(taken));
+            return Err(ClaimConflict::Refused(taken));
         };
-        if claim.going.is_some() || self.is_leaving(claim.vm, member, house) {
-            return Err(Obstacle::Passing(taken));
+        if claim.going.is_some() || self.is_leaving(claim.vm, member, frontends) {
+            return Err(ClaimConflict::Passing(taken));
         }
         // Its process may be gone without anybody having noticed.
         if let Some(key) = member.client
             && let Some(client) = self.clients.get(&key)
             && has_hung_up(&client.socket)
         {
-            self.lose(key, "it closed its lease, and another one came", house);
-            return Err(Obstacle::Passing(taken));
+            self.lose(key, "it closed its lease, and another one came", frontends);
+            return Err(ClaimConflict::Passing(taken));
         }
         let owner = member.client.and_then(|key| self.clients.get(&key));
         if let Some(owner) = owner {
@@ -87,29 +97,35 @@ impl Server {
                 "port {port} is claimed once more; it is process {pid}'s, of user {uid}"
             ));
         }
-        Err(Obstacle::Refused(taken))
+        Err(ClaimConflict::Refused(taken))
     }
 
     /// A service that is in wants more ports.
-    pub(super) fn claim(&mut self, key: u32, ports: Vec<Port>, until: Instant, house: &mut House) {
+    pub(super) fn claim(
+        &mut self,
+        key: u32,
+        ports: Vec<Port>,
+        until: Instant,
+        frontends: &mut FrontendRegistry,
+    ) {
         let Some(vm) = self.service_of(key) else {
             return;
         };
         let held = self.claims_of(vm).count();
         let client = self.clients.get(&key);
         let allowed = client.is_some_and(|c| is_allowed(&self.config.service_uids, c.uid));
-        let obstacle = if allowed {
-            self.check_ports(&ports, held, house).err()
+        let conflict = if allowed {
+            self.check_ports(&ports, held, frontends).err()
         } else {
             // Its user has been taken off the list meanwhile: it keeps what it has.
             let refusal = Answer::refusal(Status::NotPermitted, VERSION);
-            Some(Obstacle::Refused(refusal))
+            Some(ClaimConflict::Refused(refusal))
         };
-        let errand = match obstacle {
-            Some(Obstacle::Passing(_)) if Instant::now() < until => {
-                Errand::Waiting { until, ports }
+        let pending_claim = match conflict {
+            Some(ClaimConflict::Passing(_)) if Instant::now() < until => {
+                PendingClaim::Waiting { until, ports }
             }
-            Some(Obstacle::Passing(answer) | Obstacle::Refused(answer)) => {
+            Some(ClaimConflict::Passing(answer) | ClaimConflict::Refused(answer)) => {
                 self.directory.refuse();
                 return self.answer(key, &answer);
             }
@@ -117,20 +133,20 @@ impl Server {
                 let Some(addr) = self.members.get(&vm).map(|member| member.addr) else {
                     return;
                 };
-                let (number, notice) = house.notice();
+                let (number, notice) = frontends.notice();
                 self.take_ports(vm, &ports);
-                self.roster.claim(addr, &ports, &notice);
+                self.registry.claim(addr, &ports, &notice);
                 self.note_claims(key, vm);
-                Errand::Telling(number)
+                PendingClaim::Telling(number)
             }
         };
         if let Some(client) = self.clients.get_mut(&key) {
-            client.errand = Some(errand);
+            client.pending_claim = Some(pending_claim);
         }
     }
 
     /// A service that is in gives ports up.
-    pub(super) fn give_up(&mut self, key: u32, ports: Vec<Port>, house: &mut House) {
+    pub(super) fn give_up(&mut self, key: u32, ports: Vec<Port>, frontends: &mut FrontendRegistry) {
         let Some(vm) = self.service_of(key) else {
             return;
         };
@@ -141,12 +157,12 @@ impl Server {
         if let Some(&port) = ports.iter().find(|port| !has(port)) {
             return self.answer(key, &Answer::about(Status::NotClaimed, port));
         }
-        let (number, notice) = house.notice();
+        let (number, notice) = frontends.notice();
         self.let_go(ports.iter().copied(), number);
-        self.roster.unclaim(ports, &notice);
+        self.registry.unclaim(ports, &notice);
         self.note_claims(key, vm);
         if let Some(client) = self.clients.get_mut(&key) {
-            client.errand = Some(Errand::Telling(number));
+            client.pending_claim = Some(PendingClaim::Telling(number));
         }
     }
 
@@ -174,35 +190,39 @@ impl Server {
 
     /// The workers know what the notice of this number was about, if it was about claims. Those
     /// who have asked for it are answered.
-    pub(super) fn claims_noticed(&mut self, number: u64, house: &mut House) {
+    pub(super) fn claims_noticed(&mut self, number: u64, frontends: &mut FrontendRegistry) {
         self.claims.retain(|_, claim| claim.going != Some(number));
-        let asked = |(&key, client): (&u32, &super::Client)| match client.errand {
-            Some(Errand::Telling(told)) if told == number => Some(key),
+        let asked = |(&key, client): (&u32, &super::Client)| match client.pending_claim {
+            Some(PendingClaim::Telling(told)) if told == number => Some(key),
             _ => None,
         };
         if let Some(key) = self.clients.iter().find_map(asked) {
             if let Some(client) = self.clients.get_mut(&key) {
-                client.errand = None;
+                client.pending_claim = None;
             }
             self.answer(key, &granted(HOST));
-            self.settle(key, house);
+            self.settle(key, frontends);
         }
     }
 
     /// Something may be free now, or it is too late: those services try again whom `which` names.
-    pub(super) fn retry_claims(&mut self, house: &mut House, which: impl Fn(Instant) -> bool) {
-        let waiting = |(&key, client): (&u32, &super::Client)| match client.errand {
-            Some(Errand::Waiting { until, .. }) if which(until) => Some(key),
+    pub(super) fn retry_claims(
+        &mut self,
+        frontends: &mut FrontendRegistry,
+        which: impl Fn(Instant) -> bool,
+    ) {
+        let waiting = |(&key, client): (&u32, &super::Client)| match client.pending_claim {
+            Some(PendingClaim::Waiting { until, .. }) if which(until) => Some(key),
             _ => None,
         };
         let keys: Vec<u32> = self.clients.iter().filter_map(waiting).collect();
         for key in keys {
             let client = self.clients.get_mut(&key);
-            if let Some(Errand::Waiting { until, ports }) =
-                client.and_then(|client| client.errand.take())
+            if let Some(PendingClaim::Waiting { until, ports }) =
+                client.and_then(|client| client.pending_claim.take())
             {
-                self.claim(key, ports, until, house);
-                self.settle(key, house);
+                self.claim(key, ports, until, frontends);
+                self.settle(key, frontends);
             }
         }
     }

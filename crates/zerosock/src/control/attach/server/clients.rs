@@ -18,10 +18,10 @@ use zerosock_sys::account::Account;
 use zerosock_sys::{PeerFd, fd_passing};
 
 use super::super::codec::{ANSWER_LEN, Answer, Status, Version, encode_answer};
-use super::claims::Errand;
-use super::places::Wanted;
+use super::claims::PendingClaim;
+use super::places::JoinRequest;
 use super::{ACCEPT_REST, ANSWER_LIMIT, BUDGET, LISTENER, MAX_CLIENTS, PATIENCE, Server};
-use zerosock_vhost_user::House;
+use zerosock_vhost_user::FrontendRegistry;
 
 pub(super) struct Client {
     pub(super) socket: PeerFd,
@@ -32,7 +32,7 @@ pub(super) struct Client {
     pub(super) answer: Option<[u8; ANSWER_LEN]>,
     /// What a service has asked for and the workers are told of. While there is something,
     /// nothing is read.
-    pub(super) errand: Option<Errand>,
+    pub(super) pending_claim: Option<PendingClaim>,
     pub(super) watched: EventFlags,
     /// When it is dropped for not having taken its answer.
     pub(super) stalled_until: Option<Instant>,
@@ -48,10 +48,20 @@ impl Drop for Client {
 }
 
 pub(super) enum State {
-    Silent { until: Instant },
-    Waiting { until: Instant, wanted: Wanted },
-    Joining { vm: usize, theirs: UnixStream },
-    Attached { vm: usize },
+    Silent {
+        until: Instant,
+    },
+    Waiting {
+        until: Instant,
+        request: JoinRequest,
+    },
+    Joining {
+        vm: usize,
+        theirs: UnixStream,
+    },
+    Attached {
+        vm: usize,
+    },
 }
 
 /// Whether a user is among those who may.
@@ -60,42 +70,42 @@ pub(super) fn is_allowed(allowed: &[u32], uid: u32) -> bool {
 }
 
 impl Server {
-    pub(super) fn accept(&mut self, house: &mut House) {
+    pub(super) fn accept(&mut self, frontends: &mut FrontendRegistry) {
         for _ in 0..BUDGET {
             let permit = match self.turned_away.take_descriptors(1) {
                 Ok(permit) => permit,
                 Err(_) => {
                     self.warn("accepts no process: those that were turned away cannot be closed");
-                    return self.rest(house);
+                    return self.rest(frontends);
                 }
             };
             let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
             match accept_with(&self.config.listener, flags) {
-                Ok(socket) => self.admit(PeerFd::from(socket).with_permit(permit), house),
+                Ok(socket) => self.admit(PeerFd::from(socket).with_permit(permit), frontends),
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(error) => {
                     self.warn(&format!("cannot accept a process: {error}"));
-                    return self.rest(house);
+                    return self.rest(frontends);
                 }
             }
         }
     }
 
     /// Accepts nothing for a while.
-    fn rest(&mut self, house: &House) {
+    fn rest(&mut self, frontends: &FrontendRegistry) {
         self.rest = Some(Instant::now() + ACCEPT_REST);
-        self.watch_listener(house, EventFlags::empty());
+        self.watch_listener(frontends, EventFlags::empty());
     }
 
-    pub(super) fn watch_listener(&self, house: &House, flags: EventFlags) {
-        if let Err(error) = house.watch_for(&self.config.listener, LISTENER, flags) {
+    pub(super) fn watch_listener(&self, frontends: &FrontendRegistry, flags: EventFlags) {
+        if let Err(error) = frontends.watch_for(&self.config.listener, LISTENER, flags) {
             tracing::error!(%error, "cannot change what is watched");
         }
     }
 
     /// Lets a process say what it wants, or turns it away.
-    pub(super) fn admit(&mut self, socket: PeerFd, house: &mut House) {
+    pub(super) fn admit(&mut self, socket: PeerFd, frontends: &mut FrontendRegistry) {
         let (uid, pid) = match socket_peercred(&socket) {
             Ok(cred) => (cred.uid.as_raw(), cred.pid.as_raw_nonzero().get()),
             Err(error) => return self.warn(&format!("a process without a user: {error}")),
@@ -109,7 +119,7 @@ impl Server {
             let until = Instant::now() + PATIENCE;
             let key = self.free_key();
             let watched = EventFlags::IN;
-            if let Err(error) = house.watch(&socket, key, watched) {
+            if let Err(error) = frontends.watch(&socket, key, watched) {
                 return self.warn(&format!("cannot watch a process: {error}"));
             }
             let client = Client {
@@ -118,10 +128,10 @@ impl Server {
                 pid,
                 state: State::Silent { until },
                 answer: None,
-                errand: None,
+                pending_claim: None,
                 watched,
                 stalled_until: None,
-                epoll: house.epoll(),
+                epoll: frontends.epoll(),
             };
             self.clients.insert(key, client);
             return;
@@ -170,32 +180,32 @@ impl Server {
     }
 
     /// A client is gone, or given up.
-    pub(super) fn lose(&mut self, key: u32, reason: &str, house: &mut House) {
+    pub(super) fn lose(&mut self, key: u32, reason: &str, frontends: &mut FrontendRegistry) {
         let Some(client) = self.clients.remove(&key) else {
             return;
         };
         if let State::Joining { vm, .. } | State::Attached { vm } = client.state {
-            self.send_off(vm, reason, house);
+            self.send_off(vm, reason, frontends);
         }
     }
 
     /// Watches a client for what it is waited for now.
-    pub(super) fn settle(&mut self, key: u32, house: &mut House) {
+    pub(super) fn settle(&mut self, key: u32, frontends: &mut FrontendRegistry) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
-        let wanted = match (&client.answer, &client.errand) {
+        let interest = match (&client.answer, &client.pending_claim) {
             (Some(_), _) => EventFlags::OUT,
             // That it hangs up is told all the same.
             (None, Some(_)) => EventFlags::empty(),
             (None, None) => EventFlags::IN,
         };
-        if wanted == client.watched {
+        if interest == client.watched {
             return;
         }
-        client.watched = wanted;
-        if let Err(error) = house.watch_for(&client.socket, key, wanted) {
-            self.lose(key, &format!("cannot watch it: {error}"), house);
+        client.watched = interest;
+        if let Err(error) = frontends.watch_for(&client.socket, key, interest) {
+            self.lose(key, &format!("cannot watch it: {error}"), frontends);
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::control::socket_file::SocketFile;
 use crate::device::HostEnd;
 use crate::routing::DeviceAddr;
 use crate::routing::name::Name;
-use zerosock_vhost_user::{FrontendSocket, House, VmSpec};
+use zerosock_vhost_user::{FrontendRegistry, FrontendSocket, VmSpec};
 
 /// Descriptors of a member, beside its lease and those of its front-end and host sockets: both ends of
 /// its device's connection until it has its own, and the listeners of host programs that call it.
@@ -32,23 +32,23 @@ const EACH: u64 = 4;
 
 /// What a client wants to be.
 #[derive(Debug)]
-pub(super) enum Wanted {
+pub(super) enum JoinRequest {
     Process(AttachRequest),
     Service(ServiceRequest),
 }
 
-impl Wanted {
+impl JoinRequest {
     fn name(&self) -> Option<&Name> {
         match self {
-            Wanted::Process(request) => request.name.as_ref(),
-            Wanted::Service(request) => request.name.as_ref(),
+            JoinRequest::Process(request) => request.name.as_ref(),
+            JoinRequest::Service(request) => request.name.as_ref(),
         }
     }
 }
 
 /// Where there is room for it.
 #[derive(Copy, Clone, Debug)]
-pub(super) enum Seat {
+pub(super) enum AddressSlot {
     /// This CID.
     Cid(Cid),
     /// The host, connecting from the block of ports of this number.
@@ -60,7 +60,7 @@ const FIRST_SOURCE: u32 = 0x8000_0000;
 const BLOCK: u32 = 0x1_0000;
 const BLOCKS: u32 = 0x7fff;
 
-impl Seat {
+impl AddressSlot {
     fn sources(block: u32) -> (Port, RangeInclusive<Port>) {
         let first = FIRST_SOURCE + block % BLOCKS * BLOCK;
         let last = first + (BLOCK - 1);
@@ -102,68 +102,80 @@ impl Stage {
 
 /// Why a request cannot be granted.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Obstacle {
+pub(super) enum ClaimConflict {
     /// For good.
     Refused(Answer),
     /// Until someone has left who is about to.
     Passing(Answer),
 }
 
-impl Obstacle {
-    fn refused(status: Status) -> Obstacle {
-        Obstacle::Refused(Answer::refusal(status, VERSION))
+impl ClaimConflict {
+    fn refused(status: Status) -> ClaimConflict {
+        ClaimConflict::Refused(Answer::refusal(status, VERSION))
     }
 
-    fn passing(status: Status) -> Obstacle {
-        Obstacle::Passing(Answer::refusal(status, VERSION))
+    fn passing(status: Status) -> ClaimConflict {
+        ClaimConflict::Passing(Answer::refusal(status, VERSION))
     }
 }
 
 impl Server {
     /// Where the client can go, if all that it wants is free.
-    pub(super) fn seat(&mut self, wanted: &Wanted, house: &mut House) -> Result<Seat, Obstacle> {
-        if let Some(name) = wanted.name()
+    pub(super) fn slot(
+        &mut self,
+        request: &JoinRequest,
+        frontends: &mut FrontendRegistry,
+    ) -> Result<AddressSlot, ClaimConflict> {
+        if let Some(name) = request.name()
             && let Some(&vm) = self.by_name.get(name)
         {
-            return Err(self.obstacle(vm, Status::NameTaken, house));
+            return Err(self.conflict(vm, Status::NameTaken, frontends));
         }
-        match wanted {
-            Wanted::Process(request) => self.free_cid(request, house).map(Seat::Cid),
-            Wanted::Service(request) => {
-                self.check_ports(&request.ports, 0, house)?;
+        match request {
+            JoinRequest::Process(request) => {
+                self.free_cid(request, frontends).map(AddressSlot::Cid)
+            }
+            JoinRequest::Service(request) => {
+                self.check_ports(&request.ports, 0, frontends)?;
                 self.check_room(true, self.config.max_services)?;
-                let block = self.free_block().ok_or(Obstacle::refused(Status::Full))?;
-                Ok(Seat::Block(block))
+                let block = self
+                    .free_block()
+                    .ok_or(ClaimConflict::refused(Status::Full))?;
+                Ok(AddressSlot::Block(block))
             }
         }
     }
 
-    fn free_cid(&mut self, request: &AttachRequest, house: &mut House) -> Result<Cid, Obstacle> {
+    fn free_cid(
+        &mut self,
+        request: &AttachRequest,
+        frontends: &mut FrontendRegistry,
+    ) -> Result<Cid, ClaimConflict> {
         if let Some(cid) = request.cid {
             if let Some(&vm) = self.by_cid.get(&cid) {
-                return Err(self.obstacle(vm, Status::CidTaken, house));
+                return Err(self.conflict(vm, Status::CidTaken, frontends));
             }
-            if self.roster.contains(cid) {
-                return Err(Obstacle::refused(Status::CidTaken));
+            if self.registry.contains(cid) {
+                return Err(ClaimConflict::refused(Status::CidTaken));
             }
         }
         self.check_room(false, self.config.max_processes)?;
         match request.cid {
             Some(cid) => Ok(cid),
-            None => self.any_cid().ok_or(Obstacle::refused(Status::Full)),
+            None => self.any_cid().ok_or(ClaimConflict::refused(Status::Full)),
         }
     }
 
     /// Whether there may be one more service, or process.
-    fn check_room(&self, services: bool, most: usize) -> Result<(), Obstacle> {
+    fn check_room(&self, services: bool, most: usize) -> Result<(), ClaimConflict> {
         let members = self.members.values();
         let mut members = members.filter(|member| member.service.is_some() == services);
         if members.clone().count() < most {
             return Ok(());
         }
         Err(match members.any(|member| member.stage.is_leaving()) {
-            true => Obstacle::passing(Status::Full),
-            false => Obstacle::refused(Status::Full),
+            true => ClaimConflict::passing(Status::Full),
+            false => ClaimConflict::refused(Status::Full),
         })
     }
 
@@ -184,37 +196,47 @@ impl Server {
 
     /// What member `vm` has is wanted. If its process is gone, which may not have been noticed
     /// yet, it is sent off.
-    pub(super) fn obstacle(&mut self, vm: usize, status: Status, house: &mut House) -> Obstacle {
+    pub(super) fn conflict(
+        &mut self,
+        vm: usize,
+        status: Status,
+        frontends: &mut FrontendRegistry,
+    ) -> ClaimConflict {
         let Some(member) = self.members.get(&vm) else {
-            return Obstacle::refused(status);
+            return ClaimConflict::refused(status);
         };
         let client = member.client.and_then(|key| self.clients.get(&key));
         if let (Some(key), Some(client)) = (member.client, client)
             && has_hung_up(&client.socket)
         {
-            self.lose(key, "it closed its lease, and another one came", house);
-            return Obstacle::passing(status);
+            self.lose(key, "it closed its lease, and another one came", frontends);
+            return ClaimConflict::passing(status);
         }
-        match self.is_leaving(vm, member, house) {
-            true => Obstacle::passing(status),
-            false => Obstacle::refused(status),
+        match self.is_leaving(vm, member, frontends) {
+            true => ClaimConflict::passing(status),
+            false => ClaimConflict::refused(status),
         }
     }
 
     /// Whether what the member has is about to be free: it is seen off, or has closed its device.
-    pub(super) fn is_leaving(&self, vm: usize, member: &Member, house: &House) -> bool {
-        member.stage.is_leaving() || !house.has_frontend(vm)
+    pub(super) fn is_leaving(
+        &self,
+        vm: usize,
+        member: &Member,
+        frontends: &FrontendRegistry,
+    ) -> bool {
+        member.stage.is_leaving() || !frontends.has_frontend(vm)
     }
 
     pub(super) fn any_cid(&mut self) -> Option<Cid> {
         let cids = self.config.cids.clone();
         let taken = |cid: Cid| {
-            !cid.is_guest() || self.by_cid.contains_key(&cid) || self.roster.contains(cid)
+            !cid.is_guest() || self.by_cid.contains_key(&cid) || self.registry.contains(cid)
         };
         let later = self.next_cid.max(*cids.start())..=*cids.end();
         let found = later.chain(cids.clone()).map(Cid::new);
         // More than are taken need not be looked at; reserved ones are four.
-        let most = 2 * (self.members.len() + self.roster.len()) + 8;
+        let most = 2 * (self.members.len() + self.registry.len()) + 8;
         let cid = found.take(most).find(|&cid| !taken(cid))?;
         self.next_cid = cid.get().wrapping_add(1);
         Some(cid)
@@ -224,59 +246,59 @@ impl Server {
     pub(super) fn join(
         &mut self,
         key: u32,
-        seat: Seat,
-        wanted: &Wanted,
-        house: &mut House,
+        slot: AddressSlot,
+        request: &JoinRequest,
+        frontends: &mut FrontendRegistry,
     ) -> io::Result<()> {
         let uid = self.clients.get(&key).map_or(u32::MAX, |client| client.uid);
         let account = self.account(uid);
         let permit = account.take_descriptors(EACH).map_err(io::Error::other)?;
         let (ours, theirs) = UnixStream::pair()?;
         let config = &self.config;
-        let (host, file) = match seat {
-            Seat::Cid(cid) => config.host.end_of(cid, &account)?,
+        let (host, file) = match slot {
+            AddressSlot::Cid(cid) => config.host.end_of(cid, &account)?,
             // It is the host.
-            Seat::Block(_) => (HostEnd::None, None),
+            AddressSlot::Block(_) => (HostEnd::None, None),
         };
-        let (cid, service) = match seat {
-            Seat::Cid(cid) => (cid, None),
-            Seat::Block(block) => (HOST, Some(block)),
+        let (cid, service) = match slot {
+            AddressSlot::Cid(cid) => (cid, None),
+            AddressSlot::Block(block) => (HOST, Some(block)),
         };
         let device = Device {
             cid,
             host,
             buf_alloc: config.buf_alloc,
-            service: service.map(|block| Seat::sources(block).1),
+            service: service.map(|block| AddressSlot::sources(block).1),
             process: true,
             account: account.clone(),
         };
-        let (number, notice) = house.notice();
-        let ports = match wanted {
-            Wanted::Process(request) => &request.ports,
-            Wanted::Service(request) => &request.ports,
+        let (number, notice) = frontends.notice();
+        let ports = match request {
+            JoinRequest::Process(request) => &request.ports,
+            JoinRequest::Service(request) => &request.ports,
         };
-        let addr = match wanted {
-            Wanted::Process(_) => {
+        let addr = match request {
+            JoinRequest::Process(_) => {
                 let entry = Entry {
                     groups: &config.groups,
                     ports,
-                    name: wanted.name(),
+                    name: request.name(),
                 };
-                self.roster.add(device, entry, &notice)
+                self.registry.add(device, entry, &notice)
             }
-            Wanted::Service(_) => self.roster.add_service(device, ports, &notice),
+            JoinRequest::Service(_) => self.registry.add_service(device, ports, &notice),
         };
         let addr = addr.ok_or_else(|| io::Error::other("all places are taken"))?;
         drop(notice);
-        let port = self.roster.port(addr);
+        let port = self.registry.port(addr);
         let spec = port.map(|port| VmSpec {
-            name: match (wanted.name(), service) {
+            name: match (request.name(), service) {
                 (Some(name), Some(_)) => format!("service {name}"),
                 (None, Some(block)) => format!("service {block}"),
                 (Some(name), None) => format!("process {name} (cid {cid})"),
                 (None, None) => format!("process (cid {cid})"),
             },
-            model: self.roster.model(cid),
+            model: self.registry.model(cid),
             socket: FrontendSocket::Connected(ours),
             max_queue_size: config.queue_size,
             sealed_memory: true,
@@ -284,15 +306,18 @@ impl Server {
             port,
         });
         let no_worker = || io::Error::other("no such worker");
-        let vm = match spec.ok_or_else(no_worker).and_then(|spec| house.add(spec)) {
+        let vm = match spec
+            .ok_or_else(no_worker)
+            .and_then(|spec| frontends.add(spec))
+        {
             Ok(vm) => vm,
             Err(error) => {
                 // The place is not given out again: this happens when memory is at its end.
-                let (_, notice) = house.notice();
-                match wanted {
-                    Wanted::Process(_) => self.roster.remove(cid, addr, &notice),
-                    Wanted::Service(_) => {
-                        self.roster
+                let (_, notice) = frontends.notice();
+                match request {
+                    JoinRequest::Process(_) => self.registry.remove(cid, addr, &notice),
+                    JoinRequest::Service(_) => {
+                        self.registry
                             .remove_service(addr, ports.iter().copied(), &notice);
                     }
                 }
@@ -302,18 +327,18 @@ impl Server {
         let member = Member {
             cid,
             service,
-            name: wanted.name().cloned(),
+            name: request.name().cloned(),
             addr,
             client: Some(key),
             stage: Stage::Joining(number),
             _file: file,
             _permit: permit,
         };
-        match wanted {
-            Wanted::Process(_) => {
+        match request {
+            JoinRequest::Process(_) => {
                 self.by_cid.insert(cid, vm);
             }
-            Wanted::Service(request) => self.take_ports(vm, &request.ports),
+            JoinRequest::Service(request) => self.take_ports(vm, &request.ports),
         }
         if let Some(name) = &member.name {
             self.by_name.insert(name.clone(), vm);
@@ -326,7 +351,7 @@ impl Server {
     }
 
     /// Every worker knows the member: its process gets its end.
-    pub(super) fn joined(&mut self, vm: usize, house: &mut House) {
+    pub(super) fn joined(&mut self, vm: usize, frontends: &mut FrontendRegistry) {
         let claims: Vec<Port> = self.claims_of(vm).collect();
         let Some(member) = self.members.get_mut(&vm) else {
             return;
@@ -345,7 +370,7 @@ impl Server {
         };
         let mut answer = granted(cid);
         if let Some(block) = service {
-            (answer.port, answer.ports) = (Seat::sources(block).0, BLOCK);
+            (answer.port, answer.ports) = (AddressSlot::sources(block).0, BLOCK);
         }
         let answer = encode_answer(&answer);
         let (uid, pid) = (client.uid, client.pid);
@@ -360,7 +385,7 @@ impl Server {
         self.directory.insert(vm, process);
         let sent = fd_passing::send(&client.socket, &[IoSlice::new(&answer)], &[theirs.as_fd()]);
         if let Err(error) = sent {
-            return self.lose(key, &format!("it takes no answer: {error}"), house);
+            return self.lose(key, &format!("it takes no answer: {error}"), frontends);
         }
         if let Some(suppressed) = self.log.admit(Instant::now()) {
             let name = name.as_ref().map_or("", Name::as_str);
@@ -375,7 +400,7 @@ impl Server {
     }
 
     /// A member is to leave.
-    pub(super) fn send_off(&mut self, vm: usize, reason: &str, house: &mut House) {
+    pub(super) fn send_off(&mut self, vm: usize, reason: &str, frontends: &mut FrontendRegistry) {
         let Some(member) = self.members.get_mut(&vm) else {
             return;
         };
@@ -383,7 +408,7 @@ impl Server {
         if !member.stage.is_leaving() {
             member.stage = Stage::Leaving;
             self.directory.remove(vm);
-            house.disconnect(vm, reason);
+            frontends.disconnect(vm, reason);
         }
     }
 }

@@ -1,17 +1,17 @@
 //! The device as one of several queue pairs (docs/queue-pairs.md), and connections that go from one
 //! to another.
 //!
-//! A device with several pairs is several `Device`s, its lanes, each with a shard, two queues and a
+//! A device with several pairs is several `Device`s, its queue_pairs, each with a shard, two queues and a
 //! worker of its own; the first is the one that others know by address. What they share is the
 //! memory and the front-end, which the control thread sees to.
 //!
 //! A connection leaves when its driver has asked and no chain of it is out any more: what is held
-//! is copied, what a sibling has is called back. It goes as a message, with its join and the
-//! protocol core's half; only when the other lane has it, its driver is told, at the pair that it
+//! is copied, what a sibling has is called back. It goes as a message, with its bridge and the
+//! protocol core's half; only when the other queue_pair has it, its driver is told, at the pair that it
 //! has left.
 //!
 //! # The sibling's side
-//! A sibling sends to the lane that it knows. What comes to the old one is sent on from there. The
+//! A sibling sends to the queue_pair that it knows. What comes to the old one is sent on from there. The
 //! sibling is told of the new one by the new one, says to the old one that nothing more will come,
 //! and from then on sends to the new one: which leaves that alone until the last of what was sent
 //! on has come. So both may be moved at once.
@@ -26,16 +26,16 @@ use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::app_store::QueueStore;
-use super::join::{End, Join};
+use super::bridge::{Bridge, BridgePeer};
 use super::sibling;
 use super::{Context, Device};
 use crate::device::sibling_message::{Message, Peer};
 use crate::io::poller::Source;
 use crate::routing::DeviceAddr;
 
-/// Which of its device's lanes this is.
+/// Which of its device's queue_pairs this is.
 #[derive(Debug)]
-pub(crate) struct Lanes {
+pub(crate) struct QueuePairSet {
     /// The number of its pair.
     pub(super) pair: u16,
     own: DeviceAddr,
@@ -59,11 +59,11 @@ enum Left {
     There(Peer),
 }
 
-/// A connection between two lanes.
+/// A connection between two queue_pairs.
 #[derive(Debug)]
-pub(crate) struct Arrival {
+pub(crate) struct Handoff {
     parcel: Parcel,
-    join: Join,
+    bridge: Bridge,
     /// Who it was.
     old: Peer,
     /// What its driver is told at the old pair when it has arrived.
@@ -77,14 +77,14 @@ pub(crate) struct Parked {
     messages: Vec<Message>,
 }
 
-impl Lanes {
-    /// The only lane, or the first of those that there will be.
-    pub(super) fn one(addr: DeviceAddr) -> Lanes {
-        Lanes::new(0, addr, Arc::new([addr]))
+impl QueuePairSet {
+    /// The only queue_pair, or the first of those that there will be.
+    pub(super) fn one(addr: DeviceAddr) -> QueuePairSet {
+        QueuePairSet::new(0, addr, Arc::new([addr]))
     }
 
-    fn new(pair: u16, own: DeviceAddr, all: Arc<[DeviceAddr]>) -> Lanes {
-        Lanes {
+    fn new(pair: u16, own: DeviceAddr, all: Arc<[DeviceAddr]>) -> QueuePairSet {
+        QueuePairSet {
             pair,
             own,
             all,
@@ -95,7 +95,7 @@ impl Lanes {
         }
     }
 
-    /// Whether no connection is on its way, as far as this lane has to do with it.
+    /// Whether no connection is on its way, as far as this queue_pair has to do with it.
     #[cfg(test)]
     pub(super) fn is_at_rest(&self) -> bool {
         self.departed.is_empty() && self.left.is_empty() && self.parking == 0
@@ -106,7 +106,7 @@ impl Lanes {
         self.all.first().copied().unwrap_or(self.own)
     }
 
-    /// The lane of pair `pair`, if the driver uses it and it is another one.
+    /// The queue_pair of pair `pair`, if the driver uses it and it is another one.
     pub(super) fn other(&self, pair: u32) -> Option<DeviceAddr> {
         let other = pair < u32::from(self.used.get()) && pair != u32::from(self.pair);
         self.all.get(pair as usize).copied().filter(|_| other)
@@ -114,54 +114,54 @@ impl Lanes {
 }
 
 impl Device {
-    /// Makes it the lane of pair `pair` among `all`.
+    /// Makes it the queue_pair of pair `pair` among `all`.
     pub(crate) fn set_lane(&mut self, pair: u16, all: Arc<[DeviceAddr]>) {
-        self.lanes = Lanes::new(pair, self.addr, all);
-        // A chain names the start of a queue that it is of, and no two lanes have one in common.
+        self.queue_pairs = QueuePairSet::new(pair, self.addr, all);
+        // A chain names the start of a queue that it is of, and no two queue_pairs have one in common.
         self.epoch = u32::from(pair) << 24;
     }
 
-    /// The lanes of its device, it among them, in the order of their pairs.
+    /// The queue_pairs of its device, it among them, in the order of their pairs.
     pub(crate) fn all_lanes(&self) -> &Arc<[DeviceAddr]> {
-        &self.lanes.all
+        &self.queue_pairs.all
     }
 
     /// The number of its queue pair.
     pub(crate) fn pair(&self) -> u16 {
-        self.lanes.pair
+        self.queue_pairs.pair
     }
 
-    /// The driver knows connections that we do not: the first lane tells it, as it has the events.
+    /// The driver knows connections that we do not: the first queue_pair tells it, as it has the events.
     pub(super) fn announce_lost(&mut self, cx: &mut Context<'_>) {
-        if self.lanes.pair == 0 {
+        if self.queue_pairs.pair == 0 {
             self.announce_reset = true;
         } else {
-            cx.outbox.send(self.lanes.first(), Message::Lost);
+            cx.outbox.send(self.queue_pairs.first(), Message::Lost);
         }
     }
 
     /// The driver wants a connection to go on at pair `pair`.
-    pub(super) fn driver_wants(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
+    pub(super) fn handle_move_request(&mut self, flow: FlowId, pair: u32, cx: &mut Context<'_>) {
         let key = self.key_of(flow).filter(|_| self.waiting.is_none());
-        let lane = self.lanes.other(pair);
-        let (Some(key), Some(_)) = (key, lane) else {
+        let queue_pair = self.queue_pairs.other(pair);
+        let (Some(key), Some(_)) = (key, queue_pair) else {
             return self.stay(flow);
         };
         self.flush(key, cx);
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return self.stay(flow);
         };
-        match &mut join.end {
-            End::Socket { .. } if join.open => self.depart(flow, pair as u16, cx),
-            End::App(end) if end.loans == 0 => self.depart(flow, pair as u16, cx),
+        match &mut bridge.end {
+            BridgePeer::Socket { .. } if bridge.open => self.hand_off(flow, pair as u16, cx),
+            BridgePeer::App(end) if end.loans == 0 => self.hand_off(flow, pair as u16, cx),
             // Where it came from last, something may be on its way still.
-            End::Sibling(s) if join.open && s.parked.is_none() => {
+            BridgePeer::Sibling(s) if bridge.open && s.parked.is_none() => {
                 s.move_to = Some(pair as u16);
                 if s.out > 0 {
                     let (device, to) = (s.peer.device, s.peer.flow);
                     cx.outbox.send(device, Message::Recall { to });
                 } else {
-                    self.depart(flow, pair as u16, cx);
+                    self.hand_off(flow, pair as u16, cx);
                 }
             }
             _ => self.stay(flow),
@@ -170,48 +170,48 @@ impl Device {
 
     fn stay(&mut self, flow: FlowId) {
         if let Some(key) = self.key_of(flow)
-            && let Some(join) = self.joins.get_mut(key as usize)
-            && let End::Sibling(s) = &mut join.end
+            && let Some(bridge) = self.bridges.get_mut(key as usize)
+            && let BridgePeer::Sibling(s) = &mut bridge.end
         {
             s.move_to = None;
         }
         // One that has ended meanwhile stays nowhere.
-        let _ = self.shard.keep(flow, self.lanes.pair);
+        let _ = self.shard.keep(flow, self.queue_pairs.pair);
     }
 
     /// The chains that a sibling had are back: a connection that waited for that goes.
     pub(super) fn chains_are_back(&mut self, key: u32, cx: &mut Context<'_>) {
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
-        if let End::Sibling(s) = &mut join.end
+        if let BridgePeer::Sibling(s) = &mut bridge.end
             && s.out == 0
             && let Some(pair) = s.move_to
-            && let Some(flow) = join.flow
+            && let Some(flow) = bridge.flow
         {
-            self.depart(flow, pair, cx);
+            self.hand_off(flow, pair, cx);
         }
     }
 
-    /// The worker is to take the connection to the other lane.
-    fn depart(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
+    /// The worker is to take the connection to the other queue_pair.
+    fn hand_off(&mut self, flow: FlowId, pair: u16, cx: &mut Context<'_>) {
         cx.outbox
-            .send(self.addr, Message::Depart { to: flow, pair });
+            .send(self.addr, Message::HandOff { to: flow, pair });
     }
 
-    /// Takes a connection out for another lane, and says for which. `None`: it stays, or has ended.
-    pub(crate) fn pack(
+    /// Takes a connection out for another queue_pair, and says for which. `None`: it stays, or has ended.
+    pub(crate) fn extract(
         &mut self,
         flow: FlowId,
         pair: u16,
         cx: &mut Context<'_>,
-    ) -> Option<(DeviceAddr, Box<Arrival>)> {
+    ) -> Option<(DeviceAddr, Box<Handoff>)> {
         let key = self.key_of(flow)?;
-        let lane = self.lanes.other(u32::from(pair));
+        let queue_pair = self.queue_pairs.other(u32::from(pair));
         // A driver that reboots has stopped all queues before it starts one: from then on nothing
         // leaves that the next one does not know.
         let runs = self.waiting.is_none() && self.tx.is_some();
-        let Some(lane) = lane.filter(|_| runs) else {
+        let Some(queue_pair) = queue_pair.filter(|_| runs) else {
             self.stay(flow);
             return None;
         };
@@ -220,7 +220,11 @@ impl Device {
             self.stay(flow);
             return None;
         }
-        if let Some(End::Sibling(s)) = self.joins.get_mut(key as usize).map(|join| &mut join.end) {
+        if let Some(BridgePeer::Sibling(s)) = self
+            .bridges
+            .get_mut(key as usize)
+            .map(|bridge| &mut bridge.end)
+        {
             if s.out > 0 {
                 // Its guest has sent behind MOVE.
                 s.move_to = Some(pair);
@@ -232,7 +236,7 @@ impl Device {
         }
         // Lent chains are back, and what is held is copied: none of it is of this ring any more.
         self.spill(key, 0, cx);
-        if let Some(End::App(end)) = self.joins.get(key as usize).map(|join| &join.end)
+        if let Some(BridgePeer::App(end)) = self.bridges.get(key as usize).map(|bridge| &bridge.end)
             && let Some(app) = cx.app.as_deref_mut()
         {
             app.sockets.leave_pool(end.id, &mut self.store());
@@ -245,23 +249,25 @@ impl Device {
                 return None;
             }
         };
-        let mut join = self.joins.try_remove(key as usize)?;
+        let mut bridge = self.bridges.try_remove(key as usize)?;
         self.by_flow[flow.index()] = u32::MAX;
-        if std::mem::take(&mut join.in_ready) {
+        if std::mem::take(&mut bridge.in_ready) {
             self.forget_ready();
         }
-        join.in_dirty = false;
-        join.hold_timer = false;
-        join.held_since = None;
-        join.flow = None;
-        let counted = std::mem::take(&mut join.counted);
+        bridge.in_dirty = false;
+        bridge.hold_timer = false;
+        bridge.held_since = None;
+        bridge.flow = None;
+        let counted = std::mem::take(&mut bridge.counted);
         self.stalled_chains -= counted.0 as usize;
         self.overflow_bytes -= counted.1 as usize;
-        self.lanes.departed.insert(flow);
-        match &join.end {
-            End::Socket { socket, .. } => cx.poller.remove(socket),
-            End::Sibling(_) => {
-                self.lanes.left.insert(flow, Left::OnItsWay(Vec::new()));
+        self.queue_pairs.departed.insert(flow);
+        match &bridge.end {
+            BridgePeer::Socket { socket, .. } => cx.poller.remove(socket),
+            BridgePeer::Sibling(_) => {
+                self.queue_pairs
+                    .left
+                    .insert(flow, Left::OnItsWay(Vec::new()));
             }
             _ => {}
         }
@@ -269,69 +275,69 @@ impl Device {
             device: self.addr,
             flow,
         };
-        let arrival = Arrival {
+        let handoff = Handoff {
             parcel,
-            join,
+            bridge,
             old,
             answer,
         };
-        Some((lane, Box::new(arrival)))
+        Some((queue_pair, Box::new(handoff)))
     }
 
-    /// Takes a connection in. The lane that it comes from is told, and a sibling.
-    pub(crate) fn unpack(&mut self, arrival: Arrival, cx: &mut Context<'_>) {
+    /// Takes a connection in. The queue_pair that it comes from is told, and a sibling.
+    pub(crate) fn unpack(&mut self, handoff: Handoff, cx: &mut Context<'_>) {
         // Nothing that it brings needs a queue that runs: one that is paused goes on with it.
         if self.memory.is_none() {
-            return arrival.abandon(cx);
+            return handoff.abandon(cx);
         }
-        let Arrival {
+        let Handoff {
             parcel,
-            mut join,
+            mut bridge,
             old,
             answer,
-        } = arrival;
+        } = handoff;
         let flow = match self.shard.adopt(parcel) {
             Ok(flow) => flow,
             Err(parcel) => {
-                let arrival = Arrival {
+                let handoff = Handoff {
                     parcel,
-                    join,
+                    bridge,
                     old,
                     answer,
                 };
-                return arrival.abandon(cx);
+                return handoff.abandon(cx);
             }
         };
-        join.flow = Some(flow);
-        let key = self.joins.insert(join) as u32;
-        self.name_join(flow, key);
+        bridge.flow = Some(flow);
+        let key = self.bridges.insert(bridge) as u32;
+        self.name_bridge(flow, key);
         let now = Peer {
             device: self.addr,
             flow,
         };
-        let Some(join) = self.joins.get_mut(key as usize) else {
+        let Some(bridge) = self.bridges.get_mut(key as usize) else {
             return;
         };
         // Edges may have passed meanwhile: look again.
-        join.readable = true;
-        join.writable = true;
-        match &mut join.end {
-            End::Socket { socket, .. } => {
+        bridge.readable = true;
+        bridge.writable = true;
+        match &mut bridge.end {
+            BridgePeer::Socket { socket, .. } => {
                 let vm = self.addr.vm;
-                if let Err(error) = cx.poller.add(&*socket, Source::Join { vm, key }) {
+                if let Err(error) = cx.poller.add(&*socket, Source::Bridge { vm, key }) {
                     tracing::warn!(cid = %self.cid, %error, "cannot watch a host program");
-                    self.reset_join(key, cx);
+                    self.reset_bridge(key, cx);
                 }
             }
-            End::Sibling(s) => {
+            BridgePeer::Sibling(s) => {
                 let messages = Vec::new();
                 s.parked = Some(Box::new(Parked { messages }));
-                self.lanes.parking += 1;
+                self.queue_pairs.parking += 1;
                 let Peer { device, flow: to } = s.peer;
                 let relocated = Message::Relocated { to, from: now, old };
                 cx.outbox.send(device, relocated);
             }
-            End::App(end) => {
+            BridgePeer::App(end) => {
                 let id = end.id;
                 if let Some(app) = cx.app.as_deref_mut() {
                     let pool = self.app_pool(app);
@@ -353,7 +359,7 @@ impl Device {
 
     /// A connection that has left has arrived, or found no place: now its driver is told.
     fn arrived(&mut self, flow: FlowId, now: Option<Peer>, answer: Repr, cx: &mut Context<'_>) {
-        if !self.lanes.departed.remove(&flow) {
+        if !self.queue_pairs.departed.remove(&flow) {
             // Its driver is gone, and the next one knows nothing of it: where it is now, that may have
             // been heard before it came.
             if let Some(now) = now {
@@ -364,7 +370,7 @@ impl Device {
         }
         match now {
             Some(now) => {
-                if let Some(left) = self.lanes.left.get_mut(&flow) {
+                if let Some(left) = self.queue_pairs.left.get_mut(&flow) {
                     let waiting = std::mem::replace(left, Left::There(now));
                     if let Left::OnItsWay(messages) = waiting {
                         for message in messages {
@@ -375,7 +381,7 @@ impl Device {
                 self.shard.answer_moved(answer);
             }
             None => {
-                if let Some(Left::OnItsWay(messages)) = self.lanes.left.remove(&flow) {
+                if let Some(Left::OnItsWay(messages)) = self.queue_pairs.left.remove(&flow) {
                     messages
                         .into_iter()
                         .for_each(|message| turn_back(message, cx));
@@ -391,7 +397,7 @@ impl Device {
         }
     }
 
-    /// Deals with what is about lanes, or is for a connection that is on its way: nothing is left.
+    /// Deals with what is about queue_pairs, or is for a connection that is on its way: nothing is left.
     pub(super) fn route_message(
         &mut self,
         message: Message,
@@ -405,14 +411,14 @@ impl Device {
                 Message::Flushed { to } => self.unpark(to, cx),
                 message => return Some(message),
             },
-            message if self.lanes.left.is_empty() && self.lanes.parking == 0 => {
+            message if self.queue_pairs.left.is_empty() && self.queue_pairs.parking == 0 => {
                 return Some(message);
             }
             message => {
                 let Some(to) = message.to() else {
                     return Some(message);
                 };
-                if self.lanes.left.contains_key(&to) {
+                if self.queue_pairs.left.contains_key(&to) {
                     self.send_on(to, message, cx);
                 } else if let Some(parked) = self.parked(to) {
                     parked.messages.push(message);
@@ -426,35 +432,38 @@ impl Device {
 
     fn parked(&mut self, flow: FlowId) -> Option<&mut Parked> {
         let key = self.key_of(flow)?;
-        match &mut self.joins.get_mut(key as usize)?.end {
-            End::Sibling(s) => s.parked.as_deref_mut(),
+        match &mut self.bridges.get_mut(key as usize)?.end {
+            BridgePeer::Sibling(s) => s.parked.as_deref_mut(),
             _ => None,
         }
     }
 
     /// Sends on what a sibling has sent here for a connection that has left.
     fn send_on(&mut self, flow: FlowId, mut message: Message, cx: &mut Context<'_>) {
-        let now = match self.lanes.left.get_mut(&flow) {
+        let now = match self.queue_pairs.left.get_mut(&flow) {
             Some(Left::There(now)) => *now,
             Some(Left::OnItsWay(messages)) => return messages.push(message),
             None => return,
         };
         if let Message::Flushed { .. } = message {
             // Nothing more will come here.
-            self.lanes.left.remove(&flow);
+            self.queue_pairs.left.remove(&flow);
         }
         message.set_to(now.flow);
         cx.outbox
             .send(now.device, Message::SentOn(Box::new(message)));
     }
 
-    /// All that a sibling had sent to the old lane is here.
+    /// All that a sibling had sent to the old queue_pair is here.
     fn unpark(&mut self, flow: FlowId, cx: &mut Context<'_>) {
         let Some(key) = self.key_of(flow) else { return };
-        if let Some(End::Sibling(s)) = self.joins.get_mut(key as usize).map(|join| &mut join.end)
+        if let Some(BridgePeer::Sibling(s)) = self
+            .bridges
+            .get_mut(key as usize)
+            .map(|bridge| &mut bridge.end)
             && let Some(parked) = s.parked.take()
         {
-            self.lanes.parking -= 1;
+            self.queue_pairs.parking -= 1;
             for message in parked.messages {
                 self.sibling_says(message, cx);
             }
@@ -464,8 +473,10 @@ impl Device {
     /// A sibling's connection is somewhere else now.
     pub(super) fn relocated(&mut self, to: FlowId, from: Peer, old: Peer, cx: &mut Context<'_>) {
         if let Some(key) = self.key_of(to)
-            && let Some(End::Sibling(s)) =
-                self.joins.get_mut(key as usize).map(|join| &mut join.end)
+            && let Some(BridgePeer::Sibling(s)) = self
+                .bridges
+                .get_mut(key as usize)
+                .map(|bridge| &mut bridge.end)
         {
             s.peer = from;
         }
@@ -475,7 +486,7 @@ impl Device {
 
     /// A connection has ended before all was here that its sibling had sent.
     pub(super) fn abandon_parked(&mut self, parked: Parked, cx: &mut Context<'_>) {
-        self.lanes.parking -= 1;
+        self.queue_pairs.parking -= 1;
         for message in parked.messages {
             turn_back(message, cx);
         }
@@ -487,13 +498,13 @@ impl Device {
         // Whoever drives now has no such connection: an RST could only hit one of his own.
         let _ = self.shard.forget(cx.now, flow);
         if !self.linger(key, cx) {
-            self.part_join(key, cx);
+            self.part_bridge(key, cx);
         }
     }
 
     /// Nobody comes back to what has left: its driver is gone.
     pub(super) fn forget_those_who_left(&mut self, cx: &mut Context<'_>) {
-        for (_, left) in self.lanes.left.drain() {
+        for (_, left) in self.queue_pairs.left.drain() {
             match left {
                 Left::OnItsWay(messages) => messages
                     .into_iter()
@@ -505,31 +516,31 @@ impl Device {
                 }
             }
         }
-        self.lanes.departed.clear();
+        self.queue_pairs.departed.clear();
     }
 
     /// The front-end is gone, or starts anew: how many pairs are used is for the next one to say.
     pub(super) fn use_one_pair(&mut self) {
-        self.lanes.used = QueuePairs::ONE;
+        self.queue_pairs.used = QueuePairs::ONE;
     }
 }
 
-impl Arrival {
+impl Handoff {
     /// It finds no place: everybody is told, and what is lent goes back.
     pub(crate) fn abandon(self, cx: &mut Context<'_>) {
-        let Arrival {
+        let Handoff {
             parcel,
-            mut join,
+            mut bridge,
             old,
             answer,
         } = self;
         drop(parcel);
-        if let End::Sibling(s) = &mut join.end {
+        if let BridgePeer::Sibling(s) = &mut bridge.end {
             sibling::return_inbound(s, false, cx);
         }
-        sibling::tell_end(&join, false, cx);
-        // What is held was the old lane's, and went back when it left.
-        Device::app_ended_in(&mut QueueStore::default(), &join, false, cx);
+        sibling::tell_end(&bridge, false, cx);
+        // What is held was the old queue_pair's, and went back when it left.
+        Device::app_ended_in(&mut QueueStore::default(), &bridge, false, cx);
         cx.counters.conns_removed.add(1);
         let arrived = Message::Arrived {
             to: old.flow,

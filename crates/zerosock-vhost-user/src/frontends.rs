@@ -1,6 +1,6 @@
-//! What the control thread has charge of: the epoll instance, the VMs, and a place for a lodger.
+//! What the control thread has charge of: the epoll instance, the VMs, and a place for a extension.
 //!
-//! A [`Lodger`] is something else that lives on the thread, with descriptors of its own in the
+//! A [`ControlExtension`] is something else that lives on the thread, with descriptors of its own in the
 //! same epoll instance, and adds VMs while it runs: the attach server. What must hold for it is
 //! what holds for the rest of the thread: it never blocks, and works to a budget.
 
@@ -19,33 +19,33 @@ use super::stats::Counters;
 use super::vm::Vm;
 
 /// See the module. All its calls are made on the control thread.
-pub trait Lodger: Send {
+pub trait ControlExtension: Send {
     /// Moves in, before anything else.
-    fn begin(&mut self, house: &mut House) -> io::Result<()>;
+    fn begin(&mut self, frontends: &mut FrontendRegistry) -> io::Result<()>;
 
     /// A descriptor that it watches under `key` is ready. May be about one that is not watched any
     /// more.
-    fn ready(&mut self, key: u32, flags: EventFlags, house: &mut House);
+    fn ready(&mut self, key: u32, flags: EventFlags, frontends: &mut FrontendRegistry);
 
     /// It will be dropped, and watches nothing any more.
-    fn end(&mut self, house: &mut House);
+    fn end(&mut self, frontends: &mut FrontendRegistry);
 
-    /// Somebody has [knocked](super::Control::knock).
-    fn knocked(&mut self, house: &mut House) {
-        let _ = house;
+    /// Somebody has [woken](super::Control::wake_extension).
+    fn woken(&mut self, frontends: &mut FrontendRegistry) {
+        let _ = frontends;
     }
 
     /// A VM that it added is over: its front-end has gone and the worker has let go.
-    fn vm_over(&mut self, vm: usize, house: &mut House);
+    fn vm_over(&mut self, vm: usize, frontends: &mut FrontendRegistry);
 
     /// All who held the notice of this number have dropped it.
-    fn noticed(&mut self, number: u64, house: &mut House);
+    fn noticed(&mut self, number: u64, frontends: &mut FrontendRegistry);
 
     /// When it wants to be called next, if nothing happens before.
     fn deadline(&self) -> Option<Instant>;
 
     /// Its time has come; may be called before.
-    fn time_passed(&mut self, now: Instant, house: &mut House);
+    fn time_passed(&mut self, now: Instant, frontends: &mut FrontendRegistry);
 }
 
 /// What an event is about.
@@ -56,8 +56,8 @@ pub(super) enum Token {
     /// Of a VM, the connection of this number, modulo 2^32: an event that was taken before the
     /// connection ended must not be taken for one of the next.
     Frontend(usize, u32),
-    /// The lodger's descriptor of this key.
-    Lodger(u32),
+    /// The extension's descriptor of this key.
+    ControlExtension(u32),
 }
 
 /// VMs have numbers below this.
@@ -69,7 +69,7 @@ impl Token {
             Token::Mail => (0, 0, 0),
             Token::Listener(vm) => (1, vm, 0),
             Token::Frontend(vm, number) => (2, vm, number),
-            Token::Lodger(key) => (3, 0, key),
+            Token::ControlExtension(key) => (3, 0, key),
         };
         EventData::new_u64(kind << 62 | ((vm % VMS) as u64) << 32 | u64::from(number))
     }
@@ -81,13 +81,13 @@ impl Token {
             0 => Token::Mail,
             1 => Token::Listener(vm),
             2 => Token::Frontend(vm, data as u32),
-            _ => Token::Lodger(data as u32),
+            _ => Token::ControlExtension(data as u32),
         }
     }
 }
 
 /// See the module.
-pub struct House {
+pub struct FrontendRegistry {
     pub(super) epoll: Arc<OwnedFd>,
     pub(super) vms: BTreeMap<usize, Vm>,
     mail: MailSender,
@@ -95,7 +95,7 @@ pub struct House {
     next_vm: usize,
     notices: u64,
     /// Of all VMs that are added at run time.
-    visitors: Arc<Counters>,
+    dynamic_counters: Arc<Counters>,
     /// VMs that were closed and have not been looked at since.
     pub(super) closed: Vec<usize>,
     /// When a VM has something to do of itself; may be too early.
@@ -103,15 +103,19 @@ pub struct House {
     limits: [Arc<LogLimit>; 2],
 }
 
-impl House {
-    pub(super) fn new(epoll: OwnedFd, mail: MailSender, visitors: Arc<Counters>) -> House {
-        House {
+impl FrontendRegistry {
+    pub(super) fn new(
+        epoll: OwnedFd,
+        mail: MailSender,
+        dynamic_counters: Arc<Counters>,
+    ) -> FrontendRegistry {
+        FrontendRegistry {
             epoll: Arc::new(epoll),
             vms: BTreeMap::new(),
             mail,
             next_vm: 0,
             notices: 0,
-            visitors,
+            dynamic_counters,
             closed: Vec::new(),
             deadline: None,
             limits: Default::default(),
@@ -119,7 +123,11 @@ impl House {
     }
 
     /// Adds a VM that was there from the start.
-    pub(super) fn settle_in(&mut self, spec: VmSpec, counters: Arc<Counters>) -> io::Result<usize> {
+    pub(super) fn add_static(
+        &mut self,
+        spec: VmSpec,
+        counters: Arc<Counters>,
+    ) -> io::Result<usize> {
         self.insert(spec, counters, Default::default())
     }
 
@@ -128,7 +136,11 @@ impl House {
     /// # Errors
     /// When its socket cannot be watched.
     pub fn add(&mut self, spec: VmSpec) -> io::Result<usize> {
-        self.insert(spec, Arc::clone(&self.visitors), self.limits.clone())
+        self.insert(
+            spec,
+            Arc::clone(&self.dynamic_counters),
+            self.limits.clone(),
+        )
     }
 
     fn insert(
@@ -148,17 +160,17 @@ impl House {
             epoll::add(&self.epoll, listener, token, EventFlags::IN)?;
         }
         self.vms.insert(index, vm);
-        self.settle(index);
+        self.update_watch(index);
         Ok(index)
     }
 
     /// Whether the VM has a front-end that has not gone. If a VM that was added at run time has
-    /// none, [`Lodger::vm_over`] follows.
+    /// none, [`ControlExtension::vm_over`] follows.
     pub fn has_frontend(&self, vm: usize) -> bool {
         self.vms.get(&vm).is_some_and(Vm::has_frontend)
     }
 
-    /// Ends a VM's connection; [`Lodger::vm_over`] follows.
+    /// Ends a VM's connection; [`ControlExtension::vm_over`] follows.
     pub fn disconnect(&mut self, vm: usize, reason: &str) {
         if let Some(vm) = self.vms.get_mut(&vm) {
             vm.disconnect(reason);
@@ -166,7 +178,7 @@ impl House {
     }
 
     /// Ends a VM's connection, lets no other front-end in, and closes its listener;
-    /// [`Lodger::vm_over`] follows.
+    /// [`ControlExtension::vm_over`] follows.
     pub fn close(&mut self, vm: usize, reason: &str) {
         if let Some(closed) = self.vms.get_mut(&vm) {
             if let Some(listener) = closed.listener() {
@@ -189,12 +201,12 @@ impl House {
         Arc::clone(&self.epoll)
     }
 
-    /// Watches a descriptor of the lodger's.
+    /// Watches a descriptor of the extension's.
     pub fn watch(&self, fd: impl AsFd, key: u32, flags: EventFlags) -> io::Result<()> {
         Ok(epoll::add(
             &self.epoll,
             fd,
-            Token::Lodger(key).encode(),
+            Token::ControlExtension(key).encode(),
             flags,
         )?)
     }
@@ -204,14 +216,14 @@ impl House {
         Ok(epoll::modify(
             &self.epoll,
             fd,
-            Token::Lodger(key).encode(),
+            Token::ControlExtension(key).encode(),
             flags,
         )?)
     }
 
     /// Makes the epoll instance watch what the VM's connection and listener want watched now. A
     /// connection leaves it when it is dropped.
-    pub(super) fn settle(&mut self, index: usize) {
+    pub(super) fn update_watch(&mut self, index: usize) {
         let Some(vm) = self.vms.get_mut(&index) else {
             return;
         };
@@ -273,8 +285,8 @@ mod tests {
             Token::Listener(70_000),
             Token::Frontend(0, 0),
             Token::Frontend(VMS - 1, u32::MAX),
-            Token::Lodger(0),
-            Token::Lodger(u32::MAX),
+            Token::ControlExtension(0),
+            Token::ControlExtension(u32::MAX),
         ];
         for token in tokens {
             assert_eq!(Token::decode(token.encode()), token);

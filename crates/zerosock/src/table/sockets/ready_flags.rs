@@ -4,7 +4,7 @@ use super::{Sockets, StreamId};
 
 /// Each kind is told once until it happens again, in this order.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) enum News {
+pub(crate) enum ReadyFlags {
     Connected = 0,
     Readable = 1,
     PeerShutdown = 2,
@@ -13,50 +13,50 @@ pub(crate) enum News {
     Closed = 5,
 }
 
-const NEWS: [News; 6] = [
-    News::Connected,
-    News::Readable,
-    News::PeerShutdown,
-    News::Writable,
-    News::Refused,
-    News::Closed,
+const NEWS: [ReadyFlags; 6] = [
+    ReadyFlags::Connected,
+    ReadyFlags::Readable,
+    ReadyFlags::PeerShutdown,
+    ReadyFlags::Writable,
+    ReadyFlags::Refused,
+    ReadyFlags::Closed,
 ];
 
 impl<T> Sockets<T> {
     /// Notes that there is something to tell about a connection.
     #[inline]
-    pub(crate) fn announce(&mut self, id: StreamId, news: News) {
+    pub(crate) fn announce(&mut self, id: StreamId, ready_flags: ReadyFlags) {
         let Some(conn) = self.get_mut(id) else {
             return;
         };
-        conn.news |= 1 << news as u8;
+        conn.ready_flags |= 1 << ready_flags as u8;
         if !std::mem::replace(&mut conn.listed, true) {
             self.with_news.push_back(id.index);
         }
     }
 
     /// The next thing to tell. Connections take turns.
-    pub(crate) fn next_news(&mut self) -> Option<(StreamId, News)> {
+    pub(crate) fn next_news(&mut self) -> Option<(StreamId, ReadyFlags)> {
         loop {
             let index = self.with_news.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
             if conn.unread == 0 && conn.messages().unwrap_or(0) == 0 {
-                conn.news &= !(1 << News::Readable as u8);
+                conn.ready_flags &= !(1 << ReadyFlags::Readable as u8);
             }
-            let Some(news) = NEWS
+            let Some(ready_flags) = NEWS
                 .into_iter()
-                .find(|news| conn.news & (1 << *news as u8) != 0)
+                .find(|ready_flags| conn.ready_flags & (1 << *ready_flags as u8) != 0)
             else {
                 continue;
             };
-            conn.news &= !(1 << news as u8);
-            if conn.news != 0 {
+            conn.ready_flags &= !(1 << ready_flags as u8);
+            if conn.ready_flags != 0 {
                 conn.listed = true;
                 self.with_news.push_back(index);
             }
             let generation = conn.generation;
-            return Some((StreamId { index, generation }, news));
+            return Some((StreamId { index, generation }, ready_flags));
         }
     }
 
@@ -67,7 +67,7 @@ impl<T> Sockets<T> {
             let index = self.with_news.pop_front()?;
             let conn = self.conns.get_mut(index as usize)?;
             conn.listed = false;
-            if std::mem::take(&mut conn.news) != 0 && conn.used {
+            if std::mem::take(&mut conn.ready_flags) != 0 && conn.used {
                 let generation = conn.generation;
                 return Some(StreamId { index, generation });
             }

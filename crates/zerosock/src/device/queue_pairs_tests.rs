@@ -1,10 +1,10 @@
-//! Connections between lanes whose driver goes, stops or starts anew meanwhile: two lanes of one
+//! Connections between queue_pairs whose driver goes, stops or starts anew meanwhile: two queue_pairs of one
 //! device, between which the test carries what they say, when it likes.
 
 use super::bare::{self, Guest};
 use super::ready_tests::Lab;
 use super::*;
-use crate::device::lanes::Arrival;
+use crate::device::queue_pairs::Handoff;
 use crate::device::sibling_message::{Message, Peer};
 use crate::stats::Stats;
 use zerosock_proto::Address;
@@ -15,15 +15,15 @@ use zerosock_vhost_user::{DeviceCommand, Reply};
 const THERE: Address = Address::new(Cid::HOST, Port::new(9));
 const HERE: Address = Address::new(Cid::new(3), Port::new(5));
 const SIBLING: DeviceAddr = DeviceAddr { worker: 0, vm: 7 };
-/// The lane that a connection leaves has pair 1, the other one pair 0: the guest of the test moves
+/// The queue_pair that a connection leaves has pair 1, the other one pair 0: the guest of the test moves
 /// all to that.
 const OLD: usize = 1;
 const NEW: usize = 0;
 
-struct Lanes {
+struct QueuePairSet {
     labs: [Lab; 2],
     guests: [Guest; 2],
-    /// The connection, in the old lane.
+    /// The connection, in the old queue_pair.
     flow: FlowId,
     /// Its other end.
     there: FlowId,
@@ -31,8 +31,8 @@ struct Lanes {
     told: Vec<Message>,
 }
 
-impl Lanes {
-    fn new() -> Lanes {
+impl QueuePairSet {
+    fn new() -> QueuePairSet {
         let addrs = [0, 1].map(|vm| DeviceAddr { worker: 0, vm });
         let two = QueuePairs::new(2).unwrap();
         let ports = Arc::new(PortTable::new());
@@ -42,12 +42,12 @@ impl Lanes {
             device.addr = addrs[pair];
             device.set_lane(pair as u16, Arc::new(addrs));
             device.shard.set_moves(true);
-            device.lanes.used = two;
+            device.queue_pairs.used = two;
             bare::start(device)
         });
         let there = some_flow();
         let (device, mut cx) = labs[OLD].lend();
-        // As a lane that was asked by the first one.
+        // As a queue_pair that was asked by the first one.
         let local = (0..)
             .map(|port| Address::new(THERE.cid, Port::new(port)))
             .find(|local| two.of_flow(HERE.port, *local) == OLD as u16)
@@ -64,21 +64,25 @@ impl Lanes {
         };
         device.sibling_says(connect, &mut cx);
         device.turn(&mut cx);
-        let flow = device.joins.iter().next().unwrap().1.flow.unwrap();
-        let mut lanes = Lanes {
+        let flow = device.bridges.iter().next().unwrap().1.flow.unwrap();
+        let mut queue_pairs = QueuePairSet {
             labs,
             guests,
             flow,
             there,
             told: Vec::new(),
         };
-        lanes.guest_says(OLD, local, Op::Response);
-        lanes.carry();
+        queue_pairs.guest_says(OLD, local, Op::Response);
+        queue_pairs.carry();
         let accepted = |one: &Message| matches!(one, Message::Accepted { .. });
-        assert!(lanes.told.iter().any(accepted), "{:?}", lanes.told);
-        lanes.told.clear();
-        lanes.guests[OLD].received();
-        lanes
+        assert!(
+            queue_pairs.told.iter().any(accepted),
+            "{:?}",
+            queue_pairs.told
+        );
+        queue_pairs.told.clear();
+        queue_pairs.guests[OLD].received();
+        queue_pairs
     }
 
     fn local(&mut self) -> Address {
@@ -86,28 +90,28 @@ impl Lanes {
         device.shard.flow(self.flow).unwrap().local
     }
 
-    fn guest_says(&mut self, lane: usize, to: Address, op: Op) {
-        self.guests[lane].send(HERE.port.get(), to, op, 0);
-        let (device, mut cx) = self.labs[lane].lend();
+    fn guest_says(&mut self, queue_pair: usize, to: Address, op: Op) {
+        self.guests[queue_pair].send(HERE.port.get(), to, op, 0);
+        let (device, mut cx) = self.labs[queue_pair].lend();
         device.turn(&mut cx);
     }
 
-    /// The guest has asked for a move, and the old lane has given the connection out.
-    fn leave(&mut self) -> Option<Box<Arrival>> {
+    /// The guest has asked for a move, and the old queue_pair has given the connection out.
+    fn leave(&mut self) -> Option<Box<Handoff>> {
         let local = self.local();
         self.guest_says(OLD, local, Op::Move);
         let (device, mut cx) = self.labs[OLD].lend();
-        let Some((0, Message::Depart { to, pair })) = self_message(&mut cx) else {
+        let Some((0, Message::HandOff { to, pair })) = self_message(&mut cx) else {
             return None;
         };
-        let (lane, arrival) = device.pack(to, pair, &mut cx)?;
-        assert_eq!(lane.vm, NEW as u32);
-        Some(arrival)
+        let (queue_pair, handoff) = device.extract(to, pair, &mut cx)?;
+        assert_eq!(queue_pair.vm, NEW as u32);
+        Some(handoff)
     }
 
-    fn arrive(&mut self, arrival: Box<Arrival>) {
+    fn arrive(&mut self, handoff: Box<Handoff>) {
         let (device, mut cx) = self.labs[NEW].lend();
-        device.sibling_says(Message::Adopt(arrival), &mut cx);
+        device.sibling_says(Message::TakeOver(handoff), &mut cx);
     }
 
     /// Carries what they have to say, until they have said all; the sibling answers what it must.
@@ -124,8 +128,8 @@ impl Lanes {
             }
             for (vm, message) in said {
                 match (vm as usize, message) {
-                    (lane @ (0 | 1), message) => {
-                        let (device, mut cx) = self.labs[lane].lend();
+                    (queue_pair @ (0 | 1), message) => {
+                        let (device, mut cx) = self.labs[queue_pair].lend();
                         device.sibling_says(message, &mut cx);
                     }
                     (_, Message::Relocated { to, from, old }) => {
@@ -141,13 +145,13 @@ impl Lanes {
         }
     }
 
-    fn command(&mut self, lane: usize, command: DeviceCommand) {
-        let (device, mut cx) = self.labs[lane].lend();
+    fn command(&mut self, queue_pair: usize, command: DeviceCommand) {
+        let (device, mut cx) = self.labs[queue_pair].lend();
         device.command(command, Reply::discarded(), &mut cx);
     }
 
-    fn joins(&mut self) -> [usize; 2] {
-        [0, 1].map(|lane| self.labs[lane].lend().0.joins.len())
+    fn bridges(&mut self) -> [usize; 2] {
+        [0, 1].map(|queue_pair| self.labs[queue_pair].lend().0.bridges.len())
     }
 
     fn ends_told(&self) -> usize {
@@ -155,8 +159,8 @@ impl Lanes {
         self.told.iter().filter(is_end).count()
     }
 
-    fn received(&mut self, lane: usize) -> Vec<(Option<Op>, u32)> {
-        let received = self.guests[lane].received();
+    fn received(&mut self, queue_pair: usize) -> Vec<(Option<Op>, u32)> {
+        let received = self.guests[queue_pair].received();
         let told = |header: &Repr| (header.op.known(), header.flags);
         received.iter().map(told).collect()
     }
@@ -181,34 +185,34 @@ fn some_flow() -> FlowId {
 
 #[test]
 fn a_connection_goes_from_lane_to_lane() {
-    let mut lanes = Lanes::new();
-    let arrival = lanes.leave().expect("it leaves");
-    assert_eq!(lanes.joins(), [0, 0]);
-    lanes.arrive(arrival);
-    lanes.carry();
-    assert_eq!(lanes.joins(), [1, 0]);
-    assert_eq!(lanes.ends_told(), 0);
-    assert_eq!(lanes.received(OLD), [(Some(Op::Moved), 0)]);
-    let old = &lanes.labs[OLD].lend().0.lanes;
-    assert!(old.is_at_rest() && lanes.labs[NEW].lend().0.lanes.is_at_rest());
+    let mut queue_pairs = QueuePairSet::new();
+    let handoff = queue_pairs.leave().expect("it leaves");
+    assert_eq!(queue_pairs.bridges(), [0, 0]);
+    queue_pairs.arrive(handoff);
+    queue_pairs.carry();
+    assert_eq!(queue_pairs.bridges(), [1, 0]);
+    assert_eq!(queue_pairs.ends_told(), 0);
+    assert_eq!(queue_pairs.received(OLD), [(Some(Op::Moved), 0)]);
+    let old = &queue_pairs.labs[OLD].lend().0.queue_pairs;
+    assert!(old.is_at_rest() && queue_pairs.labs[NEW].lend().0.queue_pairs.is_at_rest());
 }
 
 #[test]
 fn one_that_arrives_after_a_reset_ends() {
-    // Each lane hears of the reset when it comes to it: the new one before the connection comes.
-    let mut lanes = Lanes::new();
-    let arrival = lanes.leave().expect("it leaves");
-    for lane in [NEW, OLD] {
-        lanes.command(lane, DeviceCommand::ResetDevice);
+    // Each queue_pair hears of the reset when it comes to it: the new one before the connection comes.
+    let mut queue_pairs = QueuePairSet::new();
+    let handoff = queue_pairs.leave().expect("it leaves");
+    for queue_pair in [NEW, OLD] {
+        queue_pairs.command(queue_pair, DeviceCommand::ResetDevice);
     }
-    lanes.arrive(arrival);
-    assert_eq!(lanes.joins(), [1, 0], "its lane cannot know");
-    lanes.carry();
-    assert_eq!(lanes.joins(), [0, 0]);
-    assert_eq!(lanes.ends_told(), 1, "{:?}", lanes.told);
-    for lab in &mut lanes.labs {
+    queue_pairs.arrive(handoff);
+    assert_eq!(queue_pairs.bridges(), [1, 0], "its queue_pair cannot know");
+    queue_pairs.carry();
+    assert_eq!(queue_pairs.bridges(), [0, 0]);
+    assert_eq!(queue_pairs.ends_told(), 1, "{:?}", queue_pairs.told);
+    for lab in &mut queue_pairs.labs {
         let (device, mut cx) = lab.lend();
-        assert!(device.lanes.is_at_rest());
+        assert!(device.queue_pairs.is_at_rest());
         assert_eq!(device.shard.ports().len(), 0);
         let mut next = bare::start(device);
         device.turn(&mut cx);
@@ -221,41 +225,41 @@ fn one_that_arrives_after_a_reset_ends() {
 
 #[test]
 fn one_that_has_arrived_when_its_old_lane_is_reset_ends() {
-    // The sibling has not taken note yet: what it has sent to the old lane is lost.
-    let mut lanes = Lanes::new();
-    let arrival = lanes.leave().expect("it leaves");
-    lanes.arrive(arrival);
-    let outbox = lanes.labs[NEW].lend().1.outbox;
+    // The sibling has not taken note yet: what it has sent to the old queue_pair is lost.
+    let mut queue_pairs = QueuePairSet::new();
+    let handoff = queue_pairs.leave().expect("it leaves");
+    queue_pairs.arrive(handoff);
+    let outbox = queue_pairs.labs[NEW].lend().1.outbox;
     let said: Vec<_> = std::iter::from_fn(|| outbox.pop_local()).collect();
     for (vm, message) in said {
         if vm as usize == OLD {
-            let (device, mut cx) = lanes.labs[OLD].lend();
+            let (device, mut cx) = queue_pairs.labs[OLD].lend();
             device.sibling_says(message, &mut cx);
         }
     }
-    lanes.command(OLD, DeviceCommand::ResetDevice);
-    lanes.carry();
-    assert_eq!(lanes.joins(), [0, 0]);
-    assert_eq!(lanes.ends_told(), 1, "{:?}", lanes.told);
-    assert!(lanes.labs[NEW].lend().0.lanes.is_at_rest());
+    queue_pairs.command(OLD, DeviceCommand::ResetDevice);
+    queue_pairs.carry();
+    assert_eq!(queue_pairs.bridges(), [0, 0]);
+    assert_eq!(queue_pairs.ends_told(), 1, "{:?}", queue_pairs.told);
+    assert!(queue_pairs.labs[NEW].lend().0.queue_pairs.is_at_rest());
 }
 
 #[test]
 fn nothing_leaves_a_lane_whose_queue_is_stopped() {
-    let mut lanes = Lanes::new();
-    let local = lanes.local();
-    lanes.guest_says(OLD, local, Op::Move);
-    lanes.command(OLD, DeviceCommand::StopQueue { index: TX });
-    assert!(lanes.labs[OLD].lend().0.tx.is_none());
-    let (device, mut cx) = lanes.labs[OLD].lend();
-    let Some((_, Message::Depart { to, pair })) = self_message(&mut cx) else {
+    let mut queue_pairs = QueuePairSet::new();
+    let local = queue_pairs.local();
+    queue_pairs.guest_says(OLD, local, Op::Move);
+    queue_pairs.command(OLD, DeviceCommand::StopQueue { index: TX });
+    assert!(queue_pairs.labs[OLD].lend().0.tx.is_none());
+    let (device, mut cx) = queue_pairs.labs[OLD].lend();
+    let Some((_, Message::HandOff { to, pair })) = self_message(&mut cx) else {
         panic!("it was to leave");
     };
-    assert!(device.pack(to, pair, &mut cx).is_none());
-    lanes.carry();
-    assert_eq!(lanes.joins(), [0, 1]);
+    assert!(device.extract(to, pair, &mut cx).is_none());
+    queue_pairs.carry();
+    assert_eq!(queue_pairs.bridges(), [0, 1]);
     assert_eq!(
-        lanes.received(OLD),
+        queue_pairs.received(OLD),
         [(Some(Op::Moved), OLD as u32)],
         "it stays"
     );
@@ -263,21 +267,21 @@ fn nothing_leaves_a_lane_whose_queue_is_stopped() {
 
 #[test]
 fn one_that_finds_its_addresses_taken_ends_for_everybody() {
-    let mut lanes = Lanes::new();
-    let local = lanes.local();
-    let (device, mut cx) = lanes.labs[NEW].lend();
+    let mut queue_pairs = QueuePairSet::new();
+    let local = queue_pairs.local();
+    let (device, mut cx) = queue_pairs.labs[NEW].lend();
     let stream = SocketType::Stream;
     device.shard.connect(cx.now, local, HERE, stream).unwrap();
     device.turn(&mut cx);
-    let arrival = lanes.leave().expect("it leaves");
-    lanes.arrive(arrival);
-    lanes.carry();
-    assert_eq!(lanes.joins(), [0, 0]);
-    assert_eq!(lanes.ends_told(), 1);
-    assert_eq!(lanes.received(OLD), [(Some(Op::Rst), 0)]);
-    assert!(lanes.labs[OLD].lend().0.lanes.is_at_rest());
+    let handoff = queue_pairs.leave().expect("it leaves");
+    queue_pairs.arrive(handoff);
+    queue_pairs.carry();
+    assert_eq!(queue_pairs.bridges(), [0, 0]);
+    assert_eq!(queue_pairs.ends_told(), 1);
+    assert_eq!(queue_pairs.received(OLD), [(Some(Op::Rst), 0)]);
+    assert!(queue_pairs.labs[OLD].lend().0.queue_pairs.is_at_rest());
     let mut stats = Stats::default();
-    for lab in &mut lanes.labs {
+    for lab in &mut queue_pairs.labs {
         lab.lend().1.counters.add_to(&mut stats);
     }
     assert_eq!((stats.conns_added, stats.conns_removed), (1, 1));

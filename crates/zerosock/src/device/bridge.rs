@@ -1,14 +1,14 @@
 //! A connection of the guest joined to its other end.
 //!
-//! The shard knows the vsock half (state, credit, counters); a [`Join`] knows the rest: the
+//! The shard knows the vsock half (state, credit, counters); a [`Bridge`] knows the rest: the
 //! socket or the sibling, the bytes under way, and which edges have been seen. What must hold:
-//! the order of bytes and ends in each direction, and that a join which is stuck is on exactly
+//! the order of bytes and ends in each direction, and that a bridge which is stuck is on exactly
 //! the list that its cure will look at (`ready`, a timer, an edge, a credit event).
 
 use super::backlog::HostPort;
-use super::lanes::Parked;
 use super::messages::Messages;
 use super::outbound::{Held, Outbound, Spare, Spares};
+use super::queue_pairs::Parked;
 
 use crate::device::host_sockets::HostSocket;
 use crate::device::sibling_message::Peer;
@@ -21,7 +21,7 @@ use zerosock_ring::Memory;
 
 /// What the guest is joined to.
 #[derive(Debug)]
-pub(crate) enum End {
+pub(crate) enum BridgePeer {
     /// A host socket with a full backlog: tried again until the deadline.
     Retrying { to: HostPort, deadline: Instant },
     /// A connect that the kernel has not decided.
@@ -42,7 +42,7 @@ pub(crate) enum End {
     App(AppEnd),
 }
 
-/// The program's side of a join.
+/// The program's side of a bridge.
 #[derive(Debug)]
 pub(crate) struct AppEnd {
     pub(crate) id: StreamId,
@@ -50,7 +50,7 @@ pub(crate) struct AppEnd {
     pub(crate) loans: u16,
 }
 
-/// The sibling's side of a join.
+/// The sibling's side of a bridge.
 #[derive(Debug)]
 pub(crate) struct SiblingEnd {
     pub(crate) peer: Peer,
@@ -58,7 +58,7 @@ pub(crate) struct SiblingEnd {
     inbound: Option<Box<Waiting>>,
     /// Chains of our guest that the sibling has; they come back in order.
     pub(crate) out: u32,
-    /// Those that were lent since [`Join::held_since`].
+    /// Those that were lent since [`Bridge::held_since`].
     pub(crate) younger: u32,
     /// It held a chain too long, and has not caught up since.
     pub(crate) stalled: bool,
@@ -227,10 +227,10 @@ impl Inbound {
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Join {
+pub(crate) struct Bridge {
     /// The vsock half; `None` when it has ended and the host still has bytes to take.
     pub(crate) flow: Option<FlowId>,
-    pub(crate) end: End,
+    pub(crate) end: BridgePeer,
     pub(crate) outbound: Outbound,
     /// Where the messages end that it carries, if it carries any.
     pub(crate) messages: Option<Box<Messages>>,
@@ -244,7 +244,7 @@ pub(crate) struct Join {
     pub(crate) host_finished: bool,
     /// The host has closed both ways.
     pub(crate) host_gone: bool,
-    /// We do not read from the host any more: end of file was read, or the guest is deaf.
+    /// We do not read from the host any more: end of file was read, or the guest is recv_shutdown.
     pub(crate) read_closed: bool,
     /// We do not write to the host any more: bytes from the guest are dropped.
     pub(crate) write_closed: bool,
@@ -254,7 +254,7 @@ pub(crate) struct Join {
     pub(crate) finish_told: bool,
     /// On the device's ready list.
     pub(crate) in_ready: bool,
-    /// On the device's list of joins to flush.
+    /// On the device's list of bridges to flush.
     pub(crate) in_dirty: bool,
     /// Waits for credit: the shard will say `Writable`.
     pub(crate) no_credit: bool,
@@ -271,13 +271,13 @@ pub(crate) struct Join {
     pub(crate) urgent: bool,
     /// How many receive buffers the next read gathers.
     pub(crate) read_chains: u8,
-    /// What this join adds to the device's sums of held chains and overflow bytes.
+    /// What this bridge adds to the device's sums of held chains and overflow bytes.
     pub(crate) counted: (u32, u32),
 }
 
-impl Join {
-    pub(crate) fn new(flow: FlowId, end: End) -> Join {
-        Join {
+impl Bridge {
+    pub(crate) fn new(flow: FlowId, end: BridgePeer) -> Bridge {
+        Bridge {
             flow: Some(flow),
             end,
             outbound: Outbound::default(),
@@ -308,7 +308,7 @@ impl Join {
     #[inline]
     pub(crate) fn has_lost_bytes(&self) -> bool {
         self.outbound.has_lost_bytes()
-            || matches!(&self.end, End::Sibling(sibling) if sibling.has_lost_bytes())
+            || matches!(&self.end, BridgePeer::Sibling(sibling) if sibling.has_lost_bytes())
     }
 
     /// There are more bytes: perhaps enough to be sent.
@@ -366,6 +366,6 @@ mod tests {
     fn a_join_at_rest_is_small() {
         // With the shard's half, and both twice for two guests of one daemon, this stays below the
         // design's 1 KiB for a connection.
-        assert!(size_of::<Join>() <= 112, "{}", size_of::<Join>());
+        assert!(size_of::<Bridge>() <= 112, "{}", size_of::<Bridge>());
     }
 }

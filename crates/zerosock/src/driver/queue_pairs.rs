@@ -1,8 +1,8 @@
-//! The driver's queue pairs (docs/queue-pairs.md): each a lane with its two queues, its slots and a
+//! The driver's queue pairs (docs/queue-pairs.md): each a queue_pair with its two queues, its slots and a
 //! shard of the protocol core.
 //!
-//! What must hold: a connection is in one lane; its received bytes lie in slots of that lane's pool,
-//! which has the lane's number.
+//! What must hold: a connection is in one queue_pair; its received bytes lie in slots of that queue_pair's pool,
+//! which has the queue_pair's number.
 
 use std::collections::VecDeque;
 use std::ops::{Index, IndexMut};
@@ -20,19 +20,19 @@ use crate::table::gathered::Gathered;
 use crate::table::outgoing::Outgoing;
 use crate::table::sockets::Waiters;
 
-/// Names a lane of a driver's.
+/// Names a queue_pair of a driver's.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(crate) struct LaneId(u16);
+pub(crate) struct QueuePairId(u16);
 
-impl LaneId {
+impl QueuePairId {
     /// The only one, unless several pairs were negotiated.
-    pub(crate) const FIRST: LaneId = LaneId(0);
+    pub(crate) const FIRST: QueuePairId = QueuePairId(0);
 
-    /// The lane whose slots are in `pool`.
+    /// The queue_pair whose slots are in `pool`.
     #[inline]
-    pub(crate) fn of_pool(pool: u32) -> LaneId {
-        // Pools are numbered as lanes are.
-        LaneId(pool as u16)
+    pub(crate) fn of_pool(pool: u32) -> QueuePairId {
+        // Pools are numbered as queue_pairs are.
+        QueuePairId(pool as u16)
     }
 
     /// Its slots, as the table of connections knows them.
@@ -57,16 +57,16 @@ impl LaneId {
     }
 }
 
-/// A slot of a lane's with received bytes.
+/// A slot of a queue_pair's with received bytes.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct RxSlot {
-    pub(crate) lane: LaneId,
+    pub(crate) queue_pair: QueuePairId,
     pub(crate) slot: u16,
 }
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Lane {
+pub(crate) struct QueuePair {
     pub(super) rx: RxQueue,
     pub(super) tx: TxQueue,
     pub(super) slots: PairSlots,
@@ -82,9 +82,9 @@ pub(crate) struct Lane {
     pub(super) blocked: bool,
 }
 
-impl Lane {
-    pub(super) fn new(rx: RxQueue, tx: TxQueue, slots: PairSlots, shard: Shard) -> Lane {
-        Lane {
+impl QueuePair {
+    pub(super) fn new(rx: RxQueue, tx: TxQueue, slots: PairSlots, shard: Shard) -> QueuePair {
+        QueuePair {
             rx,
             tx,
             slots,
@@ -112,18 +112,18 @@ impl Lane {
     }
 }
 
-/// All lanes of a driver. The first lies apart: most drivers have one, and its packets shall not pay
+/// All queue_pairs of a driver. The first lies apart: most drivers have one, and its packets shall not pay
 /// for those that others might have.
 #[derive(Debug)]
-pub(crate) struct Lanes {
-    first: Lane,
-    others: Vec<Lane>,
+pub(crate) struct QueuePairSet {
+    first: QueuePair,
+    others: Vec<QueuePair>,
 }
 
-impl Lanes {
+impl QueuePairSet {
     /// `others` are those of the second pair and so on.
-    pub(super) fn new(first: Lane, others: Vec<Lane>) -> Lanes {
-        Lanes { first, others }
+    pub(super) fn new(first: QueuePair, others: Vec<QueuePair>) -> QueuePairSet {
+        QueuePairSet { first, others }
     }
 
     /// How many there are.
@@ -134,44 +134,44 @@ impl Lanes {
 
     /// Their names; what they name may change meanwhile.
     #[inline]
-    pub(super) fn ids(&self) -> impl Iterator<Item = LaneId> + use<> {
-        (0..self.len() as u16).map(LaneId)
+    pub(super) fn ids(&self) -> impl Iterator<Item = QueuePairId> + use<> {
+        (0..self.len() as u16).map(QueuePairId)
     }
 
-    /// The lane of a queue pair, if it is used.
-    pub(super) fn of_pair(&self, pair: u32) -> Option<LaneId> {
+    /// The queue_pair of a queue pair, if it is used.
+    pub(super) fn of_pair(&self, pair: u32) -> Option<QueuePairId> {
         let pair = u16::try_from(pair).ok()?;
-        (usize::from(pair) < self.len()).then_some(LaneId(pair))
+        (usize::from(pair) < self.len()).then_some(QueuePairId(pair))
     }
 
     #[inline]
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Lane> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &QueuePair> {
         std::iter::once(&self.first).chain(&self.others)
     }
 
     #[inline]
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Lane> {
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut QueuePair> {
         std::iter::once(&mut self.first).chain(&mut self.others)
     }
 }
 
-/// A name is had of lanes that are there, and they stay.
-impl Index<LaneId> for Lanes {
-    type Output = Lane;
+/// A name is had of queue_pairs that are there, and they stay.
+impl Index<QueuePairId> for QueuePairSet {
+    type Output = QueuePair;
 
     #[inline]
-    fn index(&self, lane: LaneId) -> &Lane {
-        match lane.0 {
+    fn index(&self, queue_pair: QueuePairId) -> &QueuePair {
+        match queue_pair.0 {
             0 => &self.first,
             other => &self.others[usize::from(other) - 1],
         }
     }
 }
 
-impl IndexMut<LaneId> for Lanes {
+impl IndexMut<QueuePairId> for QueuePairSet {
     #[inline]
-    fn index_mut(&mut self, lane: LaneId) -> &mut Lane {
-        match lane.0 {
+    fn index_mut(&mut self, queue_pair: QueuePairId) -> &mut QueuePair {
+        match queue_pair.0 {
             0 => &mut self.first,
             other => &mut self.others[usize::from(other) - 1],
         }

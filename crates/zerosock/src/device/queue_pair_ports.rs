@@ -1,7 +1,7 @@
-//! The way to a device that has several queue pairs: each pair is a lane, a `Device` of its own, on
+//! The way to a device that has several queue pairs: each pair is a queue_pair, a `Device` of its own, on
 //! whichever worker.
 //!
-//! What must hold: what is said of a queue goes to the lane that has it, as the lane knows it (each
+//! What must hold: what is said of a queue goes to the queue_pair that has it, as the queue_pair knows it (each
 //! has the queues of the standard's device; events are the first one's); what is said of the whole
 //! goes to all, in the same order, and is answered when all have answered.
 
@@ -10,30 +10,30 @@ use zerosock_proto::vsock::pairs::{EVENT_QUEUE, QueueUse, RX_QUEUE, TX_QUEUE};
 
 use zerosock_vhost_user::{DeviceCommand, DevicePort, Reply};
 
-/// The lanes of one device, as the control thread reaches them.
-pub(crate) struct LanePorts {
-    lanes: Vec<Box<dyn DevicePort>>,
+/// The queue_pairs of one device, as the control thread reaches them.
+pub(crate) struct QueuePairPorts {
+    queue_pairs: Vec<Box<dyn DevicePort>>,
     most: QueuePairs,
 }
 
-impl LanePorts {
+impl QueuePairPorts {
     /// One port for each of `most` pairs.
-    pub(crate) fn new(most: QueuePairs, lanes: Vec<Box<dyn DevicePort>>) -> LanePorts {
-        LanePorts { lanes, most }
+    pub(crate) fn new(most: QueuePairs, queue_pairs: Vec<Box<dyn DevicePort>>) -> QueuePairPorts {
+        QueuePairPorts { queue_pairs, most }
     }
 
-    /// The lane that has queue `index`, and which queue it is there.
+    /// The queue_pair that has queue `index`, and which queue it is there.
     fn of_queue(&mut self, index: u16) -> Option<(&mut Box<dyn DevicePort>, u16)> {
         let (pair, index) = match self.most.queue_use(index)? {
             QueueUse::Receive(pair) => (pair, RX_QUEUE),
             QueueUse::Transmit(pair) => (pair, TX_QUEUE),
             QueueUse::Events => (0, EVENT_QUEUE),
         };
-        Some((self.lanes.get_mut(usize::from(pair))?, index))
+        Some((self.queue_pairs.get_mut(usize::from(pair))?, index))
     }
 }
 
-impl DevicePort for LanePorts {
+impl DevicePort for QueuePairPorts {
     fn submit(&mut self, mut command: DeviceCommand, reply: Reply) {
         use DeviceCommand as C;
         match &mut command {
@@ -42,11 +42,11 @@ impl DevicePort for LanePorts {
             | C::SetErr { index, .. }
             | C::EnableQueue { index, .. }
             | C::StopQueue { index } => {
-                let Some((lane, there)) = self.of_queue(*index) else {
+                let Some((queue_pair, there)) = self.of_queue(*index) else {
                     return reply.failed(format!("no queue {index}"));
                 };
                 *index = there;
-                lane.submit(command, reply);
+                queue_pair.submit(command, reply);
             }
             C::Connected { .. }
             | C::SetFeatures(_)
@@ -54,8 +54,8 @@ impl DevicePort for LanePorts {
             | C::SetMemory(_)
             | C::ResetDevice
             | C::Disconnected => {
-                let replies = reply.split(self.lanes.len());
-                for (lane, reply) in self.lanes.iter_mut().zip(replies) {
+                let replies = reply.split(self.queue_pairs.len());
+                for (queue_pair, reply) in self.queue_pairs.iter_mut().zip(replies) {
                     let command = match &command {
                         C::Connected { link } => C::Connected { link: link.clone() },
                         C::SetFeatures(features) => C::SetFeatures(*features),
@@ -64,7 +64,7 @@ impl DevicePort for LanePorts {
                         C::ResetDevice => C::ResetDevice,
                         _ => C::Disconnected,
                     };
-                    lane.submit(command, reply);
+                    queue_pair.submit(command, reply);
                 }
             }
         }

@@ -19,11 +19,11 @@ const TURN: u32 = 4096;
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(super) struct Ear {
+pub(super) struct RxPoll {
     looks: u32,
 }
 
-impl Ear {
+impl RxPoll {
     /// The poll value now. No system call as long as nothing has come.
     pub(super) fn poll(&mut self, stream: &Stream) -> Result<u32, RxMapError> {
         let mut locked = stream.conn.core.lock();

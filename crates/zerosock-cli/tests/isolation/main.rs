@@ -8,10 +8,12 @@
 mod attack;
 mod daemon;
 mod death;
+mod exiting;
 mod files;
 mod fuse;
 mod large_vm;
 mod lingering;
+mod looping;
 mod many;
 mod neighbour;
 mod own_end;

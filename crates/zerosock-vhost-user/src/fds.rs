@@ -16,7 +16,9 @@ use zerosock_sys::account::{Account, Permit};
 use zerosock_sys::notify::FdKind;
 use zerosock_sys::{PeerFd, fd_passing, memfd, reaper};
 
-/// File systems, besides those in memory, whose page faults end without help of a peer.
+/// File systems, besides those in memory, whose page faults end without help of a peer. The layers of
+/// an overlay may be on others, which its mount does not tell; but only root makes such a mount where
+/// this process sees it, and those of other mount namespaces are refused as unknown.
 const LOCAL_FILE_SYSTEMS: [&str; 9] = [
     "tmpfs",
     "hugetlbfs",

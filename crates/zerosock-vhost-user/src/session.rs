@@ -455,8 +455,12 @@ impl Session {
             }
             regions.push((file, region));
         }
-        let bytes = regions.iter().map(|(_, region)| region.len);
-        let bytes = bytes.fold(0, u64::saturating_add);
+        let mut bytes = 0u64;
+        for (index, (file, region)) in regions.iter().enumerate() {
+            let mapped = region.mapped_len(index, file);
+            let mapped = mapped.map_err(|error| (Fault::Memory, error.to_string()))?;
+            bytes = bytes.saturating_add(mapped);
+        }
         let share = MappedShare::take(&self.account, bytes).map_err(|e| (Fault::Memory, e))?;
         let memory = Memory::map_with(regions, Some(share))
             .map_err(|error| (Fault::Memory, error.to_string()))?;

@@ -99,3 +99,16 @@ fn memory_is_limited_for_each_vm_and_for_all_and_comes_back() {
         send_table(&mut frontend, &file, 1, 12 * MIB)
     });
 }
+
+fn page() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+#[test]
+fn a_region_counts_as_the_pages_that_it_takes() {
+    let daemon = TestDaemon::with(1, |config| config.max_memory = 2 * page());
+    let file = memory(page());
+    let mut frontend = frontend(&daemon, 0);
+    assert!(!send_table(&mut frontend, &file, 3, 1));
+    assert!(send_table(&mut frontend, &file, 2, 1));
+}

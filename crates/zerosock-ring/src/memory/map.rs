@@ -3,7 +3,7 @@
 use core::{fmt, ptr};
 use std::sync::Arc;
 
-use rustix::fd::BorrowedFd;
+use rustix::fd::{AsFd, BorrowedFd};
 use rustix::fs::{fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
@@ -202,6 +202,24 @@ fn check_overlap(
     Ok(())
 }
 
+/// Bytes of the whole pages in which the region lies.
+fn pages(config: &RegionConfig, page: u64) -> Option<u64> {
+    let end = (config.fd_offset % page).checked_add(config.len)?;
+    end.checked_next_multiple_of(page)
+}
+
+impl RegionConfig {
+    /// Bytes of address space that the region of this file takes when it is mapped: whole pages, of
+    /// the size that its file system has.
+    ///
+    /// # Errors
+    /// [`MapError`], with this position in the table.
+    pub fn mapped_len(&self, index: usize, fd: impl AsFd) -> Result<u64, MapError> {
+        let page = page_size(index, fd.as_fd())?;
+        pages(self, page).ok_or(MapError::Wraps { index })
+    }
+}
+
 pub(super) fn map_region(
     index: usize,
     fd: BorrowedFd<'_>,
@@ -221,8 +239,7 @@ pub(super) fn map_region(
         index,
         errno: Errno::NOMEM,
     };
-    let len = (skip + config.len)
-        .checked_next_multiple_of(page)
+    let len = pages(config, page)
         .and_then(|len| usize::try_from(len).ok())
         .ok_or(too_long)?;
     let map_error = |errno| MapError::Map { index, errno };
@@ -297,5 +314,23 @@ mod tests {
         assert_eq!(mapping_unit(ext4, 1024, 4096), Some(4096));
         assert_eq!(mapping_unit(HUGETLBFS, 0x20_0000, 4096), Some(0x20_0000));
         assert_eq!(mapping_unit(HUGETLBFS, 0, 4096), Some(4096));
+    }
+    #[test]
+    fn a_region_takes_the_pages_that_it_touches() {
+        let len = |fd_offset, len| {
+            let config = RegionConfig {
+                guest_addr: 0,
+                user_addr: 0,
+                len,
+                fd_offset,
+            };
+            pages(&config, 4096)
+        };
+        assert_eq!(len(0, 1), Some(4096));
+        assert_eq!(len(0, 4096), Some(4096));
+        assert_eq!(len(4095, 2), Some(8192));
+        assert_eq!(len(8192, 4097), Some(8192));
+        assert_eq!(len(4095, u64::MAX), None);
+        assert_eq!(len(0, u64::MAX), None);
     }
 }

@@ -38,7 +38,7 @@ bench-vm:
 
 lint:
 	@scripts/need build
-	@scripts/test layers lint deny
+	@scripts/test layers prose lint deny
 
 # The gnu target is named so that the flag does not reach build scripts and macros.
 static:

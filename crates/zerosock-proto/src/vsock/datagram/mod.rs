@@ -12,22 +12,22 @@
 //! control go to [`DatagramTable::handle_control`], and come out of
 //! [`DatagramTable::poll_control`], which is to be asked after every turn and when
 //! [`DatagramTable::poll_timeout`] is over. A switch that keeps datagrams for somebody who has no
-//! buffers uses [`Stops`] by itself.
+//! buffers uses [`PausedSenders`] by itself.
 //!
 //! What must hold: no payload and no clock; whatever a peer can make grow has a bound
-//! ([`DatagramLimits`], [`Stops::MOST`], [`Blocks::MOST`]); a lost packet of the flow control costs
+//! ([`DatagramLimits`], [`Stops::MAX`], [`Blocks::MAX`]); a lost packet of the flow control costs
 //! time, and nothing else.
 
 mod assembly;
-mod blocks;
-mod shares;
-mod stops;
+mod paused_destinations;
+mod paused_senders;
+mod quota;
 mod table;
 mod wire;
 
 pub use assembly::{Assembler, Lost, Piece};
-pub use blocks::{Block, Blocks};
-pub use stops::Stops;
+pub use paused_destinations::{Block, Blocks};
+pub use paused_senders::PausedSenders;
 pub use table::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, DatagramTable, DropCause,
     Refusal,

@@ -5,10 +5,10 @@
 //! wait is named when it need not any more.
 
 mod counts;
+mod flow_control;
 mod sending;
 #[cfg(test)]
 mod tests;
-mod words;
 
 use core::hash::BuildHasher;
 use std::collections::VecDeque;
@@ -16,8 +16,8 @@ use std::collections::VecDeque;
 use hashbrown::{DefaultHashBuilder, HashMap};
 
 use super::assembly::Lost;
-use super::blocks::Blocks;
-use super::stops::Stops;
+use super::paused_destinations::Blocks;
+use super::paused_senders::PausedSenders;
 use super::wire::Place;
 use super::{MAX_DATAGRAM, OVERHEAD};
 use crate::addr::{Address, Cid, Port};
@@ -94,8 +94,8 @@ pub struct DatagramTable {
     /// The port and the place that were found last.
     last: Option<(Port, u32)>,
     next_ephemeral: u32,
-    stops: Stops,
-    blocks: Blocks,
+    paused_senders: PausedSenders,
+    paused_destinations: Blocks,
     drops: DatagramDrops,
     writable: VecDeque<u32>,
     /// Sockets that are throttled.
@@ -113,8 +113,8 @@ impl DatagramTable {
             by_port: HashMap::new(),
             last: None,
             next_ephemeral: start % EPHEMERAL_COUNT,
-            stops: Stops::new(Place::Receiver),
-            blocks: Blocks::new(),
+            paused_senders: PausedSenders::new(Place::Receiver),
+            paused_destinations: Blocks::new(),
             drops: DatagramDrops::default(),
             writable: VecDeque::new(),
             throttled: Vec::new(),
@@ -133,8 +133,8 @@ impl DatagramTable {
             socket.local.cid = cid;
             socket.stopping = false;
         }
-        self.stops.forget(|_| true);
-        self.blocks.forget(|_, _| true);
+        self.paused_senders.forget(|_| true);
+        self.paused_destinations.forget(|_, _| true);
         self.wake_all();
     }
 
@@ -218,8 +218,9 @@ impl DatagramTable {
         self.by_port.remove(&local.port);
         self.last = None;
         self.free.push(id.index);
-        self.stops.start(local);
-        self.blocks.forget(|port, _| port == local.port);
+        self.paused_senders.resume(local);
+        self.paused_destinations
+            .forget(|port, _| port == local.port);
     }
 
     /// Receives from `peer` alone from now on; `None`: from everybody.
@@ -312,7 +313,7 @@ impl DatagramTable {
         }
         if flow && socket.queued > socket.limits.receive / 4 {
             socket.stopping = true;
-            self.stops.stop(now(), dst, src);
+            self.paused_senders.pause(now(), dst, src);
         }
         if fits { Ok(id) } else { Err(DropCause::Full) }
     }
@@ -339,7 +340,7 @@ impl DatagramTable {
         if socket.stopping && socket.queued <= socket.limits.receive / 8 {
             socket.stopping = false;
             let local = socket.local;
-            self.stops.start(local);
+            self.paused_senders.resume(local);
         }
     }
 

@@ -55,7 +55,7 @@ impl Control {
         }
     }
 
-    /// The packet by which `about`, the receiver, says so to `to`.
+    /// The packet by which `receiver`, the receiver, says so to `source`.
     pub fn emit(self, about: Address, to: Address) -> Repr {
         let (op, flags) = match self {
             Control::Stop(Place::Receiver) => (STOP, 0),

@@ -22,7 +22,7 @@ mod waiting_tests;
 use std::collections::VecDeque;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, Piece as Part, Place, Stops,
+    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PausedSenders, Piece as Part, Place,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -60,7 +60,7 @@ pub(super) struct Datagrams {
     /// Words for the guest.
     words: VecDeque<Repr>,
     /// Sources that were told to stop because of `waiting`.
-    stops: Stops,
+    stops: PausedSenders,
     stopping: bool,
     /// Buffers that datagrams of siblings may still take before streams that have something have
     /// had their turn; `None`: none was taken since.
@@ -97,7 +97,7 @@ impl Datagrams {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             words: VecDeque::new(),
-            stops: Stops::new(Place::OnTheWay),
+            stops: PausedSenders::new(Place::OnTheWay),
             stopping: false,
             share: None,
             under_way: 0,

@@ -136,7 +136,7 @@ impl Device {
         if flow && datagrams.waiting_bytes > WAITING / 4 {
             datagrams.stopping = true;
             let now = cx.time();
-            datagrams.stops.stop(now, to, from);
+            datagrams.stops.pause(now, to, from);
             self.tell_sources(cx);
         }
     }
@@ -239,7 +239,7 @@ impl Device {
         }
         if self.datagrams.stopping && self.datagrams.waiting_bytes <= WAITING / 8 {
             self.datagrams.stopping = false;
-            self.datagrams.stops.start_all();
+            self.datagrams.stops.resume_all();
         }
         self.tell_sources(cx);
     }

@@ -241,7 +241,7 @@ impl Driver {
             match self.store.lanes[LANE].tx.control_slot()? {
                 Some(slot) => self.transmit(LANE, slot, &word)?,
                 None => {
-                    self.datagrams.inboxes.table.control_again(now, |_| true);
+                    self.datagrams.inboxes.table.retry_control(now, |_| true);
                     break;
                 }
             }

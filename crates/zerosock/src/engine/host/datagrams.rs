@@ -114,7 +114,7 @@ impl HostEngine {
                 self.touch(vm);
             } else if let Some(app) = self.worker.app.as_deref_mut() {
                 let same = |to: Address| to.cid == word.dst.cid;
-                app.inboxes.table.control_again(now, same);
+                app.inboxes.table.retry_control(now, same);
             }
         }
     }

@@ -6,7 +6,7 @@
 use super::{DatagramId, DatagramTable, Socket};
 use crate::addr::Address;
 use crate::time::Instant;
-use crate::vsock::datagram::blocks::Block;
+use crate::vsock::datagram::paused_destinations::Block;
 use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
 
 /// Throttled sockets that are looked at one by one.
@@ -46,7 +46,7 @@ impl DatagramTable {
         len: usize,
         now: impl FnOnce() -> Instant,
     ) -> Result<Address, Refusal> {
-        let blocks = &self.blocks;
+        let paused_destinations = &self.paused_destinations;
         let Some(socket) = self
             .sockets
             .get_mut(id.index as usize)
@@ -57,8 +57,8 @@ impl DatagramTable {
         if len > MAX_DATAGRAM as usize {
             return Err(Refusal::TooLong(len));
         }
-        if !blocks.is_empty() {
-            match blocks.of(now(), socket.local.port, to) {
+        if !paused_destinations.is_empty() {
+            match paused_destinations.of(now(), socket.local.port, to) {
                 Some(Block::Deaf) => return Err(Refusal::Deaf),
                 Some(Block::Full(_)) => {
                     socket.waits = true;

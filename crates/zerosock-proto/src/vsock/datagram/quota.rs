@@ -9,22 +9,22 @@ use crate::addr::Cid;
 
 /// See the module. Counting costs the same however many places are taken.
 #[derive(Debug, Default)]
-pub(super) struct Shares {
-    of: HashMap<Cid, usize>,
+pub(super) struct EndpointQuota {
+    taken: HashMap<Cid, usize>,
 }
 
-impl Shares {
+impl EndpointQuota {
     /// Takes one more place for `cid`. False: it has `most` already.
     pub(super) fn take(&mut self, cid: Cid, most: usize) -> bool {
-        let taken = self.of.entry(cid).or_default();
+        let taken = self.taken.entry(cid).or_default();
         let may = *taken < most;
         *taken += usize::from(may);
         may
     }
 
     /// A place of `cid`'s is free again.
-    pub(super) fn give_back(&mut self, cid: Cid) {
-        if let Entry::Occupied(mut taken) = self.of.entry(cid) {
+    pub(super) fn release(&mut self, cid: Cid) {
+        if let Entry::Occupied(mut taken) = self.taken.entry(cid) {
             *taken.get_mut() = taken.get().saturating_sub(1);
             if *taken.get() == 0 {
                 taken.remove();
@@ -35,7 +35,7 @@ impl Shares {
     /// Endpoints that have places.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
-        self.of.len()
+        self.taken.len()
     }
 }
 
@@ -45,15 +45,15 @@ mod tests {
 
     #[test]
     fn each_has_its_own_and_gives_them_back() {
-        let mut shares = Shares::default();
+        let mut quota = EndpointQuota::default();
         let (one, other) = (Cid::new(3), Cid::new(4));
-        assert!(shares.take(one, 2) && shares.take(one, 2));
-        assert!(!shares.take(one, 2) && shares.take(other, 2));
-        shares.give_back(one);
-        assert!(shares.take(one, 2) && !shares.take(one, 2));
+        assert!(quota.take(one, 2) && quota.take(one, 2));
+        assert!(!quota.take(one, 2) && quota.take(other, 2));
+        quota.release(one);
+        assert!(quota.take(one, 2) && !quota.take(one, 2));
         for cid in [one, one, one, other] {
-            shares.give_back(cid);
+            quota.release(cid);
         }
-        assert_eq!(shares.len(), 0);
+        assert_eq!(quota.len(), 0);
     }
 }

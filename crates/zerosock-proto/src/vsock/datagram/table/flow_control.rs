@@ -3,7 +3,7 @@
 use super::DatagramTable;
 use crate::addr::{Address, Cid};
 use crate::time::Instant;
-use crate::vsock::datagram::blocks::Block;
+use crate::vsock::datagram::paused_destinations::Block;
 use crate::vsock::datagram::wire::Control;
 use crate::wire::vsock::Repr;
 
@@ -21,7 +21,7 @@ impl DatagramTable {
             Control::Stop(place) => Block::Full(place),
             Control::Deaf => Block::Deaf,
             Control::Start(place) => {
-                if self.blocks.start(port, header.src, place) {
+                if self.paused_destinations.start(port, header.src, place) {
                     self.wake(id.index);
                 }
                 return true;
@@ -29,7 +29,7 @@ impl DatagramTable {
         };
         // What is over makes room, and who waits for it is named.
         self.handle_timeout(now);
-        if self.blocks.stop(now, port, header.src, block)
+        if self.paused_destinations.stop(now, port, header.src, block)
             && let Some(socket) = self.get_mut(id)
         {
             socket.stats.stopped += 1;
@@ -45,34 +45,37 @@ impl DatagramTable {
     /// clock.
     #[inline]
     pub fn has_control(&self) -> bool {
-        self.stops.is_fresh()
+        self.paused_senders.is_due()
     }
 
-    /// The next packet of the flow control to be sent, of those to a source of which `of` says so.
+    /// The next packet of the flow control to be sent, of those to a source of which `taken` says so.
     pub fn poll_control(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
-        self.stops.poll(now, of)
+        self.paused_senders.poll(now, of)
     }
 
     /// The packet of the last [`poll_control`](Self::poll_control) found no buffer: it comes again
     /// soon, with those to others of whom `same` says that they would not find any either.
-    pub fn control_again(&mut self, now: Instant, same: impl Fn(Address) -> bool) {
-        self.stops.again(now, same);
+    pub fn retry_control(&mut self, now: Instant, same: impl Fn(Address) -> bool) {
+        self.paused_senders.retry_later(now, same);
     }
 
     /// When [`handle_timeout`](Self::handle_timeout) and [`poll_control`](Self::poll_control) have
     /// something to do.
     #[inline]
     pub fn poll_timeout(&self) -> Option<Instant> {
-        match (self.stops.poll_timeout(), self.blocks.poll_timeout()) {
+        match (
+            self.paused_senders.poll_timeout(),
+            self.paused_destinations.poll_timeout(),
+        ) {
             (Some(one), Some(other)) => Some(one.min(other)),
             (one, other) => one.or(other),
         }
     }
 
-    /// Ends blocks whose time is over.
+    /// Ends paused_destinations whose time is over.
     pub fn handle_timeout(&mut self, now: Instant) {
         let mut ended = Vec::new();
-        self.blocks.end(now, |port| ended.push(port));
+        self.paused_destinations.end(now, |port| ended.push(port));
         for port in ended {
             if let Some(id) = self.find(port) {
                 self.wake(id.index);
@@ -82,8 +85,9 @@ impl DatagramTable {
 
     /// An endpoint is gone: nothing is to be said to it, and nobody waits for it.
     pub fn forget(&mut self, cid: Cid) {
-        self.stops.forget(|address| address.cid == cid);
-        self.blocks.forget(|_, address| address.cid == cid);
+        self.paused_senders.forget(|address| address.cid == cid);
+        self.paused_destinations
+            .forget(|_, address| address.cid == cid);
         self.wake_all();
     }
 }

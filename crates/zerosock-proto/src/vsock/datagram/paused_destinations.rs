@@ -1,13 +1,13 @@
 //! The sender's side of the flow control: to whom nothing is to be sent for a while.
 //!
 //! What must hold: only the destination that asked for it is blocked; there are at most
-//! [`Blocks::MOST`] blocks, and of one endpoint at most [`Blocks::MOST_OF_ONE`], so that one that
+//! [`Blocks::MAX`] blocks, and of one endpoint at most [`Blocks::MAX_PER_ENDPOINT`], so that one that
 //! floods us with words about its own ports costs itself alone; beyond that a STOP is not heeded,
 //! and what is sent may be lost. None lasts longer than it is repeated.
 
 use hashbrown::HashMap;
 
-use super::shares::Shares;
+use super::quota::EndpointQuota;
 use super::{Place, STOP_HOLDS};
 use crate::addr::{Address, Port};
 use crate::time::Instant;
@@ -25,7 +25,7 @@ pub enum Block {
 #[derive(Debug, Default)]
 pub struct Blocks {
     of: HashMap<(Port, Address), Until>,
-    shares: Shares,
+    quota: EndpointQuota,
     /// Not later than the first that ends.
     next: Option<Instant>,
 }
@@ -88,7 +88,7 @@ impl Blocks {
         self.of.len()
     }
 
-    /// Why nothing is to be sent from our port `from` to `to` now.
+    /// Why nothing is to be sent from our port `from` to `source` now.
     pub fn of(&self, now: Instant, from: Port, to: Address) -> Option<Block> {
         let all = self.of.get(&(from, to))?.all().into_iter();
         let mut in_force = all.filter(|(_, until)| until.is_some_and(|at| at > now));
@@ -103,7 +103,7 @@ impl Blocks {
             *known.of(block) = Some(until);
             return true;
         }
-        if self.of.len() >= Blocks::MOST || !self.shares.take(by.cid, Blocks::MOST_OF_ONE) {
+        if self.of.len() >= Blocks::MOST || !self.quota.take(by.cid, Blocks::MOST_OF_ONE) {
             return false;
         }
         let mut new = Until::default();
@@ -122,7 +122,7 @@ impl Blocks {
         let free = known.all().iter().all(|(_, until)| until.is_none());
         if free {
             self.of.remove(&(port, by));
-            self.shares.give_back(by.cid);
+            self.quota.release(by.cid);
         }
         free
     }
@@ -142,7 +142,7 @@ impl Blocks {
             let first = until.end(now);
             match (first, next) {
                 (None, _) => {
-                    self.shares.give_back(by.cid);
+                    self.quota.release(by.cid);
                     ended(*port);
                 }
                 (Some(first), Some(at)) => next = Some(at.min(first)),
@@ -158,7 +158,7 @@ impl Blocks {
         self.of.retain(|(port, by), _| {
             let gone = gone(*port, *by);
             if gone {
-                self.shares.give_back(by.cid);
+                self.quota.release(by.cid);
             }
             !gone
         });

@@ -15,7 +15,7 @@
 //! buffers uses [`PausedSenders`] by itself.
 //!
 //! What must hold: no payload and no clock; whatever a peer can make grow has a bound
-//! ([`DatagramLimits`], [`Stops::MAX`], [`Blocks::MAX`]); a lost packet of the flow control costs
+//! ([`DatagramLimits`], [`Stops::MAX`], [`PausedDestinations::MAX`]); a lost packet of the flow control costs
 //! time, and nothing else.
 
 mod assembly;
@@ -26,7 +26,7 @@ mod table;
 mod wire;
 
 pub use assembly::{Assembler, Lost, Piece};
-pub use paused_destinations::{Block, Blocks};
+pub use paused_destinations::{PauseReason, PausedDestinations};
 pub use paused_senders::PausedSenders;
 pub use table::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, DatagramTable, DropCause,

@@ -1,7 +1,7 @@
 //! The sender's side of the flow control: to whom nothing is to be sent for a while.
 //!
 //! What must hold: only the destination that asked for it is blocked; there are at most
-//! [`Blocks::MAX`] blocks, and of one endpoint at most [`Blocks::MAX_PER_ENDPOINT`], so that one that
+//! [`PausedDestinations::MAX`] blocks, and of one endpoint at most [`PausedDestinations::MAX_PER_ENDPOINT`], so that one that
 //! floods us with words about its own ports costs itself alone; beyond that a STOP is not heeded,
 //! and what is sent may be lost. None lasts longer than it is repeated.
 
@@ -14,7 +14,7 @@ use crate::time::Instant;
 
 /// Why nothing is to be sent to a destination.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub enum Block {
+pub enum PauseReason {
     /// It has enough, and says when it has room; or a queue on the way does.
     Full(Place),
     /// Nobody there takes datagrams.
@@ -23,8 +23,8 @@ pub enum Block {
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Blocks {
-    of: HashMap<(Port, Address), Until>,
+pub struct PausedDestinations {
+    deadlines: HashMap<(Port, Address), PauseDeadlines>,
     quota: EndpointQuota,
     /// Not later than the first that ends.
     next: Option<Instant>,
@@ -32,26 +32,26 @@ pub struct Blocks {
 
 /// When each kind of block ends.
 #[derive(Copy, Clone, Debug, Default)]
-struct Until {
+struct PauseDeadlines {
     receiver: Option<Instant>,
     on_the_way: Option<Instant>,
     deaf: Option<Instant>,
 }
 
-impl Until {
-    fn of(&mut self, block: Block) -> &mut Option<Instant> {
+impl PauseDeadlines {
+    fn of(&mut self, block: PauseReason) -> &mut Option<Instant> {
         match block {
-            Block::Full(Place::Receiver) => &mut self.receiver,
-            Block::Full(Place::OnTheWay) => &mut self.on_the_way,
-            Block::Deaf => &mut self.deaf,
+            PauseReason::Full(Place::Receiver) => &mut self.receiver,
+            PauseReason::Full(Place::OnTheWay) => &mut self.on_the_way,
+            PauseReason::Deaf => &mut self.deaf,
         }
     }
 
-    fn all(&self) -> [(Block, Option<Instant>); 3] {
+    fn all(&self) -> [(PauseReason, Option<Instant>); 3] {
         [
-            (Block::Deaf, self.deaf),
-            (Block::Full(Place::Receiver), self.receiver),
-            (Block::Full(Place::OnTheWay), self.on_the_way),
+            (PauseReason::Deaf, self.deaf),
+            (PauseReason::Full(Place::Receiver), self.receiver),
+            (PauseReason::Full(Place::OnTheWay), self.on_the_way),
         ]
     }
 
@@ -66,62 +66,66 @@ impl Until {
     }
 }
 
-impl Blocks {
+impl PausedDestinations {
     /// Most destinations that are blocked at once.
-    pub const MOST: usize = 1024;
+    pub const MAX: usize = 1024;
     /// Most of them that are of one endpoint.
-    pub const MOST_OF_ONE: usize = 64;
+    pub const MAX_PER_ENDPOINT: usize = 64;
 
     /// Nobody is blocked.
-    pub fn new() -> Blocks {
-        Blocks::default()
+    pub fn new() -> PausedDestinations {
+        PausedDestinations::default()
     }
 
     /// Whether nobody is: to be asked first, as it needs no clock.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.of.is_empty()
+        self.deadlines.is_empty()
     }
 
     /// How many are.
     pub fn len(&self) -> usize {
-        self.of.len()
+        self.deadlines.len()
     }
 
     /// Why nothing is to be sent from our port `from` to `source` now.
-    pub fn of(&self, now: Instant, from: Port, to: Address) -> Option<Block> {
-        let all = self.of.get(&(from, to))?.all().into_iter();
+    pub fn of(&self, now: Instant, from: Port, to: Address) -> Option<PauseReason> {
+        let all = self.deadlines.get(&(from, to))?.all().into_iter();
         let mut in_force = all.filter(|(_, until)| until.is_some_and(|at| at > now));
         in_force.next().map(|(block, _)| block)
     }
 
     /// `by` has said STOP to our port `port`. False: it is not heeded. What is over takes up room
     /// until it is [ended](Self::end), which alone names who waits for it.
-    pub fn stop(&mut self, now: Instant, port: Port, by: Address, block: Block) -> bool {
+    pub fn pause(&mut self, now: Instant, port: Port, by: Address, block: PauseReason) -> bool {
         let until = now + STOP_HOLDS;
-        if let Some(known) = self.of.get_mut(&(port, by)) {
+        if let Some(known) = self.deadlines.get_mut(&(port, by)) {
             *known.of(block) = Some(until);
             return true;
         }
-        if self.of.len() >= Blocks::MOST || !self.quota.take(by.cid, Blocks::MOST_OF_ONE) {
+        if self.deadlines.len() >= PausedDestinations::MAX
+            || !self
+                .quota
+                .take(by.cid, PausedDestinations::MAX_PER_ENDPOINT)
+        {
             return false;
         }
-        let mut new = Until::default();
+        let mut new = PauseDeadlines::default();
         *new.of(block) = Some(until);
-        self.of.insert((port, by), new);
+        self.deadlines.insert((port, by), new);
         self.next = Some(self.next.map_or(until, |next| next.min(until)));
         true
     }
 
     /// `by` has said START to our port `port`. True: nothing of it is blocked any more, and was.
-    pub fn start(&mut self, port: Port, by: Address, place: Place) -> bool {
-        let Some(known) = self.of.get_mut(&(port, by)) else {
+    pub fn resume(&mut self, port: Port, by: Address, place: Place) -> bool {
+        let Some(known) = self.deadlines.get_mut(&(port, by)) else {
             return false;
         };
-        *known.of(Block::Full(place)) = None;
+        *known.of(PauseReason::Full(place)) = None;
         let free = known.all().iter().all(|(_, until)| until.is_none());
         if free {
-            self.of.remove(&(port, by));
+            self.deadlines.remove(&(port, by));
             self.quota.release(by.cid);
         }
         free
@@ -129,7 +133,7 @@ impl Blocks {
 
     /// When the next block may end by itself.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        self.next.filter(|_| !self.of.is_empty())
+        self.next.filter(|_| !self.deadlines.is_empty())
     }
 
     /// Ends what has lasted long enough; names the ports of ours that may send again.
@@ -138,7 +142,7 @@ impl Blocks {
             return;
         }
         let mut next: Option<Instant> = None;
-        self.of.retain(|(port, by), until| {
+        self.deadlines.retain(|(port, by), until| {
             let first = until.end(now);
             match (first, next) {
                 (None, _) => {
@@ -155,7 +159,7 @@ impl Blocks {
 
     /// Nobody of whom `gone` says so is blocked any more.
     pub fn forget(&mut self, gone: impl Fn(Port, Address) -> bool) {
-        self.of.retain(|(port, by), _| {
+        self.deadlines.retain(|(port, by), _| {
             let gone = gone(*port, *by);
             if gone {
                 self.quota.release(by.cid);
@@ -175,13 +179,13 @@ mod tests {
     }
 
     const OURS: Port = Port::new(7);
-    const FULL: Block = Block::Full(Place::Receiver);
+    const FULL: PauseReason = PauseReason::Full(Place::Receiver);
 
     #[test]
     fn a_block_is_of_one_destination_and_ends_by_itself() {
-        let mut blocks = Blocks::new();
+        let mut blocks = PausedDestinations::new();
         let now = Instant::ZERO;
-        assert!(blocks.stop(now, OURS, at(3, 1), FULL));
+        assert!(blocks.pause(now, OURS, at(3, 1), FULL));
         assert_eq!(blocks.of(now, OURS, at(3, 1)), Some(FULL));
         assert_eq!(blocks.of(now, OURS, at(3, 2)), None);
         assert_eq!(blocks.of(now, OURS, at(4, 1)), None);
@@ -196,54 +200,54 @@ mod tests {
 
     #[test]
     fn a_repeated_stop_lasts_and_a_start_ends_it() {
-        let mut blocks = Blocks::new();
+        let mut blocks = PausedDestinations::new();
         let (zero, later) = (Instant::ZERO, Instant::ZERO + STOP_HOLDS / 2);
-        blocks.stop(zero, OURS, at(3, 1), FULL);
-        blocks.stop(later, OURS, at(3, 1), FULL);
+        blocks.pause(zero, OURS, at(3, 1), FULL);
+        blocks.pause(later, OURS, at(3, 1), FULL);
         blocks.end(zero + STOP_HOLDS, |_| panic!("too early"));
         assert!(
-            blocks.start(OURS, at(3, 1), Place::Receiver)
-                && !blocks.start(OURS, at(3, 1), Place::Receiver)
+            blocks.resume(OURS, at(3, 1), Place::Receiver)
+                && !blocks.resume(OURS, at(3, 1), Place::Receiver)
         );
         assert!(blocks.is_empty() && blocks.poll_timeout().is_none());
     }
 
     #[test]
     fn a_receiver_and_the_way_to_it_are_blocked_each_by_itself() {
-        let mut blocks = Blocks::new();
+        let mut blocks = PausedDestinations::new();
         let (now, to) = (Instant::ZERO, at(3, 1));
-        let way = Block::Full(Place::OnTheWay);
-        blocks.stop(now, OURS, to, FULL);
-        blocks.stop(now, OURS, to, way);
-        assert!(!blocks.start(OURS, to, Place::OnTheWay));
+        let way = PauseReason::Full(Place::OnTheWay);
+        blocks.pause(now, OURS, to, FULL);
+        blocks.pause(now, OURS, to, way);
+        assert!(!blocks.resume(OURS, to, Place::OnTheWay));
         assert_eq!(blocks.of(now, OURS, to), Some(FULL), "still");
-        blocks.stop(now, OURS, to, way);
-        assert!(!blocks.start(OURS, to, Place::Receiver));
+        blocks.pause(now, OURS, to, way);
+        assert!(!blocks.resume(OURS, to, Place::Receiver));
         assert_eq!(blocks.of(now, OURS, to), Some(way));
-        assert!(blocks.start(OURS, to, Place::OnTheWay));
+        assert!(blocks.resume(OURS, to, Place::OnTheWay));
         assert_eq!(blocks.of(now, OURS, to), None);
     }
 
     #[test]
     fn a_flood_costs_its_sender_alone() {
-        let mut blocks = Blocks::new();
+        let mut blocks = PausedDestinations::new();
         let now = Instant::ZERO;
         for port in 0..10_000 {
-            blocks.stop(now, OURS, at(3, port), FULL);
+            blocks.pause(now, OURS, at(3, port), FULL);
         }
-        assert_eq!(blocks.len(), Blocks::MOST_OF_ONE);
-        assert!(blocks.stop(now, OURS, at(4, 1), FULL));
+        assert_eq!(blocks.len(), PausedDestinations::MAX_PER_ENDPOINT);
+        assert!(blocks.pause(now, OURS, at(4, 1), FULL));
         for cid in 5..100 {
             (0..100).for_each(|port| {
-                blocks.stop(now, OURS, at(cid, port), FULL);
+                blocks.pause(now, OURS, at(cid, port), FULL);
             });
         }
-        assert_eq!(blocks.len(), Blocks::MOST);
+        assert_eq!(blocks.len(), PausedDestinations::MAX);
         let later = now + STOP_HOLDS;
         let mut named = 0;
         blocks.end(later, |_| named += 1);
-        assert_eq!(named, Blocks::MOST);
-        assert!(blocks.stop(later, OURS, at(3, 70_000), FULL));
+        assert_eq!(named, PausedDestinations::MAX);
+        assert!(blocks.pause(later, OURS, at(3, 70_000), FULL));
         assert_eq!(blocks.len(), 1, "those that are over make room");
     }
 }

@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use hashbrown::{DefaultHashBuilder, HashMap};
 
 use super::assembly::Lost;
-use super::paused_destinations::Blocks;
+use super::paused_destinations::PausedDestinations;
 use super::paused_senders::PausedSenders;
 use super::wire::Place;
 use super::{MAX_DATAGRAM, OVERHEAD};
@@ -95,7 +95,7 @@ pub struct DatagramTable {
     last: Option<(Port, u32)>,
     next_ephemeral: u32,
     paused_senders: PausedSenders,
-    paused_destinations: Blocks,
+    paused_destinations: PausedDestinations,
     drops: DatagramDrops,
     writable: VecDeque<u32>,
     /// Sockets that are throttled.
@@ -114,7 +114,7 @@ impl DatagramTable {
             last: None,
             next_ephemeral: start % EPHEMERAL_COUNT,
             paused_senders: PausedSenders::new(Place::Receiver),
-            paused_destinations: Blocks::new(),
+            paused_destinations: PausedDestinations::new(),
             drops: DatagramDrops::default(),
             writable: VecDeque::new(),
             throttled: Vec::new(),

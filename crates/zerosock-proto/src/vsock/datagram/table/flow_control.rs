@@ -3,7 +3,7 @@
 use super::DatagramTable;
 use crate::addr::{Address, Cid};
 use crate::time::Instant;
-use crate::vsock::datagram::paused_destinations::Block;
+use crate::vsock::datagram::paused_destinations::PauseReason;
 use crate::vsock::datagram::wire::Control;
 use crate::wire::vsock::Repr;
 
@@ -18,10 +18,10 @@ impl DatagramTable {
             return false;
         };
         let block = match control {
-            Control::Stop(place) => Block::Full(place),
-            Control::Deaf => Block::Deaf,
+            Control::Stop(place) => PauseReason::Full(place),
+            Control::Deaf => PauseReason::Deaf,
             Control::Start(place) => {
-                if self.paused_destinations.start(port, header.src, place) {
+                if self.paused_destinations.resume(port, header.src, place) {
                     self.wake(id.index);
                 }
                 return true;
@@ -29,11 +29,11 @@ impl DatagramTable {
         };
         // What is over makes room, and who waits for it is named.
         self.handle_timeout(now);
-        if self.paused_destinations.stop(now, port, header.src, block)
+        if self.paused_destinations.pause(now, port, header.src, block)
             && let Some(socket) = self.get_mut(id)
         {
             socket.stats.stopped += 1;
-            if block == Block::Deaf {
+            if block == PauseReason::Deaf {
                 // Who waits is to hear of it.
                 self.wake(id.index);
             }

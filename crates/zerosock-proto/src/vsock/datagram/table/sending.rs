@@ -6,7 +6,7 @@
 use super::{DatagramId, DatagramTable, Socket};
 use crate::addr::Address;
 use crate::time::Instant;
-use crate::vsock::datagram::paused_destinations::Block;
+use crate::vsock::datagram::paused_destinations::PauseReason;
 use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
 
 /// Throttled sockets that are looked at one by one.
@@ -59,8 +59,8 @@ impl DatagramTable {
         }
         if !paused_destinations.is_empty() {
             match paused_destinations.of(now(), socket.local.port, to) {
-                Some(Block::Deaf) => return Err(Refusal::Deaf),
-                Some(Block::Full(_)) => {
+                Some(PauseReason::Deaf) => return Err(Refusal::Deaf),
+                Some(PauseReason::Full(_)) => {
                     socket.waits = true;
                     return Err(Refusal::Stopped);
                 }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use zerosock_proto::time::Duration;
 use zerosock_proto::vsock::datagram::{
     Assembler, DatagramId, DatagramLimits, DatagramTable, DropCause, OVERHEAD, Piece, Refusal,
-    STOP_HOLDS, data,
+    STOP_DURATION, data,
 };
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_proto::{Address, Cid, Instant, Port};
@@ -158,7 +158,7 @@ proptest! {
         for sink in 0..2 {
             while world.read(sink).is_some() {}
         }
-        world.time(STOP_HOLDS);
+        world.time(STOP_DURATION);
         for from in 0..2 {
             for to in 0..3 {
                 prop_assert_eq!(world.send(from, to, 1), Ok(()));

@@ -4,7 +4,7 @@
 //! of another: so one set at a time is all that a queue can have, and the first packet that does
 //! not belong to it says that the rest will not come.
 
-use super::{ASSEMBLY, DGRAM_EOM, MAX_DATAGRAM};
+use super::{ASSEMBLY_TIMEOUT, DGRAM_EOM, MAX_DATAGRAM};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::Repr;
@@ -104,7 +104,7 @@ impl Assembler {
         };
         if let Some(before) = set.len {
             let len = before.saturating_add(header.len);
-            let lost = if now.saturating_duration_since(set.since) > ASSEMBLY {
+            let lost = if now.saturating_duration_since(set.since) > ASSEMBLY_TIMEOUT {
                 // Its rest is no datagram: it would be one without a beginning.
                 Some(Lost::Incomplete { to: set.dst })
             } else {
@@ -147,7 +147,7 @@ impl Assembler {
     /// When what is kept is to be thrown away.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let set = self.set.filter(|set| set.len.is_some())?;
-        Some(set.since + ASSEMBLY)
+        Some(set.since + ASSEMBLY_TIMEOUT)
     }
 
     /// True: what is kept is to be thrown away. Its rest may still come, and is no datagram.
@@ -234,7 +234,7 @@ mod tests {
     fn a_set_has_its_time() {
         let mut set = Assembler::new();
         assert_eq!(put(&mut set, 1, 1, false), Piece::First);
-        let late = Instant::ZERO + ASSEMBLY;
+        let late = Instant::ZERO + ASSEMBLY_TIMEOUT;
         assert_eq!(set.poll_timeout(), Some(late));
         assert!(!set.handle_timeout(Instant::ZERO) && set.handle_timeout(late));
         assert_eq!(set.take_lost(), INCOMPLETE);
@@ -251,7 +251,7 @@ mod tests {
         assert_eq!(set.take_lost(), INCOMPLETE);
         // Another address begins a datagram of its own all the same.
         assert_eq!(put(&mut set, 1, 1, false), Piece::First);
-        assert!(set.handle_timeout(late + ASSEMBLY));
+        assert!(set.handle_timeout(late + ASSEMBLY_TIMEOUT));
         assert_eq!(set.take_lost(), INCOMPLETE);
         assert_eq!(put(&mut set, 2, 1, true), Piece::Whole);
         assert_eq!(set.take_lost(), None);

@@ -32,7 +32,7 @@ pub use table::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, DatagramTable, DropCause,
     Refusal,
 };
-pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, Place, data};
+pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, data};
 
 use core::time::Duration;
 
@@ -43,16 +43,16 @@ pub const MAX_DATAGRAM: u32 = 65536;
 pub const DGRAM_EOM: u32 = 1 << 0;
 
 /// How long a STOP holds that is not repeated: after that its source may try again.
-pub const STOP_HOLDS: Duration = Duration::from_millis(500);
+pub const STOP_DURATION: Duration = Duration::from_millis(500);
 
 /// After how long a receiver that is still full repeats its STOP.
-pub const STOP_AGAIN: Duration = Duration::from_millis(200);
+pub const STOP_REPEAT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// How soon a STOP is repeated to a source that goes on sending.
-pub const STOP_UNHEARD: Duration = Duration::from_millis(10);
+pub const STOP_RESEND_DELAY: Duration = Duration::from_millis(10);
 
 /// How long the fragments of a datagram may take, from the first to the last.
-pub const ASSEMBLY: Duration = Duration::from_secs(1);
+pub const ASSEMBLY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a datagram counts for in a receive buffer beside its payload, so that empty ones are not
 /// free of charge.

@@ -8,7 +8,7 @@
 use hashbrown::HashMap;
 
 use super::quota::EndpointQuota;
-use super::{Place, STOP_HOLDS};
+use super::{PauseSource, STOP_DURATION};
 use crate::addr::{Address, Port};
 use crate::time::Instant;
 
@@ -16,9 +16,9 @@ use crate::time::Instant;
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum PauseReason {
     /// It has enough, and says when it has room; or a queue on the way does.
-    Full(Place),
+    Full(PauseSource),
     /// Nobody there takes datagrams.
-    Deaf,
+    Unsupported,
 }
 
 /// See the module.
@@ -34,29 +34,29 @@ pub struct PausedDestinations {
 #[derive(Copy, Clone, Debug, Default)]
 struct PauseDeadlines {
     receiver: Option<Instant>,
-    on_the_way: Option<Instant>,
-    deaf: Option<Instant>,
+    switch: Option<Instant>,
+    unsupported: Option<Instant>,
 }
 
 impl PauseDeadlines {
     fn of(&mut self, block: PauseReason) -> &mut Option<Instant> {
         match block {
-            PauseReason::Full(Place::Receiver) => &mut self.receiver,
-            PauseReason::Full(Place::OnTheWay) => &mut self.on_the_way,
-            PauseReason::Deaf => &mut self.deaf,
+            PauseReason::Full(PauseSource::Receiver) => &mut self.receiver,
+            PauseReason::Full(PauseSource::Switch) => &mut self.switch,
+            PauseReason::Unsupported => &mut self.unsupported,
         }
     }
 
     fn all(&self) -> [(PauseReason, Option<Instant>); 3] {
         [
-            (PauseReason::Deaf, self.deaf),
-            (PauseReason::Full(Place::Receiver), self.receiver),
-            (PauseReason::Full(Place::OnTheWay), self.on_the_way),
+            (PauseReason::Unsupported, self.unsupported),
+            (PauseReason::Full(PauseSource::Receiver), self.receiver),
+            (PauseReason::Full(PauseSource::Switch), self.switch),
         ]
     }
 
     /// Forgets what is over; when the first of the rest is.
-    fn end(&mut self, now: Instant) -> Option<Instant> {
+    fn expire(&mut self, now: Instant) -> Option<Instant> {
         for (block, until) in self.all() {
             if until.is_some_and(|at| at <= now) {
                 *self.of(block) = None;
@@ -96,9 +96,9 @@ impl PausedDestinations {
     }
 
     /// `by` has said STOP to our port `port`. False: it is not heeded. What is over takes up room
-    /// until it is [ended](Self::end), which alone names who waits for it.
+    /// until it is [ended](Self::expire), which alone names who waits for it.
     pub fn pause(&mut self, now: Instant, port: Port, by: Address, block: PauseReason) -> bool {
-        let until = now + STOP_HOLDS;
+        let until = now + STOP_DURATION;
         if let Some(known) = self.deadlines.get_mut(&(port, by)) {
             *known.of(block) = Some(until);
             return true;
@@ -118,7 +118,7 @@ impl PausedDestinations {
     }
 
     /// `by` has said START to our port `port`. True: nothing of it is blocked any more, and was.
-    pub fn resume(&mut self, port: Port, by: Address, place: Place) -> bool {
+    pub fn resume(&mut self, port: Port, by: Address, place: PauseSource) -> bool {
         let Some(known) = self.deadlines.get_mut(&(port, by)) else {
             return false;
         };
@@ -143,7 +143,7 @@ impl PausedDestinations {
         }
         let mut next: Option<Instant> = None;
         self.deadlines.retain(|(port, by), until| {
-            let first = until.end(now);
+            let first = until.expire(now);
             match (first, next) {
                 (None, _) => {
                     self.quota.release(by.cid);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     const OURS: Port = Port::new(7);
-    const FULL: PauseReason = PauseReason::Full(Place::Receiver);
+    const FULL: PauseReason = PauseReason::Full(PauseSource::Receiver);
 
     #[test]
     fn a_block_is_of_one_destination_and_ends_by_itself() {
@@ -190,7 +190,7 @@ mod tests {
         assert_eq!(blocks.of(now, OURS, at(3, 2)), None);
         assert_eq!(blocks.of(now, OURS, at(4, 1)), None);
         assert_eq!(blocks.of(now, Port::new(8), at(3, 1)), None);
-        let end = now + STOP_HOLDS;
+        let end = now + STOP_DURATION;
         assert_eq!(blocks.poll_timeout(), Some(end));
         assert_eq!(blocks.of(end, OURS, at(3, 1)), None, "whoever looks or not");
         let mut told = Vec::new();
@@ -201,13 +201,13 @@ mod tests {
     #[test]
     fn a_repeated_stop_lasts_and_a_start_ends_it() {
         let mut blocks = PausedDestinations::new();
-        let (zero, later) = (Instant::ZERO, Instant::ZERO + STOP_HOLDS / 2);
+        let (zero, later) = (Instant::ZERO, Instant::ZERO + STOP_DURATION / 2);
         blocks.pause(zero, OURS, at(3, 1), FULL);
         blocks.pause(later, OURS, at(3, 1), FULL);
-        blocks.end(zero + STOP_HOLDS, |_| panic!("too early"));
+        blocks.end(zero + STOP_DURATION, |_| panic!("too early"));
         assert!(
-            blocks.resume(OURS, at(3, 1), Place::Receiver)
-                && !blocks.resume(OURS, at(3, 1), Place::Receiver)
+            blocks.resume(OURS, at(3, 1), PauseSource::Receiver)
+                && !blocks.resume(OURS, at(3, 1), PauseSource::Receiver)
         );
         assert!(blocks.is_empty() && blocks.poll_timeout().is_none());
     }
@@ -216,15 +216,15 @@ mod tests {
     fn a_receiver_and_the_way_to_it_are_blocked_each_by_itself() {
         let mut blocks = PausedDestinations::new();
         let (now, to) = (Instant::ZERO, at(3, 1));
-        let way = PauseReason::Full(Place::OnTheWay);
+        let way = PauseReason::Full(PauseSource::Switch);
         blocks.pause(now, OURS, to, FULL);
         blocks.pause(now, OURS, to, way);
-        assert!(!blocks.resume(OURS, to, Place::OnTheWay));
+        assert!(!blocks.resume(OURS, to, PauseSource::Switch));
         assert_eq!(blocks.of(now, OURS, to), Some(FULL), "still");
         blocks.pause(now, OURS, to, way);
-        assert!(!blocks.resume(OURS, to, Place::Receiver));
+        assert!(!blocks.resume(OURS, to, PauseSource::Receiver));
         assert_eq!(blocks.of(now, OURS, to), Some(way));
-        assert!(blocks.resume(OURS, to, Place::OnTheWay));
+        assert!(blocks.resume(OURS, to, PauseSource::Switch));
         assert_eq!(blocks.of(now, OURS, to), None);
     }
 
@@ -243,7 +243,7 @@ mod tests {
             });
         }
         assert_eq!(blocks.len(), PausedDestinations::MAX);
-        let later = now + STOP_HOLDS;
+        let later = now + STOP_DURATION;
         let mut named = 0;
         blocks.end(later, |_| named += 1);
         assert_eq!(named, PausedDestinations::MAX);

@@ -11,7 +11,7 @@ use core::time::Duration;
 use hashbrown::HashMap;
 
 use super::quota::EndpointQuota;
-use super::{Control, Place, STOP_AGAIN, STOP_HOLDS, STOP_UNHEARD};
+use super::{Control, PauseSource, STOP_DURATION, STOP_REPEAT_INTERVAL, STOP_RESEND_DELAY};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::Repr;
@@ -25,7 +25,7 @@ const RETRY_MAX: Duration = Duration::from_millis(32);
 #[derive(Debug)]
 pub struct PausedSenders {
     /// What it is about.
-    place: Place,
+    place: PauseSource,
     states: HashMap<Pair, PauseState>,
     quota: EndpointQuota,
     /// Not later than the first that is due.
@@ -61,7 +61,7 @@ impl PausedSenders {
     pub const MAX_PER_ENDPOINT: usize = 64;
 
     /// Nobody was told.
-    pub fn new(place: Place) -> PausedSenders {
+    pub fn new(place: PauseSource) -> PausedSenders {
         PausedSenders {
             place,
             states: HashMap::new(),
@@ -83,7 +83,7 @@ impl PausedSenders {
             // A START that was not said yet; or a STOP that was not heard.
             let unheard = told
                 .stop_sent_at
-                .is_some_and(|said| now >= said + STOP_UNHEARD);
+                .is_some_and(|said| now >= said + STOP_RESEND_DELAY);
             if told.message != word || (unheard && told.retry_delay.is_zero()) {
                 told.due_at = now;
             }
@@ -175,10 +175,10 @@ impl PausedSenders {
         match told.message {
             Control::Stop(_) => {
                 told.stop_sent_at = Some(now);
-                told.due_at = now + STOP_AGAIN;
+                told.due_at = now + STOP_REPEAT_INTERVAL;
                 told.retry_delay = Duration::ZERO;
             }
-            Control::Start(_) | Control::Deaf => {
+            Control::Start(_) | Control::Unsupported => {
                 self.states.remove(&pair);
                 self.quota.release(pair.source.cid);
             }
@@ -197,7 +197,7 @@ impl PausedSenders {
         // Nobody waits for a START any more when the last STOP is over.
         let over = before
             .stop_sent_at
-            .is_some_and(|said| now >= said + STOP_HOLDS);
+            .is_some_and(|said| now >= said + STOP_DURATION);
         if let Some(told) = self.states.get_mut(&pair) {
             *told = before;
         } else if !over
@@ -254,7 +254,7 @@ mod tests {
     }
 
     const ME: Address = at(2, 9);
-    const STOP: Control = Control::Stop(Place::Receiver);
+    const STOP: Control = Control::Stop(PauseSource::Receiver);
 
     fn poll(stops: &mut PausedSenders, now: Instant) -> Option<Repr> {
         stops.poll(now, |_| true)
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_source_is_told_once_and_again_while_it_is_needed() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         assert_eq!(poll(&mut stops, ms(0)), Some(STOP.emit(ME, at(3, 1))));
         stops.pause(ms(9), ME, at(3, 1));
@@ -279,7 +279,7 @@ mod tests {
         stops.resume(ME);
         assert_eq!(
             poll(&mut stops, ms(220)),
-            Some(Control::Start(Place::Receiver).emit(ME, at(3, 1)))
+            Some(Control::Start(PauseSource::Receiver).emit(ME, at(3, 1)))
         );
         assert_eq!(poll(&mut stops, ms(900)), None);
         assert!(stops.is_empty() && stops.poll_timeout().is_none());
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn who_was_never_told_to_stop_is_not_told_to_start() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         stops.resume(ME);
         assert_eq!(poll(&mut stops, ms(0)), None);
@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn a_start_that_was_not_said_becomes_a_stop_again() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         assert!(poll(&mut stops, ms(0)).is_some());
         stops.resume(ME);
@@ -306,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_packet_without_a_buffer_comes_again() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         let stop = poll(&mut stops, ms(0)).unwrap();
         stops.retry_later(ms(0), |_| true);
@@ -326,7 +326,7 @@ mod tests {
 
     #[test]
     fn some_are_told_before_others() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         stops.pause(ms(0), ME, at(4, 1));
         let of = |cid: u32| move |to: Address| to.cid.get() == cid;
@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     fn one_endpoint_with_many_ports_leaves_places_to_others() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         for port in 0..1000 {
             stops.pause(ms(0), ME, at(3, port));
         }
@@ -361,7 +361,7 @@ mod tests {
     }
     #[test]
     fn who_takes_nothing_is_asked_ever_more_seldom_and_nobody_else_is() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         for port in 0..50 {
             stops.pause(ms(0), ME, at(3, port));
         }
@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_start_that_finds_no_buffer_ends_with_what_it_would_undo() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         assert!(poll(&mut stops, ms(0)).is_some());
         stops.resume(ME);
@@ -409,7 +409,7 @@ mod tests {
 
     #[test]
     fn a_stop_that_finds_no_buffer_is_not_hurried_by_more_datagrams() {
-        let mut stops = PausedSenders::new(Place::Receiver);
+        let mut stops = PausedSenders::new(PauseSource::Receiver);
         stops.pause(ms(0), ME, at(3, 1));
         let mut tries = 0;
         for now in 0..100 {

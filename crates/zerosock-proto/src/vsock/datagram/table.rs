@@ -18,7 +18,7 @@ use hashbrown::{DefaultHashBuilder, HashMap};
 use super::assembly::Lost;
 use super::paused_destinations::PausedDestinations;
 use super::paused_senders::PausedSenders;
-use super::wire::Place;
+use super::wire::PauseSource;
 use super::{MAX_DATAGRAM, OVERHEAD};
 use crate::addr::{Address, Cid, Port};
 use crate::time::Instant;
@@ -113,7 +113,7 @@ impl DatagramTable {
             by_port: HashMap::new(),
             last: None,
             next_ephemeral: start % EPHEMERAL_COUNT,
-            paused_senders: PausedSenders::new(Place::Receiver),
+            paused_senders: PausedSenders::new(PauseSource::Receiver),
             paused_destinations: PausedDestinations::new(),
             drops: DatagramDrops::default(),
             writable: VecDeque::new(),

@@ -13,17 +13,17 @@ pub const F_DGRAM_FLOW: u64 = 1 << 22;
 const STOP: u16 = 0x7a20;
 const START: u16 = 0x7a21;
 /// STOP, bit 0: nobody there takes datagrams at all.
-const STOP_DEAF: u32 = 1 << 0;
+const STOP_UNSUPPORTED: u32 = 1 << 0;
 /// STOP and START, bit 1: it is about a queue on the way.
-const ON_THE_WAY: u32 = 1 << 1;
+const AT_SWITCH: u32 = 1 << 1;
 
 /// What has enough, or room again.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
-pub enum Place {
+pub enum PauseSource {
     /// The receiver itself.
     Receiver,
     /// A queue on the way to it, which is a switch's.
-    OnTheWay,
+    Switch,
 }
 
 /// What a receiver, the source of the packet, tells one of its sources, the packet's destination;
@@ -31,24 +31,24 @@ pub enum Place {
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum Control {
     /// Send no more to me until START for the same place, or for
-    /// [`STOP_HOLDS`](super::STOP_HOLDS).
-    Stop(Place),
+    /// [`STOP_DURATION`](super::STOP_DURATION).
+    Stop(PauseSource),
     /// The endpoint has not negotiated datagrams: nothing ever arrives.
-    Deaf,
+    Unsupported,
     /// Send again.
-    Start(Place),
+    Start(PauseSource),
 }
 
 impl Control {
     /// What a packet of type DGRAM says; `None`: it is no word of the flow control.
     #[inline]
     pub fn parse(header: &Repr) -> Option<Control> {
-        let place = match header.flags & ON_THE_WAY {
-            0 => Place::Receiver,
-            _ => Place::OnTheWay,
+        let place = match header.flags & AT_SWITCH {
+            0 => PauseSource::Receiver,
+            _ => PauseSource::Switch,
         };
         match header.op.get() {
-            STOP if header.flags & STOP_DEAF != 0 => Some(Control::Deaf),
+            STOP if header.flags & STOP_UNSUPPORTED != 0 => Some(Control::Unsupported),
             STOP => Some(Control::Stop(place)),
             START => Some(Control::Start(place)),
             _ => None,
@@ -58,11 +58,11 @@ impl Control {
     /// The packet by which `receiver`, the receiver, says so to `source`.
     pub fn emit(self, about: Address, to: Address) -> Repr {
         let (op, flags) = match self {
-            Control::Stop(Place::Receiver) => (STOP, 0),
-            Control::Stop(Place::OnTheWay) => (STOP, ON_THE_WAY),
-            Control::Deaf => (STOP, STOP_DEAF),
-            Control::Start(Place::Receiver) => (START, 0),
-            Control::Start(Place::OnTheWay) => (START, ON_THE_WAY),
+            Control::Stop(PauseSource::Receiver) => (STOP, 0),
+            Control::Stop(PauseSource::Switch) => (STOP, AT_SWITCH),
+            Control::Unsupported => (STOP, STOP_UNSUPPORTED),
+            Control::Start(PauseSource::Receiver) => (START, 0),
+            Control::Start(PauseSource::Switch) => (START, AT_SWITCH),
         };
         header(about, to, 0, WireOp::from(op), flags)
     }
@@ -121,25 +121,28 @@ mod tests {
         assert_eq!(bytes(data(A, B, 5, false)), want);
         want[24] = 0;
         want[30..32].copy_from_slice(&[0x20, 0x7a]);
-        assert_eq!(bytes(Control::Stop(Place::Receiver).emit(A, B)), want);
+        assert_eq!(bytes(Control::Stop(PauseSource::Receiver).emit(A, B)), want);
         want[32] = 1;
-        assert_eq!(bytes(Control::Deaf.emit(A, B)), want);
+        assert_eq!(bytes(Control::Unsupported.emit(A, B)), want);
         want[32] = 2;
-        assert_eq!(bytes(Control::Stop(Place::OnTheWay).emit(A, B)), want);
+        assert_eq!(bytes(Control::Stop(PauseSource::Switch).emit(A, B)), want);
         want[30] = 0x21;
-        assert_eq!(bytes(Control::Start(Place::OnTheWay).emit(A, B)), want);
+        assert_eq!(bytes(Control::Start(PauseSource::Switch).emit(A, B)), want);
         want[32] = 0;
-        assert_eq!(bytes(Control::Start(Place::Receiver).emit(A, B)), want);
+        assert_eq!(
+            bytes(Control::Start(PauseSource::Receiver).emit(A, B)),
+            want
+        );
     }
 
     #[test]
     fn words_are_understood_whatever_else_their_flags_say() {
         for control in [
-            Control::Stop(Place::Receiver),
-            Control::Stop(Place::OnTheWay),
-            Control::Deaf,
-            Control::Start(Place::Receiver),
-            Control::Start(Place::OnTheWay),
+            Control::Stop(PauseSource::Receiver),
+            Control::Stop(PauseSource::Switch),
+            Control::Unsupported,
+            Control::Start(PauseSource::Receiver),
+            Control::Start(PauseSource::Switch),
         ] {
             let mut header = control.emit(A, B);
             header.flags |= 0xfffc;

@@ -87,7 +87,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Makes the next `len` bytes of a message a packet, whose header is to be written in front of
-    /// them, now, before any other header of this shard. `end`: the message ends here, with
+    /// them, now, before any other header of this shard. `expire`: the message ends here, with
     /// SEQ_EOR or 0; what is left of its credit goes back. A message without a byte is one part of
     /// 0 bytes.
     ///

@@ -4,7 +4,7 @@
 //! wants, `messages` whole messages out, `transmit` headers, events and timers
 //! out, `moving` connections to and from other shards, `ends` how they end,
 //! `table` and `list` where connections live; here what they share. States
-//! change in [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state
+//! change in [`Shard::act`](Shard) and [`Shard::expire`](Shard) only, as the state
 //! table says.
 //!
 //! What most packets need has a *straight path*: `handle_packet`, `commit`,

@@ -22,7 +22,7 @@ mod waiting_tests;
 use std::collections::VecDeque;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PausedSenders, Piece as Part, Place,
+    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, Piece as Part,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -97,7 +97,7 @@ impl Datagrams {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             words: VecDeque::new(),
-            stops: PausedSenders::new(Place::OnTheWay),
+            stops: PausedSenders::new(PauseSource::Switch),
             stopping: false,
             share: None,
             under_way: 0,

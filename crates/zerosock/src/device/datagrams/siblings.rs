@@ -81,7 +81,7 @@ impl Device {
             cx.counters.datagrams_dropped.add(u64::from(data));
             // Also for one without a driver: there is nobody.
             if flow && data {
-                answer = Some(Control::Deaf.emit(header.dst, header.src));
+                answer = Some(Control::Unsupported.emit(header.dst, header.src));
             }
         } else if !Datagrams::is_data(&header) {
             self.datagrams.add_word(header);

@@ -19,7 +19,7 @@ impl DatagramTable {
         };
         let block = match control {
             Control::Stop(place) => PauseReason::Full(place),
-            Control::Deaf => PauseReason::Deaf,
+            Control::Unsupported => PauseReason::Unsupported,
             Control::Start(place) => {
                 if self.paused_destinations.resume(port, header.src, place) {
                     self.wake(id.index);
@@ -33,7 +33,7 @@ impl DatagramTable {
             && let Some(socket) = self.get_mut(id)
         {
             socket.stats.stopped += 1;
-            if block == PauseReason::Deaf {
+            if block == PauseReason::Unsupported {
                 // Who waits is to hear of it.
                 self.wake(id.index);
             }

@@ -30,7 +30,7 @@ pub enum Refusal {
     Stopped,
     /// The destination takes no datagrams.
     #[error("the destination has not negotiated datagrams")]
-    Deaf,
+    Unsupported,
 }
 
 impl DatagramTable {
@@ -59,7 +59,7 @@ impl DatagramTable {
         }
         if !paused_destinations.is_empty() {
             match paused_destinations.of(now(), socket.local.port, to) {
-                Some(PauseReason::Deaf) => return Err(Refusal::Deaf),
+                Some(PauseReason::Unsupported) => return Err(Refusal::Unsupported),
                 Some(PauseReason::Full(_)) => {
                     socket.waits = true;
                     return Err(Refusal::Stopped);

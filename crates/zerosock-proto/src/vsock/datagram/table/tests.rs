@@ -1,6 +1,6 @@
 //! The table by itself: ports, limits, who waits and who is named.
 
-use super::super::{STOP_AGAIN, STOP_HOLDS};
+use super::super::{STOP_DURATION, STOP_REPEAT_INTERVAL};
 use super::*;
 use crate::vsock::datagram::wire::Control;
 use crate::wire::vsock::Repr;
@@ -134,12 +134,12 @@ fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
     }
     assert_eq!(word(&mut table), None);
     table.receive(THEM, at(9), len, true, now).unwrap();
-    let stop = Control::Stop(Place::Receiver).emit(at(9), THEM);
+    let stop = Control::Stop(PauseSource::Receiver).emit(at(9), THEM);
     assert_eq!(word(&mut table), Some(stop));
     table.taken(id, len);
     assert_eq!(word(&mut table), None);
     table.taken(id, len);
-    let start = Control::Start(Place::Receiver).emit(at(9), THEM);
+    let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
     assert_eq!(word(&mut table), Some(start));
     assert_eq!(table.poll_timeout(), None);
 }
@@ -161,7 +161,7 @@ fn who_closes_lets_his_sources_go() {
     table.receive(THEM, at(9), 5000, true, now).unwrap();
     assert!(word(&mut table).is_some());
     table.close(id);
-    let start = Control::Start(Place::Receiver).emit(at(9), THEM);
+    let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
     assert_eq!(word(&mut table), Some(start));
 }
 
@@ -306,12 +306,12 @@ fn nobody_is_called_later_than_what_he_waits_for() {
 fn a_stop_blocks_one_destination_until_its_start() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let stop = Control::Stop(Place::Receiver).emit(THEM, at(9));
+    let stop = Control::Stop(PauseSource::Receiver).emit(THEM, at(9));
     let other = Address::new(THEM.cid, Port::new(2));
     assert!(table.handle_control(now(), &stop));
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
     assert_eq!(table.may_send(id, other, 1, now), Ok(at(9)));
-    let start = Control::Start(Place::Receiver).emit(THEM, at(9));
+    let start = Control::Start(PauseSource::Receiver).emit(THEM, at(9));
     assert!(table.handle_control(now(), &start));
     assert_eq!(table.poll_writable(), Some(id));
     assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
@@ -321,9 +321,12 @@ fn a_stop_blocks_one_destination_until_its_start() {
 fn a_lost_start_costs_time_only() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    table.handle_control(now(), &Control::Stop(Place::Receiver).emit(THEM, at(9)));
+    table.handle_control(
+        now(),
+        &Control::Stop(PauseSource::Receiver).emit(THEM, at(9)),
+    );
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
-    let end = now() + STOP_HOLDS;
+    let end = now() + STOP_DURATION;
     assert_eq!(table.poll_timeout(), Some(end));
     table.handle_timeout(end);
     assert_eq!(table.poll_writable(), Some(id));
@@ -347,7 +350,7 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
             Err(Refusal::Stopped)
         );
         time = ours.poll_timeout().unwrap();
-        assert!(time <= now() + STOP_AGAIN * 200);
+        assert!(time <= now() + STOP_REPEAT_INTERVAL * 200);
     }
 }
 
@@ -355,12 +358,15 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
 fn words_about_nothing_are_not_heeded() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let stop = Control::Stop(Place::Receiver);
+    let stop = Control::Stop(PauseSource::Receiver);
     assert!(!table.handle_control(now(), &stop.emit(THEM, at(8))));
     let elsewhere = Address::new(Cid::new(7), Port::new(9));
     assert!(!table.handle_control(now(), &stop.emit(THEM, elsewhere)));
     assert!(!table.handle_control(now(), &super::super::data(THEM, at(9), 0, true)));
-    assert!(table.handle_control(now(), &Control::Start(Place::Receiver).emit(THEM, at(9))));
+    assert!(table.handle_control(
+        now(),
+        &Control::Start(PauseSource::Receiver).emit(THEM, at(9))
+    ));
     assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
     assert_eq!(table.poll_timeout(), None);
 }
@@ -369,9 +375,9 @@ fn words_about_nothing_are_not_heeded() {
 fn a_deaf_destination_is_an_error_and_not_a_wait() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    table.handle_control(now(), &Control::Deaf.emit(THEM, at(9)));
-    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Deaf));
-    let end = now() + STOP_HOLDS;
+    table.handle_control(now(), &Control::Unsupported.emit(THEM, at(9)));
+    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Unsupported));
+    let end = now() + STOP_DURATION;
     assert_eq!(
         table.may_send(id, THEM, 1, || end),
         Ok(at(9)),
@@ -385,13 +391,13 @@ fn who_waits_is_named_although_another_stop_finds_his_block_over() {
     let id = table.bind(Port::new(9), small()).unwrap();
     let other = Address::new(THEM.cid, Port::new(2));
     let stop = |table: &mut DatagramTable, by: Address, now| {
-        let header = Control::Stop(Place::Receiver).emit(by, at(9));
+        let header = Control::Stop(PauseSource::Receiver).emit(by, at(9));
         assert!(table.handle_control(now, &header));
     };
     stop(&mut table, THEM, now());
     let refused = table.may_send(id, THEM, 1, now);
     assert_eq!(refused, Err(Refusal::Stopped));
-    let later = now() + STOP_HOLDS;
+    let later = now() + STOP_DURATION;
     stop(&mut table, other, later);
     assert_eq!(table.poll_writable(), Some(id));
     assert!(table.may_send(id, THEM, 1, || later).is_ok());

@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use proptest::prelude::*;
 use zerosock_proto::time::Duration;
 use zerosock_proto::vsock::datagram::{
-    Assembler, DatagramId, DatagramLimits, DatagramTable, DropCause, OVERHEAD, Piece, Refusal,
-    STOP_DURATION, data,
+    Assembler, DatagramId, DatagramLimits, DatagramTable, DropCause, OVERHEAD, PayloadPart,
+    Refusal, STOP_DURATION, data,
 };
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_proto::{Address, Cid, Instant, Port};
@@ -88,7 +88,7 @@ impl World {
 
     fn deliver(&mut self) -> Option<()> {
         let (id, header) = self.wire.pop_front()?;
-        self.sender.arrived(id, header.len);
+        self.sender.handle_completed(id, header.len);
         let now = self.now;
         let got = self
             .receiver
@@ -113,7 +113,7 @@ impl World {
 
     fn read(&mut self, sink: usize) -> Option<()> {
         let len = self.model[sink].pop_front()?;
-        self.receiver.taken(self.sinks[sink], len);
+        self.receiver.consume(self.sinks[sink], len);
         Some(())
     }
 
@@ -213,11 +213,11 @@ proptest! {
             set.push(len);
             let sum: u32 = set.iter().sum();
             let want = match (first, last, sum) {
-                (true, true, _) => Piece::Whole,
-                (true, false, _) => Piece::First,
-                (false, _, 65537..) => Piece::Lost,
-                (false, true, len) => Piece::Last { len },
-                (false, false, _) => Piece::More,
+                (true, true, _) => PayloadPart::Whole,
+                (true, false, _) => PayloadPart::First,
+                (false, _, 65537..) => PayloadPart::Lost,
+                (false, true, len) => PayloadPart::Last { len },
+                (false, false, _) => PayloadPart::More,
             };
             prop_assert_eq!(piece, want);
             if !last {

@@ -1,4 +1,4 @@
-//! Pieces of peer memory: numbers ([`Piece`]) and checked, borrowed addresses ([`GuestSlice`]).
+//! Pieces of peer memory: numbers ([`PayloadPart`]) and checked, borrowed addresses ([`GuestSlice`]).
 //!
 //! What must hold: the bytes behind a [`GuestSlice`] may change at any moment, so no reference to
 //! them is made here. They are copied by [`copy`](crate::copy) alone: without a data race, and

@@ -12,7 +12,7 @@ use crate::wire::vsock::Repr;
 /// What the payload of a packet is.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 #[must_use]
-pub enum Piece {
+pub enum PayloadPart {
     /// A datagram.
     Whole,
     /// The beginning of one: to be kept, and what was kept before is to be thrown away.
@@ -78,21 +78,21 @@ impl Assembler {
     /// Takes the header of a packet with payload (type DGRAM, operation RW). `now` is asked for
     /// fragments only.
     #[inline]
-    pub fn handle(&mut self, header: &Repr, now: impl FnOnce() -> Instant) -> Piece {
+    pub fn handle(&mut self, header: &Repr, now: impl FnOnce() -> Instant) -> PayloadPart {
         if self.set.is_none() && header.flags & DGRAM_EOM != 0 {
-            return Piece::Whole;
+            return PayloadPart::Whole;
         }
         self.fragment(header, now())
     }
 
     #[cold]
-    fn fragment(&mut self, header: &Repr, now: Instant) -> Piece {
+    fn fragment(&mut self, header: &Repr, now: Instant) -> PayloadPart {
         let last = header.flags & DGRAM_EOM != 0;
         let fits = |set: &mut Set| set.src == header.src && set.dst == header.dst;
         let Some(mut set) = self.set.take_if(fits) else {
             self.forget();
             if last {
-                return Piece::Whole;
+                return PayloadPart::Whole;
             }
             self.set = Some(Set {
                 src: header.src,
@@ -100,7 +100,7 @@ impl Assembler {
                 len: Some(header.len),
                 since: now,
             });
-            return Piece::First;
+            return PayloadPart::First;
         };
         if let Some(before) = set.len {
             let len = before.saturating_add(header.len);
@@ -117,9 +117,9 @@ impl Assembler {
             self.set = Some(set);
         }
         match set.len {
-            None => Piece::Lost,
-            Some(len) if last => Piece::Last { len },
-            Some(_) => Piece::More,
+            None => PayloadPart::Lost,
+            Some(len) if last => PayloadPart::Last { len },
+            Some(_) => PayloadPart::More,
         }
     }
 
@@ -175,7 +175,7 @@ mod tests {
         Address::new(Cid::new(3), Port::new(port))
     }
 
-    fn put(set: &mut Assembler, port: u32, len: u32, last: bool) -> Piece {
+    fn put(set: &mut Assembler, port: u32, len: u32, last: bool) -> PayloadPart {
         set.handle(&data(from(port), HOST, len, last), || Instant::ZERO)
     }
 
@@ -183,77 +183,84 @@ mod tests {
     fn a_datagram_of_one_packet_needs_no_clock() {
         let mut set = Assembler::new();
         let piece = set.handle(&data(from(1), HOST, 5, true), || panic!("the time"));
-        assert_eq!(piece, Piece::Whole);
+        assert_eq!(piece, PayloadPart::Whole);
         assert!(!set.is_open() && set.poll_timeout().is_none());
     }
 
     #[test]
     fn fragments_become_one_datagram() {
         let mut set = Assembler::new();
-        assert_eq!(put(&mut set, 1, 30000, false), Piece::First);
-        assert_eq!(put(&mut set, 1, 0, false), Piece::More);
-        assert_eq!(put(&mut set, 1, 35536, true), Piece::Last { len: 65536 });
-        assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
+        assert_eq!(put(&mut set, 1, 30000, false), PayloadPart::First);
+        assert_eq!(put(&mut set, 1, 0, false), PayloadPart::More);
+        assert_eq!(
+            put(&mut set, 1, 35536, true),
+            PayloadPart::Last { len: 65536 }
+        );
+        assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Whole);
         assert_eq!(set.take_lost(), None);
     }
 
     #[test]
     fn another_datagram_ends_a_set_without_its_end() {
         let mut set = Assembler::new();
-        assert_eq!(put(&mut set, 1, 10, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 10, false), PayloadPart::First);
         assert_eq!(set.take_lost(), None);
-        assert_eq!(put(&mut set, 2, 10, false), Piece::First);
+        assert_eq!(put(&mut set, 2, 10, false), PayloadPart::First);
         assert_eq!(set.take_lost(), INCOMPLETE);
-        assert_eq!(put(&mut set, 1, 10, true), Piece::Whole, "a new one");
+        assert_eq!(put(&mut set, 1, 10, true), PayloadPart::Whole, "a new one");
         assert_eq!(set.take_lost(), INCOMPLETE);
         assert_eq!(set.take_lost(), None, "once");
         assert!(!set.is_open());
-        assert_eq!(put(&mut set, 1, 10, false), Piece::First);
-        assert_eq!(put(&mut set, 2, 10, true), Piece::Whole);
+        assert_eq!(put(&mut set, 1, 10, false), PayloadPart::First);
+        assert_eq!(put(&mut set, 2, 10, true), PayloadPart::Whole);
         assert_eq!(set.take_lost(), INCOMPLETE);
         let mut other = data(from(1), from(7), 10, true);
-        assert_eq!(put(&mut set, 1, 10, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 10, false), PayloadPart::First);
         other.dst.cid = Cid::HOST;
-        assert_eq!(set.handle(&other, || Instant::ZERO), Piece::Whole);
+        assert_eq!(set.handle(&other, || Instant::ZERO), PayloadPart::Whole);
         assert_eq!(set.take_lost(), INCOMPLETE, "for whom the first was");
     }
 
     #[test]
     fn what_is_too_long_is_dropped_to_its_end() {
         let mut set = Assembler::new();
-        assert_eq!(put(&mut set, 1, 65536, false), Piece::First);
-        assert_eq!(put(&mut set, 1, 1, false), Piece::Lost);
+        assert_eq!(put(&mut set, 1, 65536, false), PayloadPart::First);
+        assert_eq!(put(&mut set, 1, 1, false), PayloadPart::Lost);
         assert_eq!(set.take_lost(), Some(Lost::TooLong { to: HOST }));
-        assert_eq!(put(&mut set, 1, u32::MAX, false), Piece::Lost);
-        assert_eq!(put(&mut set, 1, 1, true), Piece::Lost);
-        assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
+        assert_eq!(put(&mut set, 1, u32::MAX, false), PayloadPart::Lost);
+        assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Lost);
+        assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Whole);
         assert_eq!(set.take_lost(), None, "once");
     }
 
     #[test]
     fn a_set_has_its_time() {
         let mut set = Assembler::new();
-        assert_eq!(put(&mut set, 1, 1, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 1, false), PayloadPart::First);
         let late = Instant::ZERO + ASSEMBLY_TIMEOUT;
         assert_eq!(set.poll_timeout(), Some(late));
         assert!(!set.handle_timeout(Instant::ZERO) && set.handle_timeout(late));
         assert_eq!(set.take_lost(), INCOMPLETE);
         // What comes behind is the end of what was thrown away.
         assert_eq!(set.poll_timeout(), None);
-        assert_eq!(put(&mut set, 1, 1, false), Piece::Lost);
-        assert_eq!(put(&mut set, 1, 1, true), Piece::Lost);
+        assert_eq!(put(&mut set, 1, 1, false), PayloadPart::Lost);
+        assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Lost);
         assert_eq!(set.take_lost(), None, "once");
-        assert_eq!(put(&mut set, 1, 1, true), Piece::Whole);
-        assert_eq!(put(&mut set, 1, 1, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 1, true), PayloadPart::Whole);
+        assert_eq!(put(&mut set, 1, 1, false), PayloadPart::First);
         let late = late + Duration::from_nanos(1);
         let piece = set.handle(&data(from(1), HOST, 1, true), || late);
-        assert_eq!(piece, Piece::Lost, "also when nobody looked at the time");
+        assert_eq!(
+            piece,
+            PayloadPart::Lost,
+            "also when nobody looked at the time"
+        );
         assert_eq!(set.take_lost(), INCOMPLETE);
         // Another address begins a datagram of its own all the same.
-        assert_eq!(put(&mut set, 1, 1, false), Piece::First);
+        assert_eq!(put(&mut set, 1, 1, false), PayloadPart::First);
         assert!(set.handle_timeout(late + ASSEMBLY_TIMEOUT));
         assert_eq!(set.take_lost(), INCOMPLETE);
-        assert_eq!(put(&mut set, 2, 1, true), Piece::Whole);
+        assert_eq!(put(&mut set, 2, 1, true), PayloadPart::Whole);
         assert_eq!(set.take_lost(), None);
     }
 }

@@ -6,9 +6,9 @@
 //! # How to drive it
 //! Of each queue that packets come from there is one [`Assembler`]; it says of every packet whether
 //! its payload is a datagram, or a part to be kept; and, with [`Assembler::take_lost`], what of a
-//! datagram has been thrown away, which goes to [`DatagramTable::lost`] to be counted. A whole one goes to [`DatagramTable::receive`],
+//! datagram has been thrown away, which goes to [`DatagramTable::handle_lost`] to be counted. A whole one goes to [`DatagramTable::receive`],
 //! which names its socket or says why it is dropped; when its reader is done with it, to
-//! [`DatagramTable::taken`]. Sending asks [`DatagramTable::may_send`] first. Packets of the flow
+//! [`DatagramTable::consume`]. Sending asks [`DatagramTable::may_send`] first. Packets of the flow
 //! control go to [`DatagramTable::handle_control`], and come out of
 //! [`DatagramTable::poll_control`], which is to be asked after every turn and when
 //! [`DatagramTable::poll_timeout`] is over. A switch that keeps datagrams for somebody who has no
@@ -25,7 +25,7 @@ mod quota;
 mod table;
 mod wire;
 
-pub use assembly::{Assembler, Lost, Piece};
+pub use assembly::{Assembler, Lost, PayloadPart};
 pub use paused_destinations::{PauseReason, PausedDestinations};
 pub use paused_senders::PausedSenders;
 pub use table::{

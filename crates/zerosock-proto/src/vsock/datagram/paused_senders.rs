@@ -158,7 +158,7 @@ impl PausedSenders {
         self.due_now
     }
 
-    /// The next packet to be sent, of those to a source of which `taken` says so.
+    /// The next packet to be sent, of those to a source of which `consume` says so.
     pub fn poll(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
         if self.next.is_none_or(|at| at > now) {
             return None;

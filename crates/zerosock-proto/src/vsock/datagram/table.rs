@@ -30,7 +30,7 @@ const EPHEMERAL_FIRST: u32 = 1 << 30;
 /// How many there are.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
 /// Most sockets of an endpoint.
-const MOST_SOCKETS: usize = 65536;
+const MAX_SOCKETS: usize = 65536;
 
 /// A datagram socket of one endpoint. Valid until it is closed.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
@@ -74,11 +74,11 @@ struct Socket {
     /// Sources were told to stop.
     stopping: bool,
     /// A send was refused for now.
-    waits: bool,
+    waiting: bool,
     /// Because so much is under way: its place among those.
     throttled: Option<u32>,
     /// And when there is no more of it than this, it is named.
-    until: u32,
+    writable_at: u32,
     /// In the list of those that may send again.
     listed: bool,
     stats: DatagramStats,
@@ -154,7 +154,7 @@ impl DatagramTable {
     /// # Errors
     /// See [`BindError`].
     pub fn bind(&mut self, port: Port, limits: DatagramLimits) -> Result<DatagramId, BindError> {
-        if self.len() >= MOST_SOCKETS {
+        if self.len() >= MAX_SOCKETS {
             return Err(BindError::TooMany);
         }
         let port = match port {
@@ -173,9 +173,9 @@ impl DatagramTable {
             sending: 0,
             largest: 0,
             stopping: false,
-            waits: false,
+            waiting: false,
             throttled: None,
-            until: 0,
+            writable_at: 0,
             listed: false,
             stats: DatagramStats::default(),
         };
@@ -275,7 +275,7 @@ impl DatagramTable {
     }
 
     /// A datagram of `len` bytes has come: whose it is, and that it counts until it is
-    /// [`taken`](Self::taken). `flow`: its source can be told to stop, and is when there is enough.
+    /// [`consume`](Self::consume). `flow`: its source can be told to stop, and is when there is enough.
     ///
     /// # Errors
     /// Why it is dropped.
@@ -319,7 +319,7 @@ impl DatagramTable {
     }
 
     /// A datagram was thrown away before it was whole.
-    pub fn lost(&mut self, lost: Lost) {
+    pub fn handle_lost(&mut self, lost: Lost) {
         if lost.to().cid == self.cid {
             match lost {
                 Lost::Incomplete { .. } => self.drops.incomplete += 1,
@@ -330,7 +330,7 @@ impl DatagramTable {
 
     /// A datagram of `len` bytes was read, or thrown away.
     #[inline]
-    pub fn taken(&mut self, id: DatagramId, len: u32) {
+    pub fn consume(&mut self, id: DatagramId, len: u32) {
         let Some(socket) = self.get_mut(id) else {
             return;
         };

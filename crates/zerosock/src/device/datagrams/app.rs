@@ -132,7 +132,7 @@ impl Device {
             tx.complete(chain, 0);
             return false;
         }
-        table.taken(id, header.len);
+        table.consume(id, header.len);
         let mut slices = SliceBuf::<4>::new();
         if memory.slices(chain.readable(), HEADER_LEN, len, &mut slices) == len {
             look(header.src, Payload::in_place(&slices));

@@ -22,7 +22,7 @@ mod waiting_tests;
 use std::collections::VecDeque;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, Piece as Part,
+    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, PayloadPart as Part,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -235,7 +235,7 @@ impl Device {
         if is_apps(lost.to(), cx)
             && let Some(app) = cx.app.as_deref_mut()
         {
-            app.inboxes.table.lost(lost);
+            app.inboxes.table.handle_lost(lost);
         }
     }
 

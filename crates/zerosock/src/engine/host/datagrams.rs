@@ -71,7 +71,7 @@ impl HostEngine {
         // There may be a timer to note.
         self.worker.activate(vm);
         if let Some(app) = self.worker.app.as_deref_mut() {
-            app.inboxes.table.wait(id);
+            app.inboxes.table.wait_for_buffer(id);
         }
         DatagramFault::WouldBlock
     }

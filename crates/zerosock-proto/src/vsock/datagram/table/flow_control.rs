@@ -48,7 +48,7 @@ impl DatagramTable {
         self.paused_senders.is_due()
     }
 
-    /// The next packet of the flow control to be sent, of those to a source of which `taken` says so.
+    /// The next packet of the flow control to be sent, of those to a source of which `consume` says so.
     pub fn poll_control(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
         self.paused_senders.poll(now, of)
     }

@@ -10,7 +10,7 @@ use crate::vsock::datagram::paused_destinations::PauseReason;
 use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
 
 /// Throttled sockets that are looked at one by one.
-const FEW: usize = 16;
+const SCAN_LIMIT: usize = 16;
 
 /// Why nothing is sent now.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
@@ -61,7 +61,7 @@ impl DatagramTable {
             match paused_destinations.of(now(), socket.local.port, to) {
                 Some(PauseReason::Unsupported) => return Err(Refusal::Unsupported),
                 Some(PauseReason::Full(_)) => {
-                    socket.waits = true;
+                    socket.waiting = true;
                     return Err(Refusal::Stopped);
                 }
                 None => {}
@@ -77,7 +77,7 @@ impl DatagramTable {
     }
 
     /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
-    /// [`arrived`](Self::arrived).
+    /// [`handle_completed`](Self::handle_completed).
     #[inline]
     pub fn sent(&mut self, id: DatagramId, len: u32, under_way: bool) {
         if let Some(socket) = self.get_mut(id) {
@@ -98,19 +98,19 @@ impl DatagramTable {
 
     /// What `sent` has counted as under way was taken by the other side.
     #[inline]
-    pub fn arrived(&mut self, id: DatagramId, len: u32) {
+    pub fn handle_completed(&mut self, id: DatagramId, len: u32) {
         if let Some(socket) = self.get_mut(id) {
             socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
-            if socket.throttled.is_some() && socket.sending <= socket.until {
+            if socket.throttled.is_some() && socket.sending <= socket.writable_at {
                 self.wake(id.index);
             }
         }
     }
 
     /// A send found no buffer: the socket is to be named with [`wake_all`](Self::wake_all).
-    pub fn wait(&mut self, id: DatagramId) {
+    pub fn wait_for_buffer(&mut self, id: DatagramId) {
         if let Some(socket) = self.get_mut(id) {
-            socket.waits = true;
+            socket.waiting = true;
         }
     }
 
@@ -135,7 +135,7 @@ impl DatagramTable {
         let Some(socket) = self.sockets.get_mut(index as usize) else {
             return;
         };
-        if core::mem::take(&mut socket.waits) && !core::mem::replace(&mut socket.listed, true) {
+        if core::mem::take(&mut socket.waiting) && !core::mem::replace(&mut socket.listed, true) {
             self.writable.push_back(index);
         }
     }
@@ -150,17 +150,17 @@ impl DatagramTable {
         !under_way
     }
 
-    /// Somebody waits until no more than `until` is under way. For a send that is half of what may
+    /// Somebody waits until no more than `writable_at` is under way. For a send that is half of what may
     /// be, as with a kernel's writers; one by one they would sleep and wake for each datagram.
     fn throttle(&mut self, index: u32, until: u32) {
         let place = self.throttled.len() as u32;
         if let Some(socket) = self.sockets.get_mut(index as usize) {
-            socket.waits = true;
+            socket.waiting = true;
             match socket.throttled {
                 // Both are named with the first of them.
-                Some(_) => socket.until = socket.until.max(until),
+                Some(_) => socket.writable_at = socket.writable_at.max(until),
                 None => {
-                    socket.until = until;
+                    socket.writable_at = until;
                     socket.throttled = Some(place);
                     self.throttled.push(index);
                 }
@@ -176,14 +176,14 @@ impl DatagramTable {
 
     /// How many packets have to be taken at least until so much of one of the sockets that wait for
     /// it may have been; it has as many under way. `None`: nobody waits.
-    pub fn packets_until_named(&self) -> Option<u32> {
-        if self.throttled.len() > FEW {
+    pub fn completions_until_writable(&self) -> Option<u32> {
+        if self.throttled.len() > SCAN_LIMIT {
             // Not worth a long look.
             return Some(1);
         }
         // Never more than it takes: the others under way may be held for as long as a reader likes.
         let until_named = |socket: &Socket| {
-            let bytes = socket.sending.saturating_sub(socket.until);
+            let bytes = socket.sending.saturating_sub(socket.writable_at);
             bytes.div_ceil(socket.largest.max(1)).max(1)
         };
         let sockets = self.throttled.iter();

@@ -89,7 +89,7 @@ fn a_socket_is_dropped_on_only_when_it_was_over_before() {
     assert_eq!(put(8192 - OVERHEAD), Ok(id));
     assert_eq!(put(MAX_DATAGRAM), Ok(id), "one may overshoot");
     assert_eq!(put(0), Err(DropCause::Full));
-    table.taken(id, MAX_DATAGRAM);
+    table.consume(id, MAX_DATAGRAM);
     assert_eq!(table.receive(THEM, at(9), 0, false, now), Ok(id));
     let stats = table.stats(id).unwrap();
     assert_eq!((stats.received, stats.dropped_full), (3, 1));
@@ -136,9 +136,9 @@ fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
     table.receive(THEM, at(9), len, true, now).unwrap();
     let stop = Control::Stop(PauseSource::Receiver).emit(at(9), THEM);
     assert_eq!(word(&mut table), Some(stop));
-    table.taken(id, len);
+    table.consume(id, len);
     assert_eq!(word(&mut table), None);
-    table.taken(id, len);
+    table.consume(id, len);
     let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
     assert_eq!(word(&mut table), Some(start));
     assert_eq!(table.poll_timeout(), None);
@@ -180,9 +180,9 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
     assert_eq!(send(&mut table, 65536), None, "one may overshoot");
     assert_eq!(send(&mut table, 0), Some(Refusal::Throttled));
     assert_eq!(send(&mut table, 65537), Some(Refusal::TooLong(65537)));
-    table.arrived(id, 999 - OVERHEAD);
+    table.handle_completed(id, 999 - OVERHEAD);
     assert_eq!(table.poll_writable(), None, "there is still as much");
-    table.arrived(id, 65536);
+    table.handle_completed(id, 65536);
     assert_eq!(table.poll_writable(), Some(id));
     assert_eq!(table.poll_writable(), None, "once");
     assert_eq!(send(&mut table, 1), None);
@@ -201,17 +201,21 @@ fn a_sender_is_named_when_half_of_its_buffer_is_free() {
         table.may_send(id, THEM, 100, now).unwrap();
         table.sent(id, 100, true);
     }
-    assert_eq!(table.packets_until_named(), None, "nobody has to wait yet");
+    assert_eq!(
+        table.completions_until_writable(),
+        None,
+        "nobody has to wait yet"
+    );
     assert!(table.may_send(id, THEM, 100, now).is_err());
     for left in (1..=4).rev() {
-        assert_eq!(table.packets_until_named(), Some(left));
+        assert_eq!(table.completions_until_writable(), Some(left));
         assert_eq!(table.poll_writable(), None);
-        table.arrived(id, 100);
+        table.handle_completed(id, 100);
     }
-    assert_eq!(table.packets_until_named(), None);
+    assert_eq!(table.completions_until_writable(), None);
     assert_eq!(table.poll_writable(), Some(id));
     // Who was not told to wait is not named for half.
-    table.arrived(id, 100);
+    table.handle_completed(id, 100);
     assert_eq!(table.poll_writable(), None);
 }
 
@@ -224,8 +228,8 @@ fn without_a_send_buffer_it_is_one_at_a_time() {
         table.may_send(id, THEM, 0, now).unwrap();
         table.sent(id, 0, true);
         assert_eq!(table.may_send(id, THEM, 0, now), Err(Refusal::Throttled));
-        assert_eq!(table.packets_until_named(), Some(1));
-        table.arrived(id, 0);
+        assert_eq!(table.completions_until_writable(), Some(1));
+        table.handle_completed(id, 0);
         assert_eq!(table.poll_writable(), Some(id));
     }
 }
@@ -240,10 +244,10 @@ fn who_waits_for_all_to_be_taken_is_named_when_it_is() {
     }
     table.sent(id, 30, false);
     assert!(!table.is_flushed(id));
-    assert_eq!(table.packets_until_named(), Some(2));
-    table.arrived(id, 20);
+    assert_eq!(table.completions_until_writable(), Some(2));
+    table.handle_completed(id, 20);
     assert_eq!(table.poll_writable(), None);
-    table.arrived(id, 10);
+    table.handle_completed(id, 10);
     assert_eq!(table.poll_writable(), Some(id));
     assert!(table.is_flushed(id));
     table.sent(id, 10, true);
@@ -281,12 +285,12 @@ fn nobody_is_called_later_than_what_he_waits_for() {
                 waiting[which] = Some(limits[which] / 2);
             }
             assert_eq!(table.has_throttled(), waiting.iter().any(Option::is_some));
-            let Some(packets) = table.packets_until_named() else { continue };
+            let Some(packets) = table.completions_until_writable() else { continue };
             assert!(packets >= 1 && packets as usize <= flying.len());
             // One returns after the other, until the call comes.
             for n in 1..=packets {
                 let (of, len) = flying.swap_remove(back % flying.len());
-                table.arrived(ids[of], len);
+                table.handle_completed(ids[of], len);
                 while let Some(id) = table.poll_writable() {
                     assert_eq!(n, packets, "named before the call");
                     let at = ids.iter().position(|&other| other == id).unwrap();

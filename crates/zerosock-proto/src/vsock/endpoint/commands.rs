@@ -62,7 +62,7 @@ impl<S: BuildHasher> Shard<S> {
         connection.hold = Some(hold);
         self.held_ports += 1;
         connection.seen = true;
-        let index = self.insert(connection);
+        let index = self.add_connection(connection);
         self.act(now, index, next, action);
         Ok(self.table.id(index))
     }

@@ -348,7 +348,7 @@ impl<S: BuildHasher> Shard<S> {
         self.ports.occupied() < self.config.max_connections && self.table.reserve_one()
     }
 
-    fn insert(&mut self, connection: Connection) -> u32 {
+    fn add_connection(&mut self, connection: Connection) -> u32 {
         self.live += 1;
         self.ports.occupy();
         self.stats.opened += 1;

@@ -219,7 +219,7 @@ impl<S: BuildHasher> Shard<S> {
                 connection.tx.update(header.buf_alloc, header.fwd_cnt);
                 connection.hold = hold;
                 connection.pending.incoming = true;
-                let index = self.insert(connection);
+                let index = self.add_connection(connection);
                 self.undecided += 1;
                 self.events.push(&mut self.table.slots, index);
                 Disposition::Handled

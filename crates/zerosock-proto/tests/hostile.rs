@@ -138,7 +138,7 @@ impl Caller {
                 assert!(len > 0 && info.unread >= len);
             }
             // As if there were no other pair.
-            Disposition::Move { flow, .. } => self.shard.keep(flow, 0).unwrap(),
+            Disposition::Move { flow, .. } => self.shard.decline_move(flow, 0).unwrap(),
             Disposition::Moved { .. } | Disposition::MovedStray { .. } => {
                 panic!("a device is never asked")
             }

@@ -157,19 +157,19 @@ impl Control {
 
 /// Whether a connection is on its way to another queue pair (docs/queue-pairs.md).
 #[derive(Copy, Clone, Eq, PartialEq, Default, Debug)]
-pub(crate) enum Moving {
+pub(crate) enum MoveState {
     #[default]
     No,
     /// A driver's: MOVE to that pair is to be sent, and nothing behind it.
-    Ask(u16),
+    RequestQueued(u16),
     /// A driver's: MOVE has left.
-    Asked,
+    RequestSent,
     /// A device's: MOVE has come, and its caller is to say what becomes of it.
-    Wanted,
+    Requested,
     /// A device's: it stays at that pair, where it is, and MOVED is to say so.
-    Stay(u16),
+    DeclineQueued(u16),
     /// A device's: it was moved, and its driver has not been heard of here.
-    Arrived,
+    AwaitingDriver,
 }
 
 /// Events waiting to be polled: at most one of each kind.
@@ -268,7 +268,7 @@ pub(crate) struct Connection {
     /// The flags of the last SHUTDOWN that left.
     pub(crate) shutdown_sent: How,
     pub(crate) pending: Pending,
-    pub(crate) moving: Moving,
+    pub(crate) move_state: MoveState,
     /// Whether the caller knows the id.
     pub(crate) seen: bool,
     pub(crate) hold: Option<Hold>,
@@ -324,7 +324,7 @@ impl Connection {
             control: Control::default(),
             shutdown_sent: How::NONE,
             pending: Pending::default(),
-            moving: Moving::No,
+            move_state: MoveState::No,
             seen: false,
             hold: None,
             queue: None,
@@ -501,11 +501,13 @@ impl Connection {
 
     /// Whether a control packet waits, and may be sent.
     pub(crate) fn has_control(&self) -> bool {
-        match self.moving {
-            Moving::Ask(_) | Moving::Stay(_) => true,
-            Moving::No | Moving::Wanted => self.control.any() || !self.shutdown_due().is_none(),
+        match self.move_state {
+            MoveState::RequestQueued(_) | MoveState::DeclineQueued(_) => true,
+            MoveState::No | MoveState::Requested => {
+                self.control.any() || !self.shutdown_due().is_none()
+            }
             // The end of a connection overtakes its move.
-            Moving::Asked | Moving::Arrived => self.control.rst,
+            MoveState::RequestSent | MoveState::AwaitingDriver => self.control.rst,
         }
     }
 

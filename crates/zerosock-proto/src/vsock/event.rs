@@ -37,7 +37,7 @@ pub enum Disposition {
     Dropped(DropReason),
     /// To a device: the driver wants the connection to go on at another queue
     /// pair. [`extract`](super::Shard::extract) it, or
-    /// [`keep`](super::Shard::keep) it.
+    /// [`decline_move`](super::Shard::decline_move) it.
     Move {
         /// The connection.
         flow: FlowId,

@@ -17,7 +17,7 @@ pub use config::{CidSet, LocalCids, Role, ShardConfig};
 pub use connection::{FlowId, FlowInfo, MessageRoom, Reservation};
 pub use credit::SMALL;
 pub use endpoint::{
-    CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, Parcel,
+    CommitError, ConnectError, ConsumeError, FlowError, Handoff, ListenError, MoveError,
     ReserveError, SendError, Shard, ShardStats,
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};

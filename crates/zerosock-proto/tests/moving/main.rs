@@ -272,7 +272,7 @@ impl World {
         } = &mut self.sides[side];
         let (parcel, answer) = shards[from].extract(flow, to as u16)?;
         assert_eq!(shards[from].flow(flow), None, "its old name is no name");
-        let moved = shards[to].adopt(parcel).expect("there is room");
+        let moved = shards[to].insert(parcel).expect("there is room");
         let connection = by_id.remove(&(from, flow)).unwrap();
         by_id.insert((to, moved), connection);
         ends[connection].at = Some((to, moved));
@@ -334,13 +334,13 @@ impl World {
                     && at != pair
                 {
                     // Closing, or on its way already.
-                    let _ = self.sides[DRIVER].shards[at].ask_move(flow, pair as u16);
+                    let _ = self.sides[DRIVER].shards[at].request_move(flow, pair as u16);
                 }
             }
             Step::Decide { keep } => self.decide(keep),
             Step::Answer => {
                 if let Some((pair, answer)) = self.answers.pop_front() {
-                    self.sides[DEVICE].shards[pair].answer_moved(answer);
+                    self.sides[DEVICE].shards[pair].send_moved(answer);
                 }
             }
             Step::Shutdown {
@@ -392,7 +392,7 @@ impl World {
             }
         }
         // It may be closing.
-        let _ = self.sides[DEVICE].shards[at].keep(flow, at as u16);
+        let _ = self.sides[DEVICE].shards[at].decline_move(flow, at as u16);
     }
 
     /// Lets everything happen that has been begun.

@@ -20,7 +20,7 @@ fn without_the_feature_they_are_operations_nobody_knows() {
             .for_each(|shard| shard.set_moves(false));
     }
     let shard = &mut world.sides[DRIVER].shards[pair];
-    assert_eq!(shard.ask_move(flow, 1), Err(MoveError::NotNegotiated));
+    assert_eq!(shard.request_move(flow, 1), Err(MoveError::NotNegotiated));
     let info = shard.flow(flow).unwrap();
     for op in [Op::Move, Op::Moved] {
         let header = Repr {
@@ -44,8 +44,8 @@ fn only_a_driver_asks_and_only_once() {
     let mut world = World::new(false);
     let (pair, flow) = world.sides[DEVICE].ends[0].at.unwrap();
     let device = &mut world.sides[DEVICE].shards[pair];
-    assert_eq!(device.ask_move(flow, 1), Err(MoveError::NotNegotiated));
-    assert_eq!(device.keep(flow, 1), Err(MoveError::WrongState));
+    assert_eq!(device.request_move(flow, 1), Err(MoveError::NotNegotiated));
+    assert_eq!(device.decline_move(flow, 1), Err(MoveError::WrongState));
     assert!(matches!(
         device.extract(flow, 1),
         Err(MoveError::WrongState)
@@ -53,10 +53,10 @@ fn only_a_driver_asks_and_only_once() {
     let (pair, flow) = world.sides[DRIVER].ends[0].at.unwrap();
     let driver = &mut world.sides[DRIVER].shards[pair];
     let reserved = driver.reserve(flow, 10).unwrap();
-    assert_eq!(driver.ask_move(flow, 1), Err(MoveError::Busy));
+    assert_eq!(driver.request_move(flow, 1), Err(MoveError::Busy));
     driver.cancel(reserved);
-    driver.ask_move(flow, 1).unwrap();
-    assert_eq!(driver.ask_move(flow, 1), Err(MoveError::Busy));
+    driver.request_move(flow, 1).unwrap();
+    assert_eq!(driver.request_move(flow, 1), Err(MoveError::Busy));
     assert!(
         driver.reserve(flow, 10).is_err(),
         "nothing leaves behind MOVE"

@@ -22,7 +22,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
+use zerosock_proto::vsock::{FlowId, Handoff, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::app_store::QueueStore;
@@ -61,7 +61,7 @@ enum Left {
 /// A connection between two lanes.
 #[derive(Debug)]
 pub(crate) struct Arrival {
-    parcel: Parcel,
+    parcel: Handoff,
     join: Join,
     /// Who it was.
     old: Peer,
@@ -175,7 +175,7 @@ impl Device {
             s.move_to = None;
         }
         // One that has ended meanwhile stays nowhere.
-        let _ = self.shard.keep(flow, self.lanes.pair);
+        let _ = self.shard.decline_move(flow, self.lanes.pair);
     }
 
     /// The chains that a sibling had are back: a connection that waited for that goes.
@@ -214,7 +214,7 @@ impl Device {
             self.stay(flow);
             return None;
         };
-        if !self.hurry(flow, cx) || !self.shard.may_leave(flow) {
+        if !self.hurry(flow, cx) || !self.shard.can_extract(flow) {
             // Half a message is out, or small writes that find no room, or it is being closed.
             self.stay(flow);
             return None;
@@ -289,7 +289,7 @@ impl Device {
             old,
             answer,
         } = arrival;
-        let flow = match self.shard.adopt(parcel) {
+        let flow = match self.shard.insert(parcel) {
             Ok(flow) => flow,
             Err(parcel) => {
                 let arrival = Arrival {
@@ -371,7 +371,7 @@ impl Device {
                         }
                     }
                 }
-                self.shard.answer_moved(answer);
+                self.shard.send_moved(answer);
             }
             None => {
                 if let Some(Left::OnItsWay(messages)) = self.lanes.left.remove(&flow) {
@@ -379,7 +379,7 @@ impl Device {
                         .into_iter()
                         .for_each(|message| turn_back(message, cx));
                 }
-                self.shard.answer_moved(Repr {
+                self.shard.send_moved(Repr {
                     op: Op::Rst.into(),
                     flags: 0,
                     buf_alloc: 0,

@@ -38,7 +38,7 @@ impl Driver {
         match there.ok_or(MoveError::NotNegotiated)? {
             there if there == lane => Ok(()),
             _ if !self.hurry(lane, flow) => Err(MoveError::Busy),
-            _ => self.store.lanes[lane].shard.ask_move(flow, pair),
+            _ => self.store.lanes[lane].shard.request_move(flow, pair),
         }
     }
 
@@ -93,7 +93,7 @@ impl Driver {
         // Its unread bytes and its credit are of the slots that it leaves.
         self.sockets.leave_pool(stream, &mut self.store);
         let adopted = match self.store.lanes[lane].shard.extract(flow, there.pair()) {
-            Ok((parcel, _)) => self.store.lanes[there].shard.adopt(parcel).ok(),
+            Ok((parcel, _)) => self.store.lanes[there].shard.insert(parcel).ok(),
             Err(_) => return,
         };
         let Some(now) = adopted else {

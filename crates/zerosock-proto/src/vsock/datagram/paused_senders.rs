@@ -140,7 +140,7 @@ impl PausedSenders {
         self.retain(|pair, _| !gone(pair.receiver) && !gone(pair.source));
     }
 
-    /// Ends all that `keep` does not want.
+    /// Ends all that `decline_move` does not want.
     fn retain(&mut self, mut keep: impl FnMut(&Pair, &mut PauseState) -> bool) {
         let quota = &mut self.quota;
         self.states.retain(|pair, told| {

@@ -15,7 +15,7 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::vsock::connection::{Connection, FlowId, Moving, Queued};
+use crate::vsock::connection::{Connection, FlowId, MoveState, Queued};
 use crate::vsock::credit::SMALL;
 use crate::wire::vsock::SocketType;
 
@@ -155,7 +155,7 @@ impl<S: BuildHasher> Shard<S> {
 fn may_gather(connection: &Connection) -> bool {
     connection.socket_type == SocketType::Stream
         && connection.may_send()
-        && connection.moving == Moving::No
+        && connection.move_state == MoveState::No
         && !connection.control.response
         && !connection.tx.has_reserved()
         && (connection.gathers || !connection.has_queued && connection.tx.available() > 0)

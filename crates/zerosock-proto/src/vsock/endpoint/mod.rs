@@ -2,7 +2,7 @@
 //!
 //! What each file does: `receive` packets in, `commands` what the caller
 //! wants, `messages` whole messages out, `transmit` headers, events and timers
-//! out, `moving` connections to and from other shards, `ends` how they end,
+//! out, `move_state` connections to and from other shards, `ends` how they end,
 //! `table` and `list` where connections live; here what they share. States
 //! change in [`Shard::act`](Shard) and [`Shard::expire`](Shard) only, as the state
 //! table says.
@@ -38,7 +38,7 @@ pub use error::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, ReserveError,
     SendError,
 };
-pub use moving::Parcel;
+pub use moving::Handoff;
 pub use stats::ShardStats;
 
 use self::list::{CONTROL, DATA, EVENTS, List};

@@ -16,7 +16,7 @@ use super::{FlowError, MoveError, Shard};
 use crate::Instant;
 use crate::addr::{Address, Port};
 use crate::vsock::config::Role;
-use crate::vsock::connection::{Connection, FlowId, Key, Moving};
+use crate::vsock::connection::{Connection, FlowId, Key, MoveState};
 use crate::vsock::event::{Disposition, DropReason};
 use crate::vsock::ports::{Hold, PortTable};
 use crate::vsock::state::State;
@@ -26,14 +26,14 @@ use crate::wire::vsock::{Op, Repr};
 /// a word to its peer.
 #[derive(Debug)]
 #[must_use = "a connection that nobody adopts is gone"]
-pub struct Parcel {
+pub struct Handoff {
     /// Always there, but for one that was adopted.
     connection: Option<Box<Connection>>,
     /// Where it has its port.
     ports: Arc<PortTable>,
 }
 
-impl Drop for Parcel {
+impl Drop for Handoff {
     fn drop(&mut self) {
         if let Some(connection) = &mut self.connection
             && let Some(hold) = connection.hold.take()
@@ -80,7 +80,7 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// See [`MoveError`]; nothing has changed.
-    pub fn ask_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
+    pub fn request_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
         if !self.moves || matches!(self.config.role, Role::Device { .. }) {
             return Err(MoveError::NotNegotiated);
         }
@@ -88,38 +88,43 @@ impl<S: BuildHasher> Shard<S> {
         if !is_movable(connection.state) {
             return Err(MoveError::WrongState);
         }
-        if connection.moving != Moving::No || connection.tx.has_reserved() {
+        if connection.move_state != MoveState::No || connection.tx.has_reserved() {
             return Err(MoveError::Busy);
         }
-        connection.moving = Moving::Ask(pair);
+        connection.move_state = MoveState::RequestQueued(pair);
         connection.tx.hold();
         self.update_lists(flow.index);
         Ok(())
     }
 
     /// A device's: whether [`extract`](Self::extract) would give a connection out.
-    pub fn may_leave(&self, flow: FlowId) -> bool {
+    pub fn can_extract(&self, flow: FlowId) -> bool {
         self.table.get(flow).is_some_and(|c| {
-            c.moving == Moving::Wanted && is_movable(c.state) && !c.tx.has_reserved()
+            c.move_state == MoveState::Requested && is_movable(c.state) && !c.tx.has_reserved()
         })
     }
 
     /// A driver's: whether a connection is on its way, and nothing is sent.
     pub fn is_moving(&self, flow: FlowId) -> bool {
         let connection = self.table.get(flow);
-        connection.is_some_and(|c| matches!(c.moving, Moving::Ask(_) | Moving::Asked))
+        connection.is_some_and(|c| {
+            matches!(
+                c.move_state,
+                MoveState::RequestQueued(_) | MoveState::RequestSent
+            )
+        })
     }
 
     /// A device's, after [`Disposition::Move`]: it stays at `pair`, where it is.
     ///
     /// # Errors
     /// [`MoveError::Stale`]; [`MoveError::WrongState`] if nobody has asked.
-    pub fn keep(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
+    pub fn decline_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
-        if connection.moving != Moving::Wanted {
+        if connection.move_state != MoveState::Requested {
             return Err(MoveError::WrongState);
         }
-        connection.moving = Moving::Stay(pair);
+        connection.move_state = MoveState::DeclineQueued(pair);
         self.update_lists(flow.index);
         Ok(())
     }
@@ -130,19 +135,19 @@ impl<S: BuildHasher> Shard<S> {
     /// [`MoveError::Stale`]; [`MoveError::WrongState`] if it does so already.
     pub fn resume(&mut self, flow: FlowId) -> Result<(), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
-        if connection.moving != Moving::Asked {
+        if connection.move_state != MoveState::RequestSent {
             return Err(MoveError::WrongState);
         }
-        connection.moving = Moving::No;
+        connection.move_state = MoveState::No;
         connection.tx.release();
         self.credit_changed(flow.index);
         Ok(())
     }
 
     /// Takes a connection out, after [`Disposition::Move`] or [`Disposition::Moved`], for the shard
-    /// of pair `pair` to [`adopt`](Self::adopt). Its id is invalid from now on, and no event tells
+    /// of pair `pair` to [`insert`](Self::insert). Its id is invalid from now on, and no event tells
     /// of that; those that wait go with it. A device says so to its driver with the header that is
-    /// returned: give it to [`answer_moved`](Self::answer_moved) when the other shard has adopted the
+    /// returned: give it to [`send_moved`](Self::send_moved) when the other shard has adopted the
     /// connection, not before.
     ///
     /// # Errors
@@ -151,20 +156,20 @@ impl<S: BuildHasher> Shard<S> {
         &mut self,
         flow: FlowId,
         pair: u16,
-    ) -> Result<(Parcel, Option<Repr>), MoveError> {
+    ) -> Result<(Handoff, Option<Repr>), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
         if connection.tx.has_reserved() {
             return Err(MoveError::Busy);
         }
-        let answer = match connection.moving {
-            Moving::Wanted if is_movable(connection.state) => {
-                connection.moving = Moving::Arrived;
+        let answer = match connection.move_state {
+            MoveState::Requested if is_movable(connection.state) => {
+                connection.move_state = MoveState::AwaitingDriver;
                 connection.tx.hold();
                 Some(connection.header(Op::Moved, 0, u32::from(pair)))
             }
             // One that is being closed as well: its SHUTDOWN waits, and the device has moved it.
-            Moving::Asked => {
-                connection.moving = Moving::No;
+            MoveState::RequestSent => {
+                connection.move_state = MoveState::No;
                 connection.tx.release();
                 // The first packet at the new pair: the device waits for it.
                 connection.control.credit_update = true;
@@ -187,7 +192,7 @@ impl<S: BuildHasher> Shard<S> {
         self.live -= 1;
         self.held_ports -= usize::from(connection.hold == Some(Hold::Outgoing));
         self.stats.moved_out += 1;
-        let parcel = Parcel {
+        let parcel = Handoff {
             connection: Some(Box::new(connection)),
             ports: self.ports.clone(),
         };
@@ -198,7 +203,7 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// The parcel again, if there is one between the same addresses, or no memory for it.
-    pub fn adopt(&mut self, mut parcel: Parcel) -> Result<FlowId, Parcel> {
+    pub fn insert(&mut self, mut parcel: Handoff) -> Result<FlowId, Handoff> {
         let Some(connection) = parcel.connection.take() else {
             return Err(parcel);
         };
@@ -219,7 +224,7 @@ impl<S: BuildHasher> Shard<S> {
 
     /// Sends the answer that [`extract`](Self::extract) has returned, at the pair which the
     /// connection has left.
-    pub fn answer_moved(&mut self, answer: Repr) {
+    pub fn send_moved(&mut self, answer: Repr) {
         self.resets.push_back(answer);
     }
 
@@ -259,22 +264,22 @@ impl<S: BuildHasher> Shard<S> {
                 Disposition::MovedStray { pair }
             };
         };
-        match connection.moving {
-            Moving::No if asks && is_movable(connection.state) => {
-                connection.moving = Moving::Wanted;
+        match connection.move_state {
+            MoveState::No if asks && is_movable(connection.state) => {
+                connection.move_state = MoveState::Requested;
                 Disposition::Move { flow, pair }
             }
-            Moving::Asked if !asks => Disposition::Moved { flow, pair },
+            MoveState::RequestSent if !asks => Disposition::Moved { flow, pair },
             _ => Disposition::Dropped(DropReason::Unexpected),
         }
     }
 
     /// The driver has sent something here for a connection that has come from another shard.
-    pub(super) fn handle_arrival(&mut self, index: u32) {
+    pub(super) fn finish_move(&mut self, index: u32) {
         if let Some(connection) = self.table.at(index)
-            && connection.moving == Moving::Arrived
+            && connection.move_state == MoveState::AwaitingDriver
         {
-            connection.moving = Moving::No;
+            connection.move_state = MoveState::No;
             connection.tx.release();
         }
     }
@@ -282,12 +287,15 @@ impl<S: BuildHasher> Shard<S> {
     /// MOVE, or the MOVED of a connection that stays.
     pub(super) fn moving_header(&mut self, index: u32) -> Option<Repr> {
         let connection = self.table.at(index)?;
-        let (next, op, pair) = match connection.moving {
-            Moving::Ask(pair) => (Moving::Asked, Op::Move, pair),
-            Moving::Stay(pair) => (Moving::No, Op::Moved, pair),
-            Moving::No | Moving::Asked | Moving::Wanted | Moving::Arrived => return None,
+        let (next, op, pair) = match connection.move_state {
+            MoveState::RequestQueued(pair) => (MoveState::RequestSent, Op::Move, pair),
+            MoveState::DeclineQueued(pair) => (MoveState::No, Op::Moved, pair),
+            MoveState::No
+            | MoveState::RequestSent
+            | MoveState::Requested
+            | MoveState::AwaitingDriver => return None,
         };
-        connection.moving = next;
+        connection.move_state = next;
         Some(connection.header(op, 0, u32::from(pair)))
     }
 }

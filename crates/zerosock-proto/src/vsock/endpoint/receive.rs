@@ -281,7 +281,7 @@ impl<S: BuildHasher> Shard<S> {
         }
         // Nobody sends RW without payload, unless it ends a message.
         let ends = connection.message_flags(header.flags) & SEQ_EOM != 0;
-        self.handle_arrival(index);
+        self.finish_move(index);
         if self.is_move(header) {
             return self.receive_move(Some(index), header);
         }

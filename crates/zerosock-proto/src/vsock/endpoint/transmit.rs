@@ -4,7 +4,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::{Duration, Instant};
-use crate::vsock::connection::{End, LIMIT_PROBE, Moving, WINDOW_PROBE};
+use crate::vsock::connection::{End, LIMIT_PROBE, MoveState, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
 use crate::vsock::state::{How, Input, State, transition};
@@ -53,7 +53,7 @@ impl<S: BuildHasher> Shard<S> {
             self.update_lists(index);
             self.free_if_over(index);
             return Some(header);
-        } else if !matches!(connection.moving, Moving::No | Moving::Wanted) {
+        } else if !matches!(connection.move_state, MoveState::No | MoveState::Requested) {
             header = self.moving_header(index)?;
         } else if connection.control.request {
             connection.control.request = false;

@@ -133,7 +133,7 @@ impl Relay {
             panic!("no connection")
         };
         shard.accept(now, flow).unwrap();
-        shard.set_coalesces(flow, from == From::Program);
+        shard.set_coalescing(flow, from == From::Program);
         let response = shard.poll_transmit(now, 0).unwrap();
         assert_eq!(response.header.op.known(), Some(Op::Response));
         Relay {
@@ -174,7 +174,9 @@ impl Relay {
         if self.waits || self.pending == 0 {
             return None;
         }
-        if self.shard.is_short(self.flow) && self.shard.holds_back(self.flow, self.pending) {
+        if self.shard.nears_packet_limit(self.flow)
+            && self.shard.should_delay(self.flow, self.pending)
+        {
             self.waits = true;
             return None;
         }
@@ -202,7 +204,7 @@ impl Relay {
             }
             let (took, header) = match self.shard.send_now(self.flow, write.min(BUFFER), 0) {
                 Ok(header) => (header.len, Some(header)),
-                Err(ReserveError::HeldBack) => (self.shard.gather(self.flow, write), None),
+                Err(ReserveError::ShouldCoalesce) => (self.shard.coalesce(self.flow, write), None),
                 Err(ReserveError::NoCredit) => (0, None),
                 Err(error) => panic!("{error}"),
             };

@@ -278,7 +278,7 @@ pub(crate) struct Connection {
     /// Whether there are sends in it, so that packets need not look.
     pub(crate) has_queued: bool,
     /// Whether the queue is of such.
-    pub(crate) gathers: bool,
+    pub(crate) coalescing: bool,
 
     /// The caller was told NoCredit.
     pub(crate) wants_credit: bool,
@@ -329,7 +329,7 @@ impl Connection {
             hold: None,
             queue: None,
             has_queued: false,
-            gathers: false,
+            coalescing: false,
             wants_credit: false,
             unusual: Unusual::default(),
             holds_back: false,
@@ -447,7 +447,7 @@ impl Connection {
     pub(crate) fn stall(&self) -> Stall {
         let Some(messages) = &self.messages else {
             return match self.tx.stall() {
-                Stall::None if self.holds_back && self.tx.is_short() => Stall::Limit,
+                Stall::None if self.holds_back && self.tx.nears_packet_limit() => Stall::Limit,
                 stall => stall,
             };
         };

@@ -221,7 +221,7 @@ impl TxCredit {
     /// none is: a buffer below twice [`PACKET_OVERHEAD`] has room for one packet at a time, and the
     /// peer would have nothing to read that makes more room.
     #[inline]
-    pub fn is_short(&self) -> bool {
+    pub fn nears_packet_limit(&self) -> bool {
         let outstanding = self.packets + self.reserved_packets;
         let for_others = self.peer_buf_alloc.div_ceil(SMALL);
         outstanding > 0 && outstanding + for_others >= self.most_packets

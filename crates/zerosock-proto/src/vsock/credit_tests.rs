@@ -108,13 +108,13 @@ fn small_packets_do_not_wait_when_nothing_is_outstanding() {
     for buf_alloc in [1, 128, 639, 640, 1279, 1280, 2048, 4096, 262_144] {
         let mut tx = sender(0, buf_alloc);
         for n in 1..10 {
-            assert!(!tx.is_short(), "a window of {buf_alloc}");
+            assert!(!tx.nears_packet_limit(), "a window of {buf_alloc}");
             assert_eq!(send(&mut tx, 1), 1);
             assert!(tx.update(buf_alloc, n));
         }
         assert_eq!(tx.reserve(1), 1);
         assert_eq!(
-            tx.is_short(),
+            tx.nears_packet_limit(),
             buf_alloc < 3 * PACKET_OVERHEAD,
             "{buf_alloc}"
         );

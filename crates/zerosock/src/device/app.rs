@@ -334,7 +334,7 @@ impl Device {
                 Ok(header) => header,
                 Err(error) => {
                     rx.queue.unpop(chain);
-                    if error == ReserveError::HeldBack {
+                    if error == ReserveError::ShouldCoalesce {
                         match self.app_gather(flow, rest, cx) {
                             Ok(taken) => {
                                 sent += taken;
@@ -442,7 +442,7 @@ impl Device {
 /// What a refused reservation means for the sender.
 pub(super) fn send_fault(error: ReserveError) -> SendFault {
     match error {
-        ReserveError::NoCredit | ReserveError::HeldBack => SendFault::WouldBlock,
+        ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendFault::WouldBlock,
         ReserveError::NotConnected => SendFault::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
         ReserveError::TooLong => SendFault::TooLong,

@@ -327,13 +327,13 @@ impl Engine for Driver {
 
     fn let_go(&mut self, id: StreamId) {
         if let Some((lane, flow)) = self.flow_of(id) {
-            self.store.lanes[lane].shard.let_go(flow);
+            self.store.lanes[lane].shard.flush_coalesced(flow);
         }
     }
 
     fn may_gather_more(&mut self, id: StreamId) -> Option<bool> {
         let (lane, flow) = self.flow_of(id)?;
-        self.store.lanes[lane].shard.may_gather_more(flow)
+        self.store.lanes[lane].shard.can_coalesce_more(flow)
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {

@@ -521,7 +521,7 @@ impl Drop for Driver {
             |lane: &Lane| lane.tx.is_busy() || !lane.outgoing.is_empty() || lane.shard.has_data();
         for lane in self.store.lanes.iter_mut() {
             for flow in lane.gathered.flows() {
-                lane.shard.let_go(flow);
+                lane.shard.flush_coalesced(flow);
             }
         }
         while self.link.is_some()

@@ -112,7 +112,7 @@ impl Driver {
         let mut result = self.store.lanes[lane].shard.reserve(flow, max);
         if matches!(result, Err(ReserveError::NoCredit)) {
             // Small sends that wait for others go first, and at once.
-            self.store.lanes[lane].shard.let_go(flow);
+            self.store.lanes[lane].shard.flush_coalesced(flow);
         }
         if matches!(result, Err(ReserveError::NoCredit))
             && self.store.lanes[lane].shard.has_transmit()
@@ -244,7 +244,7 @@ impl Driver {
         bytes: &[u8],
         error: ReserveError,
     ) -> Result<usize, SendError> {
-        if error == ReserveError::HeldBack {
+        if error == ReserveError::ShouldCoalesce {
             return self.gather(stream, (lane, flow), bytes);
         }
         if error != ReserveError::NoCredit || !self.store.lanes[lane].shard.has_transmit() {
@@ -272,7 +272,7 @@ impl Driver {
     /// are to be taken. At first each is a packet of its own.
     pub fn set_coalesces(&mut self, stream: StreamId, coalesces: bool) {
         if let Some((lane, flow)) = self.flow_of(stream) {
-            self.store.lanes[lane].shard.set_coalesces(flow, coalesces);
+            self.store.lanes[lane].shard.set_coalescing(flow, coalesces);
         }
     }
 
@@ -334,7 +334,7 @@ impl Driver {
     /// left.
     pub(super) fn hurry(&mut self, lane: LaneId, flow: FlowId) -> bool {
         if self.store.lanes[lane].gathered.has(flow) {
-            self.store.lanes[lane].shard.let_go(flow);
+            self.store.lanes[lane].shard.flush_coalesced(flow);
             let now = self.now();
             // What goes wrong here goes wrong again in the next turn, which says so.
             let _ = self.send_gathered(lane, now);
@@ -367,7 +367,7 @@ impl Driver {
 
 pub(super) fn refused(error: ReserveError) -> SendError {
     match error {
-        ReserveError::NoCredit | ReserveError::HeldBack => SendError::WouldBlock,
+        ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendError::WouldBlock,
         ReserveError::NotConnected => SendError::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
         ReserveError::TooLong => SendError::TooLong,

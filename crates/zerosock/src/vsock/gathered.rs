@@ -44,7 +44,7 @@ impl Gathered {
             }
         }
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        let taken = shard.gather(flow, len) as usize;
+        let taken = shard.coalesce(flow, len) as usize;
         let taken = bytes.get(..taken).unwrap_or(bytes);
         if !taken.is_empty() {
             let kept = self.0.entry(flow);

@@ -472,8 +472,8 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// See [`ReserveError`]; after `NoCredit`
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows. After `HeldBack` the bytes are to
-    /// be [gathered](Shard::gather), or to be sent with `reserve` and `commit`.
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows. After `ShouldCoalesce` the bytes are to
+    /// be [gathered](Shard::coalesce), or to be sent with `reserve` and `commit`.
     #[inline(always)]
     pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
         if self.goes_straight()
@@ -502,8 +502,8 @@ impl<S: BuildHasher> Shard<S> {
     #[cold]
     #[inline(never)]
     fn send_now_other(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
-        if self.should_gather(flow, len) {
-            return Err(ReserveError::HeldBack);
+        if self.should_coalesce(flow, len) {
+            return Err(ReserveError::ShouldCoalesce);
         }
         let Reservation { flow, len } = self.reserve(flow, len)?;
         // Cannot fail: nothing has happened since.

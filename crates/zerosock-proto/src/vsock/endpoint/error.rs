@@ -78,9 +78,9 @@ pub enum ReserveError {
     #[error("no credit")]
     NoCredit,
     /// Not now, and only of [`send_now`](super::Shard::send_now): these few bytes of a stream should
-    /// wait for others, or others wait already. [`gather`](super::Shard::gather) takes them.
+    /// wait for others, or others wait already. [`coalesce`](super::Shard::coalesce) takes them.
     #[error("few bytes wait for others")]
-    HeldBack,
+    ShouldCoalesce,
     /// Caller: asked for no bytes.
     #[error("nothing to reserve")]
     Empty,

@@ -13,10 +13,10 @@
 //! else. Everything else is in a function behind it, `*_other`, which is right
 //! without the straight path as well: a test runs both and compares.
 
+mod coalescing;
 mod commands;
 mod ends;
 mod error;
-mod holding;
 mod list;
 mod messages;
 mod moving;

@@ -204,9 +204,9 @@ impl World {
                 format!("{result:?}")
             }
             Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
-            Step::Gather { len, .. } => format!("{:?}", shard.gather(flow, len)),
-            Step::LetGo { .. } => format!("{:?}", shard.let_go(flow)),
-            Step::Coalesce { on, .. } => format!("{:?}", shard.set_coalesces(flow, on)),
+            Step::Gather { len, .. } => format!("{:?}", shard.coalesce(flow, len)),
+            Step::LetGo { .. } => format!("{:?}", shard.flush_coalesced(flow)),
+            Step::Coalesce { on, .. } => format!("{:?}", shard.set_coalescing(flow, on)),
             Step::Message { len, most, .. } => {
                 let result = shard.reserve_message(flow, len);
                 let told = format!("{result:?} {}", shard.may_reserve_message(flow));

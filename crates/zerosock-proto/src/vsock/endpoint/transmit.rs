@@ -146,10 +146,10 @@ impl<S: BuildHasher> Shard<S> {
         queue.unsent -= u64::from(len);
         queue.unreleased += u64::from(len);
         connection.has_queued = !queue.sends.is_empty();
-        connection.gathers &= connection.has_queued;
+        connection.coalescing &= connection.has_queued;
         if core::mem::take(&mut connection.passes) {
             connection.passed = connection.passed.saturating_add(1);
-        } else if !connection.tx.is_short() {
+        } else if !connection.tx.nears_packet_limit() {
             connection.passed = 0;
         }
         let header = connection.header(Op::Rw, len, flags);
@@ -235,7 +235,7 @@ impl<S: BuildHasher> Shard<S> {
                 self.act(now, index, next, action);
             } else if connection.probe_at.is_some_and(|probe| probe <= now) {
                 connection.probe_at = None;
-                self.let_pass(index);
+                self.end_delay(index);
                 self.ask_for_credit(index);
             }
             self.rearm(index);

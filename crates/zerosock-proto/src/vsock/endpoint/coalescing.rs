@@ -21,22 +21,22 @@ use crate::wire::vsock::SocketType;
 
 impl<S: BuildHasher> Shard<S> {
     /// Whether so many packets are under way to the peer that small ones should wait for each
-    /// other; then [`Shard::holds_back`] decides.
+    /// other; then [`Shard::should_delay`] decides.
     #[inline]
-    pub fn is_short(&self, flow: FlowId) -> bool {
+    pub fn nears_packet_limit(&self, flow: FlowId) -> bool {
         let connection = self.table.get(flow);
-        connection.is_some_and(|connection| connection.tx.is_short())
+        connection.is_some_and(|connection| connection.tx.nears_packet_limit())
     }
 
     /// Whether `bytes` bytes that are ready to be sent should wait for more to go with them in one
     /// packet. If so, [`Event::Writable`](crate::vsock::Event::Writable) follows: when the peer has
     /// read, or after 2 ms, and after twice as long each time, when they may go as they are. To be
     /// asked again when there are more. For streams whose bytes can be left where they come from.
-    pub fn holds_back(&mut self, flow: FlowId, bytes: u32) -> bool {
+    pub fn should_delay(&mut self, flow: FlowId, bytes: u32) -> bool {
         let Some(connection) = self.table.get_mut(flow) else {
             return false;
         };
-        if !connection.tx.is_short() {
+        if !connection.tx.nears_packet_limit() {
             (connection.passed, connection.passes) = (0, false);
             return false;
         }
@@ -62,33 +62,33 @@ impl<S: BuildHasher> Shard<S> {
     /// when so many packets are under way that they should wait for each other. At first not: each is
     /// a packet of its own, as long as there is room for packets. What is gathered when that ends is
     /// let go.
-    pub fn set_coalesces(&mut self, flow: FlowId, coalesces: bool) {
+    pub fn set_coalescing(&mut self, flow: FlowId, coalesces: bool) {
         if let Some(connection) = self.table.get_mut(flow) {
             connection.unusual.set_coalesces(coalesces);
             if !coalesces {
-                self.let_go(flow);
+                self.flush_coalesced(flow);
             }
         }
     }
 
     /// Whether `len` bytes that are to be sent at once should be gathered instead.
-    pub(super) fn should_gather(&self, flow: FlowId, len: u32) -> bool {
+    pub(super) fn should_coalesce(&self, flow: FlowId, len: u32) -> bool {
         let Some(connection) = self.table.get(flow) else {
             return false;
         };
-        let few = (1..SMALL).contains(&len) && connection.tx.is_short();
-        may_gather(connection) && (connection.gathers || connection.unusual.coalesces() && few)
+        let few = (1..SMALL).contains(&len) && connection.tx.nears_packet_limit();
+        can_coalesce(connection) && (connection.coalescing || connection.unusual.coalesces() && few)
     }
 
     /// Takes up to `len` bytes of a stream, as a queued send, to leave with those that follow: as
     /// soon as they are [`SMALL`] together, and before that when the peer has read, or after 2 ms and
-    /// twice as long each time, or when the connection is shut down, or is [let go](Self::let_go).
+    /// twice as long each time, or when the connection is shut down, or is [let go](Self::flush_coalesced).
     /// How many bytes it takes: what with those before it makes one packet, and has credit. The
     /// caller keeps them, and puts them behind the headers that [`Shard::poll_transmit`] returns
     /// ([`Shard::has_data`]), in their order. After 0
     /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
-    pub fn gather(&mut self, flow: FlowId, len: u32) -> u32 {
-        let Some(connection) = self.table.get_mut(flow).filter(|it| may_gather(it)) else {
+    pub fn coalesce(&mut self, flow: FlowId, len: u32) -> u32 {
+        let Some(connection) = self.table.get_mut(flow).filter(|it| can_coalesce(it)) else {
             return 0;
         };
         let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
@@ -108,7 +108,7 @@ impl<S: BuildHasher> Shard<S> {
             }
             None => {
                 connection.enqueue(Queued { len, flags: 0 });
-                connection.gathers = true;
+                connection.coalescing = true;
             }
         }
         connection.holds_back = unsent + len < SMALL && !connection.passes;
@@ -116,13 +116,13 @@ impl<S: BuildHasher> Shard<S> {
         len
     }
 
-    /// Whether [`gather`](Self::gather) would take a byte behind those that it has; `None`: it has
+    /// Whether [`coalesce`](Self::coalesce) would take a byte behind those that it has; `None`: it has
     /// none. After `false` [`Event::Writable`](crate::vsock::Event::Writable) follows.
-    pub fn may_gather_more(&mut self, flow: FlowId) -> Option<bool> {
-        let connection = self.table.get_mut(flow).filter(|it| it.gathers)?;
+    pub fn can_coalesce_more(&mut self, flow: FlowId) -> Option<bool> {
+        let connection = self.table.get_mut(flow).filter(|it| it.coalescing)?;
         let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
         let most = SMALL.min(connection.tx.available());
-        let more = !may_gather(connection) || unsent < u64::from(most);
+        let more = !can_coalesce(connection) || unsent < u64::from(most);
         if !more {
             connection.wants_credit = true;
             self.ask_for_credit(flow.index);
@@ -131,15 +131,15 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// What is gathered of a connection waits for nothing but credit any more.
-    pub fn let_go(&mut self, flow: FlowId) {
-        if let Some(connection) = self.table.get_mut(flow).filter(|it| it.gathers) {
+    pub fn flush_coalesced(&mut self, flow: FlowId) {
+        if let Some(connection) = self.table.get_mut(flow).filter(|it| it.coalescing) {
             (connection.holds_back, connection.passes) = (false, true);
             self.credit_changed(flow.index);
         }
     }
 
     /// Who holds back has waited for long enough, if it does.
-    pub(super) fn let_pass(&mut self, index: u32) {
+    pub(super) fn end_delay(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
         };
@@ -152,11 +152,11 @@ impl<S: BuildHasher> Shard<S> {
 
 /// Whether bytes of a connection may be queued to be sent with others. Not behind sends that are queued
 /// or while a reservation is out, which go first, nor while it is moved.
-fn may_gather(connection: &Connection) -> bool {
+fn can_coalesce(connection: &Connection) -> bool {
     connection.socket_type == SocketType::Stream
         && connection.may_send()
         && connection.move_state == MoveState::No
         && !connection.control.response
         && !connection.tx.has_reserved()
-        && (connection.gathers || !connection.has_queued && connection.tx.available() > 0)
+        && (connection.coalescing || !connection.has_queued && connection.tx.available() > 0)
 }

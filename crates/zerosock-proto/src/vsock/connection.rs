@@ -224,9 +224,9 @@ pub(crate) struct SendQueue {
 
 /// What few connections are.
 #[derive(Copy, Clone, Debug, Default)]
-pub(crate) struct Unusual(u8);
+pub(crate) struct RareFlags(u8);
 
-impl Unusual {
+impl RareFlags {
     /// The caller was told QueueFull; or that a message for which it has credit is to wait.
     const WANTS_SPACE: u8 = 1;
     /// Small pieces are to be gathered when it is short of packets.
@@ -240,11 +240,11 @@ impl Unusual {
         self.set(Self::WANTS_SPACE, wants);
     }
 
-    pub(crate) fn coalesces(self) -> bool {
+    pub(crate) fn coalescing_enabled(self) -> bool {
         self.0 & Self::COALESCES != 0
     }
 
-    pub(crate) fn set_coalesces(&mut self, coalesces: bool) {
+    pub(crate) fn set_coalescing_enabled(&mut self, coalesces: bool) {
         self.set(Self::COALESCES, coalesces);
     }
 
@@ -283,13 +283,13 @@ pub(crate) struct Connection {
     /// The caller was told NoCredit.
     pub(crate) wants_credit: bool,
     /// What few connections are; one byte, because every packet asks whether it is any of them.
-    pub(crate) unusual: Unusual,
+    pub(crate) rare: RareFlags,
     /// The caller was told to wait until it has more to send, or the peer has read.
-    pub(crate) holds_back: bool,
+    pub(crate) delays_small: bool,
     /// It has waited for long enough: the next packet may be small.
-    pub(crate) passes: bool,
+    pub(crate) delay_over: bool,
     /// How often in a row it had to.
-    pub(crate) passed: u8,
+    pub(crate) delays_expired: u8,
     /// This stall's CREDIT_REQUEST has been queued.
     pub(crate) asked: bool,
     /// The peer was asked what it has consumed, and has not answered since.
@@ -331,10 +331,10 @@ impl Connection {
             has_queued: false,
             coalescing: false,
             wants_credit: false,
-            unusual: Unusual::default(),
-            holds_back: false,
-            passes: false,
-            passed: 0,
+            rare: RareFlags::default(),
+            delays_small: false,
+            delay_over: false,
+            delays_expired: 0,
             asked: false,
             probe_wait: 0,
             probe_at: None,
@@ -416,7 +416,7 @@ impl Connection {
     #[inline]
     pub(crate) fn is_quiet(&self) -> bool {
         let waits = self.wants_credit | self.asked | self.has_queued;
-        u8::from(waits) | self.unusual.0 == 0
+        u8::from(waits) | self.rare.0 == 0
     }
 
     /// Queues a send behind the others; its number.
@@ -447,7 +447,7 @@ impl Connection {
     pub(crate) fn stall(&self) -> Stall {
         let Some(messages) = &self.messages else {
             return match self.tx.stall() {
-                Stall::None if self.holds_back && self.tx.nears_packet_limit() => Stall::Limit,
+                Stall::None if self.delays_small && self.tx.nears_packet_limit() => Stall::Limit,
                 stall => stall,
             };
         };
@@ -542,7 +542,7 @@ impl Connection {
             queue.sends = VecDeque::new();
         }
         self.has_queued = false;
-        self.unusual.set_wants_space(false);
+        self.rare.set_wants_space(false);
     }
 
     /// A header with our credit, which need not be told again.

@@ -37,7 +37,7 @@ impl<S: BuildHasher> Shard<S> {
             return false;
         };
         if !connection.tx.nears_packet_limit() {
-            (connection.passed, connection.passes) = (0, false);
+            (connection.delays_expired, connection.delay_over) = (0, false);
             return false;
         }
         // A window that opens by little makes small packets too.
@@ -45,14 +45,14 @@ impl<S: BuildHasher> Shard<S> {
             || !connection.may_send()
             || connection.messages.is_some()
         {
-            connection.holds_back = false;
+            connection.delays_small = false;
             return false;
         }
-        if core::mem::take(&mut connection.passes) {
-            connection.passed = connection.passed.saturating_add(1);
+        if core::mem::take(&mut connection.delay_over) {
+            connection.delays_expired = connection.delays_expired.saturating_add(1);
             return false;
         }
-        connection.holds_back = true;
+        connection.delays_small = true;
         connection.wants_credit = true;
         self.ask_for_credit(flow.index);
         true
@@ -64,7 +64,7 @@ impl<S: BuildHasher> Shard<S> {
     /// let go.
     pub fn set_coalescing(&mut self, flow: FlowId, coalesces: bool) {
         if let Some(connection) = self.table.get_mut(flow) {
-            connection.unusual.set_coalesces(coalesces);
+            connection.rare.set_coalescing_enabled(coalesces);
             if !coalesces {
                 self.flush_coalesced(flow);
             }
@@ -77,7 +77,8 @@ impl<S: BuildHasher> Shard<S> {
             return false;
         };
         let few = (1..SMALL).contains(&len) && connection.tx.nears_packet_limit();
-        can_coalesce(connection) && (connection.coalescing || connection.unusual.coalesces() && few)
+        can_coalesce(connection)
+            && (connection.coalescing || connection.rare.coalescing_enabled() && few)
     }
 
     /// Takes up to `len` bytes of a stream, as a queued send, to leave with those that follow: as
@@ -111,7 +112,7 @@ impl<S: BuildHasher> Shard<S> {
                 connection.coalescing = true;
             }
         }
-        connection.holds_back = unsent + len < SMALL && !connection.passes;
+        connection.delays_small = unsent + len < SMALL && !connection.delay_over;
         self.credit_changed(flow.index);
         len
     }
@@ -133,7 +134,7 @@ impl<S: BuildHasher> Shard<S> {
     /// What is gathered of a connection waits for nothing but credit any more.
     pub fn flush_coalesced(&mut self, flow: FlowId) {
         if let Some(connection) = self.table.get_mut(flow).filter(|it| it.coalescing) {
-            (connection.holds_back, connection.passes) = (false, true);
+            (connection.delays_small, connection.delay_over) = (false, true);
             self.credit_changed(flow.index);
         }
     }
@@ -143,8 +144,8 @@ impl<S: BuildHasher> Shard<S> {
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        if connection.holds_back && connection.is_stalled() && connection.tx.available() > 0 {
-            (connection.holds_back, connection.passes) = (false, true);
+        if connection.delays_small && connection.is_stalled() && connection.tx.available() > 0 {
+            (connection.delays_small, connection.delay_over) = (false, true);
             self.credit_changed(index);
         }
     }

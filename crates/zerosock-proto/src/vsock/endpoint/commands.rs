@@ -544,7 +544,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(SendError::TooLong);
         }
         if connection.queued() >= most {
-            connection.unusual.set_wants_space(true);
+            connection.rare.set_wants_space(true);
             return Err(SendError::QueueFull);
         }
         let flags = connection.message_flags(flags);

@@ -129,7 +129,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(fault);
         }
         if connection.is_open() && !room.begun {
-            connection.unusual.set_wants_space(true);
+            connection.rare.set_wants_space(true);
             return Err(CommitError::Interleaved);
         }
         if len == 0
@@ -137,7 +137,7 @@ impl<S: BuildHasher> Shard<S> {
             && messages.tx.is_full()
         {
             messages.tx.wants_empty = true;
-            connection.unusual.set_wants_space(true);
+            connection.rare.set_wants_space(true);
             // Whoever is told of space is not told of credit: but it is by that that it is asked for.
             connection.wants_credit = true;
             self.ask_for_credit(flow.index);

@@ -405,9 +405,9 @@ impl<S: BuildHasher> Shard<S> {
                 let (local, _) = connection.shut();
                 if local.send {
                     // Nothing comes that gathered bytes could wait for.
-                    connection.holds_back = false;
+                    connection.delays_small = false;
                     connection.wants_credit = false;
-                    connection.unusual.set_wants_space(false);
+                    connection.rare.set_wants_space(false);
                     connection.pending.writable = false;
                 }
                 if local.is_both() {
@@ -443,7 +443,7 @@ impl<S: BuildHasher> Shard<S> {
         if connection.stall() == Stall::None {
             connection.asked = false;
             connection.probe_wait = 0;
-            connection.holds_back = false;
+            connection.delays_small = false;
             connection.control.credit_request = false;
             if connection.wants_credit
                 && connection.may_send()
@@ -466,12 +466,12 @@ impl<S: BuildHasher> Shard<S> {
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        if connection.unusual.wants_space()
+        if connection.rare.wants_space()
             && connection.may_send()
             && connection.queued() <= most / 2
             && !connection.is_barred()
         {
-            connection.unusual.set_wants_space(false);
+            connection.rare.set_wants_space(false);
             if let Some(messages) = &mut connection.messages {
                 messages.tx.wants_empty = false;
             }

@@ -87,9 +87,9 @@ impl<S: BuildHasher> Shard<S> {
                     Stall::Limit => LIMIT_PROBE,
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
-                let wait = if connection.holds_back {
+                let wait = if connection.delays_small {
                     // 2 ms, 4 ms, and so on.
-                    (first << connection.passed.min(16)).min(most)
+                    (first << connection.delays_expired.min(16)).min(most)
                 } else {
                     connection.probe_wait.clamp(first, most)
                 };
@@ -147,10 +147,10 @@ impl<S: BuildHasher> Shard<S> {
         queue.unreleased += u64::from(len);
         connection.has_queued = !queue.sends.is_empty();
         connection.coalescing &= connection.has_queued;
-        if core::mem::take(&mut connection.passes) {
-            connection.passed = connection.passed.saturating_add(1);
+        if core::mem::take(&mut connection.delay_over) {
+            connection.delays_expired = connection.delays_expired.saturating_add(1);
         } else if !connection.tx.nears_packet_limit() {
-            connection.passed = 0;
+            connection.delays_expired = 0;
         }
         let header = connection.header(Op::Rw, len, flags);
         self.stats.sent_bytes += u64::from(len);

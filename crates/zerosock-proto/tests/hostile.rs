@@ -261,7 +261,7 @@ impl Caller {
                         assert!(first > 65536);
                     }
                     let _ = shard.commit_part(&mut room, last, Some(u32::MAX));
-                    assert_eq!(room.left() * u32::from(last <= 65536), 0);
+                    assert_eq!(room.remaining() * u32::from(last <= 65536), 0);
                     shard.cancel_message(room);
                 }
             }

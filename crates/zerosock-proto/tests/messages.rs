@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use zerosock_proto::vsock::{
-    Disposition, Event, FlowId, MessageRoom, PortTable, ReserveError, Shard, ShardConfig,
+    Disposition, Event, FlowId, MessageReservation, PortTable, ReserveError, Shard, ShardConfig,
 };
 use zerosock_proto::wire::vsock::{Repr, SEQ_EOM, SEQ_EOR, SocketType};
 use zerosock_proto::{Address, Cid, Duration, Instant, Port};
@@ -57,7 +57,7 @@ struct Side {
     shard: Shard,
     flow: FlowId,
     /// Reserved, with the length; perhaps begun.
-    room: Option<(MessageRoom, Message)>,
+    room: Option<(MessageReservation, Message)>,
     begun: bool,
     /// Those that leave, in order.
     sent: VecDeque<Message>,
@@ -153,8 +153,9 @@ impl World {
                     let Some((room, message)) = &mut of.room else {
                         break;
                     };
-                    let part = room.left().min(most);
-                    let end = (part == room.left()).then_some(if message.1 { SEQ_EOR } else { 0 });
+                    let part = room.remaining().min(most);
+                    let end =
+                        (part == room.remaining()).then_some(if message.1 { SEQ_EOR } else { 0 });
                     let message = *message;
                     let header = of.shard.commit_part(room, part, end).unwrap();
                     if !of.begun {

@@ -99,14 +99,14 @@ impl Reservation {
 /// its credit, and one that was begun keeps all others waiting, until the connection ends.
 #[derive(Debug)]
 #[must_use = "a message holds credit until it is ended or cancelled"]
-pub struct MessageRoom {
+pub struct MessageReservation {
     pub(crate) flow: FlowId,
-    pub(crate) left: u32,
+    pub(crate) remaining: u32,
     /// A part has left.
     pub(crate) begun: bool,
 }
 
-impl MessageRoom {
+impl MessageReservation {
     /// The connection.
     #[inline]
     pub const fn flow(&self) -> FlowId {
@@ -115,8 +115,8 @@ impl MessageRoom {
 
     /// Bytes that may still be committed.
     #[inline]
-    pub const fn left(&self) -> u32 {
-        self.left
+    pub const fn remaining(&self) -> u32 {
+        self.remaining
     }
 }
 

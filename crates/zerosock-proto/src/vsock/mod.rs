@@ -14,7 +14,7 @@ pub mod ports;
 pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
-pub use connection::{FlowId, FlowInfo, MessageRoom, Reservation};
+pub use connection::{FlowId, FlowInfo, MessageReservation, Reservation};
 pub use credit::SMALL;
 pub use endpoint::{
     CommitError, ConnectError, ConsumeError, FlowError, Handoff, ListenError, MoveError,

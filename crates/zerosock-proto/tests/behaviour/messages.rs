@@ -27,8 +27,8 @@ fn send(
     let mut room = from.reserve_message(flow, len)?;
     let mut got = Vec::new();
     loop {
-        let part = room.left().min(most);
-        let end = (part == room.left()).then_some(0);
+        let part = room.remaining().min(most);
+        let end = (part == room.remaining()).then_some(0);
         let header = from.commit_part(&mut room, part, end).unwrap();
         got.push(to.handle_packet(NOW, &header));
         if end.is_some() {

@@ -415,7 +415,7 @@ impl Engine for Driver {
                         return false;
                     }
                 }
-                self.store.lanes[lane].shard.may_reserve_message(flow)
+                self.store.lanes[lane].shard.can_reserve_message(flow)
             }
             Err(SendError::NotConnected) => false,
             Err(_) => true,

@@ -5,7 +5,7 @@
 
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom, ReserveError};
+use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation, ReserveError};
 use zerosock_proto::wire::vsock::{SEQ_EOM, SEQ_EOR};
 
 use super::Driver;
@@ -30,7 +30,7 @@ impl Driver {
         &mut self,
         (lane, flow): (LaneId, FlowId),
         len: u32,
-    ) -> Result<MessageRoom, SendError> {
+    ) -> Result<MessageReservation, SendError> {
         let mut result = self.store.lanes[lane].shard.reserve_message(flow, len);
         if matches!(result, Err(ReserveError::NoCredit))
             && self.store.lanes[lane].shard.has_transmit()
@@ -109,7 +109,7 @@ impl Driver {
         &mut self,
         lane: LaneId,
         slot: u16,
-        room: &mut MessageRoom,
+        room: &mut MessageReservation,
         len: u32,
         last: Option<u32>,
     ) -> Result<(), SendError> {

@@ -9,7 +9,7 @@ use core::hash::BuildHasher;
 
 use super::commands::{Unsendable, sendable};
 use super::{CommitError, ConsumeError, ReserveError, Shard};
-use crate::vsock::connection::{Connection, FlowId, MessageRoom};
+use crate::vsock::connection::{Connection, FlowId, MessageReservation};
 use crate::vsock::credit::Stall;
 use crate::vsock::state::State;
 use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SEQ_EOM, SEQ_EOR};
@@ -24,7 +24,11 @@ impl<S: BuildHasher> Shard<S> {
     /// on what is under way, can never take. After `NoCredit`
     /// [`Event::Writable`](crate::vsock::Event::Writable) follows when there is credit for all of
     /// it.
-    pub fn reserve_message(&mut self, flow: FlowId, len: u32) -> Result<MessageRoom, ReserveError> {
+    pub fn reserve_message(
+        &mut self,
+        flow: FlowId,
+        len: u32,
+    ) -> Result<MessageReservation, ReserveError> {
         let connection = self.table.get_mut(flow).ok_or(ReserveError::Stale)?;
         match sendable(connection) {
             Ok(()) => {}
@@ -45,9 +49,9 @@ impl<S: BuildHasher> Shard<S> {
             || open
             || (len == 0 && messages.is_full());
         if !waits && connection.tx.reserve_whole(len) {
-            return Ok(MessageRoom {
+            return Ok(MessageReservation {
                 flow,
-                left: len,
+                remaining: len,
                 begun: false,
             });
         }
@@ -67,7 +71,7 @@ impl<S: BuildHasher> Shard<S> {
     /// Whether [`reserve_message`](Shard::reserve_message) is worth a call: it would not find that
     /// another message has not ended, nor less credit than it found when it failed last. If not,
     /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
-    pub fn may_reserve_message(&mut self, flow: FlowId) -> bool {
+    pub fn can_reserve_message(&mut self, flow: FlowId) -> bool {
         let Some(connection) = self.table.get_mut(flow) else {
             return true;
         };
@@ -100,7 +104,7 @@ impl<S: BuildHasher> Shard<S> {
     /// reserved is gone.
     pub fn commit_part(
         &mut self,
-        room: &mut MessageRoom,
+        room: &mut MessageReservation,
         len: u32,
         end: Option<u32>,
     ) -> Result<Repr, CommitError> {
@@ -119,11 +123,11 @@ impl<S: BuildHasher> Shard<S> {
         };
         let fault = fault.or(match len {
             0 if end.is_none() || room.begun => Some(CommitError::Empty),
-            _ if len > room.left.min(MAX_PAYLOAD) => Some(CommitError::TooMany),
+            _ if len > room.remaining.min(MAX_PAYLOAD) => Some(CommitError::TooMany),
             _ => None,
         });
         if let Some(fault) = fault {
-            connection.tx.cancel(core::mem::take(&mut room.left));
+            connection.tx.cancel(core::mem::take(&mut room.remaining));
             close(connection, room.begun);
             self.credit_changed(flow.index);
             return Err(fault);
@@ -144,7 +148,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(CommitError::ManyEmpty);
         }
         connection.tx.send_part(len);
-        room.left -= len;
+        room.remaining -= len;
         room.begun = true;
         if let Some(messages) = &mut connection.messages {
             messages.tx.open = end.is_none();
@@ -153,7 +157,7 @@ impl<S: BuildHasher> Shard<S> {
             }
         }
         if end.is_some() {
-            connection.tx.cancel(core::mem::take(&mut room.left));
+            connection.tx.cancel(core::mem::take(&mut room.remaining));
         }
         let told = connection.control.credit_update;
         let flags = end.map_or(0, |flags| SEQ_EOM | flags & SEQ_EOR);
@@ -167,9 +171,9 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Gives up a message of which no part has left.
-    pub fn cancel_message(&mut self, room: MessageRoom) {
+    pub fn cancel_message(&mut self, room: MessageReservation) {
         if let Some(connection) = self.table.get_mut(room.flow) {
-            connection.tx.cancel(room.left);
+            connection.tx.cancel(room.remaining);
             close(connection, room.begun);
             self.credit_changed(room.flow.index);
         }

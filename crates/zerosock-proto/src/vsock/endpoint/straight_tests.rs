@@ -209,13 +209,13 @@ impl World {
             Step::Coalesce { on, .. } => format!("{:?}", shard.set_coalescing(flow, on)),
             Step::Message { len, most, .. } => {
                 let result = shard.reserve_message(flow, len);
-                let told = format!("{result:?} {}", shard.may_reserve_message(flow));
+                let told = format!("{result:?} {}", shard.can_reserve_message(flow));
                 let Ok(mut room) = result else {
                     return told;
                 };
                 loop {
-                    let part = room.left().min(most);
-                    let end = (part == room.left()).then_some(0);
+                    let part = room.remaining().min(most);
+                    let end = (part == room.remaining()).then_some(0);
                     let header = shard.commit_part(&mut room, part, end);
                     self.wires[side].extend(header);
                     if end.is_some() || header.is_err() {

@@ -380,7 +380,7 @@ impl Connection {
         if let Some(messages) = &mut self.messages {
             let answer = header.op.get() == Op::CreditUpdate as u16;
             let (fwd_cnt, tx_cnt) = (self.tx.peer_fwd_cnt(), self.tx.tx_cnt());
-            messages.tx.heard(fwd_cnt, tx_cnt, answer);
+            messages.tx.handle_fwd_cnt(fwd_cnt, tx_cnt, answer);
         }
         sound
     }
@@ -451,10 +451,10 @@ impl Connection {
                 stall => stall,
             };
         };
-        if self.cuts_message() {
+        if self.queued_message_begun() {
             return self.tx.stall_within();
         }
-        if messages.tx.wants_empty && messages.tx.is_full() {
+        if messages.tx.wants_empty && messages.tx.empty_limit_reached() {
             return Stall::Window;
         }
         self.tx.stall_for(messages.tx.wanted)
@@ -462,23 +462,23 @@ impl Connection {
 
     /// Whether a message of the queue has left in part. It ends whatever the bound on packets, which
     /// a receiver releases by messages.
-    pub(crate) fn cuts_message(&self) -> bool {
+    pub(crate) fn queued_message_begun(&self) -> bool {
         let begun = |queue: &SendQueue| queue.front_offset > 0;
         self.messages.is_some() && self.queue.as_deref().is_some_and(begun)
     }
 
     /// Whether a part of a message that is not the last has left.
-    pub(crate) fn is_open(&self) -> bool {
+    pub(crate) fn message_in_progress(&self) -> bool {
         self.messages
             .as_ref()
-            .is_some_and(|messages| messages.tx.open)
+            .is_some_and(|messages| messages.tx.in_progress)
     }
 
     /// Whether something other than credit is in the way of a message for which there is credit.
-    pub(crate) fn is_barred(&self) -> bool {
+    pub(crate) fn message_blocked(&self) -> bool {
         self.messages.as_ref().is_some_and(|messages| {
             let tx = &messages.tx;
-            tx.open || (tx.wants_empty && tx.is_full())
+            tx.in_progress || (tx.wants_empty && tx.empty_limit_reached())
         })
     }
 
@@ -489,7 +489,7 @@ impl Connection {
         let State::Established { local, .. } = self.state else {
             return How::NONE;
         };
-        let drained = !self.has_queued && !self.is_open();
+        let drained = !self.has_queued && !self.message_in_progress();
         if local.is_both() && !drained {
             return How::NONE;
         }

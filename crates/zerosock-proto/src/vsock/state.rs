@@ -32,7 +32,7 @@ impl How {
         receive: false,
         send: true,
     };
-    /// Both directions: `close`.
+    /// Both directions: `abort_message`.
     pub const BOTH: How = How {
         receive: true,
         send: true,

@@ -1,7 +1,7 @@
 //! Messages: their bounds, and what breaks them.
 
 use super::*;
-use zerosock_proto::vsock::messages::{MOST_EMPTY_SENT, MOST_EMPTY_UNREAD};
+use zerosock_proto::vsock::messages::{MAX_SENT_EMPTY, MAX_UNREAD_EMPTY};
 
 /// A connection for messages; the host's buffer has `window` bytes.
 fn messages(window: u32) -> (Shard, Shard, FlowId, FlowId) {
@@ -183,7 +183,7 @@ fn a_flood_of_empty_messages_is_reset() {
     send(&mut guest, &mut host, ours, 3, 3).unwrap();
     let room = guest.reserve_message(ours, 0).unwrap();
     let header = guest.commit_part(&mut { room }, 0, Some(0)).unwrap();
-    for _ in 0..MOST_EMPTY_UNREAD {
+    for _ in 0..MAX_UNREAD_EMPTY {
         let got = host.handle_packet(NOW, &header);
         assert!(matches!(
             got,
@@ -214,7 +214,7 @@ fn a_sender_of_empty_messages_waits_for_their_reader() {
         while send(&mut guest, &mut host, ours, 0, 1).is_ok() {
             unread += 1;
         }
-        assert_eq!(unread, MOST_EMPTY_SENT);
+        assert_eq!(unread, MAX_SENT_EMPTY);
         assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
         assert!(!host.has_transmit(), "answered when they were read");
         host.consume_empty(theirs, unread - 1).unwrap();
@@ -282,14 +282,14 @@ fn a_message_with_credit_is_told_when_the_one_before_it_has_ended() {
 fn a_message_that_stays_empty_waits_for_the_reader_of_others() {
     let (mut guest, mut host, ours, theirs) = messages(1000);
     let mut room = guest.reserve_message(ours, 1000).unwrap();
-    for _ in 0..MOST_EMPTY_SENT {
+    for _ in 0..MAX_SENT_EMPTY {
         send(&mut guest, &mut host, ours, 0, 1).unwrap();
     }
     let late = guest.commit_part(&mut room, 0, Some(0)).unwrap_err();
     assert_eq!(late, CommitError::ManyEmpty);
     assert_eq!(guest.poll_event(), None);
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
-    host.consume_empty(theirs, MOST_EMPTY_SENT).unwrap();
+    host.consume_empty(theirs, MAX_SENT_EMPTY).unwrap();
     assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
     let header = guest.commit_part(&mut room, 0, Some(0)).unwrap();

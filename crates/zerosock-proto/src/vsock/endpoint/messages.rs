@@ -36,7 +36,7 @@ impl<S: BuildHasher> Shard<S> {
             Err(Unsendable::Shutdown) => return Err(ReserveError::Shutdown),
             Err(Unsendable::PeerShutdown) => return Err(ReserveError::PeerShutdown),
         }
-        let open = connection.is_open();
+        let open = connection.message_in_progress();
         let Some(messages) = &mut connection.messages else {
             return Err(ReserveError::SocketType);
         };
@@ -47,7 +47,7 @@ impl<S: BuildHasher> Shard<S> {
         let waits = connection.control.response
             || connection.has_queued
             || open
-            || (len == 0 && messages.is_full());
+            || (len == 0 && messages.empty_limit_reached());
         if !waits && connection.tx.reserve_whole(len) {
             return Ok(MessageReservation {
                 flow,
@@ -81,7 +81,7 @@ impl<S: BuildHasher> Shard<S> {
         let ready = !connection.wants_credit
             && !connection.control.response
             && !connection.has_queued
-            && !connection.is_open()
+            && !connection.message_in_progress()
             && connection.stall() == Stall::None;
         if !ready && !connection.wants_credit {
             connection.wants_credit = true;
@@ -128,17 +128,17 @@ impl<S: BuildHasher> Shard<S> {
         });
         if let Some(fault) = fault {
             connection.tx.cancel(core::mem::take(&mut room.remaining));
-            close(connection, room.begun);
+            abort_message(connection, room.begun);
             self.credit_changed(flow.index);
             return Err(fault);
         }
-        if connection.is_open() && !room.begun {
+        if connection.message_in_progress() && !room.begun {
             connection.rare.set_wants_space(true);
             return Err(CommitError::Interleaved);
         }
         if len == 0
             && let Some(messages) = connection.messages.as_mut()
-            && messages.tx.is_full()
+            && messages.tx.empty_limit_reached()
         {
             messages.tx.wants_empty = true;
             connection.rare.set_wants_space(true);
@@ -151,7 +151,7 @@ impl<S: BuildHasher> Shard<S> {
         room.remaining -= len;
         room.begun = true;
         if let Some(messages) = &mut connection.messages {
-            messages.tx.open = end.is_none();
+            messages.tx.in_progress = end.is_none();
             if len == 0 {
                 messages.tx.sent_empty(connection.tx.tx_cnt());
             }
@@ -174,7 +174,7 @@ impl<S: BuildHasher> Shard<S> {
     pub fn cancel_message(&mut self, room: MessageReservation) {
         if let Some(connection) = self.table.get_mut(room.flow) {
             connection.tx.cancel(room.remaining);
-            close(connection, room.begun);
+            abort_message(connection, room.begun);
             self.credit_changed(room.flow.index);
         }
     }
@@ -198,8 +198,8 @@ impl<S: BuildHasher> Shard<S> {
 }
 
 /// A message ends before its time, if it had begun.
-fn close(connection: &mut Connection, begun: bool) {
+fn abort_message(connection: &mut Connection, begun: bool) {
     if let Some(messages) = connection.messages.as_mut().filter(|_| begun) {
-        messages.tx.open = false;
+        messages.tx.in_progress = false;
     }
 }

@@ -388,7 +388,7 @@ impl<S: BuildHasher> Shard<S> {
             Action::CreditUpdate => {
                 connection.rx.requested();
                 let messages = connection.messages.as_mut();
-                let later = messages.is_some_and(|messages| messages.rx.puts_off());
+                let later = messages.is_some_and(|messages| messages.rx.defer_update());
                 connection.control.credit_update |= !later || connection.rx.has_news();
             }
             Action::PeerShutdown => {
@@ -449,7 +449,7 @@ impl<S: BuildHasher> Shard<S> {
                 && connection.may_send()
                 && !connection.has_queued
                 && !connection.control.response
-                && !connection.is_open()
+                && !connection.message_in_progress()
             {
                 connection.wants_credit = false;
                 if let Some(messages) = &mut connection.messages {
@@ -469,7 +469,7 @@ impl<S: BuildHasher> Shard<S> {
         if connection.rare.wants_space()
             && connection.may_send()
             && connection.queued() <= most / 2
-            && !connection.is_barred()
+            && !connection.message_blocked()
         {
             connection.rare.set_wants_space(false);
             if let Some(messages) = &mut connection.messages {

@@ -93,7 +93,7 @@ impl<S: BuildHasher> Shard<S> {
         }
         let window = connection.rx.window();
         let messages = &mut connection.messages.as_mut()?.rx;
-        if messages.look(len, ends, window) != Verdict::Fits {
+        if messages.check(len, ends, window) != Verdict::Fits {
             return None;
         }
         messages.receive(len, ends);
@@ -440,7 +440,7 @@ fn classify_payload(connection: &Connection, header: &Repr) -> Input {
         && connection.may_receive()
     {
         let ends = header.flags & SEQ_EOM != 0;
-        match messages.rx.look(len, ends, rx.window()) {
+        match messages.rx.check(len, ends, rx.window()) {
             Verdict::TooLong => return Input::RwTooLong,
             Verdict::Flood => return Input::RwFlood,
             Verdict::Fits => {}

@@ -80,7 +80,7 @@ impl<S: BuildHasher> Shard<S> {
             connection.control.credit_request = false;
             header = connection.header(Op::CreditRequest, 0, 0);
             if let Some(messages) = &mut connection.messages {
-                messages.tx.asks();
+                messages.tx.handle_request_sent();
             }
             if connection.is_stalled() {
                 let (first, most) = match connection.stall() {
@@ -110,7 +110,7 @@ impl<S: BuildHasher> Shard<S> {
         self.data.remove(&mut self.table.slots, index);
         let flow = self.table.id(index);
         let connection = self.table.at(index)?;
-        let cuts_message = connection.cuts_message();
+        let cuts_message = connection.queued_message_begun();
         let queue = connection.queue.as_mut()?;
         let front = *queue.sends.front()?;
         let offset = queue.front_offset;

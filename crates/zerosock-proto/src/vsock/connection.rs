@@ -39,13 +39,13 @@ pub struct FlowInfo {
     /// The state.
     pub state: State,
     /// The peer will receive no more.
-    pub peer_shut_rcv: bool,
+    pub peer_recv_shutdown: bool,
     /// The peer will send no more.
-    pub peer_shut_snd: bool,
+    pub peer_send_shutdown: bool,
     /// We will receive no more.
-    pub local_shut_rcv: bool,
+    pub local_recv_shutdown: bool,
     /// We will send no more.
-    pub local_shut_snd: bool,
+    pub local_send_shutdown: bool,
     /// Bytes that may be sent now: credit neither used nor reserved.
     pub send_credit: u32,
     /// Bytes of queued sends not yet cut into packets.
@@ -66,7 +66,7 @@ pub struct FlowInfo {
     pub peer_fwd_cnt: u32,
     /// The longest message that may be sent, in bytes: the peer's buffer, and our own bound on
     /// what is under way.
-    pub most_message: u32,
+    pub max_message_len: u32,
 }
 
 /// Credit and a packet's place, taken before the header exists. It is to be
@@ -346,16 +346,16 @@ impl Connection {
     }
 
     pub(crate) fn info(&self) -> FlowInfo {
-        let (local, peer) = self.shut();
+        let (local, peer) = self.shutdown_directions();
         FlowInfo {
             local: self.key.local,
             peer: self.key.peer,
             socket_type: self.socket_type,
             state: self.state,
-            peer_shut_rcv: peer.receive,
-            peer_shut_snd: peer.send,
-            local_shut_rcv: local.receive,
-            local_shut_snd: local.send,
+            peer_recv_shutdown: peer.receive,
+            peer_send_shutdown: peer.send,
+            local_recv_shutdown: local.receive,
+            local_send_shutdown: local.send,
             send_credit: if self.may_send() {
                 self.tx.available()
             } else {
@@ -369,7 +369,7 @@ impl Connection {
             tx_cnt: self.tx.tx_cnt(),
             peer_buf_alloc: self.tx.peer_buf_alloc(),
             peer_fwd_cnt: self.tx.peer_fwd_cnt(),
-            most_message: self.tx.limit(),
+            max_message_len: self.tx.limit(),
         }
     }
 
@@ -386,7 +386,7 @@ impl Connection {
     }
 
     /// Directions that we, and the peer, have shut down.
-    pub(crate) fn shut(&self) -> (How, How) {
+    pub(crate) fn shutdown_directions(&self) -> (How, How) {
         match self.state {
             State::Established { local, peer } => (local, peer),
             State::Closing { peer } => (How::BOTH, peer),

@@ -72,7 +72,7 @@ fn a_message_that_can_never_arrive_is_not_begun() {
     let (mut guest, mut host, ours, _) = messages(1000);
     let too_long = guest.reserve_message(ours, 1001);
     assert_eq!(too_long.unwrap_err(), ReserveError::TooLong);
-    assert_eq!(guest.flow(ours).unwrap().most_message, 1000);
+    assert_eq!(guest.flow(ours).unwrap().max_message_len, 1000);
     assert_eq!(guest.send(ours, 1001, SEQ_EOM), Err(SendError::TooLong));
     send(&mut guest, &mut host, ours, 1000, 100).unwrap();
     let (mut guest, _, ours, _) = messages(1 << 20);

@@ -393,7 +393,7 @@ impl<S: BuildHasher> Shard<S> {
             }
             Action::PeerShutdown => {
                 connection.pending.peer_shutdown = true;
-                let (_, peer) = connection.shut();
+                let (_, peer) = connection.shutdown_directions();
                 if peer.receive {
                     connection.drop_queue();
                     connection.wants_credit = false;
@@ -402,7 +402,7 @@ impl<S: BuildHasher> Shard<S> {
                 }
             }
             Action::SendShutdown => {
-                let (local, _) = connection.shut();
+                let (local, _) = connection.shutdown_directions();
                 if local.send {
                     // Nothing comes that gathered bytes could wait for.
                     connection.delays_small = false;

@@ -194,7 +194,7 @@ impl<S: BuildHasher> Shard<S> {
             return Some(Event::Connected { flow });
         }
         if core::mem::take(&mut pending.peer_shutdown) {
-            let (_, How { receive, send }) = connection.shut();
+            let (_, How { receive, send }) = connection.shutdown_directions();
             return Some(Event::PeerShutdown {
                 flow,
                 receive,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::credit::{RxCredit, Stall, TxCredit};
 use super::event::{CloseReason, RefuseReason};
 use super::messages::Messages;
-use super::ports::Hold;
+use super::ports::PortRef;
 use super::state::{How, State};
 use crate::addr::Address;
 use crate::time::Instant;
@@ -271,7 +271,7 @@ pub(crate) struct Connection {
     pub(crate) move_state: MoveState,
     /// Whether the caller knows the id.
     pub(crate) seen: bool,
-    pub(crate) hold: Option<Hold>,
+    pub(crate) port_ref: Option<PortRef>,
 
     /// Made by the first queued send, and kept.
     pub(crate) queue: Option<Box<SendQueue>>,
@@ -326,7 +326,7 @@ impl Connection {
             pending: Pending::default(),
             move_state: MoveState::No,
             seen: false,
-            hold: None,
+            port_ref: None,
             queue: None,
             has_queued: false,
             coalescing: false,

@@ -130,7 +130,7 @@ impl TxCredit {
         self.most_packets = 0;
     }
 
-    /// The end of a [`hold`](Self::hold): there is as much room as the peer's buffer has.
+    /// The end of a [`port_ref`](Self::port_ref): there is as much room as the peer's buffer has.
     pub(crate) fn release(&mut self) {
         self.most_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
         self.bound_open();

@@ -53,7 +53,7 @@ struct Listener {
 
 /// What a connection holds of its local address, to be given back when it ends.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub(crate) enum Hold {
+pub(crate) enum PortRef {
     /// A place in a listener's backlog.
     Backlog { listener: u32 },
     /// The port.
@@ -65,7 +65,7 @@ pub(crate) enum Hold {
 pub(crate) enum Admission {
     NoListener,
     Full,
-    Granted(Hold),
+    Granted(PortRef),
 }
 
 impl Default for PortTable {
@@ -79,11 +79,11 @@ impl PortTable {
     /// process does not meet connections of its former self.
     pub fn new() -> PortTable {
         let last = EPHEMERAL_FIRST + (EPHEMERAL_COUNT - 1);
-        PortTable::giving_out(Port::new(EPHEMERAL_FIRST)..=Port::new(last))
+        PortTable::with_ephemeral(Port::new(EPHEMERAL_FIRST)..=Port::new(last))
     }
 
     /// An empty table whose ephemeral ports are these: for one of several that share a CID.
-    pub fn giving_out(ports: RangeInclusive<Port>) -> PortTable {
+    pub fn with_ephemeral(ports: RangeInclusive<Port>) -> PortTable {
         let first_ephemeral = ports.start().get();
         let ephemeral_count = match ports.is_empty() {
             true => 0,
@@ -172,7 +172,7 @@ impl PortTable {
             Some(listener) if listener.waiting > listener.backlog => Admission::Full,
             Some(listener) => {
                 listener.waiting += 1;
-                Admission::Granted(Hold::Backlog {
+                Admission::Granted(PortRef::Backlog {
                     listener: listener.id,
                 })
             }
@@ -201,12 +201,12 @@ impl PortTable {
     /// Gives a port up that was bound, once. Connections that were made from
     /// it keep it until they end.
     pub fn unbind(&self, address: Address) {
-        self.release(address, Hold::Outgoing);
+        self.release(address, PortRef::Outgoing);
     }
 
     /// Takes a port of one's choice; several connections may have it, a
     /// listener may not.
-    pub(crate) fn hold(&self, address: Address) -> Option<Hold> {
+    pub(crate) fn hold(&self, address: Address) -> Option<PortRef> {
         let mut inner = self.lock();
         if inner.listeners.contains_key(&address) {
             return None;
@@ -214,12 +214,12 @@ impl PortTable {
         inner.outgoing.try_reserve(1).ok()?;
         // Fewer than there are connections.
         *inner.outgoing.entry(address).or_insert(0) += 1;
-        Some(Hold::Outgoing)
+        Some(PortRef::Outgoing)
     }
 
     /// Takes a port that nobody has, if there is one. Looks no further than there are addresses
     /// in use.
-    pub(crate) fn allocate(&self, cid: Cid) -> Option<(Address, Hold)> {
+    pub(crate) fn allocate(&self, cid: Cid) -> Option<(Address, PortRef)> {
         let mut inner = self.lock();
         for _ in 0..inner.ephemeral_count {
             let port = Port::new(inner.first_ephemeral + inner.next_ephemeral);
@@ -229,23 +229,23 @@ impl PortTable {
             if !listened_on && !inner.outgoing.contains_key(&address) {
                 inner.outgoing.try_reserve(1).ok()?;
                 inner.outgoing.insert(address, 1);
-                return Some((address, Hold::Outgoing));
+                return Some((address, PortRef::Outgoing));
             }
         }
         None
     }
 
     /// Gives back what a connection held of `address`.
-    pub(crate) fn release(&self, address: Address, hold: Hold) {
+    pub(crate) fn release(&self, address: Address, hold: PortRef) {
         let mut inner = self.lock();
         match hold {
-            Hold::Backlog { listener: id } => {
+            PortRef::Backlog { listener: id } => {
                 let listener = inner.listeners.get_mut(&address);
                 if let Some(listener) = listener.filter(|listener| listener.id == id) {
                     listener.waiting = listener.waiting.saturating_sub(1);
                 }
             }
-            Hold::Outgoing => {
+            PortRef::Outgoing => {
                 if let Some(connections) = inner.outgoing.get_mut(&address) {
                     *connections = connections.saturating_sub(1);
                     if *connections == 0 {
@@ -338,13 +338,13 @@ mod tests {
     #[test]
     fn a_table_gives_out_its_own_ports_and_no_others() {
         let (first, last) = (Port::new(u32::MAX - 3), Port::new(u32::MAX - 1));
-        let ports = PortTable::giving_out(first..=last);
+        let ports = PortTable::with_ephemeral(first..=last);
         let mut given = [0; 3].map(|_| ports.allocate(Cid::HOST).unwrap().0.port);
         given.sort_unstable();
         assert_eq!(given, [first, Port::new(u32::MAX - 2), last]);
         assert_eq!(ports.allocate(Cid::HOST), None);
         assert_eq!(ports.allocate(Cid::new(3)).unwrap().0.cid, Cid::new(3));
-        let none = PortTable::giving_out(last..=first);
+        let none = PortTable::with_ephemeral(last..=first);
         assert_eq!(none.allocate(Cid::HOST), None);
     }
 }

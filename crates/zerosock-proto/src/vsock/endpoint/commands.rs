@@ -9,7 +9,7 @@ use crate::addr::{Address, Cid, Port};
 use crate::time::{Duration, Instant};
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, Queued, Reservation};
-use crate::vsock::ports::Hold;
+use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Action, How, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SocketType};
 
@@ -59,7 +59,7 @@ impl<S: BuildHasher> Shard<S> {
 
         let (next, action) = transition(State::Closed, Input::Connect);
         let mut connection = self.new_connection(key, socket_type, next);
-        connection.hold = Some(hold);
+        connection.port_ref = Some(hold);
         self.held_ports += 1;
         connection.seen = true;
         let index = self.add_connection(connection);
@@ -68,7 +68,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// A local port such that the two addresses have no connection yet.
-    fn take_port(&mut self, local: Address, peer: Address) -> Result<(Key, Hold), ConnectError> {
+    fn take_port(&mut self, local: Address, peer: Address) -> Result<(Key, PortRef), ConnectError> {
         if local.port != Port::ANY {
             let key = Key { local, peer };
             if !self.vacate(&key) {

@@ -9,7 +9,7 @@ use super::Shard;
 use crate::time::Instant;
 use crate::vsock::connection::{End, MoveState, Pending};
 use crate::vsock::event::{CloseReason, RefuseReason};
-use crate::vsock::ports::Hold;
+use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Input, State, transition};
 
 impl<S: BuildHasher> Shard<S> {
@@ -70,8 +70,8 @@ impl<S: BuildHasher> Shard<S> {
         } else {
             Pending::default()
         };
-        if let Some(hold) = connection.hold.take() {
-            self.held_ports -= usize::from(hold == Hold::Outgoing);
+        if let Some(hold) = connection.port_ref.take() {
+            self.held_ports -= usize::from(hold == PortRef::Outgoing);
             self.ports.release(connection.key.local, hold);
         }
         self.live -= 1;

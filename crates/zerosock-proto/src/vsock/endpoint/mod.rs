@@ -376,7 +376,7 @@ impl<S: BuildHasher> Shard<S> {
             Action::SendResponse => {
                 connection.control.response = true;
                 self.undecided -= 1;
-                if let Some(hold) = connection.hold.take() {
+                if let Some(hold) = connection.port_ref.take() {
                     self.ports.release(connection.key.local, hold);
                 }
             }
@@ -506,7 +506,7 @@ impl<S> Drop for Shard<S> {
     fn drop(&mut self) {
         let connections = self.table.slots.iter_mut();
         for connection in connections.filter_map(|slot| slot.connection.as_mut()) {
-            if let Some(hold) = connection.hold.take() {
+            if let Some(hold) = connection.port_ref.take() {
                 self.ports.release(connection.key.local, hold);
             }
         }

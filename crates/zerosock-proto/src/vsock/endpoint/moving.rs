@@ -18,7 +18,7 @@ use crate::addr::{Address, Port};
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, MoveState};
 use crate::vsock::event::{Disposition, DropReason};
-use crate::vsock::ports::{Hold, PortTable};
+use crate::vsock::ports::{PortRef, PortTable};
 use crate::vsock::state::State;
 use crate::wire::vsock::{Op, Repr};
 
@@ -36,7 +36,7 @@ pub struct Handoff {
 impl Drop for Handoff {
     fn drop(&mut self) {
         if let Some(connection) = &mut self.connection
-            && let Some(hold) = connection.hold.take()
+            && let Some(hold) = connection.port_ref.take()
         {
             self.ports.release(connection.key.local, hold);
         }
@@ -190,7 +190,7 @@ impl<S: BuildHasher> Shard<S> {
         self.events.remove(slots, flow.index);
         let connection = self.table.take(flow.index).ok_or(MoveError::Stale)?;
         self.live -= 1;
-        self.held_ports -= usize::from(connection.hold == Some(Hold::Outgoing));
+        self.held_ports -= usize::from(connection.port_ref == Some(PortRef::Outgoing));
         self.stats.moved_out += 1;
         let parcel = Handoff {
             connection: Some(Box::new(connection)),
@@ -212,7 +212,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(parcel);
         }
         self.live += 1;
-        self.held_ports += usize::from(connection.hold == Some(Hold::Outgoing));
+        self.held_ports += usize::from(connection.port_ref == Some(PortRef::Outgoing));
         self.stats.moved_in += 1;
         let index = self.table.insert(*connection);
         // Its first packet shall not take the straight path: there is something to be ended.

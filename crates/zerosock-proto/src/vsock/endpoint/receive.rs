@@ -217,7 +217,7 @@ impl<S: BuildHasher> Shard<S> {
                 let mut connection = self.new_connection(key, socket_type, next);
                 // Rule 5.
                 connection.tx.update(header.buf_alloc, header.fwd_cnt);
-                connection.hold = hold;
+                connection.port_ref = hold;
                 connection.pending.incoming = true;
                 let index = self.add_connection(connection);
                 self.undecided += 1;

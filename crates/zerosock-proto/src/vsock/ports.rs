@@ -206,7 +206,7 @@ impl PortTable {
 
     /// Takes a port of one's choice; several connections may have it, a
     /// listener may not.
-    pub(crate) fn hold(&self, address: Address) -> Option<PortRef> {
+    pub(crate) fn acquire(&self, address: Address) -> Option<PortRef> {
         let mut inner = self.lock();
         if inner.listeners.contains_key(&address) {
             return None;
@@ -271,9 +271,9 @@ mod tests {
         let ports = PortTable::new();
         assert!(ports.listen(ADDRESS, 1));
         assert!(!ports.listen(ADDRESS, 1));
-        assert_eq!(ports.hold(ADDRESS), None);
+        assert_eq!(ports.acquire(ADDRESS), None);
         assert!(ports.unlisten(ADDRESS) && !ports.unlisten(ADDRESS));
-        let hold = ports.hold(ADDRESS).unwrap();
+        let hold = ports.acquire(ADDRESS).unwrap();
         assert!(!ports.listen(ADDRESS, 1) && !ports.unlisten(ADDRESS));
         ports.release(ADDRESS, hold);
         assert!(ports.listen(ADDRESS, 1));
@@ -308,10 +308,10 @@ mod tests {
         assert_eq!(ports.bind(ADDRESS), None);
         assert!(!ports.listen(ADDRESS, 1));
         assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
-        let hold = ports.hold(ADDRESS).unwrap();
+        let hold = ports.acquire(ADDRESS).unwrap();
         ports.release(ADDRESS, hold);
         assert_eq!(ports.bind(ADDRESS), None, "still bound");
-        let hold = ports.hold(ADDRESS).unwrap();
+        let hold = ports.acquire(ADDRESS).unwrap();
         ports.unbind(ADDRESS);
         assert_eq!(ports.bind(ADDRESS), None, "still connected");
         ports.release(ADDRESS, hold);
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(last.port.get(), EPHEMERAL_FIRST + EPHEMERAL_COUNT - 1);
         assert_eq!(next.port.get(), EPHEMERAL_FIRST + 1);
         ports.release(last, hold);
-        assert!(ports.hold(last).is_some(), "reusable at once");
+        assert!(ports.acquire(last).is_some(), "reusable at once");
     }
 
     #[test]

@@ -74,7 +74,7 @@ impl<S: BuildHasher> Shard<S> {
             if !self.vacate(&key) {
                 return Err(ConnectError::InUse);
             }
-            let hold = self.ports.hold(local).ok_or(ConnectError::InUse)?;
+            let hold = self.ports.acquire(local).ok_or(ConnectError::InUse)?;
             return Ok((key, hold));
         }
         // A guest may have connections to ports that look ephemeral; it has no

@@ -270,7 +270,7 @@ pub(crate) struct Connection {
     pub(crate) pending: Pending,
     pub(crate) move_state: MoveState,
     /// Whether the caller knows the id.
-    pub(crate) seen: bool,
+    pub(crate) known_to_caller: bool,
     pub(crate) port_ref: Option<PortRef>,
 
     /// Made by the first queued send, and kept.
@@ -291,16 +291,16 @@ pub(crate) struct Connection {
     /// How often in a row it had to.
     pub(crate) delays_expired: u8,
     /// This stall's CREDIT_REQUEST has been queued.
-    pub(crate) asked: bool,
+    pub(crate) credit_requested: bool,
     /// The peer was asked what it has consumed, and has not answered since.
-    pub(crate) awaits_answer: bool,
+    pub(crate) progress_pending: bool,
     /// In milliseconds.
     pub(crate) probe_wait: u32,
     pub(crate) probe_at: Option<Instant>,
     /// Connecting, or closing, ends then.
     pub(crate) deadline: Option<Instant>,
-    /// What the peer had consumed when it was asked ([`awaits_answer`](Self::awaits_answer)).
-    pub(crate) asked_at: u32,
+    /// What the peer had consumed when it was asked ([`progress_pending`](Self::progress_pending)).
+    pub(crate) progress_base: u32,
     /// The entry in the shard's timers.
     pub(crate) armed: Option<Instant>,
 }
@@ -325,7 +325,7 @@ impl Connection {
             shutdown_sent: How::NONE,
             pending: Pending::default(),
             move_state: MoveState::No,
-            seen: false,
+            known_to_caller: false,
             port_ref: None,
             queue: None,
             has_queued: false,
@@ -335,12 +335,12 @@ impl Connection {
             delays_small: false,
             delay_over: false,
             delays_expired: 0,
-            asked: false,
+            credit_requested: false,
             probe_wait: 0,
             probe_at: None,
             deadline: None,
-            asked_at: 0,
-            awaits_answer: false,
+            progress_base: 0,
+            progress_pending: false,
             armed: None,
         }
     }
@@ -375,7 +375,7 @@ impl Connection {
 
     /// Rule 5: takes the peer's credit from a header. False: it made no sense.
     #[inline]
-    pub(crate) fn hear(&mut self, header: &Repr) -> bool {
+    pub(crate) fn update_credit(&mut self, header: &Repr) -> bool {
         let sound = self.tx.update(header.buf_alloc, header.fwd_cnt);
         if let Some(messages) = &mut self.messages {
             let answer = header.op.get() == Op::CreditUpdate as u16;
@@ -411,11 +411,11 @@ impl Connection {
     /// Whether nothing waits for credit or space: no caller was told to, no send is queued, and no
     /// stall has been seen whose end would have to be. Then a change of credit changes neither an
     /// event, nor a control packet, nor a place in a list: `Shard::credit_changed` has no effect.
-    /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `asked`.) One
+    /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `credit_requested`.) One
     /// that coalesces never goes straight.
     #[inline]
-    pub(crate) fn is_quiet(&self) -> bool {
-        let waits = self.wants_credit | self.asked | self.has_queued;
+    pub(crate) fn has_no_waiter(&self) -> bool {
+        let waits = self.wants_credit | self.credit_requested | self.has_queued;
         u8::from(waits) | self.rare.0 == 0
     }
 
@@ -512,7 +512,7 @@ impl Connection {
     }
 
     /// Whether the peer is to be told of room: it is there, and may send.
-    pub(crate) fn hears_of_credit(&self) -> bool {
+    pub(crate) fn peer_may_send(&self) -> bool {
         matches!(self.state, State::Established { peer, .. } if !peer.send)
     }
 

@@ -404,14 +404,14 @@ fn an_own_buffer_bounds_what_is_sent_from_when_it_changes() {
 #[test]
 fn a_peer_is_asked_once_what_it_has_consumed() {
     let (mut guest, mut host, ours, theirs) = opened();
-    guest.ask_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
     assert!(!guest.has_transmit(), "nothing is under way");
     guest.send(ours, 100, 0).unwrap();
     pump(&mut guest, &mut host);
-    guest.ask_progress(ours).unwrap();
-    guest.ask_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
-    guest.ask_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
     assert!(!guest.has_transmit(), "it was asked");
     // It tells what it has consumed, also later.
     pump(&mut host, &mut guest);

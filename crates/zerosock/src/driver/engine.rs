@@ -261,7 +261,7 @@ impl Engine for Driver {
 
     fn ask_progress(&mut self, id: StreamId) {
         if let Some((lane, flow)) = self.flow_of(id) {
-            let _ = self.store.lanes[lane].shard.ask_progress(flow);
+            let _ = self.store.lanes[lane].shard.request_progress(flow);
         }
     }
 

@@ -54,7 +54,7 @@ impl<S: BuildHasher> Shard<S> {
         }
         connection.delays_small = true;
         connection.wants_credit = true;
-        self.ask_for_credit(flow.index);
+        self.request_credit(flow.index);
         true
     }
 
@@ -98,7 +98,7 @@ impl<S: BuildHasher> Shard<S> {
         let len = len.min(room);
         if len == 0 {
             connection.wants_credit = true;
-            self.ask_for_credit(flow.index);
+            self.request_credit(flow.index);
             return 0;
         }
         let queue = connection.queue.as_mut();
@@ -126,7 +126,7 @@ impl<S: BuildHasher> Shard<S> {
         let more = !can_coalesce(connection) || unsent < u64::from(most);
         if !more {
             connection.wants_credit = true;
-            self.ask_for_credit(flow.index);
+            self.request_credit(flow.index);
         }
         Some(more)
     }

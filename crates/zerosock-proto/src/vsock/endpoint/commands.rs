@@ -52,7 +52,7 @@ impl<S: BuildHasher> Shard<S> {
             SocketType::SeqPacket if self.seqpacket => {}
             SocketType::SeqPacket | SocketType::Datagram => return Err(ConnectError::SocketType),
         }
-        if !self.has_room() {
+        if !self.can_open() {
             return Err(ConnectError::TooManyConnections);
         }
         let (key, hold) = self.take_port(Address::new(cid, local.port), peer)?;
@@ -61,7 +61,7 @@ impl<S: BuildHasher> Shard<S> {
         let mut connection = self.new_connection(key, socket_type, next);
         connection.port_ref = Some(hold);
         self.held_ports += 1;
-        connection.seen = true;
+        connection.known_to_caller = true;
         let index = self.add_connection(connection);
         self.act(now, index, next, action);
         Ok(self.table.id(index))
@@ -282,7 +282,7 @@ impl<S: BuildHasher> Shard<S> {
         }
         connection.rx.set_buf_alloc(buf_alloc);
         connection.tx.set_limit(buf_alloc.min(limit));
-        connection.control.credit_update |= connection.hears_of_credit();
+        connection.control.credit_update |= connection.peer_may_send();
         self.credit_changed(flow.index);
         Ok(())
     }
@@ -295,7 +295,7 @@ impl<S: BuildHasher> Shard<S> {
     /// [`FlowError::Stale`].
     pub fn set_low_water(&mut self, flow: FlowId, bytes: u32) -> Result<(), FlowError> {
         let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
-        if connection.rx.set_low_water(bytes) && connection.hears_of_credit() {
+        if connection.rx.set_low_water(bytes) && connection.peer_may_send() {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }
@@ -326,17 +326,17 @@ impl<S: BuildHasher> Shard<S> {
     ///
     /// # Errors
     /// [`FlowError::Stale`].
-    pub fn ask_progress(&mut self, flow: FlowId) -> Result<(), FlowError> {
+    pub fn request_progress(&mut self, flow: FlowId) -> Result<(), FlowError> {
         let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
         let consumed = connection.tx.peer_fwd_cnt();
         // One that was asked and has nothing to tell yet will tell.
-        let awaited = connection.awaits_answer && connection.asked_at == consumed;
+        let awaited = connection.progress_pending && connection.progress_base == consumed;
         if connection.tx.in_flight() > 0
             && !awaited
             && matches!(connection.state, State::Established { .. })
         {
-            connection.awaits_answer = true;
-            connection.asked_at = consumed;
+            connection.progress_pending = true;
+            connection.progress_base = consumed;
             connection.control.credit_request = true;
             self.update_lists(flow.index);
         }
@@ -386,7 +386,7 @@ impl<S: BuildHasher> Shard<S> {
             // Less is wanted now than before, perhaps: a queued send may find that it can be cut.
             self.update_lists(flow.index);
         }
-        self.ask_for_credit(flow.index);
+        self.request_credit(flow.index);
         ReserveError::NoCredit
     }
 
@@ -413,7 +413,7 @@ impl<S: BuildHasher> Shard<S> {
             && connection.may_send()
             && (1..=reserved).contains(&len)
             // Nothing waits for what goes back, and the header takes no update's place.
-            && connection.is_quiet()
+            && connection.has_no_waiter()
             && !connection.control.credit_update
         {
             connection.tx.commit(reserved, len);
@@ -481,7 +481,7 @@ impl<S: BuildHasher> Shard<S> {
             && connection.may_send()
             && !connection.control.response
             && !connection.control.credit_update
-            && connection.is_quiet()
+            && connection.has_no_waiter()
         {
             let sent = connection.tx.send(len);
             if sent > 0 {
@@ -554,7 +554,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Queues CREDIT_REQUEST: when a stall begins, and each time that a probe is due.
-    pub(super) fn ask_for_credit(&mut self, index: u32) {
+    pub(super) fn request_credit(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
         };
@@ -562,8 +562,8 @@ impl<S: BuildHasher> Shard<S> {
             return;
         }
         let unanswered = connection.probe_at.is_none();
-        if !connection.asked {
-            connection.asked = true;
+        if !connection.credit_requested {
+            connection.credit_requested = true;
             self.stats.credit_stalls += 1;
         } else if !unanswered {
             return;

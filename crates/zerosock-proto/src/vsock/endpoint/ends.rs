@@ -61,7 +61,7 @@ impl<S: BuildHasher> Shard<S> {
         connection.deadline = None;
         connection.probe_at = None;
         // Who never heard of the connection need not hear of its end.
-        connection.pending = if connection.seen {
+        connection.pending = if connection.known_to_caller {
             Pending {
                 connected: connection.pending.connected,
                 end: Some(end),

@@ -64,7 +64,7 @@ impl<S: BuildHasher> Shard<S> {
         };
         messages.wants_empty |= len == 0;
         connection.wants_credit = true;
-        self.ask_for_credit(flow.index);
+        self.request_credit(flow.index);
         Err(ReserveError::NoCredit)
     }
 
@@ -85,7 +85,7 @@ impl<S: BuildHasher> Shard<S> {
             && connection.stall() == Stall::None;
         if !ready && !connection.wants_credit {
             connection.wants_credit = true;
-            self.ask_for_credit(flow.index);
+            self.request_credit(flow.index);
         }
         ready
     }
@@ -144,7 +144,7 @@ impl<S: BuildHasher> Shard<S> {
             connection.rare.set_wants_space(true);
             // Whoever is told of space is not told of credit: but it is by that that it is asked for.
             connection.wants_credit = true;
-            self.ask_for_credit(flow.index);
+            self.request_credit(flow.index);
             return Err(CommitError::ManyEmpty);
         }
         connection.tx.send_part(len);
@@ -162,7 +162,7 @@ impl<S: BuildHasher> Shard<S> {
         let told = connection.control.credit_update;
         let flags = end.map_or(0, |flags| SEQ_EOM | flags & SEQ_EOR);
         let header = connection.header(Op::Rw, len, flags);
-        let quiet = connection.is_quiet() && connection.may_send();
+        let quiet = connection.has_no_waiter() && connection.may_send();
         self.stats.sent_bytes += u64::from(len);
         if told || !quiet {
             self.credit_changed(flow.index);

@@ -344,7 +344,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// Whether there may be one connection more, and there is memory for it.
-    fn has_room(&mut self) -> bool {
+    fn can_open(&mut self) -> bool {
         self.ports.occupied() < self.config.max_connections && self.table.reserve_one()
     }
 
@@ -441,7 +441,7 @@ impl<S: BuildHasher> Shard<S> {
             return;
         };
         if connection.stall() == Stall::None {
-            connection.asked = false;
+            connection.credit_requested = false;
             connection.probe_wait = 0;
             connection.delays_small = false;
             connection.control.credit_request = false;
@@ -461,7 +461,7 @@ impl<S: BuildHasher> Shard<S> {
             // The probe stays set, and finds nothing when it fires: stalls come and go with every
             // window, and most of their timers would be set in vain.
         } else {
-            self.ask_for_credit(index);
+            self.request_credit(index);
         }
         let Some(connection) = self.table.at(index) else {
             return;

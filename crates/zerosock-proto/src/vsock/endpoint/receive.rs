@@ -53,7 +53,7 @@ impl<S: BuildHasher> Shard<S> {
         if !is_payload
             || !connection.may_receive()
             || !connection.rx.allows(header.len)
-            || !connection.is_quiet()
+            || !connection.has_no_waiter()
         {
             return None;
         }
@@ -87,7 +87,7 @@ impl<S: BuildHasher> Shard<S> {
             || (len == 0 && !ends)
             || !connection.may_receive()
             || !connection.rx.allows(len)
-            || !connection.is_quiet()
+            || !connection.has_no_waiter()
         {
             return None;
         }
@@ -97,7 +97,7 @@ impl<S: BuildHasher> Shard<S> {
             return None;
         }
         messages.receive(len, ends);
-        if !connection.hear(header) {
+        if !connection.update_credit(header) {
             self.stats.bad_fwd_cnt += 1;
         }
         connection.rx.receive(len);
@@ -180,7 +180,7 @@ impl<S: BuildHasher> Shard<S> {
         let (state, input) = match header.op.known() {
             Some(Op::Request) if !self.is_local(key.local.cid) => (State::Closed, Input::Request),
             Some(Op::Request) => {
-                let room = self.has_room();
+                let room = self.can_open();
                 if self.config.accept_all {
                     let room = room && self.undecided < self.config.backlog;
                     let input = if room {
@@ -273,11 +273,11 @@ impl<S: BuildHasher> Shard<S> {
             return self.reset_packet(header, DropReason::TypeMismatch);
         }
         // Rule 5.
-        if op != Some(Op::Rst) && !connection.hear(header) {
+        if op != Some(Op::Rst) && !connection.update_credit(header) {
             self.stats.bad_fwd_cnt += 1;
         }
         if op == Some(Op::CreditUpdate) {
-            connection.awaits_answer = false;
+            connection.progress_pending = false;
         }
         // Nobody sends RW without payload, unless it ends a message.
         let ends = connection.message_flags(header.flags) & SEQ_EOM != 0;

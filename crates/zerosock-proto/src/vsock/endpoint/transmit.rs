@@ -182,7 +182,7 @@ impl<S: BuildHasher> Shard<S> {
         let connection = self.table.at(index)?;
         let pending = &mut connection.pending;
         if core::mem::take(&mut pending.incoming) {
-            connection.seen = true;
+            connection.known_to_caller = true;
             return Some(Event::Incoming {
                 flow,
                 local: connection.key.local,
@@ -236,7 +236,7 @@ impl<S: BuildHasher> Shard<S> {
             } else if connection.probe_at.is_some_and(|probe| probe <= now) {
                 connection.probe_at = None;
                 self.end_delay(index);
-                self.ask_for_credit(index);
+                self.request_credit(index);
             }
             self.rearm(index);
         }

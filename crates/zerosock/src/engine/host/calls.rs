@@ -328,7 +328,7 @@ impl Engine for HostEngine {
     }
 
     fn ask_progress(&mut self, id: StreamId) {
-        self.tune(id, |shard, flow| shard.ask_progress(flow));
+        self.tune(id, |shard, flow| shard.request_progress(flow));
     }
 
     #[inline]

@@ -17,7 +17,7 @@ pub const PACKET_OVERHEAD: u32 = 640;
 /// size that they fill it: what is left of the bound on packets when small ones have had theirs.
 /// Else a reader that waits for many bytes (SO_RCVLOWAT) and a sender that may send no packet more
 /// would wait for each other. The receive buffers of Linux guests take 3.7 KB.
-pub const SMALL: u32 = 2048;
+pub const SMALL_PACKET: u32 = 2048;
 
 /// How finely the outstanding packets are released, see [`TxCredit`].
 const EPOCHS: usize = 4;
@@ -59,13 +59,13 @@ pub struct TxCredit {
     reserved_packets: u32,
     /// Packets for which the peer's buffer has room, at least 1: kept, for it takes a division. 0
     /// while nothing may be sent.
-    most_packets: u32,
+    max_packets: u32,
     /// Packets of all epochs.
     packets: u32,
     /// The epoch being counted; none when it has no packets.
     open: Epoch,
     /// Packets at which another epoch follows it.
-    open_most: u32,
+    open_max: u32,
     /// Those before it, oldest first; the first `used` of them.
     full: [Epoch; EPOCHS - 1],
     used: u32,
@@ -82,10 +82,10 @@ impl TxCredit {
             limit,
             reserved: 0,
             reserved_packets: 0,
-            most_packets: 1,
+            max_packets: 1,
             packets: 0,
             open: Epoch::default(),
-            open_most: 1,
+            open_max: 1,
             full: [Epoch::default(); EPOCHS - 1],
             used: 0,
         }
@@ -97,7 +97,7 @@ impl TxCredit {
     #[inline]
     pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) -> bool {
         if buf_alloc != self.peer_buf_alloc {
-            self.resized(buf_alloc);
+            self.set_peer_buf_alloc(buf_alloc);
         }
         let moved = fwd_cnt.wrapping_sub(self.peer_fwd_cnt);
         if moved == 0 {
@@ -118,21 +118,21 @@ impl TxCredit {
     }
 
     #[cold]
-    fn resized(&mut self, buf_alloc: u32) {
+    fn set_peer_buf_alloc(&mut self, buf_alloc: u32) {
         self.peer_buf_alloc = buf_alloc;
-        if self.most_packets > 0 {
-            self.release();
+        if self.max_packets > 0 {
+            self.resume();
         }
     }
 
     /// From now on there is no room, whatever the peer says.
-    pub(crate) fn hold(&mut self) {
-        self.most_packets = 0;
+    pub(crate) fn pause(&mut self) {
+        self.max_packets = 0;
     }
 
     /// The end of a [`port_ref`](Self::port_ref): there is as much room as the peer's buffer has.
-    pub(crate) fn release(&mut self) {
-        self.most_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
+    pub(crate) fn resume(&mut self) {
+        self.max_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
         self.bound_open();
     }
 
@@ -144,8 +144,8 @@ impl TxCredit {
 
     /// An epoch is a quarter of what the peer has room for, but the last has no other behind it.
     fn bound_open(&mut self) {
-        self.open_most = if (self.used as usize) < self.full.len() {
-            (self.most_packets / EPOCHS as u32).max(1)
+        self.open_max = if (self.used as usize) < self.full.len() {
+            (self.max_packets / EPOCHS as u32).max(1)
         } else {
             u32::MAX
         };
@@ -157,7 +157,7 @@ impl TxCredit {
         self.tx_cnt.wrapping_sub(epoch.end) >= self.in_flight()
     }
 
-    /// Begins another epoch; `open_most` is out of reach when there is no room for one.
+    /// Begins another epoch; `open_max` is out of reach when there is no room for one.
     #[cold]
     fn open_next(&mut self) {
         if let Some(place) = self.full.get_mut(self.used as usize) {
@@ -205,7 +205,7 @@ impl TxCredit {
     }
 
     #[inline]
-    fn room(&self, window: u32) -> u32 {
+    fn free_bytes(&self, window: u32) -> u32 {
         let taken = u64::from(self.in_flight()) + u64::from(self.reserved);
         // At most the window, so it fits.
         u64::from(window).saturating_sub(taken) as u32
@@ -217,14 +217,14 @@ impl TxCredit {
         self.packets
     }
 
-    /// Whether so many packets are outstanding that another one should not be [`SMALL`]. Never when
+    /// Whether so many packets are outstanding that another one should not be [`SMALL_PACKET`]. Never when
     /// none is: a buffer below twice [`PACKET_OVERHEAD`] has room for one packet at a time, and the
     /// peer would have nothing to read that makes more room.
     #[inline]
     pub fn nears_packet_limit(&self) -> bool {
         let outstanding = self.packets + self.reserved_packets;
-        let for_others = self.peer_buf_alloc.div_ceil(SMALL);
-        outstanding > 0 && outstanding + for_others >= self.most_packets
+        let for_others = self.peer_buf_alloc.div_ceil(SMALL_PACKET);
+        outstanding > 0 && outstanding + for_others >= self.max_packets
     }
 
     /// The most bytes that may ever be under way at once.
@@ -236,10 +236,10 @@ impl TxCredit {
     /// Bytes that may be reserved now.
     #[inline]
     pub fn available(&self) -> u32 {
-        if self.packets + self.reserved_packets >= self.most_packets {
+        if self.packets + self.reserved_packets >= self.max_packets {
             0
         } else {
-            self.room(self.peer_buf_alloc.min(self.limit))
+            self.free_bytes(self.peer_buf_alloc.min(self.limit))
         }
     }
 
@@ -261,7 +261,7 @@ impl TxCredit {
         let wanted = wanted.min(self.limit()).max(1);
         if self.available() >= wanted {
             Stall::None
-        } else if self.room(self.peer_buf_alloc) < wanted {
+        } else if self.free_bytes(self.peer_buf_alloc) < wanted {
             Stall::Window
         } else {
             Stall::Limit
@@ -270,9 +270,9 @@ impl TxCredit {
 
     /// As [`stall`](Self::stall), for a message that has begun: the bound on packets is none.
     pub(crate) fn stall_within(&self) -> Stall {
-        if self.room(self.limit()) > 0 && self.most_packets > 0 {
+        if self.free_bytes(self.limit()) > 0 && self.max_packets > 0 {
             Stall::None
-        } else if self.room(self.peer_buf_alloc) == 0 {
+        } else if self.free_bytes(self.peer_buf_alloc) == 0 {
             Stall::Window
         } else {
             Stall::Limit
@@ -283,8 +283,8 @@ impl TxCredit {
     /// are not as many.
     pub(crate) fn reserve_whole(&mut self, len: u32) -> bool {
         // A packet without a byte is never known to be over: those have a bound of their own.
-        let packet = len == 0 || self.packets + self.reserved_packets < self.most_packets;
-        let room = packet && self.most_packets > 0 && self.room(self.limit()) >= len;
+        let packet = len == 0 || self.packets + self.reserved_packets < self.max_packets;
+        let room = packet && self.max_packets > 0 && self.free_bytes(self.limit()) >= len;
         if room {
             self.reserved += len;
             self.reserved_packets += 1;
@@ -305,7 +305,7 @@ impl TxCredit {
     /// packets; 0 when there are none.
     pub(crate) fn send_within(&mut self, max: u32) -> u32 {
         let len = match self.stall_within() {
-            Stall::None => max.min(MAX_PAYLOAD).min(self.room(self.limit())),
+            Stall::None => max.min(MAX_PAYLOAD).min(self.free_bytes(self.limit())),
             _ => 0,
         };
         if len > 0 {
@@ -359,7 +359,7 @@ impl TxCredit {
     #[inline]
     fn count(&mut self, len: u32) {
         self.tx_cnt = self.tx_cnt.wrapping_add(len);
-        if self.open.packets >= self.open_most {
+        if self.open.packets >= self.open_max {
             self.open_next();
         }
         self.open.packets += 1;
@@ -374,13 +374,13 @@ pub struct RxCredit {
     buf_alloc: u32,
     /// So much is consumed before the peer is told: half of the buffer, at least 1, or less if
     /// there would not be room for what the reader waits for.
-    half: u32,
+    update_threshold: u32,
     fwd_cnt: u32,
     rx_cnt: u32,
     announced: u32,
     /// The furthest byte count the peer was ever told it may reach: what is
     /// in flight when our buffer shrinks keeps its right to arrive.
-    edge: u32,
+    promised_end: u32,
     eager: bool,
 }
 
@@ -389,11 +389,11 @@ impl RxCredit {
     pub fn new(first: u32, buf_alloc: u32) -> RxCredit {
         RxCredit {
             buf_alloc,
-            half: (buf_alloc / 2).max(1),
+            update_threshold: (buf_alloc / 2).max(1),
             fwd_cnt: first,
             rx_cnt: first,
             announced: first,
-            edge: first,
+            promised_end: first,
             eager: false,
         }
     }
@@ -419,11 +419,12 @@ impl RxCredit {
     /// Bytes that may be unread at once.
     #[inline]
     pub(crate) fn window(&self) -> u32 {
-        self.buf_alloc.max(self.edge.wrapping_sub(self.fwd_cnt))
+        self.buf_alloc
+            .max(self.promised_end.wrapping_sub(self.fwd_cnt))
     }
 
     /// Whether the peer does not know all that was consumed.
-    pub(crate) fn has_news(&self) -> bool {
+    pub(crate) fn has_unannounced(&self) -> bool {
         self.fwd_cnt != self.announced
     }
 
@@ -454,7 +455,7 @@ impl RxCredit {
         Some(if self.eager {
             self.consumed_eagerly()
         } else {
-            let half = self.half.min((peer_buffer / 2).max(1));
+            let half = self.update_threshold.min((peer_buffer / 2).max(1));
             self.fwd_cnt.wrapping_sub(self.announced) >= half
         })
     }
@@ -470,7 +471,7 @@ impl RxCredit {
 
     /// The peer sent CREDIT_REQUEST: until all that is unread has been consumed, what is consumed
     /// is announced without waiting for half a buffer.
-    pub fn requested(&mut self) {
+    pub fn handle_credit_request(&mut self) {
         self.eager = self.unread() > 0;
     }
 
@@ -479,20 +480,20 @@ impl RxCredit {
     /// used up; and half of a message is nothing that its reader would take. So as soon as the next
     /// packet could be cut short by that, what is consumed is announced without waiting for half a
     /// buffer. True: the peer should be told now.
-    pub(crate) fn within_message(&mut self, peer_buffer: u32) -> bool {
+    pub(crate) fn handle_partial_message(&mut self, peer_buffer: u32) -> bool {
         let used = self.rx_cnt.wrapping_sub(self.announced);
         let known = self.buf_alloc.min(peer_buffer).saturating_sub(used);
         if known >= MAX_PAYLOAD {
             return false;
         }
-        self.requested();
-        self.has_news()
+        self.handle_credit_request();
+        self.has_unannounced()
     }
 
     /// Changes the buffer. What the peer was promised stays promised.
     pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
         self.buf_alloc = buf_alloc;
-        self.half = (buf_alloc / 2).max(1);
+        self.update_threshold = (buf_alloc / 2).max(1);
     }
 
     /// The reader takes nothing before `bytes` are there (SO_RCVLOWAT); to be said again when the
@@ -502,14 +503,14 @@ impl RxCredit {
     /// is told when more than `buf_alloc - bytes` have been consumed without its knowledge.
     pub fn set_low_water(&mut self, bytes: u32) -> bool {
         let spare = self.buf_alloc.saturating_sub(bytes.max(1));
-        self.half = (self.buf_alloc / 2).min(spare.saturating_add(1)).max(1);
-        self.fwd_cnt.wrapping_sub(self.announced) >= self.half
+        self.update_threshold = (self.buf_alloc / 2).min(spare.saturating_add(1)).max(1);
+        self.fwd_cnt.wrapping_sub(self.announced) >= self.update_threshold
     }
 
     /// `buf_alloc` and `fwd_cnt` for a header that will be sent.
     #[inline]
     pub fn announce(&mut self) -> (u32, u32) {
-        self.edge = self.fwd_cnt.wrapping_add(self.window());
+        self.promised_end = self.fwd_cnt.wrapping_add(self.window());
         self.announced = self.fwd_cnt;
         (self.buf_alloc, self.fwd_cnt)
     }

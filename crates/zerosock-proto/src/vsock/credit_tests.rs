@@ -158,7 +158,7 @@ fn a_peer_that_asked_is_told_early() {
     let mut rx = RxCredit::new(0, 1000);
     rx.announce();
     rx.receive(3);
-    rx.requested();
+    rx.handle_credit_request();
     rx.announce();
     assert_eq!(rx.consume(1, u32::MAX), Some(true));
     assert_eq!(rx.consume(2, u32::MAX), Some(true));

@@ -15,7 +15,7 @@ pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
 pub use connection::{FlowId, FlowInfo, MessageReservation, Reservation};
-pub use credit::SMALL;
+pub use credit::SMALL_PACKET;
 pub use endpoint::{
     CommitError, ConnectError, ConsumeError, FlowError, Handoff, ListenError, MoveError,
     ReserveError, SendError, Shard, ShardStats,

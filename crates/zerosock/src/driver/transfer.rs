@@ -6,7 +6,7 @@
 //! not before.
 
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL};
+use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL_PACKET};
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
@@ -311,7 +311,7 @@ impl Driver {
             let of = &mut self.store.lanes[lane];
             let most = of.slots.tx_data.len();
             // Who waits for slots is told of some by the lane's having something to send.
-            let Some(slot) = of.tx.data_slot(most.min(SMALL))? else {
+            let Some(slot) = of.tx.data_slot(most.min(SMALL_PACKET))? else {
                 break;
             };
             let Some(packet) = of.shard.poll_transmit(now, most) else {

@@ -16,7 +16,7 @@ use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::vsock::connection::{Connection, FlowId, MoveState, Queued};
-use crate::vsock::credit::SMALL;
+use crate::vsock::credit::SMALL_PACKET;
 use crate::wire::vsock::SocketType;
 
 impl<S: BuildHasher> Shard<S> {
@@ -41,7 +41,7 @@ impl<S: BuildHasher> Shard<S> {
             return false;
         }
         // A window that opens by little makes small packets too.
-        if bytes.min(connection.tx.available()) >= SMALL
+        if bytes.min(connection.tx.available()) >= SMALL_PACKET
             || !connection.may_send()
             || connection.messages.is_some()
         {
@@ -76,13 +76,13 @@ impl<S: BuildHasher> Shard<S> {
         let Some(connection) = self.table.get(flow) else {
             return false;
         };
-        let few = (1..SMALL).contains(&len) && connection.tx.nears_packet_limit();
+        let few = (1..SMALL_PACKET).contains(&len) && connection.tx.nears_packet_limit();
         can_coalesce(connection)
             && (connection.coalescing || connection.rare.coalescing_enabled() && few)
     }
 
     /// Takes up to `len` bytes of a stream, as a queued send, to leave with those that follow: as
-    /// soon as they are [`SMALL`] together, and before that when the peer has read, or after 2 ms and
+    /// soon as they are [`SMALL_PACKET`] together, and before that when the peer has read, or after 2 ms and
     /// twice as long each time, or when the connection is shut down, or is [let go](Self::flush_coalesced).
     /// How many bytes it takes: what with those before it makes one packet, and has credit. The
     /// caller keeps them, and puts them behind the headers that [`Shard::poll_transmit`] returns
@@ -94,7 +94,9 @@ impl<S: BuildHasher> Shard<S> {
         };
         let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
         let unsent = u32::try_from(unsent).unwrap_or(u32::MAX);
-        let room = SMALL.min(connection.tx.available()).saturating_sub(unsent);
+        let room = SMALL_PACKET
+            .min(connection.tx.available())
+            .saturating_sub(unsent);
         let len = len.min(room);
         if len == 0 {
             connection.wants_credit = true;
@@ -112,7 +114,7 @@ impl<S: BuildHasher> Shard<S> {
                 connection.coalescing = true;
             }
         }
-        connection.delays_small = unsent + len < SMALL && !connection.delay_over;
+        connection.delays_small = unsent + len < SMALL_PACKET && !connection.delay_over;
         self.credit_changed(flow.index);
         len
     }
@@ -122,7 +124,7 @@ impl<S: BuildHasher> Shard<S> {
     pub fn can_coalesce_more(&mut self, flow: FlowId) -> Option<bool> {
         let connection = self.table.get_mut(flow).filter(|it| it.coalescing)?;
         let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
-        let most = SMALL.min(connection.tx.available());
+        let most = SMALL_PACKET.min(connection.tx.available());
         let more = !can_coalesce(connection) || unsent < u64::from(most);
         if !more {
             connection.wants_credit = true;

@@ -386,10 +386,10 @@ impl<S: BuildHasher> Shard<S> {
                 self.rearm(index);
             }
             Action::CreditUpdate => {
-                connection.rx.requested();
+                connection.rx.handle_credit_request();
                 let messages = connection.messages.as_mut();
                 let later = messages.is_some_and(|messages| messages.rx.defer_update());
-                connection.control.credit_update |= !later || connection.rx.has_news();
+                connection.control.credit_update |= !later || connection.rx.has_unannounced();
             }
             Action::PeerShutdown => {
                 connection.pending.peer_shutdown = true;

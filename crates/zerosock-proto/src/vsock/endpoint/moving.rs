@@ -92,7 +92,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(MoveError::Busy);
         }
         connection.move_state = MoveState::RequestQueued(pair);
-        connection.tx.hold();
+        connection.tx.pause();
         self.update_lists(flow.index);
         Ok(())
     }
@@ -139,7 +139,7 @@ impl<S: BuildHasher> Shard<S> {
             return Err(MoveError::WrongState);
         }
         connection.move_state = MoveState::No;
-        connection.tx.release();
+        connection.tx.resume();
         self.credit_changed(flow.index);
         Ok(())
     }
@@ -164,13 +164,13 @@ impl<S: BuildHasher> Shard<S> {
         let answer = match connection.move_state {
             MoveState::Requested if is_movable(connection.state) => {
                 connection.move_state = MoveState::AwaitingDriver;
-                connection.tx.hold();
+                connection.tx.pause();
                 Some(connection.header(Op::Moved, 0, u32::from(pair)))
             }
             // One that is being closed as well: its SHUTDOWN waits, and the device has moved it.
             MoveState::RequestSent => {
                 connection.move_state = MoveState::No;
-                connection.tx.release();
+                connection.tx.resume();
                 // The first packet at the new pair: the device waits for it.
                 connection.control.credit_update = true;
                 None
@@ -280,7 +280,7 @@ impl<S: BuildHasher> Shard<S> {
             && connection.move_state == MoveState::AwaitingDriver
         {
             connection.move_state = MoveState::No;
-            connection.tx.release();
+            connection.tx.resume();
         }
     }
 

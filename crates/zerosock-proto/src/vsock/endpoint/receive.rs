@@ -104,7 +104,7 @@ impl<S: BuildHasher> Shard<S> {
         self.stats.packets += 1;
         self.stats.delivered_bytes += u64::from(len);
         let flags = connection.message_flags(header.flags);
-        if !ends && connection.rx.within_message(header.buf_alloc) {
+        if !ends && connection.rx.handle_partial_message(header.buf_alloc) {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }
@@ -318,7 +318,7 @@ impl<S: BuildHasher> Shard<S> {
                 };
                 let ends = flags & SEQ_EOM != 0;
                 messages.rx.receive(len, ends);
-                if !ends && connection.rx.within_message(header.buf_alloc) {
+                if !ends && connection.rx.handle_partial_message(header.buf_alloc) {
                     connection.control.credit_update = true;
                     self.update_lists(index);
                 }

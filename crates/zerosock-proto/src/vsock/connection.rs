@@ -435,7 +435,7 @@ impl Connection {
     }
 
     /// Whether a queued send can be cut now. A reservation was there first.
-    pub(crate) fn can_cut(&self) -> bool {
+    pub(crate) fn has_data(&self) -> bool {
         matches!(self.state, State::Established { .. })
             && self.has_queued
             && !self.control.response

@@ -230,7 +230,7 @@ impl<S: BuildHasher> Shard<S> {
     pub fn consume(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
         // While the peer has shut down nothing, the last unread byte means nothing to the state
         // table; and an update that waits already need not be queued again.
-        if self.goes_straight()
+        if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && matches!(connection.state, State::Established { peer, .. } if peer.is_none())
             && let Some(tell) = connection.rx.consume(bytes, connection.tx.peer_buf_alloc())
@@ -241,13 +241,13 @@ impl<S: BuildHasher> Shard<S> {
             }
             return Ok(());
         }
-        self.consume_other(flow, bytes)
+        self.consume_slow(flow, bytes)
     }
 
     /// As [`Shard::consume`], for any state.
     #[cold]
     #[inline(never)]
-    fn consume_other(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
+    fn consume_slow(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
         let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
         let peer_buffer = connection.tx.peer_buf_alloc();
         let tell = connection.rx.consume(bytes, peer_buffer);
@@ -363,13 +363,13 @@ impl<S: BuildHasher> Shard<S> {
                 return Ok(Reservation { flow, len });
             }
         }
-        Err(self.refuse(flow, max))
+        Err(self.reserve_error(flow, max))
     }
 
     /// Why nothing can be reserved. If it is for credit, somebody waits for it from now on.
     #[cold]
     #[inline(never)]
-    fn refuse(&mut self, flow: FlowId, max: u32) -> ReserveError {
+    fn reserve_error(&mut self, flow: FlowId, max: u32) -> ReserveError {
         let Some(connection) = self.table.get_mut(flow) else {
             return ReserveError::Stale;
         };
@@ -408,7 +408,7 @@ impl<S: BuildHasher> Shard<S> {
             flow,
             len: reserved,
         } = reservation;
-        if self.goes_straight()
+        if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
             && (1..=reserved).contains(&len)
@@ -421,15 +421,15 @@ impl<S: BuildHasher> Shard<S> {
             self.stats.sent_bytes += u64::from(len);
             return Ok(connection.header(Op::Rw, len, flags));
         }
-        self.commit_other(flow, reserved, len)?;
-        self.header_again(flow, len, flags)
+        self.commit_slow(flow, reserved, len)?;
+        self.payload_header(flow, len, flags)
             .ok_or(CommitError::Stale)
     }
 
     /// The header that an `*_other` has accounted for. It is made here, in the caller, because a
     /// header that lies in memory on one of two paths would have to on both.
     #[inline(always)]
-    fn header_again(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
+    fn payload_header(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
         let connection = self.table.get_mut(flow)?;
         let flags = connection.message_flags(flags);
         Some(connection.header(Op::Rw, len, flags))
@@ -438,7 +438,7 @@ impl<S: BuildHasher> Shard<S> {
     /// As [`Shard::commit`], with all that can be the matter, but for the header itself.
     #[cold]
     #[inline(never)]
-    fn commit_other(&mut self, flow: FlowId, reserved: u32, len: u32) -> Result<(), CommitError> {
+    fn commit_slow(&mut self, flow: FlowId, reserved: u32, len: u32) -> Result<(), CommitError> {
         let connection = self.table.get_mut(flow).ok_or(CommitError::Stale)?;
         let fault = match sendable(connection) {
             Ok(()) if len == 0 => Some(CommitError::Empty),
@@ -476,7 +476,7 @@ impl<S: BuildHasher> Shard<S> {
     /// be [gathered](Shard::coalesce), or to be sent with `reserve` and `commit`.
     #[inline(always)]
     pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
-        if self.goes_straight()
+        if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
             && !connection.control.response
@@ -491,9 +491,9 @@ impl<S: BuildHasher> Shard<S> {
                 return Ok(connection.header(Op::Rw, sent, flags));
             }
         }
-        let sent = self.send_now_other(flow, len)?;
+        let sent = self.send_now_slow(flow, len)?;
         let flags = if sent == len { flags } else { 0 };
-        self.header_again(flow, sent, flags)
+        self.payload_header(flow, sent, flags)
             .ok_or(ReserveError::Stale)
     }
 
@@ -501,13 +501,13 @@ impl<S: BuildHasher> Shard<S> {
     /// bytes it tells of.
     #[cold]
     #[inline(never)]
-    fn send_now_other(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
+    fn send_now_slow(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
         if self.should_coalesce(flow, len) {
             return Err(ReserveError::ShouldCoalesce);
         }
         let Reservation { flow, len } = self.reserve(flow, len)?;
         // Cannot fail: nothing has happened since.
-        self.commit_other(flow, len, len)
+        self.commit_slow(flow, len, len)
             .map_err(|_| ReserveError::Stale)?;
         Ok(len)
     }

@@ -6,7 +6,7 @@ use super::table::Slot;
 /// No connection.
 const NIL: u32 = u32::MAX;
 /// In the place of the one before: not in the list.
-const OUT: u32 = u32::MAX - 1;
+const UNLINKED: u32 = u32::MAX - 1;
 
 /// Connections with control packets to send.
 pub(super) const CONTROL: usize = 0;
@@ -27,14 +27,14 @@ pub(super) struct Link {
 impl Link {
     #[inline]
     fn is_member(self) -> bool {
-        self.prev != OUT
+        self.prev != UNLINKED
     }
 }
 
 impl Default for Link {
     fn default() -> Link {
         Link {
-            prev: OUT,
+            prev: UNLINKED,
             next: NIL,
         }
     }

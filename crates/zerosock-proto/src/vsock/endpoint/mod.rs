@@ -2,7 +2,7 @@
 //!
 //! What each file does: `receive` packets in, `commands` what the caller
 //! wants, `messages` whole messages out, `transmit` headers, events and timers
-//! out, `move_state` connections to and from other shards, `ends` how they end,
+//! out, `move_state` connections to and from other shards, `closing` how they end,
 //! `table` and `list` where connections live; here what they share. States
 //! change in [`Shard::act`](Shard) and [`Shard::expire`](Shard) only, as the state
 //! table says.
@@ -13,17 +13,17 @@
 //! else. Everything else is in a function behind it, `*_other`, which is right
 //! without the straight path as well: a test runs both and compares.
 
+mod closing;
 mod coalescing;
 mod commands;
-mod ends;
 mod error;
+#[cfg(test)]
+mod fast_path_tests;
 mod list;
 mod messages;
 mod moving;
 mod receive;
 mod stats;
-#[cfg(test)]
-mod straight_tests;
 mod table;
 mod transmit;
 
@@ -202,7 +202,7 @@ pub struct Shard<S = DefaultHashBuilder> {
     stats: ShardStats,
     /// No call takes its straight path.
     #[cfg(test)]
-    detour: bool,
+    slow_path_only: bool,
 }
 
 impl Shard {
@@ -232,16 +232,16 @@ impl<S: BuildHasher> Shard<S> {
             timers: BTreeSet::new(),
             stats: ShardStats::default(),
             #[cfg(test)]
-            detour: false,
+            slow_path_only: false,
         }
     }
 
     /// Whether calls take the straight path where it can be taken: always, but in the test that
     /// compares the two.
     #[inline(always)]
-    fn goes_straight(&self) -> bool {
+    fn uses_fast_path(&self) -> bool {
         #[cfg(test)]
-        return !self.detour;
+        return !self.slow_path_only;
         #[cfg(not(test))]
         true
     }
@@ -426,7 +426,7 @@ impl<S: BuildHasher> Shard<S> {
             return;
         };
         let control = connection.has_control();
-        let data = connection.can_cut();
+        let data = connection.has_data();
         let events = connection.pending.any();
         let slots = &mut self.table.slots;
         self.control.set(slots, index, control);

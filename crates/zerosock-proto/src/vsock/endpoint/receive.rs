@@ -27,7 +27,7 @@ impl<S: BuildHasher> Shard<S> {
         match self.handle_payload(header) {
             Some(disposition) => disposition,
             // A copy, so that a header lies in memory for those packets only that come here.
-            None => self.handle_other(now, &{ *header }),
+            None => self.handle_slow(now, &{ *header }),
         }
     }
 
@@ -37,7 +37,7 @@ impl<S: BuildHasher> Shard<S> {
     /// [`handle_packet`](Self::handle_packet).
     #[inline(always)]
     pub fn handle_payload(&mut self, header: &Repr) -> Option<Disposition> {
-        if !self.goes_straight() {
+        if !self.uses_fast_path() {
             return None;
         }
         let key = Key {
@@ -45,7 +45,7 @@ impl<S: BuildHasher> Shard<S> {
             peer: header.src,
         };
         // A device's connections are its guest's: the packet's source is right if it has one.
-        let (flow, connection) = self.table.find_again(&key)?;
+        let (flow, connection) = self.table.find_last(&key)?;
         let is_payload = header.op.get() == Op::Rw as u16
             && header.socket_type.get() == SocketType::Stream as u16
             && connection.socket_type == SocketType::Stream
@@ -73,14 +73,14 @@ impl<S: BuildHasher> Shard<S> {
     /// The straight path of messages, as [`handle_payload`](Self::handle_payload) is that of
     /// streams.
     fn handle_part(&mut self, header: &Repr) -> Option<Disposition> {
-        if !self.goes_straight() || header.socket_type.get() != SocketType::SeqPacket as u16 {
+        if !self.uses_fast_path() || header.socket_type.get() != SocketType::SeqPacket as u16 {
             return None;
         }
         let key = Key {
             local: header.dst,
             peer: header.src,
         };
-        let (flow, connection) = self.table.find_again(&key)?;
+        let (flow, connection) = self.table.find_last(&key)?;
         let (len, ends) = (header.len, header.flags & SEQ_EOM != 0);
         if header.op.get() != Op::Rw as u16
             || connection.socket_type != SocketType::SeqPacket
@@ -114,7 +114,7 @@ impl<S: BuildHasher> Shard<S> {
     /// Every other packet.
     #[cold]
     #[inline(never)]
-    fn handle_other(&mut self, now: Instant, header: &Repr) -> Disposition {
+    fn handle_slow(&mut self, now: Instant, header: &Repr) -> Disposition {
         if let Some(disposition) = self.handle_part(header) {
             return disposition;
         }

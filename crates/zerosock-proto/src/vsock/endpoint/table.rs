@@ -18,9 +18,9 @@ use crate::vsock::connection::{Connection, FlowId, Key};
 use crate::vsock::state::State;
 
 /// No place: a slab never grows so far.
-const NOWHERE: u32 = u32::MAX;
+const NO_SLOT: u32 = u32::MAX;
 /// Places whose memory is kept when all of them are free.
-const KEPT: usize = 1024;
+const KEPT_SLOTS: usize = 1024;
 
 /// A place in the slab.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub(super) struct Table<S> {
     hasher: S,
     /// The places of those that can be found.
     map: HashTable<u32>,
-    /// The last connection found, if its place is not [`NOWHERE`]: runs of packets belong together.
+    /// The last connection found, if its place is not [`NO_SLOT`]: runs of packets belong together.
     last: Key,
     last_index: u32,
 }
@@ -74,13 +74,13 @@ impl<S: BuildHasher> Table<S> {
                 local: Address::new(Cid::ANY, Port::ANY),
                 peer: Address::new(Cid::ANY, Port::ANY),
             },
-            last_index: NOWHERE,
+            last_index: NO_SLOT,
         }
     }
 
     /// Finds by addresses; hashes only when it is not the last one found.
     pub(super) fn find(&mut self, key: &Key) -> Option<u32> {
-        if self.last_index != NOWHERE && self.last.is(key) {
+        if self.last_index != NO_SLOT && self.last.is(key) {
             return Some(self.last_index);
         }
         let index = self.look_up(key)?;
@@ -96,12 +96,12 @@ impl<S: BuildHasher> Table<S> {
 
     /// The last connection found, if it has these addresses: for the packets that make up most.
     #[inline]
-    pub(super) fn find_again(&mut self, key: &Key) -> Option<(FlowId, &mut Connection)> {
+    pub(super) fn find_last(&mut self, key: &Key) -> Option<(FlowId, &mut Connection)> {
         if !self.last.is(key) {
             return None;
         }
         let index = self.last_index;
-        // Nothing is at NOWHERE.
+        // Nothing is at NO_SLOT.
         let slot = self.slots.get_mut(index as usize)?;
         let flow = FlowId {
             index,
@@ -161,7 +161,7 @@ impl<S: BuildHasher> Table<S> {
             entry.remove();
         }
         if self.last_index == index {
-            self.last_index = NOWHERE;
+            self.last_index = NO_SLOT;
         }
     }
 
@@ -175,7 +175,7 @@ impl<S: BuildHasher> Table<S> {
         self.detach(index);
         let connection = self.slots[index as usize].connection.take();
         self.free.push(index);
-        if self.occupied() == 0 && self.slots.len() > KEPT {
+        if self.occupied() == 0 && self.slots.len() > KEPT_SLOTS {
             self.slots = Vec::new();
             self.free = Vec::new();
             self.map = HashTable::new();
@@ -185,7 +185,7 @@ impl<S: BuildHasher> Table<S> {
 
     /// The next packet is found by its hash, whichever it is.
     pub(super) fn forget_last(&mut self) {
-        self.last_index = NOWHERE;
+        self.last_index = NO_SLOT;
     }
 
     /// At a place of our own lists, timers and map.
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn the_memory_of_many_goes_back_when_the_last_has_gone() {
         let mut table = table();
-        let before = KEPT as u32 * 4;
+        let before = KEPT_SLOTS as u32 * 4;
         let all: Vec<FlowId> = (0..before)
             .map(|port| {
                 let index = table.insert(connection(port));

@@ -34,7 +34,7 @@ impl<S: BuildHasher> Shard<S> {
             return None;
         }
         let index = self.data.front()?;
-        self.cut(now, index, max_payload)
+        self.next_data(now, index, max_payload)
     }
 
     /// One control packet of a connection. What must come first, first.
@@ -106,7 +106,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 
     /// One packet of a connection's queued sends.
-    fn cut(&mut self, now: Instant, index: u32, max_payload: u32) -> Option<Transmit> {
+    fn next_data(&mut self, now: Instant, index: u32, max_payload: u32) -> Option<Transmit> {
         self.data.remove(&mut self.table.slots, index);
         let flow = self.table.id(index);
         let connection = self.table.at(index)?;

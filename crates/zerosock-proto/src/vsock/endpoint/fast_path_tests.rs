@@ -64,7 +64,7 @@ impl World {
             config.accept_all = true;
             let mut shard = Shard::new(config, Arc::new(PortTable::new()));
             shard.set_seqpacket(true);
-            shard.detour = detour;
+            shard.slow_path_only = detour;
             shard
         };
         let mut world = World {

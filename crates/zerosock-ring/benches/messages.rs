@@ -238,7 +238,7 @@ impl DriverSide {
         for slot in 0..SLOTS {
             side.rx.post(slot);
         }
-        side.rx.queue.publish_quietly();
+        side.rx.queue.publish_without_notify();
         side
     }
 
@@ -248,7 +248,7 @@ impl DriverSide {
             self.tx.slots.write(slot, u64::from(message));
             self.tx.post(slot);
             if message.is_multiple_of(batch) || message == count {
-                self.tx.queue.publish_quietly();
+                self.tx.queue.publish_without_notify();
             }
         }
     }
@@ -260,7 +260,7 @@ impl DriverSide {
         while message < count {
             let Some(slot) = self.rx.take() else {
                 if unpublished > 0 {
-                    self.rx.queue.publish_quietly();
+                    self.rx.queue.publish_without_notify();
                     unpublished = 0;
                 }
                 continue;
@@ -273,12 +273,12 @@ impl DriverSide {
             self.rx.post(slot);
             unpublished += 1;
             if unpublished == RETURN {
-                self.rx.queue.publish_quietly();
+                self.rx.queue.publish_without_notify();
                 unpublished = 0;
             }
         }
         let time = start.elapsed().as_nanos() as f64;
-        self.rx.queue.publish_quietly();
+        self.rx.queue.publish_without_notify();
         time
     }
 
@@ -293,7 +293,7 @@ impl DriverSide {
             };
             self.rx.slots.check(slot, u64::from(message));
             self.rx.post(slot);
-            self.rx.queue.publish_quietly();
+            self.rx.queue.publish_without_notify();
         }
         start.elapsed().as_nanos() as f64
     }
@@ -302,7 +302,7 @@ impl DriverSide {
         let slot = self.tx.slot();
         self.tx.slots.write(slot, u64::from(message));
         self.tx.post(slot);
-        self.tx.queue.publish_quietly();
+        self.tx.queue.publish_without_notify();
     }
 }
 
@@ -320,7 +320,7 @@ impl DeviceSide {
         while message < count {
             if !self.receive_one(message + 1) {
                 if unpublished > 0 {
-                    self.tx.publish_quietly();
+                    self.tx.publish_without_notify();
                     unpublished = 0;
                 }
                 continue;
@@ -331,12 +331,12 @@ impl DeviceSide {
             }
             unpublished += 1;
             if unpublished == RETURN {
-                self.tx.publish_quietly();
+                self.tx.publish_without_notify();
                 unpublished = 0;
             }
         }
         let time = start.elapsed().as_nanos() as f64;
-        self.tx.publish_quietly();
+        self.tx.publish_without_notify();
         time
     }
 
@@ -356,7 +356,7 @@ impl DeviceSide {
         for message in 1..=count {
             self.send_one(message);
             if message.is_multiple_of(batch) || message == count {
-                self.rx.publish_quietly();
+                self.rx.publish_without_notify();
             }
         }
     }
@@ -377,9 +377,9 @@ impl DeviceSide {
         for message in 1..=count {
             while !self.receive_one(message) {}
             self.send_one(message);
-            self.rx.publish_quietly();
+            self.rx.publish_without_notify();
             // What was read goes back behind the answer, which somebody waits for.
-            self.tx.publish_quietly();
+            self.tx.publish_without_notify();
         }
     }
 }

@@ -472,8 +472,8 @@ impl DeviceQueue {
     /// for all of them. It spares the fence, that is, the wait until the other core has given up
     /// every cache line written before.
     #[inline]
-    pub fn publish_quietly(&mut self) {
-        self.used.show(self.rings.used_words());
+    pub fn publish_without_notify(&mut self) {
+        self.used.make_visible(self.rings.used_words());
     }
 
     /// As [`publish`](Self::publish), without the fence: right only for a driver that asks for
@@ -483,25 +483,26 @@ impl DeviceQueue {
     /// [`DriverQueue::enable_notifications_with`]: crate::DriverQueue::enable_notifications_with
     #[must_use = "the driver may wait for a notification"]
     #[inline]
-    pub fn publish_light(&mut self) -> bool {
+    pub fn publish_unfenced(&mut self) -> bool {
         let words = self.rings.used_words();
-        self.used.show(words);
-        self.used.ask_light(words, self.config.event_idx)
+        self.used.make_visible(words);
+        self.used
+            .needs_notification_unfenced(words, self.config.event_idx)
     }
 
     /// Whether chains are completed and not visible of which the driver has asked to be told: one
     /// load. A wish of this very moment may be missed; [`publish`](Self::publish) finds it.
     #[inline]
-    pub fn is_awaited(&self) -> bool {
+    pub fn would_notify(&self) -> bool {
         let words = self.rings.used_words();
-        self.used.is_awaited(words, self.config.event_idx)
+        self.used.would_notify(words, self.config.event_idx)
     }
 
     /// Whether [`pop`](Self::pop) has something to say (a broken queue, for one): one load, and
     /// nothing is checked or changed. For those that spin.
     #[inline]
     pub fn has_available(&self) -> bool {
-        self.avail.waiting(self.rings.avail_words()) || self.broken.is_some()
+        self.avail.has_entries(self.rings.avail_words()) || self.broken.is_some()
     }
 
     /// Tells the driver that kicks are not needed.
@@ -523,7 +524,7 @@ impl DeviceQueue {
 
     /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
     /// place of the fence, one that holds for the driver's process as well (membarrier(2), with
-    /// both registered): the driver can then use `publish_light`.
+    /// both registered): the driver can then use `publish_unfenced`.
     #[must_use = "chains that are already there bring no kick"]
     #[inline]
     pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {

@@ -522,9 +522,9 @@ impl DriverQueue {
     /// of them. It spares the fence, that is, the wait until the other core has given up every
     /// cache line written before.
     #[inline]
-    pub fn publish_quietly(&mut self) {
+    pub fn publish_without_notify(&mut self) {
         self.published = self.added;
-        self.avail.show(self.rings.avail_words());
+        self.avail.make_visible(self.rings.avail_words());
     }
 
     /// As [`publish`](Self::publish), without the fence: right only for a device that asks for kicks
@@ -534,17 +534,17 @@ impl DriverQueue {
     /// [`DeviceQueue::enable_notifications_with`]: crate::DeviceQueue::enable_notifications_with
     #[must_use = "the device may wait for a kick"]
     #[inline]
-    pub fn publish_light(&mut self) -> bool {
-        self.publish_quietly();
+    pub fn publish_unfenced(&mut self) -> bool {
+        self.publish_without_notify();
         self.avail
-            .ask_light(self.rings.avail_words(), self.event_idx)
+            .needs_notification_unfenced(self.rings.avail_words(), self.event_idx)
     }
 
     /// Whether [`poll`](Self::poll) has something to say (an error, for one): one load, and nothing
     /// is checked or changed. For those that spin.
     #[inline]
     pub fn has_used(&self) -> bool {
-        self.used.waiting(self.rings.used_words()) || self.broken.is_some()
+        self.used.has_entries(self.rings.used_words()) || self.broken.is_some()
     }
 
     /// Tells the device that calls are not needed.
@@ -574,7 +574,7 @@ impl DriverQueue {
 
     /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
     /// place of the fence, one that holds for the device's process as well (membarrier(2), with
-    /// both registered): the device can then use `publish_light`.
+    /// both registered): the device can then use `publish_unfenced`.
     #[must_use = "chains that are already there bring no call"]
     #[inline]
     pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {

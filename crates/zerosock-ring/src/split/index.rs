@@ -8,7 +8,7 @@
 //!
 //! What must hold:
 //! - entries are visible before the index that announces them: store Release in
-//!   [`Producer::show`], load Acquire in [`Consumer::available`] and [`Consumer::enable`];
+//!   [`Producer::make_visible`], load Acquire in [`Consumer::available`] and [`Consumer::enable`];
 //! - no notification is lost: the producer stores the index, then reads the wish; the consumer
 //!   stores the wish, then reads the index. With a SeqCst fence between the two on both sides, at
 //!   least one sees the other's store;
@@ -23,7 +23,7 @@ const NO_NOTIFICATION: u16 = 1;
 
 /// The shared words of one ring's protocol. They are little-endian whatever the machine.
 #[derive(Copy, Clone)]
-pub(crate) struct Words<'a> {
+pub(crate) struct IndexWords<'a> {
     /// The ring's index: written by its producer.
     pub(crate) index: &'a AtomicU16,
     /// The consumer's flags: written by the consumer.
@@ -41,21 +41,21 @@ pub(crate) struct IndexJump;
 pub(crate) struct Producer {
     next: u16,
     /// The index as the consumer can see it.
-    shown: u16,
+    visible: u16,
     /// Entries shown since the consumer's wish was last looked at.
-    unasked: u32,
+    unchecked: u32,
     /// Whether the wish read at the last look can be relied on. Not so at the first one: a
     /// predecessor may have published and died before it notified.
-    settled: bool,
+    request_known: bool,
 }
 
 impl Producer {
     pub(crate) fn new(base: u16) -> Producer {
         Producer {
             next: base,
-            shown: base,
-            unasked: 0,
-            settled: false,
+            visible: base,
+            unchecked: 0,
+            request_known: false,
         }
     }
 
@@ -73,56 +73,60 @@ impl Producer {
 
     /// Makes all entries up to `next` visible; true: the consumer is to be notified.
     #[inline]
-    pub(crate) fn publish(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        self.show(words);
-        self.ask(words, event_idx)
+    pub(crate) fn publish(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        self.make_visible(words);
+        self.needs_notification(words, event_idx)
     }
 
-    /// Makes all entries up to `next` visible, and leaves it to a later `ask` whether the consumer
+    /// Makes all entries up to `next` visible, and leaves it to a later `needs_notification` whether the consumer
     /// is to be notified of them.
     #[inline]
-    pub(crate) fn show(&mut self, words: Words<'_>) {
-        let count = self.next.wrapping_sub(self.shown);
+    pub(crate) fn make_visible(&mut self, words: IndexWords<'_>) {
+        let count = self.next.wrapping_sub(self.visible);
         if count == 0 {
             return;
         }
         // Pairs with the Acquire loads of the consumer: the entries come before the index.
         words.index.store(self.next.to_le(), Ordering::Release);
-        self.shown = self.next;
-        self.unasked = self.unasked.saturating_add(u32::from(count));
+        self.visible = self.next;
+        self.unchecked = self.unchecked.saturating_add(u32::from(count));
     }
 
     /// Whether the consumer is to be notified of what was shown since this was last asked.
     #[inline]
-    pub(crate) fn ask(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        if self.unasked == 0 {
+    pub(crate) fn needs_notification(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        if self.unchecked == 0 {
             return false;
         }
         // Pairs with the fence in `Consumer::enable`: either we see its wish below, or it sees
         // our index after its own fence and does not go to sleep.
         fence(Ordering::SeqCst);
-        self.look(words, event_idx)
+        self.read_request(words, event_idx)
     }
 
-    /// As `ask`, at the price of a load, for a consumer that pays for both: with a barrier on all
+    /// As `needs_notification`, at the price of a load, for a consumer that pays for both: with a barrier on all
     /// threads of both processes between its wish and its look at the index, the order of our
     /// store and our load in the program is the order it sees.
     #[inline]
-    pub(crate) fn ask_light(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        if self.unasked == 0 {
+    pub(crate) fn needs_notification_unfenced(
+        &mut self,
+        words: IndexWords<'_>,
+        event_idx: bool,
+    ) -> bool {
+        if self.unchecked == 0 {
             return false;
         }
         // Pairs with the barrier of `Consumer::enable_with`.
         core::sync::atomic::compiler_fence(core::sync::atomic::Ordering::SeqCst);
-        self.look(words, event_idx)
+        self.read_request(words, event_idx)
     }
 
     /// Whether [`publish`](Self::publish) would say, by what the consumer wishes now, that it is to
     /// be notified. Nothing is shown or changed, and without a fence a wish of this moment may be
     /// missed.
     #[inline]
-    pub(crate) fn is_awaited(&self, words: Words<'_>, event_idx: bool) -> bool {
-        let count = u32::from(self.next.wrapping_sub(self.shown)) + self.unasked;
+    pub(crate) fn would_notify(&self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        let count = u32::from(self.next.wrapping_sub(self.visible)) + self.unchecked;
         if count == 0 {
             return false;
         }
@@ -131,7 +135,7 @@ impl Producer {
             let Ok(count) = u16::try_from(count) else {
                 return true;
             };
-            !self.settled || need_event(event_copy, self.next, self.next.wrapping_sub(count))
+            !self.request_known || need_event(event_copy, self.next, self.next.wrapping_sub(count))
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0
@@ -139,17 +143,17 @@ impl Producer {
     }
 
     #[inline]
-    fn look(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        let count = core::mem::take(&mut self.unasked);
+    fn read_request(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        let count = core::mem::take(&mut self.unchecked);
         if event_idx {
             let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
-            let first = !core::mem::replace(&mut self.settled, true);
+            let first = !core::mem::replace(&mut self.request_known, true);
             // Once round or more: whatever the event, it was passed.
             let old = match u16::try_from(count) {
-                Ok(count) => self.shown.wrapping_sub(count),
+                Ok(count) => self.visible.wrapping_sub(count),
                 Err(_) => return true,
             };
-            first || need_event(event_copy, self.shown, old)
+            first || need_event(event_copy, self.visible, old)
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0
@@ -184,9 +188,13 @@ impl Consumer {
     /// # Errors
     /// [`IndexJump`] if there are more than `limit`.
     #[inline]
-    pub(crate) fn available(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
+    pub(crate) fn available(
+        &mut self,
+        words: IndexWords<'_>,
+        limit: u16,
+    ) -> Result<u16, IndexJump> {
         if self.seen == self.next {
-            // Pairs with the Release store in `Producer::show`.
+            // Pairs with the Release store in `Producer::make_visible`.
             let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
             if index_copy.wrapping_sub(self.next) > limit {
                 return Err(IndexJump);
@@ -199,7 +207,7 @@ impl Consumer {
     /// Whether entries can be taken, as far as the shared index says: nothing is checked nor
     /// remembered. For those that spin.
     #[inline]
-    pub(crate) fn waiting(&self, words: Words<'_>) -> bool {
+    pub(crate) fn has_entries(&self, words: IndexWords<'_>) -> bool {
         // Only compared: `available` reads it again and checks it before anything is taken.
         self.seen != self.next || u16::from_le(words.index.load(Ordering::Relaxed)) != self.next
     }
@@ -217,7 +225,7 @@ impl Consumer {
     /// # Errors
     /// [`IndexJump`] if there are more than `limit`.
     #[inline]
-    pub(crate) fn refresh(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
+    pub(crate) fn refresh(&mut self, words: IndexWords<'_>, limit: u16) -> Result<u16, IndexJump> {
         let left = self.seen.wrapping_sub(self.next);
         // Pairs with the Release store in `Producer::publish`.
         let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
@@ -246,7 +254,7 @@ impl Consumer {
     /// Declines notifications. With event index there is nothing to do: an event index that is
     /// left behind is passed once at most, until the index has gone round.
     #[inline]
-    pub(crate) fn disable(&mut self, words: Words<'_>, event_idx: bool) {
+    pub(crate) fn disable(&mut self, words: IndexWords<'_>, event_idx: bool) {
         if !event_idx {
             words
                 .flags
@@ -257,8 +265,8 @@ impl Consumer {
     /// Asks for a notification at the entry after the last one taken; true: entries are there
     /// already, and no notification will come for them.
     #[inline]
-    pub(crate) fn enable(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        // Pairs with the fence in `Producer::ask`.
+    pub(crate) fn enable(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        // Pairs with the fence in `Producer::needs_notification`.
         self.enable_with(words, event_idx, || fence(Ordering::SeqCst))
     }
 
@@ -266,13 +274,18 @@ impl Consumer {
     /// as well; true: they are there already. Without event index that cannot be asked for: then it
     /// is `enable`.
     #[inline]
-    pub(crate) fn enable_after(&mut self, words: Words<'_>, event_idx: bool, more: u16) -> bool {
+    pub(crate) fn enable_after(
+        &mut self,
+        words: IndexWords<'_>,
+        event_idx: bool,
+        more: u16,
+    ) -> bool {
         if !event_idx {
             return self.enable(words, false);
         }
         let event = self.next.wrapping_add(more);
         words.event.store(event.to_le(), Ordering::Relaxed);
-        // Pairs with the fence in `Producer::ask`: either it sees the event above, or we see below
+        // Pairs with the fence in `Producer::needs_notification`: either it sees the event above, or we see below
         // an index that has passed it.
         fence(Ordering::SeqCst);
         // Only compared, as in `enable_with`. An index that makes no sense is for the next look.
@@ -284,7 +297,7 @@ impl Consumer {
     #[inline]
     pub(crate) fn enable_with(
         &mut self,
-        words: Words<'_>,
+        words: IndexWords<'_>,
         event_idx: bool,
         barrier: impl FnOnce(),
     ) -> bool {

@@ -10,7 +10,7 @@ use loom::sync::atomic::AtomicU16;
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use super::index::{Consumer, Producer, Words};
+use super::index::{Consumer, IndexWords, Producer};
 
 /// Slots per ring: 1, so that every entry reuses the slot of the one before.
 const SLOTS: u16 = 1;
@@ -63,8 +63,8 @@ impl Ring {
         }
     }
 
-    fn words(&self) -> Words<'_> {
-        Words {
+    fn words(&self) -> IndexWords<'_> {
+        IndexWords {
             index: &self.index,
             flags: &self.flags,
             event: &self.event,
@@ -162,10 +162,10 @@ fn a_question_put_off_loses_no_notification() {
                 thread::spawn(move || {
                     let mut producer = Producer::new(BASE);
                     ring.put(&mut producer, 10);
-                    producer.show(ring.words());
+                    producer.make_visible(ring.words());
                     ring.put(&mut producer, 11);
-                    producer.show(ring.words());
-                    if producer.ask(ring.words(), event_idx) {
+                    producer.make_visible(ring.words());
+                    if producer.needs_notification(ring.words(), event_idx) {
                         ring.signal.send();
                     }
                 })
@@ -224,13 +224,13 @@ fn a_look_without_taking_announces_nothing_too_early() {
                 let mut producer = Producer::new(BASE);
                 for value in [10, 11] {
                     ring.put(&mut producer, value);
-                    producer.show(ring.words());
+                    producer.make_visible(ring.words());
                 }
             })
         };
         let mut consumer = Consumer::new(BASE);
         for expected in [10, 11] {
-            while !consumer.waiting(ring.words()) {
+            while !consumer.has_entries(ring.words()) {
                 thread::yield_now();
             }
             assert_ne!(consumer.available(ring.words(), 2), Ok(0));

@@ -8,7 +8,7 @@
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::Arc;
 
-use super::index::Words;
+use super::index::IndexWords;
 use super::layout::{
     Descriptor, QueueError, avail_len, check_overlap, check_size, desc_len, used_len,
 };
@@ -108,12 +108,12 @@ impl Rings {
 
     /// The words of the available ring's protocol: the driver produces, the device consumes.
     #[inline]
-    pub(crate) fn avail_words(&self) -> Words<'_> {
+    pub(crate) fn avail_words(&self) -> IndexWords<'_> {
         // SAFETY: `used` points to flags and index, `avail_event` to the last word of the used
         // ring; `resolve` checked their bounds. They are 2-aligned: used is so to 4, and
         // 4 + 8 * size is even.
         let (flags, event) = unsafe { (&*self.used, &*self.avail_event) };
-        Words {
+        IndexWords {
             index: self.avail_word(1),
             flags,
             event,
@@ -122,10 +122,10 @@ impl Rings {
 
     /// The words of the used ring's protocol: the device produces, the driver consumes.
     #[inline]
-    pub(crate) fn used_words(&self) -> Words<'_> {
+    pub(crate) fn used_words(&self) -> IndexWords<'_> {
         // SAFETY: the second word of the used ring, within the bounds that `resolve` checked.
         let index = unsafe { &*self.used.add(1) };
-        Words {
+        IndexWords {
             index,
             flags: self.avail_word(0),
             event: self.avail_word(2 + usize::from(self.size)),

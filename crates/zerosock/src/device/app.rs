@@ -66,7 +66,7 @@ impl Device {
     pub(crate) fn is_awaited(&self, app: &App) -> bool {
         let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
         let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
-        let last = |tx: &Ring| tx.queue.is_awaited() && all(tx);
+        let last = |tx: &Ring| tx.queue.would_notify() && all(tx);
         self.shard.has_transmit() || self.tx.as_ref().is_some_and(|tx| many(tx) || last(tx))
     }
 

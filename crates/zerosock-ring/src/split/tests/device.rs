@@ -140,13 +140,13 @@ fn flags_suppress_both_ways() {
     driver.disable_notifications();
     let chain = popped(&mut queue);
     queue.complete(chain, 0);
-    assert!(!queue.is_awaited());
+    assert!(!queue.would_notify());
     assert!(!queue.publish());
     assert!(driver.enable_notifications(), "one is back");
-    assert!(!queue.is_awaited(), "nothing new");
+    assert!(!queue.would_notify(), "nothing new");
     let chain = popped(&mut queue);
     queue.complete(chain, 0);
-    assert!(queue.is_awaited());
+    assert!(queue.would_notify());
     assert!(queue.publish());
     assert!(!queue.enable_notifications());
 }
@@ -172,7 +172,7 @@ fn event_index_suppresses_until_the_entry_asked_for() {
     for chain in chains {
         queue.complete(chain, 0);
     }
-    assert!(queue.is_awaited(), "the first batch always");
+    assert!(queue.would_notify(), "the first batch always");
     assert!(queue.publish());
     assert!(driver.enable_notifications());
     while driver.poll().unwrap().is_some() {}
@@ -180,7 +180,7 @@ fn event_index_suppresses_until_the_entry_asked_for() {
     for wanted in [true, false] {
         let chain = popped(&mut queue);
         queue.complete(chain, 0);
-        assert_eq!(queue.is_awaited(), wanted);
+        assert_eq!(queue.would_notify(), wanted);
         assert_eq!(queue.publish(), wanted);
     }
 }

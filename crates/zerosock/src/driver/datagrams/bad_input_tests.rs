@@ -238,7 +238,7 @@ fn headers_that_do_not_hold_are_dropped() {
         data(from, us(), len, true).emit(&mut bytes);
         victim.peer.rx.memory().write(chain.writable(), 0, &bytes);
         victim.peer.rx.complete(chain, HEADER_LEN as u32 + 5);
-        victim.peer.rx.publish_quietly();
+        victim.peer.rx.publish_without_notify();
         victim.turn();
         malformed += 1;
         assert_eq!(victim.driver.stats().rx_malformed, malformed, "{len}");

@@ -20,15 +20,15 @@ pub struct Chain {
     pub(super) position: u16,
     /// Descriptors of the queue's own table in it.
     pub(super) descriptors: u16,
-    /// Pieces in `few`, and how many of them are readable.
-    few_len: u8,
-    few_readable: u8,
+    /// Pieces in `inline_pieces`, and how many of them are readable.
+    inline_len: u8,
+    inline_readable: u8,
     readable_len: u32,
     writable_len: u32,
     /// The pieces of a short chain, as nearly all are.
-    few: [Piece; 2],
+    inline_pieces: [Piece; 2],
     /// All pieces of any other.
-    pub(super) many: Option<Box<Many>>,
+    pub(super) long: Option<Box<LongChain>>,
 }
 
 // It is moved in and out of lists on the way of every packet.
@@ -37,7 +37,7 @@ const _: () = assert!(size_of::<Chain>() <= 56);
 /// What is in a chain that is not short, or not sound: pieces and sums while it is walked, and the
 /// fault. It comes from a pool, so that none is allocated once warm.
 #[derive(Debug, Default)]
-pub(super) struct Many {
+pub(super) struct LongChain {
     pub(super) pieces: Vec<Piece>,
     pub(super) descriptors: u16,
     /// Number of readable pieces.
@@ -51,17 +51,17 @@ pub(super) struct Many {
 /// that (4 KiB) is given back, so that one burst of long chains does not stay with us.
 const MAX_KEPT_PIECES: usize = 256;
 
-/// Emptied [`Many`]s.
+/// Emptied [`LongChain`]s.
 #[derive(Debug, Default)]
 #[allow(clippy::vec_box)] // boxed once, and handed over as they are
-pub(super) struct Pool(Vec<Box<Many>>);
+pub(super) struct Pool(Vec<Box<LongChain>>);
 
 impl Pool {
-    pub(super) fn take(&mut self) -> Box<Many> {
+    pub(super) fn take(&mut self) -> Box<LongChain> {
         self.0.pop().unwrap_or_default()
     }
 
-    pub(super) fn give(&mut self, mut many: Box<Many>) {
+    pub(super) fn put(&mut self, mut many: Box<LongChain>) {
         if many.pieces.capacity() <= MAX_KEPT_PIECES {
             many.clear();
             self.0.push(many);
@@ -114,7 +114,7 @@ pub enum ChainFault {
     Shared,
 }
 
-impl Many {
+impl LongChain {
     /// Adds the buffer of a descriptor's private copy.
     #[inline]
     pub(super) fn append(
@@ -153,57 +153,57 @@ impl Many {
     fn clear(&mut self) {
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
-        *self = Many {
+        *self = LongChain {
             pieces,
-            ..Many::default()
+            ..LongChain::default()
         };
     }
 
     /// Turns into a malformed chain: nothing in it.
     #[cold]
-    pub(super) fn spoil(&mut self, fault: ChainFault) {
+    pub(super) fn set_fault(&mut self, fault: ChainFault) {
         self.clear();
         self.fault = Some(fault);
     }
 }
 
 impl Chain {
-    /// A chain of whatever is in `many`.
+    /// A chain of whatever is in `long`.
     #[inline(always)] // as those below: moved once less
-    pub(super) fn of_many(head: u16, position: u16, many: Box<Many>) -> Chain {
+    pub(super) fn from_long(head: u16, position: u16, many: Box<LongChain>) -> Chain {
         Chain {
             head,
             position,
             descriptors: many.descriptors,
-            few_len: 0,
-            few_readable: 0,
+            inline_len: 0,
+            inline_readable: 0,
             readable_len: many.readable_len,
             writable_len: many.writable_len,
-            few: [Piece::NONE; 2],
-            many: Some(many),
+            inline_pieces: [Piece::NONE; 2],
+            long: Some(many),
         }
     }
 
     /// A chain of one descriptor, of one piece.
     #[inline(always)]
-    pub(super) fn of_one(head: u16, position: u16, piece: Piece, writable: bool) -> Chain {
+    pub(super) fn from_one(head: u16, position: u16, piece: Piece, writable: bool) -> Chain {
         let len = piece.len;
         Chain {
             head,
             position,
             descriptors: 1,
-            few_len: 1,
-            few_readable: u8::from(!writable),
+            inline_len: 1,
+            inline_readable: u8::from(!writable),
             readable_len: if writable { 0 } else { len },
             writable_len: if writable { len } else { 0 },
-            few: [piece, Piece::NONE],
-            many: None,
+            inline_pieces: [piece, Piece::NONE],
+            long: None,
         }
     }
 
     /// A chain of two descriptors, of one piece each; None if they make none.
     #[inline(always)]
-    pub(super) fn of_two(
+    pub(super) fn from_two(
         head: u16,
         position: u16,
         [(first, first_writable), (second, second_writable)]: [(Piece, bool); 2],
@@ -219,12 +219,12 @@ impl Chain {
             head,
             position,
             descriptors: 2,
-            few_len: 2,
-            few_readable,
+            inline_len: 2,
+            inline_readable: few_readable,
             readable_len,
             writable_len: total - readable_len,
-            few: [first, second],
-            many: None,
+            inline_pieces: [first, second],
+            long: None,
         })
     }
 
@@ -243,8 +243,8 @@ impl Chain {
     /// Pieces that the device may read.
     #[inline]
     pub fn readable(&self) -> &[Piece] {
-        match &self.many {
-            None => self.few.get(..usize::from(self.few_readable)),
+        match &self.long {
+            None => self.inline_pieces.get(..usize::from(self.inline_readable)),
             Some(many) => many.pieces.get(..many.readable),
         }
         .unwrap_or(&[])
@@ -253,10 +253,10 @@ impl Chain {
     /// Pieces that the device may write.
     #[inline]
     pub fn writable(&self) -> &[Piece] {
-        match &self.many {
+        match &self.long {
             None => self
-                .few
-                .get(usize::from(self.few_readable)..usize::from(self.few_len)),
+                .inline_pieces
+                .get(usize::from(self.inline_readable)..usize::from(self.inline_len)),
             Some(many) => many.pieces.get(many.readable..),
         }
         .unwrap_or(&[])
@@ -278,6 +278,6 @@ impl Chain {
     /// no pieces then.
     #[inline]
     pub fn fault(&self) -> Option<ChainFault> {
-        self.many.as_ref().and_then(|many| many.fault)
+        self.long.as_ref().and_then(|many| many.fault)
     }
 }

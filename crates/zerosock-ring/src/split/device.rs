@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use super::chain::{Chain, ChainFault, Many, Pool};
+use super::chain::{Chain, ChainFault, LongChain, Pool};
 use super::index::{Consumer, IndexJump, Producer};
 use super::layout::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
@@ -22,7 +22,7 @@ use crate::slice::Piece;
 const MAX_INDIRECT: u16 = 1024;
 
 /// How many chains ahead of the one popped the first lines of writable buffers are fetched.
-const AHEAD: u16 = 8;
+const PREFETCH_DISTANCE: u16 = 8;
 
 /// Why nothing was popped although something was posted: always the peer's fault.
 #[derive(Debug, thiserror::Error)]
@@ -65,12 +65,12 @@ pub struct DeviceQueue {
     config: QueueConfig,
     avail: Consumer,
     used: Producer,
-    /// Wider than it need be: of the same type as `held` the two would be loaded as one, right
+    /// Wider than it need be: of the same type as `held_descriptors` the two would be loaded as one, right
     /// behind stores of each.
     outstanding: u32,
     /// Descriptors of our table in outstanding chains. At most the size: so a driver that puts one
     /// descriptor into many chains cannot make us hold more pieces than an honest one.
-    held: u16,
+    held_descriptors: u16,
     broken: Option<BrokenReason>,
     malformed: u64,
     /// The regions of a chain's first buffer and of the next, as they last were.
@@ -79,7 +79,7 @@ pub struct DeviceQueue {
     pool: Pool,
     /// Used elements as they were last written, id and length, so that what would not change is
     /// not written: a ring on which buffers go round in order stays shared by both caches.
-    written: Vec<Option<(u32, u32)>>,
+    used_cache: Vec<Option<(u32, u32)>>,
     /// Pieces of the indirect table being walked.
     table: Vec<Piece>,
 }
@@ -117,13 +117,13 @@ impl DeviceQueue {
             avail: Consumer::new(config.base),
             used: Producer::new(used_base),
             outstanding: 0,
-            held: 0,
+            held_descriptors: 0,
             broken: None,
             malformed: 0,
             hint: 0,
             next_hint: 0,
             pool: Pool::default(),
-            written,
+            used_cache: written,
             table: Vec::new(),
         })
     }
@@ -223,21 +223,21 @@ impl DeviceQueue {
         }
         self.avail.advance();
         self.outstanding += 1;
-        if self.avail.seen() >= AHEAD {
-            self.prefetch(position.wrapping_add(AHEAD));
+        if self.avail.seen() >= PREFETCH_DISTANCE {
+            self.prefetch(position.wrapping_add(PREFETCH_DISTANCE));
         }
         let chain = match self.pop_short(head_copy, position) {
             Some(chain) => chain,
             None => {
-                let (many, sound) = self.pop_any(head_copy);
-                let chain = Chain::of_many(head_copy, position, many);
+                let (many, sound) = self.pop_long(head_copy);
+                let chain = Chain::from_long(head_copy, position, many);
                 if !sound {
                     return Err(PopError::Malformed(chain));
                 }
                 chain
             }
         };
-        self.held += chain.descriptors;
+        self.held_descriptors += chain.descriptors;
         Ok(Some(chain))
     }
 
@@ -249,9 +249,9 @@ impl DeviceQueue {
         let first_copy = self.rings.descriptor(head)?;
         let first = mem.piece_in(self.hint, first_copy.addr, first_copy.len)?;
         let writable = first_copy.has(DESC_F_WRITE);
-        let room = self.size() - self.held;
+        let room = self.size() - self.held_descriptors;
         if !first_copy.has(DESC_F_NEXT | DESC_F_INDIRECT) {
-            return (room >= 1).then(|| Chain::of_one(head, position, first, writable));
+            return (room >= 1).then(|| Chain::from_one(head, position, first, writable));
         }
         let second_copy = self.rings.descriptor(first_copy.next)?;
         let second = mem.piece_in(self.next_hint, second_copy.addr, second_copy.len)?;
@@ -260,7 +260,7 @@ impl DeviceQueue {
             && !second_copy.has(DESC_F_NEXT | DESC_F_INDIRECT)
             && room >= 2;
         if plain {
-            Chain::of_two(head, position, both)
+            Chain::from_two(head, position, both)
         } else {
             None
         }
@@ -285,12 +285,12 @@ impl DeviceQueue {
 
     /// What is in the chain, whatever it is, and whether it is sound.
     #[inline(never)]
-    fn pop_any(&mut self, head: u16) -> (Box<Many>, bool) {
+    fn pop_long(&mut self, head: u16) -> (Box<LongChain>, bool) {
         let mut many = self.pool.take();
         let result = self.walk(&mut many, head);
         if let Err(fault) = result {
             self.malformed += 1;
-            many.spoil(fault);
+            many.set_fault(fault);
         } else if let [first, second] = *many.pieces {
             (self.hint, self.next_hint) = (first.region, second.region);
         }
@@ -298,7 +298,7 @@ impl DeviceQueue {
     }
 
     /// Follows the chain from its head, copying each descriptor once.
-    fn walk(&mut self, chain: &mut Many, head: u16) -> Result<(), ChainFault> {
+    fn walk(&mut self, chain: &mut LongChain, head: u16) -> Result<(), ChainFault> {
         let limit = self.size();
         let mut index = head;
         loop {
@@ -325,7 +325,7 @@ impl DeviceQueue {
             }
             index = descriptor_copy.next;
         }
-        if chain.descriptors > limit - self.held {
+        if chain.descriptors > limit - self.held_descriptors {
             return Err(ChainFault::Shared);
         }
         Ok(())
@@ -335,7 +335,7 @@ impl DeviceQueue {
     /// refers to it means nothing (2.7.5.3.2).
     fn walk_indirect(
         &mut self,
-        chain: &mut Many,
+        chain: &mut LongChain,
         table_copy: Descriptor,
     ) -> Result<(), ChainFault> {
         if !self.config.indirect {
@@ -418,7 +418,7 @@ impl DeviceQueue {
     /// before [`publish`](Self::publish). Any order will do. This is the one end of every write
     /// into peer memory.
     ///
-    /// `written` counts from the start of the writable pieces; more than they have is cut down.
+    /// `used_cache` counts from the start of the writable pieces; more than they have is cut down.
     #[inline]
     pub fn complete(&mut self, chain: Chain, written: u32) {
         debug_assert!(
@@ -429,7 +429,7 @@ impl DeviceQueue {
         let (position, element) = (self.used.next(), (u32::from(chain.head), written));
         // The size is a power of two.
         let index = usize::from(position & (self.size() - 1));
-        match self.written.get_mut(index) {
+        match self.used_cache.get_mut(index) {
             Some(old) if *old == Some(element) => {}
             old => {
                 self.rings.set_used_element(position, element.0, element.1);
@@ -446,9 +446,9 @@ impl DeviceQueue {
     fn release(&mut self, chain: Chain) {
         debug_assert!(self.outstanding > 0, "a chain of another queue");
         self.outstanding = self.outstanding.saturating_sub(1);
-        self.held = self.held.saturating_sub(chain.descriptors);
-        if let Some(many) = chain.many {
-            self.pool.give(many);
+        self.held_descriptors = self.held_descriptors.saturating_sub(chain.descriptors);
+        if let Some(many) = chain.long {
+            self.pool.put(many);
         }
     }
 
@@ -542,7 +542,7 @@ impl DeviceQueue {
     pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
         self.rings = resolve(mem, &self.config)?;
         (self.hint, self.next_hint) = (0, 0);
-        self.written.fill(None);
+        self.used_cache.fill(None);
         Ok(())
     }
 }

@@ -99,13 +99,13 @@ struct Slot {
 enum State {
     /// Free, or in a chain behind its head.
     #[default]
-    Other,
+    NotHead,
     /// Head of a chain that is out, and is free when it comes back.
-    Out,
+    Posted,
     /// Head of a fixed chain that is with us.
-    FixedHere,
+    FixedIdle,
     /// Head of a fixed chain that is out.
-    FixedOut,
+    FixedPosted,
 }
 
 /// The driver half of a split virtqueue: posts chains, takes them back in any order.
@@ -136,7 +136,7 @@ pub struct DriverQueue {
     /// Pieces of the indirect table being written.
     table: Vec<Piece>,
     /// The available ring's entries as they were last written.
-    heads: Vec<u16>,
+    avail_cache: Vec<u16>,
 }
 
 impl DriverQueue {
@@ -208,7 +208,7 @@ impl DriverQueue {
             returned: 0,
             broken: None,
             table: Vec::new(),
-            heads: vec![0; usize::from(layout.size)],
+            avail_cache: vec![0; usize::from(layout.size)],
         })
     }
 
@@ -276,11 +276,11 @@ impl DriverQueue {
             Some((addr, buffers)) => Some(self.write_table(addr, buffers)?),
         };
         let buffers = direct.iter().map(|buffer| buffer.descriptor());
-        let head = self.lay_out(count, buffers.chain(table));
+        let head = self.write_chain(count, buffers.chain(table));
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
             *slot = Slot {
                 next: slot.next,
-                state: State::Out,
+                state: State::Posted,
                 count,
                 writable_len,
                 token,
@@ -303,11 +303,11 @@ impl DriverQueue {
         if count > self.free {
             return Err(AddError::Full);
         }
-        let head = self.lay_out(count, buffers.iter().map(|buffer| buffer.descriptor()));
+        let head = self.write_chain(count, buffers.iter().map(|buffer| buffer.descriptor()));
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
             *slot = Slot {
                 next: slot.next,
-                state: State::FixedHere,
+                state: State::FixedIdle,
                 count,
                 writable_len,
                 token,
@@ -326,9 +326,9 @@ impl DriverQueue {
         let slot = self
             .slots
             .get_mut(usize::from(chain.head))
-            .filter(|slot| slot.state == State::FixedHere)
+            .filter(|slot| slot.state == State::FixedIdle)
             .ok_or(AddError::NotFixed)?;
-        slot.state = State::FixedOut;
+        slot.state = State::FixedPosted;
         slot.serial = self.added;
         self.post(chain.head);
         Ok(())
@@ -340,7 +340,7 @@ impl DriverQueue {
         let position = self.avail.next();
         // The size is a power of two.
         let index = usize::from(position & (self.size() - 1));
-        match self.heads.get_mut(index) {
+        match self.avail_cache.get_mut(index) {
             // What lies there is what we wrote, or the device changed it and harms itself.
             Some(old) if *old == head => {}
             old => {
@@ -356,7 +356,7 @@ impl DriverQueue {
 
     /// Takes `count` free descriptors, as many as are given, and writes them; returns the first.
     #[inline]
-    fn lay_out(&mut self, count: u16, descriptors: impl Iterator<Item = Descriptor>) -> u16 {
+    fn write_chain(&mut self, count: u16, descriptors: impl Iterator<Item = Descriptor>) -> u16 {
         let head = self.free_head;
         let mut index = head;
         let mut left = count;
@@ -456,7 +456,7 @@ impl DriverQueue {
     /// known to be there: for bringing its memory near in time. A guess: it was not checked as
     /// `poll` checks, and is good for nothing else.
     #[inline]
-    pub fn guess(&self, ahead: u16) -> Option<u64> {
+    pub fn peek_token(&self, ahead: u16) -> Option<u64> {
         if self.used.seen() <= ahead {
             return None;
         }
@@ -486,12 +486,12 @@ impl DriverQueue {
             len: len_copy.min(slot.writable_len),
         };
         match slot.state {
-            State::FixedOut => slot.state = State::FixedHere,
-            State::Out => {
+            State::FixedPosted => slot.state = State::FixedIdle,
+            State::Posted => {
                 let chain = *slot;
                 self.release(id_copy as u16, chain);
             }
-            State::Other | State::FixedHere => return Err(DriverError::Id(id_copy)),
+            State::NotHead | State::FixedIdle => return Err(DriverError::Id(id_copy)),
         }
         self.used.advance();
         self.returned += 1;
@@ -508,7 +508,7 @@ impl DriverQueue {
                 .map_or(last, |slot| slot.next);
         }
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
-            slot.state = State::Other;
+            slot.state = State::NotHead;
         }
         if let Some(slot) = self.slots.get_mut(usize::from(last)) {
             slot.next = self.free_head;

@@ -200,7 +200,7 @@ fn device_queue(mem: &Arc<Memory>, index: usize) -> DeviceQueue {
 /// and payload in a piece each.
 #[inline]
 fn parts<'m>(mem: &'m Memory, pieces: &[Piece]) -> (GuestSlice<'m>, GuestSlice<'m>) {
-    let part = |offset, len| mem.whole(pieces, offset, len).expect("one piece");
+    let part = |offset, len| mem.contiguous(pieces, offset, len).expect("one piece");
     (part(0, HEADER), part(HEADER, PAYLOAD))
 }
 

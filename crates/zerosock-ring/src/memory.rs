@@ -290,9 +290,9 @@ impl Memory {
     /// than asked where the pieces end.
     #[inline]
     pub fn read(&self, pieces: &[Piece], offset: usize, out: &mut [u8]) -> usize {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(slice) = self.slice(piece)
-            && slice.read_whole(inside, out)
+            && slice.read_all(inside, out)
         {
             return out.len();
         }
@@ -315,7 +315,7 @@ impl Memory {
     /// and the like: nearly always they lie in one piece, and then they are copied as a whole.
     #[inline]
     pub fn read_array<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u8; N]> {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(bytes) = self.slice(piece)?.read_array(inside)
         {
             return Some(bytes);
@@ -327,8 +327,13 @@ impl Memory {
     /// The `len` bytes of the pieces from `offset` on as one slice; None if they do not lie in one
     /// piece. For those who read or write one place several times.
     #[inline]
-    pub fn whole(&self, pieces: &[Piece], offset: usize, len: usize) -> Option<GuestSlice<'_>> {
-        let (piece, inside) = holder(pieces, offset)?;
+    pub fn contiguous(
+        &self,
+        pieces: &[Piece],
+        offset: usize,
+        len: usize,
+    ) -> Option<GuestSlice<'_>> {
+        let (piece, inside) = find_piece(pieces, offset)?;
         let part = self.slice(piece)?.part(inside, len);
         (part.len() == len).then_some(part)
     }
@@ -337,7 +342,7 @@ impl Memory {
     /// [`GuestSlice::read_words`], wherever the pieces meet.
     #[inline]
     pub fn read_words<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u64; N]> {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(words) = self.slice(piece)?.read_words(inside)
         {
             return Some(words);
@@ -362,7 +367,7 @@ impl Memory {
         offset: usize,
         words: [u64; N],
     ) -> bool {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(slice) = self.slice(piece)
             && slice.write_words(inside, words)
         {
@@ -380,9 +385,9 @@ impl Memory {
     /// given where the pieces end.
     #[inline]
     pub fn write(&self, pieces: &[Piece], offset: usize, data: &[u8]) -> usize {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(slice) = self.slice(piece)
-            && slice.write_whole(inside, data)
+            && slice.write_all(inside, data)
         {
             return data.len();
         }
@@ -498,7 +503,7 @@ impl Memory {
 
 /// The piece that has byte `offset` of all of them, and where in it that is.
 #[inline]
-fn holder(pieces: &[Piece], offset: usize) -> Option<(Piece, usize)> {
+fn find_piece(pieces: &[Piece], offset: usize) -> Option<(Piece, usize)> {
     // Unrolled, as nearly always it is the header's or the one behind it.
     if let [first, rest @ ..] = pieces {
         if offset < first.len() {

@@ -251,7 +251,7 @@ impl<'m> GuestSlice<'m> {
     /// ends.
     #[inline]
     pub fn read(self, offset: usize, out: &mut [u8]) -> usize {
-        if self.read_whole(offset, out) {
+        if self.read_all(offset, out) {
             return out.len();
         }
         let part = self.part(offset, out.len());
@@ -313,7 +313,7 @@ impl<'m> GuestSlice<'m> {
     /// slice ends before. Not so general as `read`, so that a length known when this is compiled
     /// stays known.
     #[inline]
-    pub(crate) fn read_whole(self, offset: usize, out: &mut [u8]) -> bool {
+    pub(crate) fn read_all(self, offset: usize, out: &mut [u8]) -> bool {
         if offset > self.len || out.len() > self.len - offset {
             return false;
         }
@@ -324,7 +324,7 @@ impl<'m> GuestSlice<'m> {
 
     /// Copies all of `data` in from `offset` on; false, and nothing done, if the slice ends before.
     #[inline]
-    pub(crate) fn write_whole(self, offset: usize, data: &[u8]) -> bool {
+    pub(crate) fn write_all(self, offset: usize, data: &[u8]) -> bool {
         if offset > self.len || data.len() > self.len - offset {
             return false;
         }
@@ -337,7 +337,7 @@ impl<'m> GuestSlice<'m> {
     /// ends.
     #[inline]
     pub fn write(self, offset: usize, data: &[u8]) -> usize {
-        if self.write_whole(offset, data) {
+        if self.write_all(offset, data) {
             return data.len();
         }
         let part = self.part(offset, data.len());

@@ -291,14 +291,14 @@ fn a_whole_range_lies_in_one_piece_or_is_none() {
         (44 + 0x200, 1, false),
         (usize::MAX, 1, false),
     ] {
-        let whole = mem.whole(&pieces, offset, len);
+        let whole = mem.contiguous(&pieces, offset, len);
         assert_eq!(
             whole.map(|slice| slice.len()),
             there.then_some(len),
             "{len} from {offset}"
         );
     }
-    let slice = mem.whole(&pieces, 0, 44).unwrap();
+    let slice = mem.contiguous(&pieces, 0, 44).unwrap();
     assert_eq!(slice.as_ptr(), mem.slice(pieces[0]).unwrap().as_ptr());
     assert!(!slice.write_words(37, [1]) && slice.read_words::<1>(37).is_none());
     assert!(slice.read_words::<1>(usize::MAX).is_none() && slice.write_words(36, [1]));

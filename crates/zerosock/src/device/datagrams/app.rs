@@ -73,7 +73,11 @@ impl Device {
         let (Some(tx), Some(app)) = (&self.tx, cx.app.as_deref_mut()) else {
             return false;
         };
-        if let Some(payload) = tx.queue.memory().whole(chain.readable(), HEADER_LEN, 1) {
+        if let Some(payload) = tx
+            .queue
+            .memory()
+            .contiguous(chain.readable(), HEADER_LEN, 1)
+        {
             // The payload comes near while the header does.
             payload.prefetch();
         }

@@ -51,12 +51,12 @@ impl Pair {
         let client = driver
             .connect(NOW, any, server, SocketType::Stream)
             .unwrap();
-        told(&mut driver, &mut device);
+        deliver_control(&mut driver, &mut device);
         let Some(Event::Incoming { flow: server, .. }) = device.poll_event() else {
             panic!("no connection")
         };
         device.accept(NOW, server).unwrap();
-        told(&mut device, &mut driver);
+        deliver_control(&mut device, &mut driver);
         assert_eq!(driver.poll_event(), Some(Event::Connected { flow: client }));
         Pair {
             driver,
@@ -69,16 +69,16 @@ impl Pair {
 
 /// Control packets one way: credit, and what makes a connection.
 #[inline(never)]
-fn told(from: &mut Shard, to: &mut Shard) {
+fn deliver_control(from: &mut Shard, to: &mut Shard) {
     while let Some(packet) = from.poll_transmit(NOW, 0) {
         let _ = to.handle_packet(NOW, &packet.header);
     }
 }
 
 /// Credit both ways, until the sender has some again.
-fn settle(pair: &mut Pair) {
-    told(&mut pair.driver, &mut pair.device);
-    told(&mut pair.device, &mut pair.driver);
+fn return_credit(pair: &mut Pair) {
+    deliver_control(&mut pair.driver, &mut pair.device);
+    deliver_control(&mut pair.device, &mut pair.driver);
     while pair.driver.poll_event().is_some() {}
 }
 
@@ -283,7 +283,7 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
     r_parse.time(n, || parse(&headers[..n], reprs));
     r_handle.time(n, || handle_packet(&mut pair.device, reprs, delivered));
     r_consume.time(n, || consume(&mut pair.device, delivered));
-    r_credit.time(n, || settle(pair));
+    r_credit.time(n, || return_credit(pair));
     r_clock.time(n, || ());
 }
 
@@ -350,7 +350,7 @@ fn main() {
                     receiver_at_once(&mut pair.device, pair.server, headers)
                 });
             }
-            settle(&mut pair);
+            return_credit(&mut pair);
         }
         for _ in 0..batches {
             r_echo.time(BATCH, || echo(&mut pair, headers));

@@ -236,9 +236,9 @@ impl PortTable {
     }
 
     /// Gives back what a connection held of `address`.
-    pub(crate) fn release(&self, address: Address, hold: PortRef) {
+    pub(crate) fn release(&self, address: Address, port_ref: PortRef) {
         let mut inner = self.lock();
-        match hold {
+        match port_ref {
             PortRef::Backlog { listener: id } => {
                 let listener = inner.listeners.get_mut(&address);
                 if let Some(listener) = listener.filter(|listener| listener.id == id) {
@@ -273,9 +273,9 @@ mod tests {
         assert!(!ports.listen(ADDRESS, 1));
         assert_eq!(ports.acquire(ADDRESS), None);
         assert!(ports.unlisten(ADDRESS) && !ports.unlisten(ADDRESS));
-        let hold = ports.acquire(ADDRESS).unwrap();
+        let port_ref = ports.acquire(ADDRESS).unwrap();
         assert!(!ports.listen(ADDRESS, 1) && !ports.unlisten(ADDRESS));
-        ports.release(ADDRESS, hold);
+        ports.release(ADDRESS, port_ref);
         assert!(ports.listen(ADDRESS, 1));
     }
 
@@ -308,13 +308,13 @@ mod tests {
         assert_eq!(ports.bind(ADDRESS), None);
         assert!(!ports.listen(ADDRESS, 1));
         assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
-        let hold = ports.acquire(ADDRESS).unwrap();
-        ports.release(ADDRESS, hold);
+        let port_ref = ports.acquire(ADDRESS).unwrap();
+        ports.release(ADDRESS, port_ref);
         assert_eq!(ports.bind(ADDRESS), None, "still bound");
-        let hold = ports.acquire(ADDRESS).unwrap();
+        let port_ref = ports.acquire(ADDRESS).unwrap();
         ports.unbind(ADDRESS);
         assert_eq!(ports.bind(ADDRESS), None, "still connected");
-        ports.release(ADDRESS, hold);
+        ports.release(ADDRESS, port_ref);
         assert!(ports.is_empty());
         let any = ports.bind(Address::new(Cid::HOST, Port::ANY)).unwrap();
         assert!(any.get() >= EPHEMERAL_FIRST);
@@ -327,11 +327,11 @@ mod tests {
         ports.lock().next_ephemeral = EPHEMERAL_COUNT - 1;
         let taken = Address::new(Cid::HOST, Port::new(EPHEMERAL_FIRST));
         ports.listen(taken, 1);
-        let (last, hold) = ports.allocate(Cid::HOST).unwrap();
+        let (last, port_ref) = ports.allocate(Cid::HOST).unwrap();
         let (next, _) = ports.allocate(Cid::HOST).unwrap();
         assert_eq!(last.port.get(), EPHEMERAL_FIRST + EPHEMERAL_COUNT - 1);
         assert_eq!(next.port.get(), EPHEMERAL_FIRST + 1);
-        ports.release(last, hold);
+        ports.release(last, port_ref);
         assert!(ports.acquire(last).is_some(), "reusable at once");
     }
 

@@ -270,9 +270,9 @@ impl World {
             by_id,
             ends,
         } = &mut self.sides[side];
-        let (parcel, answer) = shards[from].extract(flow, to as u16)?;
+        let (handoff, answer) = shards[from].extract(flow, to as u16)?;
         assert_eq!(shards[from].flow(flow), None, "its old name is no name");
-        let moved = shards[to].insert(parcel).expect("there is room");
+        let moved = shards[to].insert(handoff).expect("there is room");
         let connection = by_id.remove(&(from, flow)).unwrap();
         by_id.insert((to, moved), connection);
         ends[connection].at = Some((to, moved));
@@ -396,7 +396,7 @@ impl World {
     }
 
     /// Lets everything happen that has been begun.
-    fn settle(&mut self) {
+    fn run_to_idle(&mut self) {
         let mut quiet = 0;
         for round in 0.. {
             assert!(round < 10_000, "it never ends");
@@ -446,7 +446,7 @@ impl World {
     }
 
     fn check(&mut self) {
-        self.settle();
+        self.run_to_idle();
         for connection in 0..CONNECTIONS {
             let [driver, device] = [0, 1].map(|side| &self.sides[side].ends[connection]);
             if self.resets {

@@ -39,8 +39,8 @@ struct PauseDeadlines {
 }
 
 impl PauseDeadlines {
-    fn of(&mut self, block: PauseReason) -> &mut Option<Instant> {
-        match block {
+    fn of(&mut self, reason: PauseReason) -> &mut Option<Instant> {
+        match reason {
             PauseReason::Full(PauseSource::Receiver) => &mut self.receiver,
             PauseReason::Full(PauseSource::Switch) => &mut self.switch,
             PauseReason::Unsupported => &mut self.unsupported,
@@ -57,9 +57,9 @@ impl PauseDeadlines {
 
     /// Forgets what is over; when the first of the rest is.
     fn expire(&mut self, now: Instant) -> Option<Instant> {
-        for (block, until) in self.all() {
+        for (reason, until) in self.all() {
             if until.is_some_and(|at| at <= now) {
-                *self.of(block) = None;
+                *self.of(reason) = None;
             }
         }
         self.all().into_iter().filter_map(|(_, until)| until).min()
@@ -89,18 +89,18 @@ impl PausedDestinations {
     }
 
     /// Why nothing is to be sent from our port `from` to `source` now.
-    pub fn of(&self, now: Instant, from: Port, to: Address) -> Option<PauseReason> {
+    pub fn reason(&self, now: Instant, from: Port, to: Address) -> Option<PauseReason> {
         let all = self.deadlines.get(&(from, to))?.all().into_iter();
         let mut in_force = all.filter(|(_, until)| until.is_some_and(|at| at > now));
-        in_force.next().map(|(block, _)| block)
+        in_force.next().map(|(reason, _)| reason)
     }
 
     /// `by` has said STOP to our port `port`. False: it is not heeded. What is over takes up room
     /// until it is [ended](Self::expire), which alone names who waits for it.
-    pub fn pause(&mut self, now: Instant, port: Port, by: Address, block: PauseReason) -> bool {
+    pub fn pause(&mut self, now: Instant, port: Port, by: Address, reason: PauseReason) -> bool {
         let until = now + STOP_DURATION;
         if let Some(known) = self.deadlines.get_mut(&(port, by)) {
-            *known.of(block) = Some(until);
+            *known.of(reason) = Some(until);
             return true;
         }
         if self.deadlines.len() >= PausedDestinations::MAX
@@ -111,7 +111,7 @@ impl PausedDestinations {
             return false;
         }
         let mut new = PauseDeadlines::default();
-        *new.of(block) = Some(until);
+        *new.of(reason) = Some(until);
         self.deadlines.insert((port, by), new);
         self.next = Some(self.next.map_or(until, |next| next.min(until)));
         true
@@ -137,7 +137,7 @@ impl PausedDestinations {
     }
 
     /// Ends what has lasted long enough; names the ports of ours that may send again.
-    pub fn end(&mut self, now: Instant, mut ended: impl FnMut(Port)) {
+    pub fn expire(&mut self, now: Instant, mut ended: impl FnMut(Port)) {
         if self.next.is_none_or(|at| at > now) {
             return;
         }
@@ -183,71 +183,75 @@ mod tests {
 
     #[test]
     fn a_block_is_of_one_destination_and_ends_by_itself() {
-        let mut blocks = PausedDestinations::new();
+        let mut paused = PausedDestinations::new();
         let now = Instant::ZERO;
-        assert!(blocks.pause(now, OURS, at(3, 1), FULL));
-        assert_eq!(blocks.of(now, OURS, at(3, 1)), Some(FULL));
-        assert_eq!(blocks.of(now, OURS, at(3, 2)), None);
-        assert_eq!(blocks.of(now, OURS, at(4, 1)), None);
-        assert_eq!(blocks.of(now, Port::new(8), at(3, 1)), None);
+        assert!(paused.pause(now, OURS, at(3, 1), FULL));
+        assert_eq!(paused.reason(now, OURS, at(3, 1)), Some(FULL));
+        assert_eq!(paused.reason(now, OURS, at(3, 2)), None);
+        assert_eq!(paused.reason(now, OURS, at(4, 1)), None);
+        assert_eq!(paused.reason(now, Port::new(8), at(3, 1)), None);
         let end = now + STOP_DURATION;
-        assert_eq!(blocks.poll_timeout(), Some(end));
-        assert_eq!(blocks.of(end, OURS, at(3, 1)), None, "whoever looks or not");
-        let mut told = Vec::new();
-        blocks.end(end, |port| told.push(port));
-        assert_eq!((told, blocks.len()), (vec![OURS], 0));
+        assert_eq!(paused.poll_timeout(), Some(end));
+        assert_eq!(
+            paused.reason(end, OURS, at(3, 1)),
+            None,
+            "whoever looks or not"
+        );
+        let mut ended = Vec::new();
+        paused.expire(end, |port| ended.push(port));
+        assert_eq!((ended, paused.len()), (vec![OURS], 0));
     }
 
     #[test]
     fn a_repeated_stop_lasts_and_a_start_ends_it() {
-        let mut blocks = PausedDestinations::new();
+        let mut paused = PausedDestinations::new();
         let (zero, later) = (Instant::ZERO, Instant::ZERO + STOP_DURATION / 2);
-        blocks.pause(zero, OURS, at(3, 1), FULL);
-        blocks.pause(later, OURS, at(3, 1), FULL);
-        blocks.end(zero + STOP_DURATION, |_| panic!("too early"));
+        paused.pause(zero, OURS, at(3, 1), FULL);
+        paused.pause(later, OURS, at(3, 1), FULL);
+        paused.expire(zero + STOP_DURATION, |_| panic!("too early"));
         assert!(
-            blocks.resume(OURS, at(3, 1), PauseSource::Receiver)
-                && !blocks.resume(OURS, at(3, 1), PauseSource::Receiver)
+            paused.resume(OURS, at(3, 1), PauseSource::Receiver)
+                && !paused.resume(OURS, at(3, 1), PauseSource::Receiver)
         );
-        assert!(blocks.is_empty() && blocks.poll_timeout().is_none());
+        assert!(paused.is_empty() && paused.poll_timeout().is_none());
     }
 
     #[test]
     fn a_receiver_and_the_way_to_it_are_blocked_each_by_itself() {
-        let mut blocks = PausedDestinations::new();
+        let mut paused = PausedDestinations::new();
         let (now, to) = (Instant::ZERO, at(3, 1));
         let way = PauseReason::Full(PauseSource::Switch);
-        blocks.pause(now, OURS, to, FULL);
-        blocks.pause(now, OURS, to, way);
-        assert!(!blocks.resume(OURS, to, PauseSource::Switch));
-        assert_eq!(blocks.of(now, OURS, to), Some(FULL), "still");
-        blocks.pause(now, OURS, to, way);
-        assert!(!blocks.resume(OURS, to, PauseSource::Receiver));
-        assert_eq!(blocks.of(now, OURS, to), Some(way));
-        assert!(blocks.resume(OURS, to, PauseSource::Switch));
-        assert_eq!(blocks.of(now, OURS, to), None);
+        paused.pause(now, OURS, to, FULL);
+        paused.pause(now, OURS, to, way);
+        assert!(!paused.resume(OURS, to, PauseSource::Switch));
+        assert_eq!(paused.reason(now, OURS, to), Some(FULL), "still");
+        paused.pause(now, OURS, to, way);
+        assert!(!paused.resume(OURS, to, PauseSource::Receiver));
+        assert_eq!(paused.reason(now, OURS, to), Some(way));
+        assert!(paused.resume(OURS, to, PauseSource::Switch));
+        assert_eq!(paused.reason(now, OURS, to), None);
     }
 
     #[test]
     fn a_flood_costs_its_sender_alone() {
-        let mut blocks = PausedDestinations::new();
+        let mut paused = PausedDestinations::new();
         let now = Instant::ZERO;
         for port in 0..10_000 {
-            blocks.pause(now, OURS, at(3, port), FULL);
+            paused.pause(now, OURS, at(3, port), FULL);
         }
-        assert_eq!(blocks.len(), PausedDestinations::MAX_PER_ENDPOINT);
-        assert!(blocks.pause(now, OURS, at(4, 1), FULL));
+        assert_eq!(paused.len(), PausedDestinations::MAX_PER_ENDPOINT);
+        assert!(paused.pause(now, OURS, at(4, 1), FULL));
         for cid in 5..100 {
             (0..100).for_each(|port| {
-                blocks.pause(now, OURS, at(cid, port), FULL);
+                paused.pause(now, OURS, at(cid, port), FULL);
             });
         }
-        assert_eq!(blocks.len(), PausedDestinations::MAX);
+        assert_eq!(paused.len(), PausedDestinations::MAX);
         let later = now + STOP_DURATION;
         let mut named = 0;
-        blocks.end(later, |_| named += 1);
+        paused.expire(later, |_| named += 1);
         assert_eq!(named, PausedDestinations::MAX);
-        assert!(blocks.pause(later, OURS, at(3, 70_000), FULL));
-        assert_eq!(blocks.len(), 1, "those that are over make room");
+        assert!(paused.pause(later, OURS, at(3, 70_000), FULL));
+        assert_eq!(paused.len(), 1, "those that are over make room");
     }
 }

@@ -25,7 +25,7 @@ const RETRY_MAX: Duration = Duration::from_millis(32);
 #[derive(Debug)]
 pub struct PausedSenders {
     /// What it is about.
-    place: PauseSource,
+    queue: PauseSource,
     states: HashMap<Pair, PauseState>,
     quota: EndpointQuota,
     /// Not later than the first that is due.
@@ -61,9 +61,9 @@ impl PausedSenders {
     pub const MAX_PER_ENDPOINT: usize = 64;
 
     /// Nobody was told.
-    pub fn new(place: PauseSource) -> PausedSenders {
+    pub fn new(queue: PauseSource) -> PausedSenders {
         PausedSenders {
-            place,
+            queue,
             states: HashMap::new(),
             quota: EndpointQuota::default(),
             next: None,
@@ -73,44 +73,41 @@ impl PausedSenders {
     }
 
     /// A datagram has come from `source` for `receiver`, which has enough.
-    pub fn pause(&mut self, now: Instant, about: Address, source: Address) {
-        let word = Control::Stop(self.place);
-        let pair = Pair {
-            source,
-            receiver: about,
-        };
-        if let Some(told) = self.states.get_mut(&pair) {
+    pub fn pause(&mut self, now: Instant, receiver: Address, source: Address) {
+        let message = Control::Stop(self.queue);
+        let pair = Pair { source, receiver };
+        if let Some(state) = self.states.get_mut(&pair) {
             // A START that was not said yet; or a STOP that was not heard.
-            let unheard = told
+            let unheard = state
                 .stop_sent_at
                 .is_some_and(|said| now >= said + STOP_RESEND_DELAY);
-            if told.message != word || (unheard && told.retry_delay.is_zero()) {
-                told.due_at = now;
+            if state.message != message || (unheard && state.retry_delay.is_zero()) {
+                state.due_at = now;
             }
-            told.message = word;
-            let due = told.due_at;
+            state.message = message;
+            let due = state.due_at;
             self.due_now |= due <= now;
-            return self.due(due);
+            return self.schedule(due);
         }
         if self.states.len() >= PausedSenders::MAX
             || !self.quota.take(source.cid, PausedSenders::MAX_PER_ENDPOINT)
         {
             return;
         }
-        let told = PauseState {
-            message: word,
+        let state = PauseState {
+            message,
             due_at: now,
             stop_sent_at: None,
             retry_delay: Duration::ZERO,
         };
-        self.states.insert(pair, told);
+        self.states.insert(pair, state);
         self.due_now = true;
-        self.due(now);
+        self.schedule(now);
     }
 
     /// `receiver` has room again, or is gone: nobody need wait for it.
-    pub fn resume(&mut self, about: Address) {
-        self.resume_where(|receiver| receiver == about);
+    pub fn resume(&mut self, receiver: Address) {
+        self.resume_where(|other| other == receiver);
     }
 
     /// There is room again for everybody.
@@ -118,21 +115,21 @@ impl PausedSenders {
         self.resume_where(|_| true);
     }
 
-    fn resume_where(&mut self, has_room: impl Fn(Address) -> bool) {
+    fn resume_where(&mut self, has_space: impl Fn(Address) -> bool) {
         // At once: it takes no clock to know that.
         let now = Instant::ZERO;
-        let word = Control::Start(self.place);
-        self.retain(|pair, told| {
-            if !has_room(pair.receiver) {
+        let message = Control::Start(self.queue);
+        self.retain(|pair, state| {
+            if !has_space(pair.receiver) {
                 return true;
             }
-            told.message = word;
-            told.due_at = now;
+            state.message = message;
+            state.due_at = now;
             // Who was never told to stop need not be told to start.
-            told.stop_sent_at.is_some()
+            state.stop_sent_at.is_some()
         });
         self.due_now |= !self.states.is_empty();
-        self.due(now);
+        self.schedule(now);
     }
 
     /// Nobody has to be told of `receiver` or by it any more: an endpoint is gone.
@@ -143,8 +140,8 @@ impl PausedSenders {
     /// Ends all that `decline_move` does not want.
     fn retain(&mut self, mut keep: impl FnMut(&Pair, &mut PauseState) -> bool) {
         let quota = &mut self.quota;
-        self.states.retain(|pair, told| {
-            let keeps = keep(pair, told);
+        self.states.retain(|pair, state| {
+            let keeps = keep(pair, state);
             if !keeps {
                 quota.release(pair.source.cid);
             }
@@ -163,20 +160,21 @@ impl PausedSenders {
         if self.next.is_none_or(|at| at > now) {
             return None;
         }
-        let mut told = self.states.iter_mut();
-        let Some((pair, told)) = told.find(|(pair, told)| told.due_at <= now && of(pair.source))
+        let mut states = self.states.iter_mut();
+        let Some((pair, state)) =
+            states.find(|(pair, state)| state.due_at <= now && of(pair.source))
         else {
             self.update_next(now);
             return None;
         };
         let pair = *pair;
-        let packet = told.message.emit(pair.receiver, pair.source);
-        self.polled = Some((pair, *told));
-        match told.message {
+        let packet = state.message.emit(pair.receiver, pair.source);
+        self.polled = Some((pair, *state));
+        match state.message {
             Control::Stop(_) => {
-                told.stop_sent_at = Some(now);
-                told.due_at = now + STOP_REPEAT_INTERVAL;
-                told.retry_delay = Duration::ZERO;
+                state.stop_sent_at = Some(now);
+                state.due_at = now + STOP_REPEAT_INTERVAL;
+                state.retry_delay = Duration::ZERO;
             }
             Control::Start(_) | Control::Unsupported => {
                 self.states.remove(&pair);
@@ -198,8 +196,8 @@ impl PausedSenders {
         let over = before
             .stop_sent_at
             .is_some_and(|said| now >= said + STOP_DURATION);
-        if let Some(told) = self.states.get_mut(&pair) {
-            *told = before;
+        if let Some(state) = self.states.get_mut(&pair) {
+            *state = before;
         } else if !over
             && self
                 .quota
@@ -207,10 +205,10 @@ impl PausedSenders {
         {
             self.states.insert(pair, before);
         }
-        for (pair, told) in &mut self.states {
-            if told.due_at <= now && same(pair.source) {
-                told.due_at = before.due_at;
-                told.retry_delay = before.retry_delay;
+        for (pair, state) in &mut self.states {
+            if state.due_at <= now && same(pair.source) {
+                state.due_at = before.due_at;
+                state.retry_delay = before.retry_delay;
             }
         }
         self.update_next(now);
@@ -233,11 +231,11 @@ impl PausedSenders {
 
     /// Looks when the first is due.
     fn update_next(&mut self, now: Instant) {
-        self.next = self.states.values().map(|told| told.due_at).min();
+        self.next = self.states.values().map(|state| state.due_at).min();
         self.due_now = self.next.is_some_and(|at| at <= now);
     }
 
-    fn due(&mut self, at: Instant) {
+    fn schedule(&mut self, at: Instant) {
         if self.next.is_none_or(|next| at < next) {
             self.next = Some(at);
         }
@@ -256,8 +254,8 @@ mod tests {
     const ME: Address = at(2, 9);
     const STOP: Control = Control::Stop(PauseSource::Receiver);
 
-    fn poll(stops: &mut PausedSenders, now: Instant) -> Option<Repr> {
-        stops.poll(now, |_| true)
+    fn poll(paused: &mut PausedSenders, now: Instant) -> Option<Repr> {
+        paused.poll(now, |_| true)
     }
 
     fn ms(ms: u64) -> Instant {
@@ -266,157 +264,161 @@ mod tests {
 
     #[test]
     fn a_source_is_told_once_and_again_while_it_is_needed() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
-        assert_eq!(poll(&mut stops, ms(0)), Some(STOP.emit(ME, at(3, 1))));
-        stops.pause(ms(9), ME, at(3, 1));
-        assert_eq!(poll(&mut stops, ms(9)), None, "what is under way is let be");
-        stops.pause(ms(10), ME, at(3, 1));
-        assert!(poll(&mut stops, ms(10)).is_some(), "it has not heard");
-        assert_eq!(poll(&mut stops, ms(209)), None);
-        assert_eq!(stops.poll_timeout(), Some(ms(210)));
-        assert!(poll(&mut stops, ms(210)).is_some(), "lest it try");
-        stops.resume(ME);
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
+        assert_eq!(poll(&mut paused, ms(0)), Some(STOP.emit(ME, at(3, 1))));
+        paused.pause(ms(9), ME, at(3, 1));
         assert_eq!(
-            poll(&mut stops, ms(220)),
+            poll(&mut paused, ms(9)),
+            None,
+            "what is under way is let be"
+        );
+        paused.pause(ms(10), ME, at(3, 1));
+        assert!(poll(&mut paused, ms(10)).is_some(), "it has not heard");
+        assert_eq!(poll(&mut paused, ms(209)), None);
+        assert_eq!(paused.poll_timeout(), Some(ms(210)));
+        assert!(poll(&mut paused, ms(210)).is_some(), "lest it try");
+        paused.resume(ME);
+        assert_eq!(
+            poll(&mut paused, ms(220)),
             Some(Control::Start(PauseSource::Receiver).emit(ME, at(3, 1)))
         );
-        assert_eq!(poll(&mut stops, ms(900)), None);
-        assert!(stops.is_empty() && stops.poll_timeout().is_none());
+        assert_eq!(poll(&mut paused, ms(900)), None);
+        assert!(paused.is_empty() && paused.poll_timeout().is_none());
     }
 
     #[test]
     fn who_was_never_told_to_stop_is_not_told_to_start() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
-        stops.resume(ME);
-        assert_eq!(poll(&mut stops, ms(0)), None);
-        assert!(stops.is_empty());
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
+        paused.resume(ME);
+        assert_eq!(poll(&mut paused, ms(0)), None);
+        assert!(paused.is_empty());
     }
 
     #[test]
     fn a_start_that_was_not_said_becomes_a_stop_again() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
-        assert!(poll(&mut stops, ms(0)).is_some());
-        stops.resume(ME);
-        stops.pause(ms(5), ME, at(3, 1));
-        assert_eq!(poll(&mut stops, ms(5)), Some(STOP.emit(ME, at(3, 1))));
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
+        assert!(poll(&mut paused, ms(0)).is_some());
+        paused.resume(ME);
+        paused.pause(ms(5), ME, at(3, 1));
+        assert_eq!(poll(&mut paused, ms(5)), Some(STOP.emit(ME, at(3, 1))));
     }
 
     #[test]
     fn a_packet_without_a_buffer_comes_again() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
-        let stop = poll(&mut stops, ms(0)).unwrap();
-        stops.retry_later(ms(0), |_| true);
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
+        let stop = poll(&mut paused, ms(0)).unwrap();
+        paused.retry_later(ms(0), |_| true);
         assert_eq!(
-            (poll(&mut stops, ms(0)), poll(&mut stops, ms(1))),
+            (poll(&mut paused, ms(0)), poll(&mut paused, ms(1))),
             (None, Some(stop))
         );
-        stops.resume(ME);
-        let start = poll(&mut stops, ms(2)).unwrap();
-        stops.retry_later(ms(2), |_| true);
+        paused.resume(ME);
+        let start = poll(&mut paused, ms(2)).unwrap();
+        paused.retry_later(ms(2), |_| true);
         assert_eq!(
-            (poll(&mut stops, ms(2)), poll(&mut stops, ms(3))),
+            (poll(&mut paused, ms(2)), poll(&mut paused, ms(3))),
             (None, Some(start))
         );
-        assert!(stops.is_empty());
+        assert!(paused.is_empty());
     }
 
     #[test]
     fn some_are_told_before_others() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
-        stops.pause(ms(0), ME, at(4, 1));
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
+        paused.pause(ms(0), ME, at(4, 1));
         let of = |cid: u32| move |to: Address| to.cid.get() == cid;
-        assert_eq!(stops.poll(ms(0), of(5)), None);
-        assert!(stops.is_due());
-        assert_eq!(stops.poll(ms(0), of(4)), Some(STOP.emit(ME, at(4, 1))));
-        assert_eq!(stops.poll(ms(0), of(4)), None);
-        assert!(stops.is_due());
-        assert_eq!(stops.poll(ms(0), of(3)), Some(STOP.emit(ME, at(3, 1))));
-        assert_eq!(stops.poll(ms(0), of(3)), None);
-        assert!(!stops.is_due());
+        assert_eq!(paused.poll(ms(0), of(5)), None);
+        assert!(paused.is_due());
+        assert_eq!(paused.poll(ms(0), of(4)), Some(STOP.emit(ME, at(4, 1))));
+        assert_eq!(paused.poll(ms(0), of(4)), None);
+        assert!(paused.is_due());
+        assert_eq!(paused.poll(ms(0), of(3)), Some(STOP.emit(ME, at(3, 1))));
+        assert_eq!(paused.poll(ms(0), of(3)), None);
+        assert!(!paused.is_due());
     }
 
     #[test]
-    fn one_endpoint_with_many_ports_leaves_places_to_others() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
+    fn one_endpoint_with_many_ports_leaves_queues_to_others() {
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
         for port in 0..1000 {
-            stops.pause(ms(0), ME, at(3, port));
+            paused.pause(ms(0), ME, at(3, port));
         }
-        assert_eq!(stops.len(), PausedSenders::MAX_PER_ENDPOINT);
-        stops.pause(ms(0), ME, at(4, 1));
-        assert_eq!(stops.len(), PausedSenders::MAX_PER_ENDPOINT + 1);
+        assert_eq!(paused.len(), PausedSenders::MAX_PER_ENDPOINT);
+        paused.pause(ms(0), ME, at(4, 1));
+        assert_eq!(paused.len(), PausedSenders::MAX_PER_ENDPOINT + 1);
         for cid in 5..100 {
-            (0..100).for_each(|port| stops.pause(ms(0), ME, at(cid, port)));
+            (0..100).for_each(|port| paused.pause(ms(0), ME, at(cid, port)));
         }
-        assert_eq!(stops.len(), PausedSenders::MAX);
-        stops.forget(|address| address.cid.get() == 3);
+        assert_eq!(paused.len(), PausedSenders::MAX);
+        paused.forget(|address| address.cid.get() == 3);
         assert_eq!(
-            stops.len(),
+            paused.len(),
             PausedSenders::MAX - PausedSenders::MAX_PER_ENDPOINT
         );
     }
     #[test]
     fn who_takes_nothing_is_asked_ever_more_seldom_and_nobody_else_is() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
         for port in 0..50 {
-            stops.pause(ms(0), ME, at(3, port));
+            paused.pause(ms(0), ME, at(3, port));
         }
-        stops.pause(ms(0), ME, at(4, 1));
+        paused.pause(ms(0), ME, at(4, 1));
         let mut others = 0;
         let mut tries = Vec::new();
         for now in 0..1000 {
-            while let Some(word) = poll(&mut stops, ms(now)) {
-                if word.dst.cid.get() == 4 {
+            while let Some(message) = poll(&mut paused, ms(now)) {
+                if message.dst.cid.get() == 4 {
                     others += 1;
                     continue;
                 }
                 tries.push(now);
-                stops.retry_later(ms(now), |to| to.cid.get() == 3);
+                paused.retry_later(ms(now), |to| to.cid.get() == 3);
             }
-            assert!(!stops.is_due() && stops.poll_timeout() > Some(ms(now)));
+            assert!(!paused.is_due() && paused.poll_timeout() > Some(ms(now)));
         }
         // One for all of them: at once, and after 1, 2, 4, 8, 16 ms, and 32 ms from then on.
         assert_eq!(tries[..7], [0, 1, 3, 7, 15, 31, 63]);
         assert_eq!(tries.len(), 5 + 31);
         assert_eq!(others, 5, "200 ms after each other");
         // None of them has heard it: there is nothing to undo.
-        stops.resume(ME);
-        assert_eq!(stops.len(), 1);
+        paused.resume(ME);
+        assert_eq!(paused.len(), 1);
     }
 
     #[test]
     fn a_start_that_finds_no_buffer_ends_with_what_it_would_undo() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
-        assert!(poll(&mut stops, ms(0)).is_some());
-        stops.resume(ME);
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
+        assert!(poll(&mut paused, ms(0)).is_some());
+        paused.resume(ME);
         let mut tries = 0;
         for now in 1..600 {
-            if poll(&mut stops, ms(now)).is_some() {
+            if poll(&mut paused, ms(now)).is_some() {
                 tries += 1;
-                stops.retry_later(ms(now), |_| true);
+                paused.retry_later(ms(now), |_| true);
             }
         }
         // After 1, 2, 4, 8 and 16 ms, and all 32 ms, until the STOP would have ended.
         assert_eq!(tries, 6 + (500 - 32) / 32 + 1);
-        assert!(stops.is_empty());
-        assert_eq!(stops.quota.len(), 0);
+        assert!(paused.is_empty());
+        assert_eq!(paused.quota.len(), 0);
     }
 
     #[test]
     fn a_stop_that_finds_no_buffer_is_not_hurried_by_more_datagrams() {
-        let mut stops = PausedSenders::new(PauseSource::Receiver);
-        stops.pause(ms(0), ME, at(3, 1));
+        let mut paused = PausedSenders::new(PauseSource::Receiver);
+        paused.pause(ms(0), ME, at(3, 1));
         let mut tries = 0;
         for now in 0..100 {
-            (0..10).for_each(|_| stops.pause(ms(now), ME, at(3, 1)));
-            while poll(&mut stops, ms(now)).is_some() {
+            (0..10).for_each(|_| paused.pause(ms(now), ME, at(3, 1)));
+            while poll(&mut paused, ms(now)).is_some() {
                 tries += 1;
-                stops.retry_later(ms(now), |_| true);
+                paused.retry_later(ms(now), |_| true);
             }
         }
         assert_eq!(tries, 8, "after 1, 2, 4, 8, 16, 32 and 32 ms");

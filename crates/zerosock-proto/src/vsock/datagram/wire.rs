@@ -56,7 +56,7 @@ impl Control {
     }
 
     /// The packet by which `receiver`, the receiver, says so to `source`.
-    pub fn emit(self, about: Address, to: Address) -> Repr {
+    pub fn emit(self, receiver: Address, source: Address) -> Repr {
         let (op, flags) = match self {
             Control::Stop(PauseSource::Receiver) => (STOP, 0),
             Control::Stop(PauseSource::Switch) => (STOP, AT_SWITCH),
@@ -64,15 +64,15 @@ impl Control {
             Control::Start(PauseSource::Receiver) => (START, 0),
             Control::Start(PauseSource::Switch) => (START, AT_SWITCH),
         };
-        header(about, to, 0, WireOp::from(op), flags)
+        header(receiver, source, 0, WireOp::from(op), flags)
     }
 }
 
 /// A packet with `len` bytes of a datagram, the last of them if `last`.
 #[inline]
-pub fn data(from: Address, to: Address, len: u32, last: bool) -> Repr {
+pub fn data(from: Address, source: Address, len: u32, last: bool) -> Repr {
     let flags = if last { DGRAM_EOM } else { 0 };
-    header(from, to, len, Op::Rw.into(), flags)
+    header(from, source, len, Op::Rw.into(), flags)
 }
 
 #[inline]

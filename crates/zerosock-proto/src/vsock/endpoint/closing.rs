@@ -70,9 +70,9 @@ impl<S: BuildHasher> Shard<S> {
         } else {
             Pending::default()
         };
-        if let Some(hold) = connection.port_ref.take() {
-            self.held_ports -= usize::from(hold == PortRef::Outgoing);
-            self.ports.release(connection.key.local, hold);
+        if let Some(port_ref) = connection.port_ref.take() {
+            self.held_ports -= usize::from(port_ref == PortRef::Outgoing);
+            self.ports.release(connection.key.local, port_ref);
         }
         self.live -= 1;
         self.stats.closed += 1;

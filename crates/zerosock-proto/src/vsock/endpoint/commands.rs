@@ -55,11 +55,11 @@ impl<S: BuildHasher> Shard<S> {
         if !self.can_open() {
             return Err(ConnectError::TooManyConnections);
         }
-        let (key, hold) = self.take_port(Address::new(cid, local.port), peer)?;
+        let (key, port_ref) = self.take_port(Address::new(cid, local.port), peer)?;
 
         let (next, action) = transition(State::Closed, Input::Connect);
         let mut connection = self.new_connection(key, socket_type, next);
-        connection.port_ref = Some(hold);
+        connection.port_ref = Some(port_ref);
         self.held_ports += 1;
         connection.known_to_caller = true;
         let index = self.add_connection(connection);
@@ -74,22 +74,22 @@ impl<S: BuildHasher> Shard<S> {
             if !self.vacate(&key) {
                 return Err(ConnectError::InUse);
             }
-            let hold = self.ports.acquire(local).ok_or(ConnectError::InUse)?;
-            return Ok((key, hold));
+            let port_ref = self.ports.acquire(local).ok_or(ConnectError::InUse)?;
+            return Ok((key, port_ref));
         }
         // A guest may have connections to ports that look ephemeral; it has no
         // more of them than there are connections.
         for _ in 0..=self.config.max_connections {
             let allocated = self.ports.allocate(local.cid);
-            let (address, hold) = allocated.ok_or(ConnectError::InUse)?;
+            let (address, port_ref) = allocated.ok_or(ConnectError::InUse)?;
             let key = Key {
                 local: address,
                 peer,
             };
             if self.vacate(&key) {
-                return Ok((key, hold));
+                return Ok((key, port_ref));
             }
-            self.ports.release(address, hold);
+            self.ports.release(address, port_ref);
         }
         Err(ConnectError::InUse)
     }
@@ -233,9 +233,9 @@ impl<S: BuildHasher> Shard<S> {
         if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && matches!(connection.state, State::Established { peer, .. } if peer.is_none())
-            && let Some(tell) = connection.rx.consume(bytes, connection.tx.peer_buf_alloc())
+            && let Some(update_due) = connection.rx.consume(bytes, connection.tx.peer_buf_alloc())
         {
-            if tell && !connection.control.credit_update {
+            if update_due && !connection.control.credit_update {
                 connection.control.credit_update = true;
                 self.update_lists(flow.index);
             }
@@ -250,12 +250,12 @@ impl<S: BuildHasher> Shard<S> {
     fn consume_slow(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
         let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
         let peer_buffer = connection.tx.peer_buf_alloc();
-        let tell = connection.rx.consume(bytes, peer_buffer);
-        let tell = tell.ok_or(ConsumeError::TooMany)?;
+        let update_due = connection.rx.consume(bytes, peer_buffer);
+        let update_due = update_due.ok_or(ConsumeError::TooMany)?;
         let drained = connection.rx.unread() == 0;
         let established = matches!(connection.state, State::Established { peer, .. } if !peer.send);
         // A peer that sends no more needs no credit.
-        if tell && established {
+        if update_due && established {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }

@@ -104,15 +104,15 @@ impl<S: BuildHasher> Shard<S> {
     /// reserved is gone.
     pub fn commit_part(
         &mut self,
-        room: &mut MessageReservation,
+        reservation: &mut MessageReservation,
         len: u32,
         end: Option<u32>,
     ) -> Result<Repr, CommitError> {
-        let flow = room.flow;
+        let flow = reservation.flow;
         let connection = self.table.get_mut(flow).ok_or(CommitError::Stale)?;
         let fault = match sendable(connection) {
             Err(Unsendable::Shutdown)
-                if room.begun && matches!(connection.state, State::Established { .. }) =>
+                if reservation.begun && matches!(connection.state, State::Established { .. }) =>
             {
                 None
             }
@@ -122,17 +122,19 @@ impl<S: BuildHasher> Shard<S> {
             Ok(()) => None,
         };
         let fault = fault.or(match len {
-            0 if end.is_none() || room.begun => Some(CommitError::Empty),
-            _ if len > room.remaining.min(MAX_PAYLOAD) => Some(CommitError::TooMany),
+            0 if end.is_none() || reservation.begun => Some(CommitError::Empty),
+            _ if len > reservation.remaining.min(MAX_PAYLOAD) => Some(CommitError::TooMany),
             _ => None,
         });
         if let Some(fault) = fault {
-            connection.tx.cancel(core::mem::take(&mut room.remaining));
-            abort_message(connection, room.begun);
+            connection
+                .tx
+                .cancel(core::mem::take(&mut reservation.remaining));
+            abort_message(connection, reservation.begun);
             self.credit_changed(flow.index);
             return Err(fault);
         }
-        if connection.message_in_progress() && !room.begun {
+        if connection.message_in_progress() && !reservation.begun {
             connection.rare.set_wants_space(true);
             return Err(CommitError::Interleaved);
         }
@@ -148,8 +150,8 @@ impl<S: BuildHasher> Shard<S> {
             return Err(CommitError::ManyEmpty);
         }
         connection.tx.send_part(len);
-        room.remaining -= len;
-        room.begun = true;
+        reservation.remaining -= len;
+        reservation.begun = true;
         if let Some(messages) = &mut connection.messages {
             messages.tx.in_progress = end.is_none();
             if len == 0 {
@@ -157,25 +159,27 @@ impl<S: BuildHasher> Shard<S> {
             }
         }
         if end.is_some() {
-            connection.tx.cancel(core::mem::take(&mut room.remaining));
+            connection
+                .tx
+                .cancel(core::mem::take(&mut reservation.remaining));
         }
-        let told = connection.control.credit_update;
+        let update_queued = connection.control.credit_update;
         let flags = end.map_or(0, |flags| SEQ_EOM | flags & SEQ_EOR);
         let header = connection.header(Op::Rw, len, flags);
-        let quiet = connection.has_no_waiter() && connection.may_send();
+        let no_waiter = connection.has_no_waiter() && connection.may_send();
         self.stats.sent_bytes += u64::from(len);
-        if told || !quiet {
+        if update_queued || !no_waiter {
             self.credit_changed(flow.index);
         }
         Ok(header)
     }
 
     /// Gives up a message of which no part has left.
-    pub fn cancel_message(&mut self, room: MessageReservation) {
-        if let Some(connection) = self.table.get_mut(room.flow) {
-            connection.tx.cancel(room.remaining);
-            abort_message(connection, room.begun);
-            self.credit_changed(room.flow.index);
+    pub fn cancel_message(&mut self, reservation: MessageReservation) {
+        if let Some(connection) = self.table.get_mut(reservation.flow) {
+            connection.tx.cancel(reservation.remaining);
+            abort_message(connection, reservation.begun);
+            self.credit_changed(reservation.flow.index);
         }
     }
 
@@ -187,9 +191,9 @@ impl<S: BuildHasher> Shard<S> {
     pub fn consume_empty(&mut self, flow: FlowId, messages: u16) -> Result<(), ConsumeError> {
         let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
         let of = connection.messages.as_mut();
-        let tell = of.and_then(|of| of.rx.consume(messages));
-        let tell = tell.ok_or(ConsumeError::TooMany)?;
-        if tell && matches!(connection.state, State::Established { peer, .. } if !peer.send) {
+        let update_due = of.and_then(|of| of.rx.consume(messages));
+        let update_due = update_due.ok_or(ConsumeError::TooMany)?;
+        if update_due && matches!(connection.state, State::Established { peer, .. } if !peer.send) {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }

@@ -376,8 +376,8 @@ impl<S: BuildHasher> Shard<S> {
             Action::SendResponse => {
                 connection.control.response = true;
                 self.undecided -= 1;
-                if let Some(hold) = connection.port_ref.take() {
-                    self.ports.release(connection.key.local, hold);
+                if let Some(port_ref) = connection.port_ref.take() {
+                    self.ports.release(connection.key.local, port_ref);
                 }
             }
             Action::Connected => {
@@ -506,8 +506,8 @@ impl<S> Drop for Shard<S> {
     fn drop(&mut self) {
         let connections = self.table.slots.iter_mut();
         for connection in connections.filter_map(|slot| slot.connection.as_mut()) {
-            if let Some(hold) = connection.port_ref.take() {
-                self.ports.release(connection.key.local, hold);
+            if let Some(port_ref) = connection.port_ref.take() {
+                self.ports.release(connection.key.local, port_ref);
             }
         }
         self.ports.vacate(self.table.occupied());

@@ -192,24 +192,24 @@ impl<S: BuildHasher> Shard<S> {
         self.live -= 1;
         self.held_ports -= usize::from(connection.port_ref == Some(PortRef::Outgoing));
         self.stats.moved_out += 1;
-        let parcel = Handoff {
+        let handoff = Handoff {
             connection: Some(Box::new(connection)),
             ports: self.ports.clone(),
         };
-        Ok((parcel, answer))
+        Ok((handoff, answer))
     }
 
     /// Takes a connection in that another shard of the same half has given up; its new id.
     ///
     /// # Errors
     /// The parcel again, if there is one between the same addresses, or no memory for it.
-    pub fn insert(&mut self, mut parcel: Handoff) -> Result<FlowId, Handoff> {
-        let Some(connection) = parcel.connection.take() else {
-            return Err(parcel);
+    pub fn insert(&mut self, mut handoff: Handoff) -> Result<FlowId, Handoff> {
+        let Some(connection) = handoff.connection.take() else {
+            return Err(handoff);
         };
         if !self.table.reserve_one() || !self.vacate(&connection.key) {
-            parcel.connection = Some(connection);
-            return Err(parcel);
+            handoff.connection = Some(connection);
+            return Err(handoff);
         }
         self.live += 1;
         self.held_ports += usize::from(connection.port_ref == Some(PortRef::Outgoing));

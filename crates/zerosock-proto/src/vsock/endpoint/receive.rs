@@ -176,7 +176,7 @@ impl<S: BuildHasher> Shard<S> {
         key: Key,
         socket_type: SocketType,
     ) -> Disposition {
-        let mut hold = None;
+        let mut port_ref = None;
         let (state, input) = match header.op.known() {
             Some(Op::Request) if !self.is_local(key.local.cid) => (State::Closed, Input::Request),
             Some(Op::Request) => {
@@ -196,7 +196,7 @@ impl<S: BuildHasher> Shard<S> {
                         Admission::NoListener => (State::Closed, Input::Request),
                         Admission::Full => (State::Listen, Input::RequestOverCap),
                         Admission::Granted(granted) => {
-                            hold = Some(granted);
+                            port_ref = Some(granted);
                             (State::Listen, Input::Request)
                         }
                     }
@@ -217,7 +217,7 @@ impl<S: BuildHasher> Shard<S> {
                 let mut connection = self.new_connection(key, socket_type, next);
                 // Rule 5.
                 connection.tx.update(header.buf_alloc, header.fwd_cnt);
-                connection.port_ref = hold;
+                connection.port_ref = port_ref;
                 connection.pending.incoming = true;
                 let index = self.add_connection(connection);
                 self.undecided += 1;
@@ -226,8 +226,8 @@ impl<S: BuildHasher> Shard<S> {
             }
             Action::Ignore(reason) => Disposition::Dropped(reason),
             Action::ResetPacket(reason) => {
-                if let Some(hold) = hold {
-                    self.ports.release(header.dst, hold);
+                if let Some(port_ref) = port_ref {
+                    self.ports.release(header.dst, port_ref);
                 }
                 self.reset_packet(header, reason)
             }

@@ -17,7 +17,7 @@ impl DatagramTable {
         let Some(id) = self.find(port) else {
             return false;
         };
-        let block = match control {
+        let reason = match control {
             Control::Stop(place) => PauseReason::Full(place),
             Control::Unsupported => PauseReason::Unsupported,
             Control::Start(place) => {
@@ -29,11 +29,13 @@ impl DatagramTable {
         };
         // What is over makes room, and who waits for it is named.
         self.handle_timeout(now);
-        if self.paused_destinations.pause(now, port, header.src, block)
+        if self
+            .paused_destinations
+            .pause(now, port, header.src, reason)
             && let Some(socket) = self.get_mut(id)
         {
             socket.stats.stopped += 1;
-            if block == PauseReason::Unsupported {
+            if reason == PauseReason::Unsupported {
                 // Who waits is to hear of it.
                 self.wake(id.index);
             }
@@ -75,7 +77,8 @@ impl DatagramTable {
     /// Ends paused_destinations whose time is over.
     pub fn handle_timeout(&mut self, now: Instant) {
         let mut ended = Vec::new();
-        self.paused_destinations.end(now, |port| ended.push(port));
+        self.paused_destinations
+            .expire(now, |port| ended.push(port));
         for port in ended {
             if let Some(id) = self.find(port) {
                 self.wake(id.index);

@@ -58,7 +58,7 @@ impl DatagramTable {
             return Err(Refusal::TooLong(len));
         }
         if !paused_destinations.is_empty() {
-            match paused_destinations.of(now(), socket.local.port, to) {
+            match paused_destinations.reason(now(), socket.local.port, to) {
                 Some(PauseReason::Unsupported) => return Err(Refusal::Unsupported),
                 Some(PauseReason::Full(_)) => {
                     socket.waiting = true;
@@ -79,11 +79,11 @@ impl DatagramTable {
     /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
     /// [`handle_completed`](Self::handle_completed).
     #[inline]
-    pub fn sent(&mut self, id: DatagramId, len: u32, under_way: bool) {
+    pub fn sent(&mut self, id: DatagramId, len: u32, in_flight: bool) {
         if let Some(socket) = self.get_mut(id) {
             socket.stats.sent += 1;
             socket.stats.sent_bytes += u64::from(len);
-            if under_way {
+            if in_flight {
                 let counts = len + OVERHEAD;
                 let others = if socket.sending == 0 {
                     0
@@ -143,11 +143,11 @@ impl DatagramTable {
     /// Whether nothing that was sent is under way. If something is, the socket is named when it is
     /// worth another look.
     pub fn is_flushed(&mut self, id: DatagramId) -> bool {
-        let under_way = self.get(id).is_some_and(|socket| socket.sending > 0);
-        if under_way {
+        let in_flight = self.get(id).is_some_and(|socket| socket.sending > 0);
+        if in_flight {
             self.throttle(id.index, 0);
         }
-        !under_way
+        !in_flight
     }
 
     /// Somebody waits until no more than `writable_at` is under way. For a send that is half of what may

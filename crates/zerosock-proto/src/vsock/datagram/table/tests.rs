@@ -23,7 +23,7 @@ fn small() -> DatagramLimits {
     }
 }
 
-fn word(table: &mut DatagramTable) -> Option<Repr> {
+fn control(table: &mut DatagramTable) -> Option<Repr> {
     table.poll_control(now(), |_| true)
 }
 
@@ -108,10 +108,10 @@ fn empty_datagrams_are_not_free_of_charge() {
 fn what_is_for_nobody_or_from_a_stranger_is_counted() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let nobody = Err(DropCause::NoSocket);
-    assert_eq!(table.receive(THEM, at(8), 1, true, now), nobody);
+    let no_socket = Err(DropCause::NoSocket);
+    assert_eq!(table.receive(THEM, at(8), 1, true, now), no_socket);
     let elsewhere = Address::new(Cid::new(7), Port::new(9));
-    assert_eq!(table.receive(THEM, elsewhere, 1, true, now), nobody);
+    assert_eq!(table.receive(THEM, elsewhere, 1, true, now), no_socket);
     table.connect(id, Some(at(5)));
     assert_eq!(
         table.receive(THEM, at(9), 1, true, now),
@@ -121,7 +121,7 @@ fn what_is_for_nobody_or_from_a_stranger_is_counted() {
     assert_eq!(table.receive(THEM, at(9), 1, true, now), Ok(id));
     let drops = table.drops();
     assert_eq!((drops.no_socket, drops.not_peer, drops.full), (2, 1, 0));
-    assert!(word(&mut table).is_none(), "nobody was told a thing");
+    assert!(control(&mut table).is_none(), "nobody was told a thing");
 }
 
 #[test]
@@ -132,15 +132,15 @@ fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
     for _ in 0..2 {
         table.receive(THEM, at(9), len, true, now).unwrap();
     }
-    assert_eq!(word(&mut table), None);
+    assert_eq!(control(&mut table), None);
     table.receive(THEM, at(9), len, true, now).unwrap();
     let stop = Control::Stop(PauseSource::Receiver).emit(at(9), THEM);
-    assert_eq!(word(&mut table), Some(stop));
+    assert_eq!(control(&mut table), Some(stop));
     table.consume(id, len);
-    assert_eq!(word(&mut table), None);
+    assert_eq!(control(&mut table), None);
     table.consume(id, len);
     let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
-    assert_eq!(word(&mut table), Some(start));
+    assert_eq!(control(&mut table), Some(start));
     assert_eq!(table.poll_timeout(), None);
 }
 
@@ -151,7 +151,7 @@ fn a_source_that_cannot_be_told_is_not() {
     for _ in 0..100 {
         let _ = table.receive(THEM, at(9), 100, false, now);
     }
-    assert_eq!(word(&mut table), None);
+    assert_eq!(control(&mut table), None);
 }
 
 #[test]
@@ -159,10 +159,10 @@ fn who_closes_lets_his_sources_go() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.receive(THEM, at(9), 5000, true, now).unwrap();
-    assert!(word(&mut table).is_some());
+    assert!(control(&mut table).is_some());
     table.close(id);
     let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
-    assert_eq!(word(&mut table), Some(start));
+    assert_eq!(control(&mut table), Some(start));
 }
 
 #[test]
@@ -345,8 +345,8 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
     ours.receive(THEM, at(9), 5000, true, now).unwrap();
     let mut time = now();
     for _ in 0..100 {
-        while let Some(word) = ours.poll_control(time, |_| true) {
-            assert!(theirs.handle_control(time, &word));
+        while let Some(control) = ours.poll_control(time, |_| true) {
+            assert!(theirs.handle_control(time, &control));
         }
         theirs.handle_timeout(time);
         assert_eq!(

@@ -1,9 +1,12 @@
-//! The sender's side of the flow control: to whom nothing is to be sent for a while.
+//! The sending side of the flow control: the destinations that receive nothing for a while.
 //!
-//! What must hold: only the destination that asked for it is blocked; there are at most
-//! [`PausedDestinations::MAX`] blocks, and of one endpoint at most [`PausedDestinations::MAX_PER_ENDPOINT`], so that one that
-//! floods us with words about its own ports costs itself alone; beyond that a STOP is not heeded,
-//! and what is sent may be lost. None lasts longer than it is repeated.
+//! # Invariants
+//! - Only the destination that sent STOP is paused.
+//! - There are at most [`PausedDestinations::MAX`] entries, and at most
+//!   [`PausedDestinations::MAX_PER_ENDPOINT`] of one endpoint, so that an endpoint that floods us
+//!   with STOP takes entries from no other. STOP beyond a limit is ignored; datagrams may then be
+//!   lost.
+//! - A pause ends by itself [`STOP_DURATION`] after the last STOP.
 
 use hashbrown::HashMap;
 
@@ -12,25 +15,25 @@ use super::{PauseSource, STOP_DURATION};
 use crate::addr::{Address, Port};
 use crate::time::Instant;
 
-/// Why nothing is to be sent to a destination.
+/// Why a destination is paused.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum PauseReason {
-    /// It has enough, and says when it has room; or a queue on the way does.
+    /// A queue is full; START follows when it has space.
     Full(PauseSource),
-    /// Nobody there takes datagrams.
+    /// The endpoint does not support datagrams.
     Unsupported,
 }
 
-/// See the module.
+/// The paused destinations of an endpoint's sockets.
 #[derive(Debug, Default)]
 pub struct PausedDestinations {
     deadlines: HashMap<(Port, Address), PauseDeadlines>,
     quota: EndpointQuota,
-    /// Not later than the first that ends.
+    /// At or before the first deadline; `None` when nothing was added since all were removed.
     next: Option<Instant>,
 }
 
-/// When each kind of block ends.
+/// The deadline of each reason, when it is in force.
 #[derive(Copy, Clone, Debug, Default)]
 struct PauseDeadlines {
     receiver: Option<Instant>,
@@ -55,7 +58,7 @@ impl PauseDeadlines {
         ]
     }
 
-    /// Forgets what is over; when the first of the rest is.
+    /// Removes the deadlines that have passed; returns the first of the others.
     fn expire(&mut self, now: Instant) -> Option<Instant> {
         for (reason, until) in self.all() {
             if until.is_some_and(|at| at <= now) {
@@ -67,36 +70,37 @@ impl PauseDeadlines {
 }
 
 impl PausedDestinations {
-    /// Most destinations that are blocked at once.
+    /// Most paused destinations at once.
     pub const MAX: usize = 1024;
-    /// Most of them that are of one endpoint.
+    /// Most of them of one endpoint.
     pub const MAX_PER_ENDPOINT: usize = 64;
 
-    /// Nobody is blocked.
+    /// No destination is paused.
     pub fn new() -> PausedDestinations {
         PausedDestinations::default()
     }
 
-    /// Whether nobody is: to be asked first, as it needs no clock.
+    /// Whether no destination is paused. Ask this first: it needs no clock.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.deadlines.is_empty()
     }
 
-    /// How many are.
+    /// Paused destinations.
     pub fn len(&self) -> usize {
         self.deadlines.len()
     }
 
-    /// Why nothing is to be sent from our port `from` to `source` now.
+    /// The reason why our port `from` must not send to `to` now, if there is one.
     pub fn reason(&self, now: Instant, from: Port, to: Address) -> Option<PauseReason> {
         let all = self.deadlines.get(&(from, to))?.all().into_iter();
         let mut in_force = all.filter(|(_, until)| until.is_some_and(|at| at > now));
         in_force.next().map(|(reason, _)| reason)
     }
 
-    /// `by` has said STOP to our port `port`. False: it is not heeded. What is over takes up room
-    /// until it is [ended](Self::expire), which alone names who waits for it.
+    /// The destination `by` has sent STOP to our port `port`. False: a limit is reached and STOP is
+    /// ignored. Expired entries count until [`expire`](Self::expire) removes them and names their
+    /// ports.
     pub fn pause(&mut self, now: Instant, port: Port, by: Address, reason: PauseReason) -> bool {
         let until = now + STOP_DURATION;
         if let Some(known) = self.deadlines.get_mut(&(port, by)) {
@@ -117,7 +121,8 @@ impl PausedDestinations {
         true
     }
 
-    /// `by` has said START to our port `port`. True: nothing of it is blocked any more, and was.
+    /// The destination `by` has sent START to our port `port`. True: it was paused and no reason is
+    /// left.
     pub fn resume(&mut self, port: Port, by: Address, place: PauseSource) -> bool {
         let Some(known) = self.deadlines.get_mut(&(port, by)) else {
             return false;
@@ -131,12 +136,13 @@ impl PausedDestinations {
         free
     }
 
-    /// When the next block may end by itself.
+    /// The time of the next call of [`expire`](Self::expire).
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.next.filter(|_| !self.deadlines.is_empty())
     }
 
-    /// Ends what has lasted long enough; names the ports of ours that may send again.
+    /// Removes the entries whose deadlines have passed; calls `ended` with the ports that may send
+    /// again.
     pub fn expire(&mut self, now: Instant, mut ended: impl FnMut(Port)) {
         if self.next.is_none_or(|at| at > now) {
             return;
@@ -157,7 +163,7 @@ impl PausedDestinations {
         self.next = next;
     }
 
-    /// Nobody of whom `gone` says so is blocked any more.
+    /// Removes every entry for which `gone` is true.
     pub fn forget(&mut self, gone: impl Fn(Port, Address) -> bool) {
         self.deadlines.retain(|(port, by), _| {
             let gone = gone(*port, *by);
@@ -182,7 +188,7 @@ mod tests {
     const FULL: PauseReason = PauseReason::Full(PauseSource::Receiver);
 
     #[test]
-    fn a_block_is_of_one_destination_and_ends_by_itself() {
+    fn a_pause_affects_one_destination_and_expires() {
         let mut paused = PausedDestinations::new();
         let now = Instant::ZERO;
         assert!(paused.pause(now, OURS, at(3, 1), FULL));
@@ -195,7 +201,7 @@ mod tests {
         assert_eq!(
             paused.reason(end, OURS, at(3, 1)),
             None,
-            "whoever looks or not"
+            "expired without a call of expire"
         );
         let mut ended = Vec::new();
         paused.expire(end, |port| ended.push(port));
@@ -203,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repeated_stop_lasts_and_a_start_ends_it() {
+    fn a_repeated_stop_extends_the_pause_and_start_ends_it() {
         let mut paused = PausedDestinations::new();
         let (zero, later) = (Instant::ZERO, Instant::ZERO + STOP_DURATION / 2);
         paused.pause(zero, OURS, at(3, 1), FULL);
@@ -217,14 +223,18 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_and_the_way_to_it_are_blocked_each_by_itself() {
+    fn receiver_and_switch_are_paused_independently() {
         let mut paused = PausedDestinations::new();
         let (now, to) = (Instant::ZERO, at(3, 1));
         let way = PauseReason::Full(PauseSource::Switch);
         paused.pause(now, OURS, to, FULL);
         paused.pause(now, OURS, to, way);
         assert!(!paused.resume(OURS, to, PauseSource::Switch));
-        assert_eq!(paused.reason(now, OURS, to), Some(FULL), "still");
+        assert_eq!(
+            paused.reason(now, OURS, to),
+            Some(FULL),
+            "the receiver is still full"
+        );
         paused.pause(now, OURS, to, way);
         assert!(!paused.resume(OURS, to, PauseSource::Receiver));
         assert_eq!(paused.reason(now, OURS, to), Some(way));
@@ -233,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_costs_its_sender_alone() {
+    fn a_flood_of_stops_uses_only_the_quota_of_its_sender() {
         let mut paused = PausedDestinations::new();
         let now = Instant::ZERO;
         for port in 0..10_000 {
@@ -252,6 +262,6 @@ mod tests {
         paused.expire(later, |_| named += 1);
         assert_eq!(named, PausedDestinations::MAX);
         assert!(paused.pause(later, OURS, at(3, 70_000), FULL));
-        assert_eq!(paused.len(), 1, "those that are over make room");
+        assert_eq!(paused.len(), 1, "expired entries free their space");
     }
 }

@@ -1,10 +1,12 @@
-//! The receiver's side of the flow control: which sources were told to stop, and what is to be said
+//! The receiving side of the flow control: the sources that were sent STOP, and the packets to send
 //! to them.
 //!
-//! What must hold: there are at most [`Stops::MAX`] of them, and of one endpoint at most
-//! [`Stops::MAX_PER_ENDPOINT`], so that one that sends from many ports does not keep others from being
-//! told; who is not told may lose datagrams, which they may anyway. A START that was due is said
-//! once, a STOP until it is needed no more.
+//! # Invariants
+//! - There are at most [`PausedSenders::MAX`] entries, and at most
+//!   [`PausedSenders::MAX_PER_ENDPOINT`] of one endpoint, so that an endpoint that sends from many
+//!   ports takes entries from no other. A source without an entry gets no STOP and may lose
+//!   datagrams, which it may anyway.
+//! - START is sent once; STOP is repeated while the receiver is full.
 
 use core::time::Duration;
 
@@ -16,23 +18,23 @@ use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::Repr;
 
-/// After how long a packet that found no buffer is tried again: at first, and at most. Each time it
-/// is twice as long, since whoever takes nothing may never do.
+/// Delay before a packet that found no buffer is retried: the first, and the longest. It doubles
+/// each time: polling of a stalled source backs off exponentially.
 const RETRY: Duration = Duration::from_millis(1);
 const RETRY_MAX: Duration = Duration::from_millis(32);
 
-/// See the module.
+/// The sources that a receiver, or a switch in front of it, has paused.
 #[derive(Debug)]
 pub struct PausedSenders {
-    /// What it is about.
+    /// The queue that is full.
     queue: PauseSource,
     states: HashMap<Pair, PauseState>,
     quota: EndpointQuota,
-    /// Not later than the first that is due.
+    /// At or before the first `due_at`.
     next: Option<Instant>,
-    /// Something is due at once.
+    /// An entry may be due at this moment.
     due_now: bool,
-    /// What was polled last, as it was before.
+    /// The entry that `poll` returned last, in its state before that call.
     polled: Option<(Pair, PauseState)>,
 }
 
@@ -48,19 +50,19 @@ struct Pair {
 struct PauseState {
     message: Control,
     due_at: Instant,
-    /// When it was told to stop last.
+    /// When STOP was last sent; `None`: not yet.
     stop_sent_at: Option<Instant>,
-    /// How long it was put off last, because there was no buffer.
+    /// The last delay of a retry, zero if the last packet found a buffer.
     retry_delay: Duration,
 }
 
 impl PausedSenders {
-    /// Most sources that are told to stop at once.
+    /// Most paused sources at once.
     pub const MAX: usize = 256;
-    /// Most of them that are of one endpoint.
+    /// Most of them of one endpoint.
     pub const MAX_PER_ENDPOINT: usize = 64;
 
-    /// Nobody was told.
+    /// No source is paused.
     pub fn new(queue: PauseSource) -> PausedSenders {
         PausedSenders {
             queue,
@@ -72,12 +74,12 @@ impl PausedSenders {
         }
     }
 
-    /// A datagram has come from `source` for `receiver`, which has enough.
+    /// A datagram from `source` has arrived for `receiver`, whose queue is full.
     pub fn pause(&mut self, now: Instant, receiver: Address, source: Address) {
         let message = Control::Stop(self.queue);
         let pair = Pair { source, receiver };
         if let Some(state) = self.states.get_mut(&pair) {
-            // A START that was not said yet; or a STOP that was not heard.
+            // A START that was not sent yet becomes STOP; or the source has ignored the last STOP.
             let unheard = state
                 .stop_sent_at
                 .is_some_and(|said| now >= said + STOP_RESEND_DELAY);
@@ -105,18 +107,18 @@ impl PausedSenders {
         self.schedule(now);
     }
 
-    /// `receiver` has room again, or is gone: nobody need wait for it.
+    /// `receiver` has space again or is closed: its sources may send.
     pub fn resume(&mut self, receiver: Address) {
         self.resume_where(|other| other == receiver);
     }
 
-    /// There is room again for everybody.
+    /// All receivers have space again.
     pub fn resume_all(&mut self) {
         self.resume_where(|_| true);
     }
 
     fn resume_where(&mut self, has_space: impl Fn(Address) -> bool) {
-        // At once: it takes no clock to know that.
+        // Due at once, which needs no clock.
         let now = Instant::ZERO;
         let message = Control::Start(self.queue);
         self.retain(|pair, state| {
@@ -125,19 +127,19 @@ impl PausedSenders {
             }
             state.message = message;
             state.due_at = now;
-            // Who was never told to stop need not be told to start.
+            // A source that was sent no STOP needs no START.
             state.stop_sent_at.is_some()
         });
         self.due_now |= !self.states.is_empty();
         self.schedule(now);
     }
 
-    /// Nobody has to be told of `receiver` or by it any more: an endpoint is gone.
+    /// Removes every entry whose receiver or source is `gone`.
     pub fn forget(&mut self, gone: impl Fn(Address) -> bool) {
         self.retain(|pair, _| !gone(pair.receiver) && !gone(pair.source));
     }
 
-    /// Ends all that `decline_move` does not want.
+    /// Removes the entries for which `keep` is false.
     fn retain(&mut self, mut keep: impl FnMut(&Pair, &mut PauseState) -> bool) {
         let quota = &mut self.quota;
         self.states.retain(|pair, state| {
@@ -149,13 +151,13 @@ impl PausedSenders {
         });
     }
 
-    /// Whether something is known to be due: to be asked first, as it needs no clock.
+    /// Whether an entry is known to be due. Ask this first: it needs no clock.
     #[inline]
     pub fn is_due(&self) -> bool {
         self.due_now
     }
 
-    /// The next packet to be sent, of those to a source of which `consume` says so.
+    /// The next packet to send, to a source for which `of` is true.
     pub fn poll(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
         if self.next.is_none_or(|at| at > now) {
             return None;
@@ -184,15 +186,16 @@ impl PausedSenders {
         Some(packet)
     }
 
-    /// The packet of the last [`poll`](Stops::poll) found no buffer: it comes again, and so do those
-    /// that are due to others of whom `same` says that they would not find any either.
+    /// The packet of the last [`poll`](PausedSenders::poll) found no buffer. It is retried after a
+    /// delay, and so are the packets that are due to other sources for which `same` is true: they
+    /// would find no buffer either.
     pub fn retry_later(&mut self, now: Instant, same: impl Fn(Address) -> bool) {
         let Some((pair, mut before)) = self.polled.take() else {
             return;
         };
         before.retry_delay = (before.retry_delay * 2).clamp(RETRY, RETRY_MAX);
         before.due_at = now + before.retry_delay;
-        // Nobody waits for a START any more when the last STOP is over.
+        // When the last STOP has expired, the source needs no START.
         let over = before
             .stop_sent_at
             .is_some_and(|said| now >= said + STOP_DURATION);
@@ -214,22 +217,22 @@ impl PausedSenders {
         self.update_next(now);
     }
 
-    /// When [`poll`](Stops::poll) has something to say; perhaps nothing.
+    /// The time of the next call of [`poll`](PausedSenders::poll), which may return nothing.
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.next.filter(|_| !self.states.is_empty())
     }
 
-    /// Whether anybody was told.
+    /// Whether no source is paused.
     pub fn is_empty(&self) -> bool {
         self.states.is_empty()
     }
 
-    /// How many were.
+    /// Paused sources.
     pub fn len(&self) -> usize {
         self.states.len()
     }
 
-    /// Looks when the first is due.
+    /// Finds the first entry that is due.
     fn update_next(&mut self, now: Instant) {
         self.next = self.states.values().map(|state| state.due_at).min();
         self.due_now = self.next.is_some_and(|at| at <= now);
@@ -263,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_is_told_once_and_again_while_it_is_needed() {
+    fn stop_is_sent_once_and_repeated_while_the_receiver_is_full() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         assert_eq!(poll(&mut paused, ms(0)), Some(STOP.emit(ME, at(3, 1))));
@@ -271,13 +274,19 @@ mod tests {
         assert_eq!(
             poll(&mut paused, ms(9)),
             None,
-            "what is under way is let be"
+            "no repeat for datagrams already in flight"
         );
         paused.pause(ms(10), ME, at(3, 1));
-        assert!(poll(&mut paused, ms(10)).is_some(), "it has not heard");
+        assert!(
+            poll(&mut paused, ms(10)).is_some(),
+            "the source ignored STOP"
+        );
         assert_eq!(poll(&mut paused, ms(209)), None);
         assert_eq!(paused.poll_timeout(), Some(ms(210)));
-        assert!(poll(&mut paused, ms(210)).is_some(), "lest it try");
+        assert!(
+            poll(&mut paused, ms(210)).is_some(),
+            "repeated before it expires"
+        );
         paused.resume(ME);
         assert_eq!(
             poll(&mut paused, ms(220)),
@@ -288,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_never_told_to_stop_is_not_told_to_start() {
+    fn a_source_without_stop_gets_no_start() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         paused.resume(ME);
@@ -297,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_start_that_was_not_said_becomes_a_stop_again() {
+    fn an_unsent_start_becomes_stop_when_the_receiver_fills_again() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         assert!(poll(&mut paused, ms(0)).is_some());
@@ -307,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_without_a_buffer_comes_again() {
+    fn a_packet_that_found_no_buffer_is_retried() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         let stop = poll(&mut paused, ms(0)).unwrap();
@@ -327,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn some_are_told_before_others() {
+    fn poll_returns_packets_of_the_chosen_endpoint_only() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         paused.pause(ms(0), ME, at(4, 1));
@@ -343,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn one_endpoint_with_many_ports_leaves_queues_to_others() {
+    fn many_ports_of_one_endpoint_do_not_exhaust_the_table() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         for port in 0..1000 {
             paused.pause(ms(0), ME, at(3, port));
@@ -362,7 +371,7 @@ mod tests {
         );
     }
     #[test]
-    fn who_takes_nothing_is_asked_ever_more_seldom_and_nobody_else_is() {
+    fn retries_to_a_stalled_source_back_off_and_others_are_not_delayed() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         for port in 0..50 {
             paused.pause(ms(0), ME, at(3, port));
@@ -381,17 +390,18 @@ mod tests {
             }
             assert!(!paused.is_due() && paused.poll_timeout() > Some(ms(now)));
         }
-        // One for all of them: at once, and after 1, 2, 4, 8, 16 ms, and 32 ms from then on.
+        // One attempt for all ports of endpoint 3: at once, after 1, 2, 4, 8 and 16 ms, then every
+        // 32 ms.
         assert_eq!(tries[..7], [0, 1, 3, 7, 15, 31, 63]);
         assert_eq!(tries.len(), 5 + 31);
-        assert_eq!(others, 5, "200 ms after each other");
-        // None of them has heard it: there is nothing to undo.
+        assert_eq!(others, 5, "one every 200 ms");
+        // No source of endpoint 3 got STOP: none needs START.
         paused.resume(ME);
         assert_eq!(paused.len(), 1);
     }
 
     #[test]
-    fn a_start_that_finds_no_buffer_ends_with_what_it_would_undo() {
+    fn start_is_not_retried_after_stop_expired() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         assert!(poll(&mut paused, ms(0)).is_some());
@@ -403,14 +413,14 @@ mod tests {
                 paused.retry_later(ms(now), |_| true);
             }
         }
-        // After 1, 2, 4, 8 and 16 ms, and all 32 ms, until the STOP would have ended.
+        // After 1, 2, 4, 8 and 16 ms, then every 32 ms, until STOP has expired.
         assert_eq!(tries, 6 + (500 - 32) / 32 + 1);
         assert!(paused.is_empty());
         assert_eq!(paused.quota.len(), 0);
     }
 
     #[test]
-    fn a_stop_that_finds_no_buffer_is_not_hurried_by_more_datagrams() {
+    fn more_datagrams_do_not_shorten_the_retry_delay_of_stop() {
         let mut paused = PausedSenders::new(PauseSource::Receiver);
         paused.pause(ms(0), ME, at(3, 1));
         let mut tries = 0;

@@ -1,20 +1,21 @@
-//! How many places of a bounded table each endpoint has.
+//! Counts the entries that each endpoint has in a bounded table.
 //!
-//! What must hold: what has ended has no place, and a table that is empty keeps nothing here.
+//! # Invariants
+//! A removed entry is not counted, and an empty table leaves no counter behind.
 
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
 use crate::addr::Cid;
 
-/// See the module. Counting costs the same however many places are taken.
+/// Entries of each endpoint. Counting takes constant time.
 #[derive(Debug, Default)]
 pub(super) struct EndpointQuota {
     taken: HashMap<Cid, usize>,
 }
 
 impl EndpointQuota {
-    /// Takes one more place for `cid`. False: it has `most` already.
+    /// Counts one more entry of `cid`. False, and nothing counted: it has `most` already.
     pub(super) fn take(&mut self, cid: Cid, most: usize) -> bool {
         let taken = self.taken.entry(cid).or_default();
         let may = *taken < most;
@@ -22,7 +23,7 @@ impl EndpointQuota {
         may
     }
 
-    /// A place of `cid`'s is free again.
+    /// Counts one entry of `cid` less.
     pub(super) fn release(&mut self, cid: Cid) {
         if let Entry::Occupied(mut taken) = self.taken.entry(cid) {
             *taken.get_mut() = taken.get().saturating_sub(1);
@@ -32,7 +33,7 @@ impl EndpointQuota {
         }
     }
 
-    /// Endpoints that have places.
+    /// Endpoints that have entries.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.taken.len()
@@ -44,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_has_its_own_and_gives_them_back() {
+    fn quotas_are_per_endpoint_and_released_entries_count_again() {
         let mut quota = EndpointQuota::default();
         let (one, other) = (Cid::new(3), Cid::new(4));
         assert!(quota.take(one, 2) && quota.take(one, 2));

@@ -1,8 +1,11 @@
-//! The datagram sockets of an endpoint: ports, bounds, drops, and when each may send.
+//! The datagram sockets of an endpoint: ports, limits, drops, and when a socket may send.
 //!
-//! What must hold: a port has one socket; what a socket has received and not read stays within its
-//! limit and one datagram more; what it has under way does as well; every socket that was told to
-//! wait is named when it need not any more.
+//! # Invariants
+//! - A port has one socket.
+//! - The bytes that a socket has received and not read exceed its limit by at most one datagram,
+//!   and so do the bytes that it has in flight.
+//! - [`DatagramTable::poll_writable`] returns every socket whose send was refused for now, when a
+//!   retry can succeed.
 
 mod counts;
 mod flow_control;
@@ -25,9 +28,9 @@ use crate::time::Instant;
 pub use counts::{DatagramDrops, DatagramLimits, DatagramStats, DropCause};
 pub use sending::Refusal;
 
-/// First of the ports given out by ourselves.
+/// First ephemeral port.
 const EPHEMERAL_FIRST: u32 = 1 << 30;
-/// How many there are.
+/// Number of ephemeral ports.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
 /// Most sockets of an endpoint.
 const MAX_SOCKETS: usize = 65536;
@@ -53,7 +56,7 @@ pub enum BindError {
     /// Another socket has the port (EADDRINUSE).
     #[error("the port is in use")]
     InUse,
-    /// There are as many sockets as there may be.
+    /// The limit of sockets is reached.
     #[error("too many datagram sockets")]
     TooMany,
 }
@@ -65,45 +68,46 @@ struct Socket {
     local: Address,
     peer: Option<Address>,
     limits: DatagramLimits,
-    /// Of what was received and not read, overheads included.
+    /// Bytes received and not read, overhead included.
     queued: u32,
-    /// Of what is under way.
+    /// Bytes in flight, overhead included.
     sending: u32,
-    /// The most that one datagram counts for of those that are, or were since there was none.
+    /// Largest datagram among those in flight, overhead included: an upper bound, reset when none
+    /// is in flight.
     largest: u32,
-    /// Sources were told to stop.
+    /// STOP was sent to sources of this socket.
     stopping: bool,
-    /// A send was refused for now.
+    /// A send was refused for now: `poll_writable` must return this socket.
     waiting: bool,
-    /// Because so much is under way: its place among those.
+    /// Index in the table's `throttled`, while too many bytes are in flight.
     throttled: Option<u32>,
-    /// And when there is no more of it than this, it is named.
+    /// A throttled socket is writable when at most so many bytes are in flight.
     writable_at: u32,
-    /// In the list of those that may send again.
+    /// In `writable`.
     listed: bool,
     stats: DatagramStats,
 }
 
-/// See the module.
+/// The datagram sockets of one endpoint.
 #[derive(Debug)]
 pub struct DatagramTable {
     cid: Cid,
     sockets: Vec<Socket>,
     free: Vec<u32>,
     by_port: HashMap<Port, u32>,
-    /// The port and the place that were found last.
+    /// The last port looked up and its index.
     last: Option<(Port, u32)>,
     next_ephemeral: u32,
     paused_senders: PausedSenders,
     paused_destinations: PausedDestinations,
     drops: DatagramDrops,
     writable: VecDeque<u32>,
-    /// Sockets that are throttled.
+    /// Indices of the throttled sockets.
     throttled: Vec<u32>,
 }
 
 impl DatagramTable {
-    /// A table without sockets, whose addresses have `cid`. Ephemeral ports start anywhere.
+    /// A table without sockets for the endpoint `cid`. Ephemeral ports start at a random number.
     pub fn new(cid: Cid) -> DatagramTable {
         let start = DefaultHashBuilder::default().hash_one(0u32) as u32;
         DatagramTable {
@@ -126,7 +130,7 @@ impl DatagramTable {
         self.cid
     }
 
-    /// Our CID has changed: the transport was reset. Nobody waits for anybody of before.
+    /// The transport was reset and may have given us another CID. All pauses end.
     pub fn reset(&mut self, cid: Cid) {
         self.cid = cid;
         for socket in &mut self.sockets {
@@ -149,7 +153,7 @@ impl DatagramTable {
         self.by_port.is_empty()
     }
 
-    /// A socket at `port`, or, for [`Port::ANY`], at one that nobody has.
+    /// Binds a socket to `port`; [`Port::ANY`] chooses an unused port.
     ///
     /// # Errors
     /// See [`BindError`].
@@ -198,7 +202,7 @@ impl DatagramTable {
 
     fn ephemeral(&mut self) -> Port {
         loop {
-            // Ends: there are more ports than sockets can be.
+            // Terminates: there are more ports than sockets.
             let port = Port::new(EPHEMERAL_FIRST + self.next_ephemeral);
             self.next_ephemeral = (self.next_ephemeral + 1) % EPHEMERAL_COUNT;
             if !self.by_port.contains_key(&port) {
@@ -207,7 +211,7 @@ impl DatagramTable {
         }
     }
 
-    /// Ends a socket. Who was told to stop is told to start: what he sends is dropped.
+    /// Closes a socket. Sources that were sent STOP get START; what they send is dropped.
     pub fn close(&mut self, id: DatagramId) {
         let Some(socket) = self.get_mut(id) else {
             return;
@@ -223,24 +227,24 @@ impl DatagramTable {
             .forget(|port, _| port == local.port);
     }
 
-    /// Receives from `peer` alone from now on; `None`: from everybody.
+    /// From now on receives from `peer` only; `None`: from every source.
     pub fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
         if let Some(socket) = self.get_mut(id) {
             socket.peer = peer;
         }
     }
 
-    /// Its address, and whom it is connected to.
+    /// The socket's own address, and the peer it is connected to.
     pub fn addresses(&self, id: DatagramId) -> Option<(Address, Option<Address>)> {
         self.get(id).map(|socket| (socket.local, socket.peer))
     }
 
-    /// Its limits.
+    /// The socket's limits.
     pub fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
         self.get(id).map(|socket| socket.limits)
     }
 
-    /// Changes its limits; what waits already stays.
+    /// Changes the limits; queued datagrams stay.
     pub fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
         if let Some(socket) = self.get_mut(id) {
             socket.limits = limits;
@@ -248,7 +252,7 @@ impl DatagramTable {
         }
     }
 
-    /// What it has counted.
+    /// The socket's counters.
     pub fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
         self.get(id).map(|socket| socket.stats)
     }
@@ -274,11 +278,12 @@ impl DatagramTable {
         Some(DatagramId { index, generation })
     }
 
-    /// A datagram of `len` bytes has come: whose it is, and that it counts until it is
-    /// [`consume`](Self::consume). `flow`: its source can be told to stop, and is when there is enough.
+    /// A datagram of `len` bytes has arrived: returns its socket. It counts against the socket's
+    /// limit until [`consume`](Self::consume). `flow`: the source supports flow control and gets
+    /// STOP when the queue is a quarter full.
     ///
     /// # Errors
-    /// Why it is dropped.
+    /// The reason for dropping the datagram.
     #[inline]
     pub fn receive(
         &mut self,
@@ -318,7 +323,7 @@ impl DatagramTable {
         if fits { Ok(id) } else { Err(DropCause::Full) }
     }
 
-    /// A datagram was thrown away before it was whole.
+    /// Counts a datagram that an [`Assembler`](super::Assembler) discarded.
     pub fn handle_lost(&mut self, lost: Lost) {
         if lost.to().cid == self.cid {
             match lost {
@@ -328,7 +333,7 @@ impl DatagramTable {
         }
     }
 
-    /// A datagram of `len` bytes was read, or thrown away.
+    /// The application has read or discarded a datagram of `len` bytes.
     #[inline]
     pub fn consume(&mut self, id: DatagramId, len: u32) {
         let Some(socket) = self.get_mut(id) else {

@@ -1,46 +1,45 @@
-//! Datagrams on the wire: the headers, and the two operations of the flow control.
+//! Wire format of datagrams: the headers, and the two operations of the flow control.
 
 use super::DGRAM_EOM;
 use crate::addr::Address;
 use crate::wire::vsock::{Op, Repr, SocketType, WireOp};
 
-/// VIRTIO_VSOCK_F_DGRAM: the device and the driver take datagrams. A proposal, not in the
-/// specification.
+/// VIRTIO_VSOCK_F_DGRAM: device and driver accept datagrams. A proposal, not in the specification.
 pub const F_DGRAM: u64 = 1 << 3;
-/// Ours: they take [`Control`] as well. Only with [`F_DGRAM`].
+/// Feature of this project: both sides understand [`Control`]. Valid only with [`F_DGRAM`].
 pub const F_DGRAM_FLOW: u64 = 1 << 22;
 
 const STOP: u16 = 0x7a20;
 const START: u16 = 0x7a21;
-/// STOP, bit 0: nobody there takes datagrams at all.
+/// STOP, bit 0: the endpoint does not support datagrams.
 const STOP_UNSUPPORTED: u32 = 1 << 0;
-/// STOP and START, bit 1: it is about a queue on the way.
+/// STOP and START, bit 1: the queue of a switch is full or free, not the receiver.
 const AT_SWITCH: u32 = 1 << 1;
 
-/// What has enough, or room again.
+/// Which queue is full, or has space again.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum PauseSource {
-    /// The receiver itself.
+    /// The receiver's.
     Receiver,
-    /// A queue on the way to it, which is a switch's.
+    /// The queue of a switch in front of the receiver.
     Switch,
 }
 
-/// What a receiver, the source of the packet, tells one of its sources, the packet's destination;
-/// or what a switch tells it in the receiver's name.
+/// A flow control packet from a receiver to one of the sources that send to it. A switch sends it
+/// on behalf of the receiver.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum Control {
-    /// Send no more to me until START for the same place, or for
+    /// Do not send to this receiver until START with the same [`PauseSource`], or for
     /// [`STOP_DURATION`](super::STOP_DURATION).
     Stop(PauseSource),
-    /// The endpoint has not negotiated datagrams: nothing ever arrives.
+    /// The endpoint has not negotiated datagrams: no datagram will arrive.
     Unsupported,
     /// Send again.
     Start(PauseSource),
 }
 
 impl Control {
-    /// What a packet of type DGRAM says; `None`: it is no word of the flow control.
+    /// Parses a packet of type DGRAM; `None`: it is not a flow control packet.
     #[inline]
     pub fn parse(header: &Repr) -> Option<Control> {
         let place = match header.flags & AT_SWITCH {
@@ -55,7 +54,7 @@ impl Control {
         }
     }
 
-    /// The packet by which `receiver`, the receiver, says so to `source`.
+    /// The header of the packet that the receiver `about` sends to the source `to`.
     pub fn emit(self, receiver: Address, source: Address) -> Repr {
         let (op, flags) = match self {
             Control::Stop(PauseSource::Receiver) => (STOP, 0),
@@ -68,7 +67,7 @@ impl Control {
     }
 }
 
-/// A packet with `len` bytes of a datagram, the last of them if `last`.
+/// The header of a packet with `len` bytes of a datagram; `last`: it is the last fragment.
 #[inline]
 pub fn data(from: Address, source: Address, len: u32, last: bool) -> Repr {
     let flags = if last { DGRAM_EOM } else { 0 };
@@ -106,7 +105,7 @@ mod tests {
 
     /// The examples of docs/datagrams.md.
     #[test]
-    fn headers_are_those_of_the_document() {
+    fn headers_match_the_documented_bytes() {
         let mut want = [0; HEADER_LEN];
         want[0] = 3;
         want[8] = 2;
@@ -136,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_understood_whatever_else_their_flags_say() {
+    fn control_packets_parse_with_unknown_flags_set() {
         for control in [
             Control::Stop(PauseSource::Receiver),
             Control::Stop(PauseSource::Switch),

@@ -1,4 +1,4 @@
-//! What the table hears and says of the flow control, and when.
+//! Flow control of the table: STOP and START received and sent, and their timers.
 
 use super::DatagramTable;
 use crate::addr::{Address, Cid};
@@ -8,7 +8,8 @@ use crate::vsock::datagram::wire::Control;
 use crate::wire::vsock::Repr;
 
 impl DatagramTable {
-    /// Takes a word of the flow control. False: it is none, or about no socket of ours.
+    /// Handles a flow control packet. False: it is another packet, or not for a socket of this
+    /// table.
     pub fn handle_control(&mut self, now: Instant, header: &Repr) -> bool {
         let (Some(control), true) = (Control::parse(header), header.dst.cid == self.cid) else {
             return false;
@@ -27,7 +28,7 @@ impl DatagramTable {
                 return true;
             }
         };
-        // What is over makes room, and who waits for it is named.
+        // Expired entries free their space, and their sockets become writable.
         self.handle_timeout(now);
         if self
             .paused_destinations
@@ -36,33 +37,33 @@ impl DatagramTable {
         {
             socket.stats.stopped += 1;
             if reason == PauseReason::Unsupported {
-                // Who waits is to hear of it.
+                // The waiting sender gets the error.
                 self.wake(id.index);
             }
         }
         true
     }
 
-    /// Whether packets of the flow control are known to be due: to be asked first, as it needs no
-    /// clock.
+    /// Whether flow control packets are known to be due. Ask this first: it needs no clock.
     #[inline]
     pub fn has_control(&self) -> bool {
         self.paused_senders.is_due()
     }
 
-    /// The next packet of the flow control to be sent, of those to a source of which `consume` says so.
+    /// The next flow control packet to send, to a source for which `of` is true.
     pub fn poll_control(&mut self, now: Instant, of: impl Fn(Address) -> bool) -> Option<Repr> {
         self.paused_senders.poll(now, of)
     }
 
-    /// The packet of the last [`poll_control`](Self::poll_control) found no buffer: it comes again
-    /// soon, with those to others of whom `same` says that they would not find any either.
+    /// The packet of the last [`poll_control`](Self::poll_control) found no buffer. It is retried,
+    /// and so are those to other sources for which `same` is true: they would find no buffer
+    /// either.
     pub fn retry_control(&mut self, now: Instant, same: impl Fn(Address) -> bool) {
         self.paused_senders.retry_later(now, same);
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) and [`poll_control`](Self::poll_control) have
-    /// something to do.
+    /// When to call [`handle_timeout`](Self::handle_timeout) and
+    /// [`poll_control`](Self::poll_control).
     #[inline]
     pub fn poll_timeout(&self) -> Option<Instant> {
         match (
@@ -74,7 +75,7 @@ impl DatagramTable {
         }
     }
 
-    /// Ends paused_destinations whose time is over.
+    /// Ends the pauses that have expired.
     pub fn handle_timeout(&mut self, now: Instant) {
         let mut ended = Vec::new();
         self.paused_destinations
@@ -86,7 +87,7 @@ impl DatagramTable {
         }
     }
 
-    /// An endpoint is gone: nothing is to be said to it, and nobody waits for it.
+    /// The endpoint `cid` is gone: drops its pauses and the packets for it.
     pub fn forget(&mut self, cid: Cid) {
         self.paused_senders.forget(|address| address.cid == cid);
         self.paused_destinations

@@ -1,7 +1,9 @@
-//! When each socket may send, and who is told that it may again.
+//! Back-pressure of sending sockets: when a send is refused, and when the socket is writable again.
 //!
-//! What must hold: a socket that was refused for now is named when another try is worth it; one that
-//! has as much under way as may be, when half of it was taken; one that waits for all, when all was.
+//! # Invariants
+//! [`DatagramTable::poll_writable`] returns a socket whose send was refused when a retry can
+//! succeed: for a full send buffer when half of it is free, and for a flush when nothing is in
+//! flight.
 
 use super::{DatagramId, DatagramTable, Socket};
 use crate::addr::Address;
@@ -9,35 +11,36 @@ use crate::time::Instant;
 use crate::vsock::datagram::paused_destinations::PauseReason;
 use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
 
-/// Throttled sockets that are looked at one by one.
+/// Most throttled sockets that `completions_until_writable` examines one by one.
 const SCAN_LIMIT: usize = 16;
 
-/// Why nothing is sent now.
+/// Why a datagram is not sent.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 pub enum Refusal {
     /// There is no such socket.
     #[error("no such socket")]
     Unknown,
-    /// Longer than any datagram may be (EMSGSIZE).
+    /// Longer than [`MAX_DATAGRAM`] (EMSGSIZE).
     #[error("a datagram of {0} bytes is above the limit of 65536")]
     TooLong(usize),
-    /// As much is under way as may be: wait until [`DatagramTable::poll_writable`] names the
-    /// socket.
-    #[error("as much is under way as may be")]
+    /// The send buffer is full: wait until [`DatagramTable::poll_writable`] returns the socket.
+    #[error("the send buffer is full")]
     Throttled,
-    /// The destination has enough: as above.
-    #[error("the destination takes no more now")]
+    /// The destination has sent STOP: wait as above.
+    #[error("the destination has paused this sender")]
     Stopped,
-    /// The destination takes no datagrams.
-    #[error("the destination has not negotiated datagrams")]
+    /// The destination does not support datagrams.
+    #[error("the destination does not support datagrams")]
     Unsupported,
 }
 
 impl DatagramTable {
-    /// Whether a datagram may be sent now. `now` is asked for when somebody has said STOP.
+    /// Checks whether the socket may send a datagram now, and returns its address. `now` is called
+    /// when a destination is paused.
     ///
     /// # Errors
-    /// Why not; for one that is so for now, the socket is named when it may be otherwise.
+    /// [`Refusal`]; after one that is temporary, [`poll_writable`](Self::poll_writable) returns the
+    /// socket when a retry can succeed.
     #[inline]
     pub fn may_send(
         &mut self,
@@ -67,7 +70,7 @@ impl DatagramTable {
                 None => {}
             }
         }
-        // Without a buffer it is one at a time.
+        // A send buffer of 0 bytes allows one datagram at a time.
         if socket.sending >= socket.limits.send.max(1) {
             let half = socket.limits.send / 2;
             self.throttle(id.index, half);
@@ -76,7 +79,7 @@ impl DatagramTable {
         Ok(socket.local)
     }
 
-    /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
+    /// A datagram of `len` bytes was sent. `under_way`: it counts as in flight until
     /// [`handle_completed`](Self::handle_completed).
     #[inline]
     pub fn sent(&mut self, id: DatagramId, len: u32, in_flight: bool) {
@@ -96,7 +99,7 @@ impl DatagramTable {
         }
     }
 
-    /// What `sent` has counted as under way was taken by the other side.
+    /// The other side has taken a datagram that [`sent`](Self::sent) counted as in flight.
     #[inline]
     pub fn handle_completed(&mut self, id: DatagramId, len: u32) {
         if let Some(socket) = self.get_mut(id) {
@@ -107,14 +110,14 @@ impl DatagramTable {
         }
     }
 
-    /// A send found no buffer: the socket is to be named with [`wake_all`](Self::wake_all).
+    /// A send found no buffer in the queue: [`wake_all`](Self::wake_all) makes the socket writable.
     pub fn wait_for_buffer(&mut self, id: DatagramId) {
         if let Some(socket) = self.get_mut(id) {
             socket.waiting = true;
         }
     }
 
-    /// Every socket that waits may try again.
+    /// Makes every waiting socket writable.
     pub fn wake_all(&mut self) {
         for index in 0..self.sockets.len() as u32 {
             self.wake(index);
@@ -140,8 +143,8 @@ impl DatagramTable {
         }
     }
 
-    /// Whether nothing that was sent is under way. If something is, the socket is named when it is
-    /// worth another look.
+    /// Whether no datagram of the socket is in flight. If not,
+    /// [`poll_writable`](Self::poll_writable) returns the socket when none is.
     pub fn is_flushed(&mut self, id: DatagramId) -> bool {
         let in_flight = self.get(id).is_some_and(|socket| socket.sending > 0);
         if in_flight {
@@ -150,14 +153,15 @@ impl DatagramTable {
         !in_flight
     }
 
-    /// Somebody waits until no more than `writable_at` is under way. For a send that is half of what may
-    /// be, as with a kernel's writers; one by one they would sleep and wake for each datagram.
+    /// The socket waits until at most `until` bytes are in flight. A refused send waits for half of
+    /// the limit, as a writer in a kernel does: otherwise it would sleep and wake for each
+    /// datagram.
     fn throttle(&mut self, index: u32, until: u32) {
         let place = self.throttled.len() as u32;
         if let Some(socket) = self.sockets.get_mut(index as usize) {
             socket.waiting = true;
             match socket.throttled {
-                // Both are named with the first of them.
+                // The larger limit is reached first and wakes both waiters.
                 Some(_) => socket.writable_at = socket.writable_at.max(until),
                 None => {
                     socket.writable_at = until;
@@ -168,20 +172,20 @@ impl DatagramTable {
         }
     }
 
-    /// Whether a socket waits for what it has under way to be taken.
+    /// Whether a socket waits for completions of its own datagrams.
     #[inline]
     pub fn has_throttled(&self) -> bool {
         !self.throttled.is_empty()
     }
 
-    /// How many packets have to be taken at least until so much of one of the sockets that wait for
-    /// it may have been; it has as many under way. `None`: nobody waits.
+    /// The least number of completions that can make one of the throttled sockets writable; that
+    /// many of its datagrams are in flight. `None`: no socket is throttled.
     pub fn completions_until_writable(&self) -> Option<u32> {
         if self.throttled.len() > SCAN_LIMIT {
-            // Not worth a long look.
+            // Too many to examine: wake at the next completion.
             return Some(1);
         }
-        // Never more than it takes: the others under way may be held for as long as a reader likes.
+        // A lower bound: a reader may hold the other datagrams in flight for as long as it likes.
         let until_named = |socket: &Socket| {
             let bytes = socket.sending.saturating_sub(socket.writable_at);
             bytes.div_ceil(socket.largest.max(1)).max(1)
@@ -191,7 +195,7 @@ impl DatagramTable {
         sockets.map(until_named).min()
     }
 
-    /// The next socket that was told to wait and may try again.
+    /// The next socket whose send was refused and may be retried.
     #[inline]
     pub fn poll_writable(&mut self) -> Option<DatagramId> {
         while let Some(index) = self.writable.pop_front() {

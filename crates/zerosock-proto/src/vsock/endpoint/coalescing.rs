@@ -1,13 +1,16 @@
-//! Small packets when the peer has room for few: they wait for each other.
+//! Delays and coalesces small packets when the peer's packet limit is near.
 //!
 //! Linux counts the packets that its receiver has not read, and resets a connection that has too
-//! many, however small they are ([`PACKET_OVERHEAD`]). So packets are counted as well as bytes
-//! ([`TxCredit`]), and a third of those that there is room for is kept for packets that are not small:
-//! as many as it takes to fill the buffer. A reader that waits for a full one gets it, as long as its
-//! sender can leave small pieces where they are until there are more. What a program writes cannot be
-//! left anywhere: it is *gathered*, as queued sends that become one, until it is not small any more.
-//! What must hold: who holds back is told, by the peer's reading or by a timer, and may then send what
-//! it has; what is gathered leaves at the same times, and before an end.
+//! many, however small they are ([`PACKET_OVERHEAD`]). So [`TxCredit`] counts packets as well as
+//! bytes, and keeps a part of the limit for packets that are not small: as many as fill the peer's
+//! buffer. Then a reader that waits for a full buffer gets one. A sender that reads from a socket
+//! can *delay* a small packet: it leaves the bytes where they are until there are more. The writes
+//! of an application cannot be left anywhere: they are *coalesced* into one queued send.
+//!
+//! # Invariants
+//! - A delayed sender gets [`Event::Writable`](crate::vsock::Event::Writable) when the peer has
+//!   read or a timer has fired, and may then send what it has.
+//! - Coalesced bytes are sent at the same times, and before SHUTDOWN.
 //!
 //! [`PACKET_OVERHEAD`]: crate::vsock::credit::PACKET_OVERHEAD
 //! [`TxCredit`]: crate::vsock::credit::TxCredit
@@ -20,18 +23,18 @@ use crate::vsock::credit::SMALL_PACKET;
 use crate::wire::vsock::SocketType;
 
 impl<S: BuildHasher> Shard<S> {
-    /// Whether so many packets are under way to the peer that small ones should wait for each
-    /// other; then [`Shard::should_delay`] decides.
+    /// Whether so many packets are in flight that small ones should wait for more bytes; then
+    /// [`Shard::should_delay`] decides.
     #[inline]
     pub fn nears_packet_limit(&self, flow: FlowId) -> bool {
         let connection = self.table.get(flow);
         connection.is_some_and(|connection| connection.tx.nears_packet_limit())
     }
 
-    /// Whether `bytes` bytes that are ready to be sent should wait for more to go with them in one
-    /// packet. If so, [`Event::Writable`](crate::vsock::Event::Writable) follows: when the peer has
-    /// read, or after 2 ms, and after twice as long each time, when they may go as they are. To be
-    /// asked again when there are more. For streams whose bytes can be left where they come from.
+    /// Whether `bytes` bytes that are ready to send should wait for more, to go in one packet. If
+    /// so, [`Event::Writable`](crate::vsock::Event::Writable) follows when the peer has read, or
+    /// after 2 ms, doubled each time; then they may be sent as they are. Call it again when there
+    /// are more bytes. For streams whose bytes can be left at their source.
     pub fn should_delay(&mut self, flow: FlowId, bytes: u32) -> bool {
         let Some(connection) = self.table.get_mut(flow) else {
             return false;
@@ -40,7 +43,7 @@ impl<S: BuildHasher> Shard<S> {
             (connection.delays_expired, connection.delay_over) = (0, false);
             return false;
         }
-        // A window that opens by little makes small packets too.
+        // A small window makes small packets too.
         if bytes.min(connection.tx.available()) >= SMALL_PACKET
             || !connection.may_send()
             || connection.messages.is_some()
@@ -58,10 +61,9 @@ impl<S: BuildHasher> Shard<S> {
         true
     }
 
-    /// Whether small pieces of a stream, sent with [`send_now`](Self::send_now), are to be gathered
-    /// when so many packets are under way that they should wait for each other. At first not: each is
-    /// a packet of its own, as long as there is room for packets. What is gathered when that ends is
-    /// let go.
+    /// Sets whether small writes of a stream, sent with [`send_now`](Self::send_now), are coalesced
+    /// while the packet limit is near. Initially not: each write is a packet as long as the limit
+    /// allows. Disabling it flushes coalesced bytes.
     pub fn set_coalescing(&mut self, flow: FlowId, coalesces: bool) {
         if let Some(connection) = self.table.get_mut(flow) {
             connection.rare.set_coalescing_enabled(coalesces);
@@ -71,7 +73,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Whether `len` bytes that are to be sent at once should be gathered instead.
+    /// Whether `len` bytes that the caller sends now should be coalesced instead.
     pub(super) fn should_coalesce(&self, flow: FlowId, len: u32) -> bool {
         let Some(connection) = self.table.get(flow) else {
             return false;
@@ -81,13 +83,12 @@ impl<S: BuildHasher> Shard<S> {
             && (connection.coalescing || connection.rare.coalescing_enabled() && few)
     }
 
-    /// Takes up to `len` bytes of a stream, as a queued send, to leave with those that follow: as
-    /// soon as they are [`SMALL_PACKET`] together, and before that when the peer has read, or after 2 ms and
-    /// twice as long each time, or when the connection is shut down, or is [let go](Self::flush_coalesced).
-    /// How many bytes it takes: what with those before it makes one packet, and has credit. The
-    /// caller keeps them, and puts them behind the headers that [`Shard::poll_transmit`] returns
-    /// ([`Shard::has_data`]), in their order. After 0
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    /// Takes up to `len` bytes of a stream into a queued send that grows until it has
+    /// [`SMALL_PACKET`] bytes. It is sent earlier when the peer has read, after 2 ms (doubled each
+    /// time), when the connection is shut down, or by [`flush_coalesced`](Self::flush_coalesced).
+    /// Returns how many bytes it takes: as many as fit one packet and have credit. The caller keeps
+    /// the bytes and puts them, in order, behind the headers that [`Shard::poll_transmit`] returns
+    /// ([`Shard::has_data`]). After 0 [`Event::Writable`](crate::vsock::Event::Writable) follows.
     pub fn coalesce(&mut self, flow: FlowId, len: u32) -> u32 {
         let Some(connection) = self.table.get_mut(flow).filter(|it| can_coalesce(it)) else {
             return 0;
@@ -119,8 +120,8 @@ impl<S: BuildHasher> Shard<S> {
         len
     }
 
-    /// Whether [`coalesce`](Self::coalesce) would take a byte behind those that it has; `None`: it has
-    /// none. After `false` [`Event::Writable`](crate::vsock::Event::Writable) follows.
+    /// Whether [`coalesce`](Self::coalesce) would take another byte; `None`: nothing is coalesced.
+    /// After `false` [`Event::Writable`](crate::vsock::Event::Writable) follows.
     pub fn can_coalesce_more(&mut self, flow: FlowId) -> Option<bool> {
         let connection = self.table.get_mut(flow).filter(|it| it.coalescing)?;
         let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
@@ -133,7 +134,7 @@ impl<S: BuildHasher> Shard<S> {
         Some(more)
     }
 
-    /// What is gathered of a connection waits for nothing but credit any more.
+    /// Sends coalesced bytes as soon as there is credit.
     pub fn flush_coalesced(&mut self, flow: FlowId) {
         if let Some(connection) = self.table.get_mut(flow).filter(|it| it.coalescing) {
             (connection.delays_small, connection.delay_over) = (false, true);
@@ -141,7 +142,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Who holds back has waited for long enough, if it does.
+    /// Ends the delay of a connection, if one is running.
     pub(super) fn end_delay(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
@@ -153,8 +154,8 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// Whether bytes of a connection may be queued to be sent with others. Not behind sends that are queued
-/// or while a reservation is out, which go first, nor while it is moved.
+/// Whether bytes of a connection may be coalesced. Not behind queued sends or while a reservation
+/// is outstanding, which go first, nor while the connection is being moved.
 fn can_coalesce(connection: &Connection) -> bool {
     connection.socket_type == SocketType::Stream
         && connection.may_send()

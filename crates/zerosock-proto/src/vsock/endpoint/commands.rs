@@ -1,4 +1,4 @@
-//! Commands: connect, listen, accept, shut down, send, consume.
+//! Commands of the caller: connect, listen, accept, shut down, send, consume.
 
 use core::hash::BuildHasher;
 
@@ -14,11 +14,10 @@ use crate::vsock::state::{Action, How, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
-    /// Asks `peer` for a connection. [`Event::Connected`] or
-    /// [`Event::Refused`] tells how it went.
+    /// Requests a connection to `peer`. [`Event::Connected`] or [`Event::Refused`] reports the
+    /// result.
     ///
-    /// `local`: the CID may be [`Cid::ANY`] for our own; the port may be
-    /// [`Port::ANY`] for one that nobody has.
+    /// `local`: [`Cid::ANY`] stands for our own CID, [`Port::ANY`] for an unused port.
     ///
     /// # Errors
     /// See [`ConnectError`]; nothing was sent.
@@ -77,8 +76,8 @@ impl<S: BuildHasher> Shard<S> {
             let port_ref = self.ports.acquire(local).ok_or(ConnectError::InUse)?;
             return Ok((key, port_ref));
         }
-        // A guest may have connections to ports that look ephemeral; it has no
-        // more of them than there are connections.
+        // A guest may have chosen ephemeral ports of ours for its connections, but no more of them
+        // than there are connections.
         for _ in 0..=self.config.max_connections {
             let allocated = self.ports.allocate(local.cid);
             let (address, port_ref) = allocated.ok_or(ConnectError::InUse)?;
@@ -94,8 +93,8 @@ impl<S: BuildHasher> Shard<S> {
         Err(ConnectError::InUse)
     }
 
-    /// False: a live connection has these addresses. One whose RST is still
-    /// waiting steps aside: the RST was first in line and will leave first.
+    /// Frees a pair of addresses. False: a live connection has them. A closed connection whose RST
+    /// is still queued is removed from the map: its RST is queued first and will be sent first.
     pub(super) fn vacate(&mut self, key: &Key) -> bool {
         let Some(index) = self.table.find(key) else {
             return true;
@@ -110,7 +109,7 @@ impl<S: BuildHasher> Shard<S> {
         !live
     }
 
-    /// Our own CID: what listeners listen on.
+    /// Our own CID, which listeners are bound to.
     pub(super) fn own_cid(&self) -> Cid {
         match self.config.role {
             Role::Device { .. } => Cid::HOST,
@@ -118,10 +117,9 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Listens: REQUESTs to `port` of our own CID become
-    /// [`Event::Incoming`](crate::vsock::Event::Incoming), in every shard
-    /// that shares the port table. At most `backlog` of them wait undecided, and
-    /// one more, as on Linux.
+    /// Listens on `port` of our own CID: REQUESTs to it become
+    /// [`Event::Incoming`](crate::vsock::Event::Incoming), in every shard that shares the port
+    /// table. At most `backlog + 1` of them may be undecided, as on Linux.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -137,7 +135,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Listens no more. Connections not yet accepted stay; reject them.
+    /// Stops listening. Undecided connections stay; reject them.
     ///
     /// # Errors
     /// [`ListenError::NotListening`].
@@ -150,9 +148,8 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Takes `port` of our own CID, or with [`Port::ANY`] one that nobody
-    /// has, so that nobody else can listen on it or bind it; which one it is.
-    /// REQUESTs to it are reset.
+    /// Binds `port` of our own CID, or an unused port for [`Port::ANY`], and returns it: no other
+    /// socket can listen on it or bind it. REQUESTs to it are reset.
     ///
     /// # Errors
     /// [`ListenError::InUse`].
@@ -161,12 +158,12 @@ impl<S: BuildHasher> Shard<S> {
         self.ports.bind(address).ok_or(ListenError::InUse)
     }
 
-    /// Gives a bound port up. Connections from it keep it until they end.
+    /// Releases a bound port. Connections from it keep it until they end.
     pub fn unbind(&mut self, port: Port) {
         self.ports.unbind(Address::new(self.own_cid(), port));
     }
 
-    /// A command through the state table.
+    /// Runs a command through the state table.
     fn command(&mut self, now: Instant, flow: FlowId, input: Input) -> Result<(), FlowError> {
         let connection = self.table.get(flow).ok_or(FlowError::Stale)?;
         let (next, action) = transition(connection.state, input);
@@ -177,8 +174,8 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Grants a connection after [`Event::Incoming`](crate::vsock::Event::Incoming).
-    /// It can be used at once; what it sends leaves behind the RESPONSE.
+    /// Accepts a connection after [`Event::Incoming`](crate::vsock::Event::Incoming). It can be
+    /// used at once; data is sent behind the RESPONSE.
     ///
     /// # Errors
     /// See [`FlowError`].
@@ -186,8 +183,8 @@ impl<S: BuildHasher> Shard<S> {
         self.command(now, flow, Input::Accept)
     }
 
-    /// Refuses a connection after [`Event::Incoming`](crate::vsock::Event::Incoming):
-    /// RST, and the id is invalid.
+    /// Rejects a connection after [`Event::Incoming`](crate::vsock::Event::Incoming): sends RST;
+    /// the id is invalid.
     ///
     /// # Errors
     /// See [`FlowError`].
@@ -195,11 +192,10 @@ impl<S: BuildHasher> Shard<S> {
         self.command(Instant::ZERO, flow, Input::Reject)
     }
 
-    /// Shuts down one direction or both. SHUTDOWN leaves behind all data
-    /// committed and queued so far; reservations not yet committed are lost.
-    /// Shutting down both is closing: after
-    /// [`close_timeout`](crate::vsock::ShardConfig::close_timeout) without
-    /// progress RST follows.
+    /// Shuts down one direction or both. SHUTDOWN is sent behind all data committed and queued so
+    /// far; reservations not yet committed are lost. Shutting down both directions closes the
+    /// connection: after [`close_timeout`](crate::vsock::ShardConfig::close_timeout) without
+    /// progress RST is sent.
     ///
     /// # Errors
     /// See [`FlowError`].
@@ -207,8 +203,8 @@ impl<S: BuildHasher> Shard<S> {
         self.command(now, flow, Input::Close(how))
     }
 
-    /// Ends a connection at once: RST (none if its REQUEST never left), queued
-    /// sends dropped, the id invalid.
+    /// Ends a connection at once: sends RST (unless its REQUEST is still queued), drops queued
+    /// sends; the id is invalid.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -216,20 +212,18 @@ impl<S: BuildHasher> Shard<S> {
         self.command(Instant::ZERO, flow, Input::Reset)
     }
 
-    /// Counts received bytes that have left the caller's hands. The peer is
-    /// told when half of the buffer is free without its knowledge, or when it
-    /// asked. After the last unread byte of a peer that has shut down both
-    /// directions the connection ends.
+    /// Reports received bytes that the caller has no more use for. The peer gets a credit update
+    /// when half of the buffer is free without its knowledge, or when it requested one. The
+    /// connection ends with the last unread byte if the peer has shut down both directions.
     ///
-    /// Only the sum counts: who gets rid of many packets at once may report
-    /// them with one call, and saves the others.
+    /// Only the sum counts: one call may report the bytes of many packets.
     ///
     /// # Errors
     /// See [`ConsumeError`].
     #[inline(always)]
     pub fn consume(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
-        // While the peer has shut down nothing, the last unread byte means nothing to the state
-        // table; and an update that waits already need not be queued again.
+        // While the peer has shut down no direction, consuming the last unread byte has no effect
+        // on the state; and an update that is queued need not be queued again.
         if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && matches!(connection.state, State::Established { peer, .. } if peer.is_none())
@@ -254,23 +248,23 @@ impl<S: BuildHasher> Shard<S> {
         let update_due = update_due.ok_or(ConsumeError::TooMany)?;
         let drained = connection.rx.unread() == 0;
         let established = matches!(connection.state, State::Established { peer, .. } if !peer.send);
-        // A peer that sends no more needs no credit.
+        // A peer that has shut down sending needs no credit.
         if update_due && established {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }
         if drained {
-            // Cannot be the wrong state: `Drained` is no command.
+            // Never `WrongState`: `Drained` is no command.
             let _ = self.command(Instant::ZERO, flow, Input::Drained);
         }
         Ok(())
     }
 
-    /// Changes a connection's receive buffer and tells the peer. What the
-    /// peer was promised before may still arrive.
+    /// Changes a connection's receive buffer and informs the peer. Bytes within the credit given
+    /// before may still arrive.
     ///
-    /// It bounds what is in flight the other way as well, as in Linux, beside
-    /// [`ShardConfig::send_limit`](crate::vsock::ShardConfig::send_limit).
+    /// As in Linux, it also bounds the bytes in flight towards the peer, as
+    /// [`ShardConfig::send_limit`](crate::vsock::ShardConfig::send_limit) does.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -287,9 +281,9 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// The reader of a connection takes nothing before `bytes` are there. The peer is told of what
-    /// was consumed early enough that there is room for so many. To be said again when the buffer
-    /// has changed.
+    /// Sets the low-water mark (SO_RCVLOWAT): the reader takes nothing before `bytes` bytes have
+    /// arrived. Credit updates are sent early enough for that many bytes to arrive. Call it again
+    /// after a change of the buffer.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -302,8 +296,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// How long the request of a connection that is not answered yet may go unanswered, from
-    /// `now`. No effect on one that is.
+    /// Restarts the connect timeout at `now` if the connection is still connecting.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -321,15 +314,15 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Asks the peer how much it has consumed, if it is not known to have consumed everything. The
-    /// answer shows in [`Shard::flow`].
+    /// Requests from the peer how much it has consumed, unless it is known to have consumed
+    /// everything. The answer shows in [`Shard::flow`].
     ///
     /// # Errors
     /// [`FlowError::Stale`].
     pub fn request_progress(&mut self, flow: FlowId) -> Result<(), FlowError> {
         let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
         let consumed = connection.tx.peer_fwd_cnt();
-        // One that was asked and has nothing to tell yet will tell.
+        // A peer that has a pending request and nothing to report will answer later.
         let awaited = connection.progress_pending && connection.progress_base == consumed;
         if connection.tx.in_flight() > 0
             && !awaited
@@ -343,9 +336,9 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Takes credit for one packet of up to `max` bytes before its payload,
-    /// and so its length, is known. Several may be outstanding; they are
-    /// sent in the order of their commits, and before sends queued later.
+    /// Reserves credit for one packet of up to `max` bytes whose length is not known yet. Several
+    /// reservations may be outstanding; their packets are sent in the order of the commits, and
+    /// before sends queued later.
     ///
     /// # Errors
     /// See [`ReserveError`]; after `NoCredit`
@@ -354,7 +347,7 @@ impl<S: BuildHasher> Shard<S> {
     pub fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, ReserveError> {
         if let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
-            // Nothing may overtake the RESPONSE or a queued send.
+            // No packet may overtake the RESPONSE or a queued send.
             && !connection.control.response
             && !connection.has_queued
         {
@@ -366,7 +359,7 @@ impl<S: BuildHasher> Shard<S> {
         Err(self.reserve_error(flow, max))
     }
 
-    /// Why nothing can be reserved. If it is for credit, somebody waits for it from now on.
+    /// Why nothing can be reserved. For lack of credit, the caller becomes a waiter.
     #[cold]
     #[inline(never)]
     fn reserve_error(&mut self, flow: FlowId, max: u32) -> ReserveError {
@@ -383,17 +376,16 @@ impl<S: BuildHasher> Shard<S> {
         connection.wants_credit = true;
         if let Some(messages) = &mut connection.messages {
             messages.tx.wanted = 1;
-            // Less is wanted now than before, perhaps: a queued send may find that it can be cut.
+            // The waiter may need less than before: a queued send may have become sendable.
             self.update_lists(flow.index);
         }
         self.request_credit(flow.index);
         ReserveError::NoCredit
     }
 
-    /// Makes a reservation a packet of `len` bytes, whose payload lies in the
-    /// packet's buffer already: the header to write in front of it, now,
-    /// before any other header of this shard is put into the queue. What was
-    /// reserved above `len` goes back.
+    /// Turns a reservation into a packet of `len` bytes, whose payload is already in the packet's
+    /// buffer. Returns the header to write in front of it, now, before any other header of this
+    /// shard is put into the queue. Unused credit is released.
     ///
     /// # Errors
     /// See [`CommitError`]; the reservation is gone in any case.
@@ -412,7 +404,8 @@ impl<S: BuildHasher> Shard<S> {
             && let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
             && (1..=reserved).contains(&len)
-            // Nothing waits for what goes back, and the header takes no update's place.
+            // No waiter needs the released credit, and no credit update is queued that this header
+            // replaces.
             && connection.has_no_waiter()
             && !connection.control.credit_update
         {
@@ -426,7 +419,7 @@ impl<S: BuildHasher> Shard<S> {
             .ok_or(CommitError::Stale)
     }
 
-    /// The header that an `*_other` has accounted for. It is made here, in the caller, because a
+    /// The header of a packet that a `*_slow` function has counted. The caller builds it because a
     /// header that lies in memory on one of two paths would have to on both.
     #[inline(always)]
     fn payload_header(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
@@ -435,7 +428,7 @@ impl<S: BuildHasher> Shard<S> {
         Some(connection.header(Op::Rw, len, flags))
     }
 
-    /// As [`Shard::commit`], with all that can be the matter, but for the header itself.
+    /// As [`Shard::commit`], with all error cases, without building the header.
     #[cold]
     #[inline(never)]
     fn commit_slow(&mut self, flow: FlowId, reserved: u32, len: u32) -> Result<(), CommitError> {
@@ -456,7 +449,7 @@ impl<S: BuildHasher> Shard<S> {
             None => {
                 connection.tx.commit(reserved, len);
                 self.stats.sent_bytes += u64::from(len);
-                // The header tells our credit: no update is needed.
+                // The header carries our credit: no update is needed.
                 connection.control.credit_update = false;
                 Ok(())
             }
@@ -465,15 +458,16 @@ impl<S: BuildHasher> Shard<S> {
         result
     }
 
-    /// [`Shard::reserve`] and [`Shard::commit`] in one step, for payload that lies ready: the header
-    /// of a packet with as many of the `len` bytes as there is credit for now, to be written in
-    /// front of them before any other header of this shard. Its `len` says how many; the others are
-    /// to be sent later. `flags` go with the last byte: they stand in a header of all `len` only.
+    /// [`Shard::reserve`] and [`Shard::commit`] in one step, for payload that is already there.
+    /// Returns the header of a packet with as many of the `len` bytes as there is credit for, to
+    /// write in front of them before any other header of this shard. The header's `len` says how
+    /// many; send the others later. `flags` belong to the last byte: only a header of all `len`
+    /// bytes carries them.
     ///
     /// # Errors
-    /// See [`ReserveError`]; after `NoCredit`
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows. After `ShouldCoalesce` the bytes are to
-    /// be [gathered](Shard::coalesce), or to be sent with `reserve` and `commit`.
+    /// See [`ReserveError`]; after `NoCredit` [`Event::Writable`](crate::vsock::Event::Writable)
+    /// follows. After `ShouldCoalesce`, [`coalesce`](Shard::coalesce) the bytes, or send them with
+    /// `reserve` and `commit`.
     #[inline(always)]
     pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
         if self.uses_fast_path()
@@ -497,8 +491,8 @@ impl<S: BuildHasher> Shard<S> {
             .ok_or(ReserveError::Stale)
     }
 
-    /// As [`Shard::send_now`], with all that can be the matter, but for the header itself: how many
-    /// bytes it tells of.
+    /// As [`Shard::send_now`], with all error cases, without building the header: returns the bytes
+    /// sent.
     #[cold]
     #[inline(never)]
     fn send_now_slow(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
@@ -506,13 +500,13 @@ impl<S: BuildHasher> Shard<S> {
             return Err(ReserveError::ShouldCoalesce);
         }
         let Reservation { flow, len } = self.reserve(flow, len)?;
-        // Cannot fail: nothing has happened since.
+        // Cannot fail: the reservation was made just now.
         self.commit_slow(flow, len, len)
             .map_err(|_| ReserveError::Stale)?;
         Ok(len)
     }
 
-    /// Gives a reservation back.
+    /// Releases a reservation.
     pub fn cancel(&mut self, reservation: Reservation) {
         if let Some(connection) = self.table.get_mut(reservation.flow) {
             connection.tx.cancel(reservation.len);
@@ -520,10 +514,9 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Queues a send of `len` bytes. The payload stays with the caller;
-    /// [`Shard::poll_transmit`] cuts it into packets as credit allows, and
-    /// names them by the number returned here. `flags`: SEQ_EOM and SEQ_EOR
-    /// for a SEQPACKET message; streams have none.
+    /// Queues a send of `len` bytes. The payload stays with the caller; [`Shard::poll_transmit`]
+    /// divides it into packets as credit allows, and names them by the number returned here.
+    /// `flags`: SEQ_EOM and SEQ_EOR for a SEQPACKET message; streams have none.
     ///
     /// # Errors
     /// See [`SendError`]; nothing was queued.
@@ -539,7 +532,7 @@ impl<S: BuildHasher> Shard<S> {
         if len == 0 {
             return Err(SendError::Empty);
         }
-        // As Linux: a record must fit the peer's buffer, or it never ends.
+        // As in Linux, a message must fit the peer's buffer, or it never arrives.
         if connection.socket_type == SocketType::SeqPacket && len > connection.tx.limit() {
             return Err(SendError::TooLong);
         }
@@ -553,7 +546,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(message)
     }
 
-    /// Queues CREDIT_REQUEST: when a stall begins, and each time that a probe is due.
+    /// Queues CREDIT_REQUEST when a stall begins, and whenever a probe is due.
     pub(super) fn request_credit(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
@@ -573,7 +566,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// Why a connection takes no payload.
+/// Why a connection accepts no payload.
 pub(super) enum Unsendable {
     NotConnected,
     Shutdown,

@@ -1,5 +1,5 @@
-//! The straight path and the long way round, side by side: whatever callers
-//! and peers do, every answer is the same, and so is every word of state.
+//! Runs the fast path and the slow path side by side: every result is the same, and so is every
+//! field of the state, whatever callers and peers do.
 
 use proptest::prelude::*;
 
@@ -48,7 +48,7 @@ struct World {
     now: Instant,
     /// The guest and the host.
     shards: [Shard; 2],
-    /// What was sent by each.
+    /// Headers sent by each.
     wires: [VecDeque<Repr>; 2],
     ends: Vec<End>,
 }
@@ -126,7 +126,7 @@ impl World {
             .collect()
     }
 
-    /// What the step's caller sees.
+    /// The results that the caller of the step gets.
     fn step(&mut self, step: &Step) -> String {
         let now = self.now;
         match *step {
@@ -182,7 +182,7 @@ impl World {
                 let Some(reservation) = held.pop() else {
                     return String::new();
                 };
-                // One in many is wrong.
+                // A few are invalid.
                 let len = if len % 50 == 0 {
                     len
                 } else {
@@ -224,7 +224,7 @@ impl World {
                 }
             }
             Step::Consume { bytes, .. } => {
-                // Mostly what can be consumed.
+                // Mostly as much as can be consumed.
                 let unread = shard.flow(flow).map_or(0, |info| info.unread);
                 let bytes = match bytes % 8 {
                     0 => bytes,
@@ -323,7 +323,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn the_straight_path_goes_where_the_long_way_does(
+    fn fast_path_and_slow_path_agree(
         buf_alloc in prop_oneof![Just(262_144u32), 1u32..9000, Just(65_536)],
         other in prop_oneof![Just(262_144u32), 1u32..9000],
         first_count in prop_oneof![Just(0u32), (u32::MAX - 3000)..],

@@ -1,9 +1,9 @@
-//! Messages out: credit for a whole one before its first byte leaves, then its parts; and messages
-//! without a byte that were read.
+//! Sending of messages, and consumption of empty ones.
 //!
-//! What must hold: a message is begun only if it can be ended (there is credit for all of it, and
-//! the bound on packets, which a receiver releases by messages, is no bound within one); no part of
-//! another stands between its parts.
+//! # Invariants
+//! - A message is begun only if it can be completed: there is credit for all of it. The packet
+//!   limit, which a receiver releases message by message, does not apply within one.
+//! - The parts of a message are not interleaved with those of another.
 
 use core::hash::BuildHasher;
 
@@ -15,15 +15,15 @@ use crate::vsock::state::State;
 use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SEQ_EOM, SEQ_EOR};
 
 impl<S: BuildHasher> Shard<S> {
-    /// Takes credit for a whole message of up to `len` bytes of a SEQPACKET connection, which may
-    /// be 0. Several may be outstanding; each goes out by itself, in the order of their first
-    /// [`commit_part`](Shard::commit_part).
+    /// Reserves credit for a whole message of up to `len` bytes of a SEQPACKET connection; `len`
+    /// may be 0. Several may be outstanding; messages are sent one by one, in the order of their
+    /// first [`commit_part`](Shard::commit_part).
     ///
     /// # Errors
-    /// See [`ReserveError`]: `TooLong` (EMSGSIZE) for one that the peer's buffer, or our own bound
-    /// on what is under way, can never take. After `NoCredit`
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows when there is credit for all of
-    /// it.
+    /// See [`ReserveError`]: `TooLong` (EMSGSIZE) for a message that exceeds the peer's buffer or
+    /// our own limit of bytes in flight. After `NoCredit`
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows when there is credit for the
+    /// whole message.
     pub fn reserve_message(
         &mut self,
         flow: FlowId,
@@ -55,7 +55,7 @@ impl<S: BuildHasher> Shard<S> {
                 begun: false,
             });
         }
-        // Whoever wants least is told first, and others ask again.
+        // The waiter with the shortest message is woken first; the others retry.
         let wanted = len.max(1);
         messages.wanted = if connection.wants_credit {
             messages.wanted.min(wanted)
@@ -68,8 +68,8 @@ impl<S: BuildHasher> Shard<S> {
         Err(ReserveError::NoCredit)
     }
 
-    /// Whether [`reserve_message`](Shard::reserve_message) is worth a call: it would not find that
-    /// another message has not ended, nor less credit than it found when it failed last. If not,
+    /// Whether [`reserve_message`](Shard::reserve_message) can succeed: no message is in progress,
+    /// and there is more credit than when it last failed. If not,
     /// [`Event::Writable`](crate::vsock::Event::Writable) follows.
     pub fn can_reserve_message(&mut self, flow: FlowId) -> bool {
         let Some(connection) = self.table.get_mut(flow) else {
@@ -90,18 +90,17 @@ impl<S: BuildHasher> Shard<S> {
         ready
     }
 
-    /// Makes the next `len` bytes of a message a packet, whose header is to be written in front of
-    /// them, now, before any other header of this shard. `expire`: the message ends here, with
-    /// SEQ_EOR or 0; what is left of its credit goes back. A message without a byte is one part of
-    /// 0 bytes.
+    /// Turns the next `len` bytes of a message into a packet. Returns its header, to write in front
+    /// of them now, before any other header of this shard. `end`: the message ends here, with
+    /// SEQ_EOR or 0; unused credit is released. An empty message is one part of 0 bytes.
     ///
-    /// What was begun may be ended after our own shutdown, which stands behind it.
+    /// A message that was begun may be completed after our own shutdown, which is sent behind it.
     ///
     /// # Errors
-    /// See [`CommitError`]. `Interleaved`: another message has begun and not ended; `ManyEmpty`: the
-    /// peer has not read enough of those without a byte. Nothing was changed then, and
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows when that is over. Else what was
-    /// reserved is gone.
+    /// See [`CommitError`]. `Interleaved`: another message is in progress; `ManyEmpty`: the peer
+    /// has not read enough empty messages. Then nothing was changed, and
+    /// [`Event::Writable`](crate::vsock::Event::Writable) follows when the message can be sent.
+    /// After any other error the reservation is gone.
     pub fn commit_part(
         &mut self,
         reservation: &mut MessageReservation,
@@ -144,7 +143,8 @@ impl<S: BuildHasher> Shard<S> {
         {
             messages.tx.wants_empty = true;
             connection.rare.set_wants_space(true);
-            // Whoever is told of space is not told of credit: but it is by that that it is asked for.
+            // A waiter for space is no waiter for credit, but only a waiter for credit causes a
+            // request.
             connection.wants_credit = true;
             self.request_credit(flow.index);
             return Err(CommitError::ManyEmpty);
@@ -174,7 +174,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(header)
     }
 
-    /// Gives up a message of which no part has left.
+    /// Releases a message of which no part was sent.
     pub fn cancel_message(&mut self, reservation: MessageReservation) {
         if let Some(connection) = self.table.get_mut(reservation.flow) {
             connection.tx.cancel(reservation.remaining);
@@ -183,8 +183,8 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Counts received messages without a byte that have left the caller's hands, as
-    /// [`consume`](Shard::consume) counts bytes.
+    /// Reports empty messages that the reader has read, as [`consume`](Shard::consume) reports
+    /// bytes.
     ///
     /// # Errors
     /// See [`ConsumeError`].
@@ -201,7 +201,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// A message ends before its time, if it had begun.
+/// Ends a message that was begun and not completed.
 fn abort_message(connection: &mut Connection, begun: bool) {
     if let Some(messages) = connection.messages.as_mut().filter(|_| begun) {
         messages.tx.in_progress = false;

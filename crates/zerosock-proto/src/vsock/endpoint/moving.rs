@@ -1,13 +1,16 @@
-//! Connections that go on at another queue pair, and so in another shard (docs/queue-pairs.md).
+//! Moves connections to another queue pair, and so to another shard (docs/queue-pairs.md).
 //!
-//! The driver asks, behind all it has sent, and then sends nothing: MOVE. The device takes the
-//! connection out of its shard, puts it into the other one, and answers behind all that it has
-//! sent: MOVED. Now both queues of the old pair are empty of it. The driver does the same, and its
-//! first packet at the new pair tells the device that it may send there.
+//! The driver sends MOVE behind all its packets of the connection, and then sends nothing. The
+//! device extracts the connection from its shard, inserts it into the other, and answers with MOVED
+//! behind all its packets. Now both queues of the old pair hold no packet of the connection. The
+//! driver moves it too, and its first packet at the new pair permits the device to send there.
 //!
-//! What must hold: bytes keep their order, because nobody sends at the new pair before everything
-//! of the old one was taken in; a connection is in one shard at most; nothing but its RST leaves
-//! while it waits; credit and counts go with it.
+//! # Invariants
+//! - Bytes keep their order: neither side sends at the new pair before the other has handled all
+//!   packets of the old one.
+//! - A connection is in one shard at most.
+//! - While a connection waits, only its RST is sent.
+//! - Credit and counters move with it.
 
 use core::hash::BuildHasher;
 use std::sync::Arc;
@@ -22,14 +25,14 @@ use crate::vsock::ports::{PortRef, PortTable};
 use crate::vsock::state::State;
 use crate::wire::vsock::{Op, Repr};
 
-/// A connection between two shards; it counts as one of theirs. One that is dropped is gone without
-/// a word to its peer.
+/// A connection between two shards. It counts against their common limit; dropping it ends the
+/// connection without an RST.
 #[derive(Debug)]
-#[must_use = "a connection that nobody adopts is gone"]
+#[must_use = "a connection that is not inserted ends"]
 pub struct Handoff {
-    /// Always there, but for one that was adopted.
+    /// `None` only after `insert`.
     connection: Option<Box<Connection>>,
-    /// Where it has its port.
+    /// The table of its port.
     ports: Arc<PortTable>,
 }
 
@@ -47,15 +50,15 @@ impl Drop for Handoff {
 }
 
 impl<S: BuildHasher> Shard<S> {
-    /// Whether connections may be moved between shards: at first not, and MOVE and MOVED are
-    /// operations that nobody knows.
+    /// Sets whether moves were negotiated. Initially they are not, and MOVE and MOVED are unknown
+    /// operations.
     pub fn set_moves(&mut self, negotiated: bool) {
         self.moves = negotiated;
     }
 
-    /// A local port that nobody has now, for a connection whose shard depends on its port.
-    /// A connection between the two addresses may be there all the same, one that the other end has
-    /// asked for: see [`is_connected`](Self::is_connected). [`Port::ANY`]: there is none.
+    /// An unused local port, for a connection whose shard depends on its port; [`Port::ANY`]: none
+    /// is left. A connection that the peer requested may still have these addresses: see
+    /// [`is_connected`](Self::is_connected).
     pub fn spare_port(&self) -> Port {
         let Some((address, hold)) = self.ports.allocate(self.own_cid()) else {
             return Port::ANY;
@@ -64,8 +67,8 @@ impl<S: BuildHasher> Shard<S> {
         address.port
     }
 
-    /// Whether a connection between these two addresses is alive here, so that
-    /// [`connect`](Self::connect) would fail. Looks at the address as it is: [`Cid::ANY`] is nobody.
+    /// Whether a live connection here has these addresses, so that [`connect`](Self::connect) would
+    /// fail. Wildcards are not resolved: [`Cid::ANY`] matches no connection.
     ///
     /// [`Cid::ANY`]: crate::Cid::ANY
     pub fn is_connected(&self, local: Address, peer: Address) -> bool {
@@ -75,8 +78,8 @@ impl<S: BuildHasher> Shard<S> {
         connection.is_some_and(|connection| connection.state != State::Closed)
     }
 
-    /// A driver's: asks the device that the connection go on at queue pair `pair`, another one. Until
-    /// it has answered ([`Disposition::Moved`]) nothing is sent; what comes is delivered.
+    /// On a driver: requests that the device move the connection to another queue pair, `pair`.
+    /// Until the answer ([`Disposition::Moved`]) nothing is sent; received packets are delivered.
     ///
     /// # Errors
     /// See [`MoveError`]; nothing has changed.
@@ -97,14 +100,14 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// A device's: whether [`extract`](Self::extract) would give a connection out.
+    /// On a device: whether [`extract`](Self::extract) would succeed.
     pub fn can_extract(&self, flow: FlowId) -> bool {
         self.table.get(flow).is_some_and(|c| {
             c.move_state == MoveState::Requested && is_movable(c.state) && !c.tx.has_reserved()
         })
     }
 
-    /// A driver's: whether a connection is on its way, and nothing is sent.
+    /// On a driver: whether a move was requested and not answered, so that nothing is sent.
     pub fn is_moving(&self, flow: FlowId) -> bool {
         let connection = self.table.get(flow);
         connection.is_some_and(|c| {
@@ -115,10 +118,11 @@ impl<S: BuildHasher> Shard<S> {
         })
     }
 
-    /// A device's, after [`Disposition::Move`]: it stays at `pair`, where it is.
+    /// On a device, after [`Disposition::Move`]: declines the move; the connection stays at `pair`,
+    /// where it is.
     ///
     /// # Errors
-    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if nobody has asked.
+    /// [`MoveError::Stale`]; [`MoveError::WrongState`] without a request.
     pub fn decline_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
         if connection.move_state != MoveState::Requested {
@@ -129,10 +133,10 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// A driver's, after [`Disposition::Moved`]: the connection goes on here.
+    /// On a driver, after [`Disposition::Moved`] that names the same pair: resumes sending.
     ///
     /// # Errors
-    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if it does so already.
+    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if no answer was outstanding.
     pub fn resume(&mut self, flow: FlowId) -> Result<(), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
         if connection.move_state != MoveState::RequestSent {
@@ -144,11 +148,11 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Takes a connection out, after [`Disposition::Move`] or [`Disposition::Moved`], for the shard
-    /// of pair `pair` to [`insert`](Self::insert). Its id is invalid from now on, and no event tells
-    /// of that; those that wait go with it. A device says so to its driver with the header that is
-    /// returned: give it to [`send_moved`](Self::send_moved) when the other shard has adopted the
-    /// connection, not before.
+    /// Extracts a connection, after [`Disposition::Move`] or [`Disposition::Moved`]; the shard of
+    /// pair `pair` is to [`insert`](Self::insert) it. Its id is invalid from now on, without an
+    /// event; pending events move with it. On a device the result has a header: pass it to
+    /// [`send_moved`](Self::send_moved) when the other shard has inserted the connection, not
+    /// before.
     ///
     /// # Errors
     /// See [`MoveError`]; nothing has changed.
@@ -167,18 +171,19 @@ impl<S: BuildHasher> Shard<S> {
                 connection.tx.pause();
                 Some(connection.header(Op::Moved, 0, u32::from(pair)))
             }
-            // One that is being closed as well: its SHUTDOWN waits, and the device has moved it.
+            // Also for a connection that is closing: its SHUTDOWN is queued, and the device has
+            // moved it.
             MoveState::RequestSent => {
                 connection.move_state = MoveState::No;
                 connection.tx.resume();
-                // The first packet at the new pair: the device waits for it.
+                // The first packet at the new pair, which the device waits for.
                 connection.control.credit_update = true;
                 None
             }
             _ => return Err(MoveError::WrongState),
         };
         if let Some(queue) = &mut connection.queue {
-            // Spans that are still out name an id of this shard.
+            // Unreleased spans have an id of this shard.
             queue.unreleased = 0;
         }
         if let Some(armed) = connection.armed.take() {
@@ -199,10 +204,10 @@ impl<S: BuildHasher> Shard<S> {
         Ok((handoff, answer))
     }
 
-    /// Takes a connection in that another shard of the same half has given up; its new id.
+    /// Inserts a connection that another shard of the same half has extracted; returns its new id.
     ///
     /// # Errors
-    /// The parcel again, if there is one between the same addresses, or no memory for it.
+    /// The handoff, if a connection has the same addresses or there is no memory.
     pub fn insert(&mut self, mut handoff: Handoff) -> Result<FlowId, Handoff> {
         let Some(connection) = handoff.connection.take() else {
             return Err(handoff);
@@ -215,24 +220,25 @@ impl<S: BuildHasher> Shard<S> {
         self.held_ports += usize::from(connection.port_ref == Some(PortRef::Outgoing));
         self.stats.moved_in += 1;
         let index = self.table.insert(*connection);
-        // Its first packet shall not take the straight path: there is something to be ended.
+        // Its first packet must not take the fast path: it completes the move.
         self.table.forget_last();
         self.rearm(index);
         self.credit_changed(index);
         Ok(self.table.id(index))
     }
 
-    /// Sends the answer that [`extract`](Self::extract) has returned, at the pair which the
-    /// connection has left.
+    /// Queues the answer that [`extract`](Self::extract) returned, at the pair which the connection
+    /// has left.
     pub fn send_moved(&mut self, answer: Repr) {
         self.resets.push_back(answer);
     }
 
-    /// The peer of a connection is gone, and the next one knows nothing of it: it ends without an RST.
-    /// As [`handle_transport_reset`](Self::handle_transport_reset), for one that came afterwards.
+    /// Ends a connection without an RST: its peer is gone, and the next one does not know it. As
+    /// [`handle_transport_reset`](Self::handle_transport_reset), for a connection inserted
+    /// afterwards.
     ///
     /// # Errors
-    /// [`FlowError`]: it is not there any more.
+    /// [`FlowError::Stale`]: it has ended.
     pub fn forget(&mut self, now: Instant, flow: FlowId) -> Result<(), FlowError> {
         if self.table.get(flow).is_none() {
             return Err(FlowError::Stale);
@@ -241,14 +247,15 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// After [`Disposition::MovedStray`], in the shard of the pair that was named: the device has a
-    /// connection there, and we have none. `header` is that of the packet that said so.
+    /// After [`Disposition::MovedStray`], in the shard of the pair that was named: resets the
+    /// connection that the device has there and we do not have. `header` is the header of that
+    /// MOVED.
     pub fn reset_stray(&mut self, header: &Repr) {
-        // Counted where the packet came.
+        // The other shard has counted the packet.
         let _ = self.reset_packet(header, DropReason::NoSocket);
     }
 
-    /// MOVE or MOVED, where they were negotiated; `index`: the live connection that it is for.
+    /// Handles a negotiated MOVE or MOVED; `index`: the live connection that it is for.
     pub(super) fn receive_move(&mut self, index: Option<u32>, header: &Repr) -> Disposition {
         let is_device = matches!(self.config.role, Role::Device { .. });
         let asks = header.op == Op::Move.into();
@@ -274,7 +281,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// The driver has sent something here for a connection that has come from another shard.
+    /// The driver's first packet here for an inserted connection completes the move.
     pub(super) fn finish_move(&mut self, index: u32) {
         if let Some(connection) = self.table.at(index)
             && connection.move_state == MoveState::AwaitingDriver
@@ -284,7 +291,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// MOVE, or the MOVED of a connection that stays.
+    /// The header of MOVE, or of the MOVED that declines.
     pub(super) fn moving_header(&mut self, index: u32) -> Option<Repr> {
         let connection = self.table.at(index)?;
         let (next, op, pair) = match connection.move_state {
@@ -300,7 +307,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// Whether both ends know the connection, and neither is about to give it up.
+/// Whether both ends are connected and we are not closing.
 fn is_movable(state: State) -> bool {
     matches!(state, State::Established { local, .. } if !local.is_both())
 }

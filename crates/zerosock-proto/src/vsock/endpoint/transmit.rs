@@ -1,4 +1,4 @@
-//! Out: headers to send, events to tell, timers to wait for.
+//! Output: headers to send, events, and timers.
 
 use core::hash::BuildHasher;
 
@@ -10,15 +10,14 @@ use crate::vsock::event::{Event, Span, Transmit};
 use crate::vsock::state::{How, Input, State, transition};
 use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
-/// Above this a queue that has run empty gives its memory back.
+/// Most entries that an empty send queue keeps memory for.
 const QUEUE_KEPT: usize = 16;
 
 impl<S: BuildHasher> Shard<S> {
-    /// The next packet for a buffer with room for `max_payload` bytes behind
-    /// the header: control packets first, then queued sends, one packet of
-    /// each connection in turn. What it returns is as good as sent: headers,
-    /// also those of [`Shard::commit`], must go out in the order in which
-    /// they were returned.
+    /// The next packet for a buffer that holds `max_payload` bytes behind the header: control
+    /// packets first, then queued sends, one packet of each connection in turn. A returned packet
+    /// counts as sent: send headers, also those of [`Shard::commit`], in the order in which they
+    /// were returned.
     pub fn poll_transmit(&mut self, now: Instant, max_payload: u32) -> Option<Transmit> {
         if let Some(header) = self.resets.pop_front() {
             self.stats.resets_sent += u64::from(header.op == Op::Rst.into());
@@ -37,7 +36,7 @@ impl<S: BuildHasher> Shard<S> {
         self.next_data(now, index, max_payload)
     }
 
-    /// One control packet of a connection. What must come first, first.
+    /// The next control packet of a connection, in order of precedence.
     fn next_control(&mut self, now: Instant, index: u32) -> Option<Repr> {
         let connection = self.table.at(index)?;
         let header;
@@ -88,7 +87,7 @@ impl<S: BuildHasher> Shard<S> {
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
                 let wait = if connection.delays_small {
-                    // 2 ms, 4 ms, and so on.
+                    // 2 ms, 4 ms, and so on
                     (first << connection.delays_expired.min(16)).min(most)
                 } else {
                     connection.probe_wait.clamp(first, most)
@@ -105,7 +104,7 @@ impl<S: BuildHasher> Shard<S> {
         Some(header)
     }
 
-    /// One packet of a connection's queued sends.
+    /// The next packet of a connection's queued sends.
     fn next_data(&mut self, now: Instant, index: u32, max_payload: u32) -> Option<Transmit> {
         self.data.remove(&mut self.table.slots, index);
         let flow = self.table.id(index);
@@ -124,7 +123,7 @@ impl<S: BuildHasher> Shard<S> {
         if len == 0 {
             return None;
         }
-        // EOM and EOR stand on the last packet of a message only.
+        // Only the last packet of a message carries EOM and EOR.
         let flags = if len == left { front.flags } else { 0 };
         let span = Span {
             flow,
@@ -154,7 +153,7 @@ impl<S: BuildHasher> Shard<S> {
         }
         let header = connection.header(Op::Rw, len, flags);
         self.stats.sent_bytes += u64::from(len);
-        // Closing makes progress.
+        // A closing connection has made progress.
         if matches!(connection.state, State::Established { local, .. } if local.is_both()) {
             connection.deadline = Some(now + self.config.close_timeout);
             self.rearm(index);
@@ -218,7 +217,7 @@ impl<S: BuildHasher> Shard<S> {
         self.timers.first().map(|&(at, _)| at)
     }
 
-    /// Acts on every timer that is due.
+    /// Handles every timer that is due.
     pub fn handle_timeout(&mut self, now: Instant) {
         while let Some(&(at, index)) = self.timers.first() {
             if at > now {
@@ -242,9 +241,8 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// A span's payload is no longer needed: the packet has left, or the
-    /// connection is gone. Spans may be released in any order, and stale ones
-    /// do no harm.
+    /// The payload of a span is no longer needed: the packet has been sent, or the connection has
+    /// ended. Spans may be released in any order; stale ones have no effect.
     pub fn handle_released(&mut self, span: Span) {
         let connection = self.table.get_mut(span.flow);
         if let Some(queue) = connection.and_then(|connection| connection.queue.as_mut()) {

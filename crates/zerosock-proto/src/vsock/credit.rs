@@ -1,28 +1,28 @@
-//! Credit: who may send how much (virtio 1.2, 5.10.6.3).
+//! Credit: how much each side may send (virtio 1.2, 5.10.6.3).
 //!
-//! `peer_free = peer_buf_alloc - (tx_cnt - peer_fwd_cnt)` over free-running
-//! 32-bit counters. The counters wrap; the difference of two is what counts.
-//! The free space is computed in 64 bits and stops at 0, so that a peer that
-//! shrinks its buffer with bytes in flight gets nothing instead of everything
+//! # Invariants
+//! `peer_free = peer_buf_alloc - (tx_cnt - peer_fwd_cnt)` over free-running 32-bit counters. The
+//! counters wrap; only differences count. The free space is computed in 64 bits and stops at 0, so
+//! that a peer that shrinks its buffer with bytes in flight gets nothing instead of everything
 //! (CVE-2026-23069).
 
 use crate::wire::vsock::MAX_PAYLOAD;
 
-/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92
-/// resets a connection whose packets, at about 576 bytes of book-keeping
-/// each, exceed `buf_alloc`; this stays clear of it.
+/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92 resets a connection
+/// whose packets, at about 576 bytes of bookkeeping each, exceed `buf_alloc`; this stays below
+/// that.
 pub const PACKET_OVERHEAD: u32 = 640;
 
-/// Bytes from which a packet is not small. A receiver's buffer has room for so many packets of this
-/// size that they fill it: what is left of the bound on packets when small ones have had theirs.
-/// Else a reader that waits for many bytes (SO_RCVLOWAT) and a sender that may send no packet more
-/// would wait for each other. The receive buffers of Linux guests take 3.7 KB.
+/// Packets below this many bytes are small. The packet limit keeps space for so many packets of
+/// this size that they fill the receiver's buffer. Otherwise a reader that waits for many bytes
+/// (SO_RCVLOWAT) and a sender at the packet limit would wait for each other. The receive buffers of
+/// Linux guests hold 3.7 KB.
 pub const SMALL_PACKET: u32 = 2048;
 
-/// How finely the outstanding packets are released, see [`TxCredit`].
+/// Number of epochs in which outstanding packets are counted, see [`TxCredit`].
 const EPOCHS: usize = 4;
 
-/// Packets sent one after the other, counted together.
+/// Consecutive packets, counted together.
 #[derive(Copy, Clone, Default, Debug)]
 struct Epoch {
     /// `tx_cnt` after the last of them.
@@ -35,20 +35,18 @@ struct Epoch {
 pub enum Stall {
     /// Nothing.
     None,
-    /// The peer's buffer is full: it tells us when that changes.
+    /// The peer's buffer is full: the peer sends an update when it has read.
     Window,
-    /// A limit of ours, which the peer does not know: it may see no reason to
-    /// send an update, so it must be asked (Linux before 6.8 sends none while
-    /// 64 KiB of its window are left).
+    /// A limit of ours, which the peer does not know: it may see no reason to send an update, so we
+    /// must request one (Linux before 6.8 sends none while 64 KiB of its window are free).
     Limit,
 }
 
 /// The sending half: how much the peer lets us send.
 ///
-/// Packets are bounded as well as bytes, with memory that does not grow: the
-/// packets in flight are counted in at most four epochs, and an epoch's
-/// packets are over when the peer has consumed the last byte of the last of
-/// them. That errs towards too many outstanding, never too few.
+/// Packets are bounded as well as bytes, in constant memory: the packets in flight are counted in
+/// at most four epochs, and the packets of an epoch are complete when the peer has consumed the
+/// last byte of its last packet. The count may be too high, never too low.
 #[derive(Clone, Debug)]
 pub struct TxCredit {
     peer_buf_alloc: u32,
@@ -57,16 +55,16 @@ pub struct TxCredit {
     limit: u32,
     reserved: u32,
     reserved_packets: u32,
-    /// Packets for which the peer's buffer has room, at least 1: kept, for it takes a division. 0
-    /// while nothing may be sent.
+    /// Most packets in flight, for the peer's buffer, at least 1; stored because it takes a
+    /// division. 0 while sending is paused.
     max_packets: u32,
     /// Packets of all epochs.
     packets: u32,
-    /// The epoch being counted; none when it has no packets.
+    /// The epoch being counted; empty if it has no packets.
     open: Epoch,
-    /// Packets at which another epoch follows it.
+    /// Packets after which the next epoch begins.
     open_max: u32,
-    /// Those before it, oldest first; the first `used` of them.
+    /// The epochs before it, oldest first; the first `used` are valid.
     full: [Epoch; EPOCHS - 1],
     used: u32,
 }
@@ -91,9 +89,9 @@ impl TxCredit {
         }
     }
 
-    /// Takes what the peer says in a header. `buf_alloc` may go any way;
-    /// `fwd_cnt` must move forward and not past what was sent. False: it did not, and was left where
-    /// it was, so that it can never invent credit.
+    /// Updates the credit from a header of the peer. `buf_alloc` may grow and shrink; `fwd_cnt`
+    /// must move forward and not past what was sent. False: it did not, and was ignored, so that it
+    /// cannot invent credit.
     #[inline]
     pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) -> bool {
         if buf_alloc != self.peer_buf_alloc {
@@ -125,24 +123,24 @@ impl TxCredit {
         }
     }
 
-    /// From now on there is no room, whatever the peer says.
+    /// Pauses sending: there is no credit, whatever the peer says.
     pub(crate) fn pause(&mut self) {
         self.max_packets = 0;
     }
 
-    /// The end of a [`port_ref`](Self::port_ref): there is as much room as the peer's buffer has.
+    /// Ends a [`pause`](Self::pause).
     pub(crate) fn resume(&mut self) {
         self.max_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
         self.bound_open();
     }
 
-    /// Changes how many bytes may be in flight whatever the peer allows. Those that are beyond it
-    /// already stay.
+    /// Changes the limit of bytes in flight. Bytes above it that are in flight stay.
     pub fn set_limit(&mut self, limit: u32) {
         self.limit = limit;
     }
 
-    /// An epoch is a quarter of what the peer has room for, but the last has no other behind it.
+    /// An epoch has a quarter of the packet limit; the last one is unlimited because none follows
+    /// it.
     fn bound_open(&mut self) {
         self.open_max = if (self.used as usize) < self.full.len() {
             (self.max_packets / EPOCHS as u32).max(1)
@@ -157,7 +155,7 @@ impl TxCredit {
         self.tx_cnt.wrapping_sub(epoch.end) >= self.in_flight()
     }
 
-    /// Begins another epoch; `open_max` is out of reach when there is no room for one.
+    /// Begins another epoch, if there is one left.
     #[cold]
     fn open_next(&mut self) {
         if let Some(place) = self.full.get_mut(self.used as usize) {
@@ -168,7 +166,7 @@ impl TxCredit {
         }
     }
 
-    /// Forgets the full epochs that are over.
+    /// Removes the completed epochs.
     #[cold]
     #[inline(never)]
     fn retire(&mut self) {
@@ -211,15 +209,15 @@ impl TxCredit {
         u64::from(window).saturating_sub(taken) as u32
     }
 
-    /// Packets that the peer may still have in its queue.
+    /// Packets that the peer may not have read.
     #[inline]
     pub fn packets(&self) -> u32 {
         self.packets
     }
 
-    /// Whether so many packets are outstanding that another one should not be [`SMALL_PACKET`]. Never when
-    /// none is: a buffer below twice [`PACKET_OVERHEAD`] has room for one packet at a time, and the
-    /// peer would have nothing to read that makes more room.
+    /// Whether so many packets are outstanding that the next one should not be small
+    /// ([`SMALL_PACKET`]). Never when none is: a buffer below twice [`PACKET_OVERHEAD`] allows one
+    /// packet at a time, and the peer would have nothing to read that frees space.
     #[inline]
     pub fn nears_packet_limit(&self) -> bool {
         let outstanding = self.packets + self.reserved_packets;
@@ -227,7 +225,7 @@ impl TxCredit {
         outstanding > 0 && outstanding + for_others >= self.max_packets
     }
 
-    /// The most bytes that may ever be under way at once.
+    /// Most bytes that may be in flight at once.
     #[inline]
     pub fn limit(&self) -> u32 {
         self.peer_buf_alloc.min(self.limit)
@@ -243,19 +241,19 @@ impl TxCredit {
         }
     }
 
-    /// What one packet of up to `max` bytes may hold now.
+    /// Bytes that one packet of up to `max` bytes may carry now.
     #[inline]
     fn offer(&self, max: u32) -> u32 {
         max.min(MAX_PAYLOAD).min(self.available())
     }
 
-    /// What is in the way of one more byte.
+    /// What stalls one more byte.
     #[inline]
     pub fn stall(&self) -> Stall {
         self.stall_for(1)
     }
 
-    /// What is in the way of `wanted` more bytes at once, or of as many as there can ever be.
+    /// What stalls `wanted` more bytes at once, or as many as the limit allows.
     #[inline]
     pub(crate) fn stall_for(&self, wanted: u32) -> Stall {
         let wanted = wanted.min(self.limit()).max(1);
@@ -268,7 +266,7 @@ impl TxCredit {
         }
     }
 
-    /// As [`stall`](Self::stall), for a message that has begun: the bound on packets is none.
+    /// As [`stall`](Self::stall), for a message that was begun: without the packet limit.
     pub(crate) fn stall_within(&self) -> Stall {
         if self.free_bytes(self.limit()) > 0 && self.max_packets > 0 {
             Stall::None
@@ -279,10 +277,9 @@ impl TxCredit {
         }
     }
 
-    /// Takes `len` bytes at once, for a message, and the place of its first packet. False: there
-    /// are not as many.
+    /// Reserves `len` bytes for a message, and its first packet. False: there is not enough credit.
     pub(crate) fn reserve_whole(&mut self, len: u32) -> bool {
-        // A packet without a byte is never known to be over: those have a bound of their own.
+        // The completion of an empty packet is never known: those have a limit of their own.
         let packet = len == 0 || self.packets + self.reserved_packets < self.max_packets;
         let room = packet && self.max_packets > 0 && self.free_bytes(self.limit()) >= len;
         if room {
@@ -292,8 +289,7 @@ impl TxCredit {
         room
     }
 
-    /// Sends `len` of the bytes that were taken at once. What is left of them is to be
-    /// [cancelled](Self::cancel) at the end.
+    /// Sends `len` of the bytes reserved for a message. [Cancel](Self::cancel) the rest at its end.
     pub(crate) fn send_part(&mut self, len: u32) {
         self.reserved = self.reserved.saturating_sub(len);
         if len > 0 {
@@ -301,8 +297,8 @@ impl TxCredit {
         }
     }
 
-    /// Sends up to `max` bytes of a message that has begun as one packet, whatever the bound on
-    /// packets; 0 when there are none.
+    /// Sends up to `max` bytes of a message that was begun as one packet, without the packet limit;
+    /// returns 0 if there is no credit.
     pub(crate) fn send_within(&mut self, max: u32) -> u32 {
         let len = match self.stall_within() {
             Stall::None => max.min(MAX_PAYLOAD).min(self.free_bytes(self.limit())),
@@ -314,7 +310,7 @@ impl TxCredit {
         len
     }
 
-    /// Takes up to `max` bytes and one packet; 0 when there are none.
+    /// Reserves up to `max` bytes and one packet; returns 0 if there is no credit.
     #[inline]
     pub fn reserve(&mut self, max: u32) -> u32 {
         let len = self.offer(max);
@@ -331,7 +327,7 @@ impl TxCredit {
         self.reserved_packets > 0
     }
 
-    /// Gives a reservation of `reserved` bytes back.
+    /// Releases a reservation of `reserved` bytes.
     #[inline]
     pub fn cancel(&mut self, reserved: u32) {
         self.reserved = self.reserved.saturating_sub(reserved);
@@ -345,7 +341,7 @@ impl TxCredit {
         self.count(len);
     }
 
-    /// Reserves up to `max` bytes and sends them as one packet; 0 when there are none.
+    /// Sends up to `max` bytes as one packet; returns 0 if there is no credit.
     #[inline]
     pub fn send(&mut self, max: u32) -> u32 {
         let len = self.offer(max);
@@ -355,7 +351,7 @@ impl TxCredit {
         len
     }
 
-    /// Counts a packet that leaves.
+    /// Counts a packet that is sent.
     #[inline]
     fn count(&mut self, len: u32) {
         self.tx_cnt = self.tx_cnt.wrapping_add(len);
@@ -372,14 +368,14 @@ impl TxCredit {
 #[derive(Clone, Debug)]
 pub struct RxCredit {
     buf_alloc: u32,
-    /// So much is consumed before the peer is told: half of the buffer, at least 1, or less if
-    /// there would not be room for what the reader waits for.
+    /// Consumed bytes after which the peer gets an update: half of the buffer, at least 1, or less
+    /// if the reader's low-water mark needs it.
     update_threshold: u32,
     fwd_cnt: u32,
     rx_cnt: u32,
     announced: u32,
-    /// The furthest byte count the peer was ever told it may reach: what is
-    /// in flight when our buffer shrinks keeps its right to arrive.
+    /// The highest byte count that the peer was permitted: bytes in flight stay valid when our
+    /// buffer shrinks.
     promised_end: u32,
     eager: bool,
 }
@@ -423,7 +419,7 @@ impl RxCredit {
             .max(self.promised_end.wrapping_sub(self.fwd_cnt))
     }
 
-    /// Whether the peer does not know all that was consumed.
+    /// Whether the peer does not know all consumed bytes.
     pub(crate) fn has_unannounced(&self) -> bool {
         self.fwd_cnt != self.announced
     }
@@ -434,18 +430,17 @@ impl RxCredit {
         u64::from(self.unread()) + u64::from(len) <= u64::from(self.window())
     }
 
-    /// Counts `len` bytes that [`RxCredit::allows`] allowed.
+    /// Counts `len` received bytes, which [`RxCredit::allows`] has allowed.
     #[inline]
     pub fn receive(&mut self, len: u32) {
         self.rx_cnt = self.rx_cnt.wrapping_add(len);
     }
 
-    /// Counts bytes consumed. `None`: more than were unread. `Some(true)`:
-    /// the peer should be told, because half of the buffer has been freed
-    /// without its knowledge, or because it asked and is waiting. Half of the
-    /// *smaller* buffer: a peer may have no more under way than its own
-    /// (`peer_buffer`) holds, as Linux does, and would wait for an update that
-    /// never comes if ours were more than twice as large.
+    /// Counts bytes consumed. `None`: more than were unread. `Some(true)`: the peer needs an
+    /// update, because half of the buffer was freed without its knowledge, or because it requested
+    /// one and waits. Half of the *smaller* buffer: as in Linux, a peer may have no more in flight
+    /// than its own buffer (`peer_buffer`), and would wait for ever if ours were more than twice as
+    /// large.
     #[inline]
     pub fn consume(&mut self, bytes: u32, peer_buffer: u32) -> Option<bool> {
         if bytes > self.unread() {
@@ -460,7 +455,7 @@ impl RxCredit {
         })
     }
 
-    /// What the peer is to be told while it waits.
+    /// Whether a waiting peer needs an update.
     #[cold]
     fn consumed_eagerly(&mut self) -> bool {
         if self.unread() == 0 {
@@ -469,17 +464,16 @@ impl RxCredit {
         self.fwd_cnt != self.announced
     }
 
-    /// The peer sent CREDIT_REQUEST: until all that is unread has been consumed, what is consumed
-    /// is announced without waiting for half a buffer.
+    /// The peer sent CREDIT_REQUEST: until all unread bytes are consumed, every consumption is
+    /// announced at once.
     pub fn handle_credit_request(&mut self) {
         self.eager = self.unread() > 0;
     }
 
-    /// A part of a message has come that is not its end, from a peer with a buffer of `peer_buffer`
-    /// bytes. Linux begins a message with whatever credit it has, and asks for no more when that is
-    /// used up; and half of a message is nothing that its reader would take. So as soon as the next
-    /// packet could be cut short by that, what is consumed is announced without waiting for half a
-    /// buffer. True: the peer should be told now.
+    /// A part of a message arrived that does not end it; the peer's buffer has `peer_buffer` bytes.
+    /// Linux begins a message with the credit it has and requests no more when that is used up, and
+    /// its reader takes no partial message. So as soon as the next packet could be cut short by
+    /// lack of credit, every consumption is announced at once. True: the peer needs an update now.
     pub(crate) fn handle_partial_message(&mut self, peer_buffer: u32) -> bool {
         let used = self.rx_cnt.wrapping_sub(self.announced);
         let known = self.buf_alloc.min(peer_buffer).saturating_sub(used);
@@ -490,24 +484,24 @@ impl RxCredit {
         self.has_unannounced()
     }
 
-    /// Changes the buffer. What the peer was promised stays promised.
+    /// Changes the buffer. Credit that the peer already has stays valid.
     pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
         self.buf_alloc = buf_alloc;
         self.update_threshold = (buf_alloc / 2).max(1);
     }
 
-    /// The reader takes nothing before `bytes` are there (SO_RCVLOWAT); to be said again when the
-    /// buffer has changed. True: the peer does not know of room for so many, and should be told.
+    /// Sets the low-water mark of the reader (SO_RCVLOWAT), in bytes; call it again after a change
+    /// of the buffer. True: the peer lacks credit for that many bytes, and needs an update.
     ///
-    /// What it knows of is `announced + buf_alloc`; what is to be there is `fwd_cnt + bytes`. So it
-    /// is told when more than `buf_alloc - bytes` have been consumed without its knowledge.
+    /// The peer knows of `announced + buf_alloc`; the reader needs `fwd_cnt + bytes`. So the peer
+    /// gets an update when more than `buf_alloc - bytes` have been consumed without its knowledge.
     pub fn set_low_water(&mut self, bytes: u32) -> bool {
         let spare = self.buf_alloc.saturating_sub(bytes.max(1));
         self.update_threshold = (self.buf_alloc / 2).min(spare.saturating_add(1)).max(1);
         self.fwd_cnt.wrapping_sub(self.announced) >= self.update_threshold
     }
 
-    /// `buf_alloc` and `fwd_cnt` for a header that will be sent.
+    /// `buf_alloc` and `fwd_cnt` for a header that the caller sends.
     #[inline]
     pub fn announce(&mut self) -> (u32, u32) {
         self.promised_end = self.fwd_cnt.wrapping_add(self.window());

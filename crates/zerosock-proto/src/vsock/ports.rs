@@ -1,10 +1,10 @@
-//! Listeners and ports, shared by the shards that share an address.
+//! Listeners and ports, shared by the shards of one address.
 //!
-//! One lock, taken when a port is bound, a connection asked for, granted or
-//! ended; never for a packet of a connection that exists. An address is in
-//! the table while somebody listens on it, is bound to it, or a connection was
-//! made from it; accepted connections share their listener's port and are not
-//! in it.
+//! # Invariants
+//! - The lock is taken when a port is bound or a connection requested, accepted or ended; never for
+//!   a packet of an existing connection.
+//! - An address is in the table while a listener or a bind has it, or a connection was made from
+//!   it. Accepted connections share their listener's port and are not in the table.
 
 use core::hash::BuildHasher;
 use core::ops::RangeInclusive;
@@ -15,18 +15,17 @@ use hashbrown::{DefaultHashBuilder, HashMap};
 
 use crate::addr::{Address, Cid, Port};
 
-/// First of the ports given out by ourselves; below are the ones that people
-/// listen on.
+/// First ephemeral port.
 const EPHEMERAL_FIRST: u32 = 1 << 30;
-/// How many there are.
+/// Number of ephemeral ports.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
-/// Ports for which there is room when none is in use.
+/// Most ports whose memory is kept when none is in use.
 const KEPT: usize = 1024;
 
 /// Listeners and ports in use; shards share it behind an `Arc`.
 #[derive(Debug)]
 pub struct PortTable {
-    /// Places that connections have in all shards that share it.
+    /// Connections that count against the limit, in all shards that share the table.
     occupied: AtomicUsize,
     inner: Mutex<Inner>,
 }
@@ -35,8 +34,8 @@ pub struct PortTable {
 #[derive(Debug)]
 struct Inner {
     listeners: HashMap<Address, Listener>,
-    /// How many connections each has; being bound to it counts as one. There may be very many of
-    /// these.
+    /// References of each address: its connections, and one if it is bound. There may be very many
+    /// addresses.
     outgoing: HashMap<Address, u32>,
     first_ephemeral: u32,
     ephemeral_count: u32,
@@ -51,16 +50,16 @@ struct Listener {
     waiting: usize,
 }
 
-/// What a connection holds of its local address, to be given back when it ends.
+/// A connection's reference to its local address, released when the connection ends.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub(crate) enum PortRef {
-    /// A place in a listener's backlog.
+    /// An entry in a listener's backlog.
     Backlog { listener: u32 },
     /// The port.
     Outgoing,
 }
 
-/// A REQUEST's fate.
+/// Whether a listener accepts a REQUEST.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub(crate) enum Admission {
     NoListener,
@@ -75,14 +74,14 @@ impl Default for PortTable {
 }
 
 impl PortTable {
-    /// An empty table. Ephemeral ports start anywhere, so that a restarted
-    /// process does not meet connections of its former self.
+    /// An empty table. Ephemeral ports start at a random number, so that a restarted process does
+    /// not meet connections of its predecessor.
     pub fn new() -> PortTable {
         let last = EPHEMERAL_FIRST + (EPHEMERAL_COUNT - 1);
         PortTable::with_ephemeral(Port::new(EPHEMERAL_FIRST)..=Port::new(last))
     }
 
-    /// An empty table whose ephemeral ports are these: for one of several that share a CID.
+    /// An empty table with these ephemeral ports: for one of several tables that share a CID.
     pub fn with_ephemeral(ports: RangeInclusive<Port>) -> PortTable {
         let first_ephemeral = ports.start().get();
         let ephemeral_count = match ports.is_empty() {
@@ -103,7 +102,7 @@ impl PortTable {
         }
     }
 
-    /// Addresses in use. Zero when nobody listens and nothing is connected.
+    /// Addresses in use. Zero without listeners, bound ports and outgoing connections.
     pub fn len(&self) -> usize {
         let inner = self.lock();
         inner.listeners.len() + inner.outgoing.len()
@@ -123,24 +122,24 @@ impl PortTable {
             .map(|listener| listener.waiting)
     }
 
-    /// Places that connections have in the shards that share it.
+    /// Connections that count against the limit.
     pub(crate) fn occupied(&self) -> usize {
         self.occupied.load(Ordering::Relaxed)
     }
 
-    /// A connection has taken a place. How many there are is a bound, and nothing is ordered by it.
+    /// Counts one more connection. The count is a limit only; it orders no other memory.
     pub(crate) fn occupy(&self) {
         self.occupied.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Connections have given their places back.
+    /// Counts `count` connections less.
     pub(crate) fn vacate(&self, count: usize) {
         self.occupied.fetch_sub(count, Ordering::Relaxed);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // Every change below is complete when it can be seen: a panic
-        // elsewhere while the lock was held left nothing half done.
+        // Each change below is complete before it can panic, so a poisoned lock protects valid
+        // data.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -160,15 +159,15 @@ impl PortTable {
         true
     }
 
-    /// False: nobody listened.
+    /// False: there was no listener.
     pub(crate) fn unlisten(&self, address: Address) -> bool {
         self.lock().listeners.remove(&address).is_some()
     }
 
-    /// Takes a place in the backlog.
+    /// Takes an entry in the backlog.
     pub(crate) fn admit(&self, address: Address) -> Admission {
         match self.lock().listeners.get_mut(&address) {
-            // Linux lets one more wait than it was told, so that a backlog of 0 is of use.
+            // Linux lets one more connection wait, so that a backlog of 0 is of use.
             Some(listener) if listener.waiting > listener.backlog => Admission::Full,
             Some(listener) => {
                 listener.waiting += 1;
@@ -180,10 +179,9 @@ impl PortTable {
         }
     }
 
-    /// Takes a port for oneself, without a connection yet: nobody else can
-    /// listen on it or bind it before [`unbind`](Self::unbind).
-    /// [`Port::ANY`] takes one that nobody has. `None`: the port is in use, or
-    /// none is left.
+    /// Binds a port without a connection: it cannot be bound or listened on again before
+    /// [`unbind`](Self::unbind). [`Port::ANY`] chooses an unused port. `None`: the port is in use,
+    /// or none is left.
     pub fn bind(&self, address: Address) -> Option<Port> {
         if address.port == Port::ANY {
             let (address, _) = self.allocate(address.cid)?;
@@ -198,14 +196,12 @@ impl PortTable {
         Some(address.port)
     }
 
-    /// Gives a port up that was bound, once. Connections that were made from
-    /// it keep it until they end.
+    /// Releases a bound port, once. Connections that were made from it keep it until they end.
     pub fn unbind(&self, address: Address) {
         self.release(address, PortRef::Outgoing);
     }
 
-    /// Takes a port of one's choice; several connections may have it, a
-    /// listener may not.
+    /// Acquires a given port; several connections may share it, with a listener it is in use.
     pub(crate) fn acquire(&self, address: Address) -> Option<PortRef> {
         let mut inner = self.lock();
         if inner.listeners.contains_key(&address) {
@@ -217,8 +213,7 @@ impl PortTable {
         Some(PortRef::Outgoing)
     }
 
-    /// Takes a port that nobody has, if there is one. Looks no further than there are addresses
-    /// in use.
+    /// Acquires an unused port, if there is one. Tries no more ports than are in use, plus one.
     pub(crate) fn allocate(&self, cid: Cid) -> Option<(Address, PortRef)> {
         let mut inner = self.lock();
         for _ in 0..inner.ephemeral_count {
@@ -235,7 +230,7 @@ impl PortTable {
         None
     }
 
-    /// Gives back what a connection held of `address`.
+    /// Releases a connection's reference to `address`.
     pub(crate) fn release(&self, address: Address, port_ref: PortRef) {
         let mut inner = self.lock();
         match port_ref {
@@ -267,7 +262,7 @@ mod tests {
     const ADDRESS: Address = Address::new(Cid::HOST, Port::new(5));
 
     #[test]
-    fn a_listener_has_its_port_alone() {
+    fn a_listener_has_its_port_exclusively() {
         let ports = PortTable::new();
         assert!(ports.listen(ADDRESS, 1));
         assert!(!ports.listen(ADDRESS, 1));
@@ -280,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_backlog_is_the_listener_s_own() {
+    fn a_new_listener_has_an_empty_backlog() {
         let ports = PortTable::new();
         assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
         ports.listen(ADDRESS, 0);
@@ -297,12 +292,12 @@ mod tests {
         assert_eq!(
             ports.waiting(ADDRESS),
             Some(1),
-            "not the old listener's place"
+            "not an entry of the old listener"
         );
     }
 
     #[test]
-    fn a_bound_port_is_its_owner_s_until_it_is_given_up_and_unused() {
+    fn a_bound_port_is_in_use_until_unbound_and_unconnected() {
         let ports = PortTable::new();
         assert_eq!(ports.bind(ADDRESS), Some(ADDRESS.port));
         assert_eq!(ports.bind(ADDRESS), None);
@@ -322,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn ephemeral_ports_wrap_and_skip_what_is_taken() {
+    fn ephemeral_ports_wrap_and_skip_ports_in_use() {
         let ports = PortTable::new();
         ports.lock().next_ephemeral = EPHEMERAL_COUNT - 1;
         let taken = Address::new(Cid::HOST, Port::new(EPHEMERAL_FIRST));
@@ -336,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_gives_out_its_own_ports_and_no_others() {
+    fn a_table_allocates_only_its_own_ephemeral_ports() {
         let (first, last) = (Port::new(u32::MAX - 3), Port::new(u32::MAX - 1));
         let ports = PortTable::with_ephemeral(first..=last);
         let mut given = [0; 3].map(|_| ports.allocate(Cid::HOST).unwrap().0.port);

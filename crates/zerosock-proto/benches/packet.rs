@@ -1,12 +1,12 @@
-//! What the protocol costs a packet of 64 bytes, without any queue: two shards in one thread, a
-//! plain array of headers between them.
+//! The cost of the protocol for a packet of 64 bytes, without a queue: two shards in one thread,
+//! with a plain array of headers between them.
 //!
 //! Each step runs over a batch of packets between two readings of the clock, so that the clock does
 //! not count; the whole sender and the whole receiver run the steps packet by packet, as an engine
-//! does. Every step is a function of its own that is never inlined, so that a tool that counts
+//! does. Every step is a function that is never inlined, so that a profiler that counts
 //! instructions by function finds it. Figures are medians of rounds, in nanoseconds per packet.
 //!
-//! `--quick` is for seeing that it runs: few rounds, and no figure to be believed.
+//! `--quick` checks that the benchmark runs: few rounds, and no reliable figure.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ const NOW: Instant = Instant::ZERO;
 const GUEST: Cid = Cid::new(3);
 /// Payload of a packet, in bytes.
 const PAYLOAD: u32 = 64;
-/// Packets between two readings of the clock: headers of a batch fit the first cache.
+/// Packets between two readings of the clock: the headers of a batch fit the first-level cache.
 const BATCH: usize = 256;
-/// Receive buffer: room for 6553 packets, as many as a large ring holds.
+/// Receive buffer, for 6553 packets, as many as a large ring takes.
 const BUF_ALLOC: u32 = 4 << 20;
 
 type Headers = [[u8; HEADER_LEN]; BATCH];
@@ -67,7 +67,7 @@ impl Pair {
     }
 }
 
-/// Control packets one way: credit, and what makes a connection.
+/// Delivers control packets one way: credit, and those that connect.
 #[inline(never)]
 fn deliver_control(from: &mut Shard, to: &mut Shard) {
     while let Some(packet) = from.poll_transmit(NOW, 0) {
@@ -75,7 +75,7 @@ fn deliver_control(from: &mut Shard, to: &mut Shard) {
     }
 }
 
-/// Credit both ways, until the sender has some again.
+/// Returns credit, until the sender has some again.
 fn return_credit(pair: &mut Pair) {
     deliver_control(&mut pair.driver, &mut pair.device);
     deliver_control(&mut pair.device, &mut pair.driver);
@@ -132,7 +132,7 @@ fn consume(shard: &mut Shard, delivered: &mut Vec<(FlowId, u32)>) {
     }
 }
 
-/// Packets sent: fewer than a batch when the credit is at its end.
+/// Sends a batch; returns the number of packets, fewer at the end of the credit.
 #[inline(never)]
 fn sender(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Headers) -> usize {
     for (sent, header) in headers.iter_mut().enumerate() {
@@ -147,7 +147,7 @@ fn sender(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Headers) -> u
     BATCH
 }
 
-/// As [`sender`], for payload whose length is known.
+/// As [`sender`], for payload of known length.
 #[inline(never)]
 fn sender_at_once(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Headers) -> usize {
     for (sent, header) in headers.iter_mut().enumerate() {
@@ -160,7 +160,7 @@ fn sender_at_once(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Heade
     BATCH
 }
 
-/// One packet through the whole receiver, but for `consume`.
+/// One packet through the whole receiver except `consume`.
 #[inline(always)]
 fn take(shard: &mut Shard, header: &[u8]) -> (FlowId, u32) {
     let Ok(packet) = Packet::new_checked(header) else {
@@ -195,7 +195,7 @@ fn receiver_at_once(shard: &mut Shard, flow: FlowId, headers: &[[u8; HEADER_LEN]
     shard.consume(flow, bytes).unwrap();
 }
 
-/// Packets there and back, one at a time: each brings new credit.
+/// Packets in both directions, one at a time: each carries new credit.
 #[inline(never)]
 fn echo(pair: &mut Pair, headers: &mut Headers) {
     let (header, _) = headers.split_first_mut().unwrap();
@@ -274,7 +274,7 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
         delivered,
     } = room;
     let len = black_box(PAYLOAD);
-    // How many there will be is not known before: the step counts them.
+    // The number is not known before: the step counts them.
     r_reserve.time(0, || reserve(&mut pair.driver, pair.client, len, reserved));
     let n = reserved.len();
     r_reserve.packets += n;
@@ -287,7 +287,7 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
     r_clock.time(n, || ());
 }
 
-/// Where packets lie between two steps.
+/// Packets between two steps.
 struct Room {
     headers: Box<Headers>,
     reserved: Vec<Reservation>,

@@ -1,4 +1,4 @@
-//! Two shards, random messages, random cuts, random credit: equal messages come out.
+//! Two shards, random messages, parts and credit: the messages received equal those sent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,20 +14,20 @@ const GUEST: Cid = Cid::new(3);
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Begins a message of so many bytes, or puts it into the queue.
+    /// Reserves a message of so many bytes, or queues it.
     Send {
         side: usize,
         len: u32,
         eor: bool,
         queued: bool,
     },
-    /// Sends parts of what was begun.
+    /// Sends parts of a reserved message.
     Parts {
         side: usize,
         count: usize,
         most: u32,
     },
-    /// Gives up what was not begun.
+    /// Cancels a message that was not begun.
     GiveUp {
         side: usize,
     },
@@ -59,10 +59,10 @@ struct Side {
     /// Reserved, with the length; perhaps begun.
     room: Option<(MessageReservation, Message)>,
     begun: bool,
-    /// Those that leave, in order.
+    /// Messages sent, in order.
     sent: VecDeque<Message>,
     queued: VecDeque<Message>,
-    /// What has come of one that has not ended.
+    /// Bytes received of an incomplete message.
     half: u32,
     unread: VecDeque<Message>,
     most: u32,
@@ -239,7 +239,7 @@ impl World {
         }
     }
 
-    /// Everything that was begun arrives and is read.
+    /// Completes every message; all arrive and are read.
     fn finish(&mut self) {
         for round in 0..20_000 {
             let mut moved = false;
@@ -297,7 +297,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn messages_come_out_as_they_went_in(
+    fn received_messages_equal_sent_ones(
         one in prop_oneof![1u32..64, 1u32..5000, Just(65_536u32), Just(262_144)],
         other in prop_oneof![1u32..64, 1u32..5000, Just(65_536u32), Just(262_144)],
         first_count in prop_oneof![Just(0u32), (u32::MAX - 3000)..],

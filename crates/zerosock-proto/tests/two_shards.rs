@@ -1,10 +1,8 @@
-//! Two shards, a driver and a device, talk through two queues that keep order
-//! and delay as they like, under arbitrary interleavings of everything that
-//! their callers may do.
+//! Two shards, a driver and a device, joined by two queues that keep order and delay packets
+//! arbitrarily, under any interleaving of their callers' commands.
 //!
-//! The oracle counts bytes and nothing else: each packet carries who sent it
-//! and at which offset, and every byte must arrive once, in order, and all of
-//! them unless somebody reset the connection or stopped receiving.
+//! The oracle counts bytes only: each packet carries its sender and offset. Every byte must arrive
+//! once and in order, and all of them unless a caller reset the connection or stopped receiving.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -22,9 +20,9 @@ const GUEST: Cid = Cid::new(3);
 #[derive(Default)]
 struct End {
     id: Option<FlowId>,
-    /// Bytes given headers.
+    /// Bytes sent.
     sent: u64,
-    /// Bytes accepted for sending and not yet given a header.
+    /// Bytes queued and not yet sent.
     queued: VecDeque<u32>,
     /// Message and offset that the next span must have.
     message: u64,
@@ -32,7 +30,7 @@ struct End {
     held: Vec<Reservation>,
     received: u64,
     unread: u32,
-    /// Whose bytes arrive here.
+    /// The end that sends to this one.
     peer: Option<usize>,
     connected: bool,
     shut: How,
@@ -130,7 +128,7 @@ impl World {
     fn new(config: &Config) -> World {
         let side = |mut shard_config: ShardConfig, buf_alloc| {
             shard_config.buf_alloc = buf_alloc;
-            // Linux's rule, or one that lets tiny buffers be used at all.
+            // Linux's limit, or one that makes tiny buffers usable.
             shard_config.send_limit = (buf_alloc < 1000).then_some(5000);
             shard_config.first_count = config.first;
             shard_config.max_connections = config.caps;
@@ -138,7 +136,7 @@ impl World {
             shard_config.max_queued_sends = 8;
             shard_config.accept_all = true;
             if config.graceful {
-                // A connect that times out loses bytes, and may.
+                // A connect that times out may lose bytes.
                 shard_config.connect_timeout = Duration::from_secs(3600);
             }
             let ports = Arc::new(PortTable::new());
@@ -222,9 +220,9 @@ impl World {
             };
             match self.sides[other].shard.handle_packet(self.now, &header) {
                 Disposition::Deliver { flow, len, .. } => {
-                    let (sender, at) = tag.expect("payload nobody sent");
-                    // The ends of a connection accepted but not yet polled
-                    // are not known here; it cannot have been sent to.
+                    let (sender, at) = tag.expect("payload without a sender");
+                    // The end of a connection that was accepted and not yet polled is not known
+                    // here; nothing can have been sent to it.
                     let end = self.sides[other].by_id[&flow];
                     let end = &mut self.ends[end];
                     assert_eq!(
@@ -271,7 +269,7 @@ impl World {
                     let end = self.adopt(side, flow);
                     let shard = &mut self.sides[side].shard;
                     if accept || self.graceful {
-                        // May have ended since, which its event will say.
+                        // It may have ended since; an event reports that.
                         self.ends[end].connected = shard.accept(self.now, flow).is_ok();
                     } else {
                         let _ = shard.reject(flow);
@@ -414,7 +412,7 @@ impl World {
         }
     }
 
-    /// Everybody reads all, says all that was queued, and closes.
+    /// Every end reads all, sends all that is queued, and closes.
     fn finish(&mut self) {
         for round in 0.. {
             assert!(
@@ -559,16 +557,16 @@ fn run(config: &Config, steps: &[Step]) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
 
-    /// Nobody resets, everybody half-closes: not one byte is lost.
+    /// Without resets, and with half-closes, no byte is lost.
     #[test]
-    fn graceful_callers_lose_nothing(config in config(true), steps in steps()) {
+    fn without_resets_all_bytes_arrive(config in config(true), steps in steps()) {
         run(&config, &steps);
     }
 
     /// Resets, rejections, shutdowns of any kind and transport resets at any
     /// time: bytes arrive in order or not at all, and everything ends.
     #[test]
-    fn chaos_ends_in_order(config in config(false), steps in steps()) {
+    fn with_resets_bytes_arrive_in_order_and_all_connections_end(config in config(false), steps in steps()) {
         run(&config, &steps);
     }
 }

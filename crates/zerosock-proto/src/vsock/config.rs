@@ -62,7 +62,7 @@ impl LocalCids {
         LocalCids::HostAnd(cids.into_iter().collect())
     }
 
-    /// Whether packets to `cid` are ours.
+    /// Whether the device accepts packets to `cid`.
     pub fn contains(&self, cid: Cid) -> bool {
         match self {
             _ if cid == Cid::HOST => true,
@@ -119,7 +119,7 @@ impl ShardConfig {
         ShardConfig::new(Role::Device { peer })
     }
 
-    /// A driver half whose own CID is `local`.
+    /// A driver half with the CID `local`.
     pub fn driver(local: Cid) -> ShardConfig {
         ShardConfig::new(Role::Driver { local })
     }

@@ -69,8 +69,8 @@ pub struct FlowInfo {
     pub max_message_len: u32,
 }
 
-/// Credit for one packet whose length is not known yet. Commit or cancel it: one that is dropped
-/// keeps its credit, and keeps queued sends waiting, until the connection ends.
+/// Credit for one packet of unknown length. Commit or cancel it: one that is dropped keeps its
+/// credit, and keeps queued sends waiting, until the connection ends.
 #[derive(Debug)]
 #[must_use = "a reservation keeps its credit until it is committed or cancelled"]
 pub struct Reservation {
@@ -204,10 +204,10 @@ pub(crate) struct Queued {
 /// First and longest delay, in milliseconds, before a sender that is stalled by a limit of its own
 /// requests credit again.
 pub(crate) const LIMIT_PROBE: (u32, u32) = (2, 1000);
-/// First and longest delay, in milliseconds, before a sender whose peer's buffer is full requests
-/// credit again. The peer should send an update when it has read; but Linux before 6.8 sends none
-/// when its reader waits for more than what is left (SO_RCVLOWAT), and then both would wait for
-/// ever.
+/// First and longest delay, in milliseconds, before a sender that has filled the peer's buffer
+/// requests credit again. The peer should send an update when it has read; but Linux before 6.8
+/// sends none when its reader waits for more than what is left (SO_RCVLOWAT), and then both would
+/// wait for ever.
 pub(crate) const WINDOW_PROBE: (u32, u32) = (100, 8000);
 
 /// Queued sends and the spans made from them. The caller has their payload.

@@ -8,9 +8,9 @@
 
 use crate::wire::vsock::MAX_PAYLOAD;
 
-/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92 resets a connection
-/// whose packets, at about 576 bytes of bookkeeping each, exceed `buf_alloc`; this stays below
-/// that.
+/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92 counts about 576 bytes
+/// of bookkeeping for each packet and resets a connection that exceeds `buf_alloc`; this stays
+/// below that.
 pub const PACKET_OVERHEAD: u32 = 640;
 
 /// Packets below this many bytes are small. The packet limit keeps space for so many packets of

@@ -39,7 +39,7 @@ pub enum Disposition {
     Move {
         /// The connection.
         flow: FlowId,
-        /// The number of the pair, as it came.
+        /// The number of the pair, as received.
         pair: u32,
     },
     /// To a driver: the device has answered a move. If the pair is another one,
@@ -47,13 +47,13 @@ pub enum Disposition {
     Moved {
         /// The connection.
         flow: FlowId,
-        /// The number of the pair, as it came.
+        /// The number of the pair, as received.
         pair: u32,
     },
     /// To a driver: the device has moved a connection that has ended here. Pass the header to
     /// [`Shard::reset_stray`](super::Shard::reset_stray) of that pair's shard.
     MovedStray {
-        /// The number of the pair, as it came.
+        /// The number of the pair, as received.
         pair: u32,
     },
 }
@@ -97,7 +97,7 @@ pub enum Event {
     Incoming {
         /// The new connection.
         flow: FlowId,
-        /// Our address, as the peer named it.
+        /// Our address, as given by the peer.
         local: Address,
         /// The peer's address.
         peer: Address,
@@ -214,6 +214,6 @@ pub struct Span {
 pub struct Transmit {
     /// The header.
     pub header: Repr,
-    /// The payload behind it, if any.
+    /// The payload to put behind it.
     pub span: Option<Span>,
 }

@@ -19,7 +19,7 @@ use crate::addr::{Address, Cid, Port};
 const EPHEMERAL_FIRST: u32 = 1 << 30;
 /// Number of ephemeral ports.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
-/// Most ports whose memory is kept when none is in use.
+/// Capacity in ports that the table keeps when none is in use.
 const KEPT: usize = 1024;
 
 /// Listeners and ports in use; shards share it behind an `Arc`.

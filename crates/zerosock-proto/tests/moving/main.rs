@@ -1,9 +1,9 @@
-//! Connections that are moved between three queue pairs while both ends send: a driver with three
-//! shards, a device with three shards, and six queues between them that keep order each, but not
-//! among each other.
+//! Connections move between three queue pairs while both ends send: a driver with three shards, a
+//! device with three shards, and six queues between them. Each queue keeps order; there is no order
+//! among queues.
 //!
-//! The oracle counts bytes: each packet carries whose it is and at which offset, and every byte
-//! must arrive once and in order, wherever its connection is by then.
+//! The oracle counts bytes: each packet carries its connection and offset, and every byte must
+//! arrive once and in order, at whatever pair.
 
 mod rules;
 
@@ -38,7 +38,7 @@ struct End {
     ended: Option<CloseReason>,
 }
 
-/// A connection that its driver wants elsewhere, and its device has not moved yet.
+/// A move that the driver has requested and the device has not made.
 struct Wish {
     connection: usize,
     pair: usize,
@@ -50,7 +50,7 @@ struct Side {
     ends: Vec<End>,
 }
 
-/// A queue: headers, and at which offset their payload stands.
+/// A queue: headers and the offsets of their payloads.
 type Wire = VecDeque<(Repr, Option<u64>)>;
 
 struct World {
@@ -58,7 +58,7 @@ struct World {
     /// `wires[s][p]` leads from side `s` to the other, through pair `p`.
     wires: [[Wire; PAIRS]; 2],
     wishes: VecDeque<Wish>,
-    /// Headers to be sent at the old pair once the connection has arrived at the new one.
+    /// Headers to send at the old pair once the connection is inserted at the new one.
     answers: VecDeque<(usize, Repr)>,
     resets: bool,
     moved: usize,
@@ -246,7 +246,7 @@ impl World {
                 }
             }
             Disposition::MovedStray { pair } => {
-                assert!(self.resets, "nobody has given it up");
+                assert!(self.resets, "no end has reset it");
                 to.shards[pair as usize].reset_stray(&header);
             }
             Disposition::Handled => {}
@@ -257,7 +257,7 @@ impl World {
         self.events(other);
     }
 
-    /// Moves one end from shard to shard; what is to be said at the old one.
+    /// Moves one end from shard to shard; returns the header to send at the old pair.
     fn relocate(
         &mut self,
         side: usize,
@@ -271,7 +271,7 @@ impl World {
             ends,
         } = &mut self.sides[side];
         let (handoff, answer) = shards[from].extract(flow, to as u16)?;
-        assert_eq!(shards[from].flow(flow), None, "its old name is no name");
+        assert_eq!(shards[from].flow(flow), None, "the old id is invalid");
         let moved = shards[to].insert(handoff).expect("there is room");
         let connection = by_id.remove(&(from, flow)).unwrap();
         by_id.insert((to, moved), connection);
@@ -375,7 +375,7 @@ impl World {
         }
     }
 
-    /// The device acts on the oldest wish.
+    /// The device answers the oldest request.
     fn decide(&mut self, keep: bool) {
         let Some(Wish { connection, pair }) = self.wishes.pop_front() else {
             return;
@@ -395,7 +395,7 @@ impl World {
         let _ = self.sides[DEVICE].shards[at].decline_move(flow, at as u16);
     }
 
-    /// Lets everything happen that has been begun.
+    /// Runs until nothing changes.
     fn run_to_idle(&mut self) {
         let mut quiet = 0;
         for round in 0.. {
@@ -417,7 +417,7 @@ impl World {
                 }
             }
             let queues = self.wires.iter().flatten().all(VecDeque::is_empty);
-            // What is consumed in one round is told in the next.
+            // Bytes consumed in one round are announced in the next.
             quiet = if queues && before == self.progress() {
                 quiet + 1
             } else {
@@ -506,7 +506,7 @@ proptest! {
     }
 
     #[test]
-    fn a_connection_that_ends_on_its_way_ends_at_both_sides(
+    fn a_connection_that_ends_while_moving_ends_at_both_sides(
         steps in prop::collection::vec(step(), 1..300),
     ) {
         let mut world = World::new(true);
@@ -517,9 +517,9 @@ proptest! {
     }
 }
 
-/// Both ends send as fast as they can while the connection goes round.
+/// Both ends send as fast as they can while the connection moves from pair to pair.
 #[test]
-fn a_busy_connection_goes_round() {
+fn a_busy_connection_moves_through_all_pairs() {
     let mut world = World::new(false);
     for turn in 0..300 {
         for side in 0..2 {

@@ -141,8 +141,7 @@ impl PausedDestinations {
         self.next.filter(|_| !self.deadlines.is_empty())
     }
 
-    /// Removes the entries whose deadlines have passed; calls `ended` with the ports that may send
-    /// again.
+    /// Removes the expired entries; calls `ended` with the ports that may send again.
     pub fn expire(&mut self, now: Instant, mut ended: impl FnMut(Port)) {
         if self.next.is_none_or(|at| at > now) {
             return;

@@ -74,7 +74,7 @@ impl PausedSenders {
         }
     }
 
-    /// A datagram from `source` has arrived for `receiver`, whose queue is full.
+    /// A datagram from `source` has arrived at a full queue of `receiver`.
     pub fn pause(&mut self, now: Instant, receiver: Address, source: Address) {
         let message = Control::Stop(self.queue);
         let pair = Pair { source, receiver };

@@ -4,8 +4,8 @@
 //! - A port has one socket.
 //! - The bytes that a socket has received and not read exceed its limit by at most one datagram,
 //!   and so do the bytes that it has in flight.
-//! - [`DatagramTable::poll_writable`] returns every socket whose send was refused for now, when a
-//!   retry can succeed.
+//! - After a refused send [`DatagramTable::poll_writable`] returns the socket when a retry can
+//!   succeed.
 
 mod counts;
 mod flow_control;

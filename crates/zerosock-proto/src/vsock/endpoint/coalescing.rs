@@ -34,7 +34,7 @@ impl<S: BuildHasher> Shard<S> {
     /// Whether `bytes` bytes that are ready to send should wait for more, to go in one packet. If
     /// so, [`Event::Writable`](crate::vsock::Event::Writable) follows when the peer has read, or
     /// after 2 ms, doubled each time; then they may be sent as they are. Call it again when there
-    /// are more bytes. For streams whose bytes can be left at their source.
+    /// are more bytes. For streams that can leave bytes at their source.
     pub fn should_delay(&mut self, flow: FlowId, bytes: u32) -> bool {
         let Some(connection) = self.table.get_mut(flow) else {
             return false;

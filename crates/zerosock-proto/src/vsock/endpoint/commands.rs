@@ -66,7 +66,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(self.table.id(index))
     }
 
-    /// A local port such that the two addresses have no connection yet.
+    /// Acquires a local port such that no connection has the two addresses.
     fn take_port(&mut self, local: Address, peer: Address) -> Result<(Key, PortRef), ConnectError> {
         if local.port != Port::ANY {
             let key = Key { local, peer };
@@ -93,8 +93,8 @@ impl<S: BuildHasher> Shard<S> {
         Err(ConnectError::InUse)
     }
 
-    /// Frees a pair of addresses. False: a live connection has them. A closed connection whose RST
-    /// is still queued is removed from the map: its RST is queued first and will be sent first.
+    /// Frees a pair of addresses. False: a live connection has them. A closed connection that has a
+    /// queued RST is removed from the map: its RST is queued first and will be sent first.
     pub(super) fn vacate(&mut self, key: &Key) -> bool {
         let Some(index) = self.table.find(key) else {
             return true;
@@ -336,7 +336,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Reserves credit for one packet of up to `max` bytes whose length is not known yet. Several
+    /// Reserves credit for one packet of up to `max` bytes, before its length is known. Several
     /// reservations may be outstanding; their packets are sent in the order of the commits, and
     /// before sends queued later.
     ///
@@ -383,7 +383,7 @@ impl<S: BuildHasher> Shard<S> {
         ReserveError::NoCredit
     }
 
-    /// Turns a reservation into a packet of `len` bytes, whose payload is already in the packet's
+    /// Turns a reservation into a packet of `len` bytes; the payload is already in the packet's
     /// buffer. Returns the header to write in front of it, now, before any other header of this
     /// shard is put into the queue. Unused credit is released.
     ///

@@ -97,7 +97,7 @@ use crate::wire::vsock::{Repr, SocketType};
 ///
 /// # Bounds
 ///
-/// Connections are limited, including those whose RST has not been sent or whose end has not been
+/// Connections are limited, including closed ones until their RST has been sent and their end
 /// polled. A control packet of each kind, and an event of each kind, is a flag of its connection.
 /// RSTs without a connection have a queue of fixed size. No call but `handle_transport_reset`
 /// visits all connections, and packets of existing connections allocate nothing.
@@ -243,8 +243,8 @@ impl<S: BuildHasher> Shard<S> {
         self.live
     }
 
-    /// Entries that count against [`ShardConfig::max_connections`]: live connections, and those
-    /// whose RST has not been sent or whose end has not been polled.
+    /// Entries that count against [`ShardConfig::max_connections`]: live connections, and closed
+    /// ones until their RST has been sent and their end polled.
     pub fn occupied(&self) -> usize {
         self.table.occupied()
     }

@@ -56,9 +56,9 @@ impl<S: BuildHasher> Shard<S> {
         self.moves = negotiated;
     }
 
-    /// An unused local port, for a connection whose shard depends on its port; [`Port::ANY`]: none
-    /// is left. A connection that the peer requested may still have these addresses: see
-    /// [`is_connected`](Self::is_connected).
+    /// An unused local port, for a connection that is assigned to a shard by its port;
+    /// [`Port::ANY`]: none is left. A connection that the peer requested may still have these
+    /// addresses: see [`is_connected`](Self::is_connected).
     pub fn spare_port(&self) -> Port {
         let Some((address, hold)) = self.ports.allocate(self.own_cid()) else {
             return Port::ANY;

@@ -8,7 +8,7 @@ pub struct ShardStats {
     pub packets: u64,
     /// Payload bytes delivered.
     pub delivered_bytes: u64,
-    /// Payload bytes in headers given out.
+    /// Payload bytes sent.
     pub sent_bytes: u64,
     /// Connections begun by either side.
     pub opened: u64,
@@ -18,7 +18,7 @@ pub struct ShardStats {
     pub moved_out: u64,
     /// Connections taken from another shard.
     pub moved_in: u64,
-    /// RSTs given out.
+    /// RSTs sent.
     pub resets_sent: u64,
     /// RSTs by the peer that ended a connection.
     pub resets_received: u64,
@@ -45,7 +45,7 @@ pub struct ShardStats {
     pub message_flood: u64,
     /// Connections reset: another protocol error.
     pub protocol_errors: u64,
-    /// Headers whose `fwd_cnt` was ahead of what we sent, or went back.
+    /// Headers with a `fwd_cnt` that was ahead of the bytes sent, or went back.
     pub bad_fwd_cnt: u64,
     /// Times that a sender ran out of credit.
     pub credit_stalls: u64,

@@ -18,7 +18,7 @@ use crate::vsock::state::State;
 
 /// Index of no slot: a slab never grows so far.
 const NO_SLOT: u32 = u32::MAX;
-/// Most free slots whose memory is kept when no slot is taken.
+/// Most slots that the slab keeps memory for when none is taken.
 const KEPT_SLOTS: usize = 1024;
 
 /// An entry of the slab.
@@ -131,7 +131,7 @@ impl<S: BuildHasher> Table<S> {
             Some(index) => index,
             None => {
                 self.slots.push(Slot::vacant());
-                // Callers keep `occupied` below a cap far below 2^32.
+                // Callers keep `occupied` below a limit far below 2^32.
                 (self.slots.len() - 1) as u32
             }
         };
@@ -188,7 +188,7 @@ impl<S: BuildHasher> Table<S> {
         self.last_index = NO_SLOT;
     }
 
-    /// The connection in a slot, whose index comes from our own lists, timers or map.
+    /// The connection in a slot. The index comes from our own lists, timers or map.
     #[inline]
     pub(super) fn at(&mut self, index: u32) -> Option<&mut Connection> {
         self.slots.get_mut(index as usize)?.connection.as_mut()
@@ -202,7 +202,7 @@ impl<S: BuildHasher> Table<S> {
         }
     }
 
-    /// The live connection of that name.
+    /// The live connection with this id.
     #[inline]
     pub(super) fn get(&self, flow: FlowId) -> Option<&Connection> {
         let slot = self.slots.get(flow.index())?;
@@ -211,7 +211,7 @@ impl<S: BuildHasher> Table<S> {
             .filter(|c| slot.generation == flow.generation && c.state != State::Closed)
     }
 
-    /// The live connection of that name.
+    /// The live connection with this id.
     #[inline]
     pub(super) fn get_mut(&mut self, flow: FlowId) -> Option<&mut Connection> {
         let slot = self.slots.get_mut(flow.index())?;

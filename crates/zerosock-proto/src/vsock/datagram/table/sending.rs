@@ -1,7 +1,7 @@
 //! Back-pressure of sending sockets: when a send is refused, and when the socket is writable again.
 //!
 //! # Invariants
-//! [`DatagramTable::poll_writable`] returns a socket whose send was refused when a retry can
+//! After a refused send [`DatagramTable::poll_writable`] returns the socket when a retry can
 //! succeed: for a full send buffer when half of it is free, and for a flush when nothing is in
 //! flight.
 
@@ -195,7 +195,7 @@ impl DatagramTable {
         sockets.map(until_named).min()
     }
 
-    /// The next socket whose send was refused and may be retried.
+    /// The next socket that may retry a refused send.
     #[inline]
     pub fn poll_writable(&mut self) -> Option<DatagramId> {
         while let Some(index) = self.writable.pop_front() {

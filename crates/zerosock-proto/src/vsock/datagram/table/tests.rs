@@ -1,4 +1,4 @@
-//! The table by itself: ports, limits, who waits and who is named.
+//! The table by itself: ports, limits, back-pressure and flow control.
 
 use super::super::{STOP_DURATION, STOP_REPEAT_INTERVAL};
 use super::*;
@@ -45,11 +45,15 @@ fn a_port_has_one_socket_and_is_free_again() {
     let next = table.bind(Port::new(9), small()).unwrap();
     assert!(next != id && table.addresses(id).is_none());
     table.close(id);
-    assert_eq!(table.find(Port::new(9)), Some(next), "of the one before");
+    assert_eq!(
+        table.find(Port::new(9)),
+        Some(next),
+        "the stale id closed nothing"
+    );
 }
 
 #[test]
-fn nobody_is_at_the_port_that_stands_for_any() {
+fn the_wildcard_port_has_no_socket() {
     let mut table = table();
     let one = table.bind(Port::new(9), small()).unwrap();
     let to_any = Address::new(US, Port::ANY);
@@ -57,7 +61,7 @@ fn nobody_is_at_the_port_that_stands_for_any() {
     assert_eq!(
         put(&mut table),
         Err(DropCause::NoSocket),
-        "nobody was found"
+        "no socket was found"
     );
     let other = table.bind(Port::new(10), small()).unwrap();
     assert_eq!(table.find(Port::new(10)), Some(other));
@@ -87,7 +91,11 @@ fn a_socket_is_dropped_on_only_when_it_was_over_before() {
     let id = table.bind(Port::new(9), small()).unwrap();
     let mut put = |len| table.receive(THEM, at(9), len, false, now);
     assert_eq!(put(8192 - OVERHEAD), Ok(id));
-    assert_eq!(put(MAX_DATAGRAM), Ok(id), "one may overshoot");
+    assert_eq!(
+        put(MAX_DATAGRAM),
+        Ok(id),
+        "the last one may exceed the limit"
+    );
     assert_eq!(put(0), Err(DropCause::Full));
     table.consume(id, MAX_DATAGRAM);
     assert_eq!(table.receive(THEM, at(9), 0, false, now), Ok(id));
@@ -105,7 +113,7 @@ fn empty_datagrams_are_not_free_of_charge() {
 }
 
 #[test]
-fn what_is_for_nobody_or_from_a_stranger_is_counted() {
+fn drops_without_socket_or_from_another_peer_are_counted() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let no_socket = Err(DropCause::NoSocket);
@@ -121,7 +129,7 @@ fn what_is_for_nobody_or_from_a_stranger_is_counted() {
     assert_eq!(table.receive(THEM, at(9), 1, true, now), Ok(id));
     let drops = table.drops();
     assert_eq!((drops.no_socket, drops.not_peer, drops.full), (2, 1, 0));
-    assert!(control(&mut table).is_none(), "nobody was told a thing");
+    assert!(control(&mut table).is_none(), "no control packet");
 }
 
 #[test]
@@ -145,7 +153,7 @@ fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
 }
 
 #[test]
-fn a_source_that_cannot_be_told_is_not() {
+fn a_source_without_flow_control_gets_no_stop() {
     let mut table = table();
     table.bind(Port::new(9), small()).unwrap();
     for _ in 0..100 {
@@ -155,7 +163,7 @@ fn a_source_that_cannot_be_told_is_not() {
 }
 
 #[test]
-fn who_closes_lets_his_sources_go() {
+fn close_sends_start_to_paused_sources() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.receive(THEM, at(9), 5000, true, now).unwrap();
@@ -166,7 +174,7 @@ fn who_closes_lets_his_sources_go() {
 }
 
 #[test]
-fn a_sender_waits_for_its_own_buffer_and_is_named() {
+fn a_full_send_buffer_throttles_until_datagrams_complete() {
     let mut table = table();
     let id = table.bind(Port::ANY, small()).unwrap();
     let send = |table: &mut DatagramTable, len| {
@@ -177,11 +185,15 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
         may.err()
     };
     assert_eq!(send(&mut table, 999 - OVERHEAD as usize), None);
-    assert_eq!(send(&mut table, 65536), None, "one may overshoot");
+    assert_eq!(
+        send(&mut table, 65536),
+        None,
+        "the last one may exceed the limit"
+    );
     assert_eq!(send(&mut table, 0), Some(Refusal::Throttled));
     assert_eq!(send(&mut table, 65537), Some(Refusal::TooLong(65537)));
     table.handle_completed(id, 999 - OVERHEAD);
-    assert_eq!(table.poll_writable(), None, "there is still as much");
+    assert_eq!(table.poll_writable(), None, "still full");
     table.handle_completed(id, 65536);
     assert_eq!(table.poll_writable(), Some(id));
     assert_eq!(table.poll_writable(), None, "once");
@@ -190,7 +202,7 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
 }
 
 #[test]
-fn a_sender_is_named_when_half_of_its_buffer_is_free() {
+fn a_throttled_socket_is_writable_when_half_of_its_buffer_is_free() {
     let mut table = table();
     let limits = DatagramLimits {
         send: 8 * (100 + OVERHEAD),
@@ -204,7 +216,7 @@ fn a_sender_is_named_when_half_of_its_buffer_is_free() {
     assert_eq!(
         table.completions_until_writable(),
         None,
-        "nobody has to wait yet"
+        "not throttled yet"
     );
     assert!(table.may_send(id, THEM, 100, now).is_err());
     for left in (1..=4).rev() {
@@ -214,13 +226,13 @@ fn a_sender_is_named_when_half_of_its_buffer_is_free() {
     }
     assert_eq!(table.completions_until_writable(), None);
     assert_eq!(table.poll_writable(), Some(id));
-    // Who was not told to wait is not named for half.
+    // A socket without a refused send is not returned when half of its buffer is free.
     table.handle_completed(id, 100);
     assert_eq!(table.poll_writable(), None);
 }
 
 #[test]
-fn without_a_send_buffer_it_is_one_at_a_time() {
+fn a_send_buffer_of_zero_allows_one_datagram_at_a_time() {
     let mut table = table();
     let limits = DatagramLimits { send: 0, ..small() };
     let id = table.bind(Port::ANY, limits).unwrap();
@@ -235,7 +247,7 @@ fn without_a_send_buffer_it_is_one_at_a_time() {
 }
 
 #[test]
-fn who_waits_for_all_to_be_taken_is_named_when_it_is() {
+fn a_flushing_socket_is_writable_when_nothing_is_in_flight() {
     let mut table = table();
     let id = table.bind(Port::ANY, small()).unwrap();
     assert!(table.is_flushed(id));
@@ -252,14 +264,14 @@ fn who_waits_for_all_to_be_taken_is_named_when_it_is() {
     assert!(table.is_flushed(id));
     table.sent(id, 10, true);
     table.close(id);
-    assert!(table.is_flushed(id), "there is nobody to wait");
+    assert!(table.is_flushed(id), "a closed socket does not wait");
     assert!(!table.has_throttled());
 }
 
-/// Random lengths come back in any order: nobody who may go on is left waiting for a call that was
-/// asked for later, or for more packets than there are.
+/// Random datagrams complete in any order: `completions_until_writable` is at least 1 and at most
+/// the number in flight, and no socket stays throttled after the wake-up it is entitled to.
 #[test]
-fn nobody_is_called_later_than_what_he_waits_for() {
+fn no_throttled_socket_wakes_later_than_predicted() {
     proptest::proptest!(|(
         limits in proptest::collection::vec(0u32..5000, 1..20),
         steps in proptest::collection::vec((0usize..20, 0u32..3000, 0usize..64), 1..200),
@@ -268,7 +280,7 @@ fn nobody_is_called_later_than_what_he_waits_for() {
         let bind = |&send: &u32| table.bind(Port::ANY, DatagramLimits { send, ..small() });
         let ids: Vec<_> = limits.iter().map(bind).map(Result::unwrap).collect();
         let mut flying: Vec<(usize, u32)> = Vec::new();
-        // What each waits for to be left.
+        // The bytes in flight that each socket waits for.
         let mut waiting: Vec<Option<u32>> = vec![None; ids.len()];
         for (which, len, back) in steps {
             let which = which % ids.len();
@@ -287,27 +299,27 @@ fn nobody_is_called_later_than_what_he_waits_for() {
             assert_eq!(table.has_throttled(), waiting.iter().any(Option::is_some));
             let Some(packets) = table.completions_until_writable() else { continue };
             assert!(packets >= 1 && packets as usize <= flying.len());
-            // One returns after the other, until the call comes.
+            // Datagrams complete one by one, until the predicted wake-up.
             for n in 1..=packets {
                 let (of, len) = flying.swap_remove(back % flying.len());
                 table.handle_completed(ids[of], len);
                 while let Some(id) = table.poll_writable() {
-                    assert_eq!(n, packets, "named before the call");
+                    assert_eq!(n, packets, "woken before the prediction");
                     let at = ids.iter().position(|&other| other == id).unwrap();
-                    assert!(waiting[at].take().is_some(), "named once");
+                    assert!(waiting[at].take().is_some(), "woken once");
                 }
             }
             for (at, until) in waiting.iter().enumerate() {
                 let under_way = flying.iter().filter(|(of, _)| *of == at);
                 let under_way: u32 = under_way.map(|(_, len)| len + OVERHEAD).sum();
-                assert!(until.is_none_or(|until| under_way > until), "it is so, and he waits");
+                assert!(until.is_none_or(|until| under_way > until), "writable and still throttled");
             }
         }
     });
 }
 
 #[test]
-fn a_stop_blocks_one_destination_until_its_start() {
+fn stop_pauses_one_destination_until_start() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let stop = Control::Stop(PauseSource::Receiver).emit(THEM, at(9));
@@ -322,7 +334,7 @@ fn a_stop_blocks_one_destination_until_its_start() {
 }
 
 #[test]
-fn a_lost_start_costs_time_only() {
+fn a_lost_start_delays_sending_until_stop_expires() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.handle_control(
@@ -359,7 +371,7 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
 }
 
 #[test]
-fn words_about_nothing_are_not_heeded() {
+fn control_packets_for_other_sockets_are_ignored() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let stop = Control::Stop(PauseSource::Receiver);
@@ -376,21 +388,17 @@ fn words_about_nothing_are_not_heeded() {
 }
 
 #[test]
-fn a_deaf_destination_is_an_error_and_not_a_wait() {
+fn an_unsupported_destination_is_an_error() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.handle_control(now(), &Control::Unsupported.emit(THEM, at(9)));
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Unsupported));
     let end = now() + STOP_DURATION;
-    assert_eq!(
-        table.may_send(id, THEM, 1, || end),
-        Ok(at(9)),
-        "it may change"
-    );
+    assert_eq!(table.may_send(id, THEM, 1, || end), Ok(at(9)), "it expires");
 }
 
 #[test]
-fn who_waits_is_named_although_another_stop_finds_his_block_over() {
+fn a_waiting_socket_wakes_when_another_stop_finds_its_pause_expired() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let other = Address::new(THEM.cid, Port::new(2));

@@ -1,41 +1,41 @@
-//! A descriptor chain as the device half sees it: copied, checked and translated.
+//! A descriptor chain in the device half: copied, checked and translated.
 
 use super::layout::Descriptor;
 use crate::memory::{Memory, TranslateError};
 use crate::slice::Piece;
 
-/// A chain of buffers taken from a [`DeviceQueue`](crate::DeviceQueue): the readable pieces first,
+/// A chain of buffers popped from a [`DeviceQueue`](crate::DeviceQueue): the readable pieces first,
 /// then the writable ones (virtio 1.2, 2.7.4.2). One descriptor gives one piece, or several where
-/// it runs over the border of two memory regions; where the peer put its header and its data is
-/// not to be told from the pieces.
+/// it crosses the border of two memory regions; the pieces do not show how the peer divided header
+/// and data.
 ///
-/// It is a token: it goes back to its queue through
-/// [`complete`](crate::DeviceQueue::complete) or [`unpop`](crate::DeviceQueue::unpop). One that is
-/// dropped is lost to the driver until the queue is set up again, and counts as outstanding.
+/// It is a token: return it to its queue by [`complete`](crate::DeviceQueue::complete) or
+/// [`unpop`](crate::DeviceQueue::unpop). One that is dropped is lost to the driver until the queue
+/// is set up again, and counts as outstanding.
 #[must_use = "a chain goes back to its queue through complete() or unpop()"]
 #[derive(Debug)]
 pub struct Chain {
     pub(super) head: u16,
-    /// Where in the available ring it was.
+    /// Its position in the available ring.
     pub(super) position: u16,
-    /// Descriptors of the queue's own table in it.
+    /// Descriptors that it takes in the queue's own table.
     pub(super) descriptors: u16,
-    /// Pieces in `inline_pieces`, and how many of them are readable.
+    /// Pieces in `inline_pieces`.
     inline_len: u8,
     inline_readable: u8,
     readable_len: u32,
     writable_len: u32,
-    /// The pieces of a short chain, as nearly all are.
+    /// The pieces of a short chain, which nearly all are.
     inline_pieces: [Piece; 2],
-    /// All pieces of any other.
+    /// All pieces of any other chain.
     pub(super) long: Option<Box<LongChain>>,
 }
 
-// It is moved in and out of lists on the way of every packet.
+// Every packet moves a chain in and out of lists.
 const _: () = assert!(size_of::<Chain>() <= 56);
 
-/// What is in a chain that is not short, or not sound: pieces and sums while it is walked, and the
-/// fault. It comes from a pool, so that none is allocated once warm.
+/// The contents of a chain that is not short, or malformed: pieces and sums while it is walked, and
+/// the fault. It comes from a pool, so that none is allocated once warm.
 #[derive(Debug, Default)]
 pub(super) struct LongChain {
     pub(super) pieces: Vec<Piece>,
@@ -47,8 +47,8 @@ pub(super) struct LongChain {
     fault: Option<ChainFault>,
 }
 
-/// Pieces for which a vector is kept when its chain is done: what a peer makes us allocate beyond
-/// that (4 KiB) is given back, so that one burst of long chains does not stay with us.
+/// Most pieces of a vector that is kept for reuse: larger ones (above 4 KiB) are freed, so that a
+/// burst of long chains does not stay allocated.
 const MAX_KEPT_PIECES: usize = 256;
 
 /// Emptied [`LongChain`]s.
@@ -74,7 +74,7 @@ impl Pool {
     }
 }
 
-/// What is wrong with a malformed chain. Always the peer's fault; only the chain suffers.
+/// The fault of a malformed chain. Always the peer's; no other chain is affected.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChainFault {
@@ -82,7 +82,7 @@ pub enum ChainFault {
     /// long (2.7.5.2, 2.7.5.3.1).
     #[error("descriptor chain is a loop or too long")]
     TooLong,
-    /// A `next` that is no descriptor of its table.
+    /// A `next` outside its table.
     #[error("descriptor chain leaves its table at {0}")]
     Next(u16),
     /// A buffer of no bytes.
@@ -109,7 +109,7 @@ pub enum ChainFault {
     /// An indirect table whose length is 0 or no multiple of 16 (2.7.5.3.2).
     #[error("indirect table of {0} bytes")]
     IndirectLength(u32),
-    /// Descriptors that another chain, still outstanding, holds as well.
+    /// Descriptors that another outstanding chain takes as well.
     #[error("more descriptors in outstanding chains than the queue has")]
     Shared,
 }
@@ -125,7 +125,7 @@ impl LongChain {
         writable: bool,
     ) -> Result<(), ChainFault> {
         let Descriptor { addr, len, .. } = descriptor_copy;
-        // Both sums fit: the lengths so far were checked to have a sum below 2^32.
+        // Both sums fit: the sum of the lengths so far is below 2^32.
         if (self.readable_len + self.writable_len)
             .checked_add(len)
             .is_none()
@@ -149,7 +149,7 @@ impl LongChain {
         Ok(())
     }
 
-    /// Forgets what is in it, but for its memory.
+    /// Clears it, but keeps its allocation.
     fn clear(&mut self) {
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
@@ -159,7 +159,7 @@ impl LongChain {
         };
     }
 
-    /// Turns into a malformed chain: nothing in it.
+    /// Makes it a malformed chain without pieces.
     #[cold]
     pub(super) fn set_fault(&mut self, fault: ChainFault) {
         self.clear();
@@ -168,8 +168,8 @@ impl LongChain {
 }
 
 impl Chain {
-    /// A chain of whatever is in `long`.
-    #[inline(always)] // as those below: moved once less
+    /// A chain with the contents of `long`.
+    #[inline(always)] // as those below: saves a move
     pub(super) fn from_long(head: u16, position: u16, many: Box<LongChain>) -> Chain {
         Chain {
             head,
@@ -201,7 +201,7 @@ impl Chain {
         }
     }
 
-    /// A chain of two descriptors, of one piece each; None if they make none.
+    /// A chain of two descriptors, of one piece each; None if their order or length is invalid.
     #[inline(always)]
     pub(super) fn from_two(
         head: u16,
@@ -234,7 +234,7 @@ impl Chain {
         self.head
     }
 
-    /// Descriptors of the queue's own table that it takes; those of an indirect table are not.
+    /// Descriptors that it takes in the queue's own table; those of an indirect table do not count.
     #[inline]
     pub fn descriptors(&self) -> u16 {
         self.descriptors
@@ -274,8 +274,8 @@ impl Chain {
         self.writable_len
     }
 
-    /// Why the chain came as [`PopError::Malformed`](crate::PopError::Malformed), if it did; it has
-    /// no pieces then.
+    /// Why the chain came as [`PopError::Malformed`](crate::PopError::Malformed), if it did; then
+    /// it has no pieces.
     #[inline]
     pub fn fault(&self) -> Option<ChainFault> {
         self.long.as_ref().and_then(|many| many.fault)

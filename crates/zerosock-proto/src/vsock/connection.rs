@@ -218,7 +218,9 @@ pub(crate) struct SendQueue {
     pub(crate) front_message: u64,
     /// Bytes of that message already in packets.
     pub(crate) front_offset: u32,
+    /// Bytes not yet in packets.
     pub(crate) unsent: u64,
+    /// Bytes in packets and not yet released by the caller.
     pub(crate) unreleased: u64,
 }
 
@@ -271,6 +273,7 @@ pub(crate) struct Connection {
     pub(crate) move_state: MoveState,
     /// Whether the caller knows the id.
     pub(crate) known_to_caller: bool,
+    /// Its reference to a port or to a listener's backlog, if it has one.
     pub(crate) port_ref: Option<PortRef>,
 
     /// Allocated by the first queued send, and kept.
@@ -296,6 +299,7 @@ pub(crate) struct Connection {
     pub(crate) progress_pending: bool,
     /// Delay of the next probe, in milliseconds.
     pub(crate) probe_wait: u32,
+    /// When credit is requested again.
     pub(crate) probe_at: Option<Instant>,
     /// When connecting or closing times out.
     pub(crate) deadline: Option<Instant>,

@@ -27,6 +27,7 @@ const EPOCHS: usize = 4;
 struct Epoch {
     /// `tx_cnt` after the last of them.
     end: u32,
+    /// Packets sent in the epoch.
     packets: u32,
 }
 
@@ -49,11 +50,17 @@ pub enum Stall {
 /// last byte of its last packet. The count may be too high, never too low.
 #[derive(Clone, Debug)]
 pub struct TxCredit {
+    /// The peer's receive buffer, in bytes.
     peer_buf_alloc: u32,
+    /// Bytes that the peer has consumed, free-running.
     peer_fwd_cnt: u32,
+    /// Bytes sent, free-running.
     tx_cnt: u32,
+    /// Most bytes in flight, whatever the peer allows.
     limit: u32,
+    /// Bytes reserved and not yet sent.
     reserved: u32,
+    /// Packets reserved and not yet sent.
     reserved_packets: u32,
     /// Most packets in flight, for the peer's buffer, at least 1; stored because it takes a
     /// division. 0 while sending is paused.
@@ -66,6 +73,7 @@ pub struct TxCredit {
     open_max: u32,
     /// The epochs before it, oldest first; the first `used` are valid.
     full: [Epoch; EPOCHS - 1],
+    /// Number of valid epochs in `full`.
     used: u32,
 }
 
@@ -367,16 +375,21 @@ impl TxCredit {
 /// The receiving half: how much we let the peer send.
 #[derive(Clone, Debug)]
 pub struct RxCredit {
+    /// Our receive buffer, in bytes.
     buf_alloc: u32,
     /// Consumed bytes after which the peer gets an update: half of the buffer, at least 1, or less
     /// if the reader's low-water mark needs it.
     update_threshold: u32,
+    /// Bytes consumed, free-running.
     fwd_cnt: u32,
+    /// Bytes received, free-running.
     rx_cnt: u32,
+    /// The `fwd_cnt` of the last header sent.
     announced: u32,
     /// The highest byte count that the peer was permitted: bytes in flight stay valid when our
     /// buffer shrinks.
     promised_end: u32,
+    /// Every consumption is announced at once, until all received bytes are consumed.
     eager: bool,
 }
 

@@ -37,16 +37,23 @@ struct Inner {
     /// References of each address: its connections, and one if it is bound. There may be very many
     /// addresses.
     outgoing: HashMap<Address, u32>,
+    /// First ephemeral port.
     first_ephemeral: u32,
+    /// Number of ephemeral ports.
     ephemeral_count: u32,
+    /// Offset of the ephemeral port to try next.
     next_ephemeral: u32,
+    /// Id of the next listener.
     next_listener: u32,
 }
 
 #[derive(Debug)]
 struct Listener {
+    /// Distinguishes it from earlier listeners on the address.
     id: u32,
+    /// Undecided connections allowed, less one.
     backlog: usize,
+    /// Undecided connections.
     waiting: usize,
 }
 

@@ -142,7 +142,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Ends the delay of a connection, if one is running.
+    /// Ends the delay of a small packet, if one is running.
     pub(super) fn end_delay(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;

@@ -296,7 +296,7 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Restarts the connect timeout at `now` if the connection is still connecting.
+    /// Sets the connect timeout of a connection, counted from `now`. No effect once it is answered.
     ///
     /// # Errors
     /// [`FlowError::Stale`].

@@ -256,7 +256,7 @@ impl Row {
 }
 
 /// A batch through every step on its own.
-fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
+fn steps(pair: &mut Pair, rows: &mut [Row; 8], buffers: &mut Buffers) {
     let [
         r_reserve,
         r_commit,
@@ -267,12 +267,12 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
         r_credit,
         r_clock,
     ] = rows;
-    let Room {
+    let Buffers {
         headers,
         reserved,
         reprs,
         delivered,
-    } = room;
+    } = buffers;
     let len = black_box(PAYLOAD);
     // The number is not known before: the step counts them.
     r_reserve.time(0, || reserve(&mut pair.driver, pair.client, len, reserved));
@@ -288,7 +288,7 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
 }
 
 /// Packets between two steps.
-struct Room {
+struct Buffers {
     headers: Box<Headers>,
     reserved: Vec<Reservation>,
     reprs: Vec<Repr>,
@@ -299,7 +299,7 @@ fn main() {
     let quick = std::env::args().any(|argument| argument == "--quick");
     let (rounds, batches) = if quick { (3, 40) } else { (21, 4000) };
     let mut pair = Pair::new();
-    let mut room = Room {
+    let mut buffers = Buffers {
         headers: Box::new([[0; HEADER_LEN]; BATCH]),
         reserved: Vec::with_capacity(BATCH),
         reprs: Vec::with_capacity(BATCH),
@@ -312,7 +312,7 @@ fn main() {
         "  Packet::new_checked, Repr::parse",
         "  Shard::handle_packet",
         "  Shard::consume",
-        "  credit told and asked for, both sides",
+        "  credit announced and requested, both sides",
         "  the clock itself",
     ]
     .map(Row::new);
@@ -326,10 +326,10 @@ fn main() {
     .map(Row::new);
     for _ in 0..rounds {
         for _ in 0..batches {
-            steps(&mut pair, &mut single, &mut room);
+            steps(&mut pair, &mut single, &mut buffers);
         }
         let [r_sender, r_sender_now, r_receiver, r_at_once, r_echo] = &mut whole;
-        let headers = &mut room.headers;
+        let headers = &mut buffers.headers;
         let len = black_box(PAYLOAD);
         for batch in 0..batches {
             let (driver, client) = (&mut pair.driver, pair.client);

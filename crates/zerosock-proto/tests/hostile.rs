@@ -139,7 +139,7 @@ impl Caller {
             // There is no other pair.
             Disposition::Move { flow, .. } => self.shard.decline_move(flow, 0).unwrap(),
             Disposition::Moved { .. } | Disposition::MovedStray { .. } => {
-                panic!("a device is never asked")
+                panic!("a device does not request moves")
             }
             Disposition::Part { flow, len, flags } => {
                 let info = self.shard.flow(flow).unwrap();
@@ -169,9 +169,9 @@ impl Caller {
             Step::Event => {
                 self.event();
             }
-            Step::Transmit(room) => {
-                if let Some(packet) = shard.poll_transmit(now, room) {
-                    assert!(packet.header.len <= room.min(65536));
+            Step::Transmit(max_payload) => {
+                if let Some(packet) = shard.poll_transmit(now, max_payload) {
+                    assert!(packet.header.len <= max_payload.min(65536));
                     assert_eq!(packet.header.len, packet.span.map_or(0, |span| span.len));
                     if let Some(span) = packet.span {
                         shard.handle_released(span);
@@ -253,15 +253,15 @@ impl Caller {
                     assert!(reservation.len() <= n.min(before.unwrap().send_credit));
                     self.held.push(reservation);
                 }
-                if let Ok(mut room) = shard.reserve_message(flow, n) {
+                if let Ok(mut reservation) = shard.reserve_message(flow, n) {
                     assert!(n <= before.unwrap().send_credit);
                     let (first, last) = (n / 2, n - n / 2);
-                    if first > 0 && shard.commit_part(&mut room, first, None).is_err() {
+                    if first > 0 && shard.commit_part(&mut reservation, first, None).is_err() {
                         assert!(first > 65536);
                     }
-                    let _ = shard.commit_part(&mut room, last, Some(u32::MAX));
-                    assert_eq!(room.remaining() * u32::from(last <= 65536), 0);
-                    shard.cancel_message(room);
+                    let _ = shard.commit_part(&mut reservation, last, Some(u32::MAX));
+                    assert_eq!(reservation.remaining() * u32::from(last <= 65536), 0);
+                    shard.cancel_message(reservation);
                 }
             }
             Step::Send(_, n) => {

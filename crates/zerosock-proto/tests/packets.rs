@@ -31,7 +31,7 @@ struct Linux {
     received: u64,
     read: u64,
     fwd_cnt: u32,
-    told: u32,
+    announced: u32,
     answers: VecDeque<Op>,
 }
 
@@ -75,7 +75,7 @@ impl Linux {
                 self.queue.pop_front();
             }
         }
-        let window = self.buf_alloc - self.fwd_cnt.abs_diff(self.told).min(self.buf_alloc);
+        let window = self.buf_alloc - self.fwd_cnt.abs_diff(self.announced).min(self.buf_alloc);
         if window < 64 << 10 || self.unread < self.low_water {
             self.answers.push_back(Op::CreditUpdate);
         }
@@ -83,7 +83,7 @@ impl Linux {
     }
 
     fn header(&mut self, op: Op) -> Repr {
-        self.told = self.fwd_cnt;
+        self.announced = self.fwd_cnt;
         Repr {
             src: Address::new(GUEST, Port::new(9)),
             dst: Address::new(Cid::HOST, Port::new(1)),
@@ -273,7 +273,7 @@ fn stream_from(
         received: 0,
         read: 0,
         fwd_cnt: 0,
-        told: 0,
+        announced: 0,
         answers: VecDeque::new(),
     };
     let mut relay = Relay::connected(from, &mut linux);

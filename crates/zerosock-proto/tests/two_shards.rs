@@ -74,7 +74,7 @@ enum Step {
     Transmit {
         side: usize,
         count: usize,
-        room: u32,
+        max_payload: u32,
     },
     Arrive {
         side: usize,
@@ -160,7 +160,7 @@ impl World {
         }
     }
 
-    fn adopt(&mut self, side: usize, id: FlowId) -> usize {
+    fn add_end(&mut self, side: usize, id: FlowId) -> usize {
         let end = self.ends.len();
         self.ends.push(End {
             id: Some(id),
@@ -182,16 +182,16 @@ impl World {
         Some((end, side, id))
     }
 
-    fn transmit(&mut self, side: usize, count: usize, room: u32) {
+    fn transmit(&mut self, side: usize, count: usize, max_payload: u32) {
         for _ in 0..count {
-            let Some(packet) = self.sides[side].shard.poll_transmit(self.now, room) else {
+            let Some(packet) = self.sides[side].shard.poll_transmit(self.now, max_payload) else {
                 return;
             };
             let tag = packet.span.map(|span| {
                 let number = self.sides[side].by_id[&span.flow];
                 let end = &mut self.ends[number];
                 assert_eq!((span.message, span.offset), (end.message, end.offset));
-                assert!(span.len > 0 && span.len <= room);
+                assert!(span.len > 0 && span.len <= max_payload);
                 let front = end.queued.front_mut().unwrap();
                 *front -= span.len;
                 end.offset += span.len;
@@ -266,7 +266,7 @@ impl World {
         while let Some(event) = self.sides[side].shard.poll_event() {
             match event {
                 Event::Incoming { flow, .. } => {
-                    let end = self.adopt(side, flow);
+                    let end = self.add_end(side, flow);
                     let shard = &mut self.sides[side].shard;
                     if accept || self.graceful {
                         // It may have ended since; an event reports that.
@@ -319,10 +319,14 @@ impl World {
                 let any = Address::new(Cid::ANY, Port::ANY);
                 let shard = &mut self.sides[side].shard;
                 if let Ok(id) = shard.connect(self.now, any, peer, SocketType::Stream) {
-                    self.adopt(side, id);
+                    self.add_end(side, id);
                 }
             }
-            Step::Transmit { side, count, room } => self.transmit(side, count, room),
+            Step::Transmit {
+                side,
+                count,
+                max_payload,
+            } => self.transmit(side, count, max_payload),
             Step::Arrive { side, count } => {
                 // Ends of incoming connections must be known before payload.
                 self.arrive(side, count);
@@ -510,7 +514,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         3 => side.clone().prop_map(|side| Step::Connect { side }),
         12 => (side.clone(), 1usize..8, prop_oneof![Just(0u32), 1u32..2000, Just(65536)])
-            .prop_map(|(side, count, room)| Step::Transmit { side, count, room }),
+            .prop_map(|(side, count, max_payload)| Step::Transmit { side, count, max_payload }),
         12 => (side.clone(), 1usize..8).prop_map(|(side, count)| Step::Arrive { side, count }),
         8 => (side, prop::bool::weighted(0.9))
             .prop_map(|(side, accept)| Step::Events { side, accept }),

@@ -75,7 +75,11 @@ impl Driver {
             };
             let header = buffer(HEADERS[index], HEADER_STRIDE, HEADER as u64, &mut headers);
             let payload = buffer(PAYLOADS[index], PAYLOAD_STRIDE, PAYLOAD_LEN, &mut payloads);
-            chains.push(queue.set_chain(&[header, payload], slot).expect("room"));
+            chains.push(
+                queue
+                    .set_chain(&[header, payload], slot)
+                    .expect("free descriptors"),
+            );
         }
         Driver {
             queue,

@@ -197,17 +197,17 @@ impl Drop for Registration {
     }
 }
 
-/// If `addr` lies in a mapping of a live [`Memory`](crate::Memory): marks that memory lost, puts
-/// anonymous zero pages over the mapping from the faulting page to its end (truncation takes the
-/// tail, and one call per page would let a peer use up the process's mappings), and returns true:
-/// the faulting instruction may be retried. Otherwise false, and nothing has changed.
+/// If `addr` lies in a mapping of a live [`Memory`](crate::Memory): marks that memory lost, maps
+/// anonymous zero pages from the faulting page to the end of the mapping, and returns true: the
+/// faulting instruction may be retried. Otherwise returns false and changes nothing. Truncation
+/// removes the tail of a file, and one call per page would let a peer exhaust the process's mappings.
 ///
 /// Async-signal-safe: atomics and one system call, which leaves errno alone.
 ///
 /// # Safety
-/// To be called from a SIGBUS handler only, on the thread that faulted, with the address of the
-/// access that faulted: it is that access, still going on, that keeps the mapping alive. With any
-/// other address the mapping may be given back and its place be taken while pages are put there.
+/// Call it only from a SIGBUS handler, on the thread that faulted, with the address of the access
+/// that faulted: that access, which is still in progress, keeps the mapping alive. With any other
+/// address the range may be unmapped and reused while pages are mapped there.
 pub unsafe fn handle_fault(addr: usize) -> bool {
     let mut chunk = Some(&TABLE);
     while let Some(current) = chunk {
@@ -228,10 +228,10 @@ fn replace(addr: usize, found: &Found) -> bool {
     let from = found.start + (addr - found.start) / found.page * found.page;
     let len = found.start + found.len - from;
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
-    // and has not given back: by the contract of `handle_fault` the thread that calls us stands in
-    // the middle of an access through that memory, so it cannot be dropped before we return.
-    // Nothing but raw copies and atomics goes through the addresses, so contents that turn to zero
-    // break no promise of the language; where references do (see `Trust`), the file cannot shrink.
+    // and has not unmapped: by the contract of `handle_fault` the calling thread is in the middle of
+    // an access through that memory, so it cannot be dropped before we return. Only raw copies and
+    // atomics access the addresses, so contents that change to zero are not undefined behaviour;
+    // where references access them (see `Trust`), the file cannot shrink.
     unsafe {
         mmap_anonymous(
             ptr::with_exposed_provenance_mut(from),

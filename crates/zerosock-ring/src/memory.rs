@@ -2,8 +2,8 @@
 //!
 //! # Invariants
 //! Every address returned was checked against one region, and the region stays mapped while
-//! anything can reach it. Addresses, lengths and files come from a hostile peer. The [fault
-//! table](crate::handle_fault) handles a file that shrinks after it was mapped.
+//! anything can reach it. Addresses, lengths and files come from a hostile peer.
+//! [`handle_fault`](crate::handle_fault) handles a file that shrinks after it was mapped.
 
 mod map;
 
@@ -255,7 +255,7 @@ impl Memory {
             .regions
             .get(piece.region as usize)?
             .host(piece.offset, u64::from(piece.len))?;
-        // SAFETY: `host` checked the range against the region, whose addresses `backing` keeps
+        // SAFETY: `host` checked the range against the region; `backing` keeps its addresses
         // valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
         // mapped memory are never made, but for atomics, which allow for this.
         Some(unsafe { GuestSlice::new(host, piece.len()) })

@@ -59,12 +59,12 @@ fn round(driver: &mut DriverQueue, device: &mut DeviceQueue, held: &mut Vec<zero
         writable: false,
     };
     for slot in 0..8 {
-        driver.add(&[read, write], slot).expect("room");
-        driver.add(&[read; 17], slot).expect("room");
+        driver.add(&[read, write], slot).expect("free descriptors");
+        driver.add(&[read; 17], slot).expect("free descriptors");
         driver
             .add_indirect(TABLES + slot * 1024, &[write; 40], slot)
-            .expect("room");
-        driver.add(&[outside], slot).expect("room");
+            .expect("free descriptors");
+        driver.add(&[outside], slot).expect("free descriptors");
     }
     let _ = driver.publish();
     device.disable_notifications();

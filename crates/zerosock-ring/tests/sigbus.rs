@@ -181,7 +181,7 @@ fn vanished_rings_break_their_queue() {
         len: 16,
         writable: true,
     };
-    driver.add(&[buffer], 1).expect("room");
+    driver.add(&[buffer], 1).expect("free descriptors");
     assert!(driver.publish());
     let chain = device.pop().expect("a sound queue").expect("a chain");
     ftruncate(&fd, 0).expect("an empty file");

@@ -289,12 +289,12 @@ impl TxCredit {
     pub(crate) fn reserve_whole(&mut self, len: u32) -> bool {
         // The completion of an empty packet is never known: those have a limit of their own.
         let packet = len == 0 || self.packets + self.reserved_packets < self.max_packets;
-        let room = packet && self.max_packets > 0 && self.free_bytes(self.limit()) >= len;
-        if room {
+        let fits = packet && self.max_packets > 0 && self.free_bytes(self.limit()) >= len;
+        if fits {
             self.reserved += len;
             self.reserved_packets += 1;
         }
-        room
+        fits
     }
 
     /// Sends `len` of the bytes reserved for a message. [Cancel](Self::cancel) the rest at its end.

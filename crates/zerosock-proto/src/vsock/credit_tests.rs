@@ -178,8 +178,8 @@ proptest! {
     ) {
         let mut rx = RxCredit::new(first, size);
         let mut tx = TxCredit::new(first, u32::MAX);
-        let (mut queued, mut told) = (VecDeque::new(), VecDeque::new());
-        told.push_back(rx.announce());
+        let (mut queued, mut announcements) = (VecDeque::new(), VecDeque::new());
+        announcements.push_back(rx.announce());
         for (step, n) in steps {
             match step {
                 0 => {
@@ -198,14 +198,14 @@ proptest! {
                     if let Some(len) = queued.pop_front() {
                         prop_assert!(rx.consume(len, u32::MAX).is_some());
                     }
-                    told.push_back(rx.announce());
+                    announcements.push_back(rx.announce());
                 }
                 2 => {
                     rx.set_buf_alloc(n);
-                    told.push_back(rx.announce());
+                    announcements.push_back(rx.announce());
                 }
                 _ => {
-                    if let Some((buf_alloc, fwd_cnt)) = told.pop_front() {
+                    if let Some((buf_alloc, fwd_cnt)) = announcements.pop_front() {
                         prop_assert!(tx.update(buf_alloc, fwd_cnt));
                     }
                 }

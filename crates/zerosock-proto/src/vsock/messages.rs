@@ -54,9 +54,9 @@ impl RxMessages {
     #[inline]
     pub(crate) fn check(&self, len: u32, ends: bool, window: u32) -> Verdict {
         let whole = u64::from(self.partial_len) + u64::from(len);
-        let room = u64::from(window);
+        let window = u64::from(window);
         // A buffer full of an incomplete message stays full.
-        if whole > room || (whole == room && !ends) {
+        if whole > window || (whole == window && !ends) {
             Verdict::TooLong
         } else if whole == 0 && self.empty >= MAX_UNREAD_EMPTY {
             Verdict::Flood
@@ -102,7 +102,7 @@ pub(crate) struct TxMessages {
     /// `tx_cnt` when the last of them left.
     last_empty_at: u32,
     /// CREDIT_REQUEST was sent after the last of them.
-    asked: bool,
+    request_sent: bool,
 }
 
 impl Default for TxMessages {
@@ -113,7 +113,7 @@ impl Default for TxMessages {
             wants_empty: false,
             empty: 0,
             last_empty_at: 0,
-            asked: false,
+            request_sent: false,
         }
     }
 }
@@ -128,12 +128,12 @@ impl TxMessages {
     pub(crate) fn sent_empty(&mut self, tx_cnt: u32) {
         self.empty += 1;
         self.last_empty_at = tx_cnt;
-        self.asked = false;
+        self.request_sent = false;
     }
 
     /// CREDIT_REQUEST was sent.
     pub(crate) fn handle_request_sent(&mut self) {
-        self.asked = true;
+        self.request_sent = true;
     }
 
     /// A header says that the peer has consumed all bytes up to `fwd_cnt`; `answer`: the packet was
@@ -144,7 +144,7 @@ impl TxMessages {
         }
         let after = tx_cnt.wrapping_sub(self.last_empty_at);
         let left = tx_cnt.wrapping_sub(fwd_cnt);
-        if left < after || (answer && self.asked && left == 0) {
+        if left < after || (answer && self.request_sent && left == 0) {
             self.empty = 0;
         }
     }

@@ -163,13 +163,13 @@ pub enum Action {
     Ignore(DropReason),
     /// Answer the packet with RST; the connection, if there is one, is unaffected.
     ResetPacket(DropReason),
-    /// Make a connection and tell the caller.
+    /// Make a connection and report it to the caller.
     Incoming,
     /// Queue REQUEST, start the connect timer.
     SendRequest,
     /// Queue RESPONSE.
     SendResponse,
-    /// Tell the caller that it is connected; stop the timer.
+    /// Report the connection to the caller; stop the timer.
     Connected,
     /// Deliver the payload.
     Deliver,
@@ -177,7 +177,7 @@ pub enum Action {
     Discard,
     /// Queue CREDIT_UPDATE.
     CreditUpdate,
-    /// Tell the caller what the peer has shut down.
+    /// Report the directions that the peer has shut down.
     PeerShutdown,
     /// Queue SHUTDOWN behind data; when both directions are shut, start the
     /// close timer.

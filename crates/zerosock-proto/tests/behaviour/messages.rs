@@ -24,12 +24,12 @@ fn send(
     len: u32,
     most: u32,
 ) -> Result<Vec<Disposition>, ReserveError> {
-    let mut room = from.reserve_message(flow, len)?;
+    let mut reservation = from.reserve_message(flow, len)?;
     let mut got = Vec::new();
     loop {
-        let part = room.remaining().min(most);
-        let end = (part == room.remaining()).then_some(0);
-        let header = from.commit_part(&mut room, part, end).unwrap();
+        let part = reservation.remaining().min(most);
+        let end = (part == reservation.remaining()).then_some(0);
+        let header = from.commit_part(&mut reservation, part, end).unwrap();
         got.push(to.handle_packet(NOW, &header));
         if end.is_some() {
             return Ok(got);
@@ -47,9 +47,11 @@ fn closed(shard: &mut Shard) -> Option<CloseReason> {
 #[test]
 fn only_the_last_part_carries_eom() {
     let (mut guest, mut host, ours, theirs) = messages(262_144);
-    let mut room = guest.reserve_message(ours, 1000).unwrap();
-    let first = guest.commit_part(&mut room, 600, None).unwrap();
-    let last = guest.commit_part(&mut room, 300, Some(SEQ_EOR)).unwrap();
+    let mut reservation = guest.reserve_message(ours, 1000).unwrap();
+    let first = guest.commit_part(&mut reservation, 600, None).unwrap();
+    let last = guest
+        .commit_part(&mut reservation, 300, Some(SEQ_EOR))
+        .unwrap();
     assert_eq!((first.flags, last.flags), (0, SEQ_EOM | SEQ_EOR));
     // Unused reserved credit is released.
     assert_eq!(guest.flow(ours).unwrap().send_credit, 262_144 - 900);
@@ -61,7 +63,7 @@ fn only_the_last_part_carries_eom() {
     assert_eq!(host.handle_packet(NOW, &first), part(600, 0));
     assert_eq!(host.handle_packet(NOW, &last), part(300, SEQ_EOM | SEQ_EOR));
     assert_eq!(
-        guest.commit_part(&mut room, 1, None).unwrap_err(),
+        guest.commit_part(&mut reservation, 1, None).unwrap_err(),
         CommitError::TooMany
     );
 }
@@ -156,8 +158,8 @@ fn a_message_above_the_buffer_is_reset_with_its_own_reason() {
     for (len, ends) in [(1000, false), (1001, true)] {
         let (mut guest, mut host, ours, _) = messages(1000);
         // A peer that breaks the rule.
-        let room = guest.reserve_message(ours, 1).unwrap();
-        let mut header = guest.commit_part(&mut { room }, 1, Some(0)).unwrap();
+        let reservation = guest.reserve_message(ours, 1).unwrap();
+        let mut header = guest.commit_part(&mut { reservation }, 1, Some(0)).unwrap();
         header.len = 500;
         header.flags = 0;
         assert!(matches!(
@@ -182,8 +184,8 @@ fn a_message_above_the_buffer_is_reset_with_its_own_reason() {
 fn a_flood_of_empty_messages_is_reset() {
     let (mut guest, mut host, ours, theirs) = messages(262_144);
     send(&mut guest, &mut host, ours, 3, 3).unwrap();
-    let room = guest.reserve_message(ours, 0).unwrap();
-    let header = guest.commit_part(&mut { room }, 0, Some(0)).unwrap();
+    let reservation = guest.reserve_message(ours, 0).unwrap();
+    let header = guest.commit_part(&mut { reservation }, 0, Some(0)).unwrap();
     for _ in 0..MAX_UNREAD_EMPTY {
         let got = host.handle_packet(NOW, &header);
         assert!(matches!(
@@ -243,12 +245,12 @@ fn a_sender_of_empty_messages_waits_for_their_reader() {
 #[test]
 fn cancelled_messages_release_their_credit() {
     let (mut guest, _, ours, _) = messages(1000);
-    let room = guest.reserve_message(ours, 1000).unwrap();
+    let reservation = guest.reserve_message(ours, 1000).unwrap();
     assert_eq!(
         guest.reserve_message(ours, 1).unwrap_err(),
         ReserveError::NoCredit
     );
-    guest.cancel_message(room);
+    guest.cancel_message(reservation);
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
     assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
 }
@@ -282,18 +284,18 @@ fn a_reserved_message_is_writable_when_the_one_before_is_complete() {
 #[test]
 fn a_reserved_empty_message_waits_for_the_limit_of_empty_ones() {
     let (mut guest, mut host, ours, theirs) = messages(1000);
-    let mut room = guest.reserve_message(ours, 1000).unwrap();
+    let mut reservation = guest.reserve_message(ours, 1000).unwrap();
     for _ in 0..MAX_SENT_EMPTY {
         send(&mut guest, &mut host, ours, 0, 1).unwrap();
     }
-    let late = guest.commit_part(&mut room, 0, Some(0)).unwrap_err();
+    let late = guest.commit_part(&mut reservation, 0, Some(0)).unwrap_err();
     assert_eq!(late, CommitError::ManyEmpty);
     assert_eq!(guest.poll_event(), None);
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
     host.consume_empty(theirs, MAX_SENT_EMPTY).unwrap();
     assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
-    let header = guest.commit_part(&mut room, 0, Some(0)).unwrap();
+    let header = guest.commit_part(&mut reservation, 0, Some(0)).unwrap();
     let got = host.handle_packet(NOW, &header);
     assert!(matches!(got, Disposition::Part { len: 0, .. }));
     assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
@@ -319,9 +321,9 @@ fn a_partial_message_gets_credit_updates_without_a_request() {
         let got = host.handle_packet(NOW, &header);
         assert!(matches!(got, Disposition::Part { .. }), "{got:?}");
         // An update is sent only when the sender knows of less credit than a packet.
-        let told = host.poll_transmit(NOW, 0);
-        assert_eq!(told.is_some(), (1..65_536).contains(&left), "{left} left");
-        if let Some(update) = told {
+        let packet = host.poll_transmit(NOW, 0);
+        assert_eq!(packet.is_some(), (1..65_536).contains(&left), "{left} left");
+        if let Some(update) = packet {
             assert!(is(&update.header, Op::CreditUpdate));
             assert_eq!(update.header.fwd_cnt, 200_000);
         }
@@ -354,8 +356,8 @@ fn a_partial_message_gets_credit_when_the_one_before_is_read() {
 
 /// A packet that does not end its message.
 fn part_of(guest: &mut Shard, ours: FlowId) -> Repr {
-    let mut room = guest.reserve_message(ours, 1).unwrap();
-    let mut header = guest.commit_part(&mut room, 1, Some(0)).unwrap();
+    let mut reservation = guest.reserve_message(ours, 1).unwrap();
+    let mut header = guest.commit_part(&mut reservation, 1, Some(0)).unwrap();
     header.flags = 0;
     header
 }

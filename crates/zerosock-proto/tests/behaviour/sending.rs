@@ -32,10 +32,10 @@ fn a_stalled_sender_requests_credit_once_and_gets_it() {
     pump(&mut guest, &mut host);
     assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
     assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
-    let asked = pump(&mut guest, &mut host);
-    assert!(asked.len() == 1 && is(&asked[0], Op::CreditRequest));
-    let told = pump(&mut host, &mut guest);
-    assert!(told.len() == 1 && is(&told[0], Op::CreditUpdate) && told[0].fwd_cnt == 0);
+    let requests = pump(&mut guest, &mut host);
+    assert!(requests.len() == 1 && is(&requests[0], Op::CreditRequest));
+    let updates = pump(&mut host, &mut guest);
+    assert!(updates.len() == 1 && is(&updates[0], Op::CreditUpdate) && updates[0].fwd_cnt == 0);
     assert!(guest.poll_event().is_none());
     // It has requested credit: now every consumption is announced, not only half a buffer.
     host.consume(theirs, 1).unwrap();
@@ -57,8 +57,8 @@ fn requests_for_a_full_window_back_off() {
         let due = guest.poll_timeout().unwrap();
         waits.push((due.as_nanos() - last.as_nanos()) / 1_000_000);
         guest.handle_timeout(due);
-        let asked = guest.poll_transmit(due, 0).unwrap();
-        assert!(is(&asked.header, Op::CreditRequest));
+        let requests = guest.poll_transmit(due, 0).unwrap();
+        assert!(is(&requests.header, Op::CreditRequest));
         last = due;
     }
     assert_eq!(
@@ -71,8 +71,8 @@ fn requests_for_a_full_window_back_off() {
     while host.poll_transmit(NOW, 0).is_some() {}
     let due = guest.poll_timeout().unwrap();
     guest.handle_timeout(due);
-    let asked = guest.poll_transmit(due, 0).unwrap();
-    let _ = host.handle_packet(due, &asked.header);
+    let requests = guest.poll_transmit(due, 0).unwrap();
+    let _ = host.handle_packet(due, &requests.header);
     pump(&mut host, &mut guest);
     let rest = pump(&mut guest, &mut host);
     assert!(rest.iter().any(|r| is(r, Op::Rw) && r.len == 1), "{rest:?}");
@@ -98,12 +98,12 @@ fn a_stall_by_the_packet_limit_is_probed() {
     assert!(is(&header(&mut guest), Op::CreditRequest));
     let first = guest.poll_timeout().unwrap();
     guest.handle_timeout(first);
-    let asked = guest.poll_transmit(first, 0).unwrap();
-    assert!(is(&asked.header, Op::CreditRequest));
+    let requests = guest.poll_transmit(first, 0).unwrap();
+    assert!(is(&requests.header, Op::CreditRequest));
     let second = guest.poll_timeout().unwrap();
     assert!(second.as_nanos() - first.as_nanos() > first.as_nanos());
     host.consume(theirs, sent).unwrap();
-    let _ = host.handle_packet(second, &asked.header);
+    let _ = host.handle_packet(second, &requests.header);
     pump(&mut host, &mut guest);
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
     // The armed timer has no effect.
@@ -412,7 +412,7 @@ fn progress_is_requested_once() {
     guest.request_progress(ours).unwrap();
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
     guest.request_progress(ours).unwrap();
-    assert!(!guest.has_transmit(), "it was asked");
+    assert!(!guest.has_transmit(), "a request is outstanding");
     // It announces what it has consumed, also later.
     pump(&mut host, &mut guest);
     host.consume(theirs, 100).unwrap();

@@ -39,7 +39,7 @@ struct End {
 }
 
 /// A move that the driver has requested and the device has not made.
-struct Wish {
+struct MoveRequest {
     connection: usize,
     pair: usize,
 }
@@ -57,7 +57,7 @@ struct World {
     sides: [Side; 2],
     /// `wires[s][p]` leads from side `s` to the other, through pair `p`.
     wires: [[Wire; PAIRS]; 2],
-    wishes: VecDeque<Wish>,
+    requests: VecDeque<MoveRequest>,
     /// Headers to send at the old pair once the connection is inserted at the new one.
     answers: VecDeque<(usize, Repr)>,
     resets: bool,
@@ -69,7 +69,7 @@ enum Step {
     Transmit {
         side: usize,
         pair: usize,
-        room: u32,
+        max_payload: u32,
     },
     Arrive {
         side: usize,
@@ -113,7 +113,7 @@ fn step() -> impl Strategy<Value = Step> {
     let pair = || 0..PAIRS;
     let connection = || 0..CONNECTIONS;
     prop_oneof![
-        6 => (side(), pair(), 1..4000u32).prop_map(|(side, pair, room)| Step::Transmit { side, pair, room }),
+        6 => (side(), pair(), 1..4000u32).prop_map(|(side, pair, max_payload)| Step::Transmit { side, pair, max_payload }),
         8 => (side(), pair()).prop_map(|(side, pair)| Step::Arrive { side, pair }),
         4 => (side(), connection(), 1..6000u32)
             .prop_map(|(side, connection, len)| Step::Queue { side, connection, len }),
@@ -155,7 +155,7 @@ impl World {
                 side(ShardConfig::device(GUEST)),
             ],
             wires: Default::default(),
-            wishes: VecDeque::new(),
+            requests: VecDeque::new(),
             answers: VecDeque::new(),
             resets,
             moved: 0,
@@ -194,9 +194,9 @@ impl World {
         self.arrive(DEVICE, pair);
     }
 
-    fn transmit(&mut self, side: usize, pair: usize, room: u32) {
+    fn transmit(&mut self, side: usize, pair: usize, max_payload: u32) {
         let from = &mut self.sides[side];
-        if let Some(packet) = from.shards[pair].poll_transmit(NOW, room) {
+        if let Some(packet) = from.shards[pair].poll_transmit(NOW, max_payload) {
             let tag = packet.span.map(|span| {
                 from.shards[pair].handle_released(span);
                 let end = &mut from.ends[from.by_id[&(pair, span.flow)]];
@@ -230,7 +230,7 @@ impl World {
             Disposition::Move { flow, pair: wanted } => {
                 assert_eq!(other, DEVICE);
                 let connection = to.by_id[&(pair, flow)];
-                self.wishes.push_back(Wish {
+                self.requests.push_back(MoveRequest {
                     connection,
                     pair: wanted as usize,
                 });
@@ -272,7 +272,7 @@ impl World {
         } = &mut self.sides[side];
         let (handoff, answer) = shards[from].extract(flow, to as u16)?;
         assert_eq!(shards[from].flow(flow), None, "the old id is invalid");
-        let moved = shards[to].insert(handoff).expect("there is room");
+        let moved = shards[to].insert(handoff).expect("a free slot");
         let connection = by_id.remove(&(from, flow)).unwrap();
         by_id.insert((to, moved), connection);
         ends[connection].at = Some((to, moved));
@@ -303,7 +303,11 @@ impl World {
 
     fn take(&mut self, step: Step) {
         match step {
-            Step::Transmit { side, pair, room } => self.transmit(side, pair, room),
+            Step::Transmit {
+                side,
+                pair,
+                max_payload,
+            } => self.transmit(side, pair, max_payload),
             Step::Arrive { side, pair } => self.arrive(side, pair),
             Step::Queue {
                 side,
@@ -377,7 +381,7 @@ impl World {
 
     /// The device answers the oldest request.
     fn decide(&mut self, keep: bool) {
-        let Some(Wish { connection, pair }) = self.wishes.pop_front() else {
+        let Some(MoveRequest { connection, pair }) = self.requests.pop_front() else {
             return;
         };
         let Some((at, flow)) = self.sides[DEVICE].ends[connection].at else {
@@ -401,7 +405,7 @@ impl World {
         for round in 0.. {
             assert!(round < 10_000, "it never ends");
             let before = self.progress();
-            while !self.wishes.is_empty() {
+            while !self.requests.is_empty() {
                 self.decide(false);
             }
             while !self.answers.is_empty() {
@@ -537,7 +541,7 @@ fn a_busy_connection_moves_through_all_pairs() {
                 world.take(Step::Transmit {
                     side,
                     pair,
-                    room: 512,
+                    max_payload: 512,
                 });
                 world.take(Step::Arrive { side, pair });
             }

@@ -30,7 +30,7 @@ pub enum MapError {
         /// Position in the table.
         index: usize,
     },
-    /// A region whose end lies past the end of the address space.
+    /// A region that ends past the end of the address space.
     #[error("memory region {index} wraps around the address space")]
     Wraps {
         /// Position in the table.

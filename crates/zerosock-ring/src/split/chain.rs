@@ -104,9 +104,9 @@ pub enum ChainFault {
     #[error("indirect table inside an indirect table")]
     IndirectNested,
     /// INDIRECT and NEXT in one descriptor (2.7.5.3.1).
-    #[error("descriptor chain goes on behind an indirect table")]
+    #[error("descriptor chain continues behind an indirect table")]
     IndirectNext,
-    /// An indirect table whose length is 0 or no multiple of 16 (2.7.5.3.2).
+    /// An indirect table with a length of 0 or no multiple of 16 (2.7.5.3.2).
     #[error("indirect table of {0} bytes")]
     IndirectLength(u32),
     /// Descriptors that another outstanding chain takes as well.

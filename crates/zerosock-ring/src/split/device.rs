@@ -252,16 +252,16 @@ impl DeviceQueue {
         let first_copy = self.rings.descriptor(head)?;
         let first = mem.piece_in(self.hint, first_copy.addr, first_copy.len)?;
         let writable = first_copy.has(DESC_F_WRITE);
-        let room = self.size() - self.held_descriptors;
+        let free = self.size() - self.held_descriptors;
         if !first_copy.has(DESC_F_NEXT | DESC_F_INDIRECT) {
-            return (room >= 1).then(|| Chain::from_one(head, position, first, writable));
+            return (free >= 1).then(|| Chain::from_one(head, position, first, writable));
         }
         let second_copy = self.rings.descriptor(first_copy.next)?;
         let second = mem.piece_in(self.next_hint, second_copy.addr, second_copy.len)?;
         let both = [(first, writable), (second, second_copy.has(DESC_F_WRITE))];
         let plain = !first_copy.has(DESC_F_INDIRECT)
             && !second_copy.has(DESC_F_NEXT | DESC_F_INDIRECT)
-            && room >= 2;
+            && free >= 2;
         if plain {
             Chain::from_two(head, position, both)
         } else {

@@ -168,7 +168,7 @@ pub(crate) fn check_size(size: u16) -> Result<(), QueueError> {
     }
 }
 
-/// The buffer goes on in the descriptor `next`.
+/// The chain continues in the descriptor `next`.
 pub(crate) const DESC_F_NEXT: u16 = 1;
 /// The device writes the buffer (else it reads it).
 pub(crate) const DESC_F_WRITE: u16 = 2;

@@ -95,10 +95,10 @@ impl<S: BuildHasher> Shard<S> {
         };
         let unsent = connection.queue.as_ref().map_or(0, |queue| queue.unsent);
         let unsent = u32::try_from(unsent).unwrap_or(u32::MAX);
-        let room = SMALL_PACKET
+        let space = SMALL_PACKET
             .min(connection.tx.available())
             .saturating_sub(unsent);
-        let len = len.min(room);
+        let len = len.min(space);
         if len == 0 {
             connection.wants_credit = true;
             self.request_credit(flow.index);

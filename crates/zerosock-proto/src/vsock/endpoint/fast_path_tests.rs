@@ -20,16 +20,16 @@ enum Step {
     Cancel { end: usize },
     SendNow { end: usize, len: u32, flags: u32 },
     Send { end: usize, len: u32 },
-    Gather { end: usize, len: u32 },
-    LetGo { end: usize },
-    Coalesce { end: usize, on: bool },
+    Coalesce { end: usize, len: u32 },
+    FlushCoalesced { end: usize },
+    SetCoalescing { end: usize, on: bool },
     Message { end: usize, len: u32, most: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
     Shutdown { end: usize, how: How },
     Reset { end: usize },
     Transmit { side: usize, count: usize },
-    Arrive { side: usize, count: usize },
+    Deliver { side: usize, count: usize },
     Forge { end: usize, header: Repr },
     Events { side: usize },
     Wait { millis: u64 },
@@ -82,19 +82,19 @@ impl World {
             let flow = world.shards[0]
                 .connect(world.now, local, peer, socket_type)
                 .unwrap();
-            world.adopt(0, flow, local, peer);
+            world.add_end(0, flow, local, peer);
             world.transmit(0, 9);
-            world.arrive(0, 9);
+            world.deliver(0, 9);
             let Some(Event::Incoming { flow, .. }) = world.shards[1].poll_event() else {
                 panic!()
             };
             world.shards[1].accept(world.now, flow).unwrap();
-            world.adopt(1, flow, peer, local);
+            world.add_end(1, flow, peer, local);
         }
         world
     }
 
-    fn adopt(&mut self, side: usize, flow: FlowId, local: Address, peer: Address) {
+    fn add_end(&mut self, side: usize, flow: FlowId, local: Address, peer: Address) {
         self.ends.push(End {
             side,
             flow,
@@ -105,18 +105,18 @@ impl World {
     }
 
     fn transmit(&mut self, side: usize, count: usize) -> String {
-        let mut told = String::new();
+        let mut output = String::new();
         for _ in 0..count {
             let Some(packet) = self.shards[side].poll_transmit(self.now, 3000) else {
                 break;
             };
-            told += &format!("{packet:?}");
+            output += &format!("{packet:?}");
             self.wires[side].push_back(packet.header);
         }
-        told
+        output
     }
 
-    fn arrive(&mut self, side: usize, count: usize) -> Vec<Disposition> {
+    fn deliver(&mut self, side: usize, count: usize) -> Vec<Disposition> {
         let Self {
             wires, shards, now, ..
         } = self;
@@ -131,7 +131,7 @@ impl World {
         let now = self.now;
         match *step {
             Step::Transmit { side, count } => return self.transmit(side, count),
-            Step::Arrive { side, count } => return format!("{:?}", self.arrive(side, count)),
+            Step::Deliver { side, count } => return format!("{:?}", self.deliver(side, count)),
             Step::Events { side } => {
                 let shard = &mut self.shards[side];
                 let events: Vec<Event> = core::iter::from_fn(|| shard.poll_event()).collect();
@@ -151,9 +151,9 @@ impl World {
         | Step::Cancel { end }
         | Step::SendNow { end, .. }
         | Step::Send { end, .. }
-        | Step::Gather { end, .. }
-        | Step::LetGo { end }
         | Step::Coalesce { end, .. }
+        | Step::FlushCoalesced { end }
+        | Step::SetCoalescing { end, .. }
         | Step::Message { end, .. }
         | Step::Consume { end, .. }
         | Step::Buffer { end, .. }
@@ -174,9 +174,9 @@ impl World {
         match *step {
             Step::Reserve { max, .. } => {
                 let result = shard.reserve(flow, max);
-                let told = format!("{result:?}");
+                let output = format!("{result:?}");
                 held.extend(result);
-                told
+                output
             }
             Step::Commit { len, flags, .. } => {
                 let Some(reservation) = held.pop() else {
@@ -204,22 +204,22 @@ impl World {
                 format!("{result:?}")
             }
             Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
-            Step::Gather { len, .. } => format!("{:?}", shard.coalesce(flow, len)),
-            Step::LetGo { .. } => format!("{:?}", shard.flush_coalesced(flow)),
-            Step::Coalesce { on, .. } => format!("{:?}", shard.set_coalescing(flow, on)),
+            Step::Coalesce { len, .. } => format!("{:?}", shard.coalesce(flow, len)),
+            Step::FlushCoalesced { .. } => format!("{:?}", shard.flush_coalesced(flow)),
+            Step::SetCoalescing { on, .. } => format!("{:?}", shard.set_coalescing(flow, on)),
             Step::Message { len, most, .. } => {
                 let result = shard.reserve_message(flow, len);
-                let told = format!("{result:?} {}", shard.can_reserve_message(flow));
-                let Ok(mut room) = result else {
-                    return told;
+                let output = format!("{result:?} {}", shard.can_reserve_message(flow));
+                let Ok(mut reservation) = result else {
+                    return output;
                 };
                 loop {
-                    let part = room.remaining().min(most);
-                    let end = (part == room.remaining()).then_some(0);
-                    let header = shard.commit_part(&mut room, part, end);
+                    let part = reservation.remaining().min(most);
+                    let end = (part == reservation.remaining()).then_some(0);
+                    let header = shard.commit_part(&mut reservation, part, end);
                     self.wires[side].extend(header);
                     if end.is_some() || header.is_err() {
-                        return told + &format!("{header:?}");
+                        return output + &format!("{header:?}");
                     }
                 }
             }
@@ -292,14 +292,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         12 => (end.clone(), len.clone(), flags)
             .prop_map(|(end, len, flags)| Step::SendNow { end, len, flags }),
         2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
-        4 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Gather { end, len }),
-        1 => end.clone().prop_map(|end| Step::LetGo { end }),
-        1 => (end.clone(), any::<bool>()).prop_map(|(end, on)| Step::Coalesce { end, on }),
+        4 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Coalesce { end, len }),
+        1 => end.clone().prop_map(|end| Step::FlushCoalesced { end }),
+        1 => (end.clone(), any::<bool>()).prop_map(|(end, on)| Step::SetCoalescing { end, on }),
         6 => (end.clone(), len.clone(), 1u32..9000)
             .prop_map(|(end, len, most)| Step::Message { end, len, most }),
         15 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),
         1 => (end.clone(), 0u32..9000).prop_map(|(end, buf_alloc)| Step::Buffer { end, buf_alloc }),
-        15 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Arrive { side, count }),
+        15 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Deliver { side, count }),
         6 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Transmit { side, count }),
         4 => side.prop_map(|side| Step::Events { side }),
         1 => (0u64..1000).prop_map(|millis| Step::Wait { millis }),

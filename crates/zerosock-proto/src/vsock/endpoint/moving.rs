@@ -258,25 +258,25 @@ impl<S: BuildHasher> Shard<S> {
     /// Handles a negotiated MOVE or MOVED; `index`: the live connection that it is for.
     pub(super) fn receive_move(&mut self, index: Option<u32>, header: &Repr) -> Disposition {
         let is_device = matches!(self.config.role, Role::Device { .. });
-        let asks = header.op == Op::Move.into();
+        let is_request = header.op == Op::Move.into();
         let pair = header.flags;
-        if asks != is_device {
+        if is_request != is_device {
             return Disposition::Dropped(DropReason::Unexpected);
         }
         let found = index.and_then(|index| Some((self.table.id(index), self.table.at(index)?)));
         let Some((flow, connection)) = found else {
-            return if asks {
+            return if is_request {
                 self.reset_packet(header, DropReason::NoSocket)
             } else {
                 Disposition::MovedStray { pair }
             };
         };
         match connection.move_state {
-            MoveState::No if asks && is_movable(connection.state) => {
+            MoveState::No if is_request && is_movable(connection.state) => {
                 connection.move_state = MoveState::Requested;
                 Disposition::Move { flow, pair }
             }
-            MoveState::RequestSent if !asks => Disposition::Moved { flow, pair },
+            MoveState::RequestSent if !is_request => Disposition::Moved { flow, pair },
             _ => Disposition::Dropped(DropReason::Unexpected),
         }
     }

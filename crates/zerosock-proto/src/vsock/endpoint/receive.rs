@@ -178,16 +178,16 @@ impl<S: BuildHasher> Shard<S> {
         let (state, input) = match header.op.known() {
             Some(Op::Request) if !self.is_local(key.local.cid) => (State::Closed, Input::Request),
             Some(Op::Request) => {
-                let room = self.can_open();
+                let admitted = self.can_open();
                 if self.config.accept_all {
-                    let room = room && self.undecided < self.config.backlog;
-                    let input = if room {
+                    let admitted = admitted && self.undecided < self.config.backlog;
+                    let input = if admitted {
                         Input::Request
                     } else {
                         Input::RequestOverCap
                     };
                     (State::Listen, input)
-                } else if !room {
+                } else if !admitted {
                     (State::Listen, Input::RequestOverCap)
                 } else {
                     match self.ports.admit(key.local) {

@@ -150,7 +150,7 @@ impl Scene {
         } else if needed > free {
             assert_eq!(result, Err(AddError::Full));
         } else {
-            let head = result.expect("room for it");
+            let head = result.expect("free descriptors");
             assert_eq!(usize::from(self.driver.free()), free - needed);
             let writable = buffers
                 .iter()
@@ -412,7 +412,7 @@ fn indices_wrap_many_times() {
         }
         assert!(
             driver.publish(),
-            "the device asked for the first of the batch"
+            "the device requested the first of the batch"
         );
         while let Some(chain) = device.pop().unwrap() {
             chains.push(chain);

@@ -86,7 +86,7 @@ fn ephemeral_ports_skip_what_is_taken() {
 }
 
 #[test]
-fn a_socket_is_dropped_on_only_when_it_was_over_before() {
+fn a_socket_drops_only_when_it_exceeds_its_limit() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let mut put = |len| table.receive(THEM, at(9), len, false, now);
@@ -105,7 +105,7 @@ fn a_socket_is_dropped_on_only_when_it_was_over_before() {
 }
 
 #[test]
-fn empty_datagrams_are_not_free_of_charge() {
+fn empty_datagrams_count_against_the_limit() {
     let mut table = table();
     table.bind(Port::new(9), small()).unwrap();
     let put = |_: &u32| table.receive(THEM, at(9), 0, false, now).is_ok();

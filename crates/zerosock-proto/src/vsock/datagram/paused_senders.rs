@@ -40,15 +40,15 @@ pub struct PausedSenders {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 struct Pair {
-    /// The source.
     source: Address,
-    /// The receiver.
     receiver: Address,
 }
 
 #[derive(Copy, Clone, Debug)]
 struct PauseState {
+    /// The packet to send next.
     message: Control,
+    /// When to send it.
     due_at: Instant,
     /// When STOP was last sent; `None`: not yet.
     stop_sent_at: Option<Instant>,

@@ -64,8 +64,10 @@ pub enum BindError {
 #[derive(Debug)]
 struct Socket {
     generation: u32,
+    /// False: the entry is free.
     used: bool,
     local: Address,
+    /// The peer that the socket is connected to.
     peer: Option<Address>,
     limits: DatagramLimits,
     /// Bytes received and not read, overhead included.
@@ -93,14 +95,17 @@ struct Socket {
 pub struct DatagramTable {
     cid: Cid,
     sockets: Vec<Socket>,
+    /// Indices of free entries.
     free: Vec<u32>,
     by_port: HashMap<Port, u32>,
     /// The last port looked up and its index.
     last: Option<(Port, u32)>,
+    /// Offset of the ephemeral port to try next.
     next_ephemeral: u32,
     paused_senders: PausedSenders,
     paused_destinations: PausedDestinations,
     drops: DatagramDrops,
+    /// Indices of sockets for `poll_writable`.
     writable: VecDeque<u32>,
     /// Indices of the throttled sockets.
     throttled: Vec<u32>,

@@ -39,9 +39,9 @@ pub struct Handoff {
 impl Drop for Handoff {
     fn drop(&mut self) {
         if let Some(connection) = &mut self.connection
-            && let Some(hold) = connection.port_ref.take()
+            && let Some(port_ref) = connection.port_ref.take()
         {
-            self.ports.release(connection.key.local, hold);
+            self.ports.release(connection.key.local, port_ref);
         }
         if self.connection.is_some() {
             self.ports.vacate(1);
@@ -60,10 +60,10 @@ impl<S: BuildHasher> Shard<S> {
     /// [`Port::ANY`]: none is left. A connection that the peer requested may still have these
     /// addresses: see [`is_connected`](Self::is_connected).
     pub fn spare_port(&self) -> Port {
-        let Some((address, hold)) = self.ports.allocate(self.own_cid()) else {
+        let Some((address, port_ref)) = self.ports.allocate(self.own_cid()) else {
             return Port::ANY;
         };
-        self.ports.release(address, hold);
+        self.ports.release(address, port_ref);
         address.port
     }
 

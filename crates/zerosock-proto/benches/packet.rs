@@ -1,12 +1,12 @@
-//! What the protocol costs a packet of 64 bytes, without any queue: two shards in one thread, a
-//! plain array of headers between them.
+//! The cost of the protocol for a packet of 64 bytes, without a queue: two shards in one thread,
+//! with a plain array of headers between them.
 //!
 //! Each step runs over a batch of packets between two readings of the clock, so that the clock does
 //! not count; the whole sender and the whole receiver run the steps packet by packet, as an engine
-//! does. Every step is a function of its own that is never inlined, so that a tool that counts
+//! does. Every step is a function that is never inlined, so that a profiler that counts
 //! instructions by function finds it. Figures are medians of rounds, in nanoseconds per packet.
 //!
-//! `--quick` is for seeing that it runs: few rounds, and no figure to be believed.
+//! `--quick` checks that the benchmark runs: few rounds, and no reliable figure.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ const NOW: Instant = Instant::ZERO;
 const GUEST: Cid = Cid::new(3);
 /// Payload of a packet, in bytes.
 const PAYLOAD: u32 = 64;
-/// Packets between two readings of the clock: headers of a batch fit the first cache.
+/// Packets between two readings of the clock: the headers of a batch fit the first-level cache.
 const BATCH: usize = 256;
-/// Receive buffer: room for 6553 packets, as many as a large ring holds.
+/// Receive buffer, for 6553 packets, as many as a large ring takes.
 const BUF_ALLOC: u32 = 4 << 20;
 
 type Headers = [[u8; HEADER_LEN]; BATCH];
@@ -51,12 +51,12 @@ impl Pair {
         let client = driver
             .connect(NOW, any, server, SocketType::Stream)
             .unwrap();
-        told(&mut driver, &mut device);
+        deliver_control(&mut driver, &mut device);
         let Some(Event::Incoming { flow: server, .. }) = device.poll_event() else {
             panic!("no connection")
         };
         device.accept(NOW, server).unwrap();
-        told(&mut device, &mut driver);
+        deliver_control(&mut device, &mut driver);
         assert_eq!(driver.poll_event(), Some(Event::Connected { flow: client }));
         Pair {
             driver,
@@ -67,18 +67,18 @@ impl Pair {
     }
 }
 
-/// Control packets one way: credit, and what makes a connection.
+/// Delivers control packets one way: credit, and those that connect.
 #[inline(never)]
-fn told(from: &mut Shard, to: &mut Shard) {
+fn deliver_control(from: &mut Shard, to: &mut Shard) {
     while let Some(packet) = from.poll_transmit(NOW, 0) {
         let _ = to.handle_packet(NOW, &packet.header);
     }
 }
 
-/// Credit both ways, until the sender has some again.
-fn settle(pair: &mut Pair) {
-    told(&mut pair.driver, &mut pair.device);
-    told(&mut pair.device, &mut pair.driver);
+/// Returns credit, until the sender has some again.
+fn return_credit(pair: &mut Pair) {
+    deliver_control(&mut pair.driver, &mut pair.device);
+    deliver_control(&mut pair.device, &mut pair.driver);
     while pair.driver.poll_event().is_some() {}
 }
 
@@ -132,7 +132,7 @@ fn consume(shard: &mut Shard, delivered: &mut Vec<(FlowId, u32)>) {
     }
 }
 
-/// Packets sent: fewer than a batch when the credit is at its end.
+/// Sends a batch; returns the number of packets, fewer at the end of the credit.
 #[inline(never)]
 fn sender(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Headers) -> usize {
     for (sent, header) in headers.iter_mut().enumerate() {
@@ -147,7 +147,7 @@ fn sender(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Headers) -> u
     BATCH
 }
 
-/// As [`sender`], for payload whose length is known.
+/// As [`sender`], for payload of known length.
 #[inline(never)]
 fn sender_at_once(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Headers) -> usize {
     for (sent, header) in headers.iter_mut().enumerate() {
@@ -160,7 +160,7 @@ fn sender_at_once(shard: &mut Shard, flow: FlowId, len: u32, headers: &mut Heade
     BATCH
 }
 
-/// One packet through the whole receiver, but for `consume`.
+/// One packet through the whole receiver except `consume`.
 #[inline(always)]
 fn take(shard: &mut Shard, header: &[u8]) -> (FlowId, u32) {
     let Ok(packet) = Packet::new_checked(header) else {
@@ -195,7 +195,7 @@ fn receiver_at_once(shard: &mut Shard, flow: FlowId, headers: &[[u8; HEADER_LEN]
     shard.consume(flow, bytes).unwrap();
 }
 
-/// Packets there and back, one at a time: each brings new credit.
+/// Packets in both directions, one at a time: each carries new credit.
 #[inline(never)]
 fn echo(pair: &mut Pair, headers: &mut Headers) {
     let (header, _) = headers.split_first_mut().unwrap();
@@ -256,7 +256,7 @@ impl Row {
 }
 
 /// A batch through every step on its own.
-fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
+fn steps(pair: &mut Pair, rows: &mut [Row; 8], buffers: &mut Buffers) {
     let [
         r_reserve,
         r_commit,
@@ -267,14 +267,14 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
         r_credit,
         r_clock,
     ] = rows;
-    let Room {
+    let Buffers {
         headers,
         reserved,
         reprs,
         delivered,
-    } = room;
+    } = buffers;
     let len = black_box(PAYLOAD);
-    // How many there will be is not known before: the step counts them.
+    // The number is not known before: the step counts them.
     r_reserve.time(0, || reserve(&mut pair.driver, pair.client, len, reserved));
     let n = reserved.len();
     r_reserve.packets += n;
@@ -283,12 +283,12 @@ fn steps(pair: &mut Pair, rows: &mut [Row; 8], room: &mut Room) {
     r_parse.time(n, || parse(&headers[..n], reprs));
     r_handle.time(n, || handle_packet(&mut pair.device, reprs, delivered));
     r_consume.time(n, || consume(&mut pair.device, delivered));
-    r_credit.time(n, || settle(pair));
+    r_credit.time(n, || return_credit(pair));
     r_clock.time(n, || ());
 }
 
-/// Where packets lie between two steps.
-struct Room {
+/// Packets between two steps.
+struct Buffers {
     headers: Box<Headers>,
     reserved: Vec<Reservation>,
     reprs: Vec<Repr>,
@@ -299,7 +299,7 @@ fn main() {
     let quick = std::env::args().any(|argument| argument == "--quick");
     let (rounds, batches) = if quick { (3, 40) } else { (21, 4000) };
     let mut pair = Pair::new();
-    let mut room = Room {
+    let mut buffers = Buffers {
         headers: Box::new([[0; HEADER_LEN]; BATCH]),
         reserved: Vec::with_capacity(BATCH),
         reprs: Vec::with_capacity(BATCH),
@@ -312,7 +312,7 @@ fn main() {
         "  Packet::new_checked, Repr::parse",
         "  Shard::handle_packet",
         "  Shard::consume",
-        "  credit told and asked for, both sides",
+        "  credit announced and requested, both sides",
         "  the clock itself",
     ]
     .map(Row::new);
@@ -326,10 +326,10 @@ fn main() {
     .map(Row::new);
     for _ in 0..rounds {
         for _ in 0..batches {
-            steps(&mut pair, &mut single, &mut room);
+            steps(&mut pair, &mut single, &mut buffers);
         }
         let [r_sender, r_sender_now, r_receiver, r_at_once, r_echo] = &mut whole;
-        let headers = &mut room.headers;
+        let headers = &mut buffers.headers;
         let len = black_box(PAYLOAD);
         for batch in 0..batches {
             let (driver, client) = (&mut pair.driver, pair.client);
@@ -350,7 +350,7 @@ fn main() {
                     receiver_at_once(&mut pair.device, pair.server, headers)
                 });
             }
-            settle(&mut pair);
+            return_credit(&mut pair);
         }
         for _ in 0..batches {
             r_echo.time(BATCH, || echo(&mut pair, headers));

@@ -1,9 +1,9 @@
 //! vsock addresses: parsed once, valid from then on.
 //!
-//! On the wire a CID is 64 bits wide with the upper half reserved and zero
-//! (virtio 1.2, 5.10.6); here it is 32 bits, so that a reserved half cannot
-//! be represented. Which CIDs may be given to a guest is decided in one
-//! place, [`Cid::guest`].
+//! # Invariants
+//! On the wire a CID has 64 bits, the upper half reserved and zero (virtio 1.2, 5.10.6); here it
+//! has 32, so that a nonzero upper half cannot be represented. [`Cid::guest`] alone decides which
+//! CIDs a guest may have.
 
 use core::fmt;
 use core::str::FromStr;
@@ -87,7 +87,7 @@ pub enum CidError {
 pub struct Port(u32);
 
 impl Port {
-    /// "Choose one for me"; never a port in use.
+    /// The wildcard of `bind` and `connect`: choose a port. Never a port in use.
     pub const ANY: Port = Port(u32::MAX);
 
     /// Any port, [`Port::ANY`] included.
@@ -127,7 +127,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// Both halves at once.
+    /// An address from its two parts.
     #[inline]
     pub const fn new(cid: Cid, port: Port) -> Address {
         Address { cid, port }
@@ -166,8 +166,8 @@ pub enum ParseAddressError {
     Port,
 }
 
-/// Digits only: `u32::from_str` would take a leading plus as well, and what
-/// is displayed must be the one spelling that parses.
+/// Accepts digits only: `u32::from_str` accepts a leading plus too, and only the displayed spelling
+/// is to parse.
 fn parse_u32(s: &str) -> Option<u32> {
     if s.bytes().all(|b| b.is_ascii_digit()) {
         s.parse().ok()
@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reserved_cids_are_no_guests() {
+    fn reserved_cids_are_refused_for_guests() {
         for cid in [0, 1, 2, 0xffff_ffff] {
             assert_eq!(Cid::guest(cid), Err(CidError::Reserved(cid as u32)));
         }
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn text_goes_there_and_back() {
+    fn displayed_addresses_parse() {
         let address = Address::new(Cid::new(3), Port::new(1024));
         assert_eq!(address.to_string(), "3:1024");
         assert_eq!("3:1024".parse(), Ok(address));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn invalid_addresses_have_distinct_errors() {
         let parse = |s: &str| s.parse::<Address>();
         assert_eq!(parse("3"), Err(ParseAddressError::NoColon));
         assert_eq!(parse(":3"), Err(ParseAddressError::Cid));

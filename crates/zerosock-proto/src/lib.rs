@@ -1,16 +1,16 @@
 //! The vsock protocol core of zerosock.
 //!
-//! Sans-I/O: nothing here reads a clock, makes a system call, touches memory
-//! that a peer can write, or holds payload. Bytes and time come in as
-//! arguments, headers and events come out. The same core serves the device
-//! half, the driver half, the switch and the tests.
+//! # Invariants
+//! Sans-I/O: this crate reads no clock, makes no system call, touches no memory that a peer can
+//! write, and holds no payload. Bytes and time are arguments; headers and events are results. The
+//! device half, the driver half, the switch and the tests share it.
 //!
+//! # How it is used
 //! - [`addr`]: addresses, parsed once and valid from then on;
 //! - [`time`]: a point in time as the caller counts it;
 //! - [`wire`]: the 44-byte header, raw and parsed;
-//! - [`vsock`]: credit, the state machine, ports, and the [`vsock::Shard`]
-//!   that owns the connections of one queue pair. Start with its
-//!   documentation: it says how to drive the crate.
+//! - [`vsock`]: credit, the state machine, ports, and the [`vsock::Shard`] that owns the
+//!   connections of one queue pair. Start with its documentation: it says how to drive the crate.
 #![forbid(unsafe_code)]
 
 pub mod addr;

@@ -22,7 +22,7 @@ impl Instant {
     /// The epoch.
     pub const ZERO: Instant = Instant(NonZeroU64::MIN);
 
-    /// `nanos` nanoseconds after the epoch; the last nanosecond of 2^64 is the one before.
+    /// The point `nanos` nanoseconds after the epoch; 2^64 - 1 saturates to the nanosecond before.
     #[inline]
     pub const fn from_nanos(nanos: u64) -> Instant {
         Instant(NonZeroU64::MIN.saturating_add(nanos))
@@ -40,7 +40,7 @@ impl Instant {
     }
 }
 
-/// Stays at the end of time (584 years) instead of going round.
+/// Saturates at the largest value (584 years) instead of wrapping.
 impl Add<Duration> for Instant {
     type Output = Instant;
 

@@ -1,7 +1,7 @@
-//! No allocation on the packet path: counted, not believed.
+//! Counts allocations on the packet path: there are none.
 //!
-//! A test crate of its own, because the counting allocator is the whole
-//! process's; one test in it, so that no other test is counted.
+//! This is a test crate of its own because the counting allocator serves the whole process, with
+//! one test, so that no other test is counted.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -112,7 +112,7 @@ fn packets_of_connections_that_exist_allocate_nothing() {
     }
     while driver.poll_event().is_some() {}
 
-    // The first time round queues take their memory.
+    // In the first round queues allocate their memory.
     let mut round = || {
         let mut bytes = 0;
         for (&flow, &other) in flows.iter().zip(&served) {

@@ -1,13 +1,13 @@
-//! Two tables of datagram sockets that talk through a queue which loses words of the flow control,
-//! against a plain model: a list of lengths for each receiver.
+//! Two tables of datagram sockets, joined by a queue that loses flow control packets, compared with
+//! a plain model: a list of lengths for each receiver.
 
 use std::collections::VecDeque;
 
 use proptest::prelude::*;
 use zerosock_proto::time::Duration;
 use zerosock_proto::vsock::datagram::{
-    Assembler, DatagramId, DatagramLimits, DatagramTable, DropCause, OVERHEAD, Piece, Refusal,
-    STOP_HOLDS, data,
+    Assembler, DatagramId, DatagramLimits, DatagramTable, DropCause, OVERHEAD, PayloadPart,
+    Refusal, STOP_DURATION, data,
 };
 use zerosock_proto::wire::vsock::Repr;
 use zerosock_proto::{Address, Cid, Instant, Port};
@@ -27,7 +27,7 @@ enum Act {
     Deliver(usize),
     /// A reader takes a datagram.
     Read(usize),
-    /// The receiver's words arrive, or are lost.
+    /// The receiver's control packets arrive, or are lost.
     Words { lost: bool },
     /// Milliseconds.
     Time(u64),
@@ -51,7 +51,7 @@ struct World {
     sources: Vec<DatagramId>,
     sinks: Vec<DatagramId>,
     wire: VecDeque<(DatagramId, Repr)>,
-    /// What each reader has to come, and what that counts for.
+    /// The datagrams that each reader is to get, and the bytes they count for.
     model: Vec<VecDeque<u32>>,
     lost: u64,
 }
@@ -78,7 +78,7 @@ impl World {
 
     fn send(&mut self, from: usize, to: usize, len: u32) -> Result<(), Refusal> {
         let (id, now) = (self.sources[from], self.now);
-        // The third port is nobody's.
+        // The third port has no socket.
         let to = Address::new(RECEIVER, Port::new(to as u32));
         let local = self.sender.may_send(id, to, len as usize, || now)?;
         self.sender.sent(id, len, true);
@@ -88,7 +88,7 @@ impl World {
 
     fn deliver(&mut self) -> Option<()> {
         let (id, header) = self.wire.pop_front()?;
-        self.sender.arrived(id, header.len);
+        self.sender.handle_completed(id, header.len);
         let now = self.now;
         let got = self
             .receiver
@@ -113,7 +113,7 @@ impl World {
 
     fn read(&mut self, sink: usize) -> Option<()> {
         let len = self.model[sink].pop_front()?;
-        self.receiver.taken(self.sinks[sink], len);
+        self.receiver.consume(self.sinks[sink], len);
         Some(())
     }
 
@@ -138,7 +138,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn the_table_does_what_a_plain_list_does(acts in prop::collection::vec(act(), 1..300)) {
+    fn table_agrees_with_a_list(acts in prop::collection::vec(act(), 1..300)) {
         let mut world = World::new();
         for act in acts {
             match act {
@@ -153,12 +153,12 @@ proptest! {
                 Act::Time(ms) => world.time(Duration::from_millis(ms)),
             }
         }
-        // Whatever was lost: when all is read, everybody may send after a while.
+        // Whatever was lost: when all is read, every sender may send after a while.
         while world.deliver().is_some() {}
         for sink in 0..2 {
             while world.read(sink).is_some() {}
         }
-        world.time(STOP_HOLDS);
+        world.time(STOP_DURATION);
         for from in 0..2 {
             for to in 0..3 {
                 prop_assert_eq!(world.send(from, to, 1), Ok(()));
@@ -166,10 +166,10 @@ proptest! {
         }
     }
 
-    /// As long as the words arrive before more than the sources' buffers is under way, nothing is
-    /// lost, however slow a reader.
+    /// While control packets arrive before the sources fill their buffers, no datagram is lost,
+    /// however slow a reader is.
     #[test]
-    fn with_the_flow_control_nothing_is_lost(acts in prop::collection::vec(act(), 1..300)) {
+    fn flow_control_prevents_loss(acts in prop::collection::vec(act(), 1..300)) {
         let mut world = World::new();
         for act in acts {
             match act {
@@ -183,7 +183,7 @@ proptest! {
                 Act::Read(sink) => { world.read(sink); world.words(false); }
                 Act::Words { .. } => world.words(false),
                 Act::Time(ms) => {
-                    // In steps: who is full looks again in time.
+                    // In steps, so that full receivers repeat STOP in time.
                     for _ in 0..ms / 100 {
                         world.time(Duration::from_millis(100));
                         world.words(false);
@@ -194,9 +194,9 @@ proptest! {
         prop_assert_eq!(world.lost, 0);
     }
 
-    /// Against a model that keeps the fragments of the set at hand in a list.
+    /// Compared with a model that keeps the fragments of the present datagram in a list.
     #[test]
-    fn sets_are_whole_or_dropped(
+    fn datagrams_are_complete_or_dropped(
         packets in prop::collection::vec((0..2u32, 0..40_000u32, any::<bool>()), 1..100)
     ) {
         let mut assembler = Assembler::new();
@@ -213,11 +213,11 @@ proptest! {
             set.push(len);
             let sum: u32 = set.iter().sum();
             let want = match (first, last, sum) {
-                (true, true, _) => Piece::Whole,
-                (true, false, _) => Piece::First,
-                (false, _, 65537..) => Piece::Lost,
-                (false, true, len) => Piece::Last { len },
-                (false, false, _) => Piece::More,
+                (true, true, _) => PayloadPart::Whole,
+                (true, false, _) => PayloadPart::First,
+                (false, _, 65537..) => PayloadPart::Lost,
+                (false, true, len) => PayloadPart::Last { len },
+                (false, false, _) => PayloadPart::More,
             };
             prop_assert_eq!(piece, want);
             if !last {

@@ -1,6 +1,5 @@
-//! A peer that sends anything at all, and a caller that does anything at all:
-//! no panic, no cap exceeded, no answer lost while the caller keeps to
-//! `is_backlogged`, and nothing left over in the end.
+//! A peer and a caller that do anything: no panic, no limit exceeded, no answer lost while the
+//! caller obeys `is_backlogged`, and no state left at the end.
 
 use std::sync::Arc;
 
@@ -21,7 +20,7 @@ const BACKLOG: usize = 3;
 #[derive(Clone, Debug)]
 enum Step {
     Packet(Repr),
-    /// The same, by a caller who does not ask `is_backlogged`.
+    /// The same, by a caller that ignores `is_backlogged`.
     Rude(Repr),
     Event,
     Transmit(u32),
@@ -94,7 +93,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// The caller's book: one entry for each connection it was told of.
+/// The caller's view: one entry for each connection it knows.
 struct Caller {
     shard: Shard,
     now: Instant,
@@ -105,7 +104,7 @@ struct Caller {
 
 impl Caller {
     fn pick(&self, flow: usize) -> Option<FlowId> {
-        // Stale ones, too.
+        // Also stale ids.
         self.flows.get(flow % self.flows.len().max(1)).copied()
     }
 
@@ -137,17 +136,17 @@ impl Caller {
                 let info = self.shard.flow(flow).unwrap();
                 assert!(len > 0 && info.unread >= len);
             }
-            // As if there were no other pair.
-            Disposition::Move { flow, .. } => self.shard.keep(flow, 0).unwrap(),
+            // There is no other pair.
+            Disposition::Move { flow, .. } => self.shard.decline_move(flow, 0).unwrap(),
             Disposition::Moved { .. } | Disposition::MovedStray { .. } => {
-                panic!("a device is never asked")
+                panic!("a device does not request moves")
             }
             Disposition::Part { flow, len, flags } => {
                 let info = self.shard.flow(flow).unwrap();
                 assert!(info.unread >= len && info.socket_type == SocketType::SeqPacket);
                 assert!(len > 0 || flags & SEQ_EOM != 0);
                 if len == 0 {
-                    // It may have been the end of one with bytes.
+                    // It may have ended a message with bytes.
                     let _ = self.shard.consume_empty(flow, 1);
                 }
             }
@@ -170,9 +169,9 @@ impl Caller {
             Step::Event => {
                 self.event();
             }
-            Step::Transmit(room) => {
-                if let Some(packet) = shard.poll_transmit(now, room) {
-                    assert!(packet.header.len <= room.min(65536));
+            Step::Transmit(max_payload) => {
+                if let Some(packet) = shard.poll_transmit(now, max_payload) {
+                    assert!(packet.header.len <= max_payload.min(65536));
                     assert_eq!(packet.header.len, packet.span.map_or(0, |span| span.len));
                     if let Some(span) = packet.span {
                         shard.handle_released(span);
@@ -254,15 +253,15 @@ impl Caller {
                     assert!(reservation.len() <= n.min(before.unwrap().send_credit));
                     self.held.push(reservation);
                 }
-                if let Ok(mut room) = shard.reserve_message(flow, n) {
+                if let Ok(mut reservation) = shard.reserve_message(flow, n) {
                     assert!(n <= before.unwrap().send_credit);
                     let (first, last) = (n / 2, n - n / 2);
-                    if first > 0 && shard.commit_part(&mut room, first, None).is_err() {
+                    if first > 0 && shard.commit_part(&mut reservation, first, None).is_err() {
                         assert!(first > 65536);
                     }
-                    let _ = shard.commit_part(&mut room, last, Some(u32::MAX));
-                    assert_eq!(room.left() * u32::from(last <= 65536), 0);
-                    shard.cancel_message(room);
+                    let _ = shard.commit_part(&mut reservation, last, Some(u32::MAX));
+                    assert_eq!(reservation.remaining() * u32::from(last <= 65536), 0);
+                    shard.cancel_message(reservation);
                 }
             }
             Step::Send(_, n) => {
@@ -311,7 +310,7 @@ fn run(first: u32, accept_all: bool, seqpacket: bool, steps: Vec<Step>) {
         assert!(caller.shard.connections() <= caller.shard.occupied());
         assert!(caller.shard.occupied() <= CAP);
     }
-    // The end: reset what is alive, send what waits, poll what happened.
+    // At the end, reset live connections, send queued packets, and poll events.
     while caller.event() {}
     for flow in caller.alive.clone() {
         caller.shard.reset(flow).unwrap();
@@ -341,7 +340,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn anything_goes_and_nothing_stays(
+    fn arbitrary_packets_and_commands_leave_no_state(
         first in prop_oneof![Just(0u32), (u32::MAX - 2000)..],
         accept_all in any::<bool>(),
         seqpacket in any::<bool>(),
@@ -350,9 +349,9 @@ proptest! {
         run(first, accept_all, seqpacket, steps);
     }
 
-    /// Bytes off the wire, no field tame.
+    /// Raw bytes in every field.
     #[test]
-    fn raw_bytes_do_no_harm(bytes in prop::collection::vec(any::<u8>(), HEADER_LEN * 8)) {
+    fn raw_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), HEADER_LEN * 8)) {
         let mut shard = Shard::new(ShardConfig::driver(GUEST), Arc::new(PortTable::new()));
         for header in bytes.chunks(HEADER_LEN) {
             if let Ok(header) = Repr::parse(&Packet::new_checked(header).unwrap()) {
@@ -362,10 +361,10 @@ proptest! {
     }
 }
 
-/// A flood of REQUESTs from chosen ports meets the cap, and every one above it
-/// an RST (threats: unbounded state, backlog leak).
+/// A flood of REQUESTs from chosen ports reaches the limit, and every further one gets RST
+/// (threats: unbounded state, backlog leak).
 #[test]
-fn a_flood_of_requests_meets_the_cap() {
+fn a_flood_of_requests_is_reset_above_the_limit() {
     let mut config = ShardConfig::device(GUEST);
     (
         config.accept_all,

@@ -1,11 +1,11 @@
-//! Two shards, random messages, random cuts, random credit: equal messages come out.
+//! Two shards, random messages, parts and credit: the messages received equal those sent.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 use zerosock_proto::vsock::{
-    Disposition, Event, FlowId, MessageRoom, PortTable, ReserveError, Shard, ShardConfig,
+    Disposition, Event, FlowId, MessageReservation, PortTable, ReserveError, Shard, ShardConfig,
 };
 use zerosock_proto::wire::vsock::{Repr, SEQ_EOM, SEQ_EOR, SocketType};
 use zerosock_proto::{Address, Cid, Duration, Instant, Port};
@@ -14,27 +14,27 @@ const GUEST: Cid = Cid::new(3);
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// Begins a message of so many bytes, or puts it into the queue.
+    /// Reserves a message of so many bytes, or queues it.
     Send {
         side: usize,
         len: u32,
         eor: bool,
         queued: bool,
     },
-    /// Sends parts of what was begun.
+    /// Sends parts of a reserved message.
     Parts {
         side: usize,
         count: usize,
         most: u32,
     },
-    /// Gives up what was not begun.
+    /// Cancels a message that was not begun.
     GiveUp {
         side: usize,
     },
     Transmit {
         side: usize,
         count: usize,
-        room: u32,
+        max_payload: u32,
     },
     Arrive {
         side: usize,
@@ -57,12 +57,12 @@ struct Side {
     shard: Shard,
     flow: FlowId,
     /// Reserved, with the length; perhaps begun.
-    room: Option<(MessageRoom, Message)>,
+    reservation: Option<(MessageReservation, Message)>,
     begun: bool,
-    /// Those that leave, in order.
+    /// Messages sent, in order.
     sent: VecDeque<Message>,
     queued: VecDeque<Message>,
-    /// What has come of one that has not ended.
+    /// Bytes received of an incomplete message.
     half: u32,
     unread: VecDeque<Message>,
     most: u32,
@@ -108,7 +108,7 @@ fn world(buf_alloc: [u32; 2], first_count: u32) -> World {
     let side = |shard, flow| Side {
         shard,
         flow,
-        room: None,
+        reservation: None,
         begun: false,
         sent: VecDeque::new(),
         queued: VecDeque::new(),
@@ -135,12 +135,15 @@ impl World {
                 let of = &mut self.sides[side];
                 if queued {
                     let flags = SEQ_EOM | if eor { SEQ_EOR } else { 0 };
-                    if of.room.is_none() && len > 0 && of.shard.send(of.flow, len, flags).is_ok() {
+                    if of.reservation.is_none()
+                        && len > 0
+                        && of.shard.send(of.flow, len, flags).is_ok()
+                    {
                         of.queued.push_back((len, eor));
                     }
-                } else if of.room.is_none() {
+                } else if of.reservation.is_none() {
                     match of.shard.reserve_message(of.flow, len) {
-                        Ok(room) => of.room = Some((room, (len, eor))),
+                        Ok(reservation) => of.reservation = Some((reservation, (len, eor))),
                         Err(ReserveError::TooLong) => assert!(len > of.most),
                         Err(ReserveError::NoCredit) => assert!(len <= of.most),
                         Err(error) => panic!("{error}"),
@@ -150,19 +153,23 @@ impl World {
             Step::Parts { side, count, most } => {
                 for _ in 0..count {
                     let of = &mut self.sides[side];
-                    let Some((room, message)) = &mut of.room else {
+                    let Some((reservation, message)) = &mut of.reservation else {
                         break;
                     };
-                    let part = room.left().min(most);
-                    let end = (part == room.left()).then_some(if message.1 { SEQ_EOR } else { 0 });
+                    let part = reservation.remaining().min(most);
+                    let end = (part == reservation.remaining()).then_some(if message.1 {
+                        SEQ_EOR
+                    } else {
+                        0
+                    });
                     let message = *message;
-                    let header = of.shard.commit_part(room, part, end).unwrap();
+                    let header = of.shard.commit_part(reservation, part, end).unwrap();
                     if !of.begun {
                         of.sent.push_back(message);
                     }
                     of.begun = end.is_none();
                     if end.is_some() {
-                        of.room = None;
+                        of.reservation = None;
                     }
                     self.wires[side].push_back(header);
                 }
@@ -170,15 +177,19 @@ impl World {
             Step::GiveUp { side } => {
                 let of = &mut self.sides[side];
                 if !of.begun
-                    && let Some((room, _)) = of.room.take()
+                    && let Some((reservation, _)) = of.reservation.take()
                 {
-                    of.shard.cancel_message(room);
+                    of.shard.cancel_message(reservation);
                 }
             }
-            Step::Transmit { side, count, room } => {
+            Step::Transmit {
+                side,
+                count,
+                max_payload,
+            } => {
                 let of = &mut self.sides[side];
                 for _ in 0..count {
-                    let Some(packet) = of.shard.poll_transmit(self.now, room) else {
+                    let Some(packet) = of.shard.poll_transmit(self.now, max_payload) else {
                         break;
                     };
                     if let Some(span) = packet.span {
@@ -238,7 +249,7 @@ impl World {
         }
     }
 
-    /// Everything that was begun arrives and is read.
+    /// Completes every message; all arrive and are read.
     fn finish(&mut self) {
         for round in 0..20_000 {
             let mut moved = false;
@@ -251,7 +262,7 @@ impl World {
                 self.step(&Step::Transmit {
                     side,
                     count: 64,
-                    room: 4000,
+                    max_payload: 4000,
                 });
                 moved |= !self.wires[side].is_empty();
             }
@@ -260,8 +271,9 @@ impl World {
                 moved |= !self.sides[side].unread.is_empty();
                 self.step(&Step::Read { side, count: 64 });
             }
-            let done =
-                |side: &Side| side.sent.is_empty() && side.queued.is_empty() && side.room.is_none();
+            let done = |side: &Side| {
+                side.sent.is_empty() && side.queued.is_empty() && side.reservation.is_none()
+            };
             if !moved && self.sides.iter().all(done) {
                 return;
             }
@@ -284,7 +296,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(side, count, most)| Step::Parts { side, count, most }),
         1 => side.clone().prop_map(|side| Step::GiveUp { side }),
         6 => (side.clone(), 1usize..8, prop_oneof![Just(0u32), 1u32..2000, Just(65_536)])
-            .prop_map(|(side, count, room)| Step::Transmit { side, count, room }),
+            .prop_map(|(side, count, max_payload)| Step::Transmit { side, count, max_payload }),
         9 => (side.clone(), 1usize..8).prop_map(|(side, count)| Step::Arrive { side, count }),
         6 => (side, 1usize..5).prop_map(|(side, count)| Step::Read { side, count }),
         1 => (0u64..1000).prop_map(|millis| Step::Wait { millis }),
@@ -296,7 +308,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn messages_come_out_as_they_went_in(
+    fn received_messages_equal_sent_ones(
         one in prop_oneof![1u32..64, 1u32..5000, Just(65_536u32), Just(262_144)],
         other in prop_oneof![1u32..64, 1u32..5000, Just(65_536u32), Just(262_144)],
         first_count in prop_oneof![Just(0u32), (u32::MAX - 3000)..],

@@ -1,8 +1,8 @@
-//! A peer that asks for ever more connections when there is no memory for a larger table: it is
-//! refused, and the process goes on.
+//! A peer requests more and more connections when there is no memory for a larger table: they are
+//! refused, and the process continues.
 //!
-//! A test program of its own, because the allocator is the whole process's: on demand it refuses
-//! everything that is larger than 64 KiB. An allocation that cannot fail would end the process.
+//! This is a test program of its own because the allocator serves the whole process: on demand it
+//! refuses every allocation above 64 KiB. An allocation that may not fail would end the process.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr::null_mut;
@@ -18,7 +18,7 @@ struct Refusing;
 static REFUSES: AtomicBool = AtomicBool::new(false);
 
 fn refuses(size: usize) -> bool {
-    // A test that fails says where.
+    // A failing test must be able to print.
     size > 64 << 10 && REFUSES.load(Ordering::Relaxed) && !std::thread::panicking()
 }
 
@@ -62,7 +62,7 @@ fn connect(driver: &mut Shard) -> Result<(), ConnectError> {
         .map(|_| ())
 }
 
-/// How many of the requests are taken.
+/// Returns how many of the requests are accepted.
 fn offer(device: &mut Shard, requests: &[Repr]) -> usize {
     let mut taken = 0;
     for request in requests {
@@ -79,7 +79,7 @@ fn offer(device: &mut Shard, requests: &[Repr]) -> usize {
 }
 
 #[test]
-fn connections_for_which_there_is_no_memory_are_refused_both_ways() {
+fn connections_without_memory_are_refused_in_both_directions() {
     let config = |config: ShardConfig| ShardConfig {
         max_connections: 1 << 20,
         ..config
@@ -114,7 +114,7 @@ fn connections_for_which_there_is_no_memory_are_refused_both_ways() {
         matches!(refusal, ConnectError::TooManyConnections),
         "{refusal}"
     );
-    // With memory there is room again.
+    // With memory, connections are accepted again.
     assert!(offer(&mut device, &requests[taken..]) > 0);
     connect(&mut other).unwrap();
 }

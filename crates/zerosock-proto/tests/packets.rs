@@ -1,6 +1,6 @@
-//! A sender beside a model of Linux's receiver (6.12.92 and later), which resets a connection that
-//! has too many packets in its queue, however small they are, and whose reader may wait for many
-//! bytes (SO_RCVLOWAT). What must hold: it never has to, and the reader gets what it waits for.
+//! A sender and a model of Linux's receiver (6.12.92 and later), which resets a connection that has
+//! too many unread packets, however small, and has a reader that may wait for many bytes
+//! (SO_RCVLOWAT). The receiver must never reset, and the reader must get the bytes it waits for.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,27 +11,27 @@ use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Instant, Port};
 
 const GUEST: Cid = Cid::new(3);
-/// Bytes of book-keeping that Linux counts for a packet.
+/// Bytes of bookkeeping that Linux counts for a packet.
 const OVERHEAD: u64 = 576;
-/// Payload bytes that the buffers of a Linux guest take.
+/// Payload bytes that fit a receive buffer of a Linux guest.
 const BUFFER: u32 = 3732;
-/// Bytes that the socket takes from which the sender has its bytes.
+/// Capacity of the socket that the sender reads from, in bytes.
 const SOCKET: u32 = 200 << 10;
 
-/// Longer than all that is waited for.
+/// Longer than every timer.
 const HOUR: Instant = Instant::from_nanos(3_600_000_000_000);
 
 /// The receiver.
 struct Linux {
     buf_alloc: u32,
     low_water: u32,
-    /// Bytes of each packet that has not been read to its end, and how many are not read.
+    /// Unread bytes of each packet, and the packets not yet read to their end.
     queue: VecDeque<(u32, u32)>,
     unread: u32,
     received: u64,
     read: u64,
     fwd_cnt: u32,
-    told: u32,
+    announced: u32,
     answers: VecDeque<Op>,
 }
 
@@ -55,8 +55,8 @@ impl Linux {
         }
     }
 
-    /// The reader wakes and reads up to `most` bytes, if as many are there as it waits for, or the
-    /// last of `all`. Whether it did.
+    /// The reader reads up to `most` bytes if its low-water mark, or the last of `all` bytes, has
+    /// arrived. Returns whether it read.
     fn read(&mut self, most: u32, all: u64) -> bool {
         let enough = self.unread >= self.low_water || self.received == all;
         let mut left = most.min(self.unread);
@@ -70,12 +70,12 @@ impl Linux {
             *unread -= part;
             left -= part;
             if *unread == 0 {
-                // It moves by whole packets.
+                // Credit is returned by whole packets.
                 self.fwd_cnt += *len;
                 self.queue.pop_front();
             }
         }
-        let window = self.buf_alloc - self.fwd_cnt.abs_diff(self.told).min(self.buf_alloc);
+        let window = self.buf_alloc - self.fwd_cnt.abs_diff(self.announced).min(self.buf_alloc);
         if window < 64 << 10 || self.unread < self.low_water {
             self.answers.push_back(Op::CreditUpdate);
         }
@@ -83,7 +83,7 @@ impl Linux {
     }
 
     fn header(&mut self, op: Op) -> Repr {
-        self.told = self.fwd_cnt;
+        self.announced = self.fwd_cnt;
         Repr {
             src: Address::new(GUEST, Port::new(9)),
             dst: Address::new(Cid::HOST, Port::new(1)),
@@ -97,12 +97,12 @@ impl Linux {
     }
 }
 
-/// Where the sender has its bytes from.
+/// The source of the sender's bytes.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum From {
-    /// A socket, where it can leave them: a relay.
+    /// A socket, which keeps bytes that are not read: a relay.
     Socket,
-    /// Writes of a program, which it takes or does not.
+    /// Writes of an application, which are accepted or refused.
     Program,
 }
 
@@ -112,12 +112,12 @@ struct Relay {
     shard: Shard,
     flow: FlowId,
     now: Instant,
-    /// Writes that the socket has not taken.
+    /// Writes that the socket has not accepted.
     writes: VecDeque<u32>,
     /// Bytes in the socket.
     pending: u32,
     waits: bool,
-    /// Packets of gathered bytes.
+    /// Packets of coalesced bytes.
     gathered: usize,
 }
 
@@ -133,7 +133,7 @@ impl Relay {
             panic!("no connection")
         };
         shard.accept(now, flow).unwrap();
-        shard.set_coalesces(flow, from == From::Program);
+        shard.set_coalescing(flow, from == From::Program);
         let response = shard.poll_transmit(now, 0).unwrap();
         assert_eq!(response.header.op.known(), Some(Op::Response));
         Relay {
@@ -148,11 +148,11 @@ impl Relay {
         }
     }
 
-    /// The program writes while its socket has room. Whether there was more.
+    /// The application writes while its socket has space. Returns whether it wrote.
     fn write(&mut self) -> bool {
         let mut any = false;
         if self.from == From::Program {
-            // They are taken below, one by one.
+            // Those are accepted below, one by one.
             return !self.waits && !self.writes.is_empty();
         }
         while let Some(&write) = self.writes.front() {
@@ -166,7 +166,7 @@ impl Relay {
         any
     }
 
-    /// What a device does with a socket that has bytes.
+    /// Sends as a device does from a readable socket.
     fn send(&mut self) -> Option<Repr> {
         if self.from == From::Program {
             return self.send_write();
@@ -174,7 +174,9 @@ impl Relay {
         if self.waits || self.pending == 0 {
             return None;
         }
-        if self.shard.is_short(self.flow) && self.shard.holds_back(self.flow, self.pending) {
+        if self.shard.nears_packet_limit(self.flow)
+            && self.shard.should_delay(self.flow, self.pending)
+        {
             self.waits = true;
             return None;
         }
@@ -192,17 +194,17 @@ impl Relay {
         }
     }
 
-    /// What an engine does with a program's write.
+    /// Sends as an engine does for a write of the application.
     fn send_write(&mut self) -> Option<Repr> {
         while let Some(&write) = self.writes.front().filter(|_| !self.waits) {
             if self.shard.has_data() {
-                // There is a buffer: what is due leaves before the next write.
+                // There is a buffer: packets that are due are sent before the next write.
                 let packet = self.shard.poll_transmit(self.now, BUFFER);
                 return packet.map(|packet| packet.header);
             }
             let (took, header) = match self.shard.send_now(self.flow, write.min(BUFFER), 0) {
                 Ok(header) => (header.len, Some(header)),
-                Err(ReserveError::HeldBack) => (self.shard.gather(self.flow, write), None),
+                Err(ReserveError::ShouldCoalesce) => (self.shard.coalesce(self.flow, write), None),
                 Err(ReserveError::NoCredit) => (0, None),
                 Err(error) => panic!("{error}"),
             };
@@ -218,7 +220,7 @@ impl Relay {
         None
     }
 
-    /// Control packets, and what was gathered. Whether there were any.
+    /// Sends control packets and coalesced bytes. Returns whether there were any.
     fn control(&mut self, linux: &mut Linux) -> bool {
         let mut any = false;
         while let Some(packet) = self.shard.poll_transmit(self.now, BUFFER) {
@@ -239,7 +241,7 @@ impl Relay {
     }
 }
 
-/// As `stream_from`, of both kinds of senders; the packets and the time of the worse one.
+/// Runs `stream_from` for both kinds of senders; returns packets and time of the worse one.
 fn stream(
     buf_alloc: u32,
     low_water: u32,
@@ -252,9 +254,9 @@ fn stream(
     (socket.0.max(program.0), socket.1.max(program.1))
 }
 
-/// Writes of these sizes reach a reader who waits for `low_water` bytes and reads `most` at a time.
-/// `eager`: the program writes before the relay reads, and not one write at a time. Returns how many
-/// packets it took, and when the last byte was read.
+/// Sends writes of these sizes to a reader that waits for `low_water` bytes and reads `most` at a
+/// time. `eager`: the application writes before the relay reads, and not one write at a time.
+/// Returns the number of packets, and when the last byte was read.
 fn stream_from(
     from: From,
     buf_alloc: u32,
@@ -271,7 +273,7 @@ fn stream_from(
         received: 0,
         read: 0,
         fwd_cnt: 0,
-        told: 0,
+        announced: 0,
         answers: VecDeque::new(),
     };
     let mut relay = Relay::connected(from, &mut linux);
@@ -293,7 +295,7 @@ fn stream_from(
         }
         busy |= relay.control(&mut linux);
         if busy && !eager {
-            // The next write comes before the reader does.
+            // The next write precedes the reader.
             continue;
         }
         busy |= linux.read(most, all);
@@ -323,20 +325,20 @@ fn stream_from(
 
 /// The public test suite's small packets under back-pressure, without a reader.
 #[test]
-fn small_writes_become_long_packets_when_nobody_reads() {
+fn small_writes_coalesce_when_the_peer_does_not_read() {
     let writes: Vec<u32> = (0..2000).map(|n| 129 + n % 384).collect();
     let all: u32 = writes.iter().sum();
     let packets = |from| stream_from(from, 262_144, 262_144, u32::MAX, &writes, false).0;
-    // Those that were written first went as they were.
+    // The first writes were sent as they were.
     let socket = packets(From::Socket);
     assert!(socket < 281 + 2 * (all / 2048) as usize, "{socket}");
-    // Nothing lies ready when the reader has read a full buffer, twice.
+    // No packet is ready when the reader has read a full buffer, twice.
     let program = packets(From::Program);
     assert!(program < 3 * 281 + (all / 2048) as usize + 3, "{program}");
 }
 
 #[test]
-fn a_reader_who_waits_for_a_full_buffer_gets_it() {
+fn a_reader_that_waits_for_a_full_buffer_gets_it() {
     for size in [1, 100, 129, 512, 1500, 2047] {
         let writes = vec![size; 300_000 / size as usize];
         stream(262_144, 262_144, u32::MAX, &writes, false);
@@ -344,9 +346,9 @@ fn a_reader_who_waits_for_a_full_buffer_gets_it() {
     }
 }
 
-/// The last bytes of what somebody waits for may be few, and nothing comes behind them.
+/// The reader may need a few last bytes that no more bytes follow.
 #[test]
-fn few_bytes_at_the_end_are_not_held_back_for_ever() {
+fn a_small_last_packet_is_sent_after_a_delay() {
     let mut writes = vec![200; 300];
     writes.push(262_144 - 60_000 - 10_000);
     writes.extend([1000; 10]);
@@ -356,7 +358,7 @@ fn few_bytes_at_the_end_are_not_held_back_for_ever() {
 
 proptest! {
     #[test]
-    fn no_receiver_has_too_many_packets_and_none_waits_for_ever(
+    fn the_receiver_never_resets_and_the_reader_never_starves(
         buf_alloc in prop_oneof![Just(262_144u32), Just(65_536u32), 4096u32..300_000],
         low_water in 0.0f64..=1.0,
         most in prop_oneof![200u32..5000, Just(u32::MAX)],
@@ -364,7 +366,8 @@ proptest! {
         times in 1usize..25,
         eager in any::<bool>(),
     ) {
-        // A packet that was read in part keeps its place: of a buffer that it fills nothing is left.
+        // A packet that was read in part keeps its space: of a buffer that it fills, nothing is
+        // left.
         let low_water = (f64::from(buf_alloc.saturating_sub(BUFFER)) * low_water) as u32;
         let low_water = low_water.max(1);
         stream(buf_alloc, low_water, most, &sizes.repeat(times), eager);

@@ -1,10 +1,8 @@
-//! Two shards, a driver and a device, talk through two queues that keep order
-//! and delay as they like, under arbitrary interleavings of everything that
-//! their callers may do.
+//! Two shards, a driver and a device, joined by two queues that keep order and delay packets
+//! arbitrarily, under any interleaving of their callers' commands.
 //!
-//! The oracle counts bytes and nothing else: each packet carries who sent it
-//! and at which offset, and every byte must arrive once, in order, and all of
-//! them unless somebody reset the connection or stopped receiving.
+//! The oracle counts bytes only: each packet carries its sender and offset. Every byte must arrive
+//! once and in order, and all of them unless a caller reset the connection or stopped receiving.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -22,9 +20,9 @@ const GUEST: Cid = Cid::new(3);
 #[derive(Default)]
 struct End {
     id: Option<FlowId>,
-    /// Bytes given headers.
+    /// Bytes sent.
     sent: u64,
-    /// Bytes accepted for sending and not yet given a header.
+    /// Bytes queued and not yet sent.
     queued: VecDeque<u32>,
     /// Message and offset that the next span must have.
     message: u64,
@@ -32,7 +30,7 @@ struct End {
     held: Vec<Reservation>,
     received: u64,
     unread: u32,
-    /// Whose bytes arrive here.
+    /// The end that sends to this one.
     peer: Option<usize>,
     connected: bool,
     shut: How,
@@ -76,7 +74,7 @@ enum Step {
     Transmit {
         side: usize,
         count: usize,
-        room: u32,
+        max_payload: u32,
     },
     Arrive {
         side: usize,
@@ -130,7 +128,7 @@ impl World {
     fn new(config: &Config) -> World {
         let side = |mut shard_config: ShardConfig, buf_alloc| {
             shard_config.buf_alloc = buf_alloc;
-            // Linux's rule, or one that lets tiny buffers be used at all.
+            // Linux's limit, or one that makes tiny buffers usable.
             shard_config.send_limit = (buf_alloc < 1000).then_some(5000);
             shard_config.first_count = config.first;
             shard_config.max_connections = config.caps;
@@ -138,7 +136,7 @@ impl World {
             shard_config.max_queued_sends = 8;
             shard_config.accept_all = true;
             if config.graceful {
-                // A connect that times out loses bytes, and may.
+                // A connect that times out may lose bytes.
                 shard_config.connect_timeout = Duration::from_secs(3600);
             }
             let ports = Arc::new(PortTable::new());
@@ -162,7 +160,7 @@ impl World {
         }
     }
 
-    fn adopt(&mut self, side: usize, id: FlowId) -> usize {
+    fn add_end(&mut self, side: usize, id: FlowId) -> usize {
         let end = self.ends.len();
         self.ends.push(End {
             id: Some(id),
@@ -184,16 +182,16 @@ impl World {
         Some((end, side, id))
     }
 
-    fn transmit(&mut self, side: usize, count: usize, room: u32) {
+    fn transmit(&mut self, side: usize, count: usize, max_payload: u32) {
         for _ in 0..count {
-            let Some(packet) = self.sides[side].shard.poll_transmit(self.now, room) else {
+            let Some(packet) = self.sides[side].shard.poll_transmit(self.now, max_payload) else {
                 return;
             };
             let tag = packet.span.map(|span| {
                 let number = self.sides[side].by_id[&span.flow];
                 let end = &mut self.ends[number];
                 assert_eq!((span.message, span.offset), (end.message, end.offset));
-                assert!(span.len > 0 && span.len <= room);
+                assert!(span.len > 0 && span.len <= max_payload);
                 let front = end.queued.front_mut().unwrap();
                 *front -= span.len;
                 end.offset += span.len;
@@ -222,9 +220,9 @@ impl World {
             };
             match self.sides[other].shard.handle_packet(self.now, &header) {
                 Disposition::Deliver { flow, len, .. } => {
-                    let (sender, at) = tag.expect("payload nobody sent");
-                    // The ends of a connection accepted but not yet polled
-                    // are not known here; it cannot have been sent to.
+                    let (sender, at) = tag.expect("payload without a sender");
+                    // The end of a connection that was accepted and not yet polled is not known
+                    // here; nothing can have been sent to it.
                     let end = self.sides[other].by_id[&flow];
                     let end = &mut self.ends[end];
                     assert_eq!(
@@ -268,10 +266,10 @@ impl World {
         while let Some(event) = self.sides[side].shard.poll_event() {
             match event {
                 Event::Incoming { flow, .. } => {
-                    let end = self.adopt(side, flow);
+                    let end = self.add_end(side, flow);
                     let shard = &mut self.sides[side].shard;
                     if accept || self.graceful {
-                        // May have ended since, which its event will say.
+                        // It may have ended since; an event reports that.
                         self.ends[end].connected = shard.accept(self.now, flow).is_ok();
                     } else {
                         let _ = shard.reject(flow);
@@ -321,10 +319,14 @@ impl World {
                 let any = Address::new(Cid::ANY, Port::ANY);
                 let shard = &mut self.sides[side].shard;
                 if let Ok(id) = shard.connect(self.now, any, peer, SocketType::Stream) {
-                    self.adopt(side, id);
+                    self.add_end(side, id);
                 }
             }
-            Step::Transmit { side, count, room } => self.transmit(side, count, room),
+            Step::Transmit {
+                side,
+                count,
+                max_payload,
+            } => self.transmit(side, count, max_payload),
             Step::Arrive { side, count } => {
                 // Ends of incoming connections must be known before payload.
                 self.arrive(side, count);
@@ -414,7 +416,7 @@ impl World {
         }
     }
 
-    /// Everybody reads all, says all that was queued, and closes.
+    /// Every end reads all, sends all that is queued, and closes.
     fn finish(&mut self) {
         for round in 0.. {
             assert!(
@@ -512,7 +514,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         3 => side.clone().prop_map(|side| Step::Connect { side }),
         12 => (side.clone(), 1usize..8, prop_oneof![Just(0u32), 1u32..2000, Just(65536)])
-            .prop_map(|(side, count, room)| Step::Transmit { side, count, room }),
+            .prop_map(|(side, count, max_payload)| Step::Transmit { side, count, max_payload }),
         12 => (side.clone(), 1usize..8).prop_map(|(side, count)| Step::Arrive { side, count }),
         8 => (side, prop::bool::weighted(0.9))
             .prop_map(|(side, accept)| Step::Events { side, accept }),
@@ -559,16 +561,16 @@ fn run(config: &Config, steps: &[Step]) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
 
-    /// Nobody resets, everybody half-closes: not one byte is lost.
+    /// Without resets, and with half-closes, no byte is lost.
     #[test]
-    fn graceful_callers_lose_nothing(config in config(true), steps in steps()) {
+    fn without_resets_all_bytes_arrive(config in config(true), steps in steps()) {
         run(&config, &steps);
     }
 
     /// Resets, rejections, shutdowns of any kind and transport resets at any
     /// time: bytes arrive in order or not at all, and everything ends.
     #[test]
-    fn chaos_ends_in_order(config in config(false), steps in steps()) {
+    fn with_resets_bytes_arrive_in_order_and_all_connections_end(config in config(false), steps in steps()) {
         run(&config, &steps);
     }
 }

@@ -1,17 +1,16 @@
-//! How fast two cores pass small messages through a pair of queues, and how long one takes.
+//! Throughput and latency of small messages between two cores through a pair of queues.
 //!
-//! A driver half and a device half, each on a core of its own and both spinning, over two mappings
-//! of one file, as two processes would have them. Every message is a packet of its own: a header
-//! of 44 bytes in a descriptor of its own and 64 bytes of payload, written by one side, read
-//! and compared by the other, through the public calls alone. "Each" publishes every message,
-//! "32" every thirty-second; whoever takes messages gives the buffers back when there are no more
-//! for the moment, or after 32. Beside it stands the floor of the same run: a cache line that
-//! goes to and fro between the two cores.
+//! A driver half and a device half, each spinning on a core of its own, over two mappings of one
+//! file, as two processes would have them. Every message is one packet: a header of 44 bytes in a
+//! descriptor of its own and 64 bytes of payload, written by one side, read and compared by the
+//! other, through public calls only. "Each" publishes every message, "32" every thirty-second; the
+//! receiver returns buffers when there are no more messages for the moment, or after 32. For
+//! comparison, the same run measures a cache line that moves between the two cores.
 //!
 //! `cargo bench -p zerosock-ring --bench messages [-- --quick | --alone N]`
 //!
-//! `--alone N` passes N messages each way on one thread and measures nothing: for counters of
-//! instructions (`valgrind --tool=callgrind`), which no other load disturbs.
+//! `--alone N` passes N messages each way on one thread and measures nothing: for instruction
+//! counts (`valgrind --tool=callgrind`), which no other load disturbs.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,15 +29,15 @@ const PAYLOAD: usize = 64;
 /// Queue entries; a packet takes two.
 const SIZE: u16 = 256;
 const SLOTS: u16 = SIZE / 2;
-/// From one header to the next, and from one payload buffer to the next.
+/// Distance between two headers, and between two payload buffers.
 const HEADER_STRIDE: u64 = 64;
 const PAYLOAD_STRIDE: u64 = 4096;
 /// Bytes of a payload buffer.
 const PAYLOAD_LEN: u64 = 4096;
-/// Messages after which a receiver gives buffers back at the latest.
+/// Most messages after which a receiver returns buffers.
 const RETURN: u32 = 32;
 
-/// Where the parts of one queue lie.
+/// The addresses of one queue's parts.
 const RINGS: [u64; 2] = [0, 0x1_0000];
 const HEADERS: [u64; 2] = [0x2_0000, 0x3_0000];
 const PAYLOADS: [u64; 2] = [0x10_0000, 0x20_0000];
@@ -51,7 +50,7 @@ struct Slots {
     payloads: Vec<Piece>,
 }
 
-/// The driver's end of a queue. Slots go round in order, as far as they come back so.
+/// The driver's end of a queue. Slots are reused in the order in which they come back.
 struct Driver {
     queue: DriverQueue,
     slots: Slots,
@@ -76,7 +75,11 @@ impl Driver {
             };
             let header = buffer(HEADERS[index], HEADER_STRIDE, HEADER as u64, &mut headers);
             let payload = buffer(PAYLOADS[index], PAYLOAD_STRIDE, PAYLOAD_LEN, &mut payloads);
-            chains.push(queue.set_chain(&[header, payload], slot).expect("room"));
+            chains.push(
+                queue
+                    .set_chain(&[header, payload], slot)
+                    .expect("free descriptors"),
+            );
         }
         Driver {
             queue,
@@ -138,15 +141,15 @@ impl Slots {
     }
 }
 
-/// The words of a header and of its payload. The header has its payload's length where that of
-/// vsock has it, and both hold the message's number.
+/// The words of a header and of its payload. The header has the payload's length at the offset of
+/// vsock, and both contain the message's number.
 #[inline]
 fn packet(message: u64) -> ([u64; 5], [u64; PAYLOAD / 8]) {
     let header = [message, 2, 3, PAYLOAD as u64, message << 32];
     (header, [message; PAYLOAD / 8])
 }
 
-/// The last four bytes of a header, which are half a word: written and read with those before.
+/// The last four bytes of a header, half a word: written and read with those before.
 const TAIL: usize = HEADER - 8;
 
 #[inline]
@@ -196,18 +199,18 @@ fn device_queue(mem: &Arc<Memory>, index: usize) -> DeviceQueue {
     DeviceQueue::new(Arc::clone(mem), &config).expect("a queue")
 }
 
-/// Where a chain's packet lies, whatever descriptors the driver put it into; this one put header
-/// and payload in a piece each.
+/// The header and payload of a chain's packet, however the driver divided it into descriptors; here
+/// each is one piece.
 #[inline]
 fn parts<'m>(mem: &'m Memory, pieces: &[Piece]) -> (GuestSlice<'m>, GuestSlice<'m>) {
-    let part = |offset, len| mem.whole(pieces, offset, len).expect("one piece");
+    let part = |offset, len| mem.contiguous(pieces, offset, len).expect("one piece");
     (part(0, HEADER), part(HEADER, PAYLOAD))
 }
 
 /// What one round does, and how many messages it passes.
 #[derive(Copy, Clone)]
 enum Scene {
-    /// A cache line to and fro.
+    /// A cache line in both directions.
     Floor,
     ToDevice {
         batch: u32,
@@ -238,7 +241,7 @@ impl DriverSide {
         for slot in 0..SLOTS {
             side.rx.post(slot);
         }
-        side.rx.queue.publish_quietly();
+        side.rx.queue.publish_without_notify();
         side
     }
 
@@ -248,7 +251,7 @@ impl DriverSide {
             self.tx.slots.write(slot, u64::from(message));
             self.tx.post(slot);
             if message.is_multiple_of(batch) || message == count {
-                self.tx.queue.publish_quietly();
+                self.tx.queue.publish_without_notify();
             }
         }
     }
@@ -260,7 +263,7 @@ impl DriverSide {
         while message < count {
             let Some(slot) = self.rx.take() else {
                 if unpublished > 0 {
-                    self.rx.queue.publish_quietly();
+                    self.rx.queue.publish_without_notify();
                     unpublished = 0;
                 }
                 continue;
@@ -273,12 +276,12 @@ impl DriverSide {
             self.rx.post(slot);
             unpublished += 1;
             if unpublished == RETURN {
-                self.rx.queue.publish_quietly();
+                self.rx.queue.publish_without_notify();
                 unpublished = 0;
             }
         }
         let time = start.elapsed().as_nanos() as f64;
-        self.rx.queue.publish_quietly();
+        self.rx.queue.publish_without_notify();
         time
     }
 
@@ -293,7 +296,7 @@ impl DriverSide {
             };
             self.rx.slots.check(slot, u64::from(message));
             self.rx.post(slot);
-            self.rx.queue.publish_quietly();
+            self.rx.queue.publish_without_notify();
         }
         start.elapsed().as_nanos() as f64
     }
@@ -302,7 +305,7 @@ impl DriverSide {
         let slot = self.tx.slot();
         self.tx.slots.write(slot, u64::from(message));
         self.tx.post(slot);
-        self.tx.queue.publish_quietly();
+        self.tx.queue.publish_without_notify();
     }
 }
 
@@ -320,7 +323,7 @@ impl DeviceSide {
         while message < count {
             if !self.receive_one(message + 1) {
                 if unpublished > 0 {
-                    self.tx.publish_quietly();
+                    self.tx.publish_without_notify();
                     unpublished = 0;
                 }
                 continue;
@@ -331,12 +334,12 @@ impl DeviceSide {
             }
             unpublished += 1;
             if unpublished == RETURN {
-                self.tx.publish_quietly();
+                self.tx.publish_without_notify();
                 unpublished = 0;
             }
         }
         let time = start.elapsed().as_nanos() as f64;
-        self.tx.publish_quietly();
+        self.tx.publish_without_notify();
         time
     }
 
@@ -356,7 +359,7 @@ impl DeviceSide {
         for message in 1..=count {
             self.send_one(message);
             if message.is_multiple_of(batch) || message == count {
-                self.rx.publish_quietly();
+                self.rx.publish_without_notify();
             }
         }
     }
@@ -377,14 +380,14 @@ impl DeviceSide {
         for message in 1..=count {
             while !self.receive_one(message) {}
             self.send_one(message);
-            self.rx.publish_quietly();
-            // What was read goes back behind the answer, which somebody waits for.
-            self.tx.publish_quietly();
+            self.rx.publish_without_notify();
+            // Buffers are returned after the answer, which the other side waits for.
+            self.tx.publish_without_notify();
         }
     }
 }
 
-/// A cache line of its own (two, as processors fetch pairs).
+/// A cache line of its own (two, because processors fetch pairs).
 #[repr(align(128))]
 struct Line(AtomicU64);
 

@@ -63,7 +63,7 @@ pub(crate) unsafe fn copy_between(src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
-/// As [`copy_between`], by way of private memory: from the end if the source lies in front.
+/// As [`copy_between`], through private memory; from the end if the source lies in front.
 ///
 /// # Safety
 /// As for [`copy_between`].

@@ -1,9 +1,8 @@
-//! The event-index test (virtio 1.2, 2.7.7.2 and 2.7.10): does a batch pass the index at which
-//! the other half asked to be told?
+//! The event-index test (virtio 1.2, 2.7.7.2 and 2.7.10): does a batch pass the index at which the
+//! other half requested a notification?
 
-/// Whether publishing the entries from `old` up to, not including, `new` passes `event`: whether
-/// the other half, which asked to be told once entry `event` is there, wants a notification. All
-/// three are free-running and wrap at 65536.
+/// Whether publishing the entries from `old` up to, not including, `new` passes `event`, the entry
+/// for which the other half requested a notification. All three are free-running and wrap at 65536.
 #[inline]
 pub(crate) fn need_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -26,8 +25,8 @@ mod tests {
     }
 
     #[test]
-    fn is_true_exactly_for_the_entries_of_the_batch() {
-        // Batches across every kind of border, against all events near them.
+    fn need_event_is_true_exactly_for_entries_of_the_batch() {
+        // Batches across every border, with all events near them.
         for old in [0u16, 1, 2, 32767, 32768, 65533, 65534, 65535] {
             for count in [0u16, 1, 2, 3, 5, 255, 256] {
                 let new = old.wrapping_add(count);

@@ -1,15 +1,15 @@
-//! The table of live mappings that a SIGBUS handler may consult.
+//! The table of live mappings that a SIGBUS handler reads.
 //!
-//! A front-end can truncate the file behind memory that we have mapped; the next access then
-//! raises SIGBUS. The handler itself is installed elsewhere (zerosock-sys); here is what it needs
-//! to know. What must hold:
+//! A front-end can truncate the file behind mapped memory; the next access then raises SIGBUS.
+//! zerosock-sys installs the handler; this module has the data it needs.
 //!
-//! - [`handle_fault`] runs inside a signal handler: no lock, no allocation, no memory that could
-//!   be freed under it. Slots therefore live in static or leaked chunks and are reused, never
-//!   freed; a slot is read under a version counter, so that one in the middle of a change is
-//!   recognised and skipped.
+//! # Invariants
+//! - [`handle_fault`] runs inside a signal handler: no lock, no allocation, no memory that could be
+//!   freed meanwhile. Slots therefore live in static or leaked chunks and are reused, never freed;
+//!   a slot is read under a version counter, so that the reader detects and skips one that is being
+//!   changed.
 //! - The slot of the mapping that faults cannot change meanwhile: the faulting thread borrows the
-//!   memory, so its `Drop`, the only one to change the slot, has not begun.
+//!   memory, so its `Drop`, which alone changes the slot, has not begun.
 
 use core::ptr;
 use core::sync::atomic::{
@@ -44,7 +44,7 @@ impl Chunk {
         unsafe { self.next.load(Acquire).as_ref() }
     }
 
-    /// The chunk behind this one, made if there is none. Never called by a signal handler.
+    /// The next chunk, allocated if there is none. Never called by a signal handler.
     fn grow(&self) -> &'static Chunk {
         if let Some(next) = self.next() {
             return next;
@@ -55,29 +55,34 @@ impl Chunk {
             .compare_exchange(ptr::null_mut(), fresh, AcqRel, Acquire)
             .is_err()
         {
-            // SAFETY: the exchange failed, so nobody else has seen the box made two lines above.
+            // SAFETY: the exchange failed, so no other thread has seen the box made two lines
+            // above.
             drop(unsafe { Box::from_raw(fresh) });
         }
-        // Either ours or that of the thread that came first: not null any more.
+        // Ours, or that of the thread that was first: not null any more.
         self.next().unwrap_or(&TABLE)
     }
 }
 
-/// What the handler knows of one mapping.
+/// What the handler knows about one mapping.
 #[derive(Debug)]
 struct Slot {
+    /// Set while a mapping has the slot.
     taken: AtomicBool,
     /// Odd while the fields below change.
     version: AtomicUsize,
+    /// First address of the mapping.
     start: AtomicUsize,
     /// 0 in a free slot, which thus contains no address.
     len: AtomicUsize,
+    /// Page size of the mapping, in bytes.
     page: AtomicUsize,
+    /// Id of the memory.
     owner: AtomicU64,
-    /// The first slot of the same memory: the one place where that memory looks for a loss.
+    /// The first slot of the same memory, in which that memory's loss is recorded.
     leader: AtomicPtr<Slot>,
-    /// The id of the memory that was lost. An id rather than a flag, so that a loss noted late
-    /// cannot hit the next user of a recycled slot.
+    /// The id of the memory that was lost. An id rather than a flag, so that a late store does not
+    /// affect the next user of the slot.
     lost: AtomicU64,
 }
 
@@ -95,19 +100,21 @@ impl Slot {
         }
     }
 
-    /// Changes the fields so that a concurrent [`Slot::range`] sees all of it or recognises it.
+    /// Changes the fields so that a concurrent [`Slot::find`] sees all of the change or skips the
+    /// slot.
     fn set(&self, start: usize, len: usize, page: usize, owner: u64, leader: *const Slot) {
         // Only the holder of `taken` writes, so the version needs no read-modify-write.
         let version = self.version.load(Relaxed);
         self.version.store(version.wrapping_add(1), Relaxed);
-        // Pairs with the Acquire fence in `range`: who sees a new field sees the odd version.
+        // Pairs with the Acquire fence in `find`: a reader that sees a new field sees the odd
+        // version.
         fence(Release);
         self.start.store(start, Relaxed);
         self.len.store(len, Relaxed);
         self.page.store(page, Relaxed);
         self.owner.store(owner, Relaxed);
         self.leader.store(leader.cast_mut(), Relaxed);
-        // Pairs with the first load in `range`.
+        // Pairs with the first load in `find`.
         self.version.store(version.wrapping_add(2), Release);
     }
 
@@ -144,13 +151,13 @@ struct Found {
     leader: *const Slot,
 }
 
-/// A mapping's place in the table; dropping it takes the mapping out, which must happen before
-/// the addresses are given back.
+/// A mapping's entry in the table; dropping it removes the mapping, which must happen before the
+/// addresses are unmapped.
 #[derive(Debug)]
 pub(crate) struct Registration(&'static Slot);
 
 impl Registration {
-    /// Enters a mapping of the memory `owner` (not 0); `leader` is that memory's first one.
+    /// Adds a mapping of the memory `owner` (not 0); `leader` is that memory's first one.
     pub(crate) fn new(
         start: usize,
         len: usize,
@@ -162,7 +169,8 @@ impl Registration {
         let slot = loop {
             let free = chunk.slots.iter().find(|slot| {
                 !slot.taken.load(Relaxed)
-                    // Acquire pairs with the Release in `drop`: the last user's writes are done.
+                    // Acquire pairs with the Release in `drop`: the last user's writes are
+                    // complete.
                     && slot.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok()
             });
             match free {
@@ -175,7 +183,7 @@ impl Registration {
         Registration(slot)
     }
 
-    /// Whether a fault was handled in any mapping whose leader this is.
+    /// Whether a fault was handled in a mapping with this leader.
     #[inline]
     pub(crate) fn is_lost(&self, owner: u64) -> bool {
         self.0.lost.load(Relaxed) == owner
@@ -189,17 +197,17 @@ impl Drop for Registration {
     }
 }
 
-/// If `addr` lies in a mapping of a live [`Memory`](crate::Memory): marks that memory lost, puts
-/// anonymous zero pages over the mapping from the faulting page to its end (truncation takes the
-/// tail, and one call per page would let a peer use up the process's mappings), and returns true:
-/// the faulting instruction may be retried. Otherwise false, and nothing has changed.
+/// If `addr` lies in a mapping of a live [`Memory`](crate::Memory): marks that memory lost, maps
+/// anonymous zero pages from the faulting page to the end of the mapping, and returns true: the
+/// faulting instruction may be retried. Otherwise returns false and changes nothing. Truncation
+/// removes the tail of a file, and one call per page would let a peer exhaust the process's mappings.
 ///
 /// Async-signal-safe: atomics and one system call, which leaves errno alone.
 ///
 /// # Safety
-/// To be called from a SIGBUS handler only, on the thread that faulted, with the address of the
-/// access that faulted: it is that access, still going on, that keeps the mapping alive. With any
-/// other address the mapping may be given back and its place be taken while pages are put there.
+/// Call it only from a SIGBUS handler, on the thread that faulted, with the address of the access
+/// that faulted: that access, which is still in progress, keeps the mapping alive. With any other
+/// address the range may be unmapped and reused while pages are mapped there.
 pub unsafe fn handle_fault(addr: usize) -> bool {
     let mut chunk = Some(&TABLE);
     while let Some(current) = chunk {
@@ -212,7 +220,7 @@ pub unsafe fn handle_fault(addr: usize) -> bool {
 }
 
 fn replace(addr: usize, found: &Found) -> bool {
-    // First the mark, then the pages: whoever reads zeros can find out why.
+    // First the mark, then the pages: a thread that reads zeros can find the mark.
     // SAFETY: leaders are slots, and slots are static or leaked.
     if let Some(leader) = unsafe { found.leader.as_ref() } {
         leader.lost.store(found.owner, Release);
@@ -220,10 +228,10 @@ fn replace(addr: usize, found: &Found) -> bool {
     let from = found.start + (addr - found.start) / found.page * found.page;
     let len = found.start + found.len - from;
     // SAFETY: [from, from + len) is a page-aligned part of a mapping that the memory `owner` made
-    // and has not given back: by the contract of `handle_fault` the thread that calls us stands in
-    // the middle of an access through that memory, so it cannot be dropped before we return.
-    // Nothing but raw copies and atomics goes through the addresses, so contents that turn to zero
-    // break no promise of the language; where references do (see `Trust`), the file cannot shrink.
+    // and has not unmapped: by the contract of `handle_fault` the calling thread is in the middle of
+    // an access through that memory, so it cannot be dropped before we return. Only raw copies and
+    // atomics access the addresses, so contents that change to zero are not undefined behaviour;
+    // where references access them (see `Trust`), the file cannot shrink.
     unsafe {
         mmap_anonymous(
             ptr::with_exposed_provenance_mut(from),
@@ -239,12 +247,12 @@ fn replace(addr: usize, found: &Found) -> bool {
 mod tests {
     use super::*;
 
-    /// An owner that no memory of another test is: those count up from 1.
+    /// An owner that is no memory of another test: their ids count up from 1.
     const OWNER: u64 = u64::MAX - 1;
 
     #[test]
-    fn slots_are_found_reused_and_forgotten() {
-        // Addresses that no mapping of another test can have.
+    fn registered_slots_are_found_until_dropped() {
+        // No mapping of another test can have these addresses.
         let start = 0x1000;
         let first = Registration::new(start, 0x2000, 0x1000, OWNER, None);
         let second = Registration::new(0x8000, 0x1000, 0x1000, OWNER, Some(&first));
@@ -263,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_grows_past_a_chunk() {
+    fn the_table_grows_beyond_one_chunk() {
         let all: Vec<_> = (0..3 * CHUNK)
             .map(|i| Registration::new(0x10_0000 + i * 16, 16, 1, OWNER, None))
             .collect();
@@ -277,12 +285,12 @@ mod tests {
     }
 
     #[test]
-    fn a_late_loss_does_not_hit_the_next_user() {
+    fn a_late_loss_does_not_affect_the_next_user_of_the_slot() {
         let first = Registration::new(0x4000_0000, 16, 1, OWNER, None);
         let slot = first.0;
         drop(first);
         slot.lost.store(OWNER, Relaxed);
-        // Whoever gets the slot next has another id.
+        // The next user of the slot has another id.
         let next = Registration(slot);
         assert!(!next.is_lost(OWNER - 1));
         core::mem::forget(next);

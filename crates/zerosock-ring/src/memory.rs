@@ -1,8 +1,9 @@
-//! The memory of one peer: an immutable set of mapped regions, and translation into it.
+//! The memory of one peer: an immutable set of mapped regions, and translation of guest addresses.
 //!
-//! What must hold: every address handed out was checked against one region, and the region stays
-//! mapped while anything can reach it. Addresses, lengths and files come from a peer that lies.
-//! A file that shrinks after it was mapped is the business of the [fault table](crate::handle_fault).
+//! # Invariants
+//! Every address returned was checked against one region, and the region stays mapped while
+//! anything can reach it. Addresses, lengths and files come from a hostile peer.
+//! [`handle_fault`](crate::handle_fault) handles a file that shrinks after it was mapped.
 
 mod map;
 
@@ -58,7 +59,7 @@ struct Region {
     host: *mut u8,
 }
 
-/// What keeps the addresses of one region valid.
+/// The owner of the addresses of one region.
 #[derive(Debug)]
 enum Backing {
     Mapping(Mapping),
@@ -70,10 +71,10 @@ enum Backing {
 }
 
 /// The mapped memory of one peer: an immutable set of regions, shared as `Arc<Memory>` by the
-/// queues that lie in it and by everybody who holds a piece of it.
+/// queues that lie in it and by every holder of a piece of it.
 ///
-/// A [`Piece`] is a number pair that any memory bounds-checks; a [`GuestSlice`] borrows the memory.
-/// So nothing outlives the mapping, and a changed memory table is a new `Memory`.
+/// A [`Piece`] is a pair of numbers that any memory bounds-checks; a [`GuestSlice`] borrows the
+/// memory. So nothing outlives the mapping, and a changed memory table is a new `Memory`.
 #[derive(Debug)]
 pub struct Memory {
     id: u64,
@@ -85,8 +86,8 @@ pub struct Memory {
 // SAFETY: the pointers in it are addresses of shared mappings (or, in tests, of a heap block that
 // this object owns), valid on every thread until `drop`, which has the object to itself.
 unsafe impl Send for Memory {}
-// SAFETY: through a shared reference the bytes are accessed only by the copies of `copy`, which race
-// with nothing, and by atomics; the rest is never changed.
+// SAFETY: through a shared reference the bytes are accessed only by the copies of `copy`, which
+// race with nothing, and by atomics; the other fields never change.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -150,9 +151,9 @@ impl Memory {
         result
     }
 
-    /// As `translate`, trying region `hint` first and leaving there the one that was right. The
-    /// hint is the caller's, so that queues on several cores do not share a cache line for it.
-    /// On an error, pieces in front of the bad byte may have been handed out already.
+    /// As `translate`, but tries region `hint` first and stores the region that matched there. Each
+    /// caller has its own hint, so that queues on several cores do not share a cache line for it.
+    /// On an error, pieces in front of the bad byte may have been passed to `out` already.
     #[inline]
     pub(crate) fn translate_near(
         &self,
@@ -168,12 +169,12 @@ impl Memory {
         self.translate_search(hint, guest_addr, len, &mut out)
     }
 
-    /// The buffer as one piece of that region, if it lies there and has any bytes.
+    /// The buffer as one piece of that region, if it lies there and is not empty.
     #[inline]
     pub(crate) fn piece_in(&self, index: u32, guest_addr: u64, len: u32) -> Option<Piece> {
         let region = self.regions.get(index as usize)?;
         // An address below the region wraps to at least 2^64 - guest_addr, which is above
-        // region.len because guest_addr + len does not wrap: refused like one past the end.
+        // region.len because guest_addr + len does not wrap: it is refused like one past the end.
         let offset = guest_addr.wrapping_sub(region.guest_addr);
         let inside = offset < region.len && u64::from(len) <= region.len - offset && len != 0;
         inside.then_some(Piece {
@@ -229,8 +230,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Brings the cache line at a guest address near, to be read or written, if it lies in that
-    /// region; nothing but time depends on it.
+    /// Prefetches the cache line at a guest address, for reading or writing, if it lies in that
+    /// region; a hint only.
     #[inline]
     pub(crate) fn prefetch(&self, index: u32, guest_addr: u64, write: bool) {
         let Some(region) = self.regions.get(index as usize) else {
@@ -254,14 +255,14 @@ impl Memory {
             .regions
             .get(piece.region as usize)?
             .host(piece.offset, u64::from(piece.len))?;
-        // SAFETY: `host` checked the range against the region, whose addresses `backing` keeps
+        // SAFETY: `host` checked the range against the region; `backing` keeps its addresses
         // valid as long as `self` is borrowed; lengths are at most isize::MAX; references into
         // mapped memory are never made, but for atomics, which allow for this.
         Some(unsafe { GuestSlice::new(host, piece.len()) })
     }
 
-    /// The slices of `len` bytes of the pieces from `offset` on, ending early where the pieces do
-    /// or where one does not lie in this memory.
+    /// The slices of `len` bytes of the pieces from `offset` on; fewer where the pieces end or one
+    /// does not lie in this memory.
     #[inline]
     fn parts<'m>(
         &'m self,
@@ -286,13 +287,13 @@ impl Memory {
         })
     }
 
-    /// Copies out of the pieces, from `offset` bytes into them; returns the bytes copied, fewer
-    /// than asked where the pieces end.
+    /// Copies bytes of the pieces, from `offset` on, into `out`; returns the number of bytes
+    /// copied, fewer where the pieces end.
     #[inline]
     pub fn read(&self, pieces: &[Piece], offset: usize, out: &mut [u8]) -> usize {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(slice) = self.slice(piece)
-            && slice.read_whole(inside, out)
+            && slice.read_all(inside, out)
         {
             return out.len();
         }
@@ -311,11 +312,11 @@ impl Memory {
         done
     }
 
-    /// Copies the `N` bytes of the pieces from `offset` on; None if they end before. For headers
-    /// and the like: nearly always they lie in one piece, and then they are copied as a whole.
+    /// Copies `N` bytes of the pieces from `offset` on; None if they end before. For headers:
+    /// nearly always they lie in one piece and are copied at once.
     #[inline]
     pub fn read_array<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u8; N]> {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(bytes) = self.slice(piece)?.read_array(inside)
         {
             return Some(bytes);
@@ -325,19 +326,24 @@ impl Memory {
     }
 
     /// The `len` bytes of the pieces from `offset` on as one slice; None if they do not lie in one
-    /// piece. For those who read or write one place several times.
+    /// piece. For callers that access the same bytes several times.
     #[inline]
-    pub fn whole(&self, pieces: &[Piece], offset: usize, len: usize) -> Option<GuestSlice<'_>> {
-        let (piece, inside) = holder(pieces, offset)?;
+    pub fn contiguous(
+        &self,
+        pieces: &[Piece],
+        offset: usize,
+        len: usize,
+    ) -> Option<GuestSlice<'_>> {
+        let (piece, inside) = find_piece(pieces, offset)?;
         let part = self.slice(piece)?.part(inside, len);
         (part.len() == len).then_some(part)
     }
 
     /// Reads `N` little-endian words of the pieces from `offset` on; None if they end before. As
-    /// [`GuestSlice::read_words`], wherever the pieces meet.
+    /// [`GuestSlice::read_words`], also across pieces.
     #[inline]
     pub fn read_words<const N: usize>(&self, pieces: &[Piece], offset: usize) -> Option<[u64; N]> {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(words) = self.slice(piece)?.read_words(inside)
         {
             return Some(words);
@@ -353,8 +359,8 @@ impl Memory {
         Some(words)
     }
 
-    /// Writes the words, little-endian, to the pieces from `offset` on; false, and perhaps some
-    /// written, if they end before. As [`GuestSlice::write_words`], wherever the pieces meet.
+    /// Writes the words, little-endian, to the pieces from `offset` on; false, with some perhaps
+    /// written, if they end before. As [`GuestSlice::write_words`], also across pieces.
     #[inline]
     pub fn write_words<const N: usize>(
         &self,
@@ -362,7 +368,7 @@ impl Memory {
         offset: usize,
         words: [u64; N],
     ) -> bool {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(slice) = self.slice(piece)
             && slice.write_words(inside, words)
         {
@@ -376,13 +382,13 @@ impl Memory {
         })
     }
 
-    /// Copies into the pieces, from `offset` bytes into them; returns the bytes copied, fewer than
-    /// given where the pieces end.
+    /// Copies `data` into the pieces, from `offset` on; returns the number of bytes copied, fewer
+    /// where the pieces end.
     #[inline]
     pub fn write(&self, pieces: &[Piece], offset: usize, data: &[u8]) -> usize {
-        if let Some((piece, inside)) = holder(pieces, offset)
+        if let Some((piece, inside)) = find_piece(pieces, offset)
             && let Some(slice) = self.slice(piece)
-            && slice.write_whole(inside, data)
+            && slice.write_all(inside, data)
         {
             return data.len();
         }
@@ -399,8 +405,8 @@ impl Memory {
         done
     }
 
-    /// Appends to `out` the slices of `len` bytes of the pieces from `offset` on; returns the
-    /// bytes covered, fewer than asked when `out` is full or the pieces end.
+    /// Appends the slices of `len` bytes of the pieces from `offset` on to `out`; returns the
+    /// number of bytes covered, fewer when `out` is full or the pieces end.
     #[inline]
     pub fn slices<'m, const N: usize>(
         &'m self,
@@ -419,8 +425,8 @@ impl Memory {
         done
     }
 
-    /// Copies `len` bytes straight from the pieces of one memory to those of another (or the
-    /// same), each from its offset on; returns the bytes copied, fewer where either ends.
+    /// Copies `len` bytes directly from the pieces of one memory to those of another (or the same),
+    /// each from its offset on; returns the number of bytes copied, fewer where either ends.
     pub fn copy(
         (src, src_pieces, src_offset): (&Memory, &[Piece], usize),
         (dst, dst_pieces, dst_offset): (&Memory, &[Piece], usize),
@@ -446,8 +452,8 @@ impl Memory {
         done
     }
 
-    /// Whether part of the memory vanished (its file shrank) and was replaced by zeros: what was
-    /// read since means nothing, and the peer is to be dropped. Never turns back to false.
+    /// Whether part of the memory vanished (its file shrank) and was replaced by zeros: bytes read
+    /// since are invalid, and the peer must be dropped. Never becomes false again.
     #[inline]
     pub fn is_lost(&self) -> bool {
         self.backing
@@ -462,15 +468,14 @@ impl Memory {
         self.regions.iter().fold(0, sum)
     }
 
-    /// A number no other memory of this process has or had.
+    /// A number that no other memory of this process has or had.
     #[inline]
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Where the piece begins, counted in bytes from the beginning of the memory: its regions one
-    /// behind the other in order of guest addresses, without the gaps between them. None if it
-    /// does not lie in this memory.
+    /// Offset of the piece in the memory, in bytes: the regions count one after the other in order
+    /// of guest addresses, without the gaps. None if it does not lie in this memory.
     pub fn flat_offset(&self, piece: Piece) -> Option<u64> {
         let region = piece.region as usize;
         self.regions
@@ -496,10 +501,10 @@ impl Memory {
     }
 }
 
-/// The piece that has byte `offset` of all of them, and where in it that is.
+/// The piece that contains byte `offset` of all pieces, and the offset within it.
 #[inline]
-fn holder(pieces: &[Piece], offset: usize) -> Option<(Piece, usize)> {
-    // Unrolled, as nearly always it is the header's or the one behind it.
+fn find_piece(pieces: &[Piece], offset: usize) -> Option<(Piece, usize)> {
+    // Unrolled: nearly always it is the first or second piece.
     if let [first, rest @ ..] = pieces {
         if offset < first.len() {
             return Some((*first, offset));

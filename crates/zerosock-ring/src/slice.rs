@@ -1,11 +1,11 @@
 //! Pieces of peer memory: numbers ([`Piece`]) and checked, borrowed addresses ([`GuestSlice`]).
 //!
-//! What must hold: the bytes behind a [`GuestSlice`] may change at any moment, so no reference to
-//! them is made here. They are copied by [`copy`](crate::copy) alone: without a data race, and
-//! without the compiler reading the shared bytes a second time in place of their private copy
-//! (validated once, used twice: the oldest hole in this kind of program). References
-//! come only from `as_slice` and `as_mut_slice`, on the word of a caller that nobody writes
-//! meanwhile; [`trust`](crate::Trust) has the ways to them.
+//! # Invariants
+//! The bytes behind a [`GuestSlice`] may change at any moment, so no reference to them is made
+//! here. Only [`copy`](crate::copy) accesses them: without a data race, and without the compiler
+//! reading the shared bytes a second time in place of their private copy (a double fetch: one value
+//! is checked and another used). References come only from `as_slice` and `as_mut_slice`, for
+//! callers that promise that no party writes meanwhile; see [`Trust`](crate::Trust).
 
 use core::fmt;
 use core::marker::PhantomData;
@@ -16,8 +16,8 @@ use core::slice;
 use crate::copy::{copy_between, copy_in, copy_out, load, store};
 use crate::memory::Memory;
 
-/// A part of one region of a [`Memory`]: only numbers, meaningless without the memory that
-/// [`translate`](Memory::translate)d it, and checked again by [`Memory::slice`].
+/// A range of bytes in one region of a [`Memory`]: only numbers, meaningless without the memory
+/// that [`translate`](Memory::translate)d it, and checked by [`Memory::slice`].
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Piece {
     pub(crate) region: u32,
@@ -28,7 +28,7 @@ pub struct Piece {
 const _: () = assert!(size_of::<Piece>() == 16);
 
 impl Piece {
-    /// No bytes: fills places not in use.
+    /// No bytes: fills unused array elements.
     pub(crate) const NONE: Piece = Piece {
         region: 0,
         len: 0,
@@ -51,8 +51,8 @@ impl Piece {
     #[inline]
     #[must_use]
     pub fn part(self, offset: usize, len: usize) -> Piece {
-        // Both minima are at most `self.len`, so they fit; the sum stays within the region, which
-        // is what matters where this is resolved, and cannot wrap when it came from a region.
+        // Both minima are at most `self.len`, so they fit; the sum stays within the region and
+        // cannot wrap, if the piece came from one, and is checked where it is resolved.
         let offset = offset.min(self.len()) as u32;
         let len = len.min((self.len - offset) as usize) as u32;
         Piece {
@@ -66,11 +66,11 @@ impl Piece {
 /// Most pieces that a [`PieceBuf`] holds.
 const MAX_PIECES: usize = 4;
 
-/// Up to four [`Piece`]s by value: what somebody who keeps a chain's payload in view carries out
-/// of the chain. A header and a payload, each across a border of regions, are four.
+/// Up to four [`Piece`]s by value: the payload of a chain without the chain. A header and a
+/// payload, each across the border of two regions, have four.
 #[derive(Copy, Clone)]
 pub struct PieceBuf {
-    /// Those behind `len` mean nothing.
+    /// Only the first `len` are valid.
     pieces: [Piece; MAX_PIECES],
     /// At most `MAX_PIECES`.
     len: u32,
@@ -92,8 +92,8 @@ impl PieceBuf {
         Some(buf)
     }
 
-    /// The pieces of `len` bytes from `offset` on: without a header, say, or without what was not
-    /// filled. Fewer bytes where the pieces end.
+    /// The pieces of `len` bytes from `offset` on, for example without a header; fewer bytes where
+    /// the pieces end. None if there are more than four.
     #[inline]
     pub fn from_part(pieces: &[Piece], mut offset: usize, mut len: usize) -> Option<PieceBuf> {
         let mut buf = PieceBuf::EMPTY;
@@ -188,8 +188,8 @@ impl<'m> GuestSlice<'m> {
         }
     }
 
-    /// Address of the first byte. Reading and writing through it is the caller's `unsafe`: the
-    /// bytes change under every reader.
+    /// Address of the first byte. Access through it is the caller's `unsafe`: the bytes change at
+    /// any time.
     #[inline]
     pub fn as_ptr(self) -> *mut u8 {
         self.ptr
@@ -207,7 +207,7 @@ impl<'m> GuestSlice<'m> {
         self.len == 0
     }
 
-    /// Brings the first cache line near, to be read. A hint: no bytes are read, nothing can fault.
+    /// Prefetches the first cache line for reading. A hint: no bytes are read, nothing can fault.
     #[inline]
     pub fn prefetch(self) {
         // SAFETY: a prefetch has no effect but on the cache, whatever the address.
@@ -218,7 +218,7 @@ impl<'m> GuestSlice<'m> {
         }
     }
 
-    /// As `prefetch`, to be written: takes the line away from other caches.
+    /// As `prefetch`, for writing: takes the line away from other caches.
     #[inline]
     pub fn prefetch_write(self) {
         // SAFETY: as in `prefetch`; a processor that does not know the instruction does nothing.
@@ -247,24 +247,24 @@ impl<'m> GuestSlice<'m> {
         }
     }
 
-    /// Copies out from `offset` on; returns the bytes copied, fewer than asked where the slice
-    /// ends.
+    /// Copies bytes from `offset` on into `out`; returns the number of bytes copied, fewer where
+    /// the slice ends.
     #[inline]
     pub fn read(self, offset: usize, out: &mut [u8]) -> usize {
-        if self.read_whole(offset, out) {
+        if self.read_all(offset, out) {
             return out.len();
         }
         let part = self.part(offset, out.len());
-        // SAFETY: source: `part` keeps within the range that `new` was promised, and the
-        // destination is at least as long. They do not overlap: `out` is a Rust reference, and
-        // one to mapped memory exists only where its maker promised that nothing, so not this
-        // call either, reads or writes those bytes by another way.
+        // SAFETY: source: `part` is within the range that `new` was promised, and the destination
+        // is at least as long. They do not overlap: `out` is a Rust reference, and its maker
+        // promised, if it is to mapped memory, that nothing, including this call, accesses those
+        // bytes in another way.
         unsafe { copy_out(part.ptr, out.as_mut_ptr(), part.len) };
         part.len
     }
 
-    /// Copies `N` bytes out from `offset` on; None if the slice ends before. For headers and the
-    /// like: the length is known when this is compiled, and nothing is copied but the whole.
+    /// Copies `N` bytes from `offset` on; None if the slice ends before. For headers: the length is
+    /// a constant, and either all bytes are copied or none.
     #[inline]
     pub fn read_array<const N: usize>(self, offset: usize) -> Option<[u8; N]> {
         let part = self.part(offset, N);
@@ -278,9 +278,9 @@ impl<'m> GuestSlice<'m> {
     }
 
     /// Reads `N` little-endian words from `offset` on, each by one load into a register; None if
-    /// the slice ends before. For headers, which are taken apart at once: a copy that was stored
-    /// in wide pieces and is loaded in others has to wait until every store before it has left the
-    /// processor, those to the peer's cache lines included.
+    /// the slice ends before. For headers, which are parsed at once: a copy that is stored in wide
+    /// pieces and loaded in others must wait until all earlier stores have left the processor,
+    /// those to the peer's cache lines included.
     #[inline]
     pub fn read_words<const N: usize>(self, offset: usize) -> Option<[u64; N]> {
         if offset > self.len || size_of::<[u64; N]>() > self.len - offset {
@@ -294,7 +294,7 @@ impl<'m> GuestSlice<'m> {
         Some(words)
     }
 
-    /// Writes the words, little-endian, from `offset` on; false, and nothing done, if the slice
+    /// Writes the words, little-endian, from `offset` on; false, and nothing written, if the slice
     /// ends before. For headers, for the same reason as [`read_words`](Self::read_words).
     #[inline]
     pub fn write_words<const N: usize>(self, offset: usize, words: [u64; N]) -> bool {
@@ -302,18 +302,17 @@ impl<'m> GuestSlice<'m> {
             return false;
         }
         for (index, word) in words.into_iter().enumerate() {
-            // SAFETY: just checked: the words' bytes end at or before self.len; shared, and not
-            // under a reference whose maker allowed for this call.
+            // SAFETY: just checked: the words' bytes end at or before self.len; they are shared,
+            // and not behind a reference that forbids this call.
             unsafe { store(self.ptr.add(offset + 8 * index), word.to_le()) };
         }
         true
     }
 
-    /// Copies out as many bytes as `out` has, from `offset` on; false, and nothing done, if the
-    /// slice ends before. Not so general as `read`, so that a length known when this is compiled
-    /// stays known.
+    /// Copies as many bytes as `out` has, from `offset` on; false, and nothing copied, if the slice
+    /// ends before. Unlike in `read`, a constant length stays a constant.
     #[inline]
-    pub(crate) fn read_whole(self, offset: usize, out: &mut [u8]) -> bool {
+    pub(crate) fn read_all(self, offset: usize, out: &mut [u8]) -> bool {
         if offset > self.len || out.len() > self.len - offset {
             return false;
         }
@@ -322,9 +321,9 @@ impl<'m> GuestSlice<'m> {
         true
     }
 
-    /// Copies all of `data` in from `offset` on; false, and nothing done, if the slice ends before.
+    /// Copies all of `data` to `offset`; false, and nothing copied, if the slice ends before.
     #[inline]
-    pub(crate) fn write_whole(self, offset: usize, data: &[u8]) -> bool {
+    pub(crate) fn write_all(self, offset: usize, data: &[u8]) -> bool {
         if offset > self.len || data.len() > self.len - offset {
             return false;
         }
@@ -333,22 +332,21 @@ impl<'m> GuestSlice<'m> {
         true
     }
 
-    /// Copies in from `offset` on; returns the bytes copied, fewer than given where the slice
-    /// ends.
+    /// Copies `data` to `offset`; returns the number of bytes copied, fewer where the slice ends.
     #[inline]
     pub fn write(self, offset: usize, data: &[u8]) -> usize {
-        if self.write_whole(offset, data) {
+        if self.write_all(offset, data) {
             return data.len();
         }
         let part = self.part(offset, data.len());
-        // SAFETY: as in `read`, the other way round: the destination is checked, shared and not
-        // under a reference whose maker allowed for this call, so it does not overlap with the
-        // source, a slice of at least that length.
+        // SAFETY: as in `read`, with source and destination exchanged: the destination is checked
+        // and shared, and not behind a reference that forbids this call, so it does not overlap
+        // with the source, a slice of at least that length.
         unsafe { copy_in(data.as_ptr(), part.ptr, part.len) };
         part.len
     }
 
-    /// Copies as much as fits from this slice to `dst`; returns the bytes copied. The two may
+    /// Copies as many bytes as fit from this slice to `dst`; returns their number. The two may
     /// overlap.
     #[inline]
     pub fn copy_to(self, dst: GuestSlice<'_>) -> usize {
@@ -359,13 +357,13 @@ impl<'m> GuestSlice<'m> {
         len
     }
 
-    /// The bytes themselves, to be read where they lie.
+    /// The bytes in place, for reading.
     ///
     /// # Safety
-    /// As long as the result lives, nobody writes any of these bytes, and they do not vanish:
-    /// not the peer, whose promise the caller vouches for; not this process, through whatever
-    /// slice, mapping or system call; and the file cannot shrink (what
-    /// [`handle_fault`](crate::handle_fault) puts in its place are other bytes).
+    /// While the result lives, no party writes any of these bytes, and they do not vanish: not the
+    /// peer, for which the caller vouches; not this process, through any slice, mapping or system
+    /// call; and the file cannot shrink (the zeros that [`handle_fault`](crate::handle_fault) maps
+    /// are other bytes).
     #[inline]
     pub unsafe fn as_slice(self) -> &'m [u8] {
         // SAFETY: readable for `len` bytes, at most isize::MAX, while 'm lasts, by `new`'s
@@ -373,12 +371,12 @@ impl<'m> GuestSlice<'m> {
         unsafe { slice::from_raw_parts(self.ptr, self.len) }
     }
 
-    /// The bytes themselves, to be written where they lie.
+    /// The bytes in place, for writing.
     ///
     /// # Safety
-    /// As for [`as_slice`](Self::as_slice); and as long as the result lives nobody reads them
-    /// either by another way, nor makes a second reference to any of them. The slice is `Copy`
-    /// and guards against nothing of this.
+    /// As for [`as_slice`](Self::as_slice); and while the result lives no party reads them in
+    /// another way, nor makes a second reference to any of them. The slice is `Copy` and prevents
+    /// none of this.
     #[inline]
     pub unsafe fn as_mut_slice(self) -> &'m mut [u8] {
         // SAFETY: as in `as_slice`, for writes as well; the only access, by the caller's promise.
@@ -402,13 +400,13 @@ impl<'m, const N: usize> SliceBuf<'m, N> {
         }
     }
 
-    /// Forgets all slices.
+    /// Removes all slices.
     #[inline]
     pub fn clear(&mut self) {
         self.len = 0;
     }
 
-    /// Appends; false, and nothing done, when full.
+    /// Appends a slice; false, and nothing appended, when full.
     #[inline]
     pub fn push(&mut self, slice: GuestSlice<'m>) -> bool {
         let Some(place) = self.slices.get_mut(self.len) else {
@@ -442,8 +440,8 @@ impl<'m, const N: usize> Deref for SliceBuf<'m, N> {
 
     #[inline]
     fn deref(&self) -> &Self::Target {
-        // SAFETY: `push` alone raises `len`, by one and only after writing the element there, and
-        // stops at N: the first `len` elements are initialised. MaybeUninit<T> has T's layout.
+        // SAFETY: only `push` increments `len`, after writing that element, and stops at N: the
+        // first `len` elements are initialised. MaybeUninit<T> has T's layout.
         unsafe { slice::from_raw_parts(self.slices.as_ptr().cast(), self.len) }
     }
 }

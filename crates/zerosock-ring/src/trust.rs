@@ -1,31 +1,31 @@
-//! Plain slices of peer memory, for those who declared that they may have them.
+//! Plain slices of peer memory, for callers that declare that the peer does not write them.
 //!
-//! What must hold: a Rust reference to shared memory exists only while nobody writes the bytes
-//! behind it. No check can find that out, since the peer is another process, so somebody has to
-//! promise it: once, with `unsafe`, by [`Trust::declare`]. Everything else here is safe to call for
-//! whoever was given the token; what a token's holder has to heed is written there, and nowhere
-//! else. It is for processes that attach, by the convention of memory-mapped files; never for a
-//! VM, whose kernel uses its memory again when it reboots.
+//! # Invariants
+//! A Rust reference to shared memory exists only while no party writes the bytes behind it. No
+//! check can establish that, since the peer is another process. The caller promises it once, with
+//! `unsafe`, by [`Trust::declare`]; everything else here is safe to call with the token, and the
+//! obligations of the token's holder are listed there only. This is for processes that attach, by
+//! the convention of memory-mapped files; never for a VM, because a guest kernel reuses its memory
+//! when it reboots.
 
 use crate::memory::Memory;
 use crate::slice::{GuestSlice, Piece};
 
-/// The word of somebody that a peer does not write what is leased. Hand it only to code that keeps
-/// the promises made in [`declare`](Self::declare); do not make it reachable for callers who made
-/// none.
+/// A promise that a peer does not write leased buffers. Pass the token only to code that keeps the
+/// promises made in [`declare`](Self::declare); do not make it reachable for other callers.
 ///
 /// ```
 /// use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 /// use zerosock_ring::{Memory, RegionConfig, Trust};
 ///
-/// let file = memfd_create("mine alone", MemfdFlags::CLOEXEC)?;
+/// let file = memfd_create("private", MemfdFlags::CLOEXEC)?;
 /// ftruncate(&file, 4096)?;
 /// let region = RegionConfig { guest_addr: 0, user_addr: 0, len: 4096, fd_offset: 0 };
 /// let memory = Memory::map(vec![(file, region)])?;
 /// let mut pieces = Vec::new();
 /// memory.translate(16, 5, &mut pieces)?;
 /// memory.write(&pieces, 0, b"hello");
-/// // SAFETY: nobody else has the file, and nothing is written from here on.
+/// // SAFETY: no other process has the file, and nothing is written from here on.
 /// let trust = unsafe { Trust::declare() };
 /// assert_eq!(memory.trusted_slice(pieces[0], trust), Some(&b"hello"[..]));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -34,36 +34,35 @@ use crate::slice::{GuestSlice, Piece};
 pub struct Trust(());
 
 impl Trust {
-    /// Declares that the peers of those memories for which the token will be used keep to leases.
+    /// Declares that the peers of all memories used with the token respect leases.
     ///
     /// # Safety
     /// For every memory with which the token, or a copy of it, is used:
     /// - **The peer** does not write a buffer while it is leased: from the moment it made the
-    ///   buffer available (or returned it with bytes in it) until it gets it back. It does not
-    ///   read or write a buffer that it lends for writing, and lends no byte twice at a time. It
-    ///   gets a buffer back through the ring, or by the answer to a message that stops the queue or
-    ///   replaces the memory; an end of the control connection gives it nothing back.
-    /// - **The file** behind it cannot shrink (it has a shrink seal), since bytes that vanish under
-    ///   a reference change; and nobody else has it.
-    /// - **This process**, in all code that the token is given to: a slice is made only of a buffer
-    ///   that is leased, and dropped before the buffer is given back; nothing writes its bytes
-    ///   meanwhile, by [`Memory::write`], by [`Memory::copy`], by a [`GuestSlice`], by a system
-    ///   call, by another mapping of the file; rings never lie in it. A [`Claim`] is
-    ///   made only of a buffer that nobody else can reach: no other claim and no slice has a byte
-    ///   of it, and nothing reads or writes it by another way while one of the claim's slices
-    ///   lives.
+    ///   buffer available (or returned it with bytes in it) until it gets it back. It does not read
+    ///   or write a buffer that it lends for writing, and lends no byte twice at a time. It gets a
+    ///   buffer back through the ring, or by the answer to a message that stops the queue or
+    ///   replaces the memory; an end of the control connection returns no buffer.
+    /// - **The file** behind the memory cannot shrink (it has a shrink seal), since bytes that
+    ///   vanish under a reference change; and no other process has it.
+    /// - **This process**, in all code that has the token, makes a slice only of a leased buffer,
+    ///   and drops it before it returns the buffer. Meanwhile nothing writes its bytes: not
+    ///   [`Memory::write`], [`Memory::copy`], a [`GuestSlice`], a system call, or another mapping
+    ///   of the file; no ring lies in it. A [`Claim`] is made only of a buffer that no other code
+    ///   can reach: no other claim and no slice has a byte of it, and nothing reads or writes it in
+    ///   another way while a slice of the claim lives.
     #[inline]
     pub const unsafe fn declare() -> Trust {
         Trust(())
     }
 }
 
-/// A piece that belongs to its holder alone: what a loan is filled through. Not `Copy`, and its
-/// bytes are borrowed from it, so that one claim cannot give two slices to write at a time.
+/// Exclusive access to a piece, through which a loan is filled. A `Claim` is not `Copy`, and its
+/// slices borrow it, so one claim cannot give two mutable slices at a time.
 ///
-/// A [`Piece`] cannot do that: it is only numbers, which anybody can have from
-/// [`translate`](Memory::translate) as often as he likes. So what has to be heeded by hand, by the
-/// terms of [`Trust::declare`], shrinks to one moment, when a claim is made.
+/// A [`Piece`] cannot ensure that: it is only numbers, and [`translate`](Memory::translate) returns
+/// equal ones any number of times. So the caller must keep the terms of [`Trust::declare`] by hand
+/// only when it makes the claim.
 ///
 /// ```compile_fail,E0499
 /// # use zerosock_ring::{Claim, Memory};
@@ -81,8 +80,8 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Claims the piece of that memory; None if it does not lie in it. By the terms of
-    /// [`Trust::declare`], no byte of it is in anybody else's reach as long as the claim lives.
+    /// Claims a piece of that memory; None if it does not lie in it. By the terms of
+    /// [`Trust::declare`], no other code reaches a byte of it while the claim lives.
     #[inline]
     pub fn new(memory: &Memory, piece: Piece, _: Trust) -> Option<Claim> {
         memory.slice(piece)?;
@@ -96,19 +95,19 @@ impl Claim {
         self.piece
     }
 
-    /// The bytes, to be read; None if this is not the memory it was claimed of.
+    /// The bytes, for reading; None if this is not the memory of the claim.
     #[inline]
     pub fn slice<'c>(&'c self, memory: &'c Memory) -> Option<&'c [u8]> {
         let slice = memory
             .slice(self.piece)
             .filter(|_| memory.id() == self.memory)?;
-        // SAFETY: whoever declared trust promised that nobody else reaches the bytes of a claim.
-        // The claim is borrowed as long as the slice lives, so it gives none to write meanwhile.
+        // SAFETY: the declaration of trust promises that no other code reaches the bytes of a
+        // claim. The slice borrows the claim, so the claim gives no mutable slice meanwhile.
         Some(unsafe { slice.as_slice() })
     }
 
-    /// The bytes, to be written; None if this is not the memory it was claimed of. What they hold
-    /// is what the last user of the buffer left there.
+    /// The bytes, for writing; None if this is not the memory of the claim. They contain what the
+    /// last user of the buffer left there.
     #[inline]
     pub fn slice_mut<'c>(&'c mut self, memory: &'c Memory) -> Option<&'c mut [u8]> {
         let slice = memory
@@ -120,8 +119,8 @@ impl Claim {
 }
 
 impl<'m> GuestSlice<'m> {
-    /// The bytes, to be read where they lie: as [`Memory::trusted_slice`], for a slice that was
-    /// resolved before.
+    /// The bytes in place, for reading: as [`Memory::trusted_slice`], for a slice that was resolved
+    /// before.
     #[inline]
     pub fn trusted(self, _: Trust) -> &'m [u8] {
         // SAFETY: as in `Memory::trusted_slice`.
@@ -130,14 +129,14 @@ impl<'m> GuestSlice<'m> {
 }
 
 impl Memory {
-    /// The bytes of a leased piece, to be read where they lie; None if it does not lie in this
-    /// memory. Safe because whoever declared the trust promised what
-    /// [`GuestSlice::as_slice`](crate::GuestSlice::as_slice) asks for.
+    /// The bytes of a leased piece in place, for reading; None if it does not lie in this memory.
+    /// Safe because the declaration of trust promises what
+    /// [`GuestSlice::as_slice`](crate::GuestSlice::as_slice) requires.
     #[inline]
     pub fn trusted_slice(&self, piece: Piece, _: Trust) -> Option<&[u8]> {
-        // SAFETY: a Trust exists only because somebody promised, in `declare`, that peer and
-        // process do not write what is leased and that its file cannot shrink, and that this is
-        // called for leased pieces only.
+        // SAFETY: a Trust exists only because its maker promised, in `declare`, that peer and
+        // process do not write leased bytes, that their file cannot shrink, and that this is called
+        // for leased pieces only.
         Some(unsafe { self.slice(piece)?.as_slice() })
     }
 }
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_shows_the_bytes_where_they_lie() {
+    fn a_trusted_slice_shows_the_bytes_in_place() {
         let mem = memory();
         let pieces = pieces(&mem, 0x1ffc, 8);
         assert_eq!(mem.write(&pieces, 0, b"abcdefgh"), 8);
@@ -191,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_through_a_claim_lies_in_memory() {
+    fn bytes_written_through_a_claim_are_in_memory() {
         let mem = memory();
         let piece = pieces(&mem, 0x1100, 4)[0];
         let mut claim = Claim::new(&mem, piece, trust()).unwrap();
@@ -204,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_another_memory_give_nothing() {
+    fn pieces_outside_a_memory_give_no_slice() {
         let (mem, other) = (memory(), memory());
         let inside = pieces(&mem, 0x1000, 0x1000)[0];
         let outside = Piece {
@@ -229,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_buf_holds_four_and_no_more() {
+    fn a_piece_buf_holds_at_most_four_pieces() {
         let mem = memory();
         let five: Vec<Piece> = (0..5)
             .map(|i| pieces(&mem, 0x1000 + 16 * i, 16)[0])

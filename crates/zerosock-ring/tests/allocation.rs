@@ -41,7 +41,7 @@ const DATA: u64 = 0x10_0000;
 const TABLES: u64 = 0x18_0000;
 const LEN: u64 = 0x20_0000;
 
-/// One round of everything: direct, long, indirect and malformed chains; out of order; unpop.
+/// One round of all operations: direct, long, indirect and malformed chains; out of order; unpop.
 fn round(driver: &mut DriverQueue, device: &mut DeviceQueue, held: &mut Vec<zerosock_ring::Chain>) {
     let read = Buffer {
         addr: DATA,
@@ -59,12 +59,12 @@ fn round(driver: &mut DriverQueue, device: &mut DeviceQueue, held: &mut Vec<zero
         writable: false,
     };
     for slot in 0..8 {
-        driver.add(&[read, write], slot).expect("room");
-        driver.add(&[read; 17], slot).expect("room");
+        driver.add(&[read, write], slot).expect("free descriptors");
+        driver.add(&[read; 17], slot).expect("free descriptors");
         driver
             .add_indirect(TABLES + slot * 1024, &[write; 40], slot)
-            .expect("room");
-        driver.add(&[outside], slot).expect("room");
+            .expect("free descriptors");
+        driver.add(&[outside], slot).expect("free descriptors");
     }
     let _ = driver.publish();
     device.disable_notifications();
@@ -120,7 +120,7 @@ fn a_warm_queue_allocates_nothing() {
     };
     let mut device = DeviceQueue::new(mem, &config).expect("a queue");
     let mut held = Vec::with_capacity(256);
-    // A vector grows when its turn comes for the longest chain; the turns take a while.
+    // A vector grows when it gets the longest chain; it takes a while until all have.
     for _ in 0..100 {
         round(&mut driver, &mut device, &mut held);
     }

@@ -1,5 +1,5 @@
-//! Memory whose file shrinks after it was mapped: the fault is taken, the process lives, and only
-//! that memory is lost. With a real signal; the handler here does what the program's own does.
+//! A file shrinks after it was mapped: the fault is handled, the process continues, and only that
+//! memory is lost. Uses a real signal; the handler here does what that of the program does.
 #![cfg(not(any(loom, miri)))]
 
 use std::os::fd::OwnedFd;
@@ -78,10 +78,10 @@ fn get(mem: &Memory, addr: u64) -> u8 {
 }
 
 #[test]
-fn a_truncated_file_costs_its_own_memory_only() {
+fn a_truncated_file_loses_only_its_own_memory() {
     install();
     let fd = memfd(16 * PAGE);
-    // Two regions, so that the loss in the second shows on the memory.
+    // Two regions, so that the loss of the second shows on the memory.
     let victim = map(
         &fd,
         &[
@@ -95,15 +95,15 @@ fn a_truncated_file_costs_its_own_memory_only() {
         mem.write(&pieces(mem, addr, 1), 0, &[7]);
     }
     ftruncate(&fd, 9 * PAGE).expect("a shorter file");
-    assert!(!victim.is_lost(), "not before somebody looks");
+    assert!(!victim.is_lost(), "not before an access");
     assert_eq!(get(&victim, 0x10_0000 + 4 * PAGE), 0);
     assert!(victim.is_lost());
-    // From the fault on to the end it is anonymous now; the page in front of it that vanished as
-    // well is the next fault; what did not vanish is still what it was.
+    // From the fault to the end the mapping is anonymous now; the page before, which vanished too,
+    // is the next fault; the remaining pages keep their contents.
     assert_eq!(get(&victim, 0x10_0000 + 8 * PAGE - 1), 0);
     assert_eq!(get(&victim, 0x10_0000 + PAGE), 0);
     assert_eq!(get(&victim, PAGE), 7);
-    // Writes are taken too, and stay with us.
+    // Writes are handled too, and do not reach the file.
     let at = 0x10_0000 + 6 * PAGE;
     assert_eq!(victim.write(&pieces(&victim, at, 8), 0, &[9; 8]), 8);
     assert_eq!(get(&victim, at + 7), 9);
@@ -118,9 +118,9 @@ fn a_truncated_file_costs_its_own_memory_only() {
     assert!(!next.is_lost());
 }
 
-/// Long copies, and all that lie between words and pages: the fault comes in the middle of one.
+/// Copies of all lengths up to pages: the fault occurs in the middle of one.
 #[test]
-fn a_copy_that_runs_into_vanished_pages_goes_on_with_zeros() {
+fn a_copy_into_vanished_pages_continues_with_zeros() {
     install();
     for len in [64, 65, 300, 3000, 3 * PAGE as usize] {
         // From `len / 2` bytes in front of the page that vanishes.
@@ -158,7 +158,7 @@ fn a_copy_that_runs_into_vanished_pages_goes_on_with_zeros() {
 }
 
 #[test]
-fn rings_that_vanish_cost_their_queue() {
+fn vanished_rings_break_their_queue() {
     install();
     let len = DriverLayout::bytes_needed(8).next_multiple_of(PAGE) + PAGE;
     let fd = memfd(len);
@@ -181,20 +181,20 @@ fn rings_that_vanish_cost_their_queue() {
         len: 16,
         writable: true,
     };
-    driver.add(&[buffer], 1).expect("room");
+    driver.add(&[buffer], 1).expect("free descriptors");
     assert!(driver.publish());
     let chain = device.pop().expect("a sound queue").expect("a chain");
     ftruncate(&fd, 0).expect("an empty file");
     mem.write(chain.writable(), 0, &[1; 16]);
     device.complete(chain, 16);
     let _ = device.publish();
-    // The available index is 0 again: it went back, which no driver does.
+    // The available index is 0 again: it went back, which no honest driver does.
     assert!(matches!(device.pop(), Err(PopError::Broken(_))));
     assert!(mem.is_lost());
 }
 
 #[test]
-fn many_threads_may_fault_at_once_while_memories_come_and_go() {
+fn concurrent_faults_lose_only_their_own_memories() {
     install();
     let lost = Arc::new(Mutex::new(0));
     std::thread::scope(|scope| {

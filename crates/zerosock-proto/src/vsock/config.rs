@@ -1,4 +1,4 @@
-//! What a [`Shard`](super::Shard) is told when it is made.
+//! The configuration of a [`Shard`](super::Shard).
 
 use crate::addr::Cid;
 use crate::time::Duration;
@@ -6,16 +6,15 @@ use crate::time::Duration;
 /// Which half of the queue pair a shard serves.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum Role {
-    /// The device half. Every packet must come from `peer`, the guest; others
-    /// are dropped without RST. Our own CID is the host's, and those in
-    /// [`ShardConfig::local`].
+    /// The device half. Every packet must come from `peer`, the guest; others are dropped without
+    /// RST. Our own CIDs are the host's and those in [`ShardConfig::local`].
     Device {
         /// The guest's CID.
         peer: Cid,
     },
-    /// The driver half: the guest itself. Packets may come from anywhere.
+    /// The driver half: the guest itself. It accepts packets from any CID.
     Driver {
-        /// Our own CID, as the device's configuration space tells it.
+        /// Our own CID, as read from the device's configuration space.
         local: Cid,
     },
 }
@@ -48,12 +47,12 @@ impl FromIterator<Cid> for CidSet {
 /// The destination CIDs for which a device answers.
 #[derive(Clone, Eq, PartialEq, Debug, Default)]
 pub enum LocalCids {
-    /// The host's alone.
+    /// The host's only.
     #[default]
     HostOnly,
     /// The host's and those of siblings behind this device.
     HostAnd(CidSet),
-    /// All: whoever takes the events knows who is there, and rejects.
+    /// All: the caller decides by the events, and rejects connections to CIDs that do not exist.
     All,
 }
 
@@ -63,7 +62,7 @@ impl LocalCids {
         LocalCids::HostAnd(cids.into_iter().collect())
     }
 
-    /// Whether packets to `cid` are ours.
+    /// Whether the device accepts packets to `cid`.
     pub fn contains(&self, cid: Cid) -> bool {
         match self {
             _ if cid == Cid::HOST => true,
@@ -74,8 +73,8 @@ impl LocalCids {
     }
 }
 
-/// Everything that a [`Shard`](super::Shard) lets its maker choose. Take
-/// [`ShardConfig::device`] or [`ShardConfig::driver`] and change fields.
+/// Settings of a [`Shard`](super::Shard). Start with [`ShardConfig::device`] or
+/// [`ShardConfig::driver`] and change fields.
 #[derive(Clone, Debug)]
 pub struct ShardConfig {
     /// Which half we are.
@@ -84,30 +83,29 @@ pub struct ShardConfig {
     pub local: LocalCids,
     /// Receive buffer advertised for each connection, in bytes.
     pub buf_alloc: u32,
-    /// Most bytes in flight towards a peer, whatever it advertises. `None` is
-    /// Linux's rule: the connection's own `buf_alloc`.
+    /// Most bytes in flight towards a peer, whatever it advertises. `None`: the connection's own
+    /// `buf_alloc`, as in Linux.
     pub send_limit: Option<u32>,
-    /// Most connections at once, of all shards that share a port table, those included whose RST has not left or
-    /// whose end the caller has not yet polled. Above it REQUESTs are reset.
+    /// Most connections at once in all shards that share a port table. Connections count until
+    /// their RST has been sent and their end has been polled. Above the limit REQUESTs are reset.
     pub max_connections: usize,
-    /// Most undecided incoming connections when `accept_all` is set;
-    /// listeners have a bound of their own.
+    /// Most undecided incoming connections when `accept_all` is set; a listener has its own limit.
     pub backlog: usize,
     /// Every REQUEST to one of our CIDs becomes an
     /// [`Event::Incoming`](super::Event::Incoming), listener or not.
     pub accept_all: bool,
-    /// How long a REQUEST may go unanswered.
+    /// Time after which an unanswered REQUEST fails.
     pub connect_timeout: Duration,
-    /// How long a closing connection may go without progress.
+    /// Time after which a closing connection that makes no progress is reset.
     pub close_timeout: Duration,
-    /// Most RSTs waiting that belong to no connection; see
+    /// Most queued RSTs that belong to no connection; see
     /// [`Shard::is_backlogged`](super::Shard::is_backlogged).
     pub max_pending_resets: usize,
     /// Most queued sends of one connection; above it
     /// [`SendError::QueueFull`](super::SendError::QueueFull).
     pub max_queued_sends: usize,
-    /// Where the free-running counters start, so that tests can start them
-    /// near the wrap. Peers on the wire expect 0.
+    /// Start of the free-running counters, so that tests can start them near the wrap. Peers on the
+    /// wire expect 0.
     #[doc(hidden)]
     pub first_count: u32,
 }
@@ -121,7 +119,7 @@ impl ShardConfig {
         ShardConfig::new(Role::Device { peer })
     }
 
-    /// A driver half whose own CID is `local`.
+    /// A driver half with the CID `local`.
     pub fn driver(local: Cid) -> ShardConfig {
         ShardConfig::new(Role::Driver { local })
     }

@@ -1,17 +1,17 @@
-//! One connection: what is known about it, and nothing of what it carries.
+//! The state of one connection, without its payload.
 
 use std::collections::VecDeque;
 
 use super::credit::{RxCredit, Stall, TxCredit};
 use super::event::{CloseReason, RefuseReason};
 use super::messages::Messages;
-use super::ports::Hold;
+use super::ports::PortRef;
 use super::state::{How, State};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
-/// Names a connection of one shard, and no other that is later at its place.
+/// Identifies a connection of one shard. A later connection in the same slot has another id.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub struct FlowId {
     pub(crate) index: u32,
@@ -19,15 +19,15 @@ pub struct FlowId {
 }
 
 impl FlowId {
-    /// The connection's place, small and reused: for side tables, which keep
-    /// the whole id beside what they store.
+    /// The connection's slot, a small number that is reused: an index for side tables, which store
+    /// the whole id beside each entry.
     #[inline]
     pub const fn index(self) -> usize {
         self.index as usize
     }
 }
 
-/// What can be asked about a connection.
+/// A description of a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct FlowInfo {
     /// Our address.
@@ -38,19 +38,19 @@ pub struct FlowInfo {
     pub socket_type: SocketType,
     /// The state.
     pub state: State,
-    /// The peer will receive no more.
-    pub peer_shut_rcv: bool,
-    /// The peer will send no more.
-    pub peer_shut_snd: bool,
-    /// We will receive no more.
-    pub local_shut_rcv: bool,
-    /// We will send no more.
-    pub local_shut_snd: bool,
+    /// The peer has shut down receiving.
+    pub peer_recv_shutdown: bool,
+    /// The peer has shut down sending.
+    pub peer_send_shutdown: bool,
+    /// We have shut down receiving.
+    pub local_recv_shutdown: bool,
+    /// We have shut down sending.
+    pub local_send_shutdown: bool,
     /// Bytes that may be sent now: credit neither used nor reserved.
     pub send_credit: u32,
-    /// Bytes of queued sends not yet cut into packets.
+    /// Bytes of queued sends not yet divided into packets.
     pub unsent: u64,
-    /// Bytes of spans given out and not yet released.
+    /// Bytes of spans returned by `poll_transmit` and not yet released.
     pub unreleased: u64,
     /// Bytes delivered and not yet consumed.
     pub unread: u32,
@@ -64,16 +64,15 @@ pub struct FlowInfo {
     pub peer_buf_alloc: u32,
     /// Bytes that the peer has consumed, free-running.
     pub peer_fwd_cnt: u32,
-    /// The longest message that may be sent, in bytes: the peer's buffer, and our own bound on
-    /// what is under way.
-    pub most_message: u32,
+    /// The longest message that may be sent, in bytes: the peer's buffer or our own limit of bytes
+    /// in flight.
+    pub max_message_len: u32,
 }
 
-/// Credit and a packet's place, taken before the header exists. It is to be
-/// committed or cancelled: one that is dropped keeps its credit, and keeps
-/// queued sends waiting, until the connection ends.
+/// Credit for one packet of unknown length. Commit or cancel it: one that is dropped keeps its
+/// credit, and keeps queued sends waiting, until the connection ends.
 #[derive(Debug)]
-#[must_use = "a reservation holds credit until it is committed or cancelled"]
+#[must_use = "a reservation keeps its credit until it is committed or cancelled"]
 pub struct Reservation {
     pub(crate) flow: FlowId,
     pub(crate) len: u32,
@@ -94,19 +93,19 @@ impl Reservation {
     }
 }
 
-/// Credit for a whole message, taken before its first byte leaves. It is to be ended
-/// ([`commit_part`](super::Shard::commit_part) with an end) or cancelled: one that is dropped keeps
-/// its credit, and one that was begun keeps all others waiting, until the connection ends.
+/// Credit for a whole message. Complete it ([`commit_part`](super::Shard::commit_part) with an end)
+/// or cancel it: one that is dropped keeps its credit, and one that was begun keeps all others
+/// waiting, until the connection ends.
 #[derive(Debug)]
-#[must_use = "a message holds credit until it is ended or cancelled"]
-pub struct MessageRoom {
+#[must_use = "a message keeps its credit until it is completed or cancelled"]
+pub struct MessageReservation {
     pub(crate) flow: FlowId,
-    pub(crate) left: u32,
-    /// A part has left.
+    pub(crate) remaining: u32,
+    /// A part was sent.
     pub(crate) begun: bool,
 }
 
-impl MessageRoom {
+impl MessageReservation {
     /// The connection.
     #[inline]
     pub const fn flow(&self) -> FlowId {
@@ -115,12 +114,12 @@ impl MessageRoom {
 
     /// Bytes that may still be committed.
     #[inline]
-    pub const fn left(&self) -> u32 {
-        self.left
+    pub const fn remaining(&self) -> u32 {
+        self.remaining
     }
 }
 
-/// What finds a connection.
+/// The addresses that identify a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub(crate) struct Key {
     pub(crate) local: Address,
@@ -128,7 +127,7 @@ pub(crate) struct Key {
 }
 
 impl Key {
-    /// Equality, without a branch for each of the four numbers.
+    /// Equality without a branch for each of the four numbers.
     #[inline]
     pub(crate) fn is(&self, other: &Key) -> bool {
         let ends =
@@ -141,7 +140,7 @@ impl Key {
 #[derive(Copy, Clone, Default, Debug)]
 pub(crate) struct Control {
     pub(crate) rst: bool,
-    /// The RST is for no socket, as there has been no connection: it has no credit to tell.
+    /// The RST carries no credit, because no socket existed.
     pub(crate) no_socket: bool,
     pub(crate) request: bool,
     pub(crate) response: bool,
@@ -155,21 +154,21 @@ impl Control {
     }
 }
 
-/// Whether a connection is on its way to another queue pair (docs/queue-pairs.md).
+/// The progress of a move to another queue pair (docs/queue-pairs.md).
 #[derive(Copy, Clone, Eq, PartialEq, Default, Debug)]
-pub(crate) enum Moving {
+pub(crate) enum MoveState {
     #[default]
     No,
-    /// A driver's: MOVE to that pair is to be sent, and nothing behind it.
-    Ask(u16),
-    /// A driver's: MOVE has left.
-    Asked,
-    /// A device's: MOVE has come, and its caller is to say what becomes of it.
-    Wanted,
-    /// A device's: it stays at that pair, where it is, and MOVED is to say so.
-    Stay(u16),
-    /// A device's: it was moved, and its driver has not been heard of here.
-    Arrived,
+    /// Driver: MOVE to that pair is queued, and nothing may be sent behind it.
+    RequestQueued(u16),
+    /// Driver: MOVE was sent.
+    RequestSent,
+    /// Device: MOVE was received; the caller is to extract the connection or decline.
+    Requested,
+    /// Device: the caller declined; MOVED that names the present pair is queued.
+    DeclineQueued(u16),
+    /// Device: the connection was moved; no packet has arrived from the driver here.
+    AwaitingDriver,
 }
 
 /// Events waiting to be polled: at most one of each kind.
@@ -202,34 +201,37 @@ pub(crate) struct Queued {
     pub(crate) flags: u32,
 }
 
-/// First and longest wait, in milliseconds, before a sender that a limit of its own stalls asks
-/// again.
+/// First and longest delay, in milliseconds, before a sender that is stalled by a limit of its own
+/// requests credit again.
 pub(crate) const LIMIT_PROBE: (u32, u32) = (2, 1000);
-/// First and longest wait, in milliseconds, before a sender whose peer's buffer is full asks again. The peer is to
-/// tell of itself when that changes; but Linux before 6.8 does not when its reader waits for more
-/// than what is left (SO_RCVLOWAT), and then both wait for ever.
+/// First and longest delay, in milliseconds, before a sender that has filled the peer's buffer
+/// requests credit again. The peer should send an update when it has read; but Linux before 6.8
+/// sends none when its reader waits for more than what is left (SO_RCVLOWAT), and then both would
+/// wait for ever.
 pub(crate) const WINDOW_PROBE: (u32, u32) = (100, 8000);
 
-/// Queued sends, and the spans cut from them. Their payload is the caller's.
+/// Queued sends and the spans made from them. The caller has their payload.
 #[derive(Debug, Default)]
 pub(crate) struct SendQueue {
     pub(crate) sends: VecDeque<Queued>,
-    /// The id of the message at the front of the queue, or of the next one.
+    /// The id of the first message in the queue, or of the next one to be queued.
     pub(crate) front_message: u64,
-    /// Bytes of it already cut.
+    /// Bytes of that message already in packets.
     pub(crate) front_offset: u32,
+    /// Bytes not yet in packets.
     pub(crate) unsent: u64,
+    /// Bytes in packets and not yet released by the caller.
     pub(crate) unreleased: u64,
 }
 
-/// What few connections are.
+/// Flags that few connections have.
 #[derive(Copy, Clone, Debug, Default)]
-pub(crate) struct Unusual(u8);
+pub(crate) struct RareFlags(u8);
 
-impl Unusual {
-    /// The caller was told QueueFull; or that a message for which it has credit is to wait.
+impl RareFlags {
+    /// The caller got `QueueFull`, or must wait with a message that has credit.
     const WANTS_SPACE: u8 = 1;
-    /// Small pieces are to be gathered when it is short of packets.
+    /// Small writes are coalesced near the packet limit.
     const COALESCES: u8 = 2;
 
     pub(crate) fn wants_space(self) -> bool {
@@ -240,11 +242,11 @@ impl Unusual {
         self.set(Self::WANTS_SPACE, wants);
     }
 
-    pub(crate) fn coalesces(self) -> bool {
+    pub(crate) fn coalescing_enabled(self) -> bool {
         self.0 & Self::COALESCES != 0
     }
 
-    pub(crate) fn set_coalesces(&mut self, coalesces: bool) {
+    pub(crate) fn set_coalescing_enabled(&mut self, coalesces: bool) {
         self.set(Self::COALESCES, coalesces);
     }
 
@@ -253,8 +255,8 @@ impl Unusual {
     }
 }
 
-/// A connection. At rest it owns no memory but itself, unless its user queues sends: a hundred
-/// thousand of them is a number that a device is to bear, so what few have is behind a pointer.
+/// A connection. An idle one owns no further memory, unless its user queues sends: a device must
+/// support a hundred thousand of them, so rare parts are behind a pointer.
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) key: Key,
@@ -262,46 +264,48 @@ pub(crate) struct Connection {
     pub(crate) state: State,
     pub(crate) rx: RxCredit,
     pub(crate) tx: TxCredit,
-    /// What a SEQPACKET connection has beside.
+    /// Further state of a SEQPACKET connection.
     pub(crate) messages: Option<Box<Messages>>,
     pub(crate) control: Control,
-    /// The flags of the last SHUTDOWN that left.
+    /// The flags of the last SHUTDOWN sent.
     pub(crate) shutdown_sent: How,
     pub(crate) pending: Pending,
-    pub(crate) moving: Moving,
+    pub(crate) move_state: MoveState,
     /// Whether the caller knows the id.
-    pub(crate) seen: bool,
-    pub(crate) hold: Option<Hold>,
+    pub(crate) known_to_caller: bool,
+    /// Its reference to a port or to a listener's backlog, if it has one.
+    pub(crate) port_ref: Option<PortRef>,
 
-    /// Made by the first queued send, and kept.
+    /// Allocated by the first queued send, and kept.
     pub(crate) queue: Option<Box<SendQueue>>,
-    /// Whether there are sends in it, so that packets need not look.
+    /// Whether `queue` has sends: the fast path reads only this.
     pub(crate) has_queued: bool,
-    /// Whether the queue is of such.
-    pub(crate) gathers: bool,
+    /// Whether `queue` has one send of coalesced bytes.
+    pub(crate) coalescing: bool,
 
-    /// The caller was told NoCredit.
+    /// The caller got `NoCredit`, and waits for credit.
     pub(crate) wants_credit: bool,
-    /// What few connections are; one byte, because every packet asks whether it is any of them.
-    pub(crate) unusual: Unusual,
-    /// The caller was told to wait until it has more to send, or the peer has read.
-    pub(crate) holds_back: bool,
-    /// It has waited for long enough: the next packet may be small.
-    pub(crate) passes: bool,
-    /// How often in a row it had to.
-    pub(crate) passed: u8,
-    /// This stall's CREDIT_REQUEST has been queued.
-    pub(crate) asked: bool,
-    /// The peer was asked what it has consumed, and has not answered since.
-    pub(crate) awaits_answer: bool,
-    /// In milliseconds.
+    /// Flags that few connections have, in one byte because every packet tests for any of them.
+    pub(crate) rare: RareFlags,
+    /// A small packet is delayed until there are more bytes, or the peer has read.
+    pub(crate) delays_small: bool,
+    /// The delay is over: the next packet may be small.
+    pub(crate) delay_over: bool,
+    /// Delays in a row that ended by the timer.
+    pub(crate) delays_expired: u8,
+    /// CREDIT_REQUEST was queued in this stall.
+    pub(crate) credit_requested: bool,
+    /// The peer has not answered a request for its progress.
+    pub(crate) progress_pending: bool,
+    /// Delay of the next probe, in milliseconds.
     pub(crate) probe_wait: u32,
+    /// When credit is requested again.
     pub(crate) probe_at: Option<Instant>,
-    /// Connecting, or closing, ends then.
+    /// When connecting or closing times out.
     pub(crate) deadline: Option<Instant>,
-    /// What the peer had consumed when it was asked ([`awaits_answer`](Self::awaits_answer)).
-    pub(crate) asked_at: u32,
-    /// The entry in the shard's timers.
+    /// The peer's `fwd_cnt` when its progress was requested.
+    pub(crate) progress_base: u32,
+    /// The time of its entry in the shard's timers.
     pub(crate) armed: Option<Instant>,
 }
 
@@ -324,38 +328,38 @@ impl Connection {
             control: Control::default(),
             shutdown_sent: How::NONE,
             pending: Pending::default(),
-            moving: Moving::No,
-            seen: false,
-            hold: None,
+            move_state: MoveState::No,
+            known_to_caller: false,
+            port_ref: None,
             queue: None,
             has_queued: false,
-            gathers: false,
+            coalescing: false,
             wants_credit: false,
-            unusual: Unusual::default(),
-            holds_back: false,
-            passes: false,
-            passed: 0,
-            asked: false,
+            rare: RareFlags::default(),
+            delays_small: false,
+            delay_over: false,
+            delays_expired: 0,
+            credit_requested: false,
             probe_wait: 0,
             probe_at: None,
             deadline: None,
-            asked_at: 0,
-            awaits_answer: false,
+            progress_base: 0,
+            progress_pending: false,
             armed: None,
         }
     }
 
     pub(crate) fn info(&self) -> FlowInfo {
-        let (local, peer) = self.shut();
+        let (local, peer) = self.shutdown_directions();
         FlowInfo {
             local: self.key.local,
             peer: self.key.peer,
             socket_type: self.socket_type,
             state: self.state,
-            peer_shut_rcv: peer.receive,
-            peer_shut_snd: peer.send,
-            local_shut_rcv: local.receive,
-            local_shut_snd: local.send,
+            peer_recv_shutdown: peer.receive,
+            peer_send_shutdown: peer.send,
+            local_recv_shutdown: local.receive,
+            local_send_shutdown: local.send,
             send_credit: if self.may_send() {
                 self.tx.available()
             } else {
@@ -369,24 +373,24 @@ impl Connection {
             tx_cnt: self.tx.tx_cnt(),
             peer_buf_alloc: self.tx.peer_buf_alloc(),
             peer_fwd_cnt: self.tx.peer_fwd_cnt(),
-            most_message: self.tx.limit(),
+            max_message_len: self.tx.limit(),
         }
     }
 
-    /// Rule 5: takes the peer's credit from a header. False: it made no sense.
+    /// Rule 5: updates the peer's credit from a header. False: `fwd_cnt` was invalid.
     #[inline]
-    pub(crate) fn hear(&mut self, header: &Repr) -> bool {
+    pub(crate) fn update_credit(&mut self, header: &Repr) -> bool {
         let sound = self.tx.update(header.buf_alloc, header.fwd_cnt);
         if let Some(messages) = &mut self.messages {
             let answer = header.op.get() == Op::CreditUpdate as u16;
             let (fwd_cnt, tx_cnt) = (self.tx.peer_fwd_cnt(), self.tx.tx_cnt());
-            messages.tx.heard(fwd_cnt, tx_cnt, answer);
+            messages.tx.handle_fwd_cnt(fwd_cnt, tx_cnt, answer);
         }
         sound
     }
 
-    /// Directions that we, and the peer, have shut down.
-    pub(crate) fn shut(&self) -> (How, How) {
+    /// The directions that we and the peer have shut down.
+    pub(crate) fn shutdown_directions(&self) -> (How, How) {
         match self.state {
             State::Established { local, peer } => (local, peer),
             State::Closing { peer } => (How::BOTH, peer),
@@ -396,30 +400,29 @@ impl Connection {
         }
     }
 
-    /// Whether new payload may be taken from the caller.
+    /// Whether the caller may send payload.
     #[inline]
     pub(crate) fn may_send(&self) -> bool {
         matches!(self.state, State::Established { local, peer } if !local.send && !peer.receive)
     }
 
-    /// Whether payload from the peer is to be delivered, as the state table says it.
+    /// Whether payload from the peer is delivered, as the state table says.
     #[inline]
     pub(crate) fn may_receive(&self) -> bool {
         matches!(self.state, State::Established { local, peer } if !local.receive && !peer.send)
     }
 
-    /// Whether nothing waits for credit or space: no caller was told to, no send is queued, and no
-    /// stall has been seen whose end would have to be. Then a change of credit changes neither an
-    /// event, nor a control packet, nor a place in a list: `Shard::credit_changed` has no effect.
-    /// (`probe_wait` and `control.credit_request` are set in a stall only, and so behind `asked`.) One
-    /// that coalesces never goes straight.
+    /// Whether no caller waits for credit or space, no send is queued, and no stall is in progress.
+    /// Then a change of credit affects no event, control packet or list: `Shard::credit_changed`
+    /// has no effect. (`probe_wait` and `control.credit_request` are set only in a stall, and so
+    /// after `credit_requested`.) A connection that coalesces never takes the fast path.
     #[inline]
-    pub(crate) fn is_quiet(&self) -> bool {
-        let waits = self.wants_credit | self.asked | self.has_queued;
-        u8::from(waits) | self.unusual.0 == 0
+    pub(crate) fn has_no_waiter(&self) -> bool {
+        let waits = self.wants_credit | self.credit_requested | self.has_queued;
+        u8::from(waits) | self.rare.0 == 0
     }
 
-    /// Queues a send behind the others; its number.
+    /// Queues a send behind the others; returns its number.
     pub(crate) fn enqueue(&mut self, send: Queued) -> u64 {
         let queue = self.queue.get_or_insert_default();
         let message = queue.front_message + queue.sends.len() as u64;
@@ -429,13 +432,13 @@ impl Connection {
         message
     }
 
-    /// How many sends are queued.
+    /// Number of queued sends.
     pub(crate) fn queued(&self) -> usize {
         self.queue.as_ref().map_or(0, |queue| queue.sends.len())
     }
 
-    /// Whether a queued send can be cut now. A reservation was there first.
-    pub(crate) fn can_cut(&self) -> bool {
+    /// Whether a packet of a queued send can be sent now. Reservations go first.
+    pub(crate) fn has_data(&self) -> bool {
         matches!(self.state, State::Established { .. })
             && self.has_queued
             && !self.control.response
@@ -443,53 +446,52 @@ impl Connection {
             && self.stall() == Stall::None
     }
 
-    /// What is in the way of what is wanted next: as a rule, of one more byte.
+    /// What stalls the next send: as a rule, of one more byte.
     pub(crate) fn stall(&self) -> Stall {
         let Some(messages) = &self.messages else {
             return match self.tx.stall() {
-                Stall::None if self.holds_back && self.tx.is_short() => Stall::Limit,
+                Stall::None if self.delays_small && self.tx.nears_packet_limit() => Stall::Limit,
                 stall => stall,
             };
         };
-        if self.cuts_message() {
+        if self.queued_message_begun() {
             return self.tx.stall_within();
         }
-        if messages.tx.wants_empty && messages.tx.is_full() {
+        if messages.tx.wants_empty && messages.tx.empty_limit_reached() {
             return Stall::Window;
         }
         self.tx.stall_for(messages.tx.wanted)
     }
 
-    /// Whether a message of the queue has left in part. It ends whatever the bound on packets, which
-    /// a receiver releases by messages.
-    pub(crate) fn cuts_message(&self) -> bool {
+    /// Whether a part of the first queued message was sent. The packet limit does not apply to its
+    /// rest, because a receiver releases packets message by message.
+    pub(crate) fn queued_message_begun(&self) -> bool {
         let begun = |queue: &SendQueue| queue.front_offset > 0;
         self.messages.is_some() && self.queue.as_deref().is_some_and(begun)
     }
 
-    /// Whether a part of a message that is not the last has left.
-    pub(crate) fn is_open(&self) -> bool {
+    /// Whether a message sent in place was begun and not completed.
+    pub(crate) fn message_in_progress(&self) -> bool {
         self.messages
             .as_ref()
-            .is_some_and(|messages| messages.tx.open)
+            .is_some_and(|messages| messages.tx.in_progress)
     }
 
-    /// Whether something other than credit is in the way of a message for which there is credit.
-    pub(crate) fn is_barred(&self) -> bool {
+    /// Whether a message that has credit must wait for another message.
+    pub(crate) fn message_blocked(&self) -> bool {
         self.messages.as_ref().is_some_and(|messages| {
             let tx = &messages.tx;
-            tx.open || (tx.wants_empty && tx.is_full())
+            tx.in_progress || (tx.wants_empty && tx.empty_limit_reached())
         })
     }
 
-    /// Directions that a SHUTDOWN should tell the peer about now. It stands
-    /// behind all data: one that closes waits as a whole, because a peer that
-    /// learns early that we do not receive may reset what we still send.
+    /// Directions that the next SHUTDOWN shuts down. It follows all data. A close is sent as a
+    /// whole, because a peer that learns early that we do not receive may reset what we still send.
     pub(crate) fn shutdown_due(&self) -> How {
         let State::Established { local, .. } = self.state else {
             return How::NONE;
         };
-        let drained = !self.has_queued && !self.is_open();
+        let drained = !self.has_queued && !self.message_in_progress();
         if local.is_both() && !drained {
             return How::NONE;
         }
@@ -499,22 +501,24 @@ impl Connection {
         }
     }
 
-    /// Whether a control packet waits, and may be sent.
+    /// Whether a control packet is queued and may be sent.
     pub(crate) fn has_control(&self) -> bool {
-        match self.moving {
-            Moving::Ask(_) | Moving::Stay(_) => true,
-            Moving::No | Moving::Wanted => self.control.any() || !self.shutdown_due().is_none(),
-            // The end of a connection overtakes its move.
-            Moving::Asked | Moving::Arrived => self.control.rst,
+        match self.move_state {
+            MoveState::RequestQueued(_) | MoveState::DeclineQueued(_) => true,
+            MoveState::No | MoveState::Requested => {
+                self.control.any() || !self.shutdown_due().is_none()
+            }
+            // The RST of a connection overtakes its move.
+            MoveState::RequestSent | MoveState::AwaitingDriver => self.control.rst,
         }
     }
 
-    /// Whether the peer is to be told of room: it is there, and may send.
-    pub(crate) fn hears_of_credit(&self) -> bool {
+    /// Whether the peer needs credit updates: it is connected and may send.
+    pub(crate) fn peer_may_send(&self) -> bool {
         matches!(self.state, State::Established { peer, .. } if !peer.send)
     }
 
-    /// Whether a credit stall holds somebody up.
+    /// Whether a sender waits in a stall.
     pub(crate) fn is_stalled(&self) -> bool {
         matches!(self.state, State::Established { .. })
             && (self.wants_credit || self.has_queued)
@@ -531,7 +535,7 @@ impl Connection {
         }
     }
 
-    /// Forgets queued sends: nobody will receive them.
+    /// Drops queued sends: the peer will not receive them.
     pub(crate) fn drop_queue(&mut self) {
         if let Some(queue) = &mut self.queue {
             queue.front_message += queue.sends.len() as u64;
@@ -540,10 +544,10 @@ impl Connection {
             queue.sends = VecDeque::new();
         }
         self.has_queued = false;
-        self.unusual.set_wants_space(false);
+        self.rare.set_wants_space(false);
     }
 
-    /// A header with our credit, which need not be told again.
+    /// A header with our credit, which makes a queued credit update unnecessary.
     #[inline]
     pub(crate) fn header(&mut self, op: Op, len: u32, flags: u32) -> Repr {
         let (buf_alloc, fwd_cnt) = self.rx.announce();

@@ -1,32 +1,33 @@
-//! Credit: who may send how much (virtio 1.2, 5.10.6.3).
+//! Credit: how much each side may send (virtio 1.2, 5.10.6.3).
 //!
-//! `peer_free = peer_buf_alloc - (tx_cnt - peer_fwd_cnt)` over free-running
-//! 32-bit counters. The counters wrap; the difference of two is what counts.
-//! The free space is computed in 64 bits and stops at 0, so that a peer that
-//! shrinks its buffer with bytes in flight gets nothing instead of everything
+//! # Invariants
+//! `peer_free = peer_buf_alloc - (tx_cnt - peer_fwd_cnt)` over free-running 32-bit counters. The
+//! counters wrap; only differences count. The free space is computed in 64 bits and stops at 0, so
+//! that a peer that shrinks its buffer with bytes in flight gets nothing instead of everything
 //! (CVE-2026-23069).
 
 use crate::wire::vsock::MAX_PAYLOAD;
 
-/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92
-/// resets a connection whose packets, at about 576 bytes of book-keeping
-/// each, exceed `buf_alloc`; this stays clear of it.
+/// Bytes of a receiver's buffer to count for each packet. Linux from 6.12.92 counts about 576 bytes
+/// of bookkeeping for each packet and resets a connection that exceeds `buf_alloc`; this stays
+/// below that.
 pub const PACKET_OVERHEAD: u32 = 640;
 
-/// Bytes from which a packet is not small. A receiver's buffer has room for so many packets of this
-/// size that they fill it: what is left of the bound on packets when small ones have had theirs.
-/// Else a reader that waits for many bytes (SO_RCVLOWAT) and a sender that may send no packet more
-/// would wait for each other. The receive buffers of Linux guests take 3.7 KB.
-pub const SMALL: u32 = 2048;
+/// Packets below this many bytes are small. The packet limit keeps space for so many packets of
+/// this size that they fill the receiver's buffer. Otherwise a reader that waits for many bytes
+/// (SO_RCVLOWAT) and a sender at the packet limit would wait for each other. The receive buffers of
+/// Linux guests hold 3.7 KB.
+pub const SMALL_PACKET: u32 = 2048;
 
-/// How finely the outstanding packets are released, see [`TxCredit`].
+/// Number of epochs in which outstanding packets are counted, see [`TxCredit`].
 const EPOCHS: usize = 4;
 
-/// Packets sent one after the other, counted together.
+/// Consecutive packets, counted together.
 #[derive(Copy, Clone, Default, Debug)]
 struct Epoch {
     /// `tx_cnt` after the last of them.
     end: u32,
+    /// Packets sent in the epoch.
     packets: u32,
 }
 
@@ -35,39 +36,44 @@ struct Epoch {
 pub enum Stall {
     /// Nothing.
     None,
-    /// The peer's buffer is full: it tells us when that changes.
+    /// The peer's buffer is full: the peer sends an update when it has read.
     Window,
-    /// A limit of ours, which the peer does not know: it may see no reason to
-    /// send an update, so it must be asked (Linux before 6.8 sends none while
-    /// 64 KiB of its window are left).
+    /// A limit of ours, which the peer does not know: it may see no reason to send an update, so we
+    /// must request one (Linux before 6.8 sends none while 64 KiB of its window are free).
     Limit,
 }
 
 /// The sending half: how much the peer lets us send.
 ///
-/// Packets are bounded as well as bytes, with memory that does not grow: the
-/// packets in flight are counted in at most four epochs, and an epoch's
-/// packets are over when the peer has consumed the last byte of the last of
-/// them. That errs towards too many outstanding, never too few.
+/// Packets are bounded as well as bytes, in constant memory: the packets in flight are counted in
+/// at most four epochs, and the packets of an epoch are complete when the peer has consumed the
+/// last byte of its last packet. The count may be too high, never too low.
 #[derive(Clone, Debug)]
 pub struct TxCredit {
+    /// The peer's receive buffer, in bytes.
     peer_buf_alloc: u32,
+    /// Bytes that the peer has consumed, free-running.
     peer_fwd_cnt: u32,
+    /// Bytes sent, free-running.
     tx_cnt: u32,
+    /// Most bytes in flight, whatever the peer allows.
     limit: u32,
+    /// Bytes reserved and not yet sent.
     reserved: u32,
+    /// Packets reserved and not yet sent.
     reserved_packets: u32,
-    /// Packets for which the peer's buffer has room, at least 1: kept, for it takes a division. 0
-    /// while nothing may be sent.
-    most_packets: u32,
+    /// Most packets in flight, for the peer's buffer, at least 1; stored because it takes a
+    /// division. 0 while sending is paused.
+    max_packets: u32,
     /// Packets of all epochs.
     packets: u32,
-    /// The epoch being counted; none when it has no packets.
+    /// The epoch being counted; empty if it has no packets.
     open: Epoch,
-    /// Packets at which another epoch follows it.
-    open_most: u32,
-    /// Those before it, oldest first; the first `used` of them.
+    /// Packets after which the next epoch begins.
+    open_max: u32,
+    /// The epochs before it, oldest first; the first `used` are valid.
     full: [Epoch; EPOCHS - 1],
+    /// Number of valid epochs in `full`.
     used: u32,
 }
 
@@ -82,22 +88,22 @@ impl TxCredit {
             limit,
             reserved: 0,
             reserved_packets: 0,
-            most_packets: 1,
+            max_packets: 1,
             packets: 0,
             open: Epoch::default(),
-            open_most: 1,
+            open_max: 1,
             full: [Epoch::default(); EPOCHS - 1],
             used: 0,
         }
     }
 
-    /// Takes what the peer says in a header. `buf_alloc` may go any way;
-    /// `fwd_cnt` must move forward and not past what was sent. False: it did not, and was left where
-    /// it was, so that it can never invent credit.
+    /// Updates the credit from a header of the peer. `buf_alloc` may grow and shrink; `fwd_cnt`
+    /// must move forward and not past what was sent. False: it did not, and was ignored, so that it
+    /// cannot invent credit.
     #[inline]
     pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) -> bool {
         if buf_alloc != self.peer_buf_alloc {
-            self.resized(buf_alloc);
+            self.set_peer_buf_alloc(buf_alloc);
         }
         let moved = fwd_cnt.wrapping_sub(self.peer_fwd_cnt);
         if moved == 0 {
@@ -118,34 +124,34 @@ impl TxCredit {
     }
 
     #[cold]
-    fn resized(&mut self, buf_alloc: u32) {
+    fn set_peer_buf_alloc(&mut self, buf_alloc: u32) {
         self.peer_buf_alloc = buf_alloc;
-        if self.most_packets > 0 {
-            self.release();
+        if self.max_packets > 0 {
+            self.resume();
         }
     }
 
-    /// From now on there is no room, whatever the peer says.
-    pub(crate) fn hold(&mut self) {
-        self.most_packets = 0;
+    /// Pauses sending: there is no credit, whatever the peer says.
+    pub(crate) fn pause(&mut self) {
+        self.max_packets = 0;
     }
 
-    /// The end of a [`hold`](Self::hold): there is as much room as the peer's buffer has.
-    pub(crate) fn release(&mut self) {
-        self.most_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
+    /// Ends a [`pause`](Self::pause).
+    pub(crate) fn resume(&mut self) {
+        self.max_packets = (self.peer_buf_alloc / PACKET_OVERHEAD).max(1);
         self.bound_open();
     }
 
-    /// Changes how many bytes may be in flight whatever the peer allows. Those that are beyond it
-    /// already stay.
+    /// Changes the limit of bytes in flight. Bytes above it that are in flight stay.
     pub fn set_limit(&mut self, limit: u32) {
         self.limit = limit;
     }
 
-    /// An epoch is a quarter of what the peer has room for, but the last has no other behind it.
+    /// An epoch has a quarter of the packet limit; the last one is unlimited because none follows
+    /// it.
     fn bound_open(&mut self) {
-        self.open_most = if (self.used as usize) < self.full.len() {
-            (self.most_packets / EPOCHS as u32).max(1)
+        self.open_max = if (self.used as usize) < self.full.len() {
+            (self.max_packets / EPOCHS as u32).max(1)
         } else {
             u32::MAX
         };
@@ -157,7 +163,7 @@ impl TxCredit {
         self.tx_cnt.wrapping_sub(epoch.end) >= self.in_flight()
     }
 
-    /// Begins another epoch; `open_most` is out of reach when there is no room for one.
+    /// Begins another epoch, if there is one left.
     #[cold]
     fn open_next(&mut self) {
         if let Some(place) = self.full.get_mut(self.used as usize) {
@@ -168,7 +174,7 @@ impl TxCredit {
         }
     }
 
-    /// Forgets the full epochs that are over.
+    /// Removes the completed epochs.
     #[cold]
     #[inline(never)]
     fn retire(&mut self) {
@@ -205,29 +211,29 @@ impl TxCredit {
     }
 
     #[inline]
-    fn room(&self, window: u32) -> u32 {
+    fn free_bytes(&self, window: u32) -> u32 {
         let taken = u64::from(self.in_flight()) + u64::from(self.reserved);
         // At most the window, so it fits.
         u64::from(window).saturating_sub(taken) as u32
     }
 
-    /// Packets that the peer may still have in its queue.
+    /// Packets that the peer may not have read.
     #[inline]
     pub fn packets(&self) -> u32 {
         self.packets
     }
 
-    /// Whether so many packets are outstanding that another one should not be [`SMALL`]. Never when
-    /// none is: a buffer below twice [`PACKET_OVERHEAD`] has room for one packet at a time, and the
-    /// peer would have nothing to read that makes more room.
+    /// Whether so many packets are outstanding that the next one should not be small
+    /// ([`SMALL_PACKET`]). Never when none is: a buffer below twice [`PACKET_OVERHEAD`] allows one
+    /// packet at a time, and the peer would have nothing to read that frees space.
     #[inline]
-    pub fn is_short(&self) -> bool {
+    pub fn nears_packet_limit(&self) -> bool {
         let outstanding = self.packets + self.reserved_packets;
-        let for_others = self.peer_buf_alloc.div_ceil(SMALL);
-        outstanding > 0 && outstanding + for_others >= self.most_packets
+        let for_others = self.peer_buf_alloc.div_ceil(SMALL_PACKET);
+        outstanding > 0 && outstanding + for_others >= self.max_packets
     }
 
-    /// The most bytes that may ever be under way at once.
+    /// Most bytes that may be in flight at once.
     #[inline]
     pub fn limit(&self) -> u32 {
         self.peer_buf_alloc.min(self.limit)
@@ -236,64 +242,62 @@ impl TxCredit {
     /// Bytes that may be reserved now.
     #[inline]
     pub fn available(&self) -> u32 {
-        if self.packets + self.reserved_packets >= self.most_packets {
+        if self.packets + self.reserved_packets >= self.max_packets {
             0
         } else {
-            self.room(self.peer_buf_alloc.min(self.limit))
+            self.free_bytes(self.peer_buf_alloc.min(self.limit))
         }
     }
 
-    /// What one packet of up to `max` bytes may hold now.
+    /// Bytes that one packet of up to `max` bytes may carry now.
     #[inline]
     fn offer(&self, max: u32) -> u32 {
         max.min(MAX_PAYLOAD).min(self.available())
     }
 
-    /// What is in the way of one more byte.
+    /// What stalls one more byte.
     #[inline]
     pub fn stall(&self) -> Stall {
         self.stall_for(1)
     }
 
-    /// What is in the way of `wanted` more bytes at once, or of as many as there can ever be.
+    /// What stalls `wanted` more bytes at once, or as many as the limit allows.
     #[inline]
     pub(crate) fn stall_for(&self, wanted: u32) -> Stall {
         let wanted = wanted.min(self.limit()).max(1);
         if self.available() >= wanted {
             Stall::None
-        } else if self.room(self.peer_buf_alloc) < wanted {
+        } else if self.free_bytes(self.peer_buf_alloc) < wanted {
             Stall::Window
         } else {
             Stall::Limit
         }
     }
 
-    /// As [`stall`](Self::stall), for a message that has begun: the bound on packets is none.
+    /// As [`stall`](Self::stall), for a message that was begun: without the packet limit.
     pub(crate) fn stall_within(&self) -> Stall {
-        if self.room(self.limit()) > 0 && self.most_packets > 0 {
+        if self.free_bytes(self.limit()) > 0 && self.max_packets > 0 {
             Stall::None
-        } else if self.room(self.peer_buf_alloc) == 0 {
+        } else if self.free_bytes(self.peer_buf_alloc) == 0 {
             Stall::Window
         } else {
             Stall::Limit
         }
     }
 
-    /// Takes `len` bytes at once, for a message, and the place of its first packet. False: there
-    /// are not as many.
+    /// Reserves `len` bytes for a message, and its first packet. False: there is not enough credit.
     pub(crate) fn reserve_whole(&mut self, len: u32) -> bool {
-        // A packet without a byte is never known to be over: those have a bound of their own.
-        let packet = len == 0 || self.packets + self.reserved_packets < self.most_packets;
-        let room = packet && self.most_packets > 0 && self.room(self.limit()) >= len;
-        if room {
+        // The completion of an empty packet is never known: those have a limit of their own.
+        let packet = len == 0 || self.packets + self.reserved_packets < self.max_packets;
+        let fits = packet && self.max_packets > 0 && self.free_bytes(self.limit()) >= len;
+        if fits {
             self.reserved += len;
             self.reserved_packets += 1;
         }
-        room
+        fits
     }
 
-    /// Sends `len` of the bytes that were taken at once. What is left of them is to be
-    /// [cancelled](Self::cancel) at the end.
+    /// Sends `len` of the bytes reserved for a message. [Cancel](Self::cancel) the rest at its end.
     pub(crate) fn send_part(&mut self, len: u32) {
         self.reserved = self.reserved.saturating_sub(len);
         if len > 0 {
@@ -301,11 +305,11 @@ impl TxCredit {
         }
     }
 
-    /// Sends up to `max` bytes of a message that has begun as one packet, whatever the bound on
-    /// packets; 0 when there are none.
+    /// Sends up to `max` bytes of a message that was begun as one packet, without the packet limit;
+    /// returns 0 if there is no credit.
     pub(crate) fn send_within(&mut self, max: u32) -> u32 {
         let len = match self.stall_within() {
-            Stall::None => max.min(MAX_PAYLOAD).min(self.room(self.limit())),
+            Stall::None => max.min(MAX_PAYLOAD).min(self.free_bytes(self.limit())),
             _ => 0,
         };
         if len > 0 {
@@ -314,7 +318,7 @@ impl TxCredit {
         len
     }
 
-    /// Takes up to `max` bytes and one packet; 0 when there are none.
+    /// Reserves up to `max` bytes and one packet; returns 0 if there is no credit.
     #[inline]
     pub fn reserve(&mut self, max: u32) -> u32 {
         let len = self.offer(max);
@@ -331,7 +335,7 @@ impl TxCredit {
         self.reserved_packets > 0
     }
 
-    /// Gives a reservation of `reserved` bytes back.
+    /// Releases a reservation of `reserved` bytes.
     #[inline]
     pub fn cancel(&mut self, reserved: u32) {
         self.reserved = self.reserved.saturating_sub(reserved);
@@ -345,7 +349,7 @@ impl TxCredit {
         self.count(len);
     }
 
-    /// Reserves up to `max` bytes and sends them as one packet; 0 when there are none.
+    /// Sends up to `max` bytes as one packet; returns 0 if there is no credit.
     #[inline]
     pub fn send(&mut self, max: u32) -> u32 {
         let len = self.offer(max);
@@ -355,11 +359,11 @@ impl TxCredit {
         len
     }
 
-    /// Counts a packet that leaves.
+    /// Counts a packet that is sent.
     #[inline]
     fn count(&mut self, len: u32) {
         self.tx_cnt = self.tx_cnt.wrapping_add(len);
-        if self.open.packets >= self.open_most {
+        if self.open.packets >= self.open_max {
             self.open_next();
         }
         self.open.packets += 1;
@@ -371,16 +375,21 @@ impl TxCredit {
 /// The receiving half: how much we let the peer send.
 #[derive(Clone, Debug)]
 pub struct RxCredit {
+    /// Our receive buffer, in bytes.
     buf_alloc: u32,
-    /// So much is consumed before the peer is told: half of the buffer, at least 1, or less if
-    /// there would not be room for what the reader waits for.
-    half: u32,
+    /// Consumed bytes after which the peer gets an update: half of the buffer, at least 1, or less
+    /// if the reader's low-water mark needs it.
+    update_threshold: u32,
+    /// Bytes consumed, free-running.
     fwd_cnt: u32,
+    /// Bytes received, free-running.
     rx_cnt: u32,
+    /// The `fwd_cnt` of the last header sent.
     announced: u32,
-    /// The furthest byte count the peer was ever told it may reach: what is
-    /// in flight when our buffer shrinks keeps its right to arrive.
-    edge: u32,
+    /// The highest byte count that the peer was permitted: bytes in flight stay valid when our
+    /// buffer shrinks.
+    promised_end: u32,
+    /// Every consumption is announced at once, until all received bytes are consumed.
     eager: bool,
 }
 
@@ -389,11 +398,11 @@ impl RxCredit {
     pub fn new(first: u32, buf_alloc: u32) -> RxCredit {
         RxCredit {
             buf_alloc,
-            half: (buf_alloc / 2).max(1),
+            update_threshold: (buf_alloc / 2).max(1),
             fwd_cnt: first,
             rx_cnt: first,
             announced: first,
-            edge: first,
+            promised_end: first,
             eager: false,
         }
     }
@@ -419,11 +428,12 @@ impl RxCredit {
     /// Bytes that may be unread at once.
     #[inline]
     pub(crate) fn window(&self) -> u32 {
-        self.buf_alloc.max(self.edge.wrapping_sub(self.fwd_cnt))
+        self.buf_alloc
+            .max(self.promised_end.wrapping_sub(self.fwd_cnt))
     }
 
-    /// Whether the peer does not know all that was consumed.
-    pub(crate) fn has_news(&self) -> bool {
+    /// Whether the peer does not know all consumed bytes.
+    pub(crate) fn has_unannounced(&self) -> bool {
         self.fwd_cnt != self.announced
     }
 
@@ -433,18 +443,17 @@ impl RxCredit {
         u64::from(self.unread()) + u64::from(len) <= u64::from(self.window())
     }
 
-    /// Counts `len` bytes that [`RxCredit::allows`] allowed.
+    /// Counts `len` received bytes, which [`RxCredit::allows`] has allowed.
     #[inline]
     pub fn receive(&mut self, len: u32) {
         self.rx_cnt = self.rx_cnt.wrapping_add(len);
     }
 
-    /// Counts bytes consumed. `None`: more than were unread. `Some(true)`:
-    /// the peer should be told, because half of the buffer has been freed
-    /// without its knowledge, or because it asked and is waiting. Half of the
-    /// *smaller* buffer: a peer may have no more under way than its own
-    /// (`peer_buffer`) holds, as Linux does, and would wait for an update that
-    /// never comes if ours were more than twice as large.
+    /// Counts bytes consumed. `None`: more than were unread. `Some(true)`: the peer needs an
+    /// update, because half of the buffer was freed without its knowledge, or because it requested
+    /// one and waits. Half of the *smaller* buffer: as in Linux, a peer may have no more in flight
+    /// than its own buffer (`peer_buffer`), and would wait for ever if ours were more than twice as
+    /// large.
     #[inline]
     pub fn consume(&mut self, bytes: u32, peer_buffer: u32) -> Option<bool> {
         if bytes > self.unread() {
@@ -454,12 +463,12 @@ impl RxCredit {
         Some(if self.eager {
             self.consumed_eagerly()
         } else {
-            let half = self.half.min((peer_buffer / 2).max(1));
+            let half = self.update_threshold.min((peer_buffer / 2).max(1));
             self.fwd_cnt.wrapping_sub(self.announced) >= half
         })
     }
 
-    /// What the peer is to be told while it waits.
+    /// Whether a waiting peer needs an update.
     #[cold]
     fn consumed_eagerly(&mut self) -> bool {
         if self.unread() == 0 {
@@ -468,48 +477,47 @@ impl RxCredit {
         self.fwd_cnt != self.announced
     }
 
-    /// The peer sent CREDIT_REQUEST: until all that is unread has been consumed, what is consumed
-    /// is announced without waiting for half a buffer.
-    pub fn requested(&mut self) {
+    /// The peer sent CREDIT_REQUEST: until all unread bytes are consumed, every consumption is
+    /// announced at once.
+    pub fn handle_credit_request(&mut self) {
         self.eager = self.unread() > 0;
     }
 
-    /// A part of a message has come that is not its end, from a peer with a buffer of `peer_buffer`
-    /// bytes. Linux begins a message with whatever credit it has, and asks for no more when that is
-    /// used up; and half of a message is nothing that its reader would take. So as soon as the next
-    /// packet could be cut short by that, what is consumed is announced without waiting for half a
-    /// buffer. True: the peer should be told now.
-    pub(crate) fn within_message(&mut self, peer_buffer: u32) -> bool {
+    /// A part of a message arrived that does not end it; the peer's buffer has `peer_buffer` bytes.
+    /// Linux begins a message with the credit it has and requests no more when that is used up, and
+    /// its reader takes no partial message. So as soon as the next packet could be cut short by
+    /// lack of credit, every consumption is announced at once. True: the peer needs an update now.
+    pub(crate) fn handle_partial_message(&mut self, peer_buffer: u32) -> bool {
         let used = self.rx_cnt.wrapping_sub(self.announced);
         let known = self.buf_alloc.min(peer_buffer).saturating_sub(used);
         if known >= MAX_PAYLOAD {
             return false;
         }
-        self.requested();
-        self.has_news()
+        self.handle_credit_request();
+        self.has_unannounced()
     }
 
-    /// Changes the buffer. What the peer was promised stays promised.
+    /// Changes the buffer. Credit that the peer already has stays valid.
     pub fn set_buf_alloc(&mut self, buf_alloc: u32) {
         self.buf_alloc = buf_alloc;
-        self.half = (buf_alloc / 2).max(1);
+        self.update_threshold = (buf_alloc / 2).max(1);
     }
 
-    /// The reader takes nothing before `bytes` are there (SO_RCVLOWAT); to be said again when the
-    /// buffer has changed. True: the peer does not know of room for so many, and should be told.
+    /// Sets the low-water mark of the reader (SO_RCVLOWAT), in bytes; call it again after a change
+    /// of the buffer. True: the peer lacks credit for that many bytes, and needs an update.
     ///
-    /// What it knows of is `announced + buf_alloc`; what is to be there is `fwd_cnt + bytes`. So it
-    /// is told when more than `buf_alloc - bytes` have been consumed without its knowledge.
+    /// The peer knows of `announced + buf_alloc`; the reader needs `fwd_cnt + bytes`. So the peer
+    /// gets an update when more than `buf_alloc - bytes` have been consumed without its knowledge.
     pub fn set_low_water(&mut self, bytes: u32) -> bool {
         let spare = self.buf_alloc.saturating_sub(bytes.max(1));
-        self.half = (self.buf_alloc / 2).min(spare.saturating_add(1)).max(1);
-        self.fwd_cnt.wrapping_sub(self.announced) >= self.half
+        self.update_threshold = (self.buf_alloc / 2).min(spare.saturating_add(1)).max(1);
+        self.fwd_cnt.wrapping_sub(self.announced) >= self.update_threshold
     }
 
-    /// `buf_alloc` and `fwd_cnt` for a header that will be sent.
+    /// `buf_alloc` and `fwd_cnt` for a header that the caller sends.
     #[inline]
     pub fn announce(&mut self) -> (u32, u32) {
-        self.edge = self.fwd_cnt.wrapping_add(self.window());
+        self.promised_end = self.fwd_cnt.wrapping_add(self.window());
         self.announced = self.fwd_cnt;
         (self.buf_alloc, self.fwd_cnt)
     }

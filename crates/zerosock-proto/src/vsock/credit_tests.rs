@@ -1,4 +1,4 @@
-//! Credit: single rules, and a sender and a receiver with a plain list between them.
+//! Credit: single rules, and a sender and a receiver joined by a plain list.
 
 use super::*;
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn send(tx: &mut TxCredit, len: u32) -> u32 {
 
 /// virtio 1.2, 5.10.6.3: payload must not exceed the peer's free space.
 #[test]
-fn free_space_is_what_the_peer_has_not_got() {
+fn free_space_is_the_buffer_minus_bytes_in_flight() {
     let mut tx = sender(0, 1000);
     assert_eq!(tx.available(), 1000);
     assert_eq!(send(&mut tx, 600), 600);
@@ -33,7 +33,7 @@ fn free_space_is_what_the_peer_has_not_got() {
 
 /// CVE-2026-23069.
 #[test]
-fn a_shrinking_buffer_gives_nothing() {
+fn a_shrinking_buffer_gives_no_credit() {
     let mut tx = sender(0, 100_000);
     send(&mut tx, 60_000);
     assert!(tx.update(10_000, 0));
@@ -77,10 +77,9 @@ fn counters_wrap() {
     assert_eq!(rx.announce(), (100, 44));
 }
 
-/// About 455 packets of any size are what Linux 6.12.92 lets stand in a
-/// buffer of 256 KiB.
+/// Linux 6.12.92 accepts about 455 unread packets of any size with a buffer of 256 KiB.
 #[test]
-fn packets_are_bounded_as_well() {
+fn packets_are_limited_as_well_as_bytes() {
     let mut tx = sender(0, 262144);
     let sent = (0..10_000).take_while(|_| send(&mut tx, 1) == 1).count();
     assert_eq!(sent, 262144 / 640);
@@ -101,20 +100,20 @@ fn a_tiny_buffer_still_takes_one_packet() {
     assert_eq!(tx.available(), 10);
 }
 
-/// SO_VM_SOCKETS_BUFFER_SIZE may be as small as 128. Nothing is outstanding after the peer has read,
-/// so no small packet has others to wait for.
+/// SO_VM_SOCKETS_BUFFER_SIZE may be as small as 128. After the peer has read, no packet is
+/// outstanding that a small one could wait for.
 #[test]
 fn small_packets_do_not_wait_when_nothing_is_outstanding() {
     for buf_alloc in [1, 128, 639, 640, 1279, 1280, 2048, 4096, 262_144] {
         let mut tx = sender(0, buf_alloc);
         for n in 1..10 {
-            assert!(!tx.is_short(), "a window of {buf_alloc}");
+            assert!(!tx.nears_packet_limit(), "a window of {buf_alloc}");
             assert_eq!(send(&mut tx, 1), 1);
             assert!(tx.update(buf_alloc, n));
         }
         assert_eq!(tx.reserve(1), 1);
         assert_eq!(
-            tx.is_short(),
+            tx.nears_packet_limit(),
             buf_alloc < 3 * PACKET_OVERHEAD,
             "{buf_alloc}"
         );
@@ -133,7 +132,7 @@ fn reservations_count_until_cancelled() {
 }
 
 #[test]
-fn own_limit_binds() {
+fn the_senders_own_limit_applies() {
     let mut tx = TxCredit::new(0, 100);
     assert!(tx.update(1000, 0));
     assert_eq!(tx.reserve(500), 100);
@@ -141,7 +140,7 @@ fn own_limit_binds() {
 }
 
 #[test]
-fn what_was_promised_may_arrive_after_shrinking() {
+fn credit_given_before_shrinking_stays_valid() {
     let mut rx = RxCredit::new(0, 1000);
     rx.announce();
     rx.set_buf_alloc(10);
@@ -154,11 +153,11 @@ fn what_was_promised_may_arrive_after_shrinking() {
 }
 
 #[test]
-fn a_peer_that_asked_is_told_early() {
+fn a_credit_request_is_answered_before_half_a_buffer_is_free() {
     let mut rx = RxCredit::new(0, 1000);
     rx.announce();
     rx.receive(3);
-    rx.requested();
+    rx.handle_credit_request();
     rx.announce();
     assert_eq!(rx.consume(1, u32::MAX), Some(true));
     assert_eq!(rx.consume(2, u32::MAX), Some(true));
@@ -179,8 +178,8 @@ proptest! {
     ) {
         let mut rx = RxCredit::new(first, size);
         let mut tx = TxCredit::new(first, u32::MAX);
-        let (mut queued, mut told) = (VecDeque::new(), VecDeque::new());
-        told.push_back(rx.announce());
+        let (mut queued, mut announcements) = (VecDeque::new(), VecDeque::new());
+        announcements.push_back(rx.announce());
         for (step, n) in steps {
             match step {
                 0 => {
@@ -199,14 +198,14 @@ proptest! {
                     if let Some(len) = queued.pop_front() {
                         prop_assert!(rx.consume(len, u32::MAX).is_some());
                     }
-                    told.push_back(rx.announce());
+                    announcements.push_back(rx.announce());
                 }
                 2 => {
                     rx.set_buf_alloc(n);
-                    told.push_back(rx.announce());
+                    announcements.push_back(rx.announce());
                 }
                 _ => {
-                    if let Some((buf_alloc, fwd_cnt)) = told.pop_front() {
+                    if let Some((buf_alloc, fwd_cnt)) = announcements.pop_front() {
                         prop_assert!(tx.update(buf_alloc, fwd_cnt));
                     }
                 }

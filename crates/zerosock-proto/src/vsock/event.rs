@@ -1,63 +1,59 @@
-//! What a [`Shard`](super::Shard) tells its driver: verdicts on packets,
-//! events, and headers to send.
+//! What a [`Shard`](super::Shard) returns to its caller: verdicts on packets, events, and headers
+//! to send.
 
 use super::connection::FlowId;
 use crate::addr::Address;
 use crate::wire::vsock::{Repr, SocketType};
 
-/// What becomes of a packet handed to
+/// What to do with the payload of a packet handed to
 /// [`Shard::handle_packet`](super::Shard::handle_packet).
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 #[must_use]
 pub enum Disposition {
-    /// Hand the payload on, now and once, then report it with
-    /// [`Shard::consume`](super::Shard::consume) as it leaves our hands.
+    /// Deliver the payload, now and once, then report it with
+    /// [`Shard::consume`](super::Shard::consume) when the caller has no more use for it.
     Deliver {
-        /// Whose payload it is.
+        /// The connection.
         flow: FlowId,
         /// Bytes, never 0.
         len: u32,
     },
-    /// As `Deliver`, of a SEQPACKET connection: a part of a message, which may be the whole of it.
-    /// The message is for its reader when it has ended; one that has not when the connection ends
-    /// is nobody's.
+    /// As `Deliver`, for a SEQPACKET connection: a part of a message, or the whole of it. Deliver
+    /// the message to the reader when it is complete; discard it if the connection ends before.
     Part {
-        /// Whose message it is.
+        /// The connection.
         flow: FlowId,
-        /// Bytes. 0 only with SEQ_EOM: then the message ends with what came before, or it is one
-        /// without a byte, which is reported with
-        /// [`Shard::consume_empty`](super::Shard::consume_empty) when it was read.
+        /// Bytes. 0 only with SEQ_EOM: it ends the message that the earlier parts began, or it is
+        /// an empty message, which is reported with
+        /// [`Shard::consume_empty`](super::Shard::consume_empty) when it has been read.
         len: u32,
-        /// SEQ_EOM: the message ends here. SEQ_EOR with it: its sender said that a record does.
+        /// SEQ_EOM: the message ends here. SEQ_EOR with it: the record ends here too.
         flags: u32,
     },
-    /// Done with; payload, if any, is not wanted.
+    /// The packet was handled; discard its payload, if it has any.
     Handled,
-    /// Not acted upon. An RST may have been queued: see the reason.
+    /// The packet was dropped. An RST may have been queued: see the reason.
     Dropped(DropReason),
-    /// To a device: the driver wants the connection to go on at another queue
-    /// pair. [`extract`](super::Shard::extract) it, or
-    /// [`keep`](super::Shard::keep) it.
+    /// To a device: the driver requests a move of the connection to another queue pair.
+    /// [`extract`](super::Shard::extract) it, or [`decline_move`](super::Shard::decline_move).
     Move {
         /// The connection.
         flow: FlowId,
-        /// The number of the pair, as it came.
+        /// The number of the pair, as received.
         pair: u32,
     },
-    /// To a driver: the device has moved the connection there, if that is not
-    /// where it is. [`extract`](super::Shard::extract) it, or
-    /// [`resume`](super::Shard::resume) it.
+    /// To a driver: the device has answered a move. If the pair is another one,
+    /// [`extract`](super::Shard::extract) the connection, else [`resume`](super::Shard::resume) it.
     Moved {
         /// The connection.
         flow: FlowId,
-        /// The number of the pair, as it came.
+        /// The number of the pair, as received.
         pair: u32,
     },
-    /// To a driver: the device has moved a connection there that has ended
-    /// here. It is to be told there: [`Shard::reset_stray`](super::Shard::reset_stray)
-    /// of that pair's shard, with the packet's header.
+    /// To a driver: the device has moved a connection that has ended here. Pass the header to
+    /// [`Shard::reset_stray`](super::Shard::reset_stray) of that pair's shard.
     MovedStray {
-        /// The number of the pair, as it came.
+        /// The number of the pair, as received.
         pair: u32,
     },
 }
@@ -65,44 +61,43 @@ pub enum Disposition {
 /// Why a packet was dropped.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum DropReason {
-    /// It does not come from the device's guest. No RST.
+    /// The source CID is not the device's guest. No RST.
     WrongSource,
     /// The type is neither STREAM nor SEQPACKET. RST.
     UnknownType,
-    /// There is no connection and no listener for it. RST.
+    /// No connection and no listener has this address. RST.
     NoSocket,
     /// The connection or listener is of another type. RST.
     TypeMismatch,
-    /// A REQUEST above a cap: connections, or one more than the listener's backlog. RST.
+    /// A REQUEST above the limit of connections or of the listener's backlog. RST.
     OverCap,
-    /// An RST for nothing we know, or that we had already given up. No RST.
+    /// An RST for no connection, or for one that was already closed. No RST.
     StrayReset,
-    /// Payload above the credit we gave: the connection was reset.
+    /// Payload above the peer's credit: the connection was reset.
     CreditExceeded,
-    /// The state forbids it: the connection was reset.
+    /// The state forbids the packet: the connection was reset.
     ProtocolError,
-    /// The state has no use for it. No RST.
+    /// The packet has no effect in this state. No RST.
     Unexpected,
     /// A message longer than our buffer: the connection was reset.
     MessageTooLong,
-    /// One more unread message without a byte than is kept: the connection was reset.
+    /// Too many unread empty messages: the connection was reset.
     MessageFlood,
-    /// RW without payload; nobody sends that on a stream. No RST.
+    /// RW without payload on a stream. No RST.
     Empty,
-    /// Payload for a direction that we have shut down; its credit has been
-    /// given back. No RST.
+    /// Payload for a direction that we have shut down; its credit was returned to the peer. No RST.
     ReceiveShut,
 }
 
-/// Something that happened to a connection.
+/// An event of a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub enum Event {
-    /// A peer asks: [`accept`](super::Shard::accept) or
+    /// A peer has sent REQUEST: [`accept`](super::Shard::accept) or
     /// [`reject`](super::Shard::reject).
     Incoming {
         /// The new connection.
         flow: FlowId,
-        /// Our address, as the peer named it.
+        /// Our address, as given by the peer.
         local: Address,
         /// The peer's address.
         peer: Address,
@@ -116,32 +111,29 @@ pub enum Event {
     },
     /// [`connect`](super::Shard::connect) failed. The id is no longer valid.
     Refused {
-        /// The connection that did not come about.
+        /// The connection that failed.
         flow: FlowId,
         /// Why.
         reason: RefuseReason,
     },
-    /// The peer has shut down a direction; both flags are cumulative. Never
-    /// both of them without unread bytes: that is [`Event::Closed`].
+    /// The peer has shut down a direction; the flags are cumulative. When both are set, unread
+    /// bytes are left; without unread bytes the event is [`Event::Closed`].
     PeerShutdown {
         /// The connection.
         flow: FlowId,
-        /// The peer will receive no more: what we send is lost, queued sends
-        /// have been dropped.
+        /// The peer receives no more: what we send is lost, queued sends were dropped.
         receive: bool,
-        /// The peer will send no more: after what was delivered comes the
-        /// end of the stream.
+        /// The peer sends no more: the stream ends after the bytes delivered so far.
         send: bool,
     },
-    /// After `NoCredit` or `QueueFull`: try again.
+    /// After `NoCredit` or `QueueFull`: retry.
     Writable {
         /// The connection.
         flow: FlowId,
     },
-    /// The connection is gone and the id no longer valid. Comes exactly once
-    /// for every connection that the caller has seen (unless
-    /// [`Event::Refused`] came), also after
-    /// [`reset`](super::Shard::reset) and [`reject`](super::Shard::reject).
+    /// The connection has ended and the id is invalid. Comes exactly once for every connection that
+    /// the caller knows (unless [`Event::Refused`] came), also after [`reset`](super::Shard::reset)
+    /// and [`reject`](super::Shard::reject).
     Closed {
         /// The connection.
         flow: FlowId,
@@ -150,33 +142,31 @@ pub enum Event {
     },
 }
 
-/// Why a connection did not come about.
+/// Why a connection attempt failed.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum RefuseReason {
     /// The peer answered with RST (ECONNREFUSED, ECONNRESET).
     Reset,
     /// The peer did not answer in time (ETIMEDOUT).
     TimedOut,
-    /// The peer answered with nonsense (EPROTO).
+    /// The peer's answer broke the protocol (EPROTO).
     ProtocolError,
     /// The transport was reset (ECONNRESET).
     TransportReset,
-    /// The caller gave it up with [`reset`](super::Shard::reset).
+    /// The caller called [`reset`](super::Shard::reset).
     LocalReset,
 }
 
 /// Why a connection ended.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum CloseReason {
-    /// We shut down both directions and the peer confirmed. In order.
+    /// We shut down both directions and the peer confirmed. Orderly.
     Finished,
-    /// The peer shut down both directions and all it sent was consumed. In
-    /// order.
+    /// The peer shut down both directions and all it sent was consumed. Orderly.
     PeerClosed,
     /// RST by the peer (ECONNRESET).
     PeerReset,
-    /// The peer asked for a new connection between the same ports: it has
-    /// forgotten this one.
+    /// The peer sent REQUEST for the same ports: it has forgotten this connection.
     Superseded,
     /// The peer broke the protocol and was reset.
     ProtocolError,
@@ -184,7 +174,7 @@ pub enum CloseReason {
     CreditExceeded,
     /// The peer sent a message longer than our buffer and was reset.
     MessageTooLong,
-    /// The peer sent more messages without a byte than we keep unread and was reset.
+    /// The peer sent too many empty messages that were not read, and was reset.
     MessageFlood,
     /// Closing made no progress for too long; the peer was reset.
     TimedOut,
@@ -203,7 +193,7 @@ impl CloseReason {
     }
 }
 
-/// A part of a queued send, to be put behind a header.
+/// A part of a queued send: the payload of a packet.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub struct Span {
     /// The connection.
@@ -224,6 +214,6 @@ pub struct Span {
 pub struct Transmit {
     /// The header.
     pub header: Repr,
-    /// The payload behind it, if any.
+    /// The payload to put behind it.
     pub span: Option<Span>,
 }

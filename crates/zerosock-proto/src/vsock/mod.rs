@@ -15,10 +15,10 @@ pub mod ports;
 pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
-pub use connection::{FlowId, FlowInfo, MessageRoom, Reservation};
-pub use credit::SMALL;
+pub use connection::{FlowId, FlowInfo, MessageReservation, Reservation};
+pub use credit::SMALL_PACKET;
 pub use endpoint::{
-    CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, Parcel,
+    CommitError, ConnectError, ConsumeError, FlowError, FlowSnapshot, ListenError, MoveError,
     ReserveError, SendError, Shard, ShardStats,
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};

@@ -1,9 +1,10 @@
-//! Several queue pairs: how many there are, which queues they are, and at which one a new
-//! connection begins (docs/queue-pairs.md).
+//! Several queue pairs: their number, their queues, and the pair at which a new connection begins
+//! (docs/queue-pairs.md).
 //!
-//! What must hold: both halves compute the same. A connection that is somewhere else all the same
-//! (it was moved, or its peer counts differently) works as well: it is where its REQUEST came, or
-//! where it was moved to.
+//! # Invariants
+//! Both halves compute the same pair. A connection at another pair works as well (it was moved, or
+//! the peer has another number of pairs): it is at the pair where its REQUEST arrived or to which
+//! it was moved.
 
 use crate::addr::{Address, Port};
 
@@ -14,11 +15,11 @@ pub const TX_QUEUE: u16 = 1;
 /// Queue of events, which all pairs share.
 pub const EVENT_QUEUE: u16 = 2;
 
-/// What a device is negotiated to have: one pair, which is the standard's device, or more.
+/// The negotiated number of queue pairs: one, as in the standard, or more.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub struct QueuePairs(u16);
 
-/// A number of queue pairs that there cannot be.
+/// An invalid number of queue pairs.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[error("{0} queue pairs: 1 to 16 are possible")]
 pub struct BadPairs(pub u16);
@@ -35,9 +36,9 @@ pub enum QueueUse {
 }
 
 impl QueuePairs {
-    /// The standard's device.
+    /// One pair, as in the standard.
     pub const ONE: QueuePairs = QueuePairs(1);
-    /// Most that can be negotiated.
+    /// Most pairs that can be negotiated.
     pub const MAX: u16 = 16;
 
     /// `count` pairs.
@@ -51,7 +52,7 @@ impl QueuePairs {
         }
     }
 
-    /// How many.
+    /// The number of pairs.
     pub const fn get(self) -> u16 {
         self.0
     }
@@ -74,8 +75,8 @@ impl QueuePairs {
         }
     }
 
-    /// The pair at which a connection begins, whoever asks for it: `driver` is the port at the
-    /// driver's end, `peer` the address at the other.
+    /// The pair at which a connection begins, whichever side requests it: `driver` is the port at
+    /// the driver's end, `peer` the address at the other.
     pub const fn of_flow(self, driver: Port, peer: Address) -> u16 {
         // Below the number of pairs, which has 16 bits.
         ((flow_hash(driver, peer) as u64 * self.0 as u64) >> 32) as u16
@@ -92,8 +93,8 @@ pub const fn tx_queue(pair: u16) -> u16 {
     if pair == 0 { TX_QUEUE } else { 2 * pair + 2 }
 }
 
-/// Spreads flows over pairs; not a defence: a driver that puts all its flows into one pair harms
-/// nobody but itself.
+/// Spreads flows over pairs. Not a defence: a driver that puts all its flows into one pair slows
+/// only itself.
 pub const fn flow_hash(driver: Port, peer: Address) -> u32 {
     const START: u32 = 0x7a73_6f63;
     let hash = mix(START ^ driver.get());
@@ -101,7 +102,8 @@ pub const fn flow_hash(driver: Port, peer: Address) -> u32 {
     mix(hash ^ peer.port.get())
 }
 
-/// A bijection of 32 bits, in which each bit in changes each bit out about every other time.
+/// A bijection of 32 bits; each input bit changes each output bit with a probability of about one
+/// half.
 const fn mix(mut word: u32) -> u32 {
     word ^= word >> 16;
     word = word.wrapping_mul(0x7feb_352d);
@@ -116,7 +118,7 @@ mod tests {
     use crate::addr::Cid;
 
     #[test]
-    fn the_first_pair_is_the_standard_s() {
+    fn the_first_pair_has_the_standard_queues() {
         assert_eq!(QueuePairs::ONE.queues(), 3);
         let of = |index| QueuePairs::ONE.queue_use(index);
         assert_eq!(of(0), Some(QueueUse::Receive(0)));
@@ -146,15 +148,15 @@ mod tests {
     }
 
     #[test]
-    fn as_many_pairs_as_can_be() {
+    fn one_to_sixteen_pairs_are_valid() {
         assert_eq!(QueuePairs::new(0), Err(BadPairs(0)));
         assert_eq!(QueuePairs::new(17), Err(BadPairs(17)));
         assert_eq!(QueuePairs::new(16).unwrap().get(), 16);
     }
 
-    /// docs/queue-pairs.md names these; worked out by another program from its text.
+    /// Examples of docs/queue-pairs.md, computed by another program from its text.
     #[test]
-    fn the_document_s_examples() {
+    fn flow_hash_matches_the_documented_examples() {
         let three = QueuePairs::new(3).unwrap();
         for (driver, cid, port, hash, pair) in EXAMPLES {
             let peer = Address::new(Cid::new(cid), Port::new(port));
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_that_follow_each_other_are_spread_evenly() {
+    fn consecutive_ports_are_spread_evenly() {
         let three = QueuePairs::new(3).unwrap();
         let mut counts = [0; 3];
         for port in 0..3000 {

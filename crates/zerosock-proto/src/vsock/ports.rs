@@ -1,10 +1,10 @@
-//! Listeners and ports, shared by the shards that share an address.
+//! Listeners and ports, shared by the shards of one address.
 //!
-//! One lock, taken when a port is bound, a connection asked for, granted or
-//! ended; never for a packet of a connection that exists. An address is in
-//! the table while somebody listens on it, is bound to it, or a connection was
-//! made from it; accepted connections share their listener's port and are not
-//! in it.
+//! # Invariants
+//! - The lock is taken when a port is bound or a connection requested, accepted or ended; never for
+//!   a packet of an existing connection.
+//! - An address is in the table while a listener or a bind has it, or a connection was made from
+//!   it. Accepted connections share their listener's port and are not in the table.
 
 use core::hash::BuildHasher;
 use core::ops::RangeInclusive;
@@ -15,18 +15,17 @@ use hashbrown::{DefaultHashBuilder, HashMap};
 
 use crate::addr::{Address, Cid, Port};
 
-/// First of the ports given out by ourselves; below are the ones that people
-/// listen on.
+/// First ephemeral port.
 const EPHEMERAL_FIRST: u32 = 1 << 30;
-/// How many there are.
+/// Number of ephemeral ports.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
-/// Ports for which there is room when none is in use.
+/// Capacity in ports that the table keeps when none is in use.
 const KEPT: usize = 1024;
 
 /// Listeners and ports in use; shards share it behind an `Arc`.
 #[derive(Debug)]
 pub struct PortTable {
-    /// Places that connections have in all shards that share it.
+    /// Connections that count against the limit, in all shards that share the table.
     occupied: AtomicUsize,
     inner: Mutex<Inner>,
 }
@@ -35,37 +34,44 @@ pub struct PortTable {
 #[derive(Debug)]
 struct Inner {
     listeners: HashMap<Address, Listener>,
-    /// How many connections each has; being bound to it counts as one. There may be very many of
-    /// these.
+    /// References of each address: its connections, and one if it is bound. There may be very many
+    /// addresses.
     outgoing: HashMap<Address, u32>,
+    /// First ephemeral port.
     first_ephemeral: u32,
+    /// Number of ephemeral ports.
     ephemeral_count: u32,
+    /// Offset of the ephemeral port to try next.
     next_ephemeral: u32,
+    /// Id of the next listener.
     next_listener: u32,
 }
 
 #[derive(Debug)]
 struct Listener {
+    /// Distinguishes it from earlier listeners on the address.
     id: u32,
+    /// Undecided connections allowed, less one.
     backlog: usize,
+    /// Undecided connections.
     waiting: usize,
 }
 
-/// What a connection holds of its local address, to be given back when it ends.
+/// A connection's reference to its local address, released when the connection ends.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub(crate) enum Hold {
-    /// A place in a listener's backlog.
+pub(crate) enum PortRef {
+    /// An entry in a listener's backlog.
     Backlog { listener: u32 },
     /// The port.
     Outgoing,
 }
 
-/// A REQUEST's fate.
+/// Whether a listener accepts a REQUEST.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub(crate) enum Admission {
     NoListener,
     Full,
-    Granted(Hold),
+    Granted(PortRef),
 }
 
 impl Default for PortTable {
@@ -75,15 +81,15 @@ impl Default for PortTable {
 }
 
 impl PortTable {
-    /// An empty table. Ephemeral ports start anywhere, so that a restarted
-    /// process does not meet connections of its former self.
+    /// An empty table. Ephemeral ports start at a random number, so that a restarted process does
+    /// not meet connections of its predecessor.
     pub fn new() -> PortTable {
         let last = EPHEMERAL_FIRST + (EPHEMERAL_COUNT - 1);
-        PortTable::giving_out(Port::new(EPHEMERAL_FIRST)..=Port::new(last))
+        PortTable::with_ephemeral(Port::new(EPHEMERAL_FIRST)..=Port::new(last))
     }
 
-    /// An empty table whose ephemeral ports are these: for one of several that share a CID.
-    pub fn giving_out(ports: RangeInclusive<Port>) -> PortTable {
+    /// An empty table with these ephemeral ports: for one of several tables that share a CID.
+    pub fn with_ephemeral(ports: RangeInclusive<Port>) -> PortTable {
         let first_ephemeral = ports.start().get();
         let ephemeral_count = match ports.is_empty() {
             true => 0,
@@ -103,7 +109,7 @@ impl PortTable {
         }
     }
 
-    /// Addresses in use. Zero when nobody listens and nothing is connected.
+    /// Addresses in use. Zero without listeners, bound ports and outgoing connections.
     pub fn len(&self) -> usize {
         let inner = self.lock();
         inner.listeners.len() + inner.outgoing.len()
@@ -123,24 +129,24 @@ impl PortTable {
             .map(|listener| listener.waiting)
     }
 
-    /// Places that connections have in the shards that share it.
+    /// Connections that count against the limit.
     pub(crate) fn occupied(&self) -> usize {
         self.occupied.load(Ordering::Relaxed)
     }
 
-    /// A connection has taken a place. How many there are is a bound, and nothing is ordered by it.
+    /// Counts one more connection. The count is a limit only; it orders no other memory.
     pub(crate) fn occupy(&self) {
         self.occupied.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Connections have given their places back.
+    /// Counts `count` connections less.
     pub(crate) fn vacate(&self, count: usize) {
         self.occupied.fetch_sub(count, Ordering::Relaxed);
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // Every change below is complete when it can be seen: a panic
-        // elsewhere while the lock was held left nothing half done.
+        // Each change below is complete before it can panic, so a poisoned lock protects valid
+        // data.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -160,19 +166,19 @@ impl PortTable {
         true
     }
 
-    /// False: nobody listened.
+    /// False: there was no listener.
     pub(crate) fn unlisten(&self, address: Address) -> bool {
         self.lock().listeners.remove(&address).is_some()
     }
 
-    /// Takes a place in the backlog.
+    /// Takes an entry in the backlog.
     pub(crate) fn admit(&self, address: Address) -> Admission {
         match self.lock().listeners.get_mut(&address) {
-            // Linux lets one more wait than it was told, so that a backlog of 0 is of use.
+            // Linux lets one more connection wait, so that a backlog of 0 is of use.
             Some(listener) if listener.waiting > listener.backlog => Admission::Full,
             Some(listener) => {
                 listener.waiting += 1;
-                Admission::Granted(Hold::Backlog {
+                Admission::Granted(PortRef::Backlog {
                     listener: listener.id,
                 })
             }
@@ -180,10 +186,9 @@ impl PortTable {
         }
     }
 
-    /// Takes a port for oneself, without a connection yet: nobody else can
-    /// listen on it or bind it before [`unbind`](Self::unbind).
-    /// [`Port::ANY`] takes one that nobody has. `None`: the port is in use, or
-    /// none is left.
+    /// Binds a port without a connection: it cannot be bound or listened on again before
+    /// [`unbind`](Self::unbind). [`Port::ANY`] chooses an unused port. `None`: the port is in use,
+    /// or none is left.
     pub fn bind(&self, address: Address) -> Option<Port> {
         if address.port == Port::ANY {
             let (address, _) = self.allocate(address.cid)?;
@@ -198,15 +203,13 @@ impl PortTable {
         Some(address.port)
     }
 
-    /// Gives a port up that was bound, once. Connections that were made from
-    /// it keep it until they end.
+    /// Releases a bound port, once. Connections that were made from it keep it until they end.
     pub fn unbind(&self, address: Address) {
-        self.release(address, Hold::Outgoing);
+        self.release(address, PortRef::Outgoing);
     }
 
-    /// Takes a port of one's choice; several connections may have it, a
-    /// listener may not.
-    pub(crate) fn hold(&self, address: Address) -> Option<Hold> {
+    /// Acquires a given port; several connections may share it, with a listener it is in use.
+    pub(crate) fn acquire(&self, address: Address) -> Option<PortRef> {
         let mut inner = self.lock();
         if inner.listeners.contains_key(&address) {
             return None;
@@ -214,12 +217,11 @@ impl PortTable {
         inner.outgoing.try_reserve(1).ok()?;
         // Fewer than there are connections.
         *inner.outgoing.entry(address).or_insert(0) += 1;
-        Some(Hold::Outgoing)
+        Some(PortRef::Outgoing)
     }
 
-    /// Takes a port that nobody has, if there is one. Looks no further than there are addresses
-    /// in use.
-    pub(crate) fn allocate(&self, cid: Cid) -> Option<(Address, Hold)> {
+    /// Acquires an unused port, if there is one. Tries no more ports than are in use, plus one.
+    pub(crate) fn allocate(&self, cid: Cid) -> Option<(Address, PortRef)> {
         let mut inner = self.lock();
         for _ in 0..inner.ephemeral_count {
             let port = Port::new(inner.first_ephemeral + inner.next_ephemeral);
@@ -229,23 +231,23 @@ impl PortTable {
             if !listened_on && !inner.outgoing.contains_key(&address) {
                 inner.outgoing.try_reserve(1).ok()?;
                 inner.outgoing.insert(address, 1);
-                return Some((address, Hold::Outgoing));
+                return Some((address, PortRef::Outgoing));
             }
         }
         None
     }
 
-    /// Gives back what a connection held of `address`.
-    pub(crate) fn release(&self, address: Address, hold: Hold) {
+    /// Releases a connection's reference to `address`.
+    pub(crate) fn release(&self, address: Address, port_ref: PortRef) {
         let mut inner = self.lock();
-        match hold {
-            Hold::Backlog { listener: id } => {
+        match port_ref {
+            PortRef::Backlog { listener: id } => {
                 let listener = inner.listeners.get_mut(&address);
                 if let Some(listener) = listener.filter(|listener| listener.id == id) {
                     listener.waiting = listener.waiting.saturating_sub(1);
                 }
             }
-            Hold::Outgoing => {
+            PortRef::Outgoing => {
                 if let Some(connections) = inner.outgoing.get_mut(&address) {
                     *connections = connections.saturating_sub(1);
                     if *connections == 0 {
@@ -267,20 +269,20 @@ mod tests {
     const ADDRESS: Address = Address::new(Cid::HOST, Port::new(5));
 
     #[test]
-    fn a_listener_has_its_port_alone() {
+    fn a_listener_has_its_port_exclusively() {
         let ports = PortTable::new();
         assert!(ports.listen(ADDRESS, 1));
         assert!(!ports.listen(ADDRESS, 1));
-        assert_eq!(ports.hold(ADDRESS), None);
+        assert_eq!(ports.acquire(ADDRESS), None);
         assert!(ports.unlisten(ADDRESS) && !ports.unlisten(ADDRESS));
-        let hold = ports.hold(ADDRESS).unwrap();
+        let port_ref = ports.acquire(ADDRESS).unwrap();
         assert!(!ports.listen(ADDRESS, 1) && !ports.unlisten(ADDRESS));
-        ports.release(ADDRESS, hold);
+        ports.release(ADDRESS, port_ref);
         assert!(ports.listen(ADDRESS, 1));
     }
 
     #[test]
-    fn the_backlog_is_the_listener_s_own() {
+    fn a_new_listener_has_an_empty_backlog() {
         let ports = PortTable::new();
         assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
         ports.listen(ADDRESS, 0);
@@ -297,24 +299,24 @@ mod tests {
         assert_eq!(
             ports.waiting(ADDRESS),
             Some(1),
-            "not the old listener's place"
+            "not an entry of the old listener"
         );
     }
 
     #[test]
-    fn a_bound_port_is_its_owner_s_until_it_is_given_up_and_unused() {
+    fn a_bound_port_is_in_use_until_unbound_and_unconnected() {
         let ports = PortTable::new();
         assert_eq!(ports.bind(ADDRESS), Some(ADDRESS.port));
         assert_eq!(ports.bind(ADDRESS), None);
         assert!(!ports.listen(ADDRESS, 1));
         assert_eq!(ports.admit(ADDRESS), Admission::NoListener);
-        let hold = ports.hold(ADDRESS).unwrap();
-        ports.release(ADDRESS, hold);
+        let port_ref = ports.acquire(ADDRESS).unwrap();
+        ports.release(ADDRESS, port_ref);
         assert_eq!(ports.bind(ADDRESS), None, "still bound");
-        let hold = ports.hold(ADDRESS).unwrap();
+        let port_ref = ports.acquire(ADDRESS).unwrap();
         ports.unbind(ADDRESS);
         assert_eq!(ports.bind(ADDRESS), None, "still connected");
-        ports.release(ADDRESS, hold);
+        ports.release(ADDRESS, port_ref);
         assert!(ports.is_empty());
         let any = ports.bind(Address::new(Cid::HOST, Port::ANY)).unwrap();
         assert!(any.get() >= EPHEMERAL_FIRST);
@@ -322,29 +324,29 @@ mod tests {
     }
 
     #[test]
-    fn ephemeral_ports_wrap_and_skip_what_is_taken() {
+    fn ephemeral_ports_wrap_and_skip_ports_in_use() {
         let ports = PortTable::new();
         ports.lock().next_ephemeral = EPHEMERAL_COUNT - 1;
         let taken = Address::new(Cid::HOST, Port::new(EPHEMERAL_FIRST));
         ports.listen(taken, 1);
-        let (last, hold) = ports.allocate(Cid::HOST).unwrap();
+        let (last, port_ref) = ports.allocate(Cid::HOST).unwrap();
         let (next, _) = ports.allocate(Cid::HOST).unwrap();
         assert_eq!(last.port.get(), EPHEMERAL_FIRST + EPHEMERAL_COUNT - 1);
         assert_eq!(next.port.get(), EPHEMERAL_FIRST + 1);
-        ports.release(last, hold);
-        assert!(ports.hold(last).is_some(), "reusable at once");
+        ports.release(last, port_ref);
+        assert!(ports.acquire(last).is_some(), "reusable at once");
     }
 
     #[test]
-    fn a_table_gives_out_its_own_ports_and_no_others() {
+    fn a_table_allocates_only_its_own_ephemeral_ports() {
         let (first, last) = (Port::new(u32::MAX - 3), Port::new(u32::MAX - 1));
-        let ports = PortTable::giving_out(first..=last);
+        let ports = PortTable::with_ephemeral(first..=last);
         let mut given = [0; 3].map(|_| ports.allocate(Cid::HOST).unwrap().0.port);
         given.sort_unstable();
         assert_eq!(given, [first, Port::new(u32::MAX - 2), last]);
         assert_eq!(ports.allocate(Cid::HOST), None);
         assert_eq!(ports.allocate(Cid::new(3)).unwrap().0.cid, Cid::new(3));
-        let none = PortTable::giving_out(last..=first);
+        let none = PortTable::with_ephemeral(last..=first);
         assert_eq!(none.allocate(Cid::HOST), None);
     }
 }

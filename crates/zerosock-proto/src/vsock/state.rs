@@ -1,13 +1,12 @@
-//! The life of a connection, as one table.
+//! The states of a connection, as one table.
 //!
-//! [`transition`] says for every state and every input what comes next and
-//! what is to be done. Nothing else decides: the shard turns packets,
-//! commands and timers into [`Input`]s and carries [`Action`]s out. The rules
-//! are Linux's; the test beside the table holds every cell, written by hand.
+//! [`transition`] gives the next state and the action for every state and input. Nothing else
+//! decides: the shard turns packets, commands and timers into [`Input`]s and performs [`Action`]s.
+//! The rules are Linux's; the test beside the table has every cell, written by hand.
 
 use super::event::{CloseReason, DropReason, RefuseReason};
 
-/// Which directions of a connection, seen from whoever shuts them down.
+/// Directions of a connection, seen from the side that shuts them down.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, Default)]
 pub struct How {
     /// Receiving.
@@ -32,7 +31,7 @@ impl How {
         receive: false,
         send: true,
     };
-    /// Both directions: `close`.
+    /// Both directions: `abort_message`.
     pub const BOTH: How = How {
         receive: true,
         send: true,
@@ -70,12 +69,12 @@ impl How {
 pub enum State {
     /// A REQUEST's listener; no connection is ever in it.
     Listen,
-    /// REQUEST queued or sent, nothing back yet.
+    /// REQUEST queued or sent, no answer yet.
     Connecting,
     /// REQUEST received, the caller has not decided.
     Incoming,
-    /// Connected, but for the directions shut down. Local BOTH: the SHUTDOWN
-    /// waits behind data. Peer BOTH: received bytes are still unread.
+    /// Connected, with some directions shut down. Local BOTH: SHUTDOWN is queued behind data. Peer
+    /// BOTH: received bytes are unread.
     Established {
         /// Directions that we have shut down.
         local: How,
@@ -104,7 +103,7 @@ impl State {
 pub enum Input {
     /// REQUEST.
     Request,
-    /// REQUEST when a cap is reached.
+    /// REQUEST when a limit is reached.
     RequestOverCap,
     /// RESPONSE.
     Response,
@@ -123,7 +122,7 @@ pub enum Input {
     RwOverCredit,
     /// RW that makes a message longer than our buffer.
     RwTooLong,
-    /// RW with a message without a byte, of which too many are unread.
+    /// RW with an empty message when too many are unread.
     RwFlood,
     /// CREDIT_UPDATE.
     CreditUpdate,
@@ -145,47 +144,47 @@ pub enum Input {
     Close(How),
     /// The caller resets.
     Reset,
-    /// A SHUTDOWN with all that the caller wants has left.
+    /// A SHUTDOWN with all directions that the caller has shut down was sent.
     ShutdownSent,
     /// The last received byte has been consumed.
     Drained,
     /// The connect or close timer ran out.
     TimedOut,
-    /// The transport lost everything.
+    /// The transport was reset.
     TransportReset,
 }
 
-/// What is to be done.
+/// An action for the shard.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum Action {
-    /// Nothing; all is well.
+    /// Nothing.
     Handled,
     /// Drop the packet, no RST.
     Ignore(DropReason),
-    /// Answer the packet with RST; the connection, if any, does not notice.
+    /// Answer the packet with RST; the connection, if there is one, is unaffected.
     ResetPacket(DropReason),
-    /// Make a connection and tell the caller.
+    /// Make a connection and report it to the caller.
     Incoming,
     /// Queue REQUEST, start the connect timer.
     SendRequest,
     /// Queue RESPONSE.
     SendResponse,
-    /// Tell the caller that it is connected; stop the timer.
+    /// Report the connection to the caller; stop the timer.
     Connected,
-    /// Hand the payload on.
+    /// Deliver the payload.
     Deliver,
-    /// Throw the payload away and give its credit back.
+    /// Discard the payload and return its credit.
     Discard,
     /// Queue CREDIT_UPDATE.
     CreditUpdate,
-    /// Tell the caller what the peer has shut down.
+    /// Report the directions that the peer has shut down.
     PeerShutdown,
     /// Queue SHUTDOWN behind data; when both directions are shut, start the
     /// close timer.
     SendShutdown,
-    /// End without RST and take the REQUEST as if there had been nothing.
+    /// End without RST and handle the REQUEST as if there had been no connection.
     Supersede,
-    /// The connection did not come about: end, with RST or without.
+    /// The connection attempt failed: end, with RST or without.
     Refuse {
         /// Whether to send RST.
         rst: bool,
@@ -199,7 +198,7 @@ pub enum Action {
         /// Why.
         reason: CloseReason,
     },
-    /// The command makes no sense in this state.
+    /// The command is not allowed in this state.
     WrongState,
 }
 
@@ -218,8 +217,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
     use State as S;
 
     match (state, input) {
-        // A type that is not the socket's is answered before anything looks
-        // at the state (rule 3), and the connection stays what it is.
+        // A wrong type is answered before the state is looked at (rule 3), and the connection is
+        // unaffected.
         (_, I::TypeMismatch) => (state, A::ResetPacket(DropReason::TypeMismatch)),
 
         (S::Listen, I::Request) => (S::Incoming, A::Incoming),
@@ -291,8 +290,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
         (S::Incoming, I::Connect | I::Close(_)) => (state, A::WrongState),
 
         (S::Established { peer, .. }, I::Request | I::RequestOverCap) => {
-            // Linux takes a socket out of its table once the peer has shut
-            // down both directions, so that the peer can use the port again.
+            // Linux removes a socket from its table once the peer has shut down both directions, so
+            // that the peer can use the port again.
             if peer.is_both() {
                 (S::Closed, A::Supersede)
             } else {
@@ -376,8 +375,8 @@ pub const fn transition(state: State, input: Input) -> (State, Action) {
 
         (S::Closing { .. }, I::Rst) => end(false, CloseReason::Finished),
         (S::Closing { peer }, I::Shutdown { how, .. }) => {
-            // Both closed at once. Linux stays in ESTABLISHED until its RST
-            // comes and answers; if neither answered, both would wait 8 s.
+            // Both sides closed at once. Linux stays in ESTABLISHED until it has answered our RST;
+            // if neither side answered, both would wait 8 s.
             let all = peer.and(how);
             if all.is_both() {
                 end(true, CloseReason::Finished)

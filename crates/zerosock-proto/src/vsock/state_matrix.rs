@@ -1,17 +1,15 @@
 //! The full state × event matrix.
 //!
-//! Every cell below was written by hand from "Reset rules" in the project's
-//! facts about vsock (the order of Linux's `virtio_transport_recv_pkt`); the
-//! test compares and never records. A cell is `effect/rule`; the next state
-//! follows from the effect as [`expect`] spells out. A cell that is missing,
-//! or one too many, fails.
+//! Every cell below was written by hand after the order of checks in Linux's
+//! `virtio_transport_recv_pkt`; the test compares and never records. A cell is `effect/rule`; the
+//! next state follows from the effect as [`expect`] spells out. A missing or additional cell fails.
 //!
 //! Rules cited:
 //!
 //! | | |
 //! |---|---|
 //! | `2` | no connected or bound socket: RST |
-//! | `3` | socket type mismatch: RST; the connection does not notice |
+//! | `3` | socket type mismatch: RST; the connection is unaffected |
 //! | `5` | peer credit is updated before the state is looked at |
 //! | `6l` | LISTEN: op other than REQUEST, or backlog full: RST |
 //! | `6c` | connecting: RESPONSE connects, INVALID ignored, RST is ECONNRESET, anything else RST + EPROTO |
@@ -21,16 +19,16 @@
 //! | `r` | never RST in answer to RST |
 //! | `s` | SHUTDOWN with both bits and nothing unread: answer RST and close |
 //! | `p` | SHUTDOWN flags are permanent and cumulative |
-//! | `t` | connect time-out 2 s; close timer 8 s, then RST |
+//! | `t` | connect timeout 2 s; close timer 8 s, then RST |
 //! | `o` | credit overrun by the peer: RST (ENOBUFS) |
-//! | `m` | a message above our buffer, or one too many without a byte: RST |
-//! | `a` | a port is reusable at once: Linux takes the socket out of its table after SHUTDOWN both, so a REQUEST finds none |
+//! | `m` | a message above our buffer, or one empty message too many: RST |
+//! | `a` | a port is reusable at once: Linux removes the socket from its table after SHUTDOWN both, so a REQUEST finds none |
 //! | `v` | TRANSPORT_RESET: connections are dropped, listeners stay |
 //! | `i` | the caller's interface: what `Shard` documents for its commands |
 //!
-//! States: `L`isten, `N`o connection, `C`onnecting, `I`ncoming, `E`stablished
-//! with what we and what the peer has shut down (`-`, `r`eceive, `s`end,
-//! `b`oth), `X` closing with what the peer has shut down.
+//! States: `L`isten, `N`o connection, `C`onnecting, `I`ncoming, `E`stablished with the directions
+//! that we and the peer have shut down (`-`, `r`eceive, `s`end, `b`oth), `X` closing with the
+//! directions that the peer has shut down.
 
 use super::*;
 
@@ -90,7 +88,7 @@ Xr      clo=r/p clo=r/p both/s  both/s  clo=r/p clo=r/p both/s  both/s
 Xs      clo=s/p both/s  clo=s/p both/s  clo=s/p both/s  clo=s/p both/s
 ";
 
-/// Commands of the caller, and what happens by itself.
+/// Commands of the caller, and internal events.
 const COMMANDS: &str = "
         connect accept  reject  cl-     clr     cls     clb     reset   sent    drained timeout trans
 L       bad/i   bad/i   bad/i   bad/i   bad/i   bad/i   bad/i   bad/i   ok/i    ok/i    ok/i    ok/v
@@ -185,7 +183,7 @@ fn input(name: &str) -> Input {
     }
 }
 
-/// What an effect's name means, in `state`.
+/// The next state and action that an effect's name stands for, in `state`.
 fn expect(state: State, effect: &str) -> (State, Action) {
     use CloseReason as Close;
     use RefuseReason as Refuse;
@@ -196,17 +194,17 @@ fn expect(state: State, effect: &str) -> (State, Action) {
     if let Some((what, letter)) = effect.split_once('=') {
         let shut = how(letter.chars().next().unwrap());
         return match (what, state) {
-            // The peer's shutdown is told to the caller.
+            // The caller is informed of the peer's shutdown.
             ("peer", State::Established { local, .. }) => (
                 State::Established { local, peer: shut },
                 Action::PeerShutdown,
             ),
-            // Ours is told to the peer.
+            // The peer is informed of ours.
             ("me", State::Established { peer, .. }) => (
                 State::Established { local: shut, peer },
                 Action::SendShutdown,
             ),
-            // Both of ours have been told.
+            // The SHUTDOWN of both directions was sent.
             ("clo", _) => (State::Closing { peer: shut }, Action::Handled),
             _ => panic!("no effect {effect} in {state:?}"),
         };
@@ -249,7 +247,7 @@ fn expect(state: State, effect: &str) -> (State, Action) {
     }
 }
 
-/// Every state that there is, by name.
+/// Every state by name.
 fn states() -> Vec<String> {
     let mut names: Vec<String> = ["L", "N", "C", "I"].map(String::from).into();
     for local in "-rsb".chars() {
@@ -261,7 +259,7 @@ fn states() -> Vec<String> {
 }
 
 #[test]
-fn every_cell_is_as_the_reset_rules_say() {
+fn every_cell_follows_the_reset_rules() {
     let mut seen = std::collections::HashSet::new();
     let mut wrong = Vec::new();
     for grid in [PACKETS, SHUTDOWNS, COMMANDS] {

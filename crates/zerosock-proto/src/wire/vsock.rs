@@ -1,10 +1,8 @@
-//! The virtio-vsock header: 44 bytes, packed, little-endian (virtio 1.2,
-//! 5.10.6).
+//! The virtio-vsock header: 44 bytes, packed, little-endian (virtio 1.2, 5.10.6).
 //!
-//! [`Packet`] reads and writes fields at their offsets and promises nothing
-//! about them. [`Repr`] is what the rest of the crate works with: both CIDs
-//! fit 32 bits and `len` is at most [`MAX_PAYLOAD`]. Types and operations
-//! that nobody knows survive parsing, because the reset rules answer them.
+//! [`Packet`] reads and writes fields at their offsets and checks nothing about them. The rest of
+//! the crate works with [`Repr`]: both CIDs have 32 bits and `len` is at most [`MAX_PAYLOAD`].
+//! Unknown types and operations survive parsing, because the reset rules answer them.
 
 use core::fmt;
 use core::ops::Range;
@@ -17,16 +15,16 @@ pub const HEADER_LEN: usize = 44;
 /// Most payload bytes in one packet; Linux drops longer ones.
 pub const MAX_PAYLOAD: u32 = 65536;
 
-/// SHUTDOWN, bit 0: the sender will receive no more.
+/// SHUTDOWN, bit 0: the sender receives no more.
 pub const SHUTDOWN_RECEIVE: u32 = 1 << 0;
-/// SHUTDOWN, bit 1: the sender will send no more.
+/// SHUTDOWN, bit 1: the sender sends no more.
 pub const SHUTDOWN_SEND: u32 = 1 << 1;
 /// RW on SEQPACKET, bit 0: the last packet of a message.
 pub const SEQ_EOM: u32 = 1 << 0;
 /// RW on SEQPACKET, bit 1: the last packet of a record (`MSG_EOR`).
 pub const SEQ_EOR: u32 = 1 << 1;
 
-/// Where the fields lie.
+/// Offsets of the fields.
 mod field {
     use core::ops::Range;
 
@@ -42,7 +40,7 @@ mod field {
     pub(super) const FWD_CNT: Range<usize> = 40..44;
 }
 
-/// The kinds of socket that have a number.
+/// The known socket types.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 #[repr(u16)]
 pub enum SocketType {
@@ -64,30 +62,30 @@ impl fmt::Display for SocketType {
     }
 }
 
-/// The operations that have a number.
+/// The known operations.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 #[repr(u16)]
 pub enum Op {
     /// Not an operation.
     Invalid = 0,
-    /// Asks for a connection.
+    /// Requests a connection.
     Request = 1,
-    /// Grants one.
+    /// Accepts a connection.
     Response = 2,
-    /// Refuses or ends one.
+    /// Refuses or ends a connection.
     Rst = 3,
-    /// Ends one or both directions, see [`SHUTDOWN_RECEIVE`].
+    /// Shuts down one or both directions, see [`SHUTDOWN_RECEIVE`].
     Shutdown = 4,
     /// Payload.
     Rw = 5,
-    /// Tells `buf_alloc` and `fwd_cnt`.
+    /// Carries `buf_alloc` and `fwd_cnt`.
     CreditUpdate = 6,
-    /// Asks for a [`Op::CreditUpdate`].
+    /// Requests a [`Op::CreditUpdate`].
     CreditRequest = 7,
-    /// Asks that the connection go on at another queue pair (docs/queue-pairs.md; ours, and only
-    /// where it was negotiated).
+    /// Requests that the connection move to another queue pair (docs/queue-pairs.md; an extension,
+    /// only where negotiated).
     Move = 0x7a10,
-    /// The answer: the last packet here, or that it stays.
+    /// The answer: the last packet at this pair, or the move is declined.
     Moved = 0x7a11,
 }
 
@@ -108,12 +106,12 @@ impl fmt::Display for Op {
     }
 }
 
-/// The type field as it came: a [`SocketType`] or a number without a name.
+/// The type field as received: a [`SocketType`] or an unknown number.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub struct WireType(u16);
 
 impl WireType {
-    /// The kind of socket, if the number has one.
+    /// The socket type, if it is known.
     #[inline]
     pub const fn known(self) -> Option<SocketType> {
         Some(match self.0 {
@@ -154,12 +152,12 @@ impl fmt::Display for WireType {
     }
 }
 
-/// The operation field as it came: an [`Op`] or a number without a name.
+/// The operation field as received: an [`Op`] or an unknown number.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub struct WireOp(u16);
 
 impl WireOp {
-    /// The operation, if the number has one.
+    /// The operation, if it is known.
     #[inline]
     pub const fn known(self) -> Option<Op> {
         Some(match self.0 {
@@ -207,7 +205,7 @@ impl fmt::Display for WireOp {
     }
 }
 
-/// A header over bytes; nothing in it is checked but that it is all there.
+/// A header over bytes; only its length is checked.
 #[derive(Copy, Clone, Debug)]
 pub struct Packet<T: AsRef<[u8]>> {
     buffer: T,
@@ -219,7 +217,7 @@ pub struct Packet<T: AsRef<[u8]>> {
 pub struct Truncated(pub usize);
 
 impl<T: AsRef<[u8]>> Packet<T> {
-    /// The header at the start of `buffer`.
+    /// [`Truncated`] if the buffer is shorter than a header.
     ///
     /// # Errors
     /// [`Truncated`] when it is not all there.
@@ -231,15 +229,15 @@ impl<T: AsRef<[u8]>> Packet<T> {
         }
     }
 
-    /// Gives the bytes back.
+    /// Returns the bytes.
     pub fn into_inner(self) -> T {
         self.buffer
     }
 
-    /// The header as one array, so that nobody need check a field's bounds.
+    /// The header as one array, so that field access needs no bounds check.
     #[inline]
     fn header(&self) -> &[u8; HEADER_LEN] {
-        // `new_checked` saw them all; a `T` that shows fewer bytes now reads as zeros.
+        // `new_checked` has checked the length; a `T` that returns fewer bytes now reads as zeros.
         self.buffer
             .as_ref()
             .first_chunk()
@@ -307,7 +305,7 @@ impl<T: AsRef<[u8]>> Packet<T> {
     }
 }
 
-/// A field of a header. Which one is known when this is compiled, and so is that it lies within.
+/// A field of a header. The range is a constant, so it is known to be within the header.
 #[inline]
 fn bytes<const N: usize>(header: &[u8; HEADER_LEN], field: Range<usize>) -> [u8; N] {
     let mut bytes = [0; N];
@@ -317,7 +315,7 @@ fn bytes<const N: usize>(header: &[u8; HEADER_LEN], field: Range<usize>) -> [u8;
     bytes
 }
 
-/// A header that keeps the rules of the wire.
+/// A valid header.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Repr {
     /// The sender.
@@ -338,7 +336,7 @@ pub struct Repr {
     pub fwd_cnt: u32,
 }
 
-/// Why a header is dropped, without RST, before anybody looks at its state.
+/// Why a header is dropped, without RST, before the state is looked at.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 pub enum ParseError {
     /// The upper 32 bits of a CID are not zero.
@@ -350,13 +348,13 @@ pub enum ParseError {
 }
 
 impl Repr {
-    /// Checks what can be checked without knowing any connection.
+    /// Checks everything that does not depend on a connection.
     ///
     /// # Errors
     /// [`ParseError`]: the peer is at fault and gets no answer.
     #[inline]
     pub fn parse<T: AsRef<[u8]>>(packet: &Packet<T>) -> Result<Repr, ParseError> {
-        // One look at the bytes, and one branch for all that can be wrong.
+        // Reads the bytes once, with one branch for all faults.
         let packet = Packet {
             buffer: *packet.header(),
         };
@@ -377,8 +375,8 @@ impl Repr {
         })
     }
 
-    /// As [`parse`](Self::parse), of a header that was read as five little-endian words and the
-    /// half that is left: what a processor does without going through memory.
+    /// As [`parse`](Self::parse), for a header read as five little-endian words and a last half
+    /// word: a processor reads them into registers without a copy in memory.
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
@@ -402,8 +400,8 @@ impl Repr {
         })
     }
 
-    /// The header as five little-endian words and the half that is left: what
-    /// [`emit`](Self::emit) writes, for those who write words.
+    /// The header as five little-endian words and a last half word: the bytes that
+    /// [`emit`](Self::emit) writes.
     #[inline]
     pub fn to_words(&self) -> ([u64; 5], u32) {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
@@ -418,7 +416,7 @@ impl Repr {
         (words, self.fwd_cnt)
     }
 
-    /// What is wrong with a header that does not parse.
+    /// The fault of a header that does not parse.
     #[cold]
     fn fault(src: u64, dst: u64, len: u32) -> ParseError {
         if len > MAX_PAYLOAD {
@@ -517,7 +515,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_lie_where_the_specification_puts_them() {
+    fn fields_are_at_their_specified_offsets() {
         assert_eq!(parse(&BYTES), Ok(REPR));
         assert_eq!(emit(&REPR), BYTES);
     }
@@ -546,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_without_a_name_survive() {
+    fn unknown_types_and_operations_survive_parsing() {
         let mut bytes = BYTES;
         bytes[28] = 9;
         bytes[31] = 1;
@@ -564,7 +562,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_parses_is_emitted_again(bytes in any::<[[u8; 22]; 2]>(), tame in any::<bool>()) {
+        fn parsed_headers_are_emitted_unchanged(bytes in any::<[[u8; 22]; 2]>(), tame in any::<bool>()) {
             let mut bytes: [u8; HEADER_LEN] =
                 core::array::from_fn(|i| bytes[i / 22][i % 22]);
             if tame {

@@ -1,10 +1,10 @@
-//! Half-closes, closes, and what is still under way then.
+//! Half-closes, closes, and bytes in flight.
 
 use super::*;
 
-/// Complaint of others: a half-close taken for a full one, last bytes lost.
+/// A bug of other implementations: a half-close taken for a close loses the last bytes.
 #[test]
-fn half_close_leaves_the_other_half_open() {
+fn shutdown_wr_leaves_receiving_open() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.send(ours, 5, 0).unwrap();
     guest.shutdown(NOW, ours, How::SEND).unwrap();
@@ -29,7 +29,7 @@ fn half_close_leaves_the_other_half_open() {
     assert_eq!(shutdown.flags, SHUTDOWN_RECEIVE | SHUTDOWN_SEND);
     assert!(host.flow(theirs).is_some(), "five bytes are unread");
     host.consume(theirs, 5).unwrap();
-    // The end says it all; a half that was not polled is not told any more.
+    // The end replaces a shutdown event that was not polled.
     let closed = Event::Closed {
         flow: theirs,
         reason: CloseReason::PeerClosed,
@@ -45,9 +45,9 @@ fn half_close_leaves_the_other_half_open() {
     );
 }
 
-/// A peer that will not receive: EPIPE, and queued sends are gone.
+/// A peer that shuts down receiving: EPIPE, and queued sends are dropped.
 #[test]
-fn shutting_down_receiving_breaks_the_pipe() {
+fn shutdown_rd_of_the_peer_fails_sends_with_epipe() {
     let (mut guest, mut host, ours, theirs) = opened();
     let reservation = host.reserve(theirs, 10).unwrap();
     host.send(theirs, 100, 0).unwrap();
@@ -74,10 +74,10 @@ fn shutting_down_receiving_breaks_the_pipe() {
     assert_eq!(host.flow(theirs).unwrap().unread, 3);
 }
 
-/// What is in flight when we stop receiving is thrown away, and its credit
-/// given back, so that the sender does not hang.
+/// Bytes in flight when we shut down receiving are discarded, and their credit is returned, so that
+/// the sender does not stall.
 #[test]
-fn payload_after_shut_rd_gives_its_credit_back() {
+fn payload_after_shutdown_rd_returns_its_credit() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.shutdown(NOW, ours, How::RECEIVE).unwrap();
     host.send(theirs, 262144, 0).unwrap();
@@ -88,7 +88,7 @@ fn payload_after_shut_rd_gives_its_credit_back() {
 }
 
 #[test]
-fn the_close_timer_is_eight_seconds_and_then_rst() {
+fn close_without_progress_resets_after_eight_seconds() {
     let (mut guest, _, ours, _) = opened();
     guest.shutdown(NOW, ours, How::BOTH).unwrap();
     assert!(is(&header(&mut guest), Op::Shutdown));
@@ -108,9 +108,9 @@ fn the_close_timer_is_eight_seconds_and_then_rst() {
     assert_eq!(guest.occupied(), 0);
 }
 
-/// Nothing waits 8 s when both close at once.
+/// No side waits 8 s when both close at once.
 #[test]
-fn both_may_close_at_once() {
+fn simultaneous_close_ends_at_once() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.shutdown(NOW, ours, How::BOTH).unwrap();
     host.shutdown(NOW, theirs, How::BOTH).unwrap();
@@ -134,9 +134,9 @@ fn both_may_close_at_once() {
     assert_eq!(guest.occupied() + host.occupied(), 0);
 }
 
-/// Closing waits behind data that has no credit yet, and not for ever.
+/// SHUTDOWN waits for data that has no credit yet, until the close timer fires.
 #[test]
-fn closing_says_first_what_was_queued() {
+fn close_sends_queued_data_before_shutdown() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.send(ours, 300_000, 0).unwrap();
     guest.shutdown(NOW, ours, How::BOTH).unwrap();

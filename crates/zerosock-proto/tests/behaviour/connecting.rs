@@ -1,9 +1,9 @@
-//! How connections come about, or do not, and whose ports they use.
+//! Connection attempts: success, refusal, timeout, and the ports they use.
 
 use super::*;
 
 #[test]
-fn no_listener_is_known_at_once() {
+fn a_request_without_listener_is_refused_at_once() {
     for kind in [SocketType::Stream, SocketType::SeqPacket] {
         let (mut guest, mut host) = (guest(), host());
         guest.set_seqpacket(true);
@@ -30,9 +30,9 @@ fn no_listener_is_known_at_once() {
     }
 }
 
-/// A stream's or a message connection's end that does not know datagrams.
+/// An endpoint that does not support datagrams.
 #[test]
-fn a_datagram_is_reset_whether_or_not_somebody_listens() {
+fn a_datagram_is_reset_with_and_without_a_listener() {
     for port in [SERVER.port, Port::new(9)] {
         let (mut guest, mut host) = (guest(), host());
         let to = Address::new(Cid::HOST, port);
@@ -58,7 +58,7 @@ fn a_datagram_is_reset_whether_or_not_somebody_listens() {
 }
 
 #[test]
-fn a_rejected_request_is_known_at_once() {
+fn a_rejected_request_is_refused_at_once() {
     let (mut guest, mut host) = (guest(), host());
     let ours = guest.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap();
     pump(&mut guest, &mut host);
@@ -117,7 +117,7 @@ fn the_same_port_is_reusable_at_once() {
         let again = guest.connect(NOW, local, SERVER, SocketType::Stream);
         assert_eq!(again, Err(ConnectError::InUse));
         let sent = pump(&mut guest, &mut host);
-        // The RST of the round before leaves before the REQUEST.
+        // The RST of the previous round is sent before the REQUEST.
         let ops: Vec<_> = sent
             .iter()
             .map(|packet| packet.op.known().unwrap())
@@ -128,7 +128,7 @@ fn the_same_port_is_reusable_at_once() {
     }
 }
 
-/// Linux forgets a socket whose peer has closed, though its reader is slow.
+/// Linux removes a socket from its table when the peer has closed, though its reader is slow.
 #[test]
 fn a_port_is_reusable_while_the_old_reader_is_slow() {
     let (mut guest, mut host) = (guest(), host());
@@ -168,7 +168,7 @@ fn a_port_is_reusable_while_the_old_reader_is_slow() {
 
 /// An RST of ours that crosses the peer's must not hit the next connection.
 #[test]
-fn a_crossing_rst_is_taken_back() {
+fn a_queued_rst_is_cancelled_by_the_peers_rst() {
     let (mut guest, mut host, ours, theirs) = opened();
     host.reset(theirs).unwrap();
     guest.reset(ours).unwrap();
@@ -178,7 +178,7 @@ fn a_crossing_rst_is_taken_back() {
 }
 
 #[test]
-fn the_backlog_is_bounded_and_given_back() {
+fn the_backlog_is_limited_and_decisions_free_it() {
     let ports = Arc::new(PortTable::new());
     let mut host = Shard::new(ShardConfig::device(GUEST), ports.clone());
     host.listen(SERVER.port, 1).unwrap();
@@ -208,8 +208,8 @@ fn the_backlog_is_bounded_and_given_back() {
     assert!(ports.is_empty());
 }
 
-/// Without listeners the bound is the shard's own, and comes back however an
-/// undecided connection ends.
+/// Without listeners the shard's own limit applies, and an undecided connection frees it however it
+/// ends.
 #[test]
 fn undecided_connections_are_bounded_without_a_listener() {
     let mut config = ShardConfig::device(GUEST);
@@ -244,7 +244,7 @@ fn undecided_connections_are_bounded_without_a_listener() {
 }
 
 #[test]
-fn a_dropped_shard_gives_its_ports_back() {
+fn a_dropped_shard_releases_its_ports() {
     let ports = Arc::new(PortTable::new());
     let mut shard = Shard::new(ShardConfig::driver(GUEST), ports.clone());
     shard.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap();

@@ -1,5 +1,5 @@
-//! What a caller sees, one behaviour at a time: the ones that the public
-//! vsock test suite checks, and the ones that others got wrong.
+//! What a caller sees, one behaviour at a time: those that the public vsock test suite checks, and
+//! those that other implementations got wrong.
 
 mod closing;
 mod connecting;
@@ -79,7 +79,7 @@ fn opened() -> (Shard, Shard, FlowId, FlowId) {
 }
 
 #[test]
-fn strangers_and_siblings() {
+fn packets_from_other_guests_are_dropped_and_to_other_cids_reset() {
     let mut host = host();
     let mut request = Repr {
         src: Address::new(Cid::new(4), Port::new(1)),
@@ -91,11 +91,11 @@ fn strangers_and_siblings() {
         buf_alloc: 1,
         fwd_cnt: 0,
     };
-    // Not our guest: dropped without RST.
+    // Another guest's CID: dropped without RST.
     let got = host.handle_packet(NOW, &request);
     assert_eq!(got, Disposition::Dropped(DropReason::WrongSource));
     assert!(!host.has_transmit());
-    // Not our CID: RST, until it is declared.
+    // Not one of our CIDs: RST, until it is configured.
     let mut config = ShardConfig::device(GUEST);
     config.accept_all = true;
     let mut host = Shard::new(config, Arc::new(PortTable::new()));
@@ -110,7 +110,7 @@ fn strangers_and_siblings() {
         panic!()
     };
     assert_eq!(local, request.dst);
-    // Whoever decides knows himself who is there.
+    // With `All`, the caller decides which CIDs exist.
     host.set_local_cids(LocalCids::All);
     request.dst.cid = Cid::new(6);
     assert_eq!(host.handle_packet(NOW, &request), Disposition::Handled);
@@ -143,7 +143,7 @@ fn a_transport_reset_drops_connections_and_keeps_listeners() {
 }
 
 #[test]
-fn stale_ids_do_nothing() {
+fn calls_with_stale_ids_fail() {
     let (mut guest, mut host, ours, _) = opened();
     let reservation = guest.reserve(ours, 5).unwrap();
     guest.reset(ours).unwrap();
@@ -157,7 +157,7 @@ fn stale_ids_do_nothing() {
     };
     assert_eq!(guest.poll_event(), Some(closed));
     pump(&mut guest, &mut host);
-    // The place is taken again, the name is not.
+    // The slot is reused, the id is not.
     while host.poll_event().is_some() {}
     let (new, _) = open(&mut guest, &mut host, SocketType::Stream);
     assert_eq!(new.index(), ours.index());

@@ -1,9 +1,9 @@
-//! Messages: their bounds, and what breaks them.
+//! Messages: their limits and violations of them.
 
 use super::*;
-use zerosock_proto::vsock::messages::{MOST_EMPTY_SENT, MOST_EMPTY_UNREAD};
+use zerosock_proto::vsock::messages::{MAX_SENT_EMPTY, MAX_UNREAD_EMPTY};
 
-/// A connection for messages; the host's buffer has `window` bytes.
+/// A SEQPACKET connection; the host's buffer has `window` bytes.
 fn messages(window: u32) -> (Shard, Shard, FlowId, FlowId) {
     let mut config = ShardConfig::device(GUEST);
     config.buf_alloc = window;
@@ -16,7 +16,7 @@ fn messages(window: u32) -> (Shard, Shard, FlowId, FlowId) {
     (guest, host, ours, theirs)
 }
 
-/// Sends a message in parts of at most `most` bytes; what the other side makes of each.
+/// Sends a message in parts of at most `most` bytes; returns the receiver's verdicts.
 fn send(
     from: &mut Shard,
     to: &mut Shard,
@@ -24,12 +24,12 @@ fn send(
     len: u32,
     most: u32,
 ) -> Result<Vec<Disposition>, ReserveError> {
-    let mut room = from.reserve_message(flow, len)?;
+    let mut reservation = from.reserve_message(flow, len)?;
     let mut got = Vec::new();
     loop {
-        let part = room.left().min(most);
-        let end = (part == room.left()).then_some(0);
-        let header = from.commit_part(&mut room, part, end).unwrap();
+        let part = reservation.remaining().min(most);
+        let end = (part == reservation.remaining()).then_some(0);
+        let header = from.commit_part(&mut reservation, part, end).unwrap();
         got.push(to.handle_packet(NOW, &header));
         if end.is_some() {
             return Ok(got);
@@ -45,13 +45,15 @@ fn closed(shard: &mut Shard) -> Option<CloseReason> {
 }
 
 #[test]
-fn parts_carry_the_end_on_the_last() {
+fn only_the_last_part_carries_eom() {
     let (mut guest, mut host, ours, theirs) = messages(262_144);
-    let mut room = guest.reserve_message(ours, 1000).unwrap();
-    let first = guest.commit_part(&mut room, 600, None).unwrap();
-    let last = guest.commit_part(&mut room, 300, Some(SEQ_EOR)).unwrap();
+    let mut reservation = guest.reserve_message(ours, 1000).unwrap();
+    let first = guest.commit_part(&mut reservation, 600, None).unwrap();
+    let last = guest
+        .commit_part(&mut reservation, 300, Some(SEQ_EOR))
+        .unwrap();
     assert_eq!((first.flags, last.flags), (0, SEQ_EOM | SEQ_EOR));
-    // What was reserved and not used is credit again.
+    // Unused reserved credit is released.
     assert_eq!(guest.flow(ours).unwrap().send_credit, 262_144 - 900);
     let part = |len, flags| Disposition::Part {
         flow: theirs,
@@ -61,18 +63,18 @@ fn parts_carry_the_end_on_the_last() {
     assert_eq!(host.handle_packet(NOW, &first), part(600, 0));
     assert_eq!(host.handle_packet(NOW, &last), part(300, SEQ_EOM | SEQ_EOR));
     assert_eq!(
-        guest.commit_part(&mut room, 1, None).unwrap_err(),
+        guest.commit_part(&mut reservation, 1, None).unwrap_err(),
         CommitError::TooMany
     );
 }
 
-/// EMSGSIZE: above the peer's buffer, or our own, and before a byte has left.
+/// EMSGSIZE: a message above the peer's buffer or our own limit is refused before its first byte.
 #[test]
-fn a_message_that_can_never_arrive_is_not_begun() {
+fn a_message_above_the_buffer_fails_with_too_long() {
     let (mut guest, mut host, ours, _) = messages(1000);
     let too_long = guest.reserve_message(ours, 1001);
     assert_eq!(too_long.unwrap_err(), ReserveError::TooLong);
-    assert_eq!(guest.flow(ours).unwrap().most_message, 1000);
+    assert_eq!(guest.flow(ours).unwrap().max_message_len, 1000);
     assert_eq!(guest.send(ours, 1001, SEQ_EOM), Err(SendError::TooLong));
     send(&mut guest, &mut host, ours, 1000, 100).unwrap();
     let (mut guest, _, ours, _) = messages(1 << 20);
@@ -89,7 +91,7 @@ fn a_message_waits_until_there_is_credit_for_all_of_it() {
     send(&mut guest, &mut host, ours, 40_000, 40_000).unwrap();
     let late = guest.reserve_message(ours, 70_000);
     assert_eq!(late.unwrap_err(), ReserveError::NoCredit);
-    // It asks, so that it is told although half of the buffer is not yet free.
+    // It requests credit, and gets an update although half of the buffer is not free yet.
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
     assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
     assert_eq!(guest.poll_event(), None, "still not enough");
@@ -104,7 +106,7 @@ fn a_message_waits_until_there_is_credit_for_all_of_it() {
 }
 
 #[test]
-fn no_message_stands_between_the_parts_of_another() {
+fn parts_of_two_messages_are_not_interleaved() {
     let (mut guest, mut host, ours, theirs) = messages(262_144);
     let mut first = guest.reserve_message(ours, 10).unwrap();
     let mut second = guest.reserve_message(ours, 10).unwrap();
@@ -116,7 +118,7 @@ fn no_message_stands_between_the_parts_of_another() {
     );
     let third = guest.reserve_message(ours, 10);
     assert_eq!(third.unwrap_err(), ReserveError::NoCredit);
-    // A shutdown stands behind it.
+    // A shutdown is sent behind it.
     guest.shutdown(NOW, ours, How::BOTH).unwrap();
     assert!(!guest.has_transmit());
     let header = guest.commit_part(&mut first, 5, Some(0)).unwrap();
@@ -130,9 +132,10 @@ fn no_message_stands_between_the_parts_of_another() {
     );
 }
 
-/// A receiver gives credit by messages, so one that has begun must end, however small its parts.
+/// A receiver returns credit message by message, so a begun message must be completed, however
+/// small its parts.
 #[test]
-fn the_bound_on_packets_does_not_cut_a_message() {
+fn the_packet_limit_does_not_apply_within_a_message() {
     let (mut guest, mut host, ours, theirs) = messages(6400);
     let got = send(&mut guest, &mut host, ours, 6400, 10).unwrap();
     assert_eq!(got.len(), 640, "packets for which a stream would wait");
@@ -141,7 +144,7 @@ fn the_bound_on_packets_does_not_cut_a_message() {
     host.consume(theirs, 6400).unwrap();
     pump(&mut host, &mut guest);
     send(&mut guest, &mut host, ours, 0, 1).unwrap();
-    // The same for one that was queued.
+    // The same for a queued message.
     let (mut guest, mut host, ours, _) = messages(6400);
     guest.send(ours, 6400, SEQ_EOM).unwrap();
     while let Some(packet) = guest.poll_transmit(NOW, 10) {
@@ -154,9 +157,9 @@ fn the_bound_on_packets_does_not_cut_a_message() {
 fn a_message_above_the_buffer_is_reset_with_its_own_reason() {
     for (len, ends) in [(1000, false), (1001, true)] {
         let (mut guest, mut host, ours, _) = messages(1000);
-        // A peer that does not obey.
-        let room = guest.reserve_message(ours, 1).unwrap();
-        let mut header = guest.commit_part(&mut { room }, 1, Some(0)).unwrap();
+        // A peer that breaks the rule.
+        let reservation = guest.reserve_message(ours, 1).unwrap();
+        let mut header = guest.commit_part(&mut { reservation }, 1, Some(0)).unwrap();
         header.len = 500;
         header.flags = 0;
         assert!(matches!(
@@ -176,14 +179,14 @@ fn a_message_above_the_buffer_is_reset_with_its_own_reason() {
     }
 }
 
-/// CVE-2026-53132: messages without a byte cost no credit.
+/// CVE-2026-53132: empty messages cost no credit.
 #[test]
 fn a_flood_of_empty_messages_is_reset() {
     let (mut guest, mut host, ours, theirs) = messages(262_144);
     send(&mut guest, &mut host, ours, 3, 3).unwrap();
-    let room = guest.reserve_message(ours, 0).unwrap();
-    let header = guest.commit_part(&mut { room }, 0, Some(0)).unwrap();
-    for _ in 0..MOST_EMPTY_UNREAD {
+    let reservation = guest.reserve_message(ours, 0).unwrap();
+    let header = guest.commit_part(&mut { reservation }, 0, Some(0)).unwrap();
+    for _ in 0..MAX_UNREAD_EMPTY {
         let got = host.handle_packet(NOW, &header);
         assert!(matches!(
             got,
@@ -205,7 +208,7 @@ fn a_flood_of_empty_messages_is_reset() {
     assert_eq!(host.consume_empty(theirs, 1), Err(ConsumeError::Stale));
 }
 
-/// Nor does a sender of ours flood: it waits until they were read.
+/// Our own sender waits until its empty messages have been read.
 #[test]
 fn a_sender_of_empty_messages_waits_for_their_reader() {
     let (mut guest, mut host, ours, theirs) = messages(262_144);
@@ -214,7 +217,7 @@ fn a_sender_of_empty_messages_waits_for_their_reader() {
         while send(&mut guest, &mut host, ours, 0, 1).is_ok() {
             unread += 1;
         }
-        assert_eq!(unread, MOST_EMPTY_SENT);
+        assert_eq!(unread, MAX_SENT_EMPTY);
         assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
         assert!(!host.has_transmit(), "answered when they were read");
         host.consume_empty(theirs, unread - 1).unwrap();
@@ -224,7 +227,7 @@ fn a_sender_of_empty_messages_waits_for_their_reader() {
         assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
         unread = 0;
     }
-    // Between messages that are read nobody waits for long.
+    // With bytes in between, the sender learns that they were read.
     for _ in 0..1000 {
         if send(&mut guest, &mut host, ours, 0, 1).is_err() {
             pump(&mut guest, &mut host);
@@ -240,22 +243,22 @@ fn a_sender_of_empty_messages_waits_for_their_reader() {
 }
 
 #[test]
-fn what_is_given_up_is_credit_again() {
+fn cancelled_messages_release_their_credit() {
     let (mut guest, _, ours, _) = messages(1000);
-    let room = guest.reserve_message(ours, 1000).unwrap();
+    let reservation = guest.reserve_message(ours, 1000).unwrap();
     assert_eq!(
         guest.reserve_message(ours, 1).unwrap_err(),
         ReserveError::NoCredit
     );
-    guest.cancel_message(room);
+    guest.cancel_message(reservation);
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
     assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
 }
 
-/// Loans of whole messages: each has its credit, and is told when its turn has come although there
-/// is no more of that.
+/// Reserved messages: each has its credit, and gets `Writable` when the one before is complete
+/// although no credit is left.
 #[test]
-fn a_message_with_credit_is_told_when_the_one_before_it_has_ended() {
+fn a_reserved_message_is_writable_when_the_one_before_is_complete() {
     let (mut guest, mut host, ours, _) = messages(100_000);
     let mut first = guest.reserve_message(ours, 60_000).unwrap();
     let mut second = guest.reserve_message(ours, 40_000).unwrap();
@@ -277,37 +280,37 @@ fn a_message_with_credit_is_told_when_the_one_before_it_has_ended() {
     assert_eq!(guest.poll_event(), None, "once");
 }
 
-/// Nor do those flood for which there was credit of which they used none.
+/// A reserved message that turns out to be empty counts against the limit of empty ones.
 #[test]
-fn a_message_that_stays_empty_waits_for_the_reader_of_others() {
+fn a_reserved_empty_message_waits_for_the_limit_of_empty_ones() {
     let (mut guest, mut host, ours, theirs) = messages(1000);
-    let mut room = guest.reserve_message(ours, 1000).unwrap();
-    for _ in 0..MOST_EMPTY_SENT {
+    let mut reservation = guest.reserve_message(ours, 1000).unwrap();
+    for _ in 0..MAX_SENT_EMPTY {
         send(&mut guest, &mut host, ours, 0, 1).unwrap();
     }
-    let late = guest.commit_part(&mut room, 0, Some(0)).unwrap_err();
+    let late = guest.commit_part(&mut reservation, 0, Some(0)).unwrap_err();
     assert_eq!(late, CommitError::ManyEmpty);
     assert_eq!(guest.poll_event(), None);
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
-    host.consume_empty(theirs, MOST_EMPTY_SENT).unwrap();
+    host.consume_empty(theirs, MAX_SENT_EMPTY).unwrap();
     assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
-    let header = guest.commit_part(&mut room, 0, Some(0)).unwrap();
+    let header = guest.commit_part(&mut reservation, 0, Some(0)).unwrap();
     let got = host.handle_packet(NOW, &header);
     assert!(matches!(got, Disposition::Part { len: 0, .. }));
     assert_eq!(guest.flow(ours).unwrap().send_credit, 1000);
 }
 
-/// What Linux does: it begins a message with what credit it has, and when that is used up it waits,
-/// and asks for nothing. Whoever keeps half a message until it is whole must tell of room by himself.
+/// Linux begins a message with the credit it has, waits when that is used up, and requests no more.
+/// A receiver that keeps a message until it is complete must send updates without a request.
 #[test]
-fn who_has_begun_a_message_is_told_of_room_without_asking() {
+fn a_partial_message_gets_credit_updates_without_a_request() {
     const BUFFER: u32 = 262_144;
     let (mut guest, mut host, ours, theirs) = messages(BUFFER);
     send(&mut guest, &mut host, ours, 200_000, 65_536).unwrap();
     host.consume(theirs, 131_072).unwrap();
     assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
-    // Not half of the buffer: it is not told of this.
+    // Less than half of the buffer: no update.
     host.consume(theirs, 200_000 - 131_072).unwrap();
     assert!(host.poll_transmit(NOW, 0).is_none());
     let mut left = BUFFER - (200_000 - 131_072);
@@ -317,10 +320,10 @@ fn who_has_begun_a_message_is_told_of_room_without_asking() {
         left -= header.len;
         let got = host.handle_packet(NOW, &header);
         assert!(matches!(got, Disposition::Part { .. }), "{got:?}");
-        // Only when less than a packet is left, and it does not know better.
-        let told = host.poll_transmit(NOW, 0);
-        assert_eq!(told.is_some(), (1..65_536).contains(&left), "{left} left");
-        if let Some(update) = told {
+        // An update is sent only when the sender knows of less credit than a packet.
+        let packet = host.poll_transmit(NOW, 0);
+        assert_eq!(packet.is_some(), (1..65_536).contains(&left), "{left} left");
+        if let Some(update) = packet {
             assert!(is(&update.header, Op::CreditUpdate));
             assert_eq!(update.header.fwd_cnt, 200_000);
         }
@@ -330,10 +333,10 @@ fn who_has_begun_a_message_is_told_of_room_without_asking() {
     assert!(matches!(got, Disposition::Part { .. }), "{got:?}");
 }
 
-/// And if the room comes later, with a message before that was not read yet, he is told then, and of
-/// each bit of it.
+/// If space is freed later, because the message before was unread, every consumption is announced
+/// then.
 #[test]
-fn who_has_begun_a_message_is_told_when_the_one_before_is_read() {
+fn a_partial_message_gets_credit_when_the_one_before_is_read() {
     let (mut guest, mut host, ours, theirs) = messages(100_000);
     send(&mut guest, &mut host, ours, 2000, 1000).unwrap();
     let mut header = part_of(&mut guest, ours);
@@ -353,8 +356,8 @@ fn who_has_begun_a_message_is_told_when_the_one_before_is_read() {
 
 /// A packet that does not end its message.
 fn part_of(guest: &mut Shard, ours: FlowId) -> Repr {
-    let mut room = guest.reserve_message(ours, 1).unwrap();
-    let mut header = guest.commit_part(&mut room, 1, Some(0)).unwrap();
+    let mut reservation = guest.reserve_message(ours, 1).unwrap();
+    let mut header = guest.commit_part(&mut reservation, 1, Some(0)).unwrap();
     header.flags = 0;
     header
 }

@@ -1,4 +1,4 @@
-//! Credit, stalls, and the order of what is sent.
+//! Credit, stalls, and the order of sends.
 
 use super::*;
 
@@ -26,28 +26,28 @@ fn overrun_credit_is_reset_and_counted() {
 }
 
 #[test]
-fn a_stalled_sender_asks_once_and_hears() {
+fn a_stalled_sender_requests_credit_once_and_gets_it() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.send(ours, 262_144, 0).unwrap();
     pump(&mut guest, &mut host);
     assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
     assert_eq!(guest.reserve(ours, 1).unwrap_err(), ReserveError::NoCredit);
-    let asked = pump(&mut guest, &mut host);
-    assert!(asked.len() == 1 && is(&asked[0], Op::CreditRequest));
-    let told = pump(&mut host, &mut guest);
-    assert!(told.len() == 1 && is(&told[0], Op::CreditUpdate) && told[0].fwd_cnt == 0);
+    let requests = pump(&mut guest, &mut host);
+    assert!(requests.len() == 1 && is(&requests[0], Op::CreditRequest));
+    let updates = pump(&mut host, &mut guest);
+    assert!(updates.len() == 1 && is(&updates[0], Op::CreditUpdate) && updates[0].fwd_cnt == 0);
     assert!(guest.poll_event().is_none());
-    // It asked: now any amount is told, not only half a buffer.
+    // It has requested credit: now every consumption is announced, not only half a buffer.
     host.consume(theirs, 1).unwrap();
     pump(&mut host, &mut guest);
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
     assert_eq!(guest.reserve(ours, 100).unwrap().len(), 1);
 }
 
-/// Linux before 6.8 tells nothing of bytes read while its reader waits for more than what is left
-/// (SO_RCVLOWAT at 128 KiB + 1): asked now and then, ever more slowly, it does.
+/// Linux before 6.8 sends no update for bytes read while its reader waits for more than what is
+/// left (SO_RCVLOWAT at 128 KiB + 1); it answers requests, which back off exponentially.
 #[test]
-fn a_full_window_is_asked_for_again() {
+fn requests_for_a_full_window_back_off() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.send(ours, 262_145, 0).unwrap();
     pump(&mut guest, &mut host);
@@ -57,8 +57,8 @@ fn a_full_window_is_asked_for_again() {
         let due = guest.poll_timeout().unwrap();
         waits.push((due.as_nanos() - last.as_nanos()) / 1_000_000);
         guest.handle_timeout(due);
-        let asked = guest.poll_transmit(due, 0).unwrap();
-        assert!(is(&asked.header, Op::CreditRequest));
+        let requests = guest.poll_transmit(due, 0).unwrap();
+        assert!(is(&requests.header, Op::CreditRequest));
         last = due;
     }
     assert_eq!(
@@ -66,27 +66,27 @@ fn a_full_window_is_asked_for_again() {
         [100, 200, 400, 800, 1600, 3200, 6400, 8000, 8000],
         "milliseconds"
     );
-    // A receiver that does not tell of itself (ours does: what it says is lost here) answers.
+    // A receiver that sends no update by itself (ours does: it is lost here) answers.
     host.consume(theirs, 1000).unwrap();
     while host.poll_transmit(NOW, 0).is_some() {}
     let due = guest.poll_timeout().unwrap();
     guest.handle_timeout(due);
-    let asked = guest.poll_transmit(due, 0).unwrap();
-    let _ = host.handle_packet(due, &asked.header);
+    let requests = guest.poll_transmit(due, 0).unwrap();
+    let _ = host.handle_packet(due, &requests.header);
     pump(&mut host, &mut guest);
     let rest = pump(&mut guest, &mut host);
     assert!(rest.iter().any(|r| is(r, Op::Rw) && r.len == 1), "{rest:?}");
-    // Nothing more to send: the timer that is left finds nothing.
+    // Nothing more to send: the armed timer has no effect.
     if let Some(due) = guest.poll_timeout() {
         guest.handle_timeout(due);
     }
     assert!(!guest.has_transmit() && guest.poll_timeout().is_none());
 }
 
-/// A packet limit is ours: a peer that sees its window wide open says nothing
-/// (Linux before 6.8), so it is asked again, ever more slowly.
+/// The packet limit is our own: a peer that sees its window open sends no update (Linux before
+/// 6.8), so requests are repeated with exponential back-off.
 #[test]
-fn a_stall_the_peer_cannot_see_is_probed() {
+fn a_stall_by_the_packet_limit_is_probed() {
     let (mut guest, mut host, ours, theirs) = opened();
     let mut sent = 0;
     while let Ok(reservation) = guest.reserve(ours, 1) {
@@ -98,22 +98,22 @@ fn a_stall_the_peer_cannot_see_is_probed() {
     assert!(is(&header(&mut guest), Op::CreditRequest));
     let first = guest.poll_timeout().unwrap();
     guest.handle_timeout(first);
-    let asked = guest.poll_transmit(first, 0).unwrap();
-    assert!(is(&asked.header, Op::CreditRequest));
+    let requests = guest.poll_transmit(first, 0).unwrap();
+    assert!(is(&requests.header, Op::CreditRequest));
     let second = guest.poll_timeout().unwrap();
     assert!(second.as_nanos() - first.as_nanos() > first.as_nanos());
     host.consume(theirs, sent).unwrap();
-    let _ = host.handle_packet(second, &asked.header);
+    let _ = host.handle_packet(second, &requests.header);
     pump(&mut host, &mut guest);
     assert_eq!(guest.poll_event(), Some(Event::Writable { flow: ours }));
-    // The timer that is left finds nothing.
+    // The armed timer has no effect.
     guest.handle_timeout(guest.poll_timeout().unwrap());
     assert!(!guest.has_transmit() && guest.poll_timeout().is_none());
 }
 
 /// RW in front of the RESPONSE would be a protocol error to the peer.
 #[test]
-fn nothing_overtakes_the_response() {
+fn no_payload_is_sent_before_the_response() {
     let (mut guest, mut host) = (guest(), host());
     guest.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap();
     pump(&mut guest, &mut host);
@@ -131,9 +131,9 @@ fn nothing_overtakes_the_response() {
     assert!(host.reserve(flow, 1).is_ok());
 }
 
-/// The order of calls is the order of bytes, whichever way they go out.
+/// Bytes keep the order of the calls, in place or queued.
 #[test]
-fn reserved_before_queued_and_queued_before_reserved() {
+fn reserved_and_queued_sends_keep_the_order_of_calls() {
     let (mut guest, _, ours, _) = opened();
     let reservation = guest.reserve(ours, 10).unwrap();
     guest.send(ours, 5, 0).unwrap();
@@ -189,7 +189,7 @@ fn spans_may_be_released_in_any_order() {
     assert_eq!(guest.flow(ours).unwrap().unreleased, 0);
 }
 
-/// EOM and EOR stand on the last packet of a message and nowhere else.
+/// Only the last packet of a message carries EOM and EOR.
 #[test]
 fn seqpacket_flags_end_messages() {
     let (mut guest, mut host) = (guest(), host());
@@ -219,8 +219,8 @@ fn seqpacket_flags_end_messages() {
     }
     assert_eq!(flags, [0, 0, SEQ_EOM | SEQ_EOR]);
     assert_eq!(guest.send(ours, 262_145, SEQ_EOM), Err(SendError::TooLong));
-    // A packet of another type between the same ports: RST, rule 3, and the
-    // connection does not notice.
+    // A packet of another type between the same ports: RST, rule 3, and the connection is
+    // unaffected.
     let reservation = guest.reserve(ours, 1).unwrap();
     let mut stream = guest.commit(reservation, 1, 0).unwrap();
     stream.socket_type = SocketType::Stream.into();
@@ -250,7 +250,7 @@ fn empty_rw_is_dropped() {
 }
 
 #[test]
-fn sending_now_is_reserving_and_committing() {
+fn send_now_equals_reserve_and_commit() {
     let (mut guest, mut host, ours, theirs) = opened();
     let header = guest.send_now(ours, 100, SEQ_EOM).unwrap();
     assert!(is(&header, Op::Rw));
@@ -267,7 +267,7 @@ fn sending_now_is_reserving_and_committing() {
     assert_eq!(got, deliver);
     assert_eq!(guest.flow(ours).unwrap().send_credit, 262_044);
     assert_eq!(guest.send_now(ours, 0, 0), Err(ReserveError::Empty));
-    // A packet holds 64 KiB; what is left of the credit goes last.
+    // A packet carries 64 KiB; the rest of the credit follows.
     let lens: Vec<u32> = core::iter::from_fn(|| guest.send_now(ours, u32::MAX, 0).ok())
         .map(|header| header.len)
         .collect();
@@ -275,7 +275,7 @@ fn sending_now_is_reserving_and_committing() {
     assert_eq!(guest.send_now(ours, 1, 0), Err(ReserveError::NoCredit));
     assert!(is(&self::header(&mut guest), Op::CreditRequest));
     assert_eq!(guest.stats().sent_bytes, 262_144);
-    // Behind nothing that is queued, and not after the end.
+    // Not behind queued sends, and not after the end.
     let sent = host.send(theirs, 1, 0);
     assert!(sent.is_ok());
     assert_eq!(host.send_now(theirs, 1, 0), Err(ReserveError::NoCredit));
@@ -291,7 +291,7 @@ fn sending_now_is_reserving_and_committing() {
 }
 
 #[test]
-fn what_is_sent_now_in_part_does_not_end_its_record() {
+fn a_partial_send_now_does_not_end_the_record() {
     let (mut guest, mut host) = (guest(), host());
     guest.set_seqpacket(true);
     host.set_seqpacket(true);
@@ -311,15 +311,15 @@ fn what_is_sent_now_in_part_does_not_end_its_record() {
     }
 }
 
-/// A header with our credit is as good as an update, whoever makes it.
+/// Every header carries our credit and replaces an update.
 #[test]
-fn what_is_sent_now_saves_an_update() {
+fn send_now_replaces_a_credit_update() {
     let (mut guest, mut host, ours, theirs) = opened();
     for _ in 0..2 {
         let header = guest.send_now(ours, 65536, 0).unwrap();
         let _ = host.handle_packet(NOW, &header);
     }
-    // Many packets' bytes at once.
+    // The bytes of many packets at once.
     host.consume(theirs, 131_072).unwrap();
     assert!(host.has_transmit(), "half of the buffer");
     let header = host.send_now(theirs, 1, 0).unwrap();
@@ -329,10 +329,10 @@ fn what_is_sent_now_saves_an_update() {
     assert_eq!(guest.flow(ours).unwrap().send_credit, 262_144);
 }
 
-/// A peer may have no more under way than its own buffer holds, however large ours is (Linux since
-/// CVE-2026-23086 was mended; our own drivers): it hears of credit in time all the same.
+/// A peer may have no more in flight than its own buffer holds, however large ours is (Linux since
+/// the fix of CVE-2026-23086; our own drivers): it gets updates in time.
 #[test]
-fn a_large_window_is_told_of_to_a_peer_with_a_small_one() {
+fn a_peer_with_a_small_buffer_gets_updates_for_a_large_window() {
     let config = ShardConfig {
         buf_alloc: 1 << 30,
         ..ShardConfig::device(GUEST)
@@ -353,10 +353,10 @@ fn a_large_window_is_told_of_to_a_peer_with_a_small_one() {
     }
 }
 
-/// A reader that waits for as much as its buffer holds takes nothing before: the peer must know of
-/// all the room. (SO_RCVLOWAT of the public test suite: 128 KiB, and 128 KiB + 1 sent.)
+/// A reader with a low-water mark as large as its buffer reads nothing before: the peer must know
+/// all free space. (SO_RCVLOWAT of the public test suite: 128 KiB, and 128 KiB + 1 sent.)
 #[test]
-fn the_peer_knows_of_room_for_what_the_reader_waits_for() {
+fn the_low_water_mark_triggers_credit_updates() {
     const BUFFER: u32 = 128 << 10;
     let (mut guest, mut host, ours, theirs) = opened();
     host.set_buf_alloc(theirs, BUFFER).unwrap();
@@ -372,7 +372,7 @@ fn the_peer_knows_of_room_for_what_the_reader_waits_for() {
     guest.send(ours, 1, 0).unwrap();
     pump(&mut guest, &mut host);
     assert_eq!(host.flow(theirs).unwrap().unread, BUFFER);
-    // From now on every byte counts, until the mark is down again.
+    // From now on every byte is announced, until the mark is lowered.
     host.consume(theirs, 1).unwrap();
     assert!(is(&step(&mut host, &mut guest).0, Op::CreditUpdate));
     host.set_low_water(theirs, 1).unwrap();
@@ -381,7 +381,7 @@ fn the_peer_knows_of_room_for_what_the_reader_waits_for() {
 }
 
 #[test]
-fn an_own_buffer_bounds_what_is_sent_from_when_it_changes() {
+fn set_buf_alloc_limits_bytes_in_flight() {
     let (mut guest, mut host, ours, theirs) = opened();
     guest.set_buf_alloc(ours, 500).unwrap();
     let (update, _) = step(&mut guest, &mut host);
@@ -397,23 +397,23 @@ fn an_own_buffer_bounds_what_is_sent_from_when_it_changes() {
     guest.set_buf_alloc(ours, 700).unwrap();
     pump(&mut guest, &mut host);
     assert_eq!(host.flow(theirs).unwrap().unread, 700);
-    // And the other way it bounds what may come, as ever.
+    // It also bounds what the peer may send.
     assert_eq!(host.flow(theirs).unwrap().peer_buf_alloc, 700);
 }
 
 #[test]
-fn a_peer_is_asked_once_what_it_has_consumed() {
+fn progress_is_requested_once() {
     let (mut guest, mut host, ours, theirs) = opened();
-    guest.ask_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
     assert!(!guest.has_transmit(), "nothing is under way");
     guest.send(ours, 100, 0).unwrap();
     pump(&mut guest, &mut host);
-    guest.ask_progress(ours).unwrap();
-    guest.ask_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
+    guest.request_progress(ours).unwrap();
     assert!(is(&step(&mut guest, &mut host).0, Op::CreditRequest));
-    guest.ask_progress(ours).unwrap();
-    assert!(!guest.has_transmit(), "it was asked");
-    // It tells what it has consumed, also later.
+    guest.request_progress(ours).unwrap();
+    assert!(!guest.has_transmit(), "a request is outstanding");
+    // It announces what it has consumed, also later.
     pump(&mut host, &mut guest);
     host.consume(theirs, 100).unwrap();
     pump(&mut host, &mut guest);
@@ -422,7 +422,7 @@ fn a_peer_is_asked_once_what_it_has_consumed() {
 }
 
 #[test]
-fn a_request_waits_as_long_as_it_was_told() {
+fn set_connect_timeout_restarts_the_timer() {
     let mut guest = guest();
     let ours = guest.connect(NOW, ANY, SERVER, SocketType::Stream).unwrap();
     let soon = Duration::from_millis(10);

@@ -1,9 +1,9 @@
-//! Connections that are moved between three queue pairs while both ends send: a driver with three
-//! shards, a device with three shards, and six queues between them that keep order each, but not
-//! among each other.
+//! Connections move between three queue pairs while both ends send: a driver with three shards, a
+//! device with three shards, and six queues between them. Each queue keeps order; there is no order
+//! among queues.
 //!
-//! The oracle counts bytes: each packet carries whose it is and at which offset, and every byte
-//! must arrive once and in order, wherever its connection is by then.
+//! The oracle counts bytes: each packet carries its connection and offset, and every byte must
+//! arrive once and in order, at whatever pair.
 
 mod rules;
 
@@ -38,8 +38,8 @@ struct End {
     ended: Option<CloseReason>,
 }
 
-/// A connection that its driver wants elsewhere, and its device has not moved yet.
-struct Wish {
+/// A move that the driver has requested and the device has not made.
+struct MoveRequest {
     connection: usize,
     pair: usize,
 }
@@ -50,15 +50,15 @@ struct Side {
     ends: Vec<End>,
 }
 
-/// A queue: headers, and at which offset their payload stands.
+/// A queue: headers and the offsets of their payloads.
 type Wire = VecDeque<(Repr, Option<u64>)>;
 
 struct World {
     sides: [Side; 2],
     /// `wires[s][p]` leads from side `s` to the other, through pair `p`.
     wires: [[Wire; PAIRS]; 2],
-    wishes: VecDeque<Wish>,
-    /// Headers to be sent at the old pair once the connection has arrived at the new one.
+    requests: VecDeque<MoveRequest>,
+    /// Headers to send at the old pair once the connection is inserted at the new one.
     answers: VecDeque<(usize, Repr)>,
     resets: bool,
     moved: usize,
@@ -69,7 +69,7 @@ enum Step {
     Transmit {
         side: usize,
         pair: usize,
-        room: u32,
+        max_payload: u32,
     },
     Arrive {
         side: usize,
@@ -113,7 +113,7 @@ fn step() -> impl Strategy<Value = Step> {
     let pair = || 0..PAIRS;
     let connection = || 0..CONNECTIONS;
     prop_oneof![
-        6 => (side(), pair(), 1..4000u32).prop_map(|(side, pair, room)| Step::Transmit { side, pair, room }),
+        6 => (side(), pair(), 1..4000u32).prop_map(|(side, pair, max_payload)| Step::Transmit { side, pair, max_payload }),
         8 => (side(), pair()).prop_map(|(side, pair)| Step::Arrive { side, pair }),
         4 => (side(), connection(), 1..6000u32)
             .prop_map(|(side, connection, len)| Step::Queue { side, connection, len }),
@@ -155,7 +155,7 @@ impl World {
                 side(ShardConfig::device(GUEST)),
             ],
             wires: Default::default(),
-            wishes: VecDeque::new(),
+            requests: VecDeque::new(),
             answers: VecDeque::new(),
             resets,
             moved: 0,
@@ -194,9 +194,9 @@ impl World {
         self.arrive(DEVICE, pair);
     }
 
-    fn transmit(&mut self, side: usize, pair: usize, room: u32) {
+    fn transmit(&mut self, side: usize, pair: usize, max_payload: u32) {
         let from = &mut self.sides[side];
-        if let Some(packet) = from.shards[pair].poll_transmit(NOW, room) {
+        if let Some(packet) = from.shards[pair].poll_transmit(NOW, max_payload) {
             let tag = packet.span.map(|span| {
                 from.shards[pair].handle_released(span);
                 let end = &mut from.ends[from.by_id[&(pair, span.flow)]];
@@ -230,7 +230,7 @@ impl World {
             Disposition::Move { flow, pair: wanted } => {
                 assert_eq!(other, DEVICE);
                 let connection = to.by_id[&(pair, flow)];
-                self.wishes.push_back(Wish {
+                self.requests.push_back(MoveRequest {
                     connection,
                     pair: wanted as usize,
                 });
@@ -246,7 +246,7 @@ impl World {
                 }
             }
             Disposition::MovedStray { pair } => {
-                assert!(self.resets, "nobody has given it up");
+                assert!(self.resets, "no end has reset it");
                 to.shards[pair as usize].reset_stray(&header);
             }
             Disposition::Handled => {}
@@ -257,7 +257,7 @@ impl World {
         self.events(other);
     }
 
-    /// Moves one end from shard to shard; what is to be said at the old one.
+    /// Moves one end from shard to shard; returns the header to send at the old pair.
     fn relocate(
         &mut self,
         side: usize,
@@ -270,9 +270,9 @@ impl World {
             by_id,
             ends,
         } = &mut self.sides[side];
-        let (parcel, answer) = shards[from].extract(flow, to as u16)?;
-        assert_eq!(shards[from].flow(flow), None, "its old name is no name");
-        let moved = shards[to].adopt(parcel).expect("there is room");
+        let (handoff, answer) = shards[from].extract(flow, to as u16)?;
+        assert_eq!(shards[from].flow(flow), None, "the old id is invalid");
+        let moved = shards[to].insert(handoff).expect("a free slot");
         let connection = by_id.remove(&(from, flow)).unwrap();
         by_id.insert((to, moved), connection);
         ends[connection].at = Some((to, moved));
@@ -303,7 +303,11 @@ impl World {
 
     fn take(&mut self, step: Step) {
         match step {
-            Step::Transmit { side, pair, room } => self.transmit(side, pair, room),
+            Step::Transmit {
+                side,
+                pair,
+                max_payload,
+            } => self.transmit(side, pair, max_payload),
             Step::Arrive { side, pair } => self.arrive(side, pair),
             Step::Queue {
                 side,
@@ -334,13 +338,13 @@ impl World {
                     && at != pair
                 {
                     // Closing, or on its way already.
-                    let _ = self.sides[DRIVER].shards[at].ask_move(flow, pair as u16);
+                    let _ = self.sides[DRIVER].shards[at].request_move(flow, pair as u16);
                 }
             }
             Step::Decide { keep } => self.decide(keep),
             Step::Answer => {
                 if let Some((pair, answer)) = self.answers.pop_front() {
-                    self.sides[DEVICE].shards[pair].answer_moved(answer);
+                    self.sides[DEVICE].shards[pair].send_moved(answer);
                 }
             }
             Step::Shutdown {
@@ -375,9 +379,9 @@ impl World {
         }
     }
 
-    /// The device acts on the oldest wish.
+    /// The device answers the oldest request.
     fn decide(&mut self, keep: bool) {
-        let Some(Wish { connection, pair }) = self.wishes.pop_front() else {
+        let Some(MoveRequest { connection, pair }) = self.requests.pop_front() else {
             return;
         };
         let Some((at, flow)) = self.sides[DEVICE].ends[connection].at else {
@@ -392,16 +396,16 @@ impl World {
             }
         }
         // It may be closing.
-        let _ = self.sides[DEVICE].shards[at].keep(flow, at as u16);
+        let _ = self.sides[DEVICE].shards[at].decline_move(flow, at as u16);
     }
 
-    /// Lets everything happen that has been begun.
-    fn settle(&mut self) {
+    /// Runs until nothing changes.
+    fn run_to_idle(&mut self) {
         let mut quiet = 0;
         for round in 0.. {
             assert!(round < 10_000, "it never ends");
             let before = self.progress();
-            while !self.wishes.is_empty() {
+            while !self.requests.is_empty() {
                 self.decide(false);
             }
             while !self.answers.is_empty() {
@@ -417,7 +421,7 @@ impl World {
                 }
             }
             let queues = self.wires.iter().flatten().all(VecDeque::is_empty);
-            // What is consumed in one round is told in the next.
+            // Bytes consumed in one round are announced in the next.
             quiet = if queues && before == self.progress() {
                 quiet + 1
             } else {
@@ -446,7 +450,7 @@ impl World {
     }
 
     fn check(&mut self) {
-        self.settle();
+        self.run_to_idle();
         for connection in 0..CONNECTIONS {
             let [driver, device] = [0, 1].map(|side| &self.sides[side].ends[connection]);
             if self.resets {
@@ -506,7 +510,7 @@ proptest! {
     }
 
     #[test]
-    fn a_connection_that_ends_on_its_way_ends_at_both_sides(
+    fn a_connection_that_ends_while_moving_ends_at_both_sides(
         steps in prop::collection::vec(step(), 1..300),
     ) {
         let mut world = World::new(true);
@@ -517,9 +521,9 @@ proptest! {
     }
 }
 
-/// Both ends send as fast as they can while the connection goes round.
+/// Both ends send as fast as they can while the connection moves from pair to pair.
 #[test]
-fn a_busy_connection_goes_round() {
+fn a_busy_connection_moves_through_all_pairs() {
     let mut world = World::new(false);
     for turn in 0..300 {
         for side in 0..2 {
@@ -537,7 +541,7 @@ fn a_busy_connection_goes_round() {
                 world.take(Step::Transmit {
                     side,
                     pair,
-                    room: 512,
+                    max_payload: 512,
                 });
                 world.take(Step::Arrive { side, pair });
             }

@@ -1,4 +1,4 @@
-//! The rules of moving, one by one: who asks, when, and what two addresses have.
+//! The rules of moves, one by one: requests, their states, and the addresses of connections.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use zerosock_proto::{Address, Cid};
 use super::{DEVICE, DRIVER, GUEST, NOW, SERVER, World};
 
 #[test]
-fn without_the_feature_they_are_operations_nobody_knows() {
+fn without_the_feature_moves_are_unknown_operations() {
     let mut world = World::new(false);
     let (pair, flow) = world.sides[DRIVER].ends[0].at.unwrap();
     for side in &mut world.sides {
@@ -20,7 +20,7 @@ fn without_the_feature_they_are_operations_nobody_knows() {
             .for_each(|shard| shard.set_moves(false));
     }
     let shard = &mut world.sides[DRIVER].shards[pair];
-    assert_eq!(shard.ask_move(flow, 1), Err(MoveError::NotNegotiated));
+    assert_eq!(shard.request_move(flow, 1), Err(MoveError::NotNegotiated));
     let info = shard.flow(flow).unwrap();
     for op in [Op::Move, Op::Moved] {
         let header = Repr {
@@ -40,12 +40,12 @@ fn without_the_feature_they_are_operations_nobody_knows() {
 }
 
 #[test]
-fn only_a_driver_asks_and_only_once() {
+fn only_a_driver_requests_moves_and_only_once() {
     let mut world = World::new(false);
     let (pair, flow) = world.sides[DEVICE].ends[0].at.unwrap();
     let device = &mut world.sides[DEVICE].shards[pair];
-    assert_eq!(device.ask_move(flow, 1), Err(MoveError::NotNegotiated));
-    assert_eq!(device.keep(flow, 1), Err(MoveError::WrongState));
+    assert_eq!(device.request_move(flow, 1), Err(MoveError::NotNegotiated));
+    assert_eq!(device.decline_move(flow, 1), Err(MoveError::WrongState));
     assert!(matches!(
         device.extract(flow, 1),
         Err(MoveError::WrongState)
@@ -53,10 +53,10 @@ fn only_a_driver_asks_and_only_once() {
     let (pair, flow) = world.sides[DRIVER].ends[0].at.unwrap();
     let driver = &mut world.sides[DRIVER].shards[pair];
     let reserved = driver.reserve(flow, 10).unwrap();
-    assert_eq!(driver.ask_move(flow, 1), Err(MoveError::Busy));
+    assert_eq!(driver.request_move(flow, 1), Err(MoveError::Busy));
     driver.cancel(reserved);
-    driver.ask_move(flow, 1).unwrap();
-    assert_eq!(driver.ask_move(flow, 1), Err(MoveError::Busy));
+    driver.request_move(flow, 1).unwrap();
+    assert_eq!(driver.request_move(flow, 1), Err(MoveError::Busy));
     assert!(
         driver.reserve(flow, 10).is_err(),
         "nothing leaves behind MOVE"
@@ -64,7 +64,7 @@ fn only_a_driver_asks_and_only_once() {
 }
 
 #[test]
-fn two_addresses_are_connected_while_their_connection_is_alive() {
+fn addresses_are_connected_while_their_connection_is_live() {
     let ports = Arc::new(PortTable::new());
     let mut driver = Shard::new(ShardConfig::driver(GUEST), ports);
     let spare = driver.spare_port();
@@ -77,13 +77,13 @@ fn two_addresses_are_connected_while_their_connection_is_alive() {
     assert!(!driver.is_connected(SERVER, local));
     assert!(!driver.is_connected(Address::new(Cid::ANY, spare), SERVER));
     driver.reset(flow).unwrap();
-    // Its RST waits still, and is in nobody's way.
+    // Its queued RST does not keep the addresses in use.
     assert!(!driver.is_connected(local, SERVER));
     driver.connect(NOW, local, SERVER, stream).unwrap();
 }
 
 #[test]
-fn one_whose_driver_is_gone_is_forgotten_without_a_word() {
+fn a_connection_without_its_driver_ends_without_rst() {
     let mut world = World::new(false);
     let (pair, flow) = world.sides[DEVICE].ends[0].at.unwrap();
     let device = &mut world.sides[DEVICE].shards[pair];

@@ -7,7 +7,7 @@ pub(super) use super::copy_overlapping as copy_disjoint;
 const WORD: usize = size_of::<usize>();
 
 /// Calls `word` with the offset of each aligned word of `shared`, and `byte` with those of the
-/// bytes in front of them and behind them.
+/// bytes in front of the words and behind them.
 #[inline(always)]
 fn each(shared: *const u8, len: usize, mut word: impl FnMut(usize), mut byte: impl FnMut(usize)) {
     let head = shared.align_offset(WORD).min(len);

@@ -12,21 +12,21 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at * 7 + at / 251) as u8).collect()
 }
 
-/// Every length around the borders between the ways, at every offset within a word.
+/// Every length around the borders between the methods, at every offset within a word.
 fn lengths() -> impl Iterator<Item = usize> {
     let step = if cfg!(miri) { 13 } else { 1 };
     (0..140).step_by(step).chain([511, 512, 513, 4099])
 }
 
 #[test]
-fn every_length_and_alignment_is_copied_and_no_byte_beside_it() {
+fn every_length_and_alignment_is_copied_without_touching_neighbours() {
     let from = pattern(4200);
     for len in lengths() {
         for (skip_src, skip_dst) in [(0, 0), (0, 3), (5, 0), (1, 2), (7, 7)] {
             let copies = [copy_out as Copy, copy_in, copy_between];
             for copy in copies.into_iter().chain(PORTABLE) {
                 let mut to = vec![0xee; len + 16];
-                // Through a pointer that may write, as those to shared memory are.
+                // Through a writable pointer, as for shared memory.
                 let mut from = from.clone();
                 // SAFETY: both vectors are long enough, and apart.
                 unsafe {
@@ -45,7 +45,7 @@ fn every_length_and_alignment_is_copied_and_no_byte_beside_it() {
 }
 
 #[test]
-fn overlapping_ranges_are_copied_as_if_by_way_of_a_third() {
+fn overlapping_ranges_are_copied_as_by_memmove() {
     for len in lengths() {
         for distance in [0, 1, 7, 8, 64, 500, 512, 1000] {
             for forward in [true, false] {

@@ -1,4 +1,4 @@
-//! Copies by instructions that the compiler does not look into.
+//! Copies by inline assembly, which is opaque to the compiler.
 
 use core::arch::asm;
 use core::ffi::c_void;
@@ -29,10 +29,10 @@ macro_rules! copy_word {
 
 #[inline(always)]
 pub(super) unsafe fn copy_disjoint(src: *const u8, dst: *mut u8, len: usize) {
-    // SAFETY: every word lies within `len` bytes of both ranges, by the comparison in front of
-    // it. Where the last word covers bytes of the one before, both ranges still have those,
-    // since they do not overlap. A block without `nostack` may call a function, and memcpy
-    // changes what a C function may change.
+    // SAFETY: every word lies within `len` bytes of both ranges, by the preceding comparison. Where
+    // the last word covers bytes of the one before, both ranges still have those, since they do not
+    // overlap. A block without `nostack` may call a function, and memcpy changes what a C function
+    // may change.
     unsafe {
         if len > SHORT {
             asm!(

@@ -1,4 +1,4 @@
-//! Mapping a peer's files: what a memory table must fulfil before any of it is believed.
+//! Maps a peer's files, after all checks of the memory table.
 
 use core::{fmt, ptr};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use super::RegionConfig;
 use crate::fault::Registration;
 
-/// Most regions one [`Memory`](crate::Memory) takes; vhost-user's memory-slot extension allows 509.
+/// Most regions of one [`Memory`](crate::Memory); vhost-user's memory-slot extension allows 509.
 pub const MAX_REGIONS: usize = 512;
 
 /// Why a memory table was refused. All but `Map` and `Stat` are the peer's fault.
@@ -30,7 +30,7 @@ pub enum MapError {
         /// Position in the table.
         index: usize,
     },
-    /// A region whose end lies past the end of the address space.
+    /// A region that ends past the end of the address space.
     #[error("memory region {index} wraps around the address space")]
     Wraps {
         /// Position in the table.
@@ -52,8 +52,10 @@ pub enum MapError {
         /// Length of the file in bytes.
         file_len: u64,
     },
-    /// The file's pages come from another process or machine, which could leave us waiting.
-    #[error("memory region {index} lies on a file system (type {magic:#x}) that others serve")]
+    /// The file's pages come from another process or machine, which could block us for ever.
+    #[error(
+        "memory region {index} lies on a file system (type {magic:#x}) that another process or machine serves"
+    )]
     FileSystem {
         /// Position in the table.
         index: usize,
@@ -78,18 +80,18 @@ pub enum MapError {
     },
 }
 
-/// The owner of the thread that unmaps a peer's memory.
+/// Unmaps the regions of a peer's memory on another thread.
 ///
-/// The last munmap(2) of a region frees its pages, which takes the kernel 150 ms per GiB. By default
-/// the thread that drops the last reference to a [`Memory`](crate::Memory) makes that call; a program
-/// with threads that must not stop for so long hands the region to another.
+/// The last munmap(2) of a region frees its pages, which takes the kernel 150 ms per GiB. By
+/// default the thread that drops the last reference to a [`Memory`](crate::Memory) makes that call;
+/// a program with threads that must not stop for so long passes the region to another one.
 pub trait Unmapper: fmt::Debug + Send + Sync {
-    /// Takes a region that nothing uses any more. To be unmapped by dropping it.
+    /// Takes a region that nothing uses any more. Dropping it unmaps it.
     fn unmap(&self, region: RetiredRegion);
 }
 
-/// Bytes that one munmap(2) unmaps. It holds the address space's lock, for which mmap(2) and page
-/// faults of other threads wait: 10 to 17 ms for this size.
+/// Bytes unmapped by one munmap(2). The call holds the lock of the address space, for which mmap(2)
+/// and page faults of other threads wait: 10 to 17 ms for this size.
 const PIECE: usize = 32 << 20;
 
 /// A region that nothing uses any more. Dropping it unmaps it, in pieces.
@@ -99,11 +101,11 @@ pub struct RetiredRegion {
     len: usize,
 }
 
-// SAFETY: a range of addresses of this process, to be unmapped by any thread; nothing else uses it.
+// SAFETY: a range of addresses of this process, which any thread may unmap; nothing else uses it.
 unsafe impl Send for RetiredRegion {}
 
 impl RetiredRegion {
-    /// Bytes that are mapped.
+    /// Mapped bytes.
     pub fn size(&self) -> usize {
         self.len
     }
@@ -132,9 +134,9 @@ impl Drop for RetiredRegion {
 /// A shared mapping, and its entry in the fault table.
 #[derive(Debug)]
 pub(super) struct Mapping {
-    /// None only while it is dropped.
+    /// None only during `drop`.
     region: Option<RetiredRegion>,
-    /// An Option only so that `drop` can end it before the addresses.
+    /// An Option only so that `drop` can end it before it unmaps.
     registration: Option<Registration>,
     unmapper: Option<Arc<dyn Unmapper>>,
 }
@@ -148,7 +150,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // Out of the table first: once unmapped, the addresses may at once be another mapping's.
+        // Removed from the table first: once unmapped, the addresses may belong to another mapping
+        // at once.
         self.registration = None;
         // It is dropped with its Memory, which all slices borrow and all rings keep alive, so
         // nothing has an address in it any more.
@@ -158,7 +161,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Everything about a table that can be refused without looking at files.
+/// Checks everything in a table that does not depend on its files.
 pub(super) fn check(configs: &[RegionConfig]) -> Result<(), MapError> {
     if configs.len() > MAX_REGIONS {
         return Err(MapError::TooMany {
@@ -256,7 +259,8 @@ pub(super) fn map_region(
     }
     .map_err(map_error)?
     .cast::<u8>();
-    // A core dump of ours must not hold guests' memory; where the advice is not taken, so be it.
+    // A core dump of this process must not contain guest memory. The advice may fail; that is
+    // accepted.
     // SAFETY: the range just mapped; the advice changes no contents.
     let _ = unsafe { madvise(start.cast(), len, Advice::LinuxDontDump) };
     let registration =
@@ -271,7 +275,7 @@ pub(super) fn map_region(
     Ok((mapping, host))
 }
 
-/// What a file system says of itself (statfs(2)).
+/// File system types (statfs(2)).
 const FUSE: u64 = 0x6573_5546;
 const NFS: u64 = 0x6969;
 const SMB2: u64 = 0xfe53_4d42;
@@ -279,10 +283,10 @@ const CIFS: u64 = 0xff53_4d42;
 const V9FS: u64 = 0x0102_1997;
 const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// The unit in which a file of this file system can be mapped, in bytes: `block` for hugetlbfs,
-/// else the system's page; None if its pages are fetched from another process or machine. A front
-/// end that serves its own pages could leave a thread of ours waiting for one for ever, and with it
-/// everybody else whom that thread serves.
+/// The unit in which a file of this file system is mapped, in bytes: `block` for hugetlbfs, else
+/// the system's page; None if its pages are fetched from another process or machine. A front-end
+/// that serves its own pages could block one of our threads for ever, and with it every other VM
+/// that the thread serves.
 fn mapping_unit(magic: u64, block: u64, page: u64) -> Option<u64> {
     match magic {
         FUSE | NFS | SMB2 | CIFS | V9FS => None,
@@ -293,7 +297,7 @@ fn mapping_unit(magic: u64, block: u64, page: u64) -> Option<u64> {
 
 fn page_size(index: usize, fd: BorrowedFd<'_>) -> Result<u64, MapError> {
     let file_system = fstatfs(fd).map_err(|errno| MapError::Stat { index, errno })?;
-    // The mask drops a sign that the magic number's type has on some architectures.
+    // The mask removes the sign extension of the magic number on some architectures.
     let magic = file_system.f_type as u64 & 0xffff_ffff;
     let block = u64::try_from(file_system.f_bsize).unwrap_or(0);
     let page = rustix::param::page_size() as u64;
@@ -305,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_that_others_serve_are_refused() {
+    fn files_served_by_another_process_are_refused() {
         for magic in [FUSE, NFS, SMB2, CIFS, V9FS] {
             assert_eq!(mapping_unit(magic, 4096, 4096), None);
         }

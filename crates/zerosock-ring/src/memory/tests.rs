@@ -26,7 +26,7 @@ fn heap() -> Memory {
 
 fn lens(mem: &Memory, addr: u64, len: u32) -> Result<Vec<usize>, TranslateError> {
     let mut pieces = Vec::new();
-    // Whatever the hint, the answer is the same.
+    // The hint does not change the result.
     let results: Vec<_> = [0, 1, 2, 7]
         .map(|mut hint| {
             pieces.clear();
@@ -58,7 +58,7 @@ fn buffers_inside_and_over_the_border_translate() {
 }
 
 #[test]
-fn all_else_is_refused() {
+fn buffers_outside_regions_are_refused() {
     use TranslateError::*;
     let mem = heap();
     assert_eq!(lens(&mem, 0x2000, 0), Err(ZeroLength));
@@ -117,7 +117,7 @@ fn a_piece_is_checked_by_the_memory_that_resolves_it() {
 }
 
 #[test]
-fn bytes_go_in_and_out_at_any_offset() {
+fn bytes_are_read_and_written_at_any_offset() {
     let mem = heap();
     let mut pieces = Vec::new();
     mem.translate(0x2ff0, 0x20, &mut pieces).unwrap();
@@ -163,7 +163,7 @@ fn slices_stop_when_the_buffer_is_full() {
 }
 
 #[test]
-fn copies_between_memories_need_not_have_the_same_cuts() {
+fn copies_between_memories_with_different_pieces_are_complete() {
     let (from, to) = (heap(), heap());
     let (mut src, mut dst) = (Vec::new(), Vec::new());
     from.translate(0x2ffd, 10, &mut src).unwrap();
@@ -197,7 +197,7 @@ fn copies_between_memories_need_not_have_the_same_cuts() {
 }
 
 #[test]
-fn a_copy_onto_itself_moves() {
+fn a_copy_within_one_memory_may_overlap() {
     let mem = heap();
     let (mut src, mut dst) = (Vec::new(), Vec::new());
     mem.translate(0x2000, 8, &mut src).unwrap();
@@ -240,7 +240,7 @@ fn all(mem: &Memory, pieces: &[Piece]) -> Vec<u8> {
 }
 
 #[test]
-fn words_are_read_and_written_wherever_the_pieces_meet() {
+fn words_are_read_and_written_across_pieces() {
     let mem = heap();
     let bytes: Vec<u8> = (1..=48).collect();
     for border in [0, 1, 7, 8, 20, 47, 48] {
@@ -276,7 +276,7 @@ fn words_are_read_and_written_wherever_the_pieces_meet() {
 }
 
 #[test]
-fn a_whole_range_lies_in_one_piece_or_is_none() {
+fn contiguous_ranges_must_lie_in_one_piece() {
     let mem = heap();
     let mut pieces = Vec::new();
     mem.translate(0x2100, 44, &mut pieces).unwrap();
@@ -291,18 +291,18 @@ fn a_whole_range_lies_in_one_piece_or_is_none() {
         (44 + 0x200, 1, false),
         (usize::MAX, 1, false),
     ] {
-        let whole = mem.whole(&pieces, offset, len);
+        let whole = mem.contiguous(&pieces, offset, len);
         assert_eq!(
             whole.map(|slice| slice.len()),
             there.then_some(len),
             "{len} from {offset}"
         );
     }
-    let slice = mem.whole(&pieces, 0, 44).unwrap();
+    let slice = mem.contiguous(&pieces, 0, 44).unwrap();
     assert_eq!(slice.as_ptr(), mem.slice(pieces[0]).unwrap().as_ptr());
     assert!(!slice.write_words(37, [1]) && slice.read_words::<1>(37).is_none());
     assert!(slice.read_words::<1>(usize::MAX).is_none() && slice.write_words(36, [1]));
-    // Hints to the cache change nothing, wherever they point.
+    // Prefetches have no effect, whatever the address.
     slice.prefetch();
     slice.prefetch_write();
     mem.prefetch(7, u64::MAX, true);
@@ -322,7 +322,7 @@ fn ring_addresses_lie_in_one_region() {
 }
 
 #[test]
-fn tables_that_make_no_sense_are_refused() {
+fn invalid_tables_are_refused() {
     let a = region(0x1000, 0x10_0000, 0x1000);
     assert_eq!(check(&[]), Ok(()));
     assert_eq!(check(&[a, region(0x2000, 0x10_1000, 1)]), Ok(()));
@@ -414,7 +414,7 @@ mod mapped {
             }
         );
         assert!(Memory::map(vec![(memfd(PAGE + 1), short)]).is_ok());
-        // The good region in front of it is unmapped again.
+        // The valid region in front of it is unmapped again.
         let result = Memory::map(vec![
             (memfd(PAGE), region(0, 0, PAGE)),
             (memfd(0), region(0x9000, 0x9000, 1)),
@@ -429,7 +429,7 @@ mod mapped {
     }
 
     #[test]
-    fn what_is_no_writable_file_is_refused() {
+    fn files_that_are_not_writable_are_refused() {
         let read_only = rustix::fs::open(
             "/proc/self/exe",
             rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC,
@@ -452,7 +452,7 @@ mod mapped {
     }
 
     #[test]
-    fn mappings_and_descriptors_are_given_back() {
+    fn mappings_and_descriptors_are_released() {
         let mapped = || {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             maps.lines()
@@ -476,7 +476,7 @@ mod mapped {
         assert_eq!(mapped(), 0);
     }
 
-    /// Counts the bytes that come back, and unmaps them.
+    /// Counts the bytes of retired regions, and unmaps them.
     #[derive(Debug, Default)]
     struct Counting(AtomicU64);
 
@@ -487,7 +487,7 @@ mod mapped {
     }
 
     #[test]
-    fn the_unmapper_gets_each_region_when_nothing_uses_it() {
+    fn the_unmapper_gets_each_unused_region() {
         // Several pieces, and a rest.
         let len = (64 << 20) + 4096;
         let table = |at: u64| RegionConfig {
@@ -513,7 +513,7 @@ mod mapped {
 
 /// Miri and the thread sanitizer see a race here if there is one.
 #[test]
-fn threads_of_safe_code_read_and_write_the_same_bytes() {
+fn safe_code_on_two_threads_accesses_the_same_bytes_without_race() {
     let mem = &heap();
     let rounds = if cfg!(miri) { 5 } else { 1000 };
     for len in [1, 7, 8, 44, 200] {

@@ -1,43 +1,43 @@
-//! A descriptor chain as the device half sees it: copied, checked and translated.
+//! A descriptor chain in the device half: copied, checked and translated.
 
 use super::layout::Descriptor;
 use crate::memory::{Memory, TranslateError};
 use crate::slice::Piece;
 
-/// A chain of buffers taken from a [`DeviceQueue`](crate::DeviceQueue): the readable pieces first,
+/// A chain of buffers popped from a [`DeviceQueue`](crate::DeviceQueue): the readable pieces first,
 /// then the writable ones (virtio 1.2, 2.7.4.2). One descriptor gives one piece, or several where
-/// it runs over the border of two memory regions; where the peer put its header and its data is
-/// not to be told from the pieces.
+/// it crosses the border of two memory regions; the pieces do not show how the peer divided header
+/// and data.
 ///
-/// It is a token: it goes back to its queue through
-/// [`complete`](crate::DeviceQueue::complete) or [`unpop`](crate::DeviceQueue::unpop). One that is
-/// dropped is lost to the driver until the queue is set up again, and counts as outstanding.
+/// It is a token: return it to its queue by [`complete`](crate::DeviceQueue::complete) or
+/// [`unpop`](crate::DeviceQueue::unpop). One that is dropped is lost to the driver until the queue
+/// is set up again, and counts as outstanding.
 #[must_use = "a chain goes back to its queue through complete() or unpop()"]
 #[derive(Debug)]
 pub struct Chain {
     pub(super) head: u16,
-    /// Where in the available ring it was.
+    /// Its position in the available ring.
     pub(super) position: u16,
-    /// Descriptors of the queue's own table in it.
+    /// Descriptors that it takes in the queue's own table.
     pub(super) descriptors: u16,
-    /// Pieces in `few`, and how many of them are readable.
-    few_len: u8,
-    few_readable: u8,
+    /// Pieces in `inline_pieces`.
+    inline_len: u8,
+    inline_readable: u8,
     readable_len: u32,
     writable_len: u32,
-    /// The pieces of a short chain, as nearly all are.
-    few: [Piece; 2],
-    /// All pieces of any other.
-    pub(super) many: Option<Box<Many>>,
+    /// The pieces of a short chain, which nearly all are.
+    inline_pieces: [Piece; 2],
+    /// All pieces of any other chain.
+    pub(super) long: Option<Box<LongChain>>,
 }
 
-// It is moved in and out of lists on the way of every packet.
+// Every packet moves a chain in and out of lists.
 const _: () = assert!(size_of::<Chain>() <= 56);
 
-/// What is in a chain that is not short, or not sound: pieces and sums while it is walked, and the
-/// fault. It comes from a pool, so that none is allocated once warm.
+/// The contents of a chain that is not short, or malformed: pieces and sums while it is walked, and
+/// the fault. It comes from a pool, so that none is allocated once warm.
 #[derive(Debug, Default)]
-pub(super) struct Many {
+pub(super) struct LongChain {
     pub(super) pieces: Vec<Piece>,
     pub(super) descriptors: u16,
     /// Number of readable pieces.
@@ -47,21 +47,21 @@ pub(super) struct Many {
     fault: Option<ChainFault>,
 }
 
-/// Pieces for which a vector is kept when its chain is done: what a peer makes us allocate beyond
-/// that (4 KiB) is given back, so that one burst of long chains does not stay with us.
+/// Most pieces of a vector that is kept for reuse: larger ones (above 4 KiB) are freed, so that a
+/// burst of long chains does not stay allocated.
 const MAX_KEPT_PIECES: usize = 256;
 
-/// Emptied [`Many`]s.
+/// Emptied [`LongChain`]s.
 #[derive(Debug, Default)]
 #[allow(clippy::vec_box)] // boxed once, and handed over as they are
-pub(super) struct Pool(Vec<Box<Many>>);
+pub(super) struct Pool(Vec<Box<LongChain>>);
 
 impl Pool {
-    pub(super) fn take(&mut self) -> Box<Many> {
+    pub(super) fn take(&mut self) -> Box<LongChain> {
         self.0.pop().unwrap_or_default()
     }
 
-    pub(super) fn give(&mut self, mut many: Box<Many>) {
+    pub(super) fn put(&mut self, mut many: Box<LongChain>) {
         if many.pieces.capacity() <= MAX_KEPT_PIECES {
             many.clear();
             self.0.push(many);
@@ -74,7 +74,7 @@ impl Pool {
     }
 }
 
-/// What is wrong with a malformed chain. Always the peer's fault; only the chain suffers.
+/// The fault of a malformed chain. Always the peer's; no other chain is affected.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChainFault {
@@ -82,7 +82,7 @@ pub enum ChainFault {
     /// long (2.7.5.2, 2.7.5.3.1).
     #[error("descriptor chain is a loop or too long")]
     TooLong,
-    /// A `next` that is no descriptor of its table.
+    /// A `next` outside its table.
     #[error("descriptor chain leaves its table at {0}")]
     Next(u16),
     /// A buffer of no bytes.
@@ -104,17 +104,17 @@ pub enum ChainFault {
     #[error("indirect table inside an indirect table")]
     IndirectNested,
     /// INDIRECT and NEXT in one descriptor (2.7.5.3.1).
-    #[error("descriptor chain goes on behind an indirect table")]
+    #[error("descriptor chain continues behind an indirect table")]
     IndirectNext,
-    /// An indirect table whose length is 0 or no multiple of 16 (2.7.5.3.2).
+    /// An indirect table with a length of 0 or no multiple of 16 (2.7.5.3.2).
     #[error("indirect table of {0} bytes")]
     IndirectLength(u32),
-    /// Descriptors that another chain, still outstanding, holds as well.
+    /// Descriptors that another outstanding chain takes as well.
     #[error("more descriptors in outstanding chains than the queue has")]
     Shared,
 }
 
-impl Many {
+impl LongChain {
     /// Adds the buffer of a descriptor's private copy.
     #[inline]
     pub(super) fn append(
@@ -125,7 +125,7 @@ impl Many {
         writable: bool,
     ) -> Result<(), ChainFault> {
         let Descriptor { addr, len, .. } = descriptor_copy;
-        // Both sums fit: the lengths so far were checked to have a sum below 2^32.
+        // Both sums fit: the sum of the lengths so far is below 2^32.
         if (self.readable_len + self.writable_len)
             .checked_add(len)
             .is_none()
@@ -149,61 +149,61 @@ impl Many {
         Ok(())
     }
 
-    /// Forgets what is in it, but for its memory.
+    /// Clears it, but keeps its allocation.
     fn clear(&mut self) {
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
-        *self = Many {
+        *self = LongChain {
             pieces,
-            ..Many::default()
+            ..LongChain::default()
         };
     }
 
-    /// Turns into a malformed chain: nothing in it.
+    /// Makes it a malformed chain without pieces.
     #[cold]
-    pub(super) fn spoil(&mut self, fault: ChainFault) {
+    pub(super) fn set_fault(&mut self, fault: ChainFault) {
         self.clear();
         self.fault = Some(fault);
     }
 }
 
 impl Chain {
-    /// A chain of whatever is in `many`.
-    #[inline(always)] // as those below: moved once less
-    pub(super) fn of_many(head: u16, position: u16, many: Box<Many>) -> Chain {
+    /// A chain with the contents of `long`.
+    #[inline(always)] // as those below: saves a move
+    pub(super) fn from_long(head: u16, position: u16, many: Box<LongChain>) -> Chain {
         Chain {
             head,
             position,
             descriptors: many.descriptors,
-            few_len: 0,
-            few_readable: 0,
+            inline_len: 0,
+            inline_readable: 0,
             readable_len: many.readable_len,
             writable_len: many.writable_len,
-            few: [Piece::NONE; 2],
-            many: Some(many),
+            inline_pieces: [Piece::NONE; 2],
+            long: Some(many),
         }
     }
 
     /// A chain of one descriptor, of one piece.
     #[inline(always)]
-    pub(super) fn of_one(head: u16, position: u16, piece: Piece, writable: bool) -> Chain {
+    pub(super) fn from_one(head: u16, position: u16, piece: Piece, writable: bool) -> Chain {
         let len = piece.len;
         Chain {
             head,
             position,
             descriptors: 1,
-            few_len: 1,
-            few_readable: u8::from(!writable),
+            inline_len: 1,
+            inline_readable: u8::from(!writable),
             readable_len: if writable { 0 } else { len },
             writable_len: if writable { len } else { 0 },
-            few: [piece, Piece::NONE],
-            many: None,
+            inline_pieces: [piece, Piece::NONE],
+            long: None,
         }
     }
 
-    /// A chain of two descriptors, of one piece each; None if they make none.
+    /// A chain of two descriptors, of one piece each; None if their order or length is invalid.
     #[inline(always)]
-    pub(super) fn of_two(
+    pub(super) fn from_two(
         head: u16,
         position: u16,
         [(first, first_writable), (second, second_writable)]: [(Piece, bool); 2],
@@ -219,12 +219,12 @@ impl Chain {
             head,
             position,
             descriptors: 2,
-            few_len: 2,
-            few_readable,
+            inline_len: 2,
+            inline_readable: few_readable,
             readable_len,
             writable_len: total - readable_len,
-            few: [first, second],
-            many: None,
+            inline_pieces: [first, second],
+            long: None,
         })
     }
 
@@ -234,7 +234,7 @@ impl Chain {
         self.head
     }
 
-    /// Descriptors of the queue's own table that it takes; those of an indirect table are not.
+    /// Descriptors that it takes in the queue's own table; those of an indirect table do not count.
     #[inline]
     pub fn descriptors(&self) -> u16 {
         self.descriptors
@@ -243,8 +243,8 @@ impl Chain {
     /// Pieces that the device may read.
     #[inline]
     pub fn readable(&self) -> &[Piece] {
-        match &self.many {
-            None => self.few.get(..usize::from(self.few_readable)),
+        match &self.long {
+            None => self.inline_pieces.get(..usize::from(self.inline_readable)),
             Some(many) => many.pieces.get(..many.readable),
         }
         .unwrap_or(&[])
@@ -253,10 +253,10 @@ impl Chain {
     /// Pieces that the device may write.
     #[inline]
     pub fn writable(&self) -> &[Piece] {
-        match &self.many {
+        match &self.long {
             None => self
-                .few
-                .get(usize::from(self.few_readable)..usize::from(self.few_len)),
+                .inline_pieces
+                .get(usize::from(self.inline_readable)..usize::from(self.inline_len)),
             Some(many) => many.pieces.get(many.readable..),
         }
         .unwrap_or(&[])
@@ -274,10 +274,10 @@ impl Chain {
         self.writable_len
     }
 
-    /// Why the chain came as [`PopError::Malformed`](crate::PopError::Malformed), if it did; it has
-    /// no pieces then.
+    /// Why the chain came as [`PopError::Malformed`](crate::PopError::Malformed), if it did; then
+    /// it has no pieces.
     #[inline]
     pub fn fault(&self) -> Option<ChainFault> {
-        self.many.as_ref().and_then(|many| many.fault)
+        self.long.as_ref().and_then(|many| many.fault)
     }
 }

@@ -1,13 +1,15 @@
 //! The device half of a split virtqueue.
 //!
-//! What must hold: everything the driver can write is read once into a private copy, checked, and
-//! only the copy is used; a chain that is nonsense costs the driver that chain, a ring that is
-//! nonsense costs it the queue, and neither costs more memory or time than an honest queue of the
-//! same size; every write into the used ring comes from `complete`.
+//! # Invariants
+//! - Everything that the driver can write is read once into a private copy, checked, and only the
+//!   copy is used.
+//! - A malformed chain affects no other chain; a malformed ring stops the queue; neither takes more
+//!   memory or time than an honest queue of the same size.
+//! - Only `complete` writes into the used ring.
 
 use std::sync::Arc;
 
-use super::chain::{Chain, ChainFault, Many, Pool};
+use super::chain::{Chain, ChainFault, LongChain, Pool};
 use super::index::{Consumer, IndexJump, Producer};
 use super::layout::{
     DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, DESC_LEN, Descriptor, QueueConfig, QueueError,
@@ -16,70 +18,71 @@ use super::rings::{Addresses, Rings};
 use crate::memory::Memory;
 use crate::slice::Piece;
 
-/// Descriptors in one chain that has an indirect table: the queue size, or this if it is more.
-/// The specification says the queue size; Linux drivers exceed it on small queues, and vhost in
-/// the kernel takes as many as a `writev` does, 1024.
+/// Most descriptors of a chain with an indirect table, if the queue size is less. The specification
+/// says the queue size; Linux drivers exceed it on small queues, and vhost in the kernel accepts as
+/// many as a `writev` does, 1024.
 const MAX_INDIRECT: u16 = 1024;
 
-/// How many chains ahead of the one popped the first lines of writable buffers are fetched.
-const AHEAD: u16 = 8;
+/// How many chains ahead of the one popped the first cache lines are prefetched.
+const PREFETCH_DISTANCE: u16 = 8;
 
-/// Why nothing was popped although something was posted: always the peer's fault.
+/// Why a posted chain was not popped: always the peer's fault.
 #[derive(Debug, thiserror::Error)]
 pub enum PopError {
-    /// The chain cannot be used ([`Chain::fault`] says why); complete it with 0. The queue goes on.
+    /// The chain is malformed ([`Chain::fault`] says why); complete it with 0. The queue continues.
     #[error("malformed descriptor chain")]
     Malformed(Chain),
-    /// The ring itself is nonsense: nothing more comes from this queue.
+    /// The ring is malformed: the queue stops.
     #[error("broken queue: {0}")]
     Broken(BrokenReason),
 }
 
-/// What killed a queue.
+/// Why a queue is broken.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BrokenReason {
     /// The available index is ahead of us by more chains than the driver can have left.
     #[error("available index announces more chains than the queue has descriptors")]
     IndexJump,
-    /// A head is no descriptor of the table.
+    /// A head is outside the descriptor table.
     #[error("head {0} lies outside the descriptor table")]
     Head(u16),
 }
 
-/// The device half of a split virtqueue: takes chains, returns them in any order.
+/// The device half of a split virtqueue: takes chains, and returns them in any order.
 ///
 /// How to drive it: after a kick, [`disable_notifications`](Self::disable_notifications); then
-/// [`pop`](Self::pop) until it says `None`, [`complete`](Self::complete) what is done, at once or
+/// [`pop`](Self::pop) until it returns `None`, [`complete`](Self::complete) chains, at once or
 /// later and in any order, and [`publish`](Self::publish) once per batch, notifying the driver if
-/// it says so; then [`enable_notifications`](Self::enable_notifications), and begin again if that
-/// says so. A new queue is in no known state of suppression: enable (or disable) once.
+/// it returns true; then [`enable_notifications`](Self::enable_notifications), and begin again if
+/// it returns true. The suppression state of a new queue is unknown: enable (or disable) once.
 ///
-/// Per batch it costs one load of the driver's index, one store of ours and one fence; per chain,
-/// one read of each ring entry and descriptor. Chains of one or two plain descriptors take no
-/// vector; for others nothing is allocated once the vectors, which are recycled, have been through their
-/// longest chain (up to 256 pieces).
+/// Cost per batch: one load of the driver's index, one store of ours and one fence; per chain: one
+/// read of each ring entry and descriptor. Chains of one or two plain descriptors take no vector;
+/// for others nothing is allocated once each recycled vector has had its longest chain (up to 256
+/// pieces).
 #[derive(Debug)]
 pub struct DeviceQueue {
     rings: Rings,
     config: QueueConfig,
     avail: Consumer,
     used: Producer,
-    /// Wider than it need be: of the same type as `held` the two would be loaded as one, right
-    /// behind stores of each.
+    /// Chains popped and not completed. Wider than necessary: if it had the same type as
+    /// `held_descriptors`, the compiler would load both at once, right behind separate stores.
     outstanding: u32,
-    /// Descriptors of our table in outstanding chains. At most the size: so a driver that puts one
-    /// descriptor into many chains cannot make us hold more pieces than an honest one.
-    held: u16,
+    /// Descriptors of the queue's table in outstanding chains. At most the size, so that a driver
+    /// that puts one descriptor into many chains cannot make us hold more pieces than an honest
+    /// one.
+    held_descriptors: u16,
     broken: Option<BrokenReason>,
     malformed: u64,
-    /// The regions of a chain's first buffer and of the next, as they last were.
+    /// The regions of the last chain's first and second buffer.
     hint: u32,
     next_hint: u32,
     pool: Pool,
-    /// Used elements as they were last written, id and length, so that what would not change is
-    /// not written: a ring on which buffers go round in order stays shared by both caches.
-    written: Vec<Option<(u32, u32)>>,
+    /// Used elements as last written, id and length: an unchanged element is not written, so that a
+    /// ring with buffers that return in order stays in both caches.
+    used_cache: Vec<Option<(u32, u32)>>,
     /// Pieces of the indirect table being walked.
     table: Vec<Piece>,
 }
@@ -87,11 +90,11 @@ pub struct DeviceQueue {
 impl DeviceQueue {
     /// Checks the configuration and resolves the rings' addresses.
     ///
-    /// The used index goes on where the used ring's own says, as a restarted device must, if that
-    /// is at most a queue size behind `config.base`; else at `config.base`.
+    /// The used index continues at that of the used ring, as a restarted device must, if that is at
+    /// most a queue size behind `config.base`; else at `config.base`.
     ///
     /// # Errors
-    /// [`QueueError`]: the size or an address is refused; the fault of whoever configured it.
+    /// [`QueueError`]: the size or an address is refused; the fault of the configuration.
     pub fn new(mem: Arc<Memory>, config: &QueueConfig) -> Result<DeviceQueue, QueueError> {
         let rings = resolve(mem, config)?;
         let used_copy = u16::from_le(
@@ -117,13 +120,13 @@ impl DeviceQueue {
             avail: Consumer::new(config.base),
             used: Producer::new(used_base),
             outstanding: 0,
-            held: 0,
+            held_descriptors: 0,
             broken: None,
             malformed: 0,
             hint: 0,
             next_hint: 0,
             pool: Pool::default(),
-            written,
+            used_cache: written,
             table: Vec::new(),
         })
     }
@@ -159,21 +162,21 @@ impl DeviceQueue {
         self.malformed
     }
 
-    /// What killed the queue, if anything did.
+    /// Why the queue is broken, if it is.
     #[inline]
     pub fn broken(&self) -> Option<BrokenReason> {
         self.broken
     }
 
-    /// Chains posted and not yet popped, as far as known: the driver's index is read only when the
-    /// chains seen at the last read are used up. 0 for a broken queue.
+    /// Chains posted and not yet popped, as far as known: the driver's index is read only when all
+    /// chains seen have been popped. 0 for a broken queue.
     #[inline]
     pub fn available(&mut self) -> u16 {
         if self.broken.is_some() {
             return 0;
         }
-        // A driver has at most `size` chains out, popped ones included: a chain has at least one
-        // descriptor, and comes back to the driver after `complete`.
+        // A driver has at most `size` chains posted, popped ones included: a chain has at least one
+        // descriptor, and returns to the driver after `complete`.
         let limit = self.size().saturating_sub(self.outstanding());
         match self.avail.available(self.rings.avail_words(), limit) {
             Ok(count) => count,
@@ -184,7 +187,7 @@ impl DeviceQueue {
         }
     }
 
-    /// Chains posted and not yet popped, by the driver's index at this moment. 0 for a broken queue.
+    /// Chains posted and not yet popped; always reads the driver's index. 0 for a broken queue.
     #[inline]
     pub fn posted(&mut self) -> u16 {
         if self.broken.is_some() {
@@ -203,10 +206,10 @@ impl DeviceQueue {
     /// Takes the next chain; None if none is posted.
     ///
     /// # Errors
-    /// [`PopError::Malformed`] holds a chain to be completed with 0, after which popping goes on;
-    /// after [`PopError::Broken`] it is all there ever is, but chains popped before can still be
+    /// [`PopError::Malformed`] has a chain to be completed with 0, after which popping continues.
+    /// After [`PopError::Broken`] every call returns it, but chains popped before can still be
     /// completed and published.
-    #[inline(always)] // else the chain is copied once more
+    #[inline(always)] // saves a copy of the chain
     pub fn pop(&mut self) -> Result<Option<Chain>, PopError> {
         if self.available() == 0 {
             return match self.broken {
@@ -223,51 +226,52 @@ impl DeviceQueue {
         }
         self.avail.advance();
         self.outstanding += 1;
-        if self.avail.seen() >= AHEAD {
-            self.prefetch(position.wrapping_add(AHEAD));
+        if self.avail.seen() >= PREFETCH_DISTANCE {
+            self.prefetch(position.wrapping_add(PREFETCH_DISTANCE));
         }
         let chain = match self.pop_short(head_copy, position) {
             Some(chain) => chain,
             None => {
-                let (many, sound) = self.pop_any(head_copy);
-                let chain = Chain::of_many(head_copy, position, many);
+                let (many, sound) = self.pop_long(head_copy);
+                let chain = Chain::from_long(head_copy, position, many);
                 if !sound {
                     return Err(PopError::Malformed(chain));
                 }
                 chain
             }
         };
-        self.held += chain.descriptors;
+        self.held_descriptors += chain.descriptors;
         Ok(Some(chain))
     }
 
-    /// The chain, if it is what nearly all are: one or two plain descriptors without a fault, in
-    /// the regions of the last one. Of others nothing is kept.
+    /// The chain, in the common case: one or two plain descriptors without a fault, in the regions
+    /// of the last one. In other cases nothing is kept.
     #[inline(always)] // as `pop`
     fn pop_short(&self, head: u16, position: u16) -> Option<Chain> {
         let mem = self.rings.memory();
         let first_copy = self.rings.descriptor(head)?;
         let first = mem.piece_in(self.hint, first_copy.addr, first_copy.len)?;
         let writable = first_copy.has(DESC_F_WRITE);
-        let room = self.size() - self.held;
+        let free = self.size() - self.held_descriptors;
         if !first_copy.has(DESC_F_NEXT | DESC_F_INDIRECT) {
-            return (room >= 1).then(|| Chain::of_one(head, position, first, writable));
+            return (free >= 1).then(|| Chain::from_one(head, position, first, writable));
         }
         let second_copy = self.rings.descriptor(first_copy.next)?;
         let second = mem.piece_in(self.next_hint, second_copy.addr, second_copy.len)?;
         let both = [(first, writable), (second, second_copy.has(DESC_F_WRITE))];
         let plain = !first_copy.has(DESC_F_INDIRECT)
             && !second_copy.has(DESC_F_NEXT | DESC_F_INDIRECT)
-            && room >= 2;
+            && free >= 2;
         if plain {
-            Chain::of_two(head, position, both)
+            Chain::from_two(head, position, both)
         } else {
             None
         }
     }
 
-    /// Brings the first lines of a later chain near, which the driver's core had last: each is on
-    /// its way for longer than a small packet takes. What is read here is used for nothing else.
+    /// Prefetches the first cache lines of a later chain, which the driver's core wrote: fetching
+    /// each takes longer than handling a small packet. The values read here are used for nothing
+    /// else.
     #[inline]
     fn prefetch(&self, position: u16) {
         let mem = self.rings.memory();
@@ -283,14 +287,14 @@ impl DeviceQueue {
         }
     }
 
-    /// What is in the chain, whatever it is, and whether it is sound.
+    /// The contents of any chain, and whether it is well-formed.
     #[inline(never)]
-    fn pop_any(&mut self, head: u16) -> (Box<Many>, bool) {
+    fn pop_long(&mut self, head: u16) -> (Box<LongChain>, bool) {
         let mut many = self.pool.take();
         let result = self.walk(&mut many, head);
         if let Err(fault) = result {
             self.malformed += 1;
-            many.spoil(fault);
+            many.set_fault(fault);
         } else if let [first, second] = *many.pieces {
             (self.hint, self.next_hint) = (first.region, second.region);
         }
@@ -298,7 +302,7 @@ impl DeviceQueue {
     }
 
     /// Follows the chain from its head, copying each descriptor once.
-    fn walk(&mut self, chain: &mut Many, head: u16) -> Result<(), ChainFault> {
+    fn walk(&mut self, chain: &mut LongChain, head: u16) -> Result<(), ChainFault> {
         let limit = self.size();
         let mut index = head;
         loop {
@@ -325,17 +329,17 @@ impl DeviceQueue {
             }
             index = descriptor_copy.next;
         }
-        if chain.descriptors > limit - self.held {
+        if chain.descriptors > limit - self.held_descriptors {
             return Err(ChainFault::Shared);
         }
         Ok(())
     }
 
     /// Follows an indirect table, which ends the chain (2.7.5.3). WRITE on the descriptor that
-    /// refers to it means nothing (2.7.5.3.2).
+    /// refers to it has no meaning (2.7.5.3.2).
     fn walk_indirect(
         &mut self,
-        chain: &mut Many,
+        chain: &mut LongChain,
         table_copy: Descriptor,
     ) -> Result<(), ChainFault> {
         if !self.config.indirect {
@@ -348,7 +352,7 @@ impl DeviceQueue {
             return Err(ChainFault::IndirectLength(table_copy.len));
         }
         let limit = self.size().max(MAX_INDIRECT);
-        // Entries of the table, which the descriptors in front of it count with.
+        // Entries of the table; the descriptors in front of it count too.
         let Some(entries) = u16::try_from(table_copy.len as usize / DESC_LEN)
             .ok()
             .filter(|entries| *entries <= limit - (chain.descriptors - 1).min(limit))
@@ -362,7 +366,7 @@ impl DeviceQueue {
             table.push(piece);
         })
         .map_err(ChainFault::Address)?;
-        // Nearly always one piece, and then entries are read without a search.
+        // Nearly always one piece: then entries are read without a search.
         let whole = match *self.table {
             [piece] => mem.slice(piece),
             _ => None,
@@ -398,8 +402,8 @@ impl DeviceQueue {
         Err(ChainFault::TooLong)
     }
 
-    /// Gives back the chain popped last, as if it had never been popped. Several go back in the
-    /// reverse order of popping; completing others in between does not matter.
+    /// Undoes the pop of the last chain. Several are unpopped in the reverse order of popping;
+    /// completions in between do not matter.
     ///
     /// # Panics
     /// If it is not the chain popped last: the caller's mistake.
@@ -408,17 +412,18 @@ impl DeviceQueue {
         assert_eq!(
             chain.position.wrapping_add(1),
             self.avail.next(),
-            "only the chain popped last can be given back"
+            "only the chain popped last can be unpopped"
         );
         self.avail.retreat();
         self.release(chain);
     }
 
     /// Puts the chain into the used ring with the number of bytes written into it; not visible
-    /// before [`publish`](Self::publish). Any order will do. This is the one end of every write
-    /// into peer memory.
+    /// before [`publish`](Self::publish). Any order is allowed. Every write into peer memory ends
+    /// here.
     ///
-    /// `written` counts from the start of the writable pieces; more than they have is cut down.
+    /// `written` counts from the start of the writable pieces; a larger number is reduced to their
+    /// length.
     #[inline]
     pub fn complete(&mut self, chain: Chain, written: u32) {
         debug_assert!(
@@ -429,7 +434,7 @@ impl DeviceQueue {
         let (position, element) = (self.used.next(), (u32::from(chain.head), written));
         // The size is a power of two.
         let index = usize::from(position & (self.size() - 1));
-        match self.written.get_mut(index) {
+        match self.used_cache.get_mut(index) {
             Some(old) if *old == Some(element) => {}
             old => {
                 self.rings.set_used_element(position, element.0, element.1);
@@ -446,9 +451,9 @@ impl DeviceQueue {
     fn release(&mut self, chain: Chain) {
         debug_assert!(self.outstanding > 0, "a chain of another queue");
         self.outstanding = self.outstanding.saturating_sub(1);
-        self.held = self.held.saturating_sub(chain.descriptors);
-        if let Some(many) = chain.many {
-            self.pool.give(many);
+        self.held_descriptors = self.held_descriptors.saturating_sub(chain.descriptors);
+        if let Some(many) = chain.long {
+            self.pool.put(many);
         }
     }
 
@@ -457,9 +462,9 @@ impl DeviceQueue {
         self.pool.capacity()
     }
 
-    /// Makes all completed chains visible to the driver; true: it wants a notification. The first
-    /// batch of a queue with event index always does, because a predecessor may have died between
-    /// publishing and notifying.
+    /// Makes all completed chains visible to the driver. True: notify it. With event index the
+    /// first batch of a queue always needs a notification, because a predecessor may have died
+    /// between publishing and notifying.
     #[must_use = "the driver may wait for a notification"]
     #[inline]
     pub fn publish(&mut self) -> bool {
@@ -467,52 +472,53 @@ impl DeviceQueue {
             .publish(self.rings.used_words(), self.config.event_idx)
     }
 
-    /// Makes all completed chains visible and leaves it open whether the driver is to be notified:
-    /// for a driver that spins, or in front of a later [`publish`](Self::publish), which answers
-    /// for all of them. It spares the fence, that is, the wait until the other core has given up
-    /// every cache line written before.
+    /// Makes all completed chains visible without checking for a notification: for a driver that
+    /// spins, or before a later [`publish`](Self::publish), which checks for all of them. It saves
+    /// the fence, which waits until the other core has given up every cache line written before.
     #[inline]
-    pub fn publish_quietly(&mut self) {
-        self.used.show(self.rings.used_words());
+    pub fn publish_without_notify(&mut self) {
+        self.used.make_visible(self.rings.used_words());
     }
 
-    /// As [`publish`](Self::publish), without the fence: right only for a driver that asks for
-    /// notifications by [`DriverQueue::enable_notifications_with`] and a barrier that this process
-    /// takes part in. From others a wish that comes at the same moment is missed.
+    /// As [`publish`](Self::publish), without the fence: correct only for a driver that requests
+    /// notifications by [`DriverQueue::enable_notifications_with`] and a barrier that includes this
+    /// process. A concurrent request of another driver would be missed.
     ///
     /// [`DriverQueue::enable_notifications_with`]: crate::DriverQueue::enable_notifications_with
     #[must_use = "the driver may wait for a notification"]
     #[inline]
-    pub fn publish_light(&mut self) -> bool {
+    pub fn publish_unfenced(&mut self) -> bool {
         let words = self.rings.used_words();
-        self.used.show(words);
-        self.used.ask_light(words, self.config.event_idx)
+        self.used.make_visible(words);
+        self.used
+            .needs_notification_unfenced(words, self.config.event_idx)
     }
 
-    /// Whether chains are completed and not visible of which the driver has asked to be told: one
-    /// load. A wish of this very moment may be missed; [`publish`](Self::publish) finds it.
+    /// Whether the driver has requested a notification for chains that are completed and not yet
+    /// published: one load. It may miss a request of this moment; [`publish`](Self::publish) does
+    /// not.
     #[inline]
-    pub fn is_awaited(&self) -> bool {
+    pub fn would_notify(&self) -> bool {
         let words = self.rings.used_words();
-        self.used.is_awaited(words, self.config.event_idx)
+        self.used.would_notify(words, self.config.event_idx)
     }
 
-    /// Whether [`pop`](Self::pop) has something to say (a broken queue, for one): one load, and
-    /// nothing is checked or changed. For those that spin.
+    /// Whether [`pop`](Self::pop) would return a chain or an error: one load, nothing is checked or
+    /// changed. For callers that spin.
     #[inline]
     pub fn has_available(&self) -> bool {
-        self.avail.waiting(self.rings.avail_words()) || self.broken.is_some()
+        self.avail.has_entries(self.rings.avail_words()) || self.broken.is_some()
     }
 
-    /// Tells the driver that kicks are not needed.
+    /// Informs the driver that kicks are not needed.
     #[inline]
     pub fn disable_notifications(&mut self) {
         self.avail
             .disable(self.rings.avail_words(), self.config.event_idx);
     }
 
-    /// Asks for kicks again; true: chains are there that were not popped, and no kick will come
-    /// for them. False for a broken queue.
+    /// Requests kicks again. True: chains are there that were not popped, and no kick will come for
+    /// them. False for a broken queue.
     #[must_use = "chains that are already there bring no kick"]
     #[inline]
     pub fn enable_notifications(&mut self) -> bool {
@@ -521,9 +527,9 @@ impl DeviceQueue {
             && self.broken.is_none()
     }
 
-    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
-    /// place of the fence, one that holds for the driver's process as well (membarrier(2), with
-    /// both registered): the driver can then use `publish_light`.
+    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
+    /// instead of the fence, one that includes the driver's process (membarrier(2), with both
+    /// registered): the driver can then use `publish_unfenced`.
     #[must_use = "chains that are already there bring no kick"]
     #[inline]
     pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {
@@ -532,16 +538,16 @@ impl DeviceQueue {
             && self.broken.is_none()
     }
 
-    /// Moves to a new memory table with the same ring addresses and indices. Chains still out can
-    /// be completed or unpopped afterwards, but their pieces belong to the old memory: whoever
-    /// still reads or writes them keeps that one.
+    /// Moves to a new memory table with the same ring addresses and indices. Outstanding chains can
+    /// be completed or unpopped afterwards, but their pieces belong to the old memory: keep it
+    /// while they are read or written.
     ///
     /// # Errors
     /// [`QueueError`]: the rings do not lie in the new memory; the queue is as it was.
     pub fn remap(&mut self, mem: Arc<Memory>) -> Result<(), QueueError> {
         self.rings = resolve(mem, &self.config)?;
         (self.hint, self.next_hint) = (0, 0);
-        self.written.fill(None);
+        self.used_cache.fill(None);
         Ok(())
     }
 }

@@ -1,8 +1,10 @@
 //! The driver half of a split virtqueue.
 //!
-//! What must hold: the descriptor table is only written here, never read back, since the device
-//! could change it; which chain is out, how long it is and how much the device may have written is
-//! known from private state alone; a used element counts only if it names a chain that is out.
+//! # Invariants
+//! - The descriptor table is only written here, never read back, since the device could change it.
+//! - Private state alone says which chains are posted, how long they are, and how much the device
+//!   may have written.
+//! - A used element is valid only if it names a posted chain.
 
 use std::sync::Arc;
 
@@ -18,7 +20,7 @@ use crate::sync::Ordering;
 /// A buffer to post.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Buffer {
-    /// Guest address. Not looked at here: the device finds out.
+    /// Guest address. Not checked here: the device does.
     pub addr: u64,
     /// Length in bytes, not 0.
     pub len: u32,
@@ -29,13 +31,14 @@ pub struct Buffer {
 /// A chain that came back.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Used {
-    /// As given to [`add`](DriverQueue::add).
+    /// The token given to [`add`](DriverQueue::add).
     pub token: u64,
     /// Bytes that the device says it wrote, cut down to the chain's writable length.
     pub len: u32,
 }
 
-/// Why a chain was not added: no room (`Full`), else the caller's fault. Nothing was changed.
+/// Why a chain was not added: no free descriptors (`Full`), else the caller's fault. Nothing was
+/// changed.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddError {
@@ -57,12 +60,12 @@ pub enum AddError {
     /// The indirect table does not lie in memory.
     #[error("indirect table does not lie in memory")]
     Table,
-    /// The fixed chain is with the device already, or is none of this queue's.
-    #[error("no fixed chain of this queue, or one that is with the device")]
+    /// The fixed chain is posted already, or is not one of this queue's.
+    #[error("not a fixed chain of this queue, or already posted")]
     NotFixed,
 }
 
-/// What the device did wrong: the queue is dead.
+/// A protocol error of the device: the queue is dead.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DriverError {
@@ -80,7 +83,7 @@ pub struct FixedChain {
     pub(super) head: u16,
 }
 
-/// What we know of one descriptor, apart from what lies in shared memory.
+/// The private state of one descriptor.
 #[derive(Copy, Clone, Debug, Default)]
 struct Slot {
     /// The next descriptor of the chain, or of the free list.
@@ -88,36 +91,39 @@ struct Slot {
     state: State,
     /// In the head of a chain: its number of descriptors.
     count: u16,
+    /// In the head of a chain: bytes that the device may write.
     writable_len: u32,
+    /// In the head of a chain: the caller's token.
     token: u64,
-    /// Which one of all chains ever added it is.
+    /// In the head of a chain: the number of chains added before it.
     serial: u64,
 }
 
-/// What part a descriptor plays.
+/// The role of a descriptor.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
 enum State {
-    /// Free, or in a chain behind its head.
+    /// Free, or not the head of its chain.
     #[default]
-    Other,
-    /// Head of a chain that is out, and is free when it comes back.
-    Out,
-    /// Head of a fixed chain that is with us.
-    FixedHere,
-    /// Head of a fixed chain that is out.
-    FixedOut,
+    NotHead,
+    /// Head of a posted chain, which is freed when it comes back.
+    Posted,
+    /// Head of a fixed chain that is not posted.
+    FixedIdle,
+    /// Head of a posted fixed chain.
+    FixedPosted,
 }
 
-/// The driver half of a split virtqueue: posts chains, takes them back in any order.
+/// The driver half of a split virtqueue: posts chains, and takes them back in any order.
 ///
 /// How to drive it: [`add`](Self::add) chains, [`publish`](Self::publish) once per batch and kick
-/// the device if it says so; [`poll`](Self::poll) until it says `None`; before waiting,
-/// [`enable_notifications`](Self::enable_notifications), and poll again if that says so.
+/// the device if it returns true; [`poll`](Self::poll) until it returns `None`; before waiting,
+/// [`enable_notifications`](Self::enable_notifications), and poll again if it returns true.
 ///
-/// Whoever posts the same buffers again and again lays them out once, by
-/// [`set_chain`](Self::set_chain), and posts them by [`add_fixed`](Self::add_fixed). The descriptors
-/// are then never written again, and the device's cache can keep them; if the chains go round in
-/// order it can keep the ring's entries too, for an entry that would not change is not written.
+/// A caller that posts the same buffers again and again writes their descriptors once, by
+/// [`set_chain`](Self::set_chain), and posts them by [`add_fixed`](Self::add_fixed). The
+/// descriptors are then never written again, and the device's cache can keep them. If the chains
+/// come back in order, the cache can keep the ring's entries too, because an unchanged entry is not
+/// written.
 #[derive(Debug)]
 pub struct DriverQueue {
     rings: Rings,
@@ -125,18 +131,21 @@ pub struct DriverQueue {
     avail: Producer,
     used: Consumer,
     slots: Vec<Slot>,
+    /// First free descriptor; valid while `free` is not 0.
     free_head: u16,
+    /// Number of free descriptors.
     free: u16,
+    /// Chains added since the queue was made.
     added: u64,
-    /// As `added` was at the last publish.
+    /// The value of `added` at the last publish.
     published: u64,
     /// Chains that came back.
     returned: u64,
     broken: Option<DriverError>,
     /// Pieces of the indirect table being written.
     table: Vec<Piece>,
-    /// The available ring's entries as they were last written.
-    heads: Vec<u16>,
+    /// The available ring's entries as last written.
+    avail_cache: Vec<u16>,
 }
 
 impl DriverQueue {
@@ -152,8 +161,8 @@ impl DriverQueue {
         Self::with_base(mem, layout, event_idx, 0)
     }
 
-    /// As [`new`](Self::new), with both indices starting at `base`; the device half is to be given
-    /// the same.
+    /// As [`new`](Self::new), with both indices starting at `base`; the device half must start
+    /// there too.
     ///
     /// # Errors
     /// As for [`new`](Self::new).
@@ -185,8 +194,8 @@ impl DriverQueue {
         for words in [rings.avail_words(), rings.used_words()] {
             words.flags.store(0, Ordering::Relaxed);
             words.event.store(base.to_le(), Ordering::Relaxed);
-            // The device is told of the queue later, by means that order memory: Release is for
-            // those that poll.
+            // The device learns of the queue later, by means that order memory; Release is for a
+            // device that polls.
             words.index.store(base.to_le(), Ordering::Release);
         }
         let slots = (0..layout.size)
@@ -208,7 +217,7 @@ impl DriverQueue {
             returned: 0,
             broken: None,
             table: Vec::new(),
-            heads: vec![0; usize::from(layout.size)],
+            avail_cache: vec![0; usize::from(layout.size)],
         })
     }
 
@@ -257,7 +266,7 @@ impl DriverQueue {
         self.add_mixed(&[], Some((table_guest_addr, buffers)), token)
     }
 
-    /// Descriptors, then perhaps an indirect table: all that a chain can be (2.7.5.3.2).
+    /// Adds a chain of descriptors and optionally an indirect table: every valid form (2.7.5.3.2).
     pub(super) fn add_mixed(
         &mut self,
         direct: &[Buffer],
@@ -276,11 +285,11 @@ impl DriverQueue {
             Some((addr, buffers)) => Some(self.write_table(addr, buffers)?),
         };
         let buffers = direct.iter().map(|buffer| buffer.descriptor());
-        let head = self.lay_out(count, buffers.chain(table));
+        let head = self.write_chain(count, buffers.chain(table));
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
             *slot = Slot {
                 next: slot.next,
-                state: State::Out,
+                state: State::Posted,
                 count,
                 writable_len,
                 token,
@@ -291,8 +300,8 @@ impl DriverQueue {
         Ok(head)
     }
 
-    /// Lays out a chain that stays: its descriptors, taken for good, are written here and never
-    /// again. `token` comes back with it each time. It is posted by [`add_fixed`](Self::add_fixed).
+    /// Writes the descriptors of a fixed chain, which it keeps for good and which are never written
+    /// again. `token` comes back with it each time. Post it by [`add_fixed`](Self::add_fixed).
     ///
     /// # Errors
     /// [`AddError`], as for [`add`](Self::add); no descriptor was taken.
@@ -303,11 +312,11 @@ impl DriverQueue {
         if count > self.free {
             return Err(AddError::Full);
         }
-        let head = self.lay_out(count, buffers.iter().map(|buffer| buffer.descriptor()));
+        let head = self.write_chain(count, buffers.iter().map(|buffer| buffer.descriptor()));
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
             *slot = Slot {
                 next: slot.next,
-                state: State::FixedHere,
+                state: State::FixedIdle,
                 count,
                 writable_len,
                 token,
@@ -320,15 +329,16 @@ impl DriverQueue {
     /// Posts a fixed chain; not visible before [`publish`](Self::publish).
     ///
     /// # Errors
-    /// [`AddError::NotFixed`] if it is with the device, or of another queue; nothing was posted.
+    /// [`AddError::NotFixed`] if it is posted already, or belongs to another queue; nothing was
+    /// posted.
     #[inline]
     pub fn add_fixed(&mut self, chain: FixedChain) -> Result<(), AddError> {
         let slot = self
             .slots
             .get_mut(usize::from(chain.head))
-            .filter(|slot| slot.state == State::FixedHere)
+            .filter(|slot| slot.state == State::FixedIdle)
             .ok_or(AddError::NotFixed)?;
-        slot.state = State::FixedOut;
+        slot.state = State::FixedPosted;
         slot.serial = self.added;
         self.post(chain.head);
         Ok(())
@@ -340,8 +350,8 @@ impl DriverQueue {
         let position = self.avail.next();
         // The size is a power of two.
         let index = usize::from(position & (self.size() - 1));
-        match self.heads.get_mut(index) {
-            // What lies there is what we wrote, or the device changed it and harms itself.
+        match self.avail_cache.get_mut(index) {
+            // The entry still has this value, unless the device changed it and harms itself.
             Some(old) if *old == head => {}
             old => {
                 self.rings.set_avail_head(position, head);
@@ -354,9 +364,9 @@ impl DriverQueue {
         self.added += 1;
     }
 
-    /// Takes `count` free descriptors, as many as are given, and writes them; returns the first.
+    /// Takes `count` free descriptors, one for each given, and writes them; returns the first.
     #[inline]
-    fn lay_out(&mut self, count: u16, descriptors: impl Iterator<Item = Descriptor>) -> u16 {
+    fn write_chain(&mut self, count: u16, descriptors: impl Iterator<Item = Descriptor>) -> u16 {
         let head = self.free_head;
         let mut index = head;
         let mut left = count;
@@ -379,7 +389,7 @@ impl DriverQueue {
         head
     }
 
-    /// The writable length, if the buffers make a chain.
+    /// Checks that the buffers make a valid chain; returns its writable length.
     fn check(&self, direct: &[Buffer], rest: &[Buffer]) -> Result<u32, AddError> {
         let count = direct.len() + rest.len();
         if count == 0 {
@@ -427,8 +437,8 @@ impl DriverQueue {
         })
     }
 
-    /// Makes all added chains visible to the device; true: it wants a kick. The first batch with
-    /// event index always does.
+    /// Makes all added chains visible to the device. True: kick it. With event index the first
+    /// batch always needs a kick.
     #[must_use = "the device may wait for a kick"]
     #[inline]
     pub fn publish(&mut self) -> bool {
@@ -439,7 +449,7 @@ impl DriverQueue {
     /// Takes the next chain that came back; None if none did.
     ///
     /// # Errors
-    /// [`DriverError`]: the device broke the protocol; from then on it is all there is.
+    /// [`DriverError`]: the device broke the protocol; every later call returns the same error.
     #[inline]
     pub fn poll(&mut self) -> Result<Option<Used>, DriverError> {
         if let Some(error) = self.broken {
@@ -452,11 +462,11 @@ impl DriverQueue {
         result
     }
 
-    /// The token of the chain that [`poll`](Self::poll) will give after `ahead` others, if it is
-    /// known to be there: for bringing its memory near in time. A guess: it was not checked as
-    /// `poll` checks, and is good for nothing else.
+    /// The token of the chain that [`poll`](Self::poll) would return after `ahead` others, if it is
+    /// known to be there: for prefetching its memory. Unchecked, unlike the result of `poll`: use
+    /// it for nothing else.
     #[inline]
-    pub fn guess(&self, ahead: u16) -> Option<u64> {
+    pub fn peek_token(&self, ahead: u16) -> Option<u64> {
         if self.used.seen() <= ahead {
             return None;
         }
@@ -486,12 +496,12 @@ impl DriverQueue {
             len: len_copy.min(slot.writable_len),
         };
         match slot.state {
-            State::FixedOut => slot.state = State::FixedHere,
-            State::Out => {
+            State::FixedPosted => slot.state = State::FixedIdle,
+            State::Posted => {
                 let chain = *slot;
                 self.release(id_copy as u16, chain);
             }
-            State::Other | State::FixedHere => return Err(DriverError::Id(id_copy)),
+            State::NotHead | State::FixedIdle => return Err(DriverError::Id(id_copy)),
         }
         self.used.advance();
         self.returned += 1;
@@ -508,7 +518,7 @@ impl DriverQueue {
                 .map_or(last, |slot| slot.next);
         }
         if let Some(slot) = self.slots.get_mut(usize::from(head)) {
-            slot.state = State::Other;
+            slot.state = State::NotHead;
         }
         if let Some(slot) = self.slots.get_mut(usize::from(last)) {
             slot.next = self.free_head;
@@ -517,54 +527,53 @@ impl DriverQueue {
         self.free += chain.count;
     }
 
-    /// Makes all added chains visible and leaves it open whether the device wants a kick: for a
-    /// device that spins, or in front of a later [`publish`](Self::publish), which answers for all
-    /// of them. It spares the fence, that is, the wait until the other core has given up every
-    /// cache line written before.
+    /// Makes all added chains visible without checking for a kick: for a device that spins, or
+    /// before a later [`publish`](Self::publish), which checks for all of them. It saves the fence,
+    /// which waits until the other core has given up every cache line written before.
     #[inline]
-    pub fn publish_quietly(&mut self) {
+    pub fn publish_without_notify(&mut self) {
         self.published = self.added;
-        self.avail.show(self.rings.avail_words());
+        self.avail.make_visible(self.rings.avail_words());
     }
 
-    /// As [`publish`](Self::publish), without the fence: right only for a device that asks for kicks
-    /// by [`DeviceQueue::enable_notifications_with`] and a barrier that this process takes part
-    /// in. From others a wish that comes at the same moment is missed.
+    /// As [`publish`](Self::publish), without the fence: correct only for a device that requests
+    /// kicks by [`DeviceQueue::enable_notifications_with`] and a barrier that includes this
+    /// process. A concurrent request of another device would be missed.
     ///
     /// [`DeviceQueue::enable_notifications_with`]: crate::DeviceQueue::enable_notifications_with
     #[must_use = "the device may wait for a kick"]
     #[inline]
-    pub fn publish_light(&mut self) -> bool {
-        self.publish_quietly();
+    pub fn publish_unfenced(&mut self) -> bool {
+        self.publish_without_notify();
         self.avail
-            .ask_light(self.rings.avail_words(), self.event_idx)
+            .needs_notification_unfenced(self.rings.avail_words(), self.event_idx)
     }
 
-    /// Whether [`poll`](Self::poll) has something to say (an error, for one): one load, and nothing
-    /// is checked or changed. For those that spin.
+    /// Whether [`poll`](Self::poll) would return a chain or an error: one load, nothing is checked
+    /// or changed. For callers that spin.
     #[inline]
     pub fn has_used(&self) -> bool {
-        self.used.waiting(self.rings.used_words()) || self.broken.is_some()
+        self.used.has_entries(self.rings.used_words()) || self.broken.is_some()
     }
 
-    /// Tells the device that calls are not needed.
+    /// Informs the device that calls are not needed.
     #[inline]
     pub fn disable_notifications(&mut self) {
         self.used.disable(self.rings.used_words(), self.event_idx);
     }
 
-    /// Asks for calls again; true: chains are there that were not polled, and no call will come
-    /// for them. False for a dead queue.
+    /// Requests calls again. True: chains are there that were not polled, and no call will come for
+    /// them. False for a dead queue.
     #[must_use = "chains that are already there bring no call"]
     #[inline]
     pub fn enable_notifications(&mut self) -> bool {
         self.used.enable(self.rings.used_words(), self.event_idx) && self.broken.is_none()
     }
 
-    /// As [`enable_notifications`](Self::enable_notifications), for one who can wait until `more`
-    /// chains have come back beside the next one: the notification comes with the last of them;
-    /// true: all of them are there. There must be as many with the device, or none will come. A
-    /// device without VIRTIO_F_EVENT_IDX notifies of the next one.
+    /// As [`enable_notifications`](Self::enable_notifications), but requests a notification only
+    /// when `more` chains have come back beside the next one. True: all of them are there. As many
+    /// must be posted, or no notification comes. A device without VIRTIO_F_EVENT_IDX notifies for
+    /// the next one.
     #[must_use = "chains that are already there bring no call"]
     #[inline]
     pub fn enable_notifications_after(&mut self, more: u16) -> bool {
@@ -572,9 +581,9 @@ impl DriverQueue {
         self.used.enable_after(words, self.event_idx, more) && self.broken.is_none()
     }
 
-    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller's in
-    /// place of the fence, one that holds for the device's process as well (membarrier(2), with
-    /// both registered): the device can then use `publish_light`.
+    /// As [`enable_notifications`](Self::enable_notifications), with a barrier of the caller
+    /// instead of the fence, one that includes the device's process (membarrier(2), with both
+    /// registered): the device can then use `publish_unfenced`.
     #[must_use = "chains that are already there bring no call"]
     #[inline]
     pub fn enable_notifications_with(&mut self, barrier: impl FnOnce()) -> bool {

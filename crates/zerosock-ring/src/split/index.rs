@@ -1,18 +1,18 @@
 //! The index protocol, the same in both directions (virtio 1.2, 2.7.6 to 2.7.10, 2.7.13).
 //!
-//! A split virtqueue is two one-way rings. In the available ring the driver produces and the
-//! device consumes; in the used ring it is the other way round. Each ring has one index that its
-//! producer moves, and, *in the other ring's memory*, a flag and an event index with which its
-//! consumer says whether it wants to be told. So one [`Producer`] and one [`Consumer`] serve both
-//! rings and both halves, and what loom proves of them holds for all.
+//! A split virtqueue is two one-way rings. In the available ring the driver produces and the device
+//! consumes; in the used ring the roles are exchanged. Each ring has one index that its producer
+//! moves, and, *in the other ring's memory*, a flag and an event index by which its consumer
+//! requests notifications. So one [`Producer`] and one [`Consumer`] serve both rings and both
+//! halves, and what loom proves of them holds for all.
 //!
-//! What must hold:
-//! - entries are visible before the index that announces them: store Release in
-//!   [`Producer::show`], load Acquire in [`Consumer::available`] and [`Consumer::enable`];
-//! - no notification is lost: the producer stores the index, then reads the wish; the consumer
-//!   stores the wish, then reads the index. With a SeqCst fence between the two on both sides, at
-//!   least one sees the other's store;
-//! - the index is the peer's: it is read once, its distance is checked, and only the copy is used.
+//! # Invariants
+//! - Entries are visible before the index that announces them: store Release in
+//!   [`Producer::make_visible`], load Acquire in [`Consumer::available`] and [`Consumer::enable`].
+//! - No notification is lost: the producer stores the index, then reads the request; the consumer
+//!   stores the request, then reads the index. With a SeqCst fence between the two on both sides,
+//!   at least one sees the other's store.
+//! - The index is the peer's: it is read once, its distance is checked, and only the copy is used.
 
 use crate::event_idx::need_event;
 use crate::sync::{AtomicU16, Ordering, fence};
@@ -21,9 +21,9 @@ use crate::sync::{AtomicU16, Ordering, fence};
 /// VIRTQ_USED_F_NO_NOTIFY are the same bit). Without event index only.
 const NO_NOTIFICATION: u16 = 1;
 
-/// The shared words of one ring's protocol. They are little-endian whatever the machine.
+/// The shared words of one ring's protocol, little-endian on every machine.
 #[derive(Copy, Clone)]
-pub(crate) struct Words<'a> {
+pub(crate) struct IndexWords<'a> {
     /// The ring's index: written by its producer.
     pub(crate) index: &'a AtomicU16,
     /// The consumer's flags: written by the consumer.
@@ -39,23 +39,24 @@ pub(crate) struct IndexJump;
 /// The half that puts entries into a ring.
 #[derive(Debug)]
 pub(crate) struct Producer {
+    /// Free-running position of the next entry to write.
     next: u16,
-    /// The index as the consumer can see it.
-    shown: u16,
-    /// Entries shown since the consumer's wish was last looked at.
-    unasked: u32,
-    /// Whether the wish read at the last look can be relied on. Not so at the first one: a
-    /// predecessor may have published and died before it notified.
-    settled: bool,
+    /// The index visible to the consumer.
+    visible: u16,
+    /// Entries made visible since the consumer's request was last read.
+    unchecked: u32,
+    /// Whether the last request that was read is valid. Not at the first read: a predecessor may
+    /// have published and died before it notified.
+    request_known: bool,
 }
 
 impl Producer {
     pub(crate) fn new(base: u16) -> Producer {
         Producer {
             next: base,
-            shown: base,
-            unasked: 0,
-            settled: false,
+            visible: base,
+            unchecked: 0,
+            request_known: false,
         }
     }
 
@@ -65,64 +66,67 @@ impl Producer {
         self.next
     }
 
-    /// The entry at `next` is written.
+    /// Advances past the entry at `next`, which was written.
     #[inline]
     pub(crate) fn advance(&mut self) {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// Makes all entries up to `next` visible; true: the consumer is to be notified.
+    /// Makes all entries up to `next` visible. True: notify the consumer.
     #[inline]
-    pub(crate) fn publish(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        self.show(words);
-        self.ask(words, event_idx)
+    pub(crate) fn publish(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        self.make_visible(words);
+        self.needs_notification(words, event_idx)
     }
 
-    /// Makes all entries up to `next` visible, and leaves it to a later `ask` whether the consumer
-    /// is to be notified of them.
+    /// Makes all entries up to `next` visible; a later `needs_notification` says whether to notify
+    /// the consumer of them.
     #[inline]
-    pub(crate) fn show(&mut self, words: Words<'_>) {
-        let count = self.next.wrapping_sub(self.shown);
+    pub(crate) fn make_visible(&mut self, words: IndexWords<'_>) {
+        let count = self.next.wrapping_sub(self.visible);
         if count == 0 {
             return;
         }
         // Pairs with the Acquire loads of the consumer: the entries come before the index.
         words.index.store(self.next.to_le(), Ordering::Release);
-        self.shown = self.next;
-        self.unasked = self.unasked.saturating_add(u32::from(count));
+        self.visible = self.next;
+        self.unchecked = self.unchecked.saturating_add(u32::from(count));
     }
 
-    /// Whether the consumer is to be notified of what was shown since this was last asked.
+    /// Whether to notify the consumer of the entries made visible since the last call.
     #[inline]
-    pub(crate) fn ask(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        if self.unasked == 0 {
+    pub(crate) fn needs_notification(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        if self.unchecked == 0 {
             return false;
         }
-        // Pairs with the fence in `Consumer::enable`: either we see its wish below, or it sees
-        // our index after its own fence and does not go to sleep.
+        // Pairs with the fence in `Consumer::enable`: either we see its request below, or it sees
+        // our index after its own fence and does not sleep.
         fence(Ordering::SeqCst);
-        self.look(words, event_idx)
+        self.read_request(words, event_idx)
     }
 
-    /// As `ask`, at the price of a load, for a consumer that pays for both: with a barrier on all
-    /// threads of both processes between its wish and its look at the index, the order of our
-    /// store and our load in the program is the order it sees.
+    /// As `needs_notification`, without a fence, for a consumer that executes a barrier on all
+    /// threads of both processes between its request and its read of the index: then it sees our
+    /// store and our load in program order.
     #[inline]
-    pub(crate) fn ask_light(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        if self.unasked == 0 {
+    pub(crate) fn needs_notification_unfenced(
+        &mut self,
+        words: IndexWords<'_>,
+        event_idx: bool,
+    ) -> bool {
+        if self.unchecked == 0 {
             return false;
         }
         // Pairs with the barrier of `Consumer::enable_with`.
         core::sync::atomic::compiler_fence(core::sync::atomic::Ordering::SeqCst);
-        self.look(words, event_idx)
+        self.read_request(words, event_idx)
     }
 
-    /// Whether [`publish`](Self::publish) would say, by what the consumer wishes now, that it is to
-    /// be notified. Nothing is shown or changed, and without a fence a wish of this moment may be
-    /// missed.
+    /// Whether [`publish`](Self::publish) would return true for the present request. Changes
+    /// nothing, and has no fence: it may miss a request of this moment.
     #[inline]
-    pub(crate) fn is_awaited(&self, words: Words<'_>, event_idx: bool) -> bool {
-        let count = u32::from(self.next.wrapping_sub(self.shown)) + self.unasked;
+    pub(crate) fn would_notify(&self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        let count = u32::from(self.next.wrapping_sub(self.visible)) + self.unchecked;
         if count == 0 {
             return false;
         }
@@ -131,7 +135,7 @@ impl Producer {
             let Ok(count) = u16::try_from(count) else {
                 return true;
             };
-            !self.settled || need_event(event_copy, self.next, self.next.wrapping_sub(count))
+            !self.request_known || need_event(event_copy, self.next, self.next.wrapping_sub(count))
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0
@@ -139,17 +143,17 @@ impl Producer {
     }
 
     #[inline]
-    fn look(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        let count = core::mem::take(&mut self.unasked);
+    fn read_request(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        let count = core::mem::take(&mut self.unchecked);
         if event_idx {
             let event_copy = u16::from_le(words.event.load(Ordering::Relaxed));
-            let first = !core::mem::replace(&mut self.settled, true);
-            // Once round or more: whatever the event, it was passed.
+            let first = !core::mem::replace(&mut self.request_known, true);
+            // 65536 entries or more pass every event.
             let old = match u16::try_from(count) {
-                Ok(count) => self.shown.wrapping_sub(count),
+                Ok(count) => self.visible.wrapping_sub(count),
                 Err(_) => return true,
             };
-            first || need_event(event_copy, self.shown, old)
+            first || need_event(event_copy, self.visible, old)
         } else {
             let flags_copy = u16::from_le(words.flags.load(Ordering::Relaxed));
             flags_copy & NO_NOTIFICATION == 0
@@ -160,6 +164,7 @@ impl Producer {
 /// The half that takes entries out of a ring.
 #[derive(Debug)]
 pub(crate) struct Consumer {
+    /// Free-running position of the next entry to take.
     next: u16,
     /// The producer's index as last read and checked.
     seen: u16,
@@ -179,14 +184,19 @@ impl Consumer {
         self.next
     }
 
-    /// Entries that can be taken. Reads the shared index only when none of those seen is left.
+    /// Entries that can be taken. Reads the shared index only when all entries seen have been
+    /// taken.
     ///
     /// # Errors
     /// [`IndexJump`] if there are more than `limit`.
     #[inline]
-    pub(crate) fn available(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
+    pub(crate) fn available(
+        &mut self,
+        words: IndexWords<'_>,
+        limit: u16,
+    ) -> Result<u16, IndexJump> {
         if self.seen == self.next {
-            // Pairs with the Release store in `Producer::show`.
+            // Pairs with the Release store in `Producer::make_visible`.
             let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
             if index_copy.wrapping_sub(self.next) > limit {
                 return Err(IndexJump);
@@ -196,10 +206,10 @@ impl Consumer {
         Ok(self.seen.wrapping_sub(self.next))
     }
 
-    /// Whether entries can be taken, as far as the shared index says: nothing is checked nor
-    /// remembered. For those that spin.
+    /// Whether the shared index announces entries; nothing is checked or stored. For callers that
+    /// spin.
     #[inline]
-    pub(crate) fn waiting(&self, words: Words<'_>) -> bool {
+    pub(crate) fn has_entries(&self, words: IndexWords<'_>) -> bool {
         // Only compared: `available` reads it again and checks it before anything is taken.
         self.seen != self.next || u16::from_le(words.index.load(Ordering::Relaxed)) != self.next
     }
@@ -211,13 +221,13 @@ impl Consumer {
         self.seen.wrapping_sub(self.next)
     }
 
-    /// As [`available`](Self::available), but reads the shared index whatever is left. One that
-    /// went back says nothing about the entries that were seen.
+    /// As [`available`](Self::available), but always reads the shared index. An index that went
+    /// back leaves the entries already seen.
     ///
     /// # Errors
     /// [`IndexJump`] if there are more than `limit`.
     #[inline]
-    pub(crate) fn refresh(&mut self, words: Words<'_>, limit: u16) -> Result<u16, IndexJump> {
+    pub(crate) fn refresh(&mut self, words: IndexWords<'_>, limit: u16) -> Result<u16, IndexJump> {
         let left = self.seen.wrapping_sub(self.next);
         // Pairs with the Release store in `Producer::publish`.
         let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
@@ -231,22 +241,22 @@ impl Consumer {
         Ok(count.max(left))
     }
 
-    /// The entry at `next` is taken.
+    /// Advances past the entry at `next`, which was taken.
     #[inline]
     pub(crate) fn advance(&mut self) {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// The entry taken last is not taken after all.
+    /// Goes back to the entry taken last.
     #[inline]
     pub(crate) fn retreat(&mut self) {
         self.next = self.next.wrapping_sub(1);
     }
 
-    /// Declines notifications. With event index there is nothing to do: an event index that is
-    /// left behind is passed once at most, until the index has gone round.
+    /// Declines notifications. With event index nothing is stored: an event index that is left
+    /// behind is passed at most once until the index has wrapped.
     #[inline]
-    pub(crate) fn disable(&mut self, words: Words<'_>, event_idx: bool) {
+    pub(crate) fn disable(&mut self, words: IndexWords<'_>, event_idx: bool) {
         if !event_idx {
             words
                 .flags
@@ -254,37 +264,42 @@ impl Consumer {
         }
     }
 
-    /// Asks for a notification at the entry after the last one taken; true: entries are there
-    /// already, and no notification will come for them.
+    /// Requests a notification for the next entry. True: entries are there already, and no
+    /// notification will come for them.
     #[inline]
-    pub(crate) fn enable(&mut self, words: Words<'_>, event_idx: bool) -> bool {
-        // Pairs with the fence in `Producer::ask`.
+    pub(crate) fn enable(&mut self, words: IndexWords<'_>, event_idx: bool) -> bool {
+        // Pairs with the fence in `Producer::needs_notification`.
         self.enable_with(words, event_idx, || fence(Ordering::SeqCst))
     }
 
-    /// As `enable`, but asks for a notification not before `more` entries behind that one are there
-    /// as well; true: they are there already. Without event index that cannot be asked for: then it
-    /// is `enable`.
+    /// As `enable`, but requests a notification only when `more` further entries are there as well.
+    /// True: they are there already. Without event index it is `enable`, because that request
+    /// cannot be made.
     #[inline]
-    pub(crate) fn enable_after(&mut self, words: Words<'_>, event_idx: bool, more: u16) -> bool {
+    pub(crate) fn enable_after(
+        &mut self,
+        words: IndexWords<'_>,
+        event_idx: bool,
+        more: u16,
+    ) -> bool {
         if !event_idx {
             return self.enable(words, false);
         }
         let event = self.next.wrapping_add(more);
         words.event.store(event.to_le(), Ordering::Relaxed);
-        // Pairs with the fence in `Producer::ask`: either it sees the event above, or we see below
-        // an index that has passed it.
+        // Pairs with the fence in `Producer::needs_notification`: either it sees the event above,
+        // or we see an index that has passed the event.
         fence(Ordering::SeqCst);
-        // Only compared, as in `enable_with`. An index that makes no sense is for the next look.
+        // Only compared, as in `enable_with`. `available` reports an invalid index.
         let index_copy = u16::from_le(words.index.load(Ordering::Acquire));
         index_copy.wrapping_sub(self.next) > more
     }
 
-    /// As `enable`, with another barrier in place of the fence.
+    /// As `enable`, with another barrier instead of the fence.
     #[inline]
     pub(crate) fn enable_with(
         &mut self,
-        words: Words<'_>,
+        words: IndexWords<'_>,
         event_idx: bool,
         barrier: impl FnOnce(),
     ) -> bool {

@@ -1,9 +1,9 @@
-//! Where the three parts of a split virtqueue lie (virtio 1.2, section 2.7).
+//! The layout of a split virtqueue (virtio 1.2, section 2.7).
 
 /// Largest queue size (virtio 1.2, 2.7).
 pub const MAX_QUEUE_SIZE: u16 = 32768;
 
-/// What a device half needs to know of its queue.
+/// The configuration of a device half.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct QueueConfig {
     /// Number of descriptors: a power of two, 1 to 32768.
@@ -23,8 +23,8 @@ pub struct QueueConfig {
 }
 
 impl QueueConfig {
-    /// Whether a part of this queue and a part of the other one share bytes. What is configured
-    /// must not: the queues' owners would access the same bytes as atomics of different widths.
+    /// Whether a part of this queue and a part of the other one share bytes. Configured queues must
+    /// not: their owners would access the same bytes by atomics of different widths.
     pub fn overlaps(&self, other: &QueueConfig) -> bool {
         let parts =
             |config: &QueueConfig| parts(config.size, config.desc, config.avail, config.used);
@@ -34,7 +34,7 @@ impl QueueConfig {
     }
 }
 
-/// Where a driver half puts its queue: guest addresses.
+/// The guest addresses of a driver half's queue.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct DriverLayout {
     /// Number of descriptors: a power of two, 1 to 32768.
@@ -48,11 +48,11 @@ pub struct DriverLayout {
 }
 
 impl DriverLayout {
-    /// Bytes that the three parts take when laid one behind the other, padding included.
+    /// Bytes of the three parts laid out one after the other, padding included.
     pub const fn bytes_needed(size: u16) -> u64 {
         used_offset(size) + used_len(size)
     }
-    /// The three parts one behind the other from `base_guest_addr`, which is aligned to 16.
+    /// The three parts one after the other from `base_guest_addr`, which is aligned to 16.
     pub const fn at(base_guest_addr: u64, size: u16) -> DriverLayout {
         DriverLayout {
             size,
@@ -63,11 +63,11 @@ impl DriverLayout {
     }
 }
 
-/// Why a queue cannot be set up as asked: the fault of whoever gave the addresses.
+/// Why a queue cannot be set up: the fault of the configuration.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// For what is kept of each descriptor.
+    /// No memory for the state of each descriptor.
     #[error("no memory for a queue of {0} descriptors")]
     NoMemory(u16),
     /// Not a power of two from 1 to 32768.
@@ -111,8 +111,8 @@ struct Part {
 
 impl Part {
     fn overlaps(&self, other: &Part) -> bool {
-        // No sum, which might wrap: an address that is not below the other one's lies in it if the
-        // distance is less than the other one's length.
+        // No sum, which might wrap: an address at or above the other one lies in it if the distance
+        // is less than the other one's length.
         match self.addr >= other.addr {
             true => self.addr - other.addr < other.len,
             false => other.addr - self.addr < self.len,
@@ -168,7 +168,7 @@ pub(crate) fn check_size(size: u16) -> Result<(), QueueError> {
     }
 }
 
-/// The buffer goes on in the descriptor `next`.
+/// The chain continues in the descriptor `next`.
 pub(crate) const DESC_F_NEXT: u16 = 1;
 /// The device writes the buffer (else it reads it).
 pub(crate) const DESC_F_WRITE: u16 = 2;
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_descriptor_lies_in_memory_as_the_specification_says() {
+    fn descriptors_have_the_specified_layout() {
         let descriptor = Descriptor {
             addr: 0x0102_0304_0506_0708,
             len: 0x1112_1314,
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_lie_one_behind_the_other() {
+    fn parts_follow_each_other_without_overlap() {
         // virtio 1.2, 2.7: 16 * size, 6 + 2 * size, 6 + 8 * size; aligned to 16, 2, 4.
         let layout = DriverLayout::at(0x1000, 256);
         assert_eq!(
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn only_powers_of_two_are_sizes() {
+    fn queue_sizes_must_be_powers_of_two() {
         for size in [0u16, 3, 5, 6, 257, 32767, 32769, 65535] {
             assert_eq!(check_size(size), Err(QueueError::Size(size)));
         }

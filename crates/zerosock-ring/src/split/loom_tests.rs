@@ -1,24 +1,24 @@
-//! Loom on the index protocol: every interleaving and every reordering the memory model allows,
-//! of small scenes.
+//! Checks the index protocol with loom: every interleaving and every reordering that the memory
+//! model allows, in small models.
 //!
-//! An entry is a cell without any synchronisation of its own, so that loom reports a race if an
-//! index announces it too early. A half that waits with nobody left to wake it is a deadlock,
-//! which loom reports as well: that is what a lost kick or call would be.
+//! An entry is a cell without synchronisation, so that loom reports a race if an index announces it
+//! too early. A half that waits without a wake-up is a deadlock, which loom reports as well: that
+//! is what a lost kick or call would be.
 
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::AtomicU16;
 use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
-use super::index::{Consumer, Producer, Words};
+use super::index::{Consumer, IndexWords, Producer};
 
 /// Slots per ring: 1, so that every entry reuses the slot of the one before.
 const SLOTS: u16 = 1;
 
-/// Indices start here so that they wrap inside the scenes.
+/// Indices start here so that they wrap inside the models.
 const BASE: u16 = 65535;
 
-/// An eventfd: remembers a signal until somebody waits for it.
+/// An eventfd: keeps a signal until a thread waits for it.
 #[derive(Default)]
 struct Signal {
     pending: Mutex<bool>,
@@ -49,7 +49,7 @@ struct Ring {
     signal: Signal,
 }
 
-// SAFETY: none to argue: loom's cells check at run time that accesses never meet.
+// SAFETY: loom's cells check at run time that accesses do not overlap.
 unsafe impl Sync for Ring {}
 
 impl Ring {
@@ -63,8 +63,8 @@ impl Ring {
         }
     }
 
-    fn words(&self) -> Words<'_> {
-        Words {
+    fn words(&self) -> IndexWords<'_> {
+        IndexWords {
             index: &self.index,
             flags: &self.flags,
             event: &self.event,
@@ -76,7 +76,7 @@ impl Ring {
     }
 
     fn put(&self, producer: &mut Producer, value: u16) {
-        // SAFETY: none to argue: loom checks that nobody else is at the cell.
+        // SAFETY: loom checks that no other thread accesses the cell.
         self.entry(producer.next())
             .with_mut(|cell| unsafe { *cell = value });
         producer.advance();
@@ -95,7 +95,7 @@ impl Ring {
         }
     }
 
-    /// Waits as an engine does: drain, ask for notifications, look again, sleep.
+    /// Waits as an engine does: drain, request notifications, read the index again, sleep.
     fn take_or_wait(&self, consumer: &mut Consumer, event_idx: bool) -> u16 {
         loop {
             let limit = self.entries.len() as u16;
@@ -118,7 +118,8 @@ fn model(scene: impl Fn() + Sync + Send + 'static) {
     builder.check(scene);
 }
 
-/// One direction, two batches: all entries come, in order, whole, and nobody waits for ever.
+/// One direction, two batches: all entries arrive in order and untorn, and no thread waits for
+/// ever.
 fn one_way(event_idx: bool) {
     model(move || {
         let ring = Arc::new(Ring::new(4));
@@ -151,9 +152,9 @@ fn no_entry_and_no_notification_is_lost_with_flags() {
     one_way(false);
 }
 
-/// Batches shown one by one and asked about once are no more lost than others.
+/// Batches made visible one by one and checked for a notification once: none is lost.
 #[test]
-fn a_question_put_off_loses_no_notification() {
+fn a_deferred_notification_check_loses_no_notification() {
     for event_idx in [false, true] {
         model(move || {
             let ring = Arc::new(Ring::new(4));
@@ -162,10 +163,10 @@ fn a_question_put_off_loses_no_notification() {
                 thread::spawn(move || {
                     let mut producer = Producer::new(BASE);
                     ring.put(&mut producer, 10);
-                    producer.show(ring.words());
+                    producer.make_visible(ring.words());
                     ring.put(&mut producer, 11);
-                    producer.show(ring.words());
-                    if producer.ask(ring.words(), event_idx) {
+                    producer.make_visible(ring.words());
+                    if producer.needs_notification(ring.words(), event_idx) {
                         ring.signal.send();
                     }
                 })
@@ -179,9 +180,10 @@ fn a_question_put_off_loses_no_notification() {
     }
 }
 
-/// Who sleeps until several are there finds all of them when he is called, or before he sleeps.
+/// A consumer that sleeps until several entries are there finds all of them when it is woken, or
+/// before it sleeps.
 #[test]
-fn a_call_that_is_to_come_with_the_last_of_several_is_not_lost() {
+fn a_notification_for_several_entries_is_not_lost() {
     for event_idx in [false, true] {
         model(move || {
             let ring = Arc::new(Ring::new(4));
@@ -213,9 +215,9 @@ fn a_call_that_is_to_come_with_the_last_of_several_is_not_lost() {
     }
 }
 
-/// Who spins by looking only, and takes when there is something, reads whole entries.
+/// A consumer that spins on the index and then takes an entry reads it untorn.
 #[test]
-fn a_look_without_taking_announces_nothing_too_early() {
+fn an_entry_seen_by_has_entries_is_complete() {
     model(|| {
         let ring = Arc::new(Ring::new(2));
         let producing = {
@@ -224,13 +226,13 @@ fn a_look_without_taking_announces_nothing_too_early() {
                 let mut producer = Producer::new(BASE);
                 for value in [10, 11] {
                     ring.put(&mut producer, value);
-                    producer.show(ring.words());
+                    producer.make_visible(ring.words());
                 }
             })
         };
         let mut consumer = Consumer::new(BASE);
         for expected in [10, 11] {
-            while !consumer.waiting(ring.words()) {
+            while !consumer.has_entries(ring.words()) {
                 thread::yield_now();
             }
             assert_ne!(consumer.available(ring.words(), 2), Ok(0));
@@ -240,7 +242,7 @@ fn a_look_without_taking_announces_nothing_too_early() {
     });
 }
 
-/// Both directions: a driver half posts, a device half returns, on rings of one slot, so that a
+/// Both directions: a driver half posts and a device half returns, on rings of one slot, so that a
 /// slot is written again as soon as the index of the other ring allows it.
 fn both_ways(event_idx: bool) {
     model(move || {
@@ -269,18 +271,18 @@ fn both_ways(event_idx: bool) {
 }
 
 #[test]
-fn both_halves_meet_with_event_index() {
+fn both_halves_exchange_entries_with_event_index() {
     both_ways(true);
 }
 
 #[test]
-fn both_halves_meet_with_flags() {
+fn both_halves_exchange_entries_with_flags() {
     both_ways(false);
 }
 
-/// A consumer that gives its last entry back takes it again, and waits for the rest correctly.
+/// A consumer that retreats takes the last entry again, and waits for the next correctly.
 #[test]
-fn an_entry_given_back_comes_again() {
+fn a_retreated_entry_is_taken_again() {
     model(|| {
         let ring = Arc::new(Ring::new(2));
         let producing = {

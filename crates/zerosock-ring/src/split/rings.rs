@@ -1,20 +1,21 @@
-//! The three parts of a split virtqueue in mapped memory, addresses resolved once.
+//! The three parts of a split virtqueue in mapped memory, with addresses resolved once.
 //!
-//! What must hold: the pointers stay valid because the `Arc<Memory>` they were resolved in lies
-//! beside them; every access is an atomic or stays within the bounds checked in [`Rings::resolve`];
-//! positions are masked here, so that a caller cannot leave the ring; no two parts of a queue share
-//! bytes, so that each byte is accessed by atomics of one width.
+//! # Invariants
+//! - The pointers stay valid because the struct holds the `Arc<Memory>` they were resolved in.
+//! - Every access is an atomic within the bounds checked in [`Rings::resolve`].
+//! - Positions are masked here, so that a caller cannot leave the ring.
+//! - No two parts of a queue share bytes, so each byte is accessed by atomics of one width.
 
 use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::Arc;
 
-use super::index::Words;
+use super::index::IndexWords;
 use super::layout::{
     Descriptor, QueueError, avail_len, check_overlap, check_size, desc_len, used_len,
 };
 use crate::memory::Memory;
 
-/// Addresses of the three parts, in whichever address space the resolver understands.
+/// Addresses of the three parts, in the address space of the resolver.
 #[derive(Copy, Clone, Debug)]
 pub(crate) struct Addresses {
     pub(crate) desc: u64,
@@ -44,8 +45,8 @@ unsafe impl Send for Rings {}
 unsafe impl Sync for Rings {}
 
 impl Rings {
-    /// Checks size, alignment, bounds and that no two parts share bytes; `find` resolves an address and a length within one
-    /// region.
+    /// Checks size, alignment, bounds, and that no two parts share bytes; `find` resolves an
+    /// address and a length within one region.
     pub(crate) fn resolve(
         mem: Arc<Memory>,
         size: u16,
@@ -55,8 +56,8 @@ impl Rings {
         check_size(size)?;
         let part = |part: &'static str, addr: u64, len: u64, align: usize| {
             let host = find(&mem, addr, len).ok_or(QueueError::Unmapped { part, addr })?;
-            // The peer's alignment is what virtio demands, ours what the atomics do; an odd
-            // offset in the file can make them differ.
+            // virtio requires alignment of the peer's address, atomics require it of ours; an odd
+            // offset in the file makes them differ.
             if !addr.is_multiple_of(align as u64) || !host.addr().is_multiple_of(align) {
                 return Err(QueueError::Misaligned { part, addr, align });
             }
@@ -65,8 +66,8 @@ impl Rings {
         let desc = part("descriptor table", addresses.desc, desc_len(size), 16)?;
         let avail = part("available ring", addresses.avail, avail_len(size), 2)?;
         let used = part("used ring", addresses.used, used_len(size), 4)?;
-        // Regions share no address of either kind, so parts that are apart in these addresses are
-        // apart in ours.
+        // Regions do not overlap in any address space, so parts that do not overlap in these
+        // addresses do not overlap in ours.
         check_overlap(size, addresses.desc, addresses.avail, addresses.used)?;
         // SAFETY: `find` vouched for `used_len` bytes from `used` on: 4 bytes of flags and index,
         // 8 per element, 2 of event index. Both sums lie within.
@@ -108,12 +109,12 @@ impl Rings {
 
     /// The words of the available ring's protocol: the driver produces, the device consumes.
     #[inline]
-    pub(crate) fn avail_words(&self) -> Words<'_> {
+    pub(crate) fn avail_words(&self) -> IndexWords<'_> {
         // SAFETY: `used` points to flags and index, `avail_event` to the last word of the used
         // ring; `resolve` checked their bounds. They are 2-aligned: used is so to 4, and
         // 4 + 8 * size is even.
         let (flags, event) = unsafe { (&*self.used, &*self.avail_event) };
-        Words {
+        IndexWords {
             index: self.avail_word(1),
             flags,
             event,
@@ -122,10 +123,10 @@ impl Rings {
 
     /// The words of the used ring's protocol: the device produces, the driver consumes.
     #[inline]
-    pub(crate) fn used_words(&self) -> Words<'_> {
+    pub(crate) fn used_words(&self) -> IndexWords<'_> {
         // SAFETY: the second word of the used ring, within the bounds that `resolve` checked.
         let index = unsafe { &*self.used.add(1) };
-        Words {
+        IndexWords {
             index,
             flags: self.avail_word(0),
             event: self.avail_word(2 + usize::from(self.size)),
@@ -179,8 +180,8 @@ impl Rings {
         Some(unsafe { (&*self.desc.add(index), &*self.desc.add(index + 1)) })
     }
 
-    /// One copy of a descriptor; None if the table has no such one. Relaxed atomics, so that the
-    /// compiler cannot read twice what it is asked to read once.
+    /// One copy of a descriptor; None if the table has no such descriptor. Relaxed atomics, so that
+    /// the compiler does not read twice.
     #[inline]
     pub(crate) fn descriptor(&self, index: u16) -> Option<Descriptor> {
         let (addr, rest) = self.descriptor_words(index)?;
@@ -190,7 +191,7 @@ impl Rings {
         ]))
     }
 
-    /// Writes a descriptor; one that the table does not have is ignored.
+    /// Writes a descriptor; an index outside the table is ignored.
     #[inline]
     pub(crate) fn set_descriptor(&self, index: u16, descriptor: Descriptor) {
         if let Some((addr, rest)) = self.descriptor_words(index) {

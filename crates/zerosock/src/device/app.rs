@@ -66,7 +66,7 @@ impl Device {
     pub(crate) fn is_awaited(&self, app: &App) -> bool {
         let many = |tx: &Ring| u32::from(tx.unseen) >= u32::from(tx.queue.size() / 8).max(1);
         let all = |tx: &Ring| !app.sockets.has_unread(self.app.pool) && !tx.queue.has_available();
-        let last = |tx: &Ring| tx.queue.is_awaited() && all(tx);
+        let last = |tx: &Ring| tx.queue.would_notify() && all(tx);
         self.shard.has_transmit() || self.tx.as_ref().is_some_and(|tx| many(tx) || last(tx))
     }
 
@@ -334,7 +334,7 @@ impl Device {
                 Ok(header) => header,
                 Err(error) => {
                     rx.queue.unpop(chain);
-                    if error == ReserveError::HeldBack {
+                    if error == ReserveError::ShouldCoalesce {
                         match self.app_gather(flow, rest, cx) {
                             Ok(taken) => {
                                 sent += taken;
@@ -442,7 +442,7 @@ impl Device {
 /// What a refused reservation means for the sender.
 pub(super) fn send_fault(error: ReserveError) -> SendFault {
     match error {
-        ReserveError::NoCredit | ReserveError::HeldBack => SendFault::WouldBlock,
+        ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendFault::WouldBlock,
         ReserveError::NotConnected => SendFault::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendFault::ShutDown,
         ReserveError::TooLong => SendFault::TooLong,

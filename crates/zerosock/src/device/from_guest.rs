@@ -179,7 +179,10 @@ impl Device {
     fn open(&mut self, chain: Chain, cx: &mut Context<'_>) -> Option<(Chain, FlowId, u32)> {
         let tx = self.tx.as_mut()?;
         if cx.app.is_some()
-            && let Some(payload) = tx.queue.memory().whole(chain.readable(), HEADER_LEN, 1)
+            && let Some(payload) = tx
+                .queue
+                .memory()
+                .contiguous(chain.readable(), HEADER_LEN, 1)
         {
             // The payload comes near while the header does.
             payload.prefetch();

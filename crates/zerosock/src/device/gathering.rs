@@ -36,7 +36,7 @@ impl Device {
 
     /// See [`Engine::may_gather_more`](crate::table::engine::Engine::may_gather_more).
     pub(crate) fn may_gather_more(&mut self, flow: FlowId) -> Option<bool> {
-        self.shard.may_gather_more(flow)
+        self.shard.can_coalesce_more(flow)
     }
 
     /// Sends one packet of as many of `bytes` as there is room for, however few.
@@ -125,7 +125,7 @@ impl Device {
     /// left.
     pub(super) fn hurry(&mut self, flow: FlowId, cx: &mut Context<'_>) -> bool {
         if self.gathered.has(flow) {
-            self.shard.let_go(flow);
+            self.shard.flush_coalesced(flow);
             self.send_gathered(cx);
         }
         !self.gathered.has(flow)

@@ -15,7 +15,7 @@ use std::sync::{Arc, Weak};
 use arrayvec::ArrayVec;
 use zerosock_proto::Address;
 use zerosock_proto::vsock::datagram::{DatagramId, data};
-use zerosock_proto::vsock::{FlowId, MessageRoom, Reservation};
+use zerosock_proto::vsock::{FlowId, MessageReservation, Reservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
@@ -56,7 +56,7 @@ pub(super) enum Credit {
     None,
     Packet(Reservation),
     /// The first of a message's.
-    Message(MessageRoom),
+    Message(MessageReservation),
 }
 
 /// Whose a loan is.

@@ -8,7 +8,7 @@
 //! taken one after the other, so that those that nothing was written into can all go back as if
 //! they had never been taken; of what was begun, what finds no buffer is kept, as for any message.
 
-use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom};
+use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::Chain;
 
@@ -185,7 +185,7 @@ impl Device {
     fn send_parts(
         &mut self,
         id: StreamId,
-        room: &mut MessageRoom,
+        room: &mut MessageReservation,
         parts: &[LoanedPart<'_>],
         ends_record: bool,
         cx: &mut Context<'_>,

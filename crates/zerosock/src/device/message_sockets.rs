@@ -12,7 +12,7 @@ use arrayvec::ArrayVec;
 use rustix::fd::AsFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
-use zerosock_proto::vsock::{MessageRoom, ReserveError};
+use zerosock_proto::vsock::{MessageReservation, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory, SliceBuf};
 
@@ -235,7 +235,7 @@ impl Device {
     fn fill_message(
         &mut self,
         key: u32,
-        mut room: MessageRoom,
+        mut room: MessageReservation,
         len: usize,
         cx: &mut Context<'_>,
     ) -> Fill {
@@ -296,7 +296,7 @@ impl Device {
     fn fill_by_copy(
         &mut self,
         key: u32,
-        mut room: MessageRoom,
+        mut room: MessageReservation,
         len: usize,
         mut chains: ArrayVec<Chain, PIECES>,
         cx: &mut Context<'_>,
@@ -341,7 +341,7 @@ impl Device {
     /// `put` fills; how much.
     fn give_parts(
         &mut self,
-        room: &mut MessageRoom,
+        room: &mut MessageReservation,
         chains: ArrayVec<Chain, PIECES>,
         len: usize,
         put: impl Fn(&Memory, (&Chain, usize, usize)),

@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{FlowId, How, MessageRoom, ReserveError};
+use zerosock_proto::vsock::{FlowId, How, MessageReservation, ReserveError};
 use zerosock_proto::wire::vsock::{HEADER_LEN, MAX_PAYLOAD};
 use zerosock_ring::{Chain, Memory};
 
@@ -46,7 +46,7 @@ pub(crate) struct Messages {
 /// A message that has begun.
 #[derive(Debug)]
 pub(super) struct Sending {
-    room: MessageRoom,
+    room: MessageReservation,
     left: u32,
     ends: Ends,
 }
@@ -387,7 +387,7 @@ impl Device {
             self.wait_for_room(id, cx);
             return false;
         }
-        self.shard.may_reserve_message(flow)
+        self.shard.can_reserve_message(flow)
     }
 
     /// Whether something of a message is kept.

@@ -22,7 +22,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use zerosock_proto::vsock::{FlowId, Parcel, QueuePairs};
+use zerosock_proto::vsock::{FlowId, FlowSnapshot, QueuePairs};
 use zerosock_proto::wire::vsock::{Op, Repr};
 
 use super::app_store::QueueStore;
@@ -62,7 +62,7 @@ enum Left {
 /// A connection between two queue_pairs.
 #[derive(Debug)]
 pub(crate) struct Handoff {
-    parcel: Parcel,
+    snapshot: FlowSnapshot,
     bridge: Bridge,
     /// Who it was.
     old: Peer,
@@ -176,7 +176,7 @@ impl Device {
             s.move_to = None;
         }
         // One that has ended meanwhile stays nowhere.
-        let _ = self.shard.keep(flow, self.queue_pairs.pair);
+        let _ = self.shard.decline_move(flow, self.queue_pairs.pair);
     }
 
     /// The chains that a sibling had are back: a connection that waited for that goes.
@@ -215,7 +215,7 @@ impl Device {
             self.stay(flow);
             return None;
         };
-        if !self.hurry(flow, cx) || !self.shard.may_leave(flow) {
+        if !self.hurry(flow, cx) || !self.shard.can_extract(flow) {
             // Half a message is out, or small writes that find no room, or it is being closed.
             self.stay(flow);
             return None;
@@ -241,8 +241,8 @@ impl Device {
         {
             app.sockets.leave_pool(end.id, &mut self.store());
         }
-        let (parcel, answer) = match self.shard.extract(flow, pair) {
-            Ok((parcel, Some(answer))) => (parcel, answer),
+        let (snapshot, answer) = match self.shard.extract(flow, pair) {
+            Ok((snapshot, Some(answer))) => (snapshot, answer),
             // It may leave, and nothing has happened since.
             _ => {
                 self.stay(flow);
@@ -276,7 +276,7 @@ impl Device {
             flow,
         };
         let handoff = Handoff {
-            parcel,
+            snapshot,
             bridge,
             old,
             answer,
@@ -291,16 +291,16 @@ impl Device {
             return handoff.abandon(cx);
         }
         let Handoff {
-            parcel,
+            snapshot,
             mut bridge,
             old,
             answer,
         } = handoff;
-        let flow = match self.shard.adopt(parcel) {
+        let flow = match self.shard.insert(snapshot) {
             Ok(flow) => flow,
-            Err(parcel) => {
+            Err(snapshot) => {
                 let handoff = Handoff {
-                    parcel,
+                    snapshot,
                     bridge,
                     old,
                     answer,
@@ -378,7 +378,7 @@ impl Device {
                         }
                     }
                 }
-                self.shard.answer_moved(answer);
+                self.shard.send_moved(answer);
             }
             None => {
                 if let Some(Left::OnItsWay(messages)) = self.queue_pairs.left.remove(&flow) {
@@ -386,7 +386,7 @@ impl Device {
                         .into_iter()
                         .for_each(|message| turn_back(message, cx));
                 }
-                self.shard.answer_moved(Repr {
+                self.shard.send_moved(Repr {
                     op: Op::Rst.into(),
                     flags: 0,
                     buf_alloc: 0,
@@ -529,12 +529,12 @@ impl Handoff {
     /// It finds no place: everybody is told, and what is lent goes back.
     pub(crate) fn abandon(self, cx: &mut Context<'_>) {
         let Handoff {
-            parcel,
+            snapshot,
             mut bridge,
             old,
             answer,
         } = self;
-        drop(parcel);
+        drop(snapshot);
         if let BridgePeer::Sibling(s) = &mut bridge.end {
             sibling::return_inbound(s, false, cx);
         }

@@ -7,7 +7,7 @@ use super::bridge::{Bridge, BridgePeer, Inbound, SiblingEnd, Waiting};
 use super::outbound::{Spares, copy_out};
 use super::{Context, Device};
 use crate::device::sibling_message::{Message, Peer};
-use zerosock_proto::vsock::{FlowId, How, SMALL};
+use zerosock_proto::vsock::{FlowId, How, SMALL_PACKET};
 use zerosock_proto::wire::vsock::SocketType;
 use zerosock_proto::{Address, Port};
 
@@ -42,7 +42,7 @@ pub(super) fn merge_inbound(
 ) -> u32 {
     let mut sizes = sibling.parts().map(|part| part.len());
     let (first, others) = (sizes.next().unwrap_or(0), sizes.sum::<usize>());
-    if first < SMALL as usize && others > 0 {
+    if first < SMALL_PACKET as usize && others > 0 {
         let Peer { device, flow } = sibling.peer;
         let mut bytes = Vec::new();
         if bytes.try_reserve_exact(first + others).is_err() {

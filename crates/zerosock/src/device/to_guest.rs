@@ -130,11 +130,11 @@ impl Device {
         let (BridgePeer::Socket { socket, .. }, Some(flow)) = (&bridge.end, bridge.flow) else {
             return Fill::Idle;
         };
-        if self.shard.is_short(flow) && !bridge.host_finished {
+        if self.shard.nears_packet_limit(flow) && !bridge.host_finished {
             // Many small writes of a program go as one packet when the guest does not read them.
             let bytes = rustix::io::ioctl_fionread(socket).unwrap_or(u64::MAX);
             let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
-            if bytes > 0 && self.shard.holds_back(flow, bytes) {
+            if bytes > 0 && self.shard.should_delay(flow, bytes) {
                 (bridge.holds_back, bridge.no_credit) = (true, true);
                 return Fill::Idle;
             }
@@ -217,14 +217,14 @@ impl Device {
         let (BridgePeer::Sibling(sibling), Some(flow)) = (&mut bridge.end, bridge.flow) else {
             return Fill::Idle;
         };
-        if self.shard.is_short(flow) {
+        if self.shard.nears_packet_limit(flow) {
             // Many small packets go as one when the guest does not read them.
             let bytes = siblings::merge_inbound(sibling, &mut self.spare_inbound, cx);
             if sibling.has_lost_bytes() {
                 self.settle(key, cx);
                 return Fill::Idle;
             }
-            if bytes > 0 && !sibling.finish && self.shard.holds_back(flow, bytes) {
+            if bytes > 0 && !sibling.finish && self.shard.should_delay(flow, bytes) {
                 (bridge.holds_back, bridge.no_credit) = (true, true);
                 self.settle(key, cx);
                 return Fill::Idle;

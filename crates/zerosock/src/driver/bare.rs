@@ -140,7 +140,7 @@ impl Peer {
             .read(chain.readable(), HEADER_LEN, &mut bytes);
         assert_eq!(read, bytes.len());
         self.tx.complete(chain, 0);
-        self.tx.publish_quietly();
+        self.tx.publish_without_notify();
         self.their_fwd_cnt = header.fwd_cnt;
         self.header.fwd_cnt = self.header.fwd_cnt.wrapping_add(header.len);
         Some((header, bytes))
@@ -176,7 +176,7 @@ impl Peer {
         );
         self.rx.complete(chain, (HEADER_LEN + payload.len()) as u32);
         self.sent = self.sent.wrapping_add(payload.len() as u32);
-        self.rx.publish_quietly();
+        self.rx.publish_without_notify();
         true
     }
 

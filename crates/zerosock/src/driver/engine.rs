@@ -273,7 +273,9 @@ impl Engine for Driver {
 
     fn ask_progress(&mut self, id: StreamId) {
         if let Some((queue_pair, flow)) = self.flow_of(id) {
-            let _ = self.store.queue_pairs[queue_pair].shard.ask_progress(flow);
+            let _ = self.store.queue_pairs[queue_pair]
+                .shard
+                .request_progress(flow);
         }
     }
 
@@ -339,7 +341,9 @@ impl Engine for Driver {
 
     fn let_go(&mut self, id: StreamId) {
         if let Some((queue_pair, flow)) = self.flow_of(id) {
-            self.store.queue_pairs[queue_pair].shard.let_go(flow);
+            self.store.queue_pairs[queue_pair]
+                .shard
+                .flush_coalesced(flow);
         }
     }
 
@@ -347,7 +351,7 @@ impl Engine for Driver {
         let (queue_pair, flow) = self.flow_of(id)?;
         self.store.queue_pairs[queue_pair]
             .shard
-            .may_gather_more(flow)
+            .can_coalesce_more(flow)
     }
 
     fn loan(&mut self, id: StreamId, max: usize) -> Result<LoanParts, SendFault> {
@@ -431,7 +435,7 @@ impl Engine for Driver {
                 }
                 self.store.queue_pairs[queue_pair]
                     .shard
-                    .may_reserve_message(flow)
+                    .can_reserve_message(flow)
             }
             Err(SendError::NotConnected) => false,
             Err(_) => true,

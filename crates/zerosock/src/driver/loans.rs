@@ -5,7 +5,7 @@
 //! so that writes and control packets always find some. Beyond that a loan is a private buffer
 //! with credit alone, copied into a slot when it is sent.
 
-use zerosock_proto::vsock::{MessageRoom, Reservation};
+use zerosock_proto::vsock::{MessageReservation, Reservation};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
@@ -50,7 +50,7 @@ pub(super) struct Part {
     /// `None`: a private buffer.
     pub(super) slot: Option<u16>,
     /// Of the first one, until it is sent.
-    pub(super) room: Option<MessageRoom>,
+    pub(super) room: Option<MessageReservation>,
 }
 
 impl Out {

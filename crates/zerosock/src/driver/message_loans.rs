@@ -4,7 +4,7 @@
 //! words are back, whatever comes of it; of what was begun, what finds no slot is kept, as for any
 //! message.
 
-use zerosock_proto::vsock::{CommitError, MessageRoom};
+use zerosock_proto::vsock::{CommitError, MessageReservation};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
@@ -142,7 +142,7 @@ impl Driver {
         &mut self,
         queue_pair: QueuePairId,
         stream: StreamId,
-        room: &mut MessageRoom,
+        room: &mut MessageReservation,
         parts: &[LoanedPart<'_>],
         ends_record: bool,
     ) -> Result<(usize, usize), SendFault> {

@@ -3,7 +3,7 @@
 
 use std::io::{Error, ErrorKind, Write};
 
-use zerosock_proto::vsock::messages::MOST_EMPTY_UNREAD;
+use zerosock_proto::vsock::messages::MAX_UNREAD_EMPTY;
 use zerosock_proto::vsock::pairs::TX_QUEUE;
 use zerosock_proto::wire::vsock::{Op, SEQ_EOM, SocketType};
 
@@ -111,14 +111,14 @@ fn is(error: Error, kind: ErrorKind) {
 #[test]
 fn a_flood_of_empty_messages_costs_its_connection() {
     let mut victim = Victim::new();
-    for _ in 0..MOST_EMPTY_UNREAD {
+    for _ in 0..MAX_UNREAD_EMPTY {
         victim.part(SEQ_EOM, b"");
     }
     victim.others_work();
     victim.part(SEQ_EOM, b"");
     victim.peer.take_op(Op::Rst);
     // Those that were there are read still.
-    for _ in 0..MOST_EMPTY_UNREAD {
+    for _ in 0..MAX_UNREAD_EMPTY {
         assert_eq!(victim.socket.recv(&mut []).unwrap().unwrap().len, 0);
     }
     is(

@@ -5,7 +5,7 @@
 
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::{CommitError, FlowId, MessageRoom, ReserveError};
+use zerosock_proto::vsock::{CommitError, FlowId, MessageReservation, ReserveError};
 
 use super::Driver;
 use super::errors::{DriverError, SendError};
@@ -20,7 +20,7 @@ impl Driver {
         &mut self,
         (queue_pair, flow): (QueuePairId, FlowId),
         len: u32,
-    ) -> Result<MessageRoom, SendError> {
+    ) -> Result<MessageReservation, SendError> {
         let mut result = self.store.queue_pairs[queue_pair]
             .shard
             .reserve_message(flow, len);
@@ -103,7 +103,7 @@ impl Driver {
         &mut self,
         queue_pair: QueuePairId,
         slot: u16,
-        room: &mut MessageRoom,
+        room: &mut MessageReservation,
         len: u32,
         last: Option<u32>,
     ) -> Result<(), SendError> {

@@ -544,7 +544,7 @@ impl Drop for Driver {
         };
         for queue_pair in self.store.queue_pairs.iter_mut() {
             for flow in queue_pair.gathered.flows() {
-                queue_pair.shard.let_go(flow);
+                queue_pair.shard.flush_coalesced(flow);
             }
         }
         while self.link.is_some()

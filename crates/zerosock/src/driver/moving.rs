@@ -40,7 +40,7 @@ impl Driver {
             _ if !self.hurry(queue_pair, flow) => Err(MoveError::Busy),
             _ => self.store.queue_pairs[queue_pair]
                 .shard
-                .ask_move(flow, pair),
+                .request_move(flow, pair),
         }
     }
 
@@ -110,7 +110,7 @@ impl Driver {
             .shard
             .extract(flow, there.pair())
         {
-            Ok((parcel, _)) => self.store.queue_pairs[there].shard.adopt(parcel).ok(),
+            Ok((snapshot, _)) => self.store.queue_pairs[there].shard.insert(snapshot).ok(),
             Err(_) => return,
         };
         let Some(now) = adopted else {

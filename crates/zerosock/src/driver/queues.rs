@@ -120,7 +120,7 @@ impl RxQueue {
     /// The slot that is probably taken a few packets later.
     #[inline]
     pub(crate) fn guess(&self) -> Option<u16> {
-        self.queue.guess(AHEAD).map(|token| token as u16)
+        self.queue.peek_token(AHEAD).map(|token| token as u16)
     }
 
     /// Whether a packet is there: one load.

@@ -64,7 +64,7 @@ impl Driver {
         let mut event_queue = EventQueue::new(&arena, arena.rings[EVENT], link.event_idx)?;
         let cid = link.cid;
         let ports = Arc::new(match &config.host_ports {
-            Some(ports) => PortTable::giving_out(ports.clone()),
+            Some(ports) => PortTable::with_ephemeral(ports.clone()),
             None => PortTable::new(),
         });
         // Each slot can be out on a lease or a loan, and as many copies beside.

@@ -6,7 +6,7 @@
 //! not before.
 
 use zerosock_proto::Instant;
-use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL};
+use zerosock_proto::vsock::{CommitError, FlowId, Reservation, ReserveError, SMALL_PACKET};
 
 use super::Driver;
 use super::errors::{DriverError, RecvError, SendError};
@@ -112,7 +112,9 @@ impl Driver {
         let mut result = self.store.queue_pairs[queue_pair].shard.reserve(flow, max);
         if matches!(result, Err(ReserveError::NoCredit)) {
             // Small sends that wait for others go first, and at once.
-            self.store.queue_pairs[queue_pair].shard.let_go(flow);
+            self.store.queue_pairs[queue_pair]
+                .shard
+                .flush_coalesced(flow);
         }
         if matches!(result, Err(ReserveError::NoCredit))
             && self.store.queue_pairs[queue_pair].shard.has_transmit()
@@ -247,7 +249,7 @@ impl Driver {
         bytes: &[u8],
         error: ReserveError,
     ) -> Result<usize, SendError> {
-        if error == ReserveError::HeldBack {
+        if error == ReserveError::ShouldCoalesce {
             return self.gather(stream, (queue_pair, flow), bytes);
         }
         if error != ReserveError::NoCredit
@@ -279,7 +281,7 @@ impl Driver {
         if let Some((queue_pair, flow)) = self.flow_of(stream) {
             self.store.queue_pairs[queue_pair]
                 .shard
-                .set_coalesces(flow, coalesces);
+                .set_coalescing(flow, coalesces);
         }
     }
 
@@ -322,7 +324,7 @@ impl Driver {
             let of = &mut self.store.queue_pairs[queue_pair];
             let most = of.slots.tx_data.len();
             // Who waits for slots is told of some by the queue_pair's having something to send.
-            let Some(slot) = of.tx.data_slot(most.min(SMALL))? else {
+            let Some(slot) = of.tx.data_slot(most.min(SMALL_PACKET))? else {
                 break;
             };
             let Some(packet) = of.shard.poll_transmit(now, most) else {
@@ -345,7 +347,9 @@ impl Driver {
     /// left.
     pub(super) fn hurry(&mut self, queue_pair: QueuePairId, flow: FlowId) -> bool {
         if self.store.queue_pairs[queue_pair].gathered.has(flow) {
-            self.store.queue_pairs[queue_pair].shard.let_go(flow);
+            self.store.queue_pairs[queue_pair]
+                .shard
+                .flush_coalesced(flow);
             let now = self.now();
             // What goes wrong here goes wrong again in the next turn, which says so.
             let _ = self.send_gathered(queue_pair, now);
@@ -378,7 +382,7 @@ impl Driver {
 
 pub(super) fn refused(error: ReserveError) -> SendError {
     match error {
-        ReserveError::NoCredit | ReserveError::HeldBack => SendError::WouldBlock,
+        ReserveError::NoCredit | ReserveError::ShouldCoalesce => SendError::WouldBlock,
         ReserveError::NotConnected => SendError::NotConnected,
         ReserveError::Shutdown | ReserveError::PeerShutdown => SendError::ShutDown,
         ReserveError::TooLong => SendError::TooLong,

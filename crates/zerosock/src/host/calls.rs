@@ -328,7 +328,7 @@ impl Engine for HostEngine {
     }
 
     fn ask_progress(&mut self, id: StreamId) {
-        self.tune(id, |shard, flow| shard.ask_progress(flow));
+        self.tune(id, |shard, flow| shard.request_progress(flow));
     }
 
     #[inline]
@@ -425,14 +425,14 @@ impl Engine for HostEngine {
 
     fn set_coalesces(&mut self, id: StreamId, coalesces: bool) {
         self.tune(id, |shard, flow| {
-            shard.set_coalesces(flow, coalesces);
+            shard.set_coalescing(flow, coalesces);
             Ok(())
         });
     }
 
     fn let_go(&mut self, id: StreamId) {
         self.tune(id, |shard, flow| {
-            shard.let_go(flow);
+            shard.flush_coalesced(flow);
             Ok(())
         });
     }

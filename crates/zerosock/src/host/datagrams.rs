@@ -71,7 +71,7 @@ impl HostEngine {
         // There may be a timer to note.
         self.worker.activate(vm);
         if let Some(app) = self.worker.app.as_deref_mut() {
-            app.inboxes.table.wait(id);
+            app.inboxes.table.wait_for_buffer(id);
         }
         DatagramFault::WouldBlock
     }
@@ -114,7 +114,7 @@ impl HostEngine {
                 self.touch(vm);
             } else if let Some(app) = self.worker.app.as_deref_mut() {
                 let same = |to: Address| to.cid == word.dst.cid;
-                app.inboxes.table.control_again(now, same);
+                app.inboxes.table.retry_control(now, same);
             }
         }
     }

@@ -37,7 +37,7 @@ impl From<Refusal> for DatagramFault {
             Refusal::Unknown => DatagramFault::Unknown,
             Refusal::TooLong(len) => DatagramFault::TooLong(len),
             Refusal::Throttled | Refusal::Stopped => DatagramFault::WouldBlock,
-            Refusal::Deaf => DatagramFault::Deaf,
+            Refusal::Unsupported => DatagramFault::Deaf,
         }
     }
 }

@@ -11,7 +11,7 @@
 
 use std::collections::HashMap;
 
-use zerosock_proto::vsock::{FlowId, FlowInfo, SMALL, Shard};
+use zerosock_proto::vsock::{FlowId, FlowInfo, SMALL_PACKET, Shard};
 
 /// Connections that may have something here. Those beyond send packets of their own, and wait.
 const MOST: usize = 512;
@@ -44,11 +44,11 @@ impl Gathered {
             }
         }
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        let taken = shard.gather(flow, len) as usize;
+        let taken = shard.coalesce(flow, len) as usize;
         let taken = bytes.get(..taken).unwrap_or(bytes);
         if !taken.is_empty() {
             let kept = self.0.entry(flow);
-            let kept = kept.or_insert_with(|| Vec::with_capacity(SMALL as usize));
+            let kept = kept.or_insert_with(|| Vec::with_capacity(SMALL_PACKET as usize));
             kept.extend_from_slice(taken);
         }
         Some(taken.len())

@@ -206,7 +206,7 @@ impl Inboxes {
                 At::Conn(conn) if sockets.unread(conn) < entry.len as usize => {
                     let len = entry.len;
                     self.inbox(id)?.entries.pop_front();
-                    self.table.taken(id, len);
+                    self.table.consume(id, len);
                 }
                 _ => return self.inbox(id)?.entries.front_mut(),
             }
@@ -243,7 +243,7 @@ impl Inboxes {
         }
         if !peek {
             self.inbox(id)?.entries.pop_front();
-            self.table.taken(id, len);
+            self.table.consume(id, len);
         }
         Some(Got {
             copied,
@@ -283,7 +283,7 @@ impl Inboxes {
         if let Some(inbox) = self.inbox(id) {
             inbox.entries.pop_front();
         }
-        self.table.taken(id, len);
+        self.table.consume(id, len);
         Ok(GotLease {
             parts,
             source,
@@ -311,7 +311,7 @@ impl Inboxes {
         self.front(id, sockets)?;
         let Entry { source, len, place } = self.inbox(id)?.entries.pop_front()?;
         // Beforehand: who looks may panic.
-        self.table.taken(id, len);
+        self.table.consume(id, len);
         let mut go_on = true;
         match place {
             At::Copy(bytes) => {

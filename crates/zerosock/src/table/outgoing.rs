@@ -7,7 +7,7 @@
 
 use std::io::IoSlice;
 
-use zerosock_proto::vsock::MessageRoom;
+use zerosock_proto::vsock::MessageReservation;
 use zerosock_proto::wire::vsock::SEQ_EOR;
 
 /// The bytes of a message, in slices, from which parts are taken one after the other.
@@ -57,7 +57,7 @@ impl<'a> Slices<'a> {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
-    pub(crate) room: MessageRoom,
+    pub(crate) room: MessageReservation,
     bytes: Vec<u8>,
     /// Those that have left.
     at: usize,
@@ -66,14 +66,18 @@ pub(crate) struct Outgoing {
 
 impl Outgoing {
     /// What is left in `slices`, of a message with that credit.
-    pub(crate) fn rest(room: MessageRoom, mut slices: Slices<'_>, ends_record: bool) -> Outgoing {
+    pub(crate) fn rest(
+        room: MessageReservation,
+        mut slices: Slices<'_>,
+        ends_record: bool,
+    ) -> Outgoing {
         let mut bytes = Vec::with_capacity(slices.left());
         slices.take(slices.left(), |_, part| bytes.extend_from_slice(part));
         Outgoing::of(room, bytes, ends_record)
     }
 
     /// `bytes`, of a message with that credit.
-    pub(crate) fn of(room: MessageRoom, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
+    pub(crate) fn of(room: MessageReservation, bytes: Vec<u8>, ends_record: bool) -> Outgoing {
         Outgoing {
             room,
             bytes,
@@ -83,7 +87,7 @@ impl Outgoing {
     }
 
     /// A message of which the first `at` bytes have left.
-    pub(crate) fn after(room: MessageRoom, bytes: Vec<u8>, at: usize) -> Outgoing {
+    pub(crate) fn after(room: MessageReservation, bytes: Vec<u8>, at: usize) -> Outgoing {
         Outgoing {
             room,
             bytes,

@@ -1,6 +1,6 @@
 //! Guests that write their packets by hand: fragments, words, and rubbish.
 
-use zerosock_proto::vsock::datagram::{Control, F_DGRAM, F_DGRAM_FLOW, Place, data};
+use zerosock_proto::vsock::datagram::{Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, data};
 use zerosock_proto::wire::vsock::{Op, Repr, SocketType};
 
 use super::common::raw::{RX_LEN, RawGuest, connect};
@@ -141,7 +141,7 @@ fn words_to_a_guest_are_those_of_the_document() {
     for _ in 0..3 {
         guest.datagram(PORT, &[0; 800]);
     }
-    let stop = Control::Stop(Place::Receiver);
+    let stop = Control::Stop(PauseSource::Receiver);
     let (us, host) = (guest.us(OURS), ours.local_addr());
     assert_eq!(guest.recv().0, stop.emit(host, us));
     for _ in 0..3 {
@@ -151,7 +151,7 @@ fn words_to_a_guest_are_those_of_the_document() {
     let (word, _) = guest
         .raw
         .recv_where(|header| header.op != stop.emit(us, us).op);
-    assert_eq!(word, Control::Start(Place::Receiver).emit(host, us));
+    assert_eq!(word, Control::Start(PauseSource::Receiver).emit(host, us));
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn a_guest_that_has_not_negotiated_words_gets_none() {
         guest.datagram(PORT, &[0; 800]);
     }
     // Its own mean nothing, and are counted as rubbish.
-    let word = Control::Stop(Place::Receiver).emit(guest.us(OURS), ours.local_addr());
+    let word = Control::Stop(PauseSource::Receiver).emit(guest.us(OURS), ours.local_addr());
     guest.raw.send(word, &[]);
     guest.raw.wait_tx_done();
     ours.send_to(b"still sent", guest.us(OURS)).unwrap();
@@ -178,7 +178,7 @@ fn a_stop_blocks_its_sender_s_address_and_nobody_else_s() {
     let (ours, theirs) = (at_host(&hub, PORT), at(&process, PORT));
     ours.set_nonblocking(true).unwrap();
     let mut guest = guest(&hub, true, true);
-    let stop = Control::Stop(Place::Receiver);
+    let stop = Control::Stop(PauseSource::Receiver);
     let send = |to: Address| ours.send_to(b"x", to).map_err(|error| error.kind());
     // For somebody else: dropped, as any packet that is not its sender's.
     guest
@@ -192,7 +192,7 @@ fn a_stop_blocks_its_sender_s_address_and_nobody_else_s() {
     assert_eq!(send(guest.us(Port::new(41))), Ok(1));
     assert_eq!(ours.stats().stopped, 1);
     guest.raw.send(
-        Control::Start(Place::Receiver).emit(guest.us(OURS), ours.local_addr()),
+        Control::Start(PauseSource::Receiver).emit(guest.us(OURS), ours.local_addr()),
         &[],
     );
     eventually("free", || send(guest.us(OURS)).is_ok());
@@ -206,8 +206,8 @@ fn a_flood_of_words_costs_its_sender_alone() {
     let mut guest = guest_at(&serve.vms[0].socket, true, true);
     for port in 0..2000 {
         let word = match port % 2 {
-            0 => Control::Deaf,
-            _ => Control::Stop(Place::OnTheWay),
+            0 => Control::Unsupported,
+            _ => Control::Stop(PauseSource::Switch),
         };
         let from = guest.us(Port::new(port));
         guest.raw.send(word.emit(from, ours.local_addr()), &[]);

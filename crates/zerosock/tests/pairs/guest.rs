@@ -117,7 +117,7 @@ impl PairsGuest {
         match self.conns[conn].at {
             Some((at, flow)) if at != pair => {
                 let shard = &mut self.shards[usize::from(at)];
-                shard.ask_move(flow, pair).is_ok()
+                shard.request_move(flow, pair).is_ok()
             }
             _ => false,
         }
@@ -166,9 +166,9 @@ impl PairsGuest {
             }
             Disposition::Moved { flow, pair: there } => {
                 let there = there as u16;
-                let (parcel, answer) = shard.extract(flow, there).unwrap();
+                let (snapshot, answer) = shard.extract(flow, there).unwrap();
                 assert!(answer.is_none());
-                let now = self.shards[usize::from(there)].adopt(parcel).unwrap();
+                let now = self.shards[usize::from(there)].insert(snapshot).unwrap();
                 let conn = self.by_id.remove(&(pair, flow)).unwrap();
                 self.by_id.insert((there, now), conn);
                 self.conns[conn].at = Some((there, now));

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::time::Duration;
 
 use zerosock::vsock::SeqPacket;
-use zerosock_proto::vsock::messages::MOST_EMPTY_UNREAD;
+use zerosock_proto::vsock::messages::MAX_UNREAD_EMPTY;
 use zerosock_proto::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
 
 use super::common::eventually;
@@ -56,18 +56,18 @@ impl Pair {
 fn a_flood_of_empty_messages_costs_its_connection() {
     let hosted = Hosted::new();
     let mut pair = Pair::new(&hosted);
-    for _ in 0..MOST_EMPTY_UNREAD {
+    for _ in 0..MAX_UNREAD_EMPTY {
         pair.raw.part(OURS, SEQ_EOM, b"");
     }
     pair.raw.is_quiet(OURS);
     eventually("all are there", || {
-        pair.bad.unread() == usize::from(MOST_EMPTY_UNREAD)
+        pair.bad.unread() == usize::from(MAX_UNREAD_EMPTY)
     });
     pair.still_good();
     pair.raw.part(OURS, SEQ_EOM, b"");
     pair.raw.guest.recv_op(OURS, Op::Rst);
     // Whole ones stay to be read.
-    for _ in 0..MOST_EMPTY_UNREAD {
+    for _ in 0..MAX_UNREAD_EMPTY {
         assert_eq!(pair.bad.recv(&mut []).unwrap().unwrap().len, 0);
     }
     let error = pair.bad.recv(&mut []).unwrap_err();

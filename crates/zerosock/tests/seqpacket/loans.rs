@@ -4,7 +4,7 @@
 use std::io::{ErrorKind, Write};
 
 use zerosock::vsock::{MessageLoan, SeqPacket, StreamError, Trust};
-use zerosock_proto::vsock::messages::MOST_EMPTY_SENT;
+use zerosock_proto::vsock::messages::MAX_SENT_EMPTY;
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SEQ_EOM, SEQ_EOR};
 
 use super::common::raw::{EVENT, RX, RX_LEN, SIZE, TX};
@@ -260,7 +260,7 @@ fn a_loan_that_may_not_begin_takes_no_buffer() {
     };
     assert_eq!(in_place.len(), usize::from(SIZE) / 8);
     // The guest never says that it has read any.
-    for _ in 0..MOST_EMPTY_SENT {
+    for _ in 0..MAX_SENT_EMPTY {
         socket.send(b"").unwrap();
         for (buffer, _) in raw.came_back() {
             raw.guest.make_available(RX, buffer);

@@ -1,38 +1,40 @@
-//! Datagrams (docs/datagrams.md): sockets and their bounds, fragments, and who is to send no more.
+//! Datagrams (docs/datagrams.md): sockets, their limits, reassembly and flow control.
 //!
-//! There are no connections here and no credit, and so nothing of this touches a
-//! [`Shard`](super::Shard): a caller looks at a packet's type and brings it to the one or the other.
+//! Datagrams have no connection and no credit, and nothing here touches a [`Shard`](super::Shard):
+//! the caller looks at the type of a packet and hands it to the one or the other.
+//!
+//! # Invariants
+//! - Nothing here holds payload or reads a clock.
+//! - Everything that a peer can make grow has a bound ([`DatagramLimits`], [`PausedSenders::MAX`],
+//!   [`PausedDestinations::MAX`]).
+//! - A lost flow control packet costs time and nothing else.
 //!
 //! # How to drive it
-//! Of each queue that packets come from there is one [`Assembler`]; it says of every packet whether
-//! its payload is a datagram, or a part to be kept; and, with [`Assembler::take_lost`], what of a
-//! datagram has been thrown away, which goes to [`DatagramTable::lost`] to be counted. A whole one goes to [`DatagramTable::receive`],
-//! which names its socket or says why it is dropped; when its reader is done with it, to
-//! [`DatagramTable::taken`]. Sending asks [`DatagramTable::may_send`] first. Packets of the flow
-//! control go to [`DatagramTable::handle_control`], and come out of
-//! [`DatagramTable::poll_control`], which is to be asked after every turn and when
-//! [`DatagramTable::poll_timeout`] is over. A switch that keeps datagrams for somebody who has no
-//! buffers uses [`Stops`] by itself.
-//!
-//! What must hold: no payload and no clock; whatever a peer can make grow has a bound
-//! ([`DatagramLimits`], [`Stops::MOST`], [`Blocks::MOST`]); a lost packet of the flow control costs
-//! time, and nothing else.
+//! Each queue that delivers packets has one [`Assembler`]. It tells for every packet whether its
+//! payload is a datagram or a part to be kept; [`Assembler::take_lost`] returns the datagram that
+//! it discarded, which [`DatagramTable::handle_lost`] counts. Hand a complete datagram to
+//! [`DatagramTable::receive`], which returns its socket or the reason for dropping it, and call
+//! [`DatagramTable::consume`] when the application has read it. Before a send, ask
+//! [`DatagramTable::may_send`]. Hand flow control packets to [`DatagramTable::handle_control`];
+//! send those that [`DatagramTable::poll_control`] returns, after every turn and when
+//! [`DatagramTable::poll_timeout`] has passed. A switch that queues datagrams for an endpoint
+//! without receive buffers uses [`PausedSenders`] by itself.
 
 mod assembly;
-mod blocks;
-mod shares;
-mod stops;
+mod paused_destinations;
+mod paused_senders;
+mod quota;
 mod table;
 mod wire;
 
-pub use assembly::{Assembler, Lost, Piece};
-pub use blocks::{Block, Blocks};
-pub use stops::Stops;
+pub use assembly::{Assembler, Lost, PayloadPart};
+pub use paused_destinations::{PauseReason, PausedDestinations};
+pub use paused_senders::PausedSenders;
 pub use table::{
     BindError, DatagramDrops, DatagramId, DatagramLimits, DatagramStats, DatagramTable, DropCause,
     Refusal,
 };
-pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, Place, data};
+pub use wire::{Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, data};
 
 use core::time::Duration;
 
@@ -42,18 +44,18 @@ pub const MAX_DATAGRAM: u32 = 65536;
 /// RW on DGRAM, bit 0: the only or the last fragment.
 pub const DGRAM_EOM: u32 = 1 << 0;
 
-/// How long a STOP holds that is not repeated: after that its source may try again.
-pub const STOP_HOLDS: Duration = Duration::from_millis(500);
+/// How long a source stays paused after its last STOP.
+pub const STOP_DURATION: Duration = Duration::from_millis(500);
 
-/// After how long a receiver that is still full repeats its STOP.
-pub const STOP_AGAIN: Duration = Duration::from_millis(200);
+/// Interval at which a receiver that is still full repeats STOP.
+pub const STOP_REPEAT_INTERVAL: Duration = Duration::from_millis(200);
 
-/// How soon a STOP is repeated to a source that goes on sending.
-pub const STOP_UNHEARD: Duration = Duration::from_millis(10);
+/// Delay before STOP is repeated to a source that keeps sending.
+pub const STOP_RESEND_DELAY: Duration = Duration::from_millis(10);
 
-/// How long the fragments of a datagram may take, from the first to the last.
-pub const ASSEMBLY: Duration = Duration::from_secs(1);
+/// Longest time from the first to the last fragment of a datagram.
+pub const ASSEMBLY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a datagram counts for in a receive buffer beside its payload, so that empty ones are not
-/// free of charge.
+/// Bytes that a datagram counts for in a buffer beside its payload, so that empty datagrams are
+/// bounded too.
 pub const OVERHEAD: u32 = 128;

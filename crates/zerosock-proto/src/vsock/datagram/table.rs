@@ -1,14 +1,17 @@
-//! The datagram sockets of an endpoint: ports, bounds, drops, and when each may send.
+//! The datagram sockets of an endpoint: ports, limits, drops, and when a socket may send.
 //!
-//! What must hold: a port has one socket; what a socket has received and not read stays within its
-//! limit and one datagram more; what it has under way does as well; every socket that was told to
-//! wait is named when it need not any more.
+//! # Invariants
+//! - A port has one socket.
+//! - The bytes that a socket has received and not read exceed its limit by at most one datagram,
+//!   and so do the bytes that it has in flight.
+//! - After a refused send [`DatagramTable::poll_writable`] returns the socket when a retry can
+//!   succeed.
 
 mod counts;
+mod flow_control;
 mod sending;
 #[cfg(test)]
 mod tests;
-mod words;
 
 use core::hash::BuildHasher;
 use std::collections::VecDeque;
@@ -16,21 +19,21 @@ use std::collections::VecDeque;
 use hashbrown::{DefaultHashBuilder, HashMap};
 
 use super::assembly::Lost;
-use super::blocks::Blocks;
-use super::stops::Stops;
-use super::wire::Place;
+use super::paused_destinations::PausedDestinations;
+use super::paused_senders::PausedSenders;
+use super::wire::PauseSource;
 use super::{MAX_DATAGRAM, OVERHEAD};
 use crate::addr::{Address, Cid, Port};
 use crate::time::Instant;
 pub use counts::{DatagramDrops, DatagramLimits, DatagramStats, DropCause};
 pub use sending::Refusal;
 
-/// First of the ports given out by ourselves.
+/// First ephemeral port.
 const EPHEMERAL_FIRST: u32 = 1 << 30;
-/// How many there are.
+/// Number of ephemeral ports.
 const EPHEMERAL_COUNT: u32 = 1 << 30;
 /// Most sockets of an endpoint.
-const MOST_SOCKETS: usize = 65536;
+const MAX_SOCKETS: usize = 65536;
 
 /// A datagram socket of one endpoint. Valid until it is closed.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
@@ -53,7 +56,7 @@ pub enum BindError {
     /// Another socket has the port (EADDRINUSE).
     #[error("the port is in use")]
     InUse,
-    /// There are as many sockets as there may be.
+    /// The limit of sockets is reached.
     #[error("too many datagram sockets")]
     TooMany,
 }
@@ -61,49 +64,55 @@ pub enum BindError {
 #[derive(Debug)]
 struct Socket {
     generation: u32,
+    /// False: the entry is free.
     used: bool,
     local: Address,
+    /// The peer that the socket is connected to.
     peer: Option<Address>,
     limits: DatagramLimits,
-    /// Of what was received and not read, overheads included.
+    /// Bytes received and not read, overhead included.
     queued: u32,
-    /// Of what is under way.
+    /// Bytes in flight, overhead included.
     sending: u32,
-    /// The most that one datagram counts for of those that are, or were since there was none.
+    /// Largest datagram among those in flight, overhead included: an upper bound, reset when none
+    /// is in flight.
     largest: u32,
-    /// Sources were told to stop.
+    /// STOP was sent to sources of this socket.
     stopping: bool,
-    /// A send was refused for now.
-    waits: bool,
-    /// Because so much is under way: its place among those.
+    /// A send was refused for now: `poll_writable` must return this socket.
+    waiting: bool,
+    /// Index in the table's `throttled`, while too many bytes are in flight.
     throttled: Option<u32>,
-    /// And when there is no more of it than this, it is named.
-    until: u32,
-    /// In the list of those that may send again.
+    /// A throttled socket is writable when at most so many bytes are in flight.
+    writable_at: u32,
+    /// In `writable`.
     listed: bool,
     stats: DatagramStats,
 }
 
-/// See the module.
+/// The datagram sockets of one endpoint.
 #[derive(Debug)]
 pub struct DatagramTable {
     cid: Cid,
     sockets: Vec<Socket>,
+    /// Indices of free entries.
     free: Vec<u32>,
     by_port: HashMap<Port, u32>,
-    /// The port and the place that were found last.
+    /// The last port looked up and its index.
     last: Option<(Port, u32)>,
+    /// Offset of the ephemeral port to try next.
     next_ephemeral: u32,
-    stops: Stops,
-    blocks: Blocks,
+    paused_senders: PausedSenders,
+    paused_destinations: PausedDestinations,
     drops: DatagramDrops,
+    /// Indices of sockets for `poll_writable`.
     writable: VecDeque<u32>,
-    /// Sockets that are throttled.
+    /// Indices of the throttled sockets.
     throttled: Vec<u32>,
 }
 
 impl DatagramTable {
-    /// A table without sockets, whose addresses have `cid`. Ephemeral ports start anywhere.
+    /// A table without sockets for the endpoint `cid`. Ephemeral ports start at a random number.
     pub fn new(cid: Cid) -> DatagramTable {
         let start = DefaultHashBuilder::default().hash_one(0u32) as u32;
         DatagramTable {
@@ -113,8 +122,8 @@ impl DatagramTable {
             by_port: HashMap::new(),
             last: None,
             next_ephemeral: start % EPHEMERAL_COUNT,
-            stops: Stops::new(Place::Receiver),
-            blocks: Blocks::new(),
+            paused_senders: PausedSenders::new(PauseSource::Receiver),
+            paused_destinations: PausedDestinations::new(),
             drops: DatagramDrops::default(),
             writable: VecDeque::new(),
             throttled: Vec::new(),
@@ -126,15 +135,15 @@ impl DatagramTable {
         self.cid
     }
 
-    /// Our CID has changed: the transport was reset. Nobody waits for anybody of before.
+    /// The transport was reset and may have given us another CID. All pauses end.
     pub fn reset(&mut self, cid: Cid) {
         self.cid = cid;
         for socket in &mut self.sockets {
             socket.local.cid = cid;
             socket.stopping = false;
         }
-        self.stops.forget(|_| true);
-        self.blocks.forget(|_, _| true);
+        self.paused_senders.forget(|_| true);
+        self.paused_destinations.forget(|_, _| true);
         self.wake_all();
     }
 
@@ -149,12 +158,12 @@ impl DatagramTable {
         self.by_port.is_empty()
     }
 
-    /// A socket at `port`, or, for [`Port::ANY`], at one that nobody has.
+    /// Binds a socket to `port`; [`Port::ANY`] chooses an unused port.
     ///
     /// # Errors
     /// See [`BindError`].
     pub fn bind(&mut self, port: Port, limits: DatagramLimits) -> Result<DatagramId, BindError> {
-        if self.len() >= MOST_SOCKETS {
+        if self.len() >= MAX_SOCKETS {
             return Err(BindError::TooMany);
         }
         let port = match port {
@@ -173,9 +182,9 @@ impl DatagramTable {
             sending: 0,
             largest: 0,
             stopping: false,
-            waits: false,
+            waiting: false,
             throttled: None,
-            until: 0,
+            writable_at: 0,
             listed: false,
             stats: DatagramStats::default(),
         };
@@ -198,7 +207,7 @@ impl DatagramTable {
 
     fn ephemeral(&mut self) -> Port {
         loop {
-            // Ends: there are more ports than sockets can be.
+            // Terminates: there are more ports than sockets.
             let port = Port::new(EPHEMERAL_FIRST + self.next_ephemeral);
             self.next_ephemeral = (self.next_ephemeral + 1) % EPHEMERAL_COUNT;
             if !self.by_port.contains_key(&port) {
@@ -207,7 +216,7 @@ impl DatagramTable {
         }
     }
 
-    /// Ends a socket. Who was told to stop is told to start: what he sends is dropped.
+    /// Closes a socket. Sources that were sent STOP get START; what they send is dropped.
     pub fn close(&mut self, id: DatagramId) {
         let Some(socket) = self.get_mut(id) else {
             return;
@@ -218,28 +227,29 @@ impl DatagramTable {
         self.by_port.remove(&local.port);
         self.last = None;
         self.free.push(id.index);
-        self.stops.start(local);
-        self.blocks.forget(|port, _| port == local.port);
+        self.paused_senders.resume(local);
+        self.paused_destinations
+            .forget(|port, _| port == local.port);
     }
 
-    /// Receives from `peer` alone from now on; `None`: from everybody.
+    /// From now on receives from `peer` only; `None`: from every source.
     pub fn connect(&mut self, id: DatagramId, peer: Option<Address>) {
         if let Some(socket) = self.get_mut(id) {
             socket.peer = peer;
         }
     }
 
-    /// Its address, and whom it is connected to.
+    /// The socket's own address, and the peer it is connected to.
     pub fn addresses(&self, id: DatagramId) -> Option<(Address, Option<Address>)> {
         self.get(id).map(|socket| (socket.local, socket.peer))
     }
 
-    /// Its limits.
+    /// The socket's limits.
     pub fn limits(&self, id: DatagramId) -> Option<DatagramLimits> {
         self.get(id).map(|socket| socket.limits)
     }
 
-    /// Changes its limits; what waits already stays.
+    /// Changes the limits; queued datagrams stay.
     pub fn set_limits(&mut self, id: DatagramId, limits: DatagramLimits) {
         if let Some(socket) = self.get_mut(id) {
             socket.limits = limits;
@@ -247,7 +257,7 @@ impl DatagramTable {
         }
     }
 
-    /// What it has counted.
+    /// The socket's counters.
     pub fn stats(&self, id: DatagramId) -> Option<DatagramStats> {
         self.get(id).map(|socket| socket.stats)
     }
@@ -273,11 +283,12 @@ impl DatagramTable {
         Some(DatagramId { index, generation })
     }
 
-    /// A datagram of `len` bytes has come: whose it is, and that it counts until it is
-    /// [`taken`](Self::taken). `flow`: its source can be told to stop, and is when there is enough.
+    /// A datagram of `len` bytes has arrived: returns its socket. It counts against the socket's
+    /// limit until [`consume`](Self::consume). `flow`: the source supports flow control and gets
+    /// STOP when the queue is a quarter full.
     ///
     /// # Errors
-    /// Why it is dropped.
+    /// The reason for dropping the datagram.
     #[inline]
     pub fn receive(
         &mut self,
@@ -312,13 +323,13 @@ impl DatagramTable {
         }
         if flow && socket.queued > socket.limits.receive / 4 {
             socket.stopping = true;
-            self.stops.stop(now(), dst, src);
+            self.paused_senders.pause(now(), dst, src);
         }
         if fits { Ok(id) } else { Err(DropCause::Full) }
     }
 
-    /// A datagram was thrown away before it was whole.
-    pub fn lost(&mut self, lost: Lost) {
+    /// Counts a datagram that an [`Assembler`](super::Assembler) discarded.
+    pub fn handle_lost(&mut self, lost: Lost) {
         if lost.to().cid == self.cid {
             match lost {
                 Lost::Incomplete { .. } => self.drops.incomplete += 1,
@@ -327,9 +338,9 @@ impl DatagramTable {
         }
     }
 
-    /// A datagram of `len` bytes was read, or thrown away.
+    /// The application has read or discarded a datagram of `len` bytes.
     #[inline]
-    pub fn taken(&mut self, id: DatagramId, len: u32) {
+    pub fn consume(&mut self, id: DatagramId, len: u32) {
         let Some(socket) = self.get_mut(id) else {
             return;
         };
@@ -339,7 +350,7 @@ impl DatagramTable {
         if socket.stopping && socket.queued <= socket.limits.receive / 8 {
             socket.stopping = false;
             let local = socket.local;
-            self.stops.start(local);
+            self.paused_senders.resume(local);
         }
     }
 

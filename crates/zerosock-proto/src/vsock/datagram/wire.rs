@@ -1,78 +1,77 @@
-//! Datagrams on the wire: the headers, and the two operations of the flow control.
+//! Wire format of datagrams: the headers, and the two operations of the flow control.
 
 use super::DGRAM_EOM;
 use crate::addr::Address;
 use crate::wire::vsock::{Op, Repr, SocketType, WireOp};
 
-/// VIRTIO_VSOCK_F_DGRAM: the device and the driver take datagrams. A proposal, not in the
-/// specification.
+/// VIRTIO_VSOCK_F_DGRAM: device and driver accept datagrams. A proposal, not in the specification.
 pub const F_DGRAM: u64 = 1 << 3;
-/// Ours: they take [`Control`] as well. Only with [`F_DGRAM`].
+/// Feature of this project: both sides understand [`Control`]. Valid only with [`F_DGRAM`].
 pub const F_DGRAM_FLOW: u64 = 1 << 22;
 
 const STOP: u16 = 0x7a20;
 const START: u16 = 0x7a21;
-/// STOP, bit 0: nobody there takes datagrams at all.
-const STOP_DEAF: u32 = 1 << 0;
-/// STOP and START, bit 1: it is about a queue on the way.
-const ON_THE_WAY: u32 = 1 << 1;
+/// STOP, bit 0: the endpoint does not support datagrams.
+const STOP_UNSUPPORTED: u32 = 1 << 0;
+/// STOP and START, bit 1: the queue of a switch is full or free, not the receiver.
+const AT_SWITCH: u32 = 1 << 1;
 
-/// What has enough, or room again.
+/// Which queue is full, or has space again.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
-pub enum Place {
-    /// The receiver itself.
+pub enum PauseSource {
+    /// The receiver's.
     Receiver,
-    /// A queue on the way to it, which is a switch's.
-    OnTheWay,
+    /// The queue of a switch in front of the receiver.
+    Switch,
 }
 
-/// What a receiver, the source of the packet, tells one of its sources, the packet's destination;
-/// or what a switch tells it in the receiver's name.
+/// A flow control packet from a receiver to one of the sources that send to it. A switch sends it
+/// on behalf of the receiver.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum Control {
-    /// Send no more to me until START for the same place, or for
-    /// [`STOP_HOLDS`](super::STOP_HOLDS).
-    Stop(Place),
-    /// The endpoint has not negotiated datagrams: nothing ever arrives.
-    Deaf,
+    /// Do not send to this receiver until START with the same [`PauseSource`], or for
+    /// [`STOP_DURATION`](super::STOP_DURATION).
+    Stop(PauseSource),
+    /// The endpoint has not negotiated datagrams: no datagram will arrive.
+    Unsupported,
     /// Send again.
-    Start(Place),
+    Start(PauseSource),
 }
 
 impl Control {
-    /// What a packet of type DGRAM says; `None`: it is no word of the flow control.
+    /// Parses a packet of type DGRAM; `None`: it is not a flow control packet.
     #[inline]
     pub fn parse(header: &Repr) -> Option<Control> {
-        let place = match header.flags & ON_THE_WAY {
-            0 => Place::Receiver,
-            _ => Place::OnTheWay,
+        let place = match header.flags & AT_SWITCH {
+            0 => PauseSource::Receiver,
+            _ => PauseSource::Switch,
         };
         match header.op.get() {
-            STOP if header.flags & STOP_DEAF != 0 => Some(Control::Deaf),
+            STOP if header.flags & STOP_UNSUPPORTED != 0 => Some(Control::Unsupported),
             STOP => Some(Control::Stop(place)),
             START => Some(Control::Start(place)),
             _ => None,
         }
     }
 
-    /// The packet by which `about`, the receiver, says so to `to`.
-    pub fn emit(self, about: Address, to: Address) -> Repr {
+    /// The header of the packet that the receiver `about` sends to the source `to`.
+    pub fn emit(self, receiver: Address, source: Address) -> Repr {
         let (op, flags) = match self {
-            Control::Stop(Place::Receiver) => (STOP, 0),
-            Control::Stop(Place::OnTheWay) => (STOP, ON_THE_WAY),
-            Control::Deaf => (STOP, STOP_DEAF),
-            Control::Start(Place::Receiver) => (START, 0),
-            Control::Start(Place::OnTheWay) => (START, ON_THE_WAY),
+            Control::Stop(PauseSource::Receiver) => (STOP, 0),
+            Control::Stop(PauseSource::Switch) => (STOP, AT_SWITCH),
+            Control::Unsupported => (STOP, STOP_UNSUPPORTED),
+            Control::Start(PauseSource::Receiver) => (START, 0),
+            Control::Start(PauseSource::Switch) => (START, AT_SWITCH),
         };
-        header(about, to, 0, WireOp::from(op), flags)
+        header(receiver, source, 0, WireOp::from(op), flags)
     }
 }
 
-/// A packet with `len` bytes of a datagram, the last of them if `last`.
+/// The header of a packet with `len` bytes of a datagram; `last`: it is the last fragment.
 #[inline]
-pub fn data(from: Address, to: Address, len: u32, last: bool) -> Repr {
+pub fn data(from: Address, source: Address, len: u32, last: bool) -> Repr {
     let flags = if last { DGRAM_EOM } else { 0 };
-    header(from, to, len, Op::Rw.into(), flags)
+    header(from, source, len, Op::Rw.into(), flags)
 }
 
 #[inline]
@@ -106,7 +105,7 @@ mod tests {
 
     /// The examples of docs/datagrams.md.
     #[test]
-    fn headers_are_those_of_the_document() {
+    fn headers_match_the_documented_bytes() {
         let mut want = [0; HEADER_LEN];
         want[0] = 3;
         want[8] = 2;
@@ -121,25 +120,28 @@ mod tests {
         assert_eq!(bytes(data(A, B, 5, false)), want);
         want[24] = 0;
         want[30..32].copy_from_slice(&[0x20, 0x7a]);
-        assert_eq!(bytes(Control::Stop(Place::Receiver).emit(A, B)), want);
+        assert_eq!(bytes(Control::Stop(PauseSource::Receiver).emit(A, B)), want);
         want[32] = 1;
-        assert_eq!(bytes(Control::Deaf.emit(A, B)), want);
+        assert_eq!(bytes(Control::Unsupported.emit(A, B)), want);
         want[32] = 2;
-        assert_eq!(bytes(Control::Stop(Place::OnTheWay).emit(A, B)), want);
+        assert_eq!(bytes(Control::Stop(PauseSource::Switch).emit(A, B)), want);
         want[30] = 0x21;
-        assert_eq!(bytes(Control::Start(Place::OnTheWay).emit(A, B)), want);
+        assert_eq!(bytes(Control::Start(PauseSource::Switch).emit(A, B)), want);
         want[32] = 0;
-        assert_eq!(bytes(Control::Start(Place::Receiver).emit(A, B)), want);
+        assert_eq!(
+            bytes(Control::Start(PauseSource::Receiver).emit(A, B)),
+            want
+        );
     }
 
     #[test]
-    fn words_are_understood_whatever_else_their_flags_say() {
+    fn control_packets_parse_with_unknown_flags_set() {
         for control in [
-            Control::Stop(Place::Receiver),
-            Control::Stop(Place::OnTheWay),
-            Control::Deaf,
-            Control::Start(Place::Receiver),
-            Control::Start(Place::OnTheWay),
+            Control::Stop(PauseSource::Receiver),
+            Control::Stop(PauseSource::Switch),
+            Control::Unsupported,
+            Control::Start(PauseSource::Receiver),
+            Control::Start(PauseSource::Switch),
         ] {
             let mut header = control.emit(A, B);
             header.flags |= 0xfffc;

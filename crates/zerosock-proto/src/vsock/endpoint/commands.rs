@@ -1,4 +1,4 @@
-//! Commands: connect, listen, accept, shut down, send, consume.
+//! Commands of the caller: connect, listen, accept, shut down, send, consume.
 
 use core::hash::BuildHasher;
 
@@ -9,16 +9,15 @@ use crate::addr::{Address, Cid, Port};
 use crate::time::{Duration, Instant};
 use crate::vsock::config::Role;
 use crate::vsock::connection::{Connection, FlowId, Key, Queued, Reservation};
-use crate::vsock::ports::Hold;
+use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Action, How, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
-    /// Asks `peer` for a connection. [`Event::Connected`] or
-    /// [`Event::Refused`] tells how it went.
+    /// Requests a connection to `peer`. [`Event::Connected`] or [`Event::Refused`] reports the
+    /// result.
     ///
-    /// `local`: the CID may be [`Cid::ANY`] for our own; the port may be
-    /// [`Port::ANY`] for one that nobody has.
+    /// `local`: [`Cid::ANY`] stands for our own CID, [`Port::ANY`] for an unused port.
     ///
     /// # Errors
     /// See [`ConnectError`]; nothing was sent.
@@ -52,50 +51,50 @@ impl<S: BuildHasher> Shard<S> {
             SocketType::SeqPacket if self.seqpacket => {}
             SocketType::SeqPacket | SocketType::Datagram => return Err(ConnectError::SocketType),
         }
-        if !self.has_room() {
+        if !self.can_open() {
             return Err(ConnectError::TooManyConnections);
         }
-        let (key, hold) = self.take_port(Address::new(cid, local.port), peer)?;
+        let (key, port_ref) = self.take_port(Address::new(cid, local.port), peer)?;
 
         let (next, action) = transition(State::Closed, Input::Connect);
         let mut connection = self.new_connection(key, socket_type, next);
-        connection.hold = Some(hold);
+        connection.port_ref = Some(port_ref);
         self.held_ports += 1;
-        connection.seen = true;
-        let index = self.insert(connection);
+        connection.known_to_caller = true;
+        let index = self.add_connection(connection);
         self.act(now, index, next, action);
         Ok(self.table.id(index))
     }
 
-    /// A local port such that the two addresses have no connection yet.
-    fn take_port(&mut self, local: Address, peer: Address) -> Result<(Key, Hold), ConnectError> {
+    /// Acquires a local port such that no connection has the two addresses.
+    fn take_port(&mut self, local: Address, peer: Address) -> Result<(Key, PortRef), ConnectError> {
         if local.port != Port::ANY {
             let key = Key { local, peer };
             if !self.vacate(&key) {
                 return Err(ConnectError::InUse);
             }
-            let hold = self.ports.hold(local).ok_or(ConnectError::InUse)?;
-            return Ok((key, hold));
+            let port_ref = self.ports.acquire(local).ok_or(ConnectError::InUse)?;
+            return Ok((key, port_ref));
         }
-        // A guest may have connections to ports that look ephemeral; it has no
-        // more of them than there are connections.
+        // A guest may have chosen ephemeral ports of ours for its connections, but no more of them
+        // than there are connections.
         for _ in 0..=self.config.max_connections {
             let allocated = self.ports.allocate(local.cid);
-            let (address, hold) = allocated.ok_or(ConnectError::InUse)?;
+            let (address, port_ref) = allocated.ok_or(ConnectError::InUse)?;
             let key = Key {
                 local: address,
                 peer,
             };
             if self.vacate(&key) {
-                return Ok((key, hold));
+                return Ok((key, port_ref));
             }
-            self.ports.release(address, hold);
+            self.ports.release(address, port_ref);
         }
         Err(ConnectError::InUse)
     }
 
-    /// False: a live connection has these addresses. One whose RST is still
-    /// waiting steps aside: the RST was first in line and will leave first.
+    /// Frees a pair of addresses. False: a live connection has them. A closed connection that has a
+    /// queued RST is removed from the map: its RST is queued first and will be sent first.
     pub(super) fn vacate(&mut self, key: &Key) -> bool {
         let Some(index) = self.table.find(key) else {
             return true;
@@ -110,7 +109,7 @@ impl<S: BuildHasher> Shard<S> {
         !live
     }
 
-    /// Our own CID: what listeners listen on.
+    /// Our own CID, which listeners are bound to.
     pub(super) fn own_cid(&self) -> Cid {
         match self.config.role {
             Role::Device { .. } => Cid::HOST,
@@ -118,10 +117,9 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Listens: REQUESTs to `port` of our own CID become
-    /// [`Event::Incoming`](crate::vsock::Event::Incoming), in every shard
-    /// that shares the port table. At most `backlog` of them wait undecided, and
-    /// one more, as on Linux.
+    /// Listens on `port` of our own CID: REQUESTs to it become
+    /// [`Event::Incoming`](crate::vsock::Event::Incoming), in every shard that shares the port
+    /// table. At most `backlog + 1` of them may be undecided, as on Linux.
     ///
     /// # Errors
     /// See [`ListenError`].
@@ -137,7 +135,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Listens no more. Connections not yet accepted stay; reject them.
+    /// Stops listening. Undecided connections stay; reject them.
     ///
     /// # Errors
     /// [`ListenError::NotListening`].
@@ -150,9 +148,8 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Takes `port` of our own CID, or with [`Port::ANY`] one that nobody
-    /// has, so that nobody else can listen on it or bind it; which one it is.
-    /// REQUESTs to it are reset.
+    /// Binds `port` of our own CID, or an unused port for [`Port::ANY`], and returns it: no other
+    /// socket can listen on it or bind it. REQUESTs to it are reset.
     ///
     /// # Errors
     /// [`ListenError::InUse`].
@@ -161,12 +158,12 @@ impl<S: BuildHasher> Shard<S> {
         self.ports.bind(address).ok_or(ListenError::InUse)
     }
 
-    /// Gives a bound port up. Connections from it keep it until they end.
+    /// Releases a bound port. Connections from it keep it until they end.
     pub fn unbind(&mut self, port: Port) {
         self.ports.unbind(Address::new(self.own_cid(), port));
     }
 
-    /// A command through the state table.
+    /// Runs a command through the state table.
     fn command(&mut self, now: Instant, flow: FlowId, input: Input) -> Result<(), FlowError> {
         let connection = self.table.get(flow).ok_or(FlowError::Stale)?;
         let (next, action) = transition(connection.state, input);
@@ -177,8 +174,8 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Grants a connection after [`Event::Incoming`](crate::vsock::Event::Incoming).
-    /// It can be used at once; what it sends leaves behind the RESPONSE.
+    /// Accepts a connection after [`Event::Incoming`](crate::vsock::Event::Incoming). It can be
+    /// used at once; data is sent behind the RESPONSE.
     ///
     /// # Errors
     /// See [`FlowError`].
@@ -186,8 +183,8 @@ impl<S: BuildHasher> Shard<S> {
         self.command(now, flow, Input::Accept)
     }
 
-    /// Refuses a connection after [`Event::Incoming`](crate::vsock::Event::Incoming):
-    /// RST, and the id is invalid.
+    /// Rejects a connection after [`Event::Incoming`](crate::vsock::Event::Incoming): sends RST;
+    /// the id is invalid.
     ///
     /// # Errors
     /// See [`FlowError`].
@@ -195,11 +192,10 @@ impl<S: BuildHasher> Shard<S> {
         self.command(Instant::ZERO, flow, Input::Reject)
     }
 
-    /// Shuts down one direction or both. SHUTDOWN leaves behind all data
-    /// committed and queued so far; reservations not yet committed are lost.
-    /// Shutting down both is closing: after
-    /// [`close_timeout`](crate::vsock::ShardConfig::close_timeout) without
-    /// progress RST follows.
+    /// Shuts down one direction or both. SHUTDOWN is sent behind all data committed and queued so
+    /// far; reservations not yet committed are lost. Shutting down both directions closes the
+    /// connection: after [`close_timeout`](crate::vsock::ShardConfig::close_timeout) without
+    /// progress RST is sent.
     ///
     /// # Errors
     /// See [`FlowError`].
@@ -207,8 +203,8 @@ impl<S: BuildHasher> Shard<S> {
         self.command(now, flow, Input::Close(how))
     }
 
-    /// Ends a connection at once: RST (none if its REQUEST never left), queued
-    /// sends dropped, the id invalid.
+    /// Ends a connection at once: sends RST (unless its REQUEST is still queued), drops queued
+    /// sends; the id is invalid.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -216,61 +212,59 @@ impl<S: BuildHasher> Shard<S> {
         self.command(Instant::ZERO, flow, Input::Reset)
     }
 
-    /// Counts received bytes that have left the caller's hands. The peer is
-    /// told when half of the buffer is free without its knowledge, or when it
-    /// asked. After the last unread byte of a peer that has shut down both
-    /// directions the connection ends.
+    /// Reports received bytes that the caller has no more use for. The peer gets a credit update
+    /// when half of the buffer is free without its knowledge, or when it requested one. The
+    /// connection ends with the last unread byte if the peer has shut down both directions.
     ///
-    /// Only the sum counts: who gets rid of many packets at once may report
-    /// them with one call, and saves the others.
+    /// Only the sum counts: one call may report the bytes of many packets.
     ///
     /// # Errors
     /// See [`ConsumeError`].
     #[inline(always)]
     pub fn consume(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
-        // While the peer has shut down nothing, the last unread byte means nothing to the state
-        // table; and an update that waits already need not be queued again.
-        if self.goes_straight()
+        // While the peer has shut down no direction, consuming the last unread byte has no effect
+        // on the state; and an update that is queued need not be queued again.
+        if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && matches!(connection.state, State::Established { peer, .. } if peer.is_none())
-            && let Some(tell) = connection.rx.consume(bytes, connection.tx.peer_buf_alloc())
+            && let Some(update_due) = connection.rx.consume(bytes, connection.tx.peer_buf_alloc())
         {
-            if tell && !connection.control.credit_update {
+            if update_due && !connection.control.credit_update {
                 connection.control.credit_update = true;
                 self.update_lists(flow.index);
             }
             return Ok(());
         }
-        self.consume_other(flow, bytes)
+        self.consume_slow(flow, bytes)
     }
 
     /// As [`Shard::consume`], for any state.
     #[cold]
     #[inline(never)]
-    fn consume_other(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
+    fn consume_slow(&mut self, flow: FlowId, bytes: u32) -> Result<(), ConsumeError> {
         let connection = self.table.get_mut(flow).ok_or(ConsumeError::Stale)?;
         let peer_buffer = connection.tx.peer_buf_alloc();
-        let tell = connection.rx.consume(bytes, peer_buffer);
-        let tell = tell.ok_or(ConsumeError::TooMany)?;
+        let update_due = connection.rx.consume(bytes, peer_buffer);
+        let update_due = update_due.ok_or(ConsumeError::TooMany)?;
         let drained = connection.rx.unread() == 0;
         let established = matches!(connection.state, State::Established { peer, .. } if !peer.send);
-        // A peer that sends no more needs no credit.
-        if tell && established {
+        // A peer that has shut down sending needs no credit.
+        if update_due && established {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }
         if drained {
-            // Cannot be the wrong state: `Drained` is no command.
+            // Never `WrongState`: `Drained` is no command.
             let _ = self.command(Instant::ZERO, flow, Input::Drained);
         }
         Ok(())
     }
 
-    /// Changes a connection's receive buffer and tells the peer. What the
-    /// peer was promised before may still arrive.
+    /// Changes a connection's receive buffer and informs the peer. Bytes within the credit given
+    /// before may still arrive.
     ///
-    /// It bounds what is in flight the other way as well, as in Linux, beside
-    /// [`ShardConfig::send_limit`](crate::vsock::ShardConfig::send_limit).
+    /// As in Linux, it also bounds the bytes in flight towards the peer, as
+    /// [`ShardConfig::send_limit`](crate::vsock::ShardConfig::send_limit) does.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -282,28 +276,27 @@ impl<S: BuildHasher> Shard<S> {
         }
         connection.rx.set_buf_alloc(buf_alloc);
         connection.tx.set_limit(buf_alloc.min(limit));
-        connection.control.credit_update |= connection.hears_of_credit();
+        connection.control.credit_update |= connection.peer_may_send();
         self.credit_changed(flow.index);
         Ok(())
     }
 
-    /// The reader of a connection takes nothing before `bytes` are there. The peer is told of what
-    /// was consumed early enough that there is room for so many. To be said again when the buffer
-    /// has changed.
+    /// Sets the low-water mark (SO_RCVLOWAT): the reader takes nothing before `bytes` bytes have
+    /// arrived. Credit updates are sent early enough for that many bytes to arrive. Call it again
+    /// after a change of the buffer.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
     pub fn set_low_water(&mut self, flow: FlowId, bytes: u32) -> Result<(), FlowError> {
         let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
-        if connection.rx.set_low_water(bytes) && connection.hears_of_credit() {
+        if connection.rx.set_low_water(bytes) && connection.peer_may_send() {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }
         Ok(())
     }
 
-    /// How long the request of a connection that is not answered yet may go unanswered, from
-    /// `now`. No effect on one that is.
+    /// Sets the connect timeout of a connection, counted from `now`. No effect once it is answered.
     ///
     /// # Errors
     /// [`FlowError::Stale`].
@@ -321,31 +314,31 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// Asks the peer how much it has consumed, if it is not known to have consumed everything. The
-    /// answer shows in [`Shard::flow`].
+    /// Requests from the peer how much it has consumed, unless it is known to have consumed
+    /// everything. The answer shows in [`Shard::flow`].
     ///
     /// # Errors
     /// [`FlowError::Stale`].
-    pub fn ask_progress(&mut self, flow: FlowId) -> Result<(), FlowError> {
+    pub fn request_progress(&mut self, flow: FlowId) -> Result<(), FlowError> {
         let connection = self.table.get_mut(flow).ok_or(FlowError::Stale)?;
         let consumed = connection.tx.peer_fwd_cnt();
-        // One that was asked and has nothing to tell yet will tell.
-        let awaited = connection.awaits_answer && connection.asked_at == consumed;
+        // A peer that has a pending request and nothing to report will answer later.
+        let awaited = connection.progress_pending && connection.progress_base == consumed;
         if connection.tx.in_flight() > 0
             && !awaited
             && matches!(connection.state, State::Established { .. })
         {
-            connection.awaits_answer = true;
-            connection.asked_at = consumed;
+            connection.progress_pending = true;
+            connection.progress_base = consumed;
             connection.control.credit_request = true;
             self.update_lists(flow.index);
         }
         Ok(())
     }
 
-    /// Takes credit for one packet of up to `max` bytes before its payload,
-    /// and so its length, is known. Several may be outstanding; they are
-    /// sent in the order of their commits, and before sends queued later.
+    /// Reserves credit for one packet of up to `max` bytes, before its length is known. Several
+    /// reservations may be outstanding; their packets are sent in the order of the commits, and
+    /// before sends queued later.
     ///
     /// # Errors
     /// See [`ReserveError`]; after `NoCredit`
@@ -354,7 +347,7 @@ impl<S: BuildHasher> Shard<S> {
     pub fn reserve(&mut self, flow: FlowId, max: u32) -> Result<Reservation, ReserveError> {
         if let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
-            // Nothing may overtake the RESPONSE or a queued send.
+            // No packet may overtake the RESPONSE or a queued send.
             && !connection.control.response
             && !connection.has_queued
         {
@@ -363,13 +356,13 @@ impl<S: BuildHasher> Shard<S> {
                 return Ok(Reservation { flow, len });
             }
         }
-        Err(self.refuse(flow, max))
+        Err(self.reserve_error(flow, max))
     }
 
-    /// Why nothing can be reserved. If it is for credit, somebody waits for it from now on.
+    /// Why nothing can be reserved. For lack of credit, the caller becomes a waiter.
     #[cold]
     #[inline(never)]
-    fn refuse(&mut self, flow: FlowId, max: u32) -> ReserveError {
+    fn reserve_error(&mut self, flow: FlowId, max: u32) -> ReserveError {
         let Some(connection) = self.table.get_mut(flow) else {
             return ReserveError::Stale;
         };
@@ -383,17 +376,16 @@ impl<S: BuildHasher> Shard<S> {
         connection.wants_credit = true;
         if let Some(messages) = &mut connection.messages {
             messages.tx.wanted = 1;
-            // Less is wanted now than before, perhaps: a queued send may find that it can be cut.
+            // The waiter may need less than before: a queued send may have become sendable.
             self.update_lists(flow.index);
         }
-        self.ask_for_credit(flow.index);
+        self.request_credit(flow.index);
         ReserveError::NoCredit
     }
 
-    /// Makes a reservation a packet of `len` bytes, whose payload lies in the
-    /// packet's buffer already: the header to write in front of it, now,
-    /// before any other header of this shard is put into the queue. What was
-    /// reserved above `len` goes back.
+    /// Turns a reservation into a packet of `len` bytes; the payload is already in the packet's
+    /// buffer. Returns the header to write in front of it, now, before any other header of this
+    /// shard is put into the queue. Unused credit is released.
     ///
     /// # Errors
     /// See [`CommitError`]; the reservation is gone in any case.
@@ -408,12 +400,13 @@ impl<S: BuildHasher> Shard<S> {
             flow,
             len: reserved,
         } = reservation;
-        if self.goes_straight()
+        if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
             && (1..=reserved).contains(&len)
-            // Nothing waits for what goes back, and the header takes no update's place.
-            && connection.is_quiet()
+            // No waiter needs the released credit, and no credit update is queued that this header
+            // replaces.
+            && connection.has_no_waiter()
             && !connection.control.credit_update
         {
             connection.tx.commit(reserved, len);
@@ -421,24 +414,24 @@ impl<S: BuildHasher> Shard<S> {
             self.stats.sent_bytes += u64::from(len);
             return Ok(connection.header(Op::Rw, len, flags));
         }
-        self.commit_other(flow, reserved, len)?;
-        self.header_again(flow, len, flags)
+        self.commit_slow(flow, reserved, len)?;
+        self.payload_header(flow, len, flags)
             .ok_or(CommitError::Stale)
     }
 
-    /// The header that an `*_other` has accounted for. It is made here, in the caller, because a
+    /// The header of a packet that a `*_slow` function has counted. The caller builds it because a
     /// header that lies in memory on one of two paths would have to on both.
     #[inline(always)]
-    fn header_again(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
+    fn payload_header(&mut self, flow: FlowId, len: u32, flags: u32) -> Option<Repr> {
         let connection = self.table.get_mut(flow)?;
         let flags = connection.message_flags(flags);
         Some(connection.header(Op::Rw, len, flags))
     }
 
-    /// As [`Shard::commit`], with all that can be the matter, but for the header itself.
+    /// As [`Shard::commit`], with all error cases, without building the header.
     #[cold]
     #[inline(never)]
-    fn commit_other(&mut self, flow: FlowId, reserved: u32, len: u32) -> Result<(), CommitError> {
+    fn commit_slow(&mut self, flow: FlowId, reserved: u32, len: u32) -> Result<(), CommitError> {
         let connection = self.table.get_mut(flow).ok_or(CommitError::Stale)?;
         let fault = match sendable(connection) {
             Ok(()) if len == 0 => Some(CommitError::Empty),
@@ -456,7 +449,7 @@ impl<S: BuildHasher> Shard<S> {
             None => {
                 connection.tx.commit(reserved, len);
                 self.stats.sent_bytes += u64::from(len);
-                // The header tells our credit: no update is needed.
+                // The header carries our credit: no update is needed.
                 connection.control.credit_update = false;
                 Ok(())
             }
@@ -465,23 +458,24 @@ impl<S: BuildHasher> Shard<S> {
         result
     }
 
-    /// [`Shard::reserve`] and [`Shard::commit`] in one step, for payload that lies ready: the header
-    /// of a packet with as many of the `len` bytes as there is credit for now, to be written in
-    /// front of them before any other header of this shard. Its `len` says how many; the others are
-    /// to be sent later. `flags` go with the last byte: they stand in a header of all `len` only.
+    /// [`Shard::reserve`] and [`Shard::commit`] in one step, for payload that is already there.
+    /// Returns the header of a packet with as many of the `len` bytes as there is credit for, to
+    /// write in front of them before any other header of this shard. The header's `len` says how
+    /// many; send the others later. `flags` belong to the last byte: only a header of all `len`
+    /// bytes carries them.
     ///
     /// # Errors
-    /// See [`ReserveError`]; after `NoCredit`
-    /// [`Event::Writable`](crate::vsock::Event::Writable) follows. After `HeldBack` the bytes are to
-    /// be [gathered](Shard::gather), or to be sent with `reserve` and `commit`.
+    /// See [`ReserveError`]; after `NoCredit` [`Event::Writable`](crate::vsock::Event::Writable)
+    /// follows. After `ShouldCoalesce`, [`coalesce`](Shard::coalesce) the bytes, or send them with
+    /// `reserve` and `commit`.
     #[inline(always)]
     pub fn send_now(&mut self, flow: FlowId, len: u32, flags: u32) -> Result<Repr, ReserveError> {
-        if self.goes_straight()
+        if self.uses_fast_path()
             && let Some(connection) = self.table.get_mut(flow)
             && connection.may_send()
             && !connection.control.response
             && !connection.control.credit_update
-            && connection.is_quiet()
+            && connection.has_no_waiter()
         {
             let sent = connection.tx.send(len);
             if sent > 0 {
@@ -491,28 +485,28 @@ impl<S: BuildHasher> Shard<S> {
                 return Ok(connection.header(Op::Rw, sent, flags));
             }
         }
-        let sent = self.send_now_other(flow, len)?;
+        let sent = self.send_now_slow(flow, len)?;
         let flags = if sent == len { flags } else { 0 };
-        self.header_again(flow, sent, flags)
+        self.payload_header(flow, sent, flags)
             .ok_or(ReserveError::Stale)
     }
 
-    /// As [`Shard::send_now`], with all that can be the matter, but for the header itself: how many
-    /// bytes it tells of.
+    /// As [`Shard::send_now`], with all error cases, without building the header: returns the bytes
+    /// sent.
     #[cold]
     #[inline(never)]
-    fn send_now_other(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
-        if self.should_gather(flow, len) {
-            return Err(ReserveError::HeldBack);
+    fn send_now_slow(&mut self, flow: FlowId, len: u32) -> Result<u32, ReserveError> {
+        if self.should_coalesce(flow, len) {
+            return Err(ReserveError::ShouldCoalesce);
         }
         let Reservation { flow, len } = self.reserve(flow, len)?;
-        // Cannot fail: nothing has happened since.
-        self.commit_other(flow, len, len)
+        // Cannot fail: the reservation was made just now.
+        self.commit_slow(flow, len, len)
             .map_err(|_| ReserveError::Stale)?;
         Ok(len)
     }
 
-    /// Gives a reservation back.
+    /// Releases a reservation.
     pub fn cancel(&mut self, reservation: Reservation) {
         if let Some(connection) = self.table.get_mut(reservation.flow) {
             connection.tx.cancel(reservation.len);
@@ -520,10 +514,9 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Queues a send of `len` bytes. The payload stays with the caller;
-    /// [`Shard::poll_transmit`] cuts it into packets as credit allows, and
-    /// names them by the number returned here. `flags`: SEQ_EOM and SEQ_EOR
-    /// for a SEQPACKET message; streams have none.
+    /// Queues a send of `len` bytes. The payload stays with the caller; [`Shard::poll_transmit`]
+    /// divides it into packets as credit allows, and names them by the number returned here.
+    /// `flags`: SEQ_EOM and SEQ_EOR for a SEQPACKET message; streams have none.
     ///
     /// # Errors
     /// See [`SendError`]; nothing was queued.
@@ -539,12 +532,12 @@ impl<S: BuildHasher> Shard<S> {
         if len == 0 {
             return Err(SendError::Empty);
         }
-        // As Linux: a record must fit the peer's buffer, or it never ends.
+        // As in Linux, a message must fit the peer's buffer, or it never arrives.
         if connection.socket_type == SocketType::SeqPacket && len > connection.tx.limit() {
             return Err(SendError::TooLong);
         }
         if connection.queued() >= most {
-            connection.unusual.set_wants_space(true);
+            connection.rare.set_wants_space(true);
             return Err(SendError::QueueFull);
         }
         let flags = connection.message_flags(flags);
@@ -553,8 +546,8 @@ impl<S: BuildHasher> Shard<S> {
         Ok(message)
     }
 
-    /// Queues CREDIT_REQUEST: when a stall begins, and each time that a probe is due.
-    pub(super) fn ask_for_credit(&mut self, index: u32) {
+    /// Queues CREDIT_REQUEST when a stall begins, and whenever a probe is due.
+    pub(super) fn request_credit(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
         };
@@ -562,8 +555,8 @@ impl<S: BuildHasher> Shard<S> {
             return;
         }
         let unanswered = connection.probe_at.is_none();
-        if !connection.asked {
-            connection.asked = true;
+        if !connection.credit_requested {
+            connection.credit_requested = true;
             self.stats.credit_stalls += 1;
         } else if !unanswered {
             return;
@@ -573,7 +566,7 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// Why a connection takes no payload.
+/// Why a connection accepts no payload.
 pub(super) enum Unsendable {
     NotConnected,
     Shutdown,

@@ -1,4 +1,4 @@
-//! What can go wrong with a command: one enum for each kind of command.
+//! Errors of commands: one enum for each kind of command.
 
 /// Why [`Shard::connect`](super::Shard::connect) did not start.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, thiserror::Error)]
@@ -16,7 +16,7 @@ pub enum ConnectError {
     /// connection.
     #[error("the local address is in use")]
     InUse,
-    /// System: no connection is left below the cap.
+    /// System: the limit of connections is reached.
     #[error("too many connections")]
     TooManyConnections,
 }
@@ -25,14 +25,14 @@ pub enum ConnectError {
 /// [`Shard::unlisten`](super::Shard::unlisten) failed.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, thiserror::Error)]
 pub enum ListenError {
-    /// Caller: the wildcard is no port to listen on.
-    #[error("a port is needed to listen on")]
+    /// Caller: the wildcard is not a port.
+    #[error("cannot listen on the wildcard port")]
     AnyPort,
     /// Caller: a listener or a connection has the port.
     #[error("the port is in use")]
     InUse,
-    /// Caller: nobody listens there.
-    #[error("nobody listens on the port")]
+    /// Caller: the port has no listener.
+    #[error("the port has no listener")]
     NotListening,
 }
 
@@ -50,7 +50,7 @@ pub enum FlowError {
 /// Why [`Shard::consume`](super::Shard::consume) failed.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, thiserror::Error)]
 pub enum ConsumeError {
-    /// The connection has ended; nobody counts its bytes any more.
+    /// The connection has ended.
     #[error("no such connection")]
     Stale,
     /// Caller: more bytes than were delivered. Nothing was counted.
@@ -73,28 +73,28 @@ pub enum ReserveError {
     /// The peer will receive no more (EPIPE).
     #[error("the peer receives no more")]
     PeerShutdown,
-    /// Not now: no credit, the RESPONSE has not left, or queued sends come
-    /// first. `Event::Writable` tells when.
+    /// Not now: no credit, the RESPONSE is queued, or queued sends come first. `Event::Writable`
+    /// follows.
     #[error("no credit")]
     NoCredit,
-    /// Not now, and only of [`send_now`](super::Shard::send_now): these few bytes of a stream should
-    /// wait for others, or others wait already. [`gather`](super::Shard::gather) takes them.
-    #[error("few bytes wait for others")]
-    HeldBack,
-    /// Caller: asked for no bytes.
+    /// Not now, only from [`send_now`](super::Shard::send_now): these few bytes of a stream should
+    /// be coalesced, or follow coalesced ones: pass them to [`coalesce`](super::Shard::coalesce).
+    #[error("a small write is to be coalesced")]
+    ShouldCoalesce,
+    /// Caller: a reservation of 0 bytes.
     #[error("nothing to reserve")]
     Empty,
-    /// Caller: a message that the peer's buffer, or our own bound on what is under way, can never
-    /// take (EMSGSIZE).
+    /// Caller: the message exceeds the peer's buffer or our own limit of bytes in flight
+    /// (EMSGSIZE).
     #[error("the message is larger than the peer's buffer")]
     TooLong,
-    /// Caller: the connection is a stream, and has no messages.
+    /// Caller: the connection is a stream.
     #[error("a stream has no messages")]
     SocketType,
 }
 
-/// Why [`Shard::commit`](super::Shard::commit) failed. The reservation is
-/// gone and its credit given back.
+/// Why [`Shard::commit`](super::Shard::commit) failed. The reservation is gone and its credit
+/// released.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug, thiserror::Error)]
 pub enum CommitError {
     /// The connection has ended.
@@ -112,11 +112,11 @@ pub enum CommitError {
     /// The peer will receive no more (EPIPE).
     #[error("the peer receives no more")]
     PeerShutdown,
-    /// Caller: another message has begun and not ended. What was reserved is still there.
-    #[error("another message has not ended")]
+    /// Caller: another message is in progress. The reservation is unchanged.
+    #[error("another message is in progress")]
     Interleaved,
-    /// Caller: as many messages without a byte are out as may be. What was reserved is still there.
-    #[error("too many messages without a byte are unread")]
+    /// Caller: too many empty messages are unread. The reservation is unchanged.
+    #[error("too many empty messages are unread")]
     ManyEmpty,
 }
 
@@ -138,11 +138,11 @@ pub enum SendError {
     /// Caller: nothing to send.
     #[error("an empty message cannot be sent")]
     Empty,
-    /// Caller: a SEQPACKET message larger than the peer's buffer, or than our own bound
-    /// on what is under way (EMSGSIZE).
+    /// Caller: a SEQPACKET message that exceeds the peer's buffer or our own limit of bytes in
+    /// flight (EMSGSIZE).
     #[error("the message is larger than the peer's buffer")]
     TooLong,
-    /// Not now: too many queued sends. `Event::Writable` tells when.
+    /// Not now: too many queued sends. `Event::Writable` follows.
     #[error("too many queued sends")]
     QueueFull,
 }
@@ -153,13 +153,13 @@ pub enum MoveError {
     /// The connection has ended.
     #[error("no such connection")]
     Stale,
-    /// Caller: a device's shard was asked to ask, or moves were not negotiated.
-    #[error("not this half's to ask, or not negotiated")]
+    /// Caller: moves were not negotiated, or the shard is a device's.
+    #[error("moves were not negotiated, or this is not the driver")]
     NotNegotiated,
     /// Not connected yet, or closing.
     #[error("not possible in the connection's state")]
     WrongState,
-    /// It is on its way already, or reservations are out.
+    /// A move is in progress, or reservations are outstanding.
     #[error("the connection is busy")]
     Busy,
 }

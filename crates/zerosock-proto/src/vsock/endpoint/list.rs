@@ -1,12 +1,12 @@
-//! Lists of connections, linked through the slab: joining and leaving take
-//! constant time and no memory, and a connection is in a list at most once.
+//! Lists of connections, linked through the slab: insertion and removal take constant time and no
+//! memory, and a connection is in a list at most once.
 
 use super::table::Slot;
 
 /// No connection.
 const NIL: u32 = u32::MAX;
-/// In the place of the one before: not in the list.
-const OUT: u32 = u32::MAX - 1;
+/// As `prev`: not in the list.
+const UNLINKED: u32 = u32::MAX - 1;
 
 /// Connections with control packets to send.
 pub(super) const CONTROL: usize = 0;
@@ -17,7 +17,7 @@ pub(super) const EVENTS: usize = 2;
 /// How many lists there are.
 pub(super) const LISTS: usize = 3;
 
-/// A connection's place in one list.
+/// The links of a connection in one list.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Link {
     prev: u32,
@@ -27,20 +27,20 @@ pub(super) struct Link {
 impl Link {
     #[inline]
     fn is_member(self) -> bool {
-        self.prev != OUT
+        self.prev != UNLINKED
     }
 }
 
 impl Default for Link {
     fn default() -> Link {
         Link {
-            prev: OUT,
+            prev: UNLINKED,
             next: NIL,
         }
     }
 }
 
-/// First come, first served.
+/// A first-in, first-out list.
 #[derive(Debug)]
 pub(super) struct List<const L: usize> {
     head: u32,
@@ -59,7 +59,7 @@ impl<const L: usize> List<L> {
         (self.head != NIL).then_some(self.head)
     }
 
-    /// Joins at the end; stays where it is when it is in the list.
+    /// Appends a connection; one that is in the list keeps its position.
     pub(super) fn push<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
         let link = &mut slots[index as usize].links[L];
         if link.is_member() {
@@ -76,7 +76,7 @@ impl<const L: usize> List<L> {
         self.tail = index;
     }
 
-    /// Leaves, wherever it is.
+    /// Removes a connection, at any position.
     pub(super) fn remove<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
         let link = core::mem::take(&mut slots[index as usize].links[L]);
         if !link.is_member() {
@@ -93,7 +93,7 @@ impl<const L: usize> List<L> {
         }
     }
 
-    /// In the list exactly when `member`.
+    /// Adds or removes a connection so that it is in the list if `member`.
     pub(super) fn set<S>(&mut self, slots: &mut [Slot<S>], index: u32, member: bool) {
         if member {
             self.push(slots, index);
@@ -111,7 +111,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_deque_says_the_same(steps in prop::collection::vec((0u8..3, 0u32..6), 0..100)) {
+        fn list_agrees_with_a_deque(steps in prop::collection::vec((0u8..3, 0u32..6), 0..100)) {
             let mut slots: Vec<Slot<()>> = (0..6).map(|_| Slot::vacant()).collect();
             let mut list = List::<DATA>::new();
             let mut oracle = VecDeque::new();

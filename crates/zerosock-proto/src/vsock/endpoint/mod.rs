@@ -1,29 +1,30 @@
 //! The shard: the connections of one queue pair.
 //!
-//! What each file does: `receive` packets in, `commands` what the caller
-//! wants, `messages` whole messages out, `transmit` headers, events and timers
-//! out, `moving` connections to and from other shards, `ends` how they end,
-//! `table` and `list` where connections live; here what they share. States
-//! change in [`Shard::act`](Shard) and [`Shard::end`](Shard) only, as the state
+//! # Invariants
+//! Connections change state only in [`Shard::act`](Shard) and [`Shard::end`](Shard), as the state
 //! table says.
 //!
-//! What most packets need has a *straight path*: `handle_packet`, `commit`,
-//! `send_now` and `consume` first ask whether all is as usual (connected, open,
-//! credit there, nobody waiting) and if so touch what changes and nothing
-//! else. Everything else is in a function behind it, `*_other`, which is right
-//! without the straight path as well: a test runs both and compares.
+//! The operations of most packets have a *fast path*: `handle_packet`, `commit`, `send_now` and
+//! `consume` first check for the common case (connected, both directions open, credit available, no
+//! waiter) and then change only what such a packet changes. All other cases are in a function
+//! `*_slow`, which is also correct for the common case: a test runs both and compares.
+//!
+//! # Files
+//! `receive` handles packets, `commands` and `messages` the calls of the caller, `coalescing` small
+//! packets, `transmit` returns headers, events and timers, `moving` passes connections between
+//! shards, `closing` ends them, `table` and `list` store them.
 
+mod closing;
+mod coalescing;
 mod commands;
-mod ends;
 mod error;
-mod holding;
+#[cfg(test)]
+mod fast_path_tests;
 mod list;
 mod messages;
 mod moving;
 mod receive;
 mod stats;
-#[cfg(test)]
-mod straight_tests;
 mod table;
 mod transmit;
 
@@ -38,7 +39,7 @@ pub use error::{
     CommitError, ConnectError, ConsumeError, FlowError, ListenError, MoveError, ReserveError,
     SendError,
 };
-pub use moving::Parcel;
+pub use moving::FlowSnapshot;
 pub use stats::ShardStats;
 
 use self::list::{CONTROL, DATA, EVENTS, List};
@@ -52,70 +53,62 @@ use crate::addr::Cid;
 use crate::time::Instant;
 use crate::wire::vsock::{Repr, SocketType};
 
-/// The connections of one queue pair, without its queues, its clock, or a
-/// byte of payload.
+/// The connections of one queue pair, without its queues, its clock, or a byte of payload.
 ///
 /// # How to drive it
 ///
 /// Four kinds of calls:
 ///
-/// - *getters* such as [`flow`](Shard::flow), [`has_transmit`](Shard::has_transmit)
-///   and [`is_backlogged`](Shard::is_backlogged) change nothing;
-/// - *`handle_*`* tell it what happened: [`handle_packet`](Shard::handle_packet),
-///   [`handle_timeout`](Shard::handle_timeout),
-///   [`handle_released`](Shard::handle_released),
+/// - *getters* such as [`flow`](Shard::flow), [`has_transmit`](Shard::has_transmit) and
+///   [`is_backlogged`](Shard::is_backlogged) change nothing;
+/// - *`handle_*`* report what happened: [`handle_packet`](Shard::handle_packet),
+///   [`handle_timeout`](Shard::handle_timeout), [`handle_released`](Shard::handle_released),
 ///   [`handle_transport_reset`](Shard::handle_transport_reset);
-/// - *commands* tell it what is wanted: [`connect`](Shard::connect),
-///   [`listen`](Shard::listen), [`accept`](Shard::accept), [`send`](Shard::send),
-///   [`reserve`](Shard::reserve), [`send_now`](Shard::send_now), [`consume`](Shard::consume),
-///   [`shutdown`](Shard::shutdown), ...;
-/// - *`poll_*`* ask what is to be done: [`poll_event`](Shard::poll_event),
+/// - *commands* say what the caller wants: [`connect`](Shard::connect), [`listen`](Shard::listen),
+///   [`accept`](Shard::accept), [`send`](Shard::send), [`reserve`](Shard::reserve),
+///   [`send_now`](Shard::send_now), [`consume`](Shard::consume), [`shutdown`](Shard::shutdown),
+///   ...;
+/// - *`poll_*`* return what is to be done: [`poll_event`](Shard::poll_event),
 ///   [`poll_transmit`](Shard::poll_transmit), [`poll_timeout`](Shard::poll_timeout).
 ///
-/// After any number of `handle_*` and commands, poll in this order:
-/// `poll_event` until `None` (events lead to commands), then `poll_transmit`
-/// while there are buffers to put packets into, then `poll_timeout` for when
-/// to come back. Each may be called at any time; nothing is lost by waiting.
+/// After any number of `handle_*` and commands, poll in this order: `poll_event` until `None`
+/// (events lead to commands), then `poll_transmit` while there are buffers to put packets into,
+/// then `poll_timeout` for the time of the next call. Each may be called at any time; nothing is
+/// lost by waiting.
 ///
-/// What must hold:
+/// # Invariants
 ///
-/// - Packets are handled in the order in which they came, and headers go out
-///   in the order in which `poll_transmit`, `commit` and `send_now` returned
-///   them.
-/// - While `is_backlogged`, packets wait in the peer's queue: answers that
-///   belong to no connection have a bounded place. It clears as `poll_transmit`
-///   is given buffers.
-/// - [`Disposition::Deliver`](super::Disposition::Deliver) is obeyed at once
-///   (before the next packet), and the bytes are reported with `consume` when
-///   the caller has got rid of them. Bytes delivered before an
-///   [`Event::Closed`](super::Event::Closed) remain the caller's to use.
-/// - A [`FlowId`] is invalid from the moment that its end is decided; its
-///   `Closed` or `Refused` follows, once. Calls with a stale id fail and do
-///   nothing.
+/// - The caller handles packets in the order in which they arrived, and sends headers in the order
+///   in which `poll_transmit`, `commit` and `send_now` returned them.
+/// - While `is_backlogged`, the caller leaves packets in the peer's queue: the queue of answers
+///   that belong to no connection is bounded. The backlog shrinks as `poll_transmit` returns
+///   answers.
+/// - The caller obeys [`Disposition::Deliver`](super::Disposition::Deliver) at once (before the
+///   next packet), and reports the bytes with `consume` when it has no more use for them. Bytes
+///   delivered before an [`Event::Closed`](super::Event::Closed) remain the caller's to use.
+/// - A [`FlowId`] is invalid as soon as the connection has ended; its `Closed` or `Refused` event
+///   follows, once. Calls with a stale id fail and do nothing.
 ///
-/// Payload takes one of two ways out. *In place*: `reserve`, fill the packet's
-/// buffer, `commit`, write the header in front; or, when the payload is there
-/// and its length known, `send_now` for both. *Queued*: `send`, and
-/// `poll_transmit` names the [`Span`](super::Span) to put behind each header;
-/// report it with `handle_released` when its memory is free again. Both keep
-/// the order of their calls within one connection.
+/// Payload is sent in one of two ways. *In place*: `reserve`, fill the packet's buffer, `commit`,
+/// write the header in front; or, when the payload and its length are known, `send_now` for both.
+/// *Queued*: `send`, and `poll_transmit` names the [`Span`](super::Span) to put behind each header;
+/// report it with `handle_released` when its memory is free again. Both keep the order of their
+/// calls within one connection.
 ///
 /// # Bounds
 ///
-/// Connections are capped, with those included whose RST has not left or whose
-/// end has not been polled. A control packet of each kind, and an event of
-/// each kind, is a flag of its connection. RSTs without a connection have a
-/// queue of fixed size. No call but `handle_transport_reset` looks at all
-/// connections, and packets of existing connections allocate nothing.
+/// Connections are limited, including closed ones until their RST has been sent and their end
+/// polled. A control packet of each kind, and an event of each kind, is a flag of its connection.
+/// RSTs without a connection have a queue of fixed size. No call but `handle_transport_reset`
+/// visits all connections, and packets of existing connections allocate nothing.
 ///
 /// # Cost
 ///
-/// Packets in the middle of a connection's life cost some ten nanoseconds a
-/// side. Three habits keep it so: bytes of many packets are consumed with one
-/// `consume`; packets of one connection are handled in runs, because the last
-/// connection is found without its hash; and headers are emitted where they
-/// are returned, not put by: a header copied from place to place costs as much
-/// as the call that made it.
+/// Packets of an established connection cost about ten nanoseconds per side. Three habits of the
+/// caller keep it so: one `consume` reports the bytes of many packets; packets of one connection
+/// are handled in runs, because the last connection is found without hashing; and headers are
+/// written where they are returned, because copying a header costs as much as the call that made
+/// it.
 ///
 /// # Example
 ///
@@ -135,8 +128,8 @@ use crate::wire::vsock::{Repr, SocketType};
 /// let mut guest = Shard::new(ShardConfig::driver(guest_cid), Arc::new(PortTable::new()));
 /// let mut host = Shard::new(ShardConfig::device(guest_cid), Arc::new(PortTable::new()));
 ///
-/// // Moves every waiting packet from one to the other and returns what was
-/// // delivered. The payload itself would lie behind the header.
+/// // Moves every waiting packet from one to the other and returns the bytes
+/// // delivered. The payload itself would be behind the header.
 /// fn transfer(now: Instant, from: &mut Shard, to: &mut Shard) -> u32 {
 ///     let mut delivered = 0;
 ///     while let Some(packet) = from.poll_transmit(now, 4096) {
@@ -160,13 +153,13 @@ use crate::wire::vsock::{Repr, SocketType};
 /// transfer(now, &mut host, &mut guest); // RESPONSE
 /// assert_eq!(guest.poll_event(), Some(Event::Connected { flow: client }));
 ///
-/// // Queued: cut into packets of up to 4096 bytes as it is polled.
+/// // Queued: divided into packets of up to 4096 bytes as it is polled.
 /// guest.send(client, 10_000, 0).unwrap();
 /// assert_eq!(transfer(now, &mut guest, &mut host), 10_000);
 ///
 /// // In place: credit first, then the payload, then the header.
-/// let room = host.reserve(served, 4096).unwrap();
-/// let header = host.commit(room, 100, 0).unwrap();
+/// let reservation = host.reserve(served, 4096).unwrap();
+/// let header = host.commit(reservation, 100, 0).unwrap();
 /// let Disposition::Deliver { flow, len: 100, .. } = guest.handle_packet(now, &header) else {
 ///     panic!()
 /// };
@@ -189,7 +182,7 @@ pub struct Shard<S = DefaultHashBuilder> {
     ports: Arc<PortTable>,
     table: Table<S>,
     live: usize,
-    /// Connections that hold a port in `ports`: those that were asked for on this side.
+    /// Connections that refer to a port in `ports`: those that this side has requested.
     held_ports: usize,
     /// Connections in `Incoming`.
     undecided: usize,
@@ -197,24 +190,24 @@ pub struct Shard<S = DefaultHashBuilder> {
     data: List<DATA>,
     events: List<EVENTS>,
     timers: BTreeSet<(Instant, u32)>,
-    /// RSTs that belong to no connection, and MOVEDs of those that were.
+    /// RSTs that belong to no connection, and MOVEDs for connections that have left.
     resets: VecDeque<Repr>,
     stats: ShardStats,
-    /// No call takes its straight path.
+    /// No call takes its fast path.
     #[cfg(test)]
-    detour: bool,
+    slow_path_only: bool,
 }
 
 impl Shard {
-    /// A shard without connections, its hash keyed at random. Shards of one
-    /// address share `ports`.
+    /// A shard without connections, with a randomly keyed hash. Shards of one address share
+    /// `ports`.
     pub fn new(config: ShardConfig, ports: Arc<PortTable>) -> Shard {
         Shard::with_hasher(config, ports, DefaultHashBuilder::default())
     }
 }
 
 impl<S: BuildHasher> Shard<S> {
-    /// A shard with a hash of the caller's. Peers choose ports: key it.
+    /// A shard with a hash of the caller's. Key it: peers choose ports.
     pub fn with_hasher(config: ShardConfig, ports: Arc<PortTable>, hasher: S) -> Shard<S> {
         Shard {
             resets: VecDeque::with_capacity(config.max_pending_resets),
@@ -232,16 +225,15 @@ impl<S: BuildHasher> Shard<S> {
             timers: BTreeSet::new(),
             stats: ShardStats::default(),
             #[cfg(test)]
-            detour: false,
+            slow_path_only: false,
         }
     }
 
-    /// Whether calls take the straight path where it can be taken: always, but in the test that
-    /// compares the two.
+    /// Whether calls may take the fast path: always, except in the test that compares the two.
     #[inline(always)]
-    fn goes_straight(&self) -> bool {
+    fn uses_fast_path(&self) -> bool {
         #[cfg(test)]
-        return !self.detour;
+        return !self.slow_path_only;
         #[cfg(not(test))]
         true
     }
@@ -251,19 +243,20 @@ impl<S: BuildHasher> Shard<S> {
         self.live
     }
 
-    /// Places taken of [`ShardConfig::max_connections`]: live connections, and
-    /// those whose RST has not left or whose end has not been polled.
+    /// Entries that count against [`ShardConfig::max_connections`]: live connections, and closed
+    /// ones until their RST has been sent and their end polled.
     pub fn occupied(&self) -> usize {
         self.table.occupied()
     }
 
-    /// Timers that run: of connections that come about, close, or wait for credit.
+    /// Running timers: of connections that are connecting, closing, or waiting for credit.
     pub fn timers(&self) -> usize {
         self.timers.len()
     }
 
-    /// Live connections that hold a port: those that this side has asked for. Each counts in the
-    /// shard where it is now, so that shards with a table in common can be added up.
+    /// Live connections that refer to a port: those that this side has requested. A connection
+    /// counts in the shard where it is now, so the counts of shards with a common port table can be
+    /// added.
     pub fn held_ports(&self) -> usize {
         self.held_ports
     }
@@ -273,31 +266,30 @@ impl<S: BuildHasher> Shard<S> {
         &self.ports
     }
 
-    /// About one connection; `None` when it has ended.
+    /// Describes one connection; `None`: it has ended.
     pub fn flow(&self, flow: FlowId) -> Option<FlowInfo> {
         self.table.get(flow).map(Connection::info)
     }
 
-    /// Whether [`Shard::poll_transmit`] has something for a buffer large
-    /// enough.
+    /// Whether [`Shard::poll_transmit`] has a packet for a large enough buffer.
     pub fn has_transmit(&self) -> bool {
         !self.resets.is_empty() || self.control.front().is_some() || self.data.front().is_some()
     }
 
-    /// Whether [`Shard::poll_transmit`] has payload of queued sends for a buffer large enough.
+    /// Whether [`Shard::poll_transmit`] has payload of queued sends for a large enough buffer.
     #[inline]
     pub fn has_data(&self) -> bool {
         self.data.front().is_some()
     }
 
-    /// Whether [`Shard::poll_event`] may have something.
+    /// Whether [`Shard::poll_event`] may return an event.
     #[inline]
     pub fn has_events(&self) -> bool {
         self.events.front().is_some()
     }
 
-    /// Whether packets must wait until [`Shard::poll_transmit`] has been given
-    /// buffers.
+    /// Whether the caller must handle no packet until [`Shard::poll_transmit`] has returned queued
+    /// RSTs.
     pub fn is_backlogged(&self) -> bool {
         self.resets.len() >= self.config.max_pending_resets
     }
@@ -307,26 +299,25 @@ impl<S: BuildHasher> Shard<S> {
         &self.stats
     }
 
-    /// What it was made with, and what was set since.
+    /// The current configuration.
     pub fn config(&self) -> &ShardConfig {
         &self.config
     }
 
-    /// The CIDs for which a device answers. Connections stay.
+    /// Sets the CIDs for which a device answers. Existing connections stay.
     pub fn set_local_cids(&mut self, local: LocalCids) {
         self.config.local = local;
     }
 
-    /// The CID that a driver has now, re-read after TRANSPORT_RESET. No effect
-    /// on a device.
+    /// Sets the driver's CID, re-read after TRANSPORT_RESET. No effect on a device.
     pub fn set_driver_cid(&mut self, cid: Cid) {
         if let Role::Driver { local } = &mut self.config.role {
             *local = cid;
         }
     }
 
-    /// Whether VIRTIO_VSOCK_F_SEQPACKET was negotiated; at first it is not,
-    /// and REQUESTs of that type are reset.
+    /// Sets whether VIRTIO_VSOCK_F_SEQPACKET was negotiated. Initially it is not, and REQUESTs of
+    /// that type are reset.
     pub fn set_seqpacket(&mut self, negotiated: bool) {
         self.seqpacket = negotiated;
     }
@@ -343,19 +334,19 @@ impl<S: BuildHasher> Shard<S> {
         )
     }
 
-    /// Whether there may be one connection more, and there is memory for it.
-    fn has_room(&mut self) -> bool {
+    /// Whether the limit and the memory allow another connection.
+    fn can_open(&mut self) -> bool {
         self.ports.occupied() < self.config.max_connections && self.table.reserve_one()
     }
 
-    fn insert(&mut self, connection: Connection) -> u32 {
+    fn add_connection(&mut self, connection: Connection) -> u32 {
         self.live += 1;
         self.ports.occupy();
         self.stats.opened += 1;
         self.table.insert(connection)
     }
 
-    /// Carries out what the state table says about a connection.
+    /// Performs the action that the state table gives for a connection.
     fn act(&mut self, now: Instant, index: u32, next: State, action: Action) {
         let Some(connection) = self.table.at(index) else {
             return;
@@ -376,8 +367,8 @@ impl<S: BuildHasher> Shard<S> {
             Action::SendResponse => {
                 connection.control.response = true;
                 self.undecided -= 1;
-                if let Some(hold) = connection.hold.take() {
-                    self.ports.release(connection.key.local, hold);
+                if let Some(port_ref) = connection.port_ref.take() {
+                    self.ports.release(connection.key.local, port_ref);
                 }
             }
             Action::Connected => {
@@ -386,14 +377,14 @@ impl<S: BuildHasher> Shard<S> {
                 self.rearm(index);
             }
             Action::CreditUpdate => {
-                connection.rx.requested();
+                connection.rx.handle_credit_request();
                 let messages = connection.messages.as_mut();
-                let later = messages.is_some_and(|messages| messages.rx.puts_off());
-                connection.control.credit_update |= !later || connection.rx.has_news();
+                let later = messages.is_some_and(|messages| messages.rx.defer_update());
+                connection.control.credit_update |= !later || connection.rx.has_unannounced();
             }
             Action::PeerShutdown => {
                 connection.pending.peer_shutdown = true;
-                let (_, peer) = connection.shut();
+                let (_, peer) = connection.shutdown_directions();
                 if peer.receive {
                     connection.drop_queue();
                     connection.wants_credit = false;
@@ -402,12 +393,12 @@ impl<S: BuildHasher> Shard<S> {
                 }
             }
             Action::SendShutdown => {
-                let (local, _) = connection.shut();
+                let (local, _) = connection.shutdown_directions();
                 if local.send {
-                    // Nothing comes that gathered bytes could wait for.
-                    connection.holds_back = false;
+                    // No more bytes follow that coalesced bytes could wait for.
+                    connection.delays_small = false;
                     connection.wants_credit = false;
-                    connection.unusual.set_wants_space(false);
+                    connection.rare.set_wants_space(false);
                     connection.pending.writable = false;
                 }
                 if local.is_both() {
@@ -420,13 +411,13 @@ impl<S: BuildHasher> Shard<S> {
         self.update_lists(index);
     }
 
-    /// Puts a connection into the lists it belongs to, and out of the others.
+    /// Adds a connection to the lists it belongs to, and removes it from the others.
     fn update_lists(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
         };
         let control = connection.has_control();
-        let data = connection.can_cut();
+        let data = connection.has_data();
         let events = connection.pending.any();
         let slots = &mut self.table.slots;
         self.control.set(slots, index, control);
@@ -434,22 +425,23 @@ impl<S: BuildHasher> Shard<S> {
         self.events.set(slots, index, events);
     }
 
-    /// After anything that may have changed what a connection can send.
+    /// Called after every change of what a connection can send: wakes its waiter or requests
+    /// credit.
     fn credit_changed(&mut self, index: u32) {
         let most = self.config.max_queued_sends;
         let Some(connection) = self.table.at(index) else {
             return;
         };
         if connection.stall() == Stall::None {
-            connection.asked = false;
+            connection.credit_requested = false;
             connection.probe_wait = 0;
-            connection.holds_back = false;
+            connection.delays_small = false;
             connection.control.credit_request = false;
             if connection.wants_credit
                 && connection.may_send()
                 && !connection.has_queued
                 && !connection.control.response
-                && !connection.is_open()
+                && !connection.message_in_progress()
             {
                 connection.wants_credit = false;
                 if let Some(messages) = &mut connection.messages {
@@ -458,20 +450,20 @@ impl<S: BuildHasher> Shard<S> {
                 }
                 connection.pending.writable = true;
             }
-            // The probe stays set, and finds nothing when it fires: stalls come and go with every
-            // window, and most of their timers would be set in vain.
+            // The probe timer stays armed and does nothing when it fires: stalls begin and end with
+            // every window, and cancelling each timer would cost more.
         } else {
-            self.ask_for_credit(index);
+            self.request_credit(index);
         }
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        if connection.unusual.wants_space()
+        if connection.rare.wants_space()
             && connection.may_send()
             && connection.queued() <= most / 2
-            && !connection.is_barred()
+            && !connection.message_blocked()
         {
-            connection.unusual.set_wants_space(false);
+            connection.rare.set_wants_space(false);
             if let Some(messages) = &mut connection.messages {
                 messages.tx.wants_empty = false;
             }
@@ -480,7 +472,7 @@ impl<S: BuildHasher> Shard<S> {
         self.update_lists(index);
     }
 
-    /// Brings a connection's timer to the earlier of what it waits for.
+    /// Arms a connection's timer for the earlier of its two deadlines.
     fn rearm(&mut self, index: u32) {
         let Some(connection) = self.table.at(index) else {
             return;
@@ -501,13 +493,13 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// Gives ports back that other shards may want.
+/// Releases ports that other shards may want.
 impl<S> Drop for Shard<S> {
     fn drop(&mut self) {
         let connections = self.table.slots.iter_mut();
         for connection in connections.filter_map(|slot| slot.connection.as_mut()) {
-            if let Some(hold) = connection.hold.take() {
-                self.ports.release(connection.key.local, hold);
+            if let Some(port_ref) = connection.port_ref.take() {
+                self.ports.release(connection.key.local, port_ref);
             }
         }
         self.ports.vacate(self.table.occupied());
@@ -529,11 +521,11 @@ mod tests {
     use super::table::Slot;
     use crate::addr::Address;
 
-    /// DESIGN: below 1 KiB for each connection at rest, of a switch that has two of them and as
-    /// many joins: its place, its entry in the map (a place, a control byte, at a load of half),
-    /// its port, its place in the free list.
+    /// An idle connection through a switch must take less than 1 KiB; the switch has two
+    /// connections and two bridges for it. This counts one: its slot, its map entry (an index and a
+    /// control byte, at half load), its port, its entry in the free list.
     #[test]
-    fn a_connection_at_rest_is_small() {
+    fn an_idle_connection_takes_at_most_280_bytes() {
         let entry = 2 * (size_of::<u32>() + 1);
         let port = 2 * (size_of::<(Address, u32)>() + 1);
         let size = size_of::<Slot>() + entry + port + size_of::<u32>();

@@ -1,13 +1,16 @@
-//! Connections that go on at another queue pair, and so in another shard (docs/queue-pairs.md).
+//! Moves connections to another queue pair, and so to another shard (docs/queue-pairs.md).
 //!
-//! The driver asks, behind all it has sent, and then sends nothing: MOVE. The device takes the
-//! connection out of its shard, puts it into the other one, and answers behind all that it has
-//! sent: MOVED. Now both queues of the old pair are empty of it. The driver does the same, and its
-//! first packet at the new pair tells the device that it may send there.
+//! The driver sends MOVE behind all its packets of the connection, and then sends nothing. The
+//! device extracts the connection from its shard, inserts it into the other, and answers with MOVED
+//! behind all its packets. Now both queues of the old pair hold no packet of the connection. The
+//! driver moves it too, and its first packet at the new pair permits the device to send there.
 //!
-//! What must hold: bytes keep their order, because nobody sends at the new pair before everything
-//! of the old one was taken in; a connection is in one shard at most; nothing but its RST leaves
-//! while it waits; credit and counts go with it.
+//! # Invariants
+//! - Bytes keep their order: neither side sends at the new pair before the other has handled all
+//!   packets of the old one.
+//! - A connection is in one shard at most.
+//! - While a connection waits, only its RST is sent.
+//! - Credit and counters move with it.
 
 use core::hash::BuildHasher;
 use std::sync::Arc;
@@ -16,29 +19,29 @@ use super::{FlowError, MoveError, Shard};
 use crate::Instant;
 use crate::addr::{Address, Port};
 use crate::vsock::config::Role;
-use crate::vsock::connection::{Connection, FlowId, Key, Moving};
+use crate::vsock::connection::{Connection, FlowId, Key, MoveState};
 use crate::vsock::event::{Disposition, DropReason};
-use crate::vsock::ports::{Hold, PortTable};
+use crate::vsock::ports::{PortRef, PortTable};
 use crate::vsock::state::State;
 use crate::wire::vsock::{Op, Repr};
 
-/// A connection between two shards; it counts as one of theirs. One that is dropped is gone without
-/// a word to its peer.
+/// A connection between two shards. It counts against their common limit; dropping it ends the
+/// connection without an RST.
 #[derive(Debug)]
-#[must_use = "a connection that nobody adopts is gone"]
-pub struct Parcel {
-    /// Always there, but for one that was adopted.
+#[must_use = "a connection that is not inserted ends"]
+pub struct FlowSnapshot {
+    /// `None` only after `insert`.
     connection: Option<Box<Connection>>,
-    /// Where it has its port.
+    /// The table of its port.
     ports: Arc<PortTable>,
 }
 
-impl Drop for Parcel {
+impl Drop for FlowSnapshot {
     fn drop(&mut self) {
         if let Some(connection) = &mut self.connection
-            && let Some(hold) = connection.hold.take()
+            && let Some(port_ref) = connection.port_ref.take()
         {
-            self.ports.release(connection.key.local, hold);
+            self.ports.release(connection.key.local, port_ref);
         }
         if self.connection.is_some() {
             self.ports.vacate(1);
@@ -47,25 +50,25 @@ impl Drop for Parcel {
 }
 
 impl<S: BuildHasher> Shard<S> {
-    /// Whether connections may be moved between shards: at first not, and MOVE and MOVED are
-    /// operations that nobody knows.
+    /// Sets whether moves were negotiated. Initially they are not, and MOVE and MOVED are unknown
+    /// operations.
     pub fn set_moves(&mut self, negotiated: bool) {
         self.moves = negotiated;
     }
 
-    /// A local port that nobody has now, for a connection whose shard depends on its port.
-    /// A connection between the two addresses may be there all the same, one that the other end has
-    /// asked for: see [`is_connected`](Self::is_connected). [`Port::ANY`]: there is none.
+    /// An unused local port, for a connection that is assigned to a shard by its port;
+    /// [`Port::ANY`]: none is left. A connection that the peer requested may still have these
+    /// addresses: see [`is_connected`](Self::is_connected).
     pub fn spare_port(&self) -> Port {
-        let Some((address, hold)) = self.ports.allocate(self.own_cid()) else {
+        let Some((address, port_ref)) = self.ports.allocate(self.own_cid()) else {
             return Port::ANY;
         };
-        self.ports.release(address, hold);
+        self.ports.release(address, port_ref);
         address.port
     }
 
-    /// Whether a connection between these two addresses is alive here, so that
-    /// [`connect`](Self::connect) would fail. Looks at the address as it is: [`Cid::ANY`] is nobody.
+    /// Whether a live connection here has these addresses, so that [`connect`](Self::connect) would
+    /// fail. Wildcards are not resolved: [`Cid::ANY`] matches no connection.
     ///
     /// [`Cid::ANY`]: crate::Cid::ANY
     pub fn is_connected(&self, local: Address, peer: Address) -> bool {
@@ -75,12 +78,12 @@ impl<S: BuildHasher> Shard<S> {
         connection.is_some_and(|connection| connection.state != State::Closed)
     }
 
-    /// A driver's: asks the device that the connection go on at queue pair `pair`, another one. Until
-    /// it has answered ([`Disposition::Moved`]) nothing is sent; what comes is delivered.
+    /// On a driver: requests that the device move the connection to another queue pair, `pair`.
+    /// Until the answer ([`Disposition::Moved`]) nothing is sent; received packets are delivered.
     ///
     /// # Errors
     /// See [`MoveError`]; nothing has changed.
-    pub fn ask_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
+    pub fn request_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
         if !self.moves || matches!(self.config.role, Role::Device { .. }) {
             return Err(MoveError::NotNegotiated);
         }
@@ -88,62 +91,68 @@ impl<S: BuildHasher> Shard<S> {
         if !is_movable(connection.state) {
             return Err(MoveError::WrongState);
         }
-        if connection.moving != Moving::No || connection.tx.has_reserved() {
+        if connection.move_state != MoveState::No || connection.tx.has_reserved() {
             return Err(MoveError::Busy);
         }
-        connection.moving = Moving::Ask(pair);
-        connection.tx.hold();
+        connection.move_state = MoveState::RequestQueued(pair);
+        connection.tx.pause();
         self.update_lists(flow.index);
         Ok(())
     }
 
-    /// A device's: whether [`extract`](Self::extract) would give a connection out.
-    pub fn may_leave(&self, flow: FlowId) -> bool {
+    /// On a device: whether [`extract`](Self::extract) would succeed.
+    pub fn can_extract(&self, flow: FlowId) -> bool {
         self.table.get(flow).is_some_and(|c| {
-            c.moving == Moving::Wanted && is_movable(c.state) && !c.tx.has_reserved()
+            c.move_state == MoveState::Requested && is_movable(c.state) && !c.tx.has_reserved()
         })
     }
 
-    /// A driver's: whether a connection is on its way, and nothing is sent.
+    /// On a driver: whether a move was requested and not answered, so that nothing is sent.
     pub fn is_moving(&self, flow: FlowId) -> bool {
         let connection = self.table.get(flow);
-        connection.is_some_and(|c| matches!(c.moving, Moving::Ask(_) | Moving::Asked))
+        connection.is_some_and(|c| {
+            matches!(
+                c.move_state,
+                MoveState::RequestQueued(_) | MoveState::RequestSent
+            )
+        })
     }
 
-    /// A device's, after [`Disposition::Move`]: it stays at `pair`, where it is.
+    /// On a device, after [`Disposition::Move`]: declines the move; the connection stays at `pair`,
+    /// where it is.
     ///
     /// # Errors
-    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if nobody has asked.
-    pub fn keep(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
+    /// [`MoveError::Stale`]; [`MoveError::WrongState`] without a request.
+    pub fn decline_move(&mut self, flow: FlowId, pair: u16) -> Result<(), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
-        if connection.moving != Moving::Wanted {
+        if connection.move_state != MoveState::Requested {
             return Err(MoveError::WrongState);
         }
-        connection.moving = Moving::Stay(pair);
+        connection.move_state = MoveState::DeclineQueued(pair);
         self.update_lists(flow.index);
         Ok(())
     }
 
-    /// A driver's, after [`Disposition::Moved`]: the connection goes on here.
+    /// On a driver, after [`Disposition::Moved`] that names the same pair: resumes sending.
     ///
     /// # Errors
-    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if it does so already.
+    /// [`MoveError::Stale`]; [`MoveError::WrongState`] if no answer was outstanding.
     pub fn resume(&mut self, flow: FlowId) -> Result<(), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
-        if connection.moving != Moving::Asked {
+        if connection.move_state != MoveState::RequestSent {
             return Err(MoveError::WrongState);
         }
-        connection.moving = Moving::No;
-        connection.tx.release();
+        connection.move_state = MoveState::No;
+        connection.tx.resume();
         self.credit_changed(flow.index);
         Ok(())
     }
 
-    /// Takes a connection out, after [`Disposition::Move`] or [`Disposition::Moved`], for the shard
-    /// of pair `pair` to [`adopt`](Self::adopt). Its id is invalid from now on, and no event tells
-    /// of that; those that wait go with it. A device says so to its driver with the header that is
-    /// returned: give it to [`answer_moved`](Self::answer_moved) when the other shard has adopted the
-    /// connection, not before.
+    /// Extracts a connection, after [`Disposition::Move`] or [`Disposition::Moved`]; the shard of
+    /// pair `pair` is to [`insert`](Self::insert) it. Its id is invalid from now on, without an
+    /// event; pending events move with it. On a device the result has a header: pass it to
+    /// [`send_moved`](Self::send_moved) when the other shard has inserted the connection, not
+    /// before.
     ///
     /// # Errors
     /// See [`MoveError`]; nothing has changed.
@@ -151,29 +160,30 @@ impl<S: BuildHasher> Shard<S> {
         &mut self,
         flow: FlowId,
         pair: u16,
-    ) -> Result<(Parcel, Option<Repr>), MoveError> {
+    ) -> Result<(FlowSnapshot, Option<Repr>), MoveError> {
         let connection = self.table.get_mut(flow).ok_or(MoveError::Stale)?;
         if connection.tx.has_reserved() {
             return Err(MoveError::Busy);
         }
-        let answer = match connection.moving {
-            Moving::Wanted if is_movable(connection.state) => {
-                connection.moving = Moving::Arrived;
-                connection.tx.hold();
+        let answer = match connection.move_state {
+            MoveState::Requested if is_movable(connection.state) => {
+                connection.move_state = MoveState::AwaitingDriver;
+                connection.tx.pause();
                 Some(connection.header(Op::Moved, 0, u32::from(pair)))
             }
-            // One that is being closed as well: its SHUTDOWN waits, and the device has moved it.
-            Moving::Asked => {
-                connection.moving = Moving::No;
-                connection.tx.release();
-                // The first packet at the new pair: the device waits for it.
+            // Also for a connection that is closing: its SHUTDOWN is queued, and the device has
+            // moved it.
+            MoveState::RequestSent => {
+                connection.move_state = MoveState::No;
+                connection.tx.resume();
+                // The first packet at the new pair, which the device waits for.
                 connection.control.credit_update = true;
                 None
             }
             _ => return Err(MoveError::WrongState),
         };
         if let Some(queue) = &mut connection.queue {
-            // Spans that are still out name an id of this shard.
+            // Unreleased spans have an id of this shard.
             queue.unreleased = 0;
         }
         if let Some(armed) = connection.armed.take() {
@@ -185,49 +195,50 @@ impl<S: BuildHasher> Shard<S> {
         self.events.remove(slots, flow.index);
         let connection = self.table.take(flow.index).ok_or(MoveError::Stale)?;
         self.live -= 1;
-        self.held_ports -= usize::from(connection.hold == Some(Hold::Outgoing));
+        self.held_ports -= usize::from(connection.port_ref == Some(PortRef::Outgoing));
         self.stats.moved_out += 1;
-        let parcel = Parcel {
+        let handoff = FlowSnapshot {
             connection: Some(Box::new(connection)),
             ports: self.ports.clone(),
         };
-        Ok((parcel, answer))
+        Ok((handoff, answer))
     }
 
-    /// Takes a connection in that another shard of the same half has given up; its new id.
+    /// Inserts a connection that another shard of the same half has extracted; returns its new id.
     ///
     /// # Errors
-    /// The parcel again, if there is one between the same addresses, or no memory for it.
-    pub fn adopt(&mut self, mut parcel: Parcel) -> Result<FlowId, Parcel> {
-        let Some(connection) = parcel.connection.take() else {
-            return Err(parcel);
+    /// The handoff, if a connection has the same addresses or there is no memory.
+    pub fn insert(&mut self, mut handoff: FlowSnapshot) -> Result<FlowId, FlowSnapshot> {
+        let Some(connection) = handoff.connection.take() else {
+            return Err(handoff);
         };
         if !self.table.reserve_one() || !self.vacate(&connection.key) {
-            parcel.connection = Some(connection);
-            return Err(parcel);
+            handoff.connection = Some(connection);
+            return Err(handoff);
         }
         self.live += 1;
-        self.held_ports += usize::from(connection.hold == Some(Hold::Outgoing));
+        self.held_ports += usize::from(connection.port_ref == Some(PortRef::Outgoing));
         self.stats.moved_in += 1;
         let index = self.table.insert(*connection);
-        // Its first packet shall not take the straight path: there is something to be ended.
+        // Its first packet must not take the fast path: it completes the move.
         self.table.forget_last();
         self.rearm(index);
         self.credit_changed(index);
         Ok(self.table.id(index))
     }
 
-    /// Sends the answer that [`extract`](Self::extract) has returned, at the pair which the
-    /// connection has left.
-    pub fn answer_moved(&mut self, answer: Repr) {
+    /// Queues the answer that [`extract`](Self::extract) returned, at the pair which the connection
+    /// has left.
+    pub fn send_moved(&mut self, answer: Repr) {
         self.resets.push_back(answer);
     }
 
-    /// The peer of a connection is gone, and the next one knows nothing of it: it ends without an RST.
-    /// As [`handle_transport_reset`](Self::handle_transport_reset), for one that came afterwards.
+    /// Ends a connection without an RST: its peer is gone, and the next one does not know it. As
+    /// [`handle_transport_reset`](Self::handle_transport_reset), for a connection inserted
+    /// afterwards.
     ///
     /// # Errors
-    /// [`FlowError`]: it is not there any more.
+    /// [`FlowError::Stale`]: it has ended.
     pub fn forget(&mut self, now: Instant, flow: FlowId) -> Result<(), FlowError> {
         if self.table.get(flow).is_none() {
             return Err(FlowError::Stale);
@@ -236,63 +247,67 @@ impl<S: BuildHasher> Shard<S> {
         Ok(())
     }
 
-    /// After [`Disposition::MovedStray`], in the shard of the pair that was named: the device has a
-    /// connection there, and we have none. `header` is that of the packet that said so.
+    /// After [`Disposition::MovedStray`], in the shard of the pair that was named: resets the
+    /// connection that the device has there and we do not have. `header` is the header of that
+    /// MOVED.
     pub fn reset_stray(&mut self, header: &Repr) {
-        // Counted where the packet came.
+        // The other shard has counted the packet.
         let _ = self.reset_packet(header, DropReason::NoSocket);
     }
 
-    /// MOVE or MOVED, where they were negotiated; `index`: the live connection that it is for.
+    /// Handles a negotiated MOVE or MOVED; `index`: the live connection that it is for.
     pub(super) fn receive_move(&mut self, index: Option<u32>, header: &Repr) -> Disposition {
         let is_device = matches!(self.config.role, Role::Device { .. });
-        let asks = header.op == Op::Move.into();
+        let is_request = header.op == Op::Move.into();
         let pair = header.flags;
-        if asks != is_device {
+        if is_request != is_device {
             return Disposition::Dropped(DropReason::Unexpected);
         }
         let found = index.and_then(|index| Some((self.table.id(index), self.table.at(index)?)));
         let Some((flow, connection)) = found else {
-            return if asks {
+            return if is_request {
                 self.reset_packet(header, DropReason::NoSocket)
             } else {
                 Disposition::MovedStray { pair }
             };
         };
-        match connection.moving {
-            Moving::No if asks && is_movable(connection.state) => {
-                connection.moving = Moving::Wanted;
+        match connection.move_state {
+            MoveState::No if is_request && is_movable(connection.state) => {
+                connection.move_state = MoveState::Requested;
                 Disposition::Move { flow, pair }
             }
-            Moving::Asked if !asks => Disposition::Moved { flow, pair },
+            MoveState::RequestSent if !is_request => Disposition::Moved { flow, pair },
             _ => Disposition::Dropped(DropReason::Unexpected),
         }
     }
 
-    /// The driver has sent something here for a connection that has come from another shard.
-    pub(super) fn handle_arrival(&mut self, index: u32) {
+    /// The driver's first packet here for an inserted connection completes the move.
+    pub(super) fn finish_move(&mut self, index: u32) {
         if let Some(connection) = self.table.at(index)
-            && connection.moving == Moving::Arrived
+            && connection.move_state == MoveState::AwaitingDriver
         {
-            connection.moving = Moving::No;
-            connection.tx.release();
+            connection.move_state = MoveState::No;
+            connection.tx.resume();
         }
     }
 
-    /// MOVE, or the MOVED of a connection that stays.
+    /// The header of MOVE, or of the MOVED that declines.
     pub(super) fn moving_header(&mut self, index: u32) -> Option<Repr> {
         let connection = self.table.at(index)?;
-        let (next, op, pair) = match connection.moving {
-            Moving::Ask(pair) => (Moving::Asked, Op::Move, pair),
-            Moving::Stay(pair) => (Moving::No, Op::Moved, pair),
-            Moving::No | Moving::Asked | Moving::Wanted | Moving::Arrived => return None,
+        let (next, op, pair) = match connection.move_state {
+            MoveState::RequestQueued(pair) => (MoveState::RequestSent, Op::Move, pair),
+            MoveState::DeclineQueued(pair) => (MoveState::No, Op::Moved, pair),
+            MoveState::No
+            | MoveState::RequestSent
+            | MoveState::Requested
+            | MoveState::AwaitingDriver => return None,
         };
-        connection.moving = next;
+        connection.move_state = next;
         Some(connection.header(op, 0, u32::from(pair)))
     }
 }
 
-/// Whether both ends know the connection, and neither is about to give it up.
+/// Whether both ends are connected and we are not closing.
 fn is_movable(state: State) -> bool {
     matches!(state, State::Established { local, .. } if !local.is_both())
 }

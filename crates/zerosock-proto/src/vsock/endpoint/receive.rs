@@ -1,4 +1,4 @@
-//! Packets in: rules 1 to 5 here, rule 6 in the state table.
+//! Received packets: rules 1 to 5 are here, rule 6 is in the state table.
 
 use core::hash::BuildHasher;
 
@@ -14,38 +14,37 @@ use crate::vsock::state::{Action, How, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, SocketType};
 
 impl<S: BuildHasher> Shard<S> {
-    /// Takes the header of a packet that arrived. The payload, `header.len`
-    /// bytes, stays with the caller; the answer says what to do with it.
+    /// Handles the header of a packet that arrived. The payload, `header.len` bytes, stays with the
+    /// caller; the result says what to do with it.
     ///
-    /// Not to be called while [`Shard::is_backlogged`]: answers would be
-    /// lost.
+    /// Do not call it while [`Shard::is_backlogged`]: answers would be lost.
     ///
-    /// Payload in the middle of a connection's life is the common case and takes a straight path,
-    /// in particular when packets of one connection follow each other.
+    /// Payload for an established connection takes the fast path, in particular when packets of one
+    /// connection follow each other.
     #[inline(always)]
     pub fn handle_packet(&mut self, now: Instant, header: &Repr) -> Disposition {
         match self.handle_payload(header) {
             Some(disposition) => disposition,
-            // A copy, so that a header lies in memory for those packets only that come here.
-            None => self.handle_other(now, &{ *header }),
+            // A copy, so that the header of a fast-path packet need not lie in memory.
+            None => self.handle_slow(now, &{ *header }),
         }
     }
 
-    /// The straight path, which needs no clock: payload within the credit, for the connection that
-    /// was found last, which is open in this direction and has nobody waiting for the credit that
-    /// comes along. `None`: it is not so, nothing was changed, and the packet is one for
-    /// [`handle_packet`](Self::handle_packet).
+    /// The fast path, which needs no clock: payload within the credit, for the connection that was
+    /// found last, which receives and has no waiter for the credit in the header. `None`: another
+    /// case; nothing was changed, pass the packet to [`handle_packet`](Self::handle_packet).
     #[inline(always)]
     pub fn handle_payload(&mut self, header: &Repr) -> Option<Disposition> {
-        if !self.goes_straight() {
+        if !self.uses_fast_path() {
             return None;
         }
         let key = Key {
             local: header.dst,
             peer: header.src,
         };
-        // A device's connections are its guest's: the packet's source is right if it has one.
-        let (flow, connection) = self.table.find_again(&key)?;
+        // All connections of a device belong to its guest: a packet that matches one has the right
+        // source.
+        let (flow, connection) = self.table.find_last(&key)?;
         let is_payload = header.op.get() == Op::Rw as u16
             && header.socket_type.get() == SocketType::Stream as u16
             && connection.socket_type == SocketType::Stream
@@ -53,11 +52,11 @@ impl<S: BuildHasher> Shard<S> {
         if !is_payload
             || !connection.may_receive()
             || !connection.rx.allows(header.len)
-            || !connection.is_quiet()
+            || !connection.has_no_waiter()
         {
             return None;
         }
-        // Rule 5. It is quiet, so that `credit_changed` would do nothing.
+        // Rule 5. There is no waiter, so `credit_changed` would do nothing.
         if !connection.tx.update(header.buf_alloc, header.fwd_cnt) {
             self.stats.bad_fwd_cnt += 1;
         }
@@ -70,51 +69,50 @@ impl<S: BuildHasher> Shard<S> {
         })
     }
 
-    /// The straight path of messages, as [`handle_payload`](Self::handle_payload) is that of
-    /// streams.
+    /// The fast path of messages, as [`handle_payload`](Self::handle_payload) is that of streams.
     fn handle_part(&mut self, header: &Repr) -> Option<Disposition> {
-        if !self.goes_straight() || header.socket_type.get() != SocketType::SeqPacket as u16 {
+        if !self.uses_fast_path() || header.socket_type.get() != SocketType::SeqPacket as u16 {
             return None;
         }
         let key = Key {
             local: header.dst,
             peer: header.src,
         };
-        let (flow, connection) = self.table.find_again(&key)?;
+        let (flow, connection) = self.table.find_last(&key)?;
         let (len, ends) = (header.len, header.flags & SEQ_EOM != 0);
         if header.op.get() != Op::Rw as u16
             || connection.socket_type != SocketType::SeqPacket
             || (len == 0 && !ends)
             || !connection.may_receive()
             || !connection.rx.allows(len)
-            || !connection.is_quiet()
+            || !connection.has_no_waiter()
         {
             return None;
         }
         let window = connection.rx.window();
         let messages = &mut connection.messages.as_mut()?.rx;
-        if messages.look(len, ends, window) != Verdict::Fits {
+        if messages.check(len, ends, window) != Verdict::Fits {
             return None;
         }
         messages.receive(len, ends);
-        if !connection.hear(header) {
+        if !connection.update_credit(header) {
             self.stats.bad_fwd_cnt += 1;
         }
         connection.rx.receive(len);
         self.stats.packets += 1;
         self.stats.delivered_bytes += u64::from(len);
         let flags = connection.message_flags(header.flags);
-        if !ends && connection.rx.within_message(header.buf_alloc) {
+        if !ends && connection.rx.handle_partial_message(header.buf_alloc) {
             connection.control.credit_update = true;
             self.update_lists(flow.index);
         }
         Some(Disposition::Part { flow, len, flags })
     }
 
-    /// Every other packet.
+    /// Handles every other packet.
     #[cold]
     #[inline(never)]
-    fn handle_other(&mut self, now: Instant, header: &Repr) -> Disposition {
+    fn handle_slow(&mut self, now: Instant, header: &Repr) -> Disposition {
         if let Some(disposition) = self.handle_part(header) {
             return disposition;
         }
@@ -151,7 +149,7 @@ impl<S: BuildHasher> Shard<S> {
         {
             return Disposition::Dropped(DropReason::WrongSource);
         }
-        // Rule 1. Datagrams do not come here: the caller tells them apart.
+        // Rule 1. Datagrams do not get here: the caller handles them.
         let socket_type = match header.socket_type.known() {
             Some(known @ (SocketType::Stream | SocketType::SeqPacket)) => known,
             Some(SocketType::Datagram) | None => {
@@ -176,36 +174,36 @@ impl<S: BuildHasher> Shard<S> {
         key: Key,
         socket_type: SocketType,
     ) -> Disposition {
-        let mut hold = None;
+        let mut port_ref = None;
         let (state, input) = match header.op.known() {
             Some(Op::Request) if !self.is_local(key.local.cid) => (State::Closed, Input::Request),
             Some(Op::Request) => {
-                let room = self.has_room();
+                let admitted = self.can_open();
                 if self.config.accept_all {
-                    let room = room && self.undecided < self.config.backlog;
-                    let input = if room {
+                    let admitted = admitted && self.undecided < self.config.backlog;
+                    let input = if admitted {
                         Input::Request
                     } else {
                         Input::RequestOverCap
                     };
                     (State::Listen, input)
-                } else if !room {
+                } else if !admitted {
                     (State::Listen, Input::RequestOverCap)
                 } else {
                     match self.ports.admit(key.local) {
                         Admission::NoListener => (State::Closed, Input::Request),
                         Admission::Full => (State::Listen, Input::RequestOverCap),
                         Admission::Granted(granted) => {
-                            hold = Some(granted);
+                            port_ref = Some(granted);
                             (State::Listen, Input::Request)
                         }
                     }
                 }
             }
-            // Nothing else differs between a listener and nothing.
+            // All other packets are handled alike with and without a listener.
             op => (State::Closed, self.classify(op, header, None)),
         };
-        // Rule 3: without the feature, nothing of ours is a SEQPACKET socket.
+        // Rule 3: without the feature we have no SEQPACKET sockets.
         let mismatch = socket_type == SocketType::SeqPacket
             && !self.seqpacket
             && matches!(state, State::Listen);
@@ -217,17 +215,17 @@ impl<S: BuildHasher> Shard<S> {
                 let mut connection = self.new_connection(key, socket_type, next);
                 // Rule 5.
                 connection.tx.update(header.buf_alloc, header.fwd_cnt);
-                connection.hold = hold;
+                connection.port_ref = port_ref;
                 connection.pending.incoming = true;
-                let index = self.insert(connection);
+                let index = self.add_connection(connection);
                 self.undecided += 1;
                 self.events.push(&mut self.table.slots, index);
                 Disposition::Handled
             }
             Action::Ignore(reason) => Disposition::Dropped(reason),
             Action::ResetPacket(reason) => {
-                if let Some(hold) = hold {
-                    self.ports.release(header.dst, hold);
+                if let Some(port_ref) = port_ref {
+                    self.ports.release(header.dst, port_ref);
                 }
                 self.reset_packet(header, reason)
             }
@@ -235,7 +233,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Rules 3 to 6: there is a connection, or an RST for one is waiting.
+    /// Rules 3 to 6: a connection exists, or its RST is still queued.
     fn receive_for(
         &mut self,
         now: Instant,
@@ -248,9 +246,9 @@ impl<S: BuildHasher> Shard<S> {
             return Disposition::Dropped(DropReason::NoSocket);
         };
         if connection.state == State::Closed {
-            // Rule 4. The RST that this packet deserves is already on its way,
-            // unless the peer has ended the connection as well: then ours
-            // would only hit the next one between these ports.
+            // Rule 4. The RST that would answer this packet is queued already, unless the peer has
+            // ended the connection as well: then ours would hit the next connection between these
+            // ports.
             return match op {
                 _ if self.is_move(header) => self.receive_move(None, header),
                 Some(Op::Rst) => {
@@ -273,15 +271,15 @@ impl<S: BuildHasher> Shard<S> {
             return self.reset_packet(header, DropReason::TypeMismatch);
         }
         // Rule 5.
-        if op != Some(Op::Rst) && !connection.hear(header) {
+        if op != Some(Op::Rst) && !connection.update_credit(header) {
             self.stats.bad_fwd_cnt += 1;
         }
         if op == Some(Op::CreditUpdate) {
-            connection.awaits_answer = false;
+            connection.progress_pending = false;
         }
-        // Nobody sends RW without payload, unless it ends a message.
+        // RW without payload is valid only at the end of a message.
         let ends = connection.message_flags(header.flags) & SEQ_EOM != 0;
-        self.handle_arrival(index);
+        self.finish_move(index);
         if self.is_move(header) {
             return self.receive_move(Some(index), header);
         }
@@ -318,7 +316,7 @@ impl<S: BuildHasher> Shard<S> {
                 };
                 let ends = flags & SEQ_EOM != 0;
                 messages.rx.receive(len, ends);
-                if !ends && connection.rx.within_message(header.buf_alloc) {
+                if !ends && connection.rx.handle_partial_message(header.buf_alloc) {
                     connection.control.credit_update = true;
                     self.update_lists(index);
                 }
@@ -373,12 +371,12 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Whether it is about a connection that goes on at another queue pair.
+    /// Whether the packet moves a connection to another queue pair.
     fn is_move(&self, header: &Repr) -> bool {
         self.moves && matches!(header.op.known(), Some(Op::Move | Op::Moved))
     }
 
-    /// What a packet is to the state table.
+    /// The input of the state table for a packet.
     fn classify(&mut self, op: Option<Op>, header: &Repr, index: Option<u32>) -> Input {
         let connection: Option<&Connection> =
             index.and_then(|i| self.table.slots[i as usize].connection.as_ref());
@@ -397,13 +395,13 @@ impl<S: BuildHasher> Shard<S> {
             Some(Op::Rw) => connection.map_or(Input::Rw, |c| classify_payload(c, header)),
             Some(Op::CreditUpdate) => Input::CreditUpdate,
             Some(Op::CreditRequest) => Input::CreditRequest,
-            // Where they are operations, they have not come here.
+            // Negotiated moves are handled before.
             Some(Op::Move | Op::Moved) | None => Input::Unknown,
         }
     }
 
-    /// Answers a packet with RST: addresses swapped, the type kept, no credit.
-    /// Never an RST with an RST.
+    /// Answers a packet with RST: addresses swapped, the type kept, no credit. An RST is never
+    /// answered.
     pub(super) fn reset_packet(&mut self, header: &Repr, reason: DropReason) -> Disposition {
         if header.op.known() != Some(Op::Rst) {
             if self.resets.len() < self.config.max_pending_resets {
@@ -424,7 +422,7 @@ impl<S: BuildHasher> Shard<S> {
         Disposition::Dropped(reason)
     }
 
-    /// Whether packets to `cid` are ours to answer with a connection.
+    /// Whether we accept connections to `cid`.
     pub(super) fn is_local(&self, cid: Cid) -> bool {
         match self.config.role {
             Role::Device { .. } => self.config.local.contains(cid),
@@ -433,14 +431,14 @@ impl<S: BuildHasher> Shard<S> {
     }
 }
 
-/// What payload is to the state table.
+/// The input of the state table for payload.
 fn classify_payload(connection: &Connection, header: &Repr) -> Input {
     let (rx, len) = (&connection.rx, header.len);
     if let Some(messages) = &connection.messages
         && connection.may_receive()
     {
         let ends = header.flags & SEQ_EOM != 0;
-        match messages.rx.look(len, ends, rx.window()) {
+        match messages.rx.check(len, ends, rx.window()) {
             Verdict::TooLong => return Input::RwTooLong,
             Verdict::Flood => return Input::RwFlood,
             Verdict::Fits => {}

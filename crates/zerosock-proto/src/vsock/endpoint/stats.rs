@@ -1,4 +1,4 @@
-//! What a shard counts.
+//! Counters of a shard.
 
 /// Counters since the shard was made. They only grow.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
@@ -6,34 +6,34 @@
 pub struct ShardStats {
     /// Packets handled.
     pub packets: u64,
-    /// Payload bytes to hand on.
+    /// Payload bytes delivered.
     pub delivered_bytes: u64,
-    /// Payload bytes in headers given out.
+    /// Payload bytes sent.
     pub sent_bytes: u64,
-    /// Connections begun, either way.
+    /// Connections begun by either side.
     pub opened: u64,
-    /// Connections ended, those included that did not come about.
+    /// Connections ended, failed attempts included.
     pub closed: u64,
-    /// Connections that went on in another shard.
+    /// Connections handed to another shard.
     pub moved_out: u64,
-    /// Connections that came from another shard.
+    /// Connections taken from another shard.
     pub moved_in: u64,
-    /// RSTs given out.
+    /// RSTs sent.
     pub resets_sent: u64,
     /// RSTs by the peer that ended a connection.
     pub resets_received: u64,
-    /// RSTs that had no place: the caller handled packets although
-    /// `is_backlogged` said not to.
+    /// RSTs that did not fit the queue: the caller handled packets although `is_backlogged` was
+    /// true.
     pub resets_lost: u64,
-    /// Dropped: not from the device's guest.
+    /// Dropped: the source is not the device's guest.
     pub wrong_source: u64,
-    /// Dropped: a type that nobody knows, or not the connection's.
+    /// Dropped: an unknown type, or not the connection's.
     pub wrong_type: u64,
     /// Dropped: no connection and no listener.
     pub no_socket: u64,
-    /// Dropped: a REQUEST above a cap.
+    /// Dropped: a REQUEST above a limit.
     pub over_cap: u64,
-    /// Dropped: of no use in the state, or empty, or a stray RST.
+    /// Dropped: no effect in the state, or empty, or a stray RST.
     pub unexpected: u64,
     /// Dropped: payload for a direction that we have shut down.
     pub receive_shut: u64,
@@ -41,11 +41,11 @@ pub struct ShardStats {
     pub credit_exceeded: u64,
     /// Connections reset: a message longer than our buffer.
     pub message_too_long: u64,
-    /// Connections reset: too many unread messages without a byte.
+    /// Connections reset: too many unread empty messages.
     pub message_flood: u64,
-    /// Connections reset: the protocol was broken otherwise.
+    /// Connections reset: another protocol error.
     pub protocol_errors: u64,
-    /// Headers whose `fwd_cnt` was ahead of what we sent, or went back.
+    /// Headers with a `fwd_cnt` that was ahead of the bytes sent, or went back.
     pub bad_fwd_cnt: u64,
     /// Times that a sender ran out of credit.
     pub credit_stalls: u64,

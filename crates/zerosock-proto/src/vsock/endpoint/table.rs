@@ -1,12 +1,11 @@
-//! The slab of connections and the map that finds them.
+//! The slab of connections, and the map that finds them by address.
 //!
-//! A place in the slab is taken until nothing is left to tell: an RST that
-//! has not been sent and an event that has not been polled keep it, and with
-//! it their share of the cap. So neither needs a queue of its own.
-//!
-//! The map holds places alone, and finds the addresses in the slab: a key of
-//! its own would make it four times as large. Places are used again; when the
-//! last of many is free, their memory goes back to the system.
+//! # Invariants
+//! - A slot is taken until the connection's RST has been sent and its end has been polled. The slot
+//!   counts against the limit so long, and neither RST nor event needs a queue of its own.
+//! - The map stores slot indices only and reads the addresses in the slab: with keys it would be
+//!   four times as large.
+//! - Slots are reused. When the last of many becomes free, the memory is released.
 
 use core::hash::BuildHasher;
 
@@ -17,12 +16,12 @@ use crate::addr::{Address, Cid, Port};
 use crate::vsock::connection::{Connection, FlowId, Key};
 use crate::vsock::state::State;
 
-/// No place: a slab never grows so far.
-const NOWHERE: u32 = u32::MAX;
-/// Places whose memory is kept when all of them are free.
-const KEPT: usize = 1024;
+/// Index of no slot: a slab never grows so far.
+const NO_SLOT: u32 = u32::MAX;
+/// Most slots that the slab keeps memory for when none is taken.
+const KEPT_SLOTS: usize = 1024;
 
-/// A place in the slab.
+/// An entry of the slab.
 #[derive(Debug)]
 pub(super) struct Slot<C = Connection> {
     pub(super) generation: u32,
@@ -40,23 +39,24 @@ impl<C> Slot<C> {
     }
 }
 
-/// Connections by place, by id, and by addresses.
+/// Connections by slot, by id, and by addresses.
 #[derive(Debug)]
 pub(super) struct Table<S> {
     pub(super) slots: Vec<Slot>,
     free: Vec<u32>,
-    /// Of the connection inserted last: no two have the same, until it comes round.
+    /// Generation of the connection inserted last: unique until it wraps.
     generation: u32,
     hasher: S,
-    /// The places of those that can be found.
+    /// Slots of the connections that can be found by address.
     map: HashTable<u32>,
-    /// The last connection found, if its place is not [`NOWHERE`]: runs of packets belong together.
+    /// The last connection found, unless its index is [`NO_SLOT`]: packets of a connection arrive
+    /// in runs.
     last: Key,
     last_index: u32,
 }
 
 impl<S> Table<S> {
-    /// Places taken.
+    /// Slots taken.
     pub(super) fn occupied(&self) -> usize {
         self.slots.len() - self.free.len()
     }
@@ -74,13 +74,13 @@ impl<S: BuildHasher> Table<S> {
                 local: Address::new(Cid::ANY, Port::ANY),
                 peer: Address::new(Cid::ANY, Port::ANY),
             },
-            last_index: NOWHERE,
+            last_index: NO_SLOT,
         }
     }
 
-    /// Finds by addresses; hashes only when it is not the last one found.
+    /// Finds a connection by addresses; hashes only if it is not the last one found.
     pub(super) fn find(&mut self, key: &Key) -> Option<u32> {
-        if self.last_index != NOWHERE && self.last.is(key) {
+        if self.last_index != NO_SLOT && self.last.is(key) {
             return Some(self.last_index);
         }
         let index = self.look_up(key)?;
@@ -94,14 +94,14 @@ impl<S: BuildHasher> Table<S> {
         found.copied()
     }
 
-    /// The last connection found, if it has these addresses: for the packets that make up most.
+    /// The last connection found, if it has these addresses: the case of most packets.
     #[inline]
-    pub(super) fn find_again(&mut self, key: &Key) -> Option<(FlowId, &mut Connection)> {
+    pub(super) fn find_last(&mut self, key: &Key) -> Option<(FlowId, &mut Connection)> {
         if !self.last.is(key) {
             return None;
         }
         let index = self.last_index;
-        // Nothing is at NOWHERE.
+        // The slab has no entry at NO_SLOT.
         let slot = self.slots.get_mut(index as usize)?;
         let flow = FlowId {
             index,
@@ -110,7 +110,7 @@ impl<S: BuildHasher> Table<S> {
         Some((flow, slot.connection.as_mut()?))
     }
 
-    /// Makes sure that there is memory for one connection more. False: there is none.
+    /// Reserves memory for one more connection. False: there is none.
     pub(super) fn reserve_one(&mut self) -> bool {
         let (slots, hasher) = (&self.slots, &self.hasher);
         let others = |&other: &u32| match &slots[other as usize].connection {
@@ -119,19 +119,19 @@ impl<S: BuildHasher> Table<S> {
         };
         self.map.try_reserve(1, others).is_ok()
             && (!self.free.is_empty()
-                // As many may be free at a time.
+                // All slots may be free at once.
                 || self.slots.try_reserve(1).is_ok()
                     && self.free.try_reserve(self.slots.len() + 1).is_ok())
     }
 
-    /// Takes a place and can be found from now on.
+    /// Inserts a connection, which can be found from now on; returns its slot.
     pub(super) fn insert(&mut self, connection: Connection) -> u32 {
         let key = connection.key;
         let index = match self.free.pop() {
             Some(index) => index,
             None => {
                 self.slots.push(Slot::vacant());
-                // Callers keep `occupied` below a cap far below 2^32.
+                // Callers keep `occupied` below a limit far below 2^32.
                 (self.slots.len() - 1) as u32
             }
         };
@@ -143,7 +143,7 @@ impl<S: BuildHasher> Table<S> {
         let hash = hasher.hash_one(key);
         let others = |&other: &u32| match &slots[other as usize].connection {
             Some(connection) => hasher.hash_one(connection.key),
-            // What is in the map is in the slab.
+            // Every index in the map has a connection.
             None => 0,
         };
         self.map.insert_unique(hash, index, others);
@@ -151,7 +151,7 @@ impl<S: BuildHasher> Table<S> {
         index
     }
 
-    /// Can no longer be found by its addresses; another may have them.
+    /// Removes a connection from the map: another connection may have its addresses.
     pub(super) fn detach(&mut self, index: u32) {
         let Some(connection) = &self.slots[index as usize].connection else {
             return;
@@ -161,21 +161,21 @@ impl<S: BuildHasher> Table<S> {
             entry.remove();
         }
         if self.last_index == index {
-            self.last_index = NOWHERE;
+            self.last_index = NO_SLOT;
         }
     }
 
-    /// Frees the place; ids of it are stale from now on.
+    /// Frees the slot; ids of it are stale from now on.
     pub(super) fn free(&mut self, index: u32) {
         self.take(index);
     }
 
-    /// As [`free`](Self::free), for one that goes on elsewhere.
+    /// As [`free`](Self::free); returns the connection, which moves to another shard.
     pub(super) fn take(&mut self, index: u32) -> Option<Connection> {
         self.detach(index);
         let connection = self.slots[index as usize].connection.take();
         self.free.push(index);
-        if self.occupied() == 0 && self.slots.len() > KEPT {
+        if self.occupied() == 0 && self.slots.len() > KEPT_SLOTS {
             self.slots = Vec::new();
             self.free = Vec::new();
             self.map = HashTable::new();
@@ -183,12 +183,12 @@ impl<S: BuildHasher> Table<S> {
         connection
     }
 
-    /// The next packet is found by its hash, whichever it is.
+    /// Forgets the last connection found: the next packet is found by its hash.
     pub(super) fn forget_last(&mut self) {
-        self.last_index = NOWHERE;
+        self.last_index = NO_SLOT;
     }
 
-    /// At a place of our own lists, timers and map.
+    /// The connection in a slot. The index comes from our own lists, timers or map.
     #[inline]
     pub(super) fn at(&mut self, index: u32) -> Option<&mut Connection> {
         self.slots.get_mut(index as usize)?.connection.as_mut()
@@ -202,7 +202,7 @@ impl<S: BuildHasher> Table<S> {
         }
     }
 
-    /// The live connection of that name.
+    /// The live connection with this id.
     #[inline]
     pub(super) fn get(&self, flow: FlowId) -> Option<&Connection> {
         let slot = self.slots.get(flow.index())?;
@@ -211,7 +211,7 @@ impl<S: BuildHasher> Table<S> {
             .filter(|c| slot.generation == flow.generation && c.state != State::Closed)
     }
 
-    /// The live connection of that name.
+    /// The live connection with this id.
     #[inline]
     pub(super) fn get_mut(&mut self, flow: FlowId) -> Option<&mut Connection> {
         let slot = self.slots.get_mut(flow.index())?;
@@ -221,7 +221,7 @@ impl<S: BuildHasher> Table<S> {
     }
 }
 
-/// Whether the connection at a place has these addresses.
+/// Whether the connection in a slot has these addresses.
 #[inline]
 fn has(slots: &[Slot], index: u32, key: &Key) -> bool {
     let slot = slots.get(index as usize);
@@ -252,9 +252,9 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_of_many_goes_back_when_the_last_has_gone() {
+    fn a_large_empty_slab_releases_its_memory() {
         let mut table = table();
-        let before = KEPT as u32 * 4;
+        let before = KEPT_SLOTS as u32 * 4;
         let all: Vec<FlowId> = (0..before)
             .map(|port| {
                 let index = table.insert(connection(port));
@@ -269,16 +269,16 @@ mod tests {
         assert_eq!((table.slots.capacity(), table.free.capacity()), (0, 0));
         assert_eq!(table.map.capacity(), 0);
         assert_eq!(table.occupied(), 0);
-        // Ids of those days mean nothing to those who have their places.
+        // Ids of the old slab are stale in the new one.
         let index = table.insert(connection(0));
         assert_eq!(index, all[0].index);
         assert!(all.iter().all(|&flow| table.get(flow).is_none()));
-        assert!(table.at(before).is_none(), "a place that there is no more");
+        assert!(table.at(before).is_none(), "a slot beyond the new slab");
     }
 
     proptest! {
         #[test]
-        fn a_map_with_keys_of_its_own_says_the_same(
+        fn lookups_agree_with_a_hash_map(
             steps in prop::collection::vec((0u8..4, 0u32..8), 0..200)
         ) {
             let mut table = table();
@@ -293,7 +293,7 @@ mod tests {
                     1 => if let Some(index) = oracle.remove(&key) {
                         table.free(index);
                     },
-                    // Its addresses may be another's from then on.
+                    // Another connection may have its addresses from now on.
                     2 => if let Some(index) = oracle.remove(&key) {
                         table.detach(index);
                         loose.push(index);

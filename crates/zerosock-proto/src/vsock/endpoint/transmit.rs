@@ -1,24 +1,23 @@
-//! Out: headers to send, events to tell, timers to wait for.
+//! Output: headers to send, events, and timers.
 
 use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::{Duration, Instant};
-use crate::vsock::connection::{End, LIMIT_PROBE, Moving, WINDOW_PROBE};
+use crate::vsock::connection::{End, LIMIT_PROBE, MoveState, WINDOW_PROBE};
 use crate::vsock::credit::Stall;
 use crate::vsock::event::{Event, Span, Transmit};
 use crate::vsock::state::{How, Input, State, transition};
 use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
-/// Above this a queue that has run empty gives its memory back.
+/// Most entries that an empty send queue keeps memory for.
 const QUEUE_KEPT: usize = 16;
 
 impl<S: BuildHasher> Shard<S> {
-    /// The next packet for a buffer with room for `max_payload` bytes behind
-    /// the header: control packets first, then queued sends, one packet of
-    /// each connection in turn. What it returns is as good as sent: headers,
-    /// also those of [`Shard::commit`], must go out in the order in which
-    /// they were returned.
+    /// The next packet for a buffer that holds `max_payload` bytes behind the header: control
+    /// packets first, then queued sends, one packet of each connection in turn. A returned packet
+    /// counts as sent: send headers, also those of [`Shard::commit`], in the order in which they
+    /// were returned.
     pub fn poll_transmit(&mut self, now: Instant, max_payload: u32) -> Option<Transmit> {
         if let Some(header) = self.resets.pop_front() {
             self.stats.resets_sent += u64::from(header.op == Op::Rst.into());
@@ -34,10 +33,10 @@ impl<S: BuildHasher> Shard<S> {
             return None;
         }
         let index = self.data.front()?;
-        self.cut(now, index, max_payload)
+        self.next_data(now, index, max_payload)
     }
 
-    /// One control packet of a connection. What must come first, first.
+    /// The next control packet of a connection, in order of precedence.
     fn next_control(&mut self, now: Instant, index: u32) -> Option<Repr> {
         let connection = self.table.at(index)?;
         let header;
@@ -53,7 +52,7 @@ impl<S: BuildHasher> Shard<S> {
             self.update_lists(index);
             self.free_if_over(index);
             return Some(header);
-        } else if !matches!(connection.moving, Moving::No | Moving::Wanted) {
+        } else if !matches!(connection.move_state, MoveState::No | MoveState::Requested) {
             header = self.moving_header(index)?;
         } else if connection.control.request {
             connection.control.request = false;
@@ -80,16 +79,16 @@ impl<S: BuildHasher> Shard<S> {
             connection.control.credit_request = false;
             header = connection.header(Op::CreditRequest, 0, 0);
             if let Some(messages) = &mut connection.messages {
-                messages.tx.asks();
+                messages.tx.handle_request_sent();
             }
             if connection.is_stalled() {
                 let (first, most) = match connection.stall() {
                     Stall::Limit => LIMIT_PROBE,
                     Stall::Window | Stall::None => WINDOW_PROBE,
                 };
-                let wait = if connection.holds_back {
-                    // 2 ms, 4 ms, and so on.
-                    (first << connection.passed.min(16)).min(most)
+                let wait = if connection.delays_small {
+                    // 2 ms, 4 ms, and so on
+                    (first << connection.delays_expired.min(16)).min(most)
                 } else {
                     connection.probe_wait.clamp(first, most)
                 };
@@ -105,12 +104,12 @@ impl<S: BuildHasher> Shard<S> {
         Some(header)
     }
 
-    /// One packet of a connection's queued sends.
-    fn cut(&mut self, now: Instant, index: u32, max_payload: u32) -> Option<Transmit> {
+    /// The next packet of a connection's queued sends.
+    fn next_data(&mut self, now: Instant, index: u32, max_payload: u32) -> Option<Transmit> {
         self.data.remove(&mut self.table.slots, index);
         let flow = self.table.id(index);
         let connection = self.table.at(index)?;
-        let cuts_message = connection.cuts_message();
+        let cuts_message = connection.queued_message_begun();
         let queue = connection.queue.as_mut()?;
         let front = *queue.sends.front()?;
         let offset = queue.front_offset;
@@ -124,7 +123,7 @@ impl<S: BuildHasher> Shard<S> {
         if len == 0 {
             return None;
         }
-        // EOM and EOR stand on the last packet of a message only.
+        // Only the last packet of a message carries EOM and EOR.
         let flags = if len == left { front.flags } else { 0 };
         let span = Span {
             flow,
@@ -146,15 +145,15 @@ impl<S: BuildHasher> Shard<S> {
         queue.unsent -= u64::from(len);
         queue.unreleased += u64::from(len);
         connection.has_queued = !queue.sends.is_empty();
-        connection.gathers &= connection.has_queued;
-        if core::mem::take(&mut connection.passes) {
-            connection.passed = connection.passed.saturating_add(1);
-        } else if !connection.tx.is_short() {
-            connection.passed = 0;
+        connection.coalescing &= connection.has_queued;
+        if core::mem::take(&mut connection.delay_over) {
+            connection.delays_expired = connection.delays_expired.saturating_add(1);
+        } else if !connection.tx.nears_packet_limit() {
+            connection.delays_expired = 0;
         }
         let header = connection.header(Op::Rw, len, flags);
         self.stats.sent_bytes += u64::from(len);
-        // Closing makes progress.
+        // A closing connection has made progress.
         if matches!(connection.state, State::Established { local, .. } if local.is_both()) {
             connection.deadline = Some(now + self.config.close_timeout);
             self.rearm(index);
@@ -182,7 +181,7 @@ impl<S: BuildHasher> Shard<S> {
         let connection = self.table.at(index)?;
         let pending = &mut connection.pending;
         if core::mem::take(&mut pending.incoming) {
-            connection.seen = true;
+            connection.known_to_caller = true;
             return Some(Event::Incoming {
                 flow,
                 local: connection.key.local,
@@ -194,7 +193,7 @@ impl<S: BuildHasher> Shard<S> {
             return Some(Event::Connected { flow });
         }
         if core::mem::take(&mut pending.peer_shutdown) {
-            let (_, How { receive, send }) = connection.shut();
+            let (_, How { receive, send }) = connection.shutdown_directions();
             return Some(Event::PeerShutdown {
                 flow,
                 receive,
@@ -218,7 +217,7 @@ impl<S: BuildHasher> Shard<S> {
         self.timers.first().map(|&(at, _)| at)
     }
 
-    /// Acts on every timer that is due.
+    /// Handles every timer that is due.
     pub fn handle_timeout(&mut self, now: Instant) {
         while let Some(&(at, index)) = self.timers.first() {
             if at > now {
@@ -235,16 +234,15 @@ impl<S: BuildHasher> Shard<S> {
                 self.act(now, index, next, action);
             } else if connection.probe_at.is_some_and(|probe| probe <= now) {
                 connection.probe_at = None;
-                self.let_pass(index);
-                self.ask_for_credit(index);
+                self.end_delay(index);
+                self.request_credit(index);
             }
             self.rearm(index);
         }
     }
 
-    /// A span's payload is no longer needed: the packet has left, or the
-    /// connection is gone. Spans may be released in any order, and stale ones
-    /// do no harm.
+    /// The payload of a span is no longer needed: the packet has been sent, or the connection has
+    /// ended. Spans may be released in any order; stale ones have no effect.
     pub fn handle_released(&mut self, span: Span) {
         let connection = self.table.get_mut(span.flow);
         if let Some(queue) = connection.and_then(|connection| connection.queue.as_mut()) {

@@ -1,4 +1,4 @@
-//! Chains as the device half sees them: every shape, every fault, read once.
+//! Chains in the device half: every shape, every fault, each descriptor read once.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ fn fault(queue: &mut DeviceQueue) -> ChainFault {
 }
 
 #[test]
-fn every_malformed_chain_is_named_and_costs_only_itself() {
+fn every_malformed_chain_is_reported_and_the_queue_continues() {
     use ChainFault::*;
     let d = DATA;
     let end = DATA + 2 * DATA_LEN;
@@ -167,7 +167,7 @@ fn every_malformed_chain_is_named_and_costs_only_itself() {
         assert_eq!(fault(&mut queue), *expected, "{name}");
         assert_eq!(queue.malformed(), seen as u64 + 1);
         assert_eq!(queue.outstanding(), 0);
-        // The queue goes on.
+        // The queue continues.
         post(&mem, 8, &[(d, 8, 0, 0)]);
         let chain = popped(&mut queue);
         assert_eq!(chain.readable_len(), 8, "{name}");
@@ -197,18 +197,18 @@ fn indirect_tables_may_be_longer_than_a_small_queue() {
         .collect();
     let table = BORDER - 512; // over the border of the regions
     write_table(&mem, table, &entries);
-    // WRITE on the referring descriptor means nothing.
+    // WRITE on the referring descriptor has no meaning.
     post(&mem, 8, &[(table, 1024 * 16, I | W, 0)]);
     let chain = popped(&mut queue);
     assert_eq!(chain.readable().len(), 1024);
     assert_eq!((chain.readable_len(), chain.writable_len()), (1024, 0));
     queue.complete(chain, 0);
-    // So long a vector is not kept.
+    // A vector of this length is not kept.
     assert_eq!(queue.pool_capacity(), 0);
 }
 
 #[test]
-fn a_table_longer_than_its_chain_is_fine() {
+fn a_table_may_be_longer_than_its_chain() {
     let (mem, mut queue) = device(8);
     write_table(
         &mem,
@@ -235,7 +235,7 @@ fn a_buffer_over_the_border_of_two_regions_is_two_pieces() {
 }
 
 #[test]
-fn descriptors_in_many_chains_at_once_do_not_add_up() {
+fn descriptors_shared_by_outstanding_chains_are_refused() {
     let (mem, mut queue) = device(4);
     // All four descriptors in a chain, and the same head posted twice.
     let d = DATA;
@@ -259,7 +259,7 @@ fn a_descriptor_is_read_once() {
     let (mem, mut queue) = device(8);
     post(&mem, 8, &[(DATA, 8, 0, 0)]);
     let chain = popped(&mut queue);
-    // What the driver does to it afterwards does not matter.
+    // Later changes by the driver have no effect.
     write_table(&mem, layout(8).desc, &[(0, u32::MAX, W, 0)]);
     assert_eq!(
         (chain.head(), chain.readable_len(), chain.writable_len()),

@@ -1,4 +1,4 @@
-//! The device half against hand-made rings: indices, notifications, starts; of chains see `chains`.
+//! The device half with hand-made rings: indices, notifications, start; for chains see `chains`.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::split::layout::{QueueError, used_len};
 use crate::split::{BrokenReason, Buffer, PopError, Used};
 
 #[test]
-fn an_index_that_jumps_kills_the_queue_but_not_what_is_out() {
+fn an_index_jump_breaks_the_queue_but_outstanding_chains_complete() {
     let (mem, mut queue) = device(8);
     post(&mem, 8, &[(DATA, 4, W, 0)]);
     let chain = popped(&mut queue);
@@ -19,7 +19,7 @@ fn an_index_that_jumps_kills_the_queue_but_not_what_is_out() {
         other => panic!("{other:?}"),
     };
     broken(&mut queue, BrokenReason::IndexJump);
-    // Mending the index does not bring it back.
+    // A corrected index does not repair the queue.
     poke(&mem, layout(8).avail + 2, &2u16.to_le_bytes());
     broken(&mut queue, BrokenReason::IndexJump);
     assert_eq!(queue.available(), 0);
@@ -31,7 +31,7 @@ fn an_index_that_jumps_kills_the_queue_but_not_what_is_out() {
 }
 
 #[test]
-fn an_index_that_goes_back_kills_the_queue() {
+fn an_index_that_goes_back_breaks_the_queue() {
     let (mem, mut queue) = device(8);
     poke(&mem, layout(8).avail + 2, &65535u16.to_le_bytes());
     assert!(matches!(
@@ -41,7 +41,7 @@ fn an_index_that_goes_back_kills_the_queue() {
 }
 
 #[test]
-fn a_head_outside_the_table_kills_the_queue() {
+fn a_head_outside_the_table_breaks_the_queue() {
     let (mem, mut queue) = device(8);
     post_head(&mem, 8, 8);
     assert!(matches!(
@@ -52,7 +52,7 @@ fn a_head_outside_the_table_kills_the_queue() {
 }
 
 #[test]
-fn chains_given_back_come_again_in_order() {
+fn unpopped_chains_are_popped_again_in_order() {
     let (mut driver, mut queue) = queues(8, 65534, true);
     for token in 0..4 {
         driver
@@ -76,7 +76,10 @@ fn chains_given_back_come_again_in_order() {
         (queue.outstanding(), queue.base(), queue.available()),
         (0, 65535, 3)
     );
-    assert!(queue.enable_notifications(), "they are there to be popped");
+    assert!(
+        queue.enable_notifications(),
+        "unpopped chains are available"
+    );
     let [b, c] = [popped(&mut queue), popped(&mut queue)];
     assert_eq!([b.head(), c.head()], heads[1..]);
     queue.complete(c, 0);
@@ -90,7 +93,7 @@ fn chains_given_back_come_again_in_order() {
 
 #[test]
 #[should_panic(expected = "popped last")]
-fn giving_back_an_older_chain_is_a_mistake() {
+fn unpopping_an_older_chain_panics() {
     let (mem, mut queue) = device(8);
     post(&mem, 8, &[(DATA, 1, 0, 0)]);
     post_head(&mem, 8, 1);
@@ -124,7 +127,7 @@ fn nothing_is_visible_before_publish() {
 }
 
 #[test]
-fn flags_suppress_both_ways() {
+fn flags_suppress_kicks_and_calls() {
     let (mut driver, mut queue) = queues(8, 0, false);
     let buffer = [Buffer {
         addr: DATA,
@@ -140,19 +143,19 @@ fn flags_suppress_both_ways() {
     driver.disable_notifications();
     let chain = popped(&mut queue);
     queue.complete(chain, 0);
-    assert!(!queue.is_awaited());
+    assert!(!queue.would_notify());
     assert!(!queue.publish());
     assert!(driver.enable_notifications(), "one is back");
-    assert!(!queue.is_awaited(), "nothing new");
+    assert!(!queue.would_notify(), "nothing new");
     let chain = popped(&mut queue);
     queue.complete(chain, 0);
-    assert!(queue.is_awaited());
+    assert!(queue.would_notify());
     assert!(queue.publish());
     assert!(!queue.enable_notifications());
 }
 
 #[test]
-fn event_index_suppresses_until_the_entry_asked_for() {
+fn event_index_suppresses_until_the_requested_entry() {
     let (mut driver, mut queue) = queues(8, 65535, true);
     let buffer = [Buffer {
         addr: DATA,
@@ -162,17 +165,17 @@ fn event_index_suppresses_until_the_entry_asked_for() {
     driver.add(&buffer, 0).unwrap();
     assert!(driver.publish(), "the first batch always");
     driver.add(&buffer, 1).unwrap();
-    assert!(!driver.publish(), "asked for the one before");
+    assert!(!driver.publish(), "the request is for the one before");
     let chains = [popped(&mut queue), popped(&mut queue)];
     assert!(!queue.enable_notifications());
-    // A batch that contains the entry asked for, across the wrap.
+    // A batch that contains the requested entry, across the wrap.
     driver.add(&buffer, 2).unwrap();
     driver.add(&buffer, 3).unwrap();
     assert!(driver.publish());
     for chain in chains {
         queue.complete(chain, 0);
     }
-    assert!(queue.is_awaited(), "the first batch always");
+    assert!(queue.would_notify(), "the first batch always");
     assert!(queue.publish());
     assert!(driver.enable_notifications());
     while driver.poll().unwrap().is_some() {}
@@ -180,13 +183,13 @@ fn event_index_suppresses_until_the_entry_asked_for() {
     for wanted in [true, false] {
         let chain = popped(&mut queue);
         queue.complete(chain, 0);
-        assert_eq!(queue.is_awaited(), wanted);
+        assert_eq!(queue.would_notify(), wanted);
         assert_eq!(queue.publish(), wanted);
     }
 }
 
 #[test]
-fn who_can_wait_for_several_is_called_with_the_last_of_them() {
+fn a_notification_for_several_chains_comes_with_the_last() {
     for (event_idx, called) in [(true, [false, false, true, false]), (false, [true; 4])] {
         let (mut driver, mut queue) = queues(8, 65533, event_idx);
         let buffer = [Buffer {
@@ -218,7 +221,7 @@ fn who_can_wait_for_several_is_called_with_the_last_of_them() {
 }
 
 #[test]
-fn a_restarted_device_goes_on_at_the_used_index_of_the_ring() {
+fn a_restarted_device_continues_at_the_used_index() {
     let (mut driver, mut queue) = queues(8, 0, true);
     let buffer = [Buffer {
         addr: DATA,
@@ -233,7 +236,8 @@ fn a_restarted_device_goes_on_at_the_used_index_of_the_ring() {
     let _lost = popped(&mut queue);
     queue.complete(first, 0);
     let _ = queue.publish();
-    // Its predecessor popped two and completed one; the front-end hands over what it knows.
+    // Its predecessor popped two chains and completed one; the front-end passes on the base it
+    // knows.
     let base = queue.base();
     let mem = Arc::clone(queue.memory());
     drop(queue);
@@ -245,7 +249,7 @@ fn a_restarted_device_goes_on_at_the_used_index_of_the_ring() {
         .map(|u| u.token)
         .collect();
     assert_eq!(tokens, [0, 2]);
-    // A used index that makes no sense with the base is not taken over.
+    // A used index that does not fit the base is not adopted.
     let mut queue = DeviceQueue::new(Arc::clone(&mem), &config(8, 100, true)).unwrap();
     poke(&mem, layout(8).avail + 2, &101u16.to_le_bytes());
     let chain = popped(&mut queue);
@@ -279,7 +283,7 @@ fn a_new_memory_table_keeps_the_indices() {
     let _ = queue.publish();
     assert_eq!(peek_u16(&new, layout(8).used + 2), 1);
     assert_eq!(peek_u16(&old, layout(8).used + 2), 65535);
-    // One that lacks the rings is refused and changes nothing.
+    // A memory without the rings is refused and changes nothing.
     let empty = Arc::new(Memory::from_heap(&[]));
     assert!(matches!(
         queue.remap(empty),
@@ -438,7 +442,7 @@ fn parts_that_overlap_are_refused_by_both_halves() {
 #[test]
 fn rings_must_be_aligned_for_the_peer_and_for_us() {
     let good = config(8, 0, false);
-    // A region whose user address is 8 off our own.
+    // A region with a user address that differs from our own by 8.
     let region = RegionConfig {
         guest_addr: RINGS,
         user_addr: good.desc + 8,
@@ -466,20 +470,20 @@ fn rings_must_be_aligned_for_the_peer_and_for_us() {
 }
 
 #[test]
-fn posted_counts_what_came_since_the_last_look() {
+fn posted_counts_chains_since_the_last_read() {
     let (mem, mut queue) = device(8);
     write_table(&mem, layout(8).desc, &[(DATA, 8, 0, 0), (DATA, 8, 0, 0)]);
     assert_eq!(queue.posted(), 0);
     post_head(&mem, 8, 0);
     assert_eq!((queue.available(), queue.posted()), (1, 1));
     post_head(&mem, 8, 1);
-    assert_eq!(queue.available(), 1, "not looked at while one is left");
+    assert_eq!(queue.available(), 1, "not read while one is left");
     assert_eq!((queue.posted(), queue.available()), (2, 2));
     let chain = popped(&mut queue);
     assert_eq!(queue.posted(), 1);
     queue.unpop(chain);
     assert_eq!(queue.posted(), 2);
-    // An index that goes back takes nothing away; one that jumps breaks the ring.
+    // An index that goes back is ignored; one that jumps breaks the ring.
     poke(&mem, layout(8).avail + 2, &1u16.to_le_bytes());
     assert_eq!(queue.posted(), 2);
     poke(&mem, layout(8).avail + 2, &9u16.to_le_bytes());

@@ -1,4 +1,4 @@
-//! The driver half against callers' mistakes and a device that lies.
+//! The driver half with mistaken callers and a malicious device.
 
 use super::*;
 use crate::split::{AddError, Buffer, DriverError, Used};
@@ -19,7 +19,7 @@ fn driver(size: u16) -> (std::sync::Arc<Memory>, DriverQueue) {
     (std::sync::Arc::clone(driver.memory()), driver)
 }
 
-/// What a device writes: an element, and the index that announces it.
+/// Writes a used element, and the index that announces it, as a device does.
 fn answer(mem: &Memory, size: u16, id: u32, len: u32) {
     let used = layout(size).used;
     let index = peek_u16(mem, used + 2);
@@ -30,7 +30,7 @@ fn answer(mem: &Memory, size: u16, id: u32, len: u32) {
 }
 
 #[test]
-fn chains_that_may_not_be_are_not_added() {
+fn invalid_chains_are_not_added() {
     let (_, mut queue) = driver(4);
     let empty = Buffer { len: 0, ..READ };
     let huge = Buffer {
@@ -64,7 +64,7 @@ fn chains_that_may_not_be_are_not_added() {
 }
 
 #[test]
-fn descriptors_come_back_and_serve_again() {
+fn returned_descriptors_are_reused() {
     let (mem, mut queue) = driver(4);
     for round in 0..40_000u64 {
         let count = 1 + (round % 4) as usize;
@@ -90,7 +90,7 @@ fn descriptors_come_back_and_serve_again() {
 }
 
 #[test]
-fn the_length_is_cut_down_to_what_was_writable() {
+fn the_used_length_is_limited_to_the_writable_length() {
     let (mem, mut queue) = driver(4);
     let head = queue.add(&[READ, WRITE], 7).unwrap();
     let _ = queue.publish();
@@ -99,7 +99,7 @@ fn the_length_is_cut_down_to_what_was_writable() {
 }
 
 #[test]
-fn a_used_index_that_jumps_kills_the_queue() {
+fn a_used_index_jump_breaks_the_queue() {
     let (mem, mut queue) = driver(4);
     let head = queue.add(&[WRITE], 0).unwrap();
     let _ = queue.publish();
@@ -113,7 +113,7 @@ fn a_used_index_that_jumps_kills_the_queue() {
 }
 
 #[test]
-fn an_element_that_names_no_posted_chain_kills_the_queue() {
+fn a_used_element_without_posted_chain_breaks_the_queue() {
     for (name, pick) in [
         ("past the table", 4u32),
         ("wrapping to a head", 0x1_0000),
@@ -144,7 +144,7 @@ fn a_chain_comes_back_once() {
 }
 
 #[test]
-fn what_the_device_does_to_the_table_does_not_matter() {
+fn a_table_overwritten_by_the_device_has_no_effect() {
     let (mem, mut queue) = driver(4);
     let head = queue.add(&[READ, WRITE], 3).unwrap();
     let _ = queue.publish();
@@ -165,7 +165,7 @@ fn a_new_queue_is_zeroed() {
         &vec![0xa5; DriverLayout::bytes_needed(size) as usize],
     );
     let queue = DriverQueue::new(std::sync::Arc::clone(&mem), layout(size), true).unwrap();
-    // But for the two bytes of padding in front of the used ring.
+    // Except the two bytes of padding in front of the used ring.
     for (start, end) in [
         (RINGS, layout(size).avail + 22),
         (layout(size).used, layout(size).used + 70),
@@ -180,11 +180,11 @@ fn a_new_queue_is_zeroed() {
 }
 
 #[test]
-fn a_fixed_chain_is_laid_out_once_and_goes_to_and_fro() {
+fn a_fixed_chain_is_written_once_and_reposted() {
     let (mem, mut queue) = driver(4);
     let fixed = queue.set_chain(&[READ, WRITE], 9).unwrap();
     assert_eq!(queue.free(), 2);
-    assert!(!queue.publish(), "laid out is not posted");
+    assert!(!queue.publish(), "a fixed chain is not posted yet");
     let table = peek(&mem, layout(4).desc, 64);
     for round in 0..20u16 {
         queue.add_fixed(fixed).unwrap();
@@ -201,7 +201,7 @@ fn a_fixed_chain_is_laid_out_once_and_goes_to_and_fro() {
 }
 
 #[test]
-fn fixed_chains_and_others_do_not_take_each_others_descriptors() {
+fn fixed_and_other_chains_do_not_share_descriptors() {
     let (mem, mut queue) = driver(4);
     let fixed = queue.set_chain(&[READ], 0).unwrap();
     assert_eq!(queue.add(&[READ; 3], 1), Ok(1));
@@ -214,7 +214,7 @@ fn fixed_chains_and_others_do_not_take_each_others_descriptors() {
     assert_eq!(queue.poll(), Ok(Some(Used { token: 0, len: 0 })));
     assert_eq!(queue.poll(), Ok(Some(Used { token: 1, len: 0 })));
     assert_eq!(queue.free(), 3);
-    // The other one's head is no fixed chain, and the fixed one's is not free.
+    // The head of the other chain is no fixed chain, and that of the fixed one is not free.
     assert_eq!(
         queue.add_fixed(crate::split::FixedChain { head: 1 }),
         Err(AddError::NotFixed)
@@ -224,14 +224,14 @@ fn fixed_chains_and_others_do_not_take_each_others_descriptors() {
 }
 
 #[test]
-fn a_fixed_chain_that_is_not_out_cannot_come_back() {
+fn a_used_element_for_an_idle_fixed_chain_breaks_the_queue() {
     for published in [false, true] {
         let (mem, mut queue) = driver(4);
         let fixed = queue.set_chain(&[WRITE], 0).unwrap();
         let other = queue.set_chain(&[WRITE], 1).unwrap();
         queue.add_fixed(other).unwrap();
         let _ = queue.publish();
-        // Added but not published, or not even added.
+        // Added but not published, or not added.
         if !published {
             queue.add_fixed(fixed).unwrap();
         }
@@ -242,7 +242,7 @@ fn a_fixed_chain_that_is_not_out_cannot_come_back() {
 }
 
 #[test]
-fn what_was_published_quietly_is_asked_about_later() {
+fn publish_notifies_for_chains_published_without_notify() {
     let size = 4;
     for event_idx in [false, true] {
         let (mut driver, mut device) = queues(size, 0, event_idx);
@@ -250,21 +250,21 @@ fn what_was_published_quietly_is_asked_about_later() {
         assert!(!device.enable_notifications());
         let mut round = |driver: &mut DriverQueue| {
             driver.add_fixed(fixed).unwrap();
-            driver.publish_quietly();
+            driver.publish_without_notify();
             assert!(device.has_available());
             let chain = device.pop().unwrap().unwrap();
             assert!(!device.has_available());
             device.complete(chain, 0);
-            device.publish_quietly();
+            device.publish_without_notify();
             assert!(driver.poll().unwrap().is_some());
         };
         round(&mut driver);
-        assert!(driver.publish(), "it asked for the first one");
+        assert!(driver.publish(), "the device requested the first one");
         assert!(!driver.publish(), "nothing new");
-        // More than the index can count: with event index it was passed for certain.
+        // More than the index can count: with event index the event was passed in any case.
         for _ in 0..if cfg!(miri) { 3 } else { 65_537 } {
             round(&mut driver);
         }
-        assert!(driver.publish_light() || cfg!(miri));
+        assert!(driver.publish_unfenced() || cfg!(miri));
     }
 }

@@ -1,12 +1,12 @@
-//! Rings full of nonsense, at rest and in motion: nothing panics, nothing runs for ever, and no
-//! piece lies outside memory.
+//! Rings with random contents, unchanged and changing: no panic, no endless loop, and no piece
+//! outside memory.
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::split::{Chain, PopError};
 
-/// The stretch of data memory in which things happen, on both sides of the border.
+/// The range of data memory used here, on both sides of the border.
 const WINDOW_LEN: u64 = 0x2000;
 const WINDOW: u64 = BORDER - WINDOW_LEN / 2;
 const END: u64 = DATA + 2 * DATA_LEN;
@@ -24,7 +24,7 @@ fn check(mem: &Memory, chain: &Chain) {
     );
 }
 
-/// Pops all there is, holding some of it; returns how many chains came.
+/// Pops all posted chains and holds some of them; returns how many chains came.
 fn pop_all(queue: &mut DeviceQueue, held: &mut Vec<Chain>) -> usize {
     let mut count = 0;
     loop {
@@ -44,7 +44,7 @@ fn pop_all(queue: &mut DeviceQueue, held: &mut Vec<Chain>) -> usize {
     }
 }
 
-/// A descriptor that is wrong in an interesting way more often than by chance.
+/// A descriptor with a likely fault.
 fn descriptor() -> impl Strategy<Value = (u64, u32, u16, u16)> {
     let addr = prop_oneof![
         6 => WINDOW..WINDOW + WINDOW_LEN,
@@ -66,7 +66,7 @@ proptest! {
     })]
 
     #[test]
-    fn nonsense_in_the_rings_never_leaves_memory(
+    fn random_rings_give_no_piece_outside_memory(
         bits in 0u32..=4,
         table in prop::collection::vec(descriptor(), 16),
         tables in prop::collection::vec(descriptor(), 64),
@@ -80,7 +80,7 @@ proptest! {
         let mem = memory(size);
         let layout = layout(size);
         write_table(&mem, layout.desc, &table[..usize::from(size)]);
-        // Every 1 KiB a table, for those who point there.
+        // A table every 1 KiB, for descriptors that refer to one.
         for at in (0..WINDOW_LEN).step_by(1024) {
             write_table(&mem, WINDOW + at, &tables);
         }
@@ -101,7 +101,7 @@ proptest! {
     }
 
     #[test]
-    fn nonsense_in_the_used_ring_never_confuses_the_driver(
+    fn random_used_rings_return_each_chain_at_most_once(
         bytes in prop::collection::vec(prop_oneof![3 => 0u8..4, 1 => any::<u8>()], 6 + 8 * 8),
         index in prop_oneof![8 => 0u16..9, 1 => any::<u16>()],
     ) {
@@ -124,11 +124,11 @@ proptest! {
     }
 }
 
-/// A peer that rewrites everything while the device pops. The rewriting thread goes through raw
-/// copies, as another process would through its own mapping; Miri rightly calls that a race.
+/// A peer rewrites the rings while the device pops. The writing thread uses raw copies, as another
+/// process would through its own mapping; Miri correctly reports that as a race.
 #[test]
 #[cfg(not(miri))]
-fn a_driver_that_rewrites_its_rings_gains_nothing() {
+fn rings_rewritten_while_popped_give_no_piece_outside_memory() {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -180,7 +180,7 @@ fn a_driver_that_rewrites_its_rings_gains_nothing() {
     let mut posted = 0u16;
     let target = 200_000;
     while popped < target {
-        // The index itself moves soundly, so that the queue lives on.
+        // The index itself is valid, so that the queue does not break.
         posted = posted.wrapping_add(SIZE - queue.outstanding());
         poke(&mem, layout(SIZE).avail + 2, &posted.to_le_bytes());
         popped += pop_all(&mut queue, &mut held);
@@ -195,7 +195,7 @@ fn a_driver_that_rewrites_its_rings_gains_nothing() {
     }
     stop.store(true, Ordering::Relaxed);
     writer.join().expect("the writer");
-    // Both kinds came, or the test tests nothing.
+    // Both kinds of results must have occurred.
     assert!(
         malformed > target / 100 && popped - malformed > target / 100,
         "{malformed} of {popped}"

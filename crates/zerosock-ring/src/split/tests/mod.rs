@@ -1,5 +1,5 @@
-//! Tests of both halves: by hand, against an oracle, against nonsense. All on heap memory, so that
-//! they run under Miri too.
+//! Tests of both halves: by hand, against an oracle, with random ring contents. All on heap memory,
+//! so that they run under Miri too.
 
 mod chains;
 mod device;
@@ -23,7 +23,7 @@ pub(super) const DATA: u64 = 0x8000_0000;
 pub(super) const DATA_LEN: u64 = 0x6_0000;
 /// Guest address at which the two data regions meet.
 pub(super) const BORDER: u64 = DATA + DATA_LEN;
-/// What the front-end's own addresses differ by.
+/// Difference between user addresses and guest addresses.
 const USER: u64 = 0x7f00_0000_0000;
 
 pub(super) fn layout(size: u16) -> DriverLayout {

@@ -1,4 +1,4 @@
-//! Device half against driver half, checked step by step against plain containers.
+//! Device half and driver half together, checked step by step against plain containers.
 
 use std::collections::VecDeque;
 
@@ -7,8 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::split::{AddError, Buffer, Chain, FixedChain};
 
-/// Bounds within which no address is used twice, so that nothing but the queues keeps apart what
-/// one message and another hold.
+/// Limits within which no address is used twice, so that a message in the wrong buffer is detected.
 const MAX_STEPS: usize = 200;
 const MAX_BUFFERS: usize = 12;
 const MAX_LEN: u16 = 150;
@@ -40,7 +39,7 @@ enum Step {
     Post,
     Pop(u8),
     GiveBack(u8),
-    /// Which of those out, and how much of it is written.
+    /// Index of an outstanding chain, and how much of it is written.
     Complete(prop::sample::Index, prop::sample::Index),
     Return,
     Poll(u8),
@@ -76,7 +75,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..if cfg!(miri) { 20 } else { MAX_STEPS })
 }
 
-/// A message on its way.
+/// A message in flight.
 #[derive(Clone, Debug)]
 struct Message {
     token: u64,
@@ -89,15 +88,15 @@ struct Message {
 /// Readable and writable bytes of a fixed chain.
 const FIXED: [u32; 2] = [44, 100];
 
-/// Both halves, and where every message is according to plain containers.
+/// Both halves, and the position of every message according to plain containers.
 struct Scene {
     driver: DriverQueue,
     device: DeviceQueue,
     size: u16,
     next_token: u64,
-    /// Where the next buffer goes: soon over the border of the regions.
+    /// The address of the next buffer, which soon crosses the border of the regions.
     arena: u64,
-    /// Fixed chains: each with its token, address, and whether it is with us.
+    /// Fixed chains: each with its token, its address, and whether it is idle.
     fixed: Vec<(FixedChain, u64, u64, bool)>,
     added: VecDeque<Message>,
     posted: VecDeque<Message>,
@@ -139,7 +138,7 @@ impl Scene {
             Shape::Mixed => buffers.len().min(1),
         };
         let (direct, rest) = buffers.split_at(split);
-        // A table of its own for every message.
+        // Each message has its own table.
         let table = (!rest.is_empty()).then_some((DATA + token * TABLE_LEN, rest));
         let needed = direct.len() + usize::from(table.is_some());
         let free = usize::from(self.driver.free());
@@ -151,7 +150,7 @@ impl Scene {
         } else if needed > free {
             assert_eq!(result, Err(AddError::Full));
         } else {
-            let head = result.expect("room for it");
+            let head = result.expect("free descriptors");
             assert_eq!(usize::from(self.driver.free()), free - needed);
             let writable = buffers
                 .iter()
@@ -168,7 +167,7 @@ impl Scene {
         }
     }
 
-    /// Lays out as many chains as there is room for, up to `count`.
+    /// Sets as many fixed chains as the queue allows, up to `count`.
     fn set_chains(&mut self, count: usize) {
         for token in 0..count as u64 {
             let addr = self.place(FIXED[0] + FIXED[1]);
@@ -277,8 +276,7 @@ impl Scene {
             Step::Pop(count) => (0..count).for_each(|_| self.pop()),
             Step::GiveBack(count) => {
                 for _ in 0..count {
-                    // Only a chain popped last can go back; after others were completed, the one
-                    // popped last may be gone.
+                    // Only the chain popped last can be unpopped; it may have been completed.
                     let last = self.device.base().wrapping_sub(1);
                     match self
                         .out
@@ -333,7 +331,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(case_count()) })]
 
     #[test]
-    fn messages_cross_both_ways_as_through_plain_containers(
+    fn queues_agree_with_plain_containers(
         bits in 0u32..=10,
         base in prop_oneof![Just(0u16), 65500u16..=65535, any::<u16>()],
         event_idx: bool,
@@ -375,7 +373,7 @@ impl Scene {
             + self.returned.len()
     }
 
-    /// Brings every message home.
+    /// Completes and polls every message.
     fn drain(&mut self) {
         self.step(Step::Post);
         while !self.posted.is_empty() {
@@ -396,7 +394,7 @@ impl Scene {
 }
 
 #[test]
-fn indices_go_round_many_times() {
+fn indices_wrap_many_times() {
     // 2.5 rounds of 65536 in batches of 7 on 8 descriptors; completed in reverse.
     let (mut driver, mut device) = queues(8, 65533, true);
     let mut expected = 0;
@@ -414,7 +412,7 @@ fn indices_go_round_many_times() {
         }
         assert!(
             driver.publish(),
-            "the device asked for the first of the batch"
+            "the device requested the first of the batch"
         );
         while let Some(chain) = device.pop().unwrap() {
             chains.push(chain);

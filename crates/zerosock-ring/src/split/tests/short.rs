@@ -1,5 +1,5 @@
-//! The short ways of the packet path: chains without a vector, ring entries that are not written
-//! because they lie there already.
+//! The fast paths of a packet: chains without a vector, and ring entries that are not rewritten
+//! because they are unchanged.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn popped(queue: &mut DeviceQueue) -> Chain {
 }
 
 #[test]
-fn a_used_element_that_would_not_change_is_not_written() {
+fn an_unchanged_used_element_is_not_written() {
     let (mem, mut queue) = device(1);
     let element = layout(1).used + 4;
     let round = |queue: &mut DeviceQueue, len: u32, written: u32| {
@@ -29,7 +29,7 @@ fn a_used_element_that_would_not_change_is_not_written() {
         queue.complete(chain, written);
         let _ = queue.publish();
         let lies = peek(&mem, element + 4, 4);
-        // So that the next one shows whether it is written.
+        // Overwritten, so that the test sees whether the next one is written.
         poke(&mem, element + 4, &[0xee; 4]);
         u32::from_le_bytes([lies[0], lies[1], lies[2], lies[3]])
     };
@@ -37,7 +37,7 @@ fn a_used_element_that_would_not_change_is_not_written() {
     assert_eq!(
         round(&mut queue, 8, 8),
         0xeeee_eeee,
-        "nobody else writes there"
+        "written by another party"
     );
     assert_eq!(round(&mut queue, 8, 7), 7);
     let same = Arc::clone(queue.memory());
@@ -46,7 +46,7 @@ fn a_used_element_that_would_not_change_is_not_written() {
 }
 
 #[test]
-fn a_chain_holds_as_many_pieces_as_it_has() {
+fn short_and_long_chains_have_all_their_pieces() {
     for count in [1usize, 2, 3, 4, 5, 8] {
         for readable in [0, count / 2, count.div_ceil(2), count] {
             let (mem, mut queue) = device(8);

@@ -73,7 +73,11 @@ impl Device {
         let (Some(tx), Some(app)) = (&self.tx, cx.app.as_deref_mut()) else {
             return false;
         };
-        if let Some(payload) = tx.queue.memory().whole(chain.readable(), HEADER_LEN, 1) {
+        if let Some(payload) = tx
+            .queue
+            .memory()
+            .contiguous(chain.readable(), HEADER_LEN, 1)
+        {
             // The payload comes near while the header does.
             payload.prefetch();
         }
@@ -132,7 +136,7 @@ impl Device {
             tx.complete(chain, 0);
             return false;
         }
-        table.taken(id, header.len);
+        table.consume(id, header.len);
         let mut slices = SliceBuf::<4>::new();
         if memory.slices(chain.readable(), HEADER_LEN, len, &mut slices) == len {
             look(header.src, Payload::in_place(&slices));

@@ -22,7 +22,7 @@ mod waiting_tests;
 use std::collections::VecDeque;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, Piece as Part, Place, Stops,
+    Assembler, Control, F_DGRAM, F_DGRAM_FLOW, PauseSource, PausedSenders, PayloadPart as Part,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -60,7 +60,7 @@ pub(super) struct Datagrams {
     /// Words for the guest.
     words: VecDeque<Repr>,
     /// Sources that were told to stop because of `waiting`.
-    stops: Stops,
+    stops: PausedSenders,
     stopping: bool,
     /// Buffers that datagrams of siblings may still take before streams that have something have
     /// had their turn; `None`: none was taken since.
@@ -97,7 +97,7 @@ impl Datagrams {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             words: VecDeque::new(),
-            stops: Stops::new(Place::OnTheWay),
+            stops: PausedSenders::new(PauseSource::Switch),
             stopping: false,
             share: None,
             under_way: 0,
@@ -235,7 +235,7 @@ impl Device {
         if is_apps(lost.to(), cx)
             && let Some(app) = cx.app.as_deref_mut()
         {
-            app.inboxes.table.lost(lost);
+            app.inboxes.table.handle_lost(lost);
         }
     }
 

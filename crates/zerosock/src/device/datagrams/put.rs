@@ -91,7 +91,7 @@ impl Device {
             if !self.put_word(&word, cx)
                 && let Some(app) = cx.app.as_deref_mut()
             {
-                app.inboxes.table.control_again(now, |to| to.cid == cid);
+                app.inboxes.table.retry_control(now, |to| to.cid == cid);
                 break;
             }
         }

@@ -82,7 +82,7 @@ impl Device {
             cx.counters.datagrams_dropped.add(u64::from(data));
             // Also for one without a driver: there is nobody.
             if flow && data {
-                answer = Some(Control::Deaf.emit(header.dst, header.src));
+                answer = Some(Control::Unsupported.emit(header.dst, header.src));
             }
         } else if !Datagrams::is_data(&header) {
             self.datagrams.add_word(header);
@@ -137,7 +137,7 @@ impl Device {
         if flow && datagrams.waiting_bytes > WAITING / 4 {
             datagrams.stopping = true;
             let now = cx.time();
-            datagrams.stops.stop(now, to, from);
+            datagrams.stops.pause(now, to, from);
             self.tell_sources(cx);
         }
     }
@@ -240,7 +240,7 @@ impl Device {
         }
         if self.datagrams.stopping && self.datagrams.waiting_bytes <= WAITING / 8 {
             self.datagrams.stopping = false;
-            self.datagrams.stops.start_all();
+            self.datagrams.stops.resume_all();
         }
         self.tell_sources(cx);
     }

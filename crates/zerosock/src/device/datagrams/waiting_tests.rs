@@ -91,7 +91,7 @@ fn a_program_that_waits_for_buffers_is_told_after_a_command_and_spins_for_none()
     assert_eq!(put, Err(NotPut::NoRoom));
     // A word of the flow control is refused as well.
     device.datagrams.negotiated(F_DGRAM | F_DGRAM_FLOW);
-    assert!(!device.put_word(&Control::Deaf.emit(host(), guest()), &mut cx));
+    assert!(!device.put_word(&Control::Unsupported.emit(host(), guest()), &mut cx));
     for _ in 0..2 {
         assert!(!device.has_come() && !device.ask_for_kicks(), "it spins");
         assert!(!device.transmit(&mut cx));

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use zerosock_proto::vsock::datagram::{
-    ASSEMBLY, DatagramDrops, DatagramId, DatagramLimits, MAX_DATAGRAM, OVERHEAD, data,
+    ASSEMBLY_TIMEOUT, DatagramDrops, DatagramId, DatagramLimits, MAX_DATAGRAM, OVERHEAD, data,
 };
 use zerosock_proto::wire::vsock::{HEADER_LEN, Op, Repr, SocketType};
 use zerosock_proto::{Address, Cid, Port};
@@ -183,7 +183,7 @@ fn fragments_that_are_missing_cost_their_datagram_alone() {
     victim.still_hears(b"whole");
     assert_eq!(victim.drops().incomplete, 500);
     victim.part(9, us(), b"and no more", false);
-    let late = victim.driver.now() + ASSEMBLY + Duration::from_millis(1);
+    let late = victim.driver.now() + ASSEMBLY_TIMEOUT + Duration::from_millis(1);
     victim.driver.datagrams.handle_timeout(late);
     assert_eq!(victim.drops().incomplete, 501);
     assert_eq!(victim.driver.datagrams.kept.capacity(), 0);
@@ -238,7 +238,7 @@ fn headers_that_do_not_hold_are_dropped() {
         data(from, us(), len, true).emit(&mut bytes);
         victim.peer.rx.memory().write(chain.writable(), 0, &bytes);
         victim.peer.rx.complete(chain, HEADER_LEN as u32 + 5);
-        victim.peer.rx.publish_quietly();
+        victim.peer.rx.publish_without_notify();
         victim.turn();
         malformed += 1;
         assert_eq!(victim.driver.stats().rx_malformed, malformed, "{len}");

@@ -15,7 +15,7 @@ mod calls;
 mod waking_tests;
 
 use zerosock_proto::vsock::datagram::{
-    Assembler, Control, DatagramId, DatagramTable, MAX_DATAGRAM, Piece, data,
+    Assembler, Control, DatagramId, DatagramTable, MAX_DATAGRAM, PayloadPart, data,
 };
 use zerosock_proto::wire::vsock::{Op, Repr};
 use zerosock_proto::{Address, Cid, Instant};
@@ -115,7 +115,7 @@ impl Datagrams {
 
     /// How many packets are taken before somebody may go on who waits for what is under way.
     pub(in crate::driver) fn packets_until_named(&self) -> Option<u32> {
-        self.inboxes.table.packets_until_named()
+        self.inboxes.table.completions_until_writable()
     }
 
     pub(in crate::driver) fn next_due(&self) -> Option<Instant> {
@@ -138,7 +138,7 @@ impl Datagrams {
     fn count_lost(&mut self) {
         if let Some(lost) = self.assembler.take_lost() {
             self.dropped += 1;
-            self.inboxes.table.lost(lost);
+            self.inboxes.table.handle_lost(lost);
         }
     }
 
@@ -172,16 +172,16 @@ impl Driver {
         let piece = datagrams.assembler.handle(header, now);
         datagrams.count_lost();
         let len = match piece {
-            Piece::Whole => {
+            PayloadPart::Whole => {
                 return self.whole_datagram(now, slot, header);
             }
-            Piece::First => {
+            PayloadPart::First => {
                 datagrams.kept.clear();
                 None
             }
-            Piece::More => None,
-            Piece::Last { len } => Some(len),
-            Piece::Lost => {
+            PayloadPart::More => None,
+            PayloadPart::Last { len } => Some(len),
+            PayloadPart::Lost => {
                 datagrams.kept = Vec::new();
                 return self.store.release(slot);
             }
@@ -241,7 +241,7 @@ impl Driver {
             match self.store.queue_pairs[LANE].tx.control_slot()? {
                 Some(slot) => self.transmit(LANE, slot, &word)?,
                 None => {
-                    self.datagrams.inboxes.table.control_again(now, |_| true);
+                    self.datagrams.inboxes.table.retry_control(now, |_| true);
                     break;
                 }
             }
@@ -261,7 +261,7 @@ impl Driver {
     pub(in crate::driver) fn land(&mut self) -> bool {
         let mut any = false;
         while let Some((id, len)) = self.store.queue_pairs[LANE].tx.landed() {
-            self.datagrams.inboxes.table.arrived(id, len);
+            self.datagrams.inboxes.table.handle_completed(id, len);
             any = true;
         }
         any
@@ -312,7 +312,7 @@ impl Driver {
     #[cold]
     fn wait_for_datagram_slots(&mut self, id: DatagramId, slots: usize) -> DatagramFault {
         self.datagrams.wanted = self.datagrams.wanted.max(slots);
-        self.datagrams.inboxes.table.wait(id);
+        self.datagrams.inboxes.table.wait_for_buffer(id);
         DatagramFault::WouldBlock
     }
 
@@ -430,7 +430,7 @@ impl Driver {
                 self.store.release(slot);
                 continue;
             }
-            table.taken(id, header.len);
+            table.consume(id, header.len);
             let slots = &self.store.queue_pairs[LANE].slots;
             let piece = slots.rx_data.pieces(slot.slot).first();
             let slice = piece.and_then(|piece| slots.memory.slice(*piece));

@@ -1,21 +1,21 @@
-//! What is limited and what is counted of datagram sockets.
+//! Limits and counters of datagram sockets.
 
 #[cfg(doc)]
 use crate::vsock::datagram::OVERHEAD;
 
-/// How much of a socket's may wait, in bytes.
+/// Queue limits of a socket, in bytes.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct DatagramLimits {
-    /// Received and not read, [`OVERHEAD`] for each datagram included. One that comes when there
-    /// is more is dropped; so the last may overshoot.
+    /// Received and not read, [`OVERHEAD`] for each datagram included. A datagram that arrives
+    /// above this limit is dropped; the last one accepted may exceed it.
     pub receive: u32,
-    /// Sent, and not yet taken by the other side of the queue, [`OVERHEAD`] for each datagram
-    /// included. While there is as much, no more is sent; so the last may overshoot.
+    /// Sent and not yet taken by the other side of the queue, [`OVERHEAD`] for each datagram
+    /// included. At this limit a send is refused; the last one accepted may exceed it.
     pub send: u32,
 }
 
 impl Default for DatagramLimits {
-    /// 1 MiB received, and 212992 bytes (Linux's default) sent.
+    /// 1 MiB to receive, 212992 bytes (Linux's default) to send.
     fn default() -> DatagramLimits {
         DatagramLimits {
             receive: 1 << 20,
@@ -24,18 +24,18 @@ impl Default for DatagramLimits {
     }
 }
 
-/// Why a datagram was dropped, without a word to its sender.
+/// Why a datagram was dropped. The sender is not notified.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
 pub enum DropCause {
     /// No socket has the port.
     NoSocket,
-    /// The socket is connected, and not to its sender.
+    /// The socket is connected to another peer.
     NotPeer,
-    /// The socket had received as much as it may.
+    /// The socket's receive limit was reached.
     Full,
 }
 
-/// Datagrams that were dropped, by cause.
+/// Dropped datagrams by cause.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
 pub struct DatagramDrops {
     /// [`DropCause::NoSocket`].
@@ -44,13 +44,13 @@ pub struct DatagramDrops {
     pub not_peer: u64,
     /// [`DropCause::Full`].
     pub full: u64,
-    /// Some of their fragments have not come in time, or in order.
+    /// Fragments were missing, late or out of order.
     pub incomplete: u64,
-    /// Longer than any may be.
+    /// Longer than [`MAX_DATAGRAM`](crate::vsock::datagram::MAX_DATAGRAM).
     pub too_long: u64,
 }
 
-/// What a socket has counted.
+/// Counters of a socket.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, Default)]
 pub struct DatagramStats {
     /// Datagrams received.
@@ -63,8 +63,8 @@ pub struct DatagramStats {
     pub sent_bytes: u64,
     /// Dropped because the receive buffer was full.
     pub dropped_full: u64,
-    /// Dropped because the socket is connected to somebody else.
+    /// Dropped because the socket is connected to another peer.
     pub dropped_not_peer: u64,
-    /// Times that a destination asked us to stop.
+    /// STOPs received and obeyed.
     pub stopped: u64,
 }

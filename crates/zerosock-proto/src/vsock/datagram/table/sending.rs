@@ -1,43 +1,46 @@
-//! When each socket may send, and who is told that it may again.
+//! Back-pressure of sending sockets: when a send is refused, and when the socket is writable again.
 //!
-//! What must hold: a socket that was refused for now is named when another try is worth it; one that
-//! has as much under way as may be, when half of it was taken; one that waits for all, when all was.
+//! # Invariants
+//! After a refused send [`DatagramTable::poll_writable`] returns the socket when a retry can
+//! succeed: for a full send buffer when half of it is free, and for a flush when nothing is in
+//! flight.
 
 use super::{DatagramId, DatagramTable, Socket};
 use crate::addr::Address;
 use crate::time::Instant;
-use crate::vsock::datagram::blocks::Block;
+use crate::vsock::datagram::paused_destinations::PauseReason;
 use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
 
-/// Throttled sockets that are looked at one by one.
-const FEW: usize = 16;
+/// Most throttled sockets that `completions_until_writable` examines one by one.
+const SCAN_LIMIT: usize = 16;
 
-/// Why nothing is sent now.
+/// Why a datagram is not sent.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
 pub enum Refusal {
     /// There is no such socket.
     #[error("no such socket")]
     Unknown,
-    /// Longer than any datagram may be (EMSGSIZE).
+    /// Longer than [`MAX_DATAGRAM`] (EMSGSIZE).
     #[error("a datagram of {0} bytes is above the limit of 65536")]
     TooLong(usize),
-    /// As much is under way as may be: wait until [`DatagramTable::poll_writable`] names the
-    /// socket.
-    #[error("as much is under way as may be")]
+    /// The send buffer is full: wait until [`DatagramTable::poll_writable`] returns the socket.
+    #[error("the send buffer is full")]
     Throttled,
-    /// The destination has enough: as above.
-    #[error("the destination takes no more now")]
+    /// The destination has sent STOP: wait as above.
+    #[error("the destination has paused this sender")]
     Stopped,
-    /// The destination takes no datagrams.
-    #[error("the destination has not negotiated datagrams")]
-    Deaf,
+    /// The destination does not support datagrams.
+    #[error("the destination does not support datagrams")]
+    Unsupported,
 }
 
 impl DatagramTable {
-    /// Whether a datagram may be sent now. `now` is asked for when somebody has said STOP.
+    /// Checks whether the socket may send a datagram now, and returns its address. `now` is called
+    /// when a destination is paused.
     ///
     /// # Errors
-    /// Why not; for one that is so for now, the socket is named when it may be otherwise.
+    /// [`Refusal`]; after one that is temporary, [`poll_writable`](Self::poll_writable) returns the
+    /// socket when a retry can succeed.
     #[inline]
     pub fn may_send(
         &mut self,
@@ -46,7 +49,7 @@ impl DatagramTable {
         len: usize,
         now: impl FnOnce() -> Instant,
     ) -> Result<Address, Refusal> {
-        let blocks = &self.blocks;
+        let paused_destinations = &self.paused_destinations;
         let Some(socket) = self
             .sockets
             .get_mut(id.index as usize)
@@ -57,17 +60,17 @@ impl DatagramTable {
         if len > MAX_DATAGRAM as usize {
             return Err(Refusal::TooLong(len));
         }
-        if !blocks.is_empty() {
-            match blocks.of(now(), socket.local.port, to) {
-                Some(Block::Deaf) => return Err(Refusal::Deaf),
-                Some(Block::Full(_)) => {
-                    socket.waits = true;
+        if !paused_destinations.is_empty() {
+            match paused_destinations.reason(now(), socket.local.port, to) {
+                Some(PauseReason::Unsupported) => return Err(Refusal::Unsupported),
+                Some(PauseReason::Full(_)) => {
+                    socket.waiting = true;
                     return Err(Refusal::Stopped);
                 }
                 None => {}
             }
         }
-        // Without a buffer it is one at a time.
+        // A send buffer of 0 bytes allows one datagram at a time.
         if socket.sending >= socket.limits.send.max(1) {
             let half = socket.limits.send / 2;
             self.throttle(id.index, half);
@@ -76,14 +79,14 @@ impl DatagramTable {
         Ok(socket.local)
     }
 
-    /// A datagram of `len` bytes was sent. `under_way`: it counts until it is
-    /// [`arrived`](Self::arrived).
+    /// A datagram of `len` bytes was sent. `under_way`: it counts as in flight until
+    /// [`handle_completed`](Self::handle_completed).
     #[inline]
-    pub fn sent(&mut self, id: DatagramId, len: u32, under_way: bool) {
+    pub fn sent(&mut self, id: DatagramId, len: u32, in_flight: bool) {
         if let Some(socket) = self.get_mut(id) {
             socket.stats.sent += 1;
             socket.stats.sent_bytes += u64::from(len);
-            if under_way {
+            if in_flight {
                 let counts = len + OVERHEAD;
                 let others = if socket.sending == 0 {
                     0
@@ -96,25 +99,25 @@ impl DatagramTable {
         }
     }
 
-    /// What `sent` has counted as under way was taken by the other side.
+    /// The other side has taken a datagram that [`sent`](Self::sent) counted as in flight.
     #[inline]
-    pub fn arrived(&mut self, id: DatagramId, len: u32) {
+    pub fn handle_completed(&mut self, id: DatagramId, len: u32) {
         if let Some(socket) = self.get_mut(id) {
             socket.sending = socket.sending.saturating_sub(len + OVERHEAD);
-            if socket.throttled.is_some() && socket.sending <= socket.until {
+            if socket.throttled.is_some() && socket.sending <= socket.writable_at {
                 self.wake(id.index);
             }
         }
     }
 
-    /// A send found no buffer: the socket is to be named with [`wake_all`](Self::wake_all).
-    pub fn wait(&mut self, id: DatagramId) {
+    /// A send found no buffer in the queue: [`wake_all`](Self::wake_all) makes the socket writable.
+    pub fn wait_for_buffer(&mut self, id: DatagramId) {
         if let Some(socket) = self.get_mut(id) {
-            socket.waits = true;
+            socket.waiting = true;
         }
     }
 
-    /// Every socket that waits may try again.
+    /// Makes every waiting socket writable.
     pub fn wake_all(&mut self) {
         for index in 0..self.sockets.len() as u32 {
             self.wake(index);
@@ -135,32 +138,33 @@ impl DatagramTable {
         let Some(socket) = self.sockets.get_mut(index as usize) else {
             return;
         };
-        if core::mem::take(&mut socket.waits) && !core::mem::replace(&mut socket.listed, true) {
+        if core::mem::take(&mut socket.waiting) && !core::mem::replace(&mut socket.listed, true) {
             self.writable.push_back(index);
         }
     }
 
-    /// Whether nothing that was sent is under way. If something is, the socket is named when it is
-    /// worth another look.
+    /// Whether no datagram of the socket is in flight. If not,
+    /// [`poll_writable`](Self::poll_writable) returns the socket when none is.
     pub fn is_flushed(&mut self, id: DatagramId) -> bool {
-        let under_way = self.get(id).is_some_and(|socket| socket.sending > 0);
-        if under_way {
+        let in_flight = self.get(id).is_some_and(|socket| socket.sending > 0);
+        if in_flight {
             self.throttle(id.index, 0);
         }
-        !under_way
+        !in_flight
     }
 
-    /// Somebody waits until no more than `until` is under way. For a send that is half of what may
-    /// be, as with a kernel's writers; one by one they would sleep and wake for each datagram.
+    /// The socket waits until at most `until` bytes are in flight. A refused send waits for half of
+    /// the limit, as a writer in a kernel does: otherwise it would sleep and wake for each
+    /// datagram.
     fn throttle(&mut self, index: u32, until: u32) {
         let place = self.throttled.len() as u32;
         if let Some(socket) = self.sockets.get_mut(index as usize) {
-            socket.waits = true;
+            socket.waiting = true;
             match socket.throttled {
-                // Both are named with the first of them.
-                Some(_) => socket.until = socket.until.max(until),
+                // The larger limit is reached first and wakes both waiters.
+                Some(_) => socket.writable_at = socket.writable_at.max(until),
                 None => {
-                    socket.until = until;
+                    socket.writable_at = until;
                     socket.throttled = Some(place);
                     self.throttled.push(index);
                 }
@@ -168,22 +172,22 @@ impl DatagramTable {
         }
     }
 
-    /// Whether a socket waits for what it has under way to be taken.
+    /// Whether a socket waits for completions of its own datagrams.
     #[inline]
     pub fn has_throttled(&self) -> bool {
         !self.throttled.is_empty()
     }
 
-    /// How many packets have to be taken at least until so much of one of the sockets that wait for
-    /// it may have been; it has as many under way. `None`: nobody waits.
-    pub fn packets_until_named(&self) -> Option<u32> {
-        if self.throttled.len() > FEW {
-            // Not worth a long look.
+    /// The least number of completions that can make one of the throttled sockets writable; that
+    /// many of its datagrams are in flight. `None`: no socket is throttled.
+    pub fn completions_until_writable(&self) -> Option<u32> {
+        if self.throttled.len() > SCAN_LIMIT {
+            // Too many to examine: wake at the next completion.
             return Some(1);
         }
-        // Never more than it takes: the others under way may be held for as long as a reader likes.
+        // A lower bound: a reader may hold the other datagrams in flight for as long as it likes.
         let until_named = |socket: &Socket| {
-            let bytes = socket.sending.saturating_sub(socket.until);
+            let bytes = socket.sending.saturating_sub(socket.writable_at);
             bytes.div_ceil(socket.largest.max(1)).max(1)
         };
         let sockets = self.throttled.iter();
@@ -191,7 +195,7 @@ impl DatagramTable {
         sockets.map(until_named).min()
     }
 
-    /// The next socket that was told to wait and may try again.
+    /// The next socket that may retry a refused send.
     #[inline]
     pub fn poll_writable(&mut self) -> Option<DatagramId> {
         while let Some(index) = self.writable.pop_front() {

@@ -1,6 +1,6 @@
-//! The table by itself: ports, limits, who waits and who is named.
+//! The table by itself: ports, limits, back-pressure and flow control.
 
-use super::super::{STOP_AGAIN, STOP_HOLDS};
+use super::super::{STOP_DURATION, STOP_REPEAT_INTERVAL};
 use super::*;
 use crate::vsock::datagram::wire::Control;
 use crate::wire::vsock::Repr;
@@ -23,7 +23,7 @@ fn small() -> DatagramLimits {
     }
 }
 
-fn word(table: &mut DatagramTable) -> Option<Repr> {
+fn control(table: &mut DatagramTable) -> Option<Repr> {
     table.poll_control(now(), |_| true)
 }
 
@@ -45,11 +45,15 @@ fn a_port_has_one_socket_and_is_free_again() {
     let next = table.bind(Port::new(9), small()).unwrap();
     assert!(next != id && table.addresses(id).is_none());
     table.close(id);
-    assert_eq!(table.find(Port::new(9)), Some(next), "of the one before");
+    assert_eq!(
+        table.find(Port::new(9)),
+        Some(next),
+        "the stale id closed nothing"
+    );
 }
 
 #[test]
-fn nobody_is_at_the_port_that_stands_for_any() {
+fn the_wildcard_port_has_no_socket() {
     let mut table = table();
     let one = table.bind(Port::new(9), small()).unwrap();
     let to_any = Address::new(US, Port::ANY);
@@ -57,7 +61,7 @@ fn nobody_is_at_the_port_that_stands_for_any() {
     assert_eq!(
         put(&mut table),
         Err(DropCause::NoSocket),
-        "nobody was found"
+        "no socket was found"
     );
     let other = table.bind(Port::new(10), small()).unwrap();
     assert_eq!(table.find(Port::new(10)), Some(other));
@@ -82,14 +86,18 @@ fn ephemeral_ports_skip_what_is_taken() {
 }
 
 #[test]
-fn a_socket_is_dropped_on_only_when_it_was_over_before() {
+fn a_socket_drops_only_when_it_exceeds_its_limit() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let mut put = |len| table.receive(THEM, at(9), len, false, now);
     assert_eq!(put(8192 - OVERHEAD), Ok(id));
-    assert_eq!(put(MAX_DATAGRAM), Ok(id), "one may overshoot");
+    assert_eq!(
+        put(MAX_DATAGRAM),
+        Ok(id),
+        "the last one may exceed the limit"
+    );
     assert_eq!(put(0), Err(DropCause::Full));
-    table.taken(id, MAX_DATAGRAM);
+    table.consume(id, MAX_DATAGRAM);
     assert_eq!(table.receive(THEM, at(9), 0, false, now), Ok(id));
     let stats = table.stats(id).unwrap();
     assert_eq!((stats.received, stats.dropped_full), (3, 1));
@@ -97,7 +105,7 @@ fn a_socket_is_dropped_on_only_when_it_was_over_before() {
 }
 
 #[test]
-fn empty_datagrams_are_not_free_of_charge() {
+fn empty_datagrams_count_against_the_limit() {
     let mut table = table();
     table.bind(Port::new(9), small()).unwrap();
     let put = |_: &u32| table.receive(THEM, at(9), 0, false, now).is_ok();
@@ -105,13 +113,13 @@ fn empty_datagrams_are_not_free_of_charge() {
 }
 
 #[test]
-fn what_is_for_nobody_or_from_a_stranger_is_counted() {
+fn drops_without_socket_or_from_another_peer_are_counted() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let nobody = Err(DropCause::NoSocket);
-    assert_eq!(table.receive(THEM, at(8), 1, true, now), nobody);
+    let no_socket = Err(DropCause::NoSocket);
+    assert_eq!(table.receive(THEM, at(8), 1, true, now), no_socket);
     let elsewhere = Address::new(Cid::new(7), Port::new(9));
-    assert_eq!(table.receive(THEM, elsewhere, 1, true, now), nobody);
+    assert_eq!(table.receive(THEM, elsewhere, 1, true, now), no_socket);
     table.connect(id, Some(at(5)));
     assert_eq!(
         table.receive(THEM, at(9), 1, true, now),
@@ -121,7 +129,7 @@ fn what_is_for_nobody_or_from_a_stranger_is_counted() {
     assert_eq!(table.receive(THEM, at(9), 1, true, now), Ok(id));
     let drops = table.drops();
     assert_eq!((drops.no_socket, drops.not_peer, drops.full), (2, 1, 0));
-    assert!(word(&mut table).is_none(), "nobody was told a thing");
+    assert!(control(&mut table).is_none(), "no control packet");
 }
 
 #[test]
@@ -132,41 +140,41 @@ fn sources_stop_at_a_quarter_and_start_at_an_eighth() {
     for _ in 0..2 {
         table.receive(THEM, at(9), len, true, now).unwrap();
     }
-    assert_eq!(word(&mut table), None);
+    assert_eq!(control(&mut table), None);
     table.receive(THEM, at(9), len, true, now).unwrap();
-    let stop = Control::Stop(Place::Receiver).emit(at(9), THEM);
-    assert_eq!(word(&mut table), Some(stop));
-    table.taken(id, len);
-    assert_eq!(word(&mut table), None);
-    table.taken(id, len);
-    let start = Control::Start(Place::Receiver).emit(at(9), THEM);
-    assert_eq!(word(&mut table), Some(start));
+    let stop = Control::Stop(PauseSource::Receiver).emit(at(9), THEM);
+    assert_eq!(control(&mut table), Some(stop));
+    table.consume(id, len);
+    assert_eq!(control(&mut table), None);
+    table.consume(id, len);
+    let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
+    assert_eq!(control(&mut table), Some(start));
     assert_eq!(table.poll_timeout(), None);
 }
 
 #[test]
-fn a_source_that_cannot_be_told_is_not() {
+fn a_source_without_flow_control_gets_no_stop() {
     let mut table = table();
     table.bind(Port::new(9), small()).unwrap();
     for _ in 0..100 {
         let _ = table.receive(THEM, at(9), 100, false, now);
     }
-    assert_eq!(word(&mut table), None);
+    assert_eq!(control(&mut table), None);
 }
 
 #[test]
-fn who_closes_lets_his_sources_go() {
+fn close_sends_start_to_paused_sources() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     table.receive(THEM, at(9), 5000, true, now).unwrap();
-    assert!(word(&mut table).is_some());
+    assert!(control(&mut table).is_some());
     table.close(id);
-    let start = Control::Start(Place::Receiver).emit(at(9), THEM);
-    assert_eq!(word(&mut table), Some(start));
+    let start = Control::Start(PauseSource::Receiver).emit(at(9), THEM);
+    assert_eq!(control(&mut table), Some(start));
 }
 
 #[test]
-fn a_sender_waits_for_its_own_buffer_and_is_named() {
+fn a_full_send_buffer_throttles_until_datagrams_complete() {
     let mut table = table();
     let id = table.bind(Port::ANY, small()).unwrap();
     let send = |table: &mut DatagramTable, len| {
@@ -177,12 +185,16 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
         may.err()
     };
     assert_eq!(send(&mut table, 999 - OVERHEAD as usize), None);
-    assert_eq!(send(&mut table, 65536), None, "one may overshoot");
+    assert_eq!(
+        send(&mut table, 65536),
+        None,
+        "the last one may exceed the limit"
+    );
     assert_eq!(send(&mut table, 0), Some(Refusal::Throttled));
     assert_eq!(send(&mut table, 65537), Some(Refusal::TooLong(65537)));
-    table.arrived(id, 999 - OVERHEAD);
-    assert_eq!(table.poll_writable(), None, "there is still as much");
-    table.arrived(id, 65536);
+    table.handle_completed(id, 999 - OVERHEAD);
+    assert_eq!(table.poll_writable(), None, "still full");
+    table.handle_completed(id, 65536);
     assert_eq!(table.poll_writable(), Some(id));
     assert_eq!(table.poll_writable(), None, "once");
     assert_eq!(send(&mut table, 1), None);
@@ -190,7 +202,7 @@ fn a_sender_waits_for_its_own_buffer_and_is_named() {
 }
 
 #[test]
-fn a_sender_is_named_when_half_of_its_buffer_is_free() {
+fn a_throttled_socket_is_writable_when_half_of_its_buffer_is_free() {
     let mut table = table();
     let limits = DatagramLimits {
         send: 8 * (100 + OVERHEAD),
@@ -201,22 +213,26 @@ fn a_sender_is_named_when_half_of_its_buffer_is_free() {
         table.may_send(id, THEM, 100, now).unwrap();
         table.sent(id, 100, true);
     }
-    assert_eq!(table.packets_until_named(), None, "nobody has to wait yet");
+    assert_eq!(
+        table.completions_until_writable(),
+        None,
+        "not throttled yet"
+    );
     assert!(table.may_send(id, THEM, 100, now).is_err());
     for left in (1..=4).rev() {
-        assert_eq!(table.packets_until_named(), Some(left));
+        assert_eq!(table.completions_until_writable(), Some(left));
         assert_eq!(table.poll_writable(), None);
-        table.arrived(id, 100);
+        table.handle_completed(id, 100);
     }
-    assert_eq!(table.packets_until_named(), None);
+    assert_eq!(table.completions_until_writable(), None);
     assert_eq!(table.poll_writable(), Some(id));
-    // Who was not told to wait is not named for half.
-    table.arrived(id, 100);
+    // A socket without a refused send is not returned when half of its buffer is free.
+    table.handle_completed(id, 100);
     assert_eq!(table.poll_writable(), None);
 }
 
 #[test]
-fn without_a_send_buffer_it_is_one_at_a_time() {
+fn a_send_buffer_of_zero_allows_one_datagram_at_a_time() {
     let mut table = table();
     let limits = DatagramLimits { send: 0, ..small() };
     let id = table.bind(Port::ANY, limits).unwrap();
@@ -224,14 +240,14 @@ fn without_a_send_buffer_it_is_one_at_a_time() {
         table.may_send(id, THEM, 0, now).unwrap();
         table.sent(id, 0, true);
         assert_eq!(table.may_send(id, THEM, 0, now), Err(Refusal::Throttled));
-        assert_eq!(table.packets_until_named(), Some(1));
-        table.arrived(id, 0);
+        assert_eq!(table.completions_until_writable(), Some(1));
+        table.handle_completed(id, 0);
         assert_eq!(table.poll_writable(), Some(id));
     }
 }
 
 #[test]
-fn who_waits_for_all_to_be_taken_is_named_when_it_is() {
+fn a_flushing_socket_is_writable_when_nothing_is_in_flight() {
     let mut table = table();
     let id = table.bind(Port::ANY, small()).unwrap();
     assert!(table.is_flushed(id));
@@ -240,22 +256,22 @@ fn who_waits_for_all_to_be_taken_is_named_when_it_is() {
     }
     table.sent(id, 30, false);
     assert!(!table.is_flushed(id));
-    assert_eq!(table.packets_until_named(), Some(2));
-    table.arrived(id, 20);
+    assert_eq!(table.completions_until_writable(), Some(2));
+    table.handle_completed(id, 20);
     assert_eq!(table.poll_writable(), None);
-    table.arrived(id, 10);
+    table.handle_completed(id, 10);
     assert_eq!(table.poll_writable(), Some(id));
     assert!(table.is_flushed(id));
     table.sent(id, 10, true);
     table.close(id);
-    assert!(table.is_flushed(id), "there is nobody to wait");
+    assert!(table.is_flushed(id), "a closed socket does not wait");
     assert!(!table.has_throttled());
 }
 
-/// Random lengths come back in any order: nobody who may go on is left waiting for a call that was
-/// asked for later, or for more packets than there are.
+/// Random datagrams complete in any order: `completions_until_writable` is at least 1 and at most
+/// the number in flight, and no socket stays throttled after the wake-up it is entitled to.
 #[test]
-fn nobody_is_called_later_than_what_he_waits_for() {
+fn no_throttled_socket_wakes_later_than_predicted() {
     proptest::proptest!(|(
         limits in proptest::collection::vec(0u32..5000, 1..20),
         steps in proptest::collection::vec((0usize..20, 0u32..3000, 0usize..64), 1..200),
@@ -264,7 +280,7 @@ fn nobody_is_called_later_than_what_he_waits_for() {
         let bind = |&send: &u32| table.bind(Port::ANY, DatagramLimits { send, ..small() });
         let ids: Vec<_> = limits.iter().map(bind).map(Result::unwrap).collect();
         let mut flying: Vec<(usize, u32)> = Vec::new();
-        // What each waits for to be left.
+        // The bytes in flight that each socket waits for.
         let mut waiting: Vec<Option<u32>> = vec![None; ids.len()];
         for (which, len, back) in steps {
             let which = which % ids.len();
@@ -281,49 +297,52 @@ fn nobody_is_called_later_than_what_he_waits_for() {
                 waiting[which] = Some(limits[which] / 2);
             }
             assert_eq!(table.has_throttled(), waiting.iter().any(Option::is_some));
-            let Some(packets) = table.packets_until_named() else { continue };
+            let Some(packets) = table.completions_until_writable() else { continue };
             assert!(packets >= 1 && packets as usize <= flying.len());
-            // One returns after the other, until the call comes.
+            // Datagrams complete one by one, until the predicted wake-up.
             for n in 1..=packets {
                 let (of, len) = flying.swap_remove(back % flying.len());
-                table.arrived(ids[of], len);
+                table.handle_completed(ids[of], len);
                 while let Some(id) = table.poll_writable() {
-                    assert_eq!(n, packets, "named before the call");
+                    assert_eq!(n, packets, "woken before the prediction");
                     let at = ids.iter().position(|&other| other == id).unwrap();
-                    assert!(waiting[at].take().is_some(), "named once");
+                    assert!(waiting[at].take().is_some(), "woken once");
                 }
             }
             for (at, until) in waiting.iter().enumerate() {
                 let under_way = flying.iter().filter(|(of, _)| *of == at);
                 let under_way: u32 = under_way.map(|(_, len)| len + OVERHEAD).sum();
-                assert!(until.is_none_or(|until| under_way > until), "it is so, and he waits");
+                assert!(until.is_none_or(|until| under_way > until), "writable and still throttled");
             }
         }
     });
 }
 
 #[test]
-fn a_stop_blocks_one_destination_until_its_start() {
+fn stop_pauses_one_destination_until_start() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let stop = Control::Stop(Place::Receiver).emit(THEM, at(9));
+    let stop = Control::Stop(PauseSource::Receiver).emit(THEM, at(9));
     let other = Address::new(THEM.cid, Port::new(2));
     assert!(table.handle_control(now(), &stop));
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
     assert_eq!(table.may_send(id, other, 1, now), Ok(at(9)));
-    let start = Control::Start(Place::Receiver).emit(THEM, at(9));
+    let start = Control::Start(PauseSource::Receiver).emit(THEM, at(9));
     assert!(table.handle_control(now(), &start));
     assert_eq!(table.poll_writable(), Some(id));
     assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
 }
 
 #[test]
-fn a_lost_start_costs_time_only() {
+fn a_lost_start_delays_sending_until_stop_expires() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    table.handle_control(now(), &Control::Stop(Place::Receiver).emit(THEM, at(9)));
+    table.handle_control(
+        now(),
+        &Control::Stop(PauseSource::Receiver).emit(THEM, at(9)),
+    );
     assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Stopped));
-    let end = now() + STOP_HOLDS;
+    let end = now() + STOP_DURATION;
     assert_eq!(table.poll_timeout(), Some(end));
     table.handle_timeout(end);
     assert_eq!(table.poll_writable(), Some(id));
@@ -338,8 +357,8 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
     ours.receive(THEM, at(9), 5000, true, now).unwrap();
     let mut time = now();
     for _ in 0..100 {
-        while let Some(word) = ours.poll_control(time, |_| true) {
-            assert!(theirs.handle_control(time, &word));
+        while let Some(control) = ours.poll_control(time, |_| true) {
+            assert!(theirs.handle_control(time, &control));
         }
         theirs.handle_timeout(time);
         assert_eq!(
@@ -347,51 +366,50 @@ fn a_receiver_that_stays_full_keeps_its_sources_stopped() {
             Err(Refusal::Stopped)
         );
         time = ours.poll_timeout().unwrap();
-        assert!(time <= now() + STOP_AGAIN * 200);
+        assert!(time <= now() + STOP_REPEAT_INTERVAL * 200);
     }
 }
 
 #[test]
-fn words_about_nothing_are_not_heeded() {
+fn control_packets_for_other_sockets_are_ignored() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    let stop = Control::Stop(Place::Receiver);
+    let stop = Control::Stop(PauseSource::Receiver);
     assert!(!table.handle_control(now(), &stop.emit(THEM, at(8))));
     let elsewhere = Address::new(Cid::new(7), Port::new(9));
     assert!(!table.handle_control(now(), &stop.emit(THEM, elsewhere)));
     assert!(!table.handle_control(now(), &super::super::data(THEM, at(9), 0, true)));
-    assert!(table.handle_control(now(), &Control::Start(Place::Receiver).emit(THEM, at(9))));
+    assert!(table.handle_control(
+        now(),
+        &Control::Start(PauseSource::Receiver).emit(THEM, at(9))
+    ));
     assert_eq!(table.may_send(id, THEM, 1, now), Ok(at(9)));
     assert_eq!(table.poll_timeout(), None);
 }
 
 #[test]
-fn a_deaf_destination_is_an_error_and_not_a_wait() {
+fn an_unsupported_destination_is_an_error() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
-    table.handle_control(now(), &Control::Deaf.emit(THEM, at(9)));
-    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Deaf));
-    let end = now() + STOP_HOLDS;
-    assert_eq!(
-        table.may_send(id, THEM, 1, || end),
-        Ok(at(9)),
-        "it may change"
-    );
+    table.handle_control(now(), &Control::Unsupported.emit(THEM, at(9)));
+    assert_eq!(table.may_send(id, THEM, 1, now), Err(Refusal::Unsupported));
+    let end = now() + STOP_DURATION;
+    assert_eq!(table.may_send(id, THEM, 1, || end), Ok(at(9)), "it expires");
 }
 
 #[test]
-fn who_waits_is_named_although_another_stop_finds_his_block_over() {
+fn a_waiting_socket_wakes_when_another_stop_finds_its_pause_expired() {
     let mut table = table();
     let id = table.bind(Port::new(9), small()).unwrap();
     let other = Address::new(THEM.cid, Port::new(2));
     let stop = |table: &mut DatagramTable, by: Address, now| {
-        let header = Control::Stop(Place::Receiver).emit(by, at(9));
+        let header = Control::Stop(PauseSource::Receiver).emit(by, at(9));
         assert!(table.handle_control(now, &header));
     };
     stop(&mut table, THEM, now());
     let refused = table.may_send(id, THEM, 1, now);
     assert_eq!(refused, Err(Refusal::Stopped));
-    let later = now() + STOP_HOLDS;
+    let later = now() + STOP_DURATION;
     stop(&mut table, other, later);
     assert_eq!(table.poll_writable(), Some(id));
     assert!(table.may_send(id, THEM, 1, || later).is_ok());

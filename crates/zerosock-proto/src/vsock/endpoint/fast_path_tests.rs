@@ -1,5 +1,5 @@
-//! The straight path and the long way round, side by side: whatever callers
-//! and peers do, every answer is the same, and so is every word of state.
+//! Runs the fast path and the slow path side by side: every result is the same, and so is every
+//! field of the state, whatever callers and peers do.
 
 use proptest::prelude::*;
 
@@ -20,16 +20,16 @@ enum Step {
     Cancel { end: usize },
     SendNow { end: usize, len: u32, flags: u32 },
     Send { end: usize, len: u32 },
-    Gather { end: usize, len: u32 },
-    LetGo { end: usize },
-    Coalesce { end: usize, on: bool },
+    Coalesce { end: usize, len: u32 },
+    FlushCoalesced { end: usize },
+    SetCoalescing { end: usize, on: bool },
     Message { end: usize, len: u32, most: u32 },
     Consume { end: usize, bytes: u32 },
     Buffer { end: usize, buf_alloc: u32 },
     Shutdown { end: usize, how: How },
     Reset { end: usize },
     Transmit { side: usize, count: usize },
-    Arrive { side: usize, count: usize },
+    Deliver { side: usize, count: usize },
     Forge { end: usize, header: Repr },
     Events { side: usize },
     Wait { millis: u64 },
@@ -48,7 +48,7 @@ struct World {
     now: Instant,
     /// The guest and the host.
     shards: [Shard; 2],
-    /// What was sent by each.
+    /// Headers sent by each.
     wires: [VecDeque<Repr>; 2],
     ends: Vec<End>,
 }
@@ -64,7 +64,7 @@ impl World {
             config.accept_all = true;
             let mut shard = Shard::new(config, Arc::new(PortTable::new()));
             shard.set_seqpacket(true);
-            shard.detour = detour;
+            shard.slow_path_only = detour;
             shard
         };
         let mut world = World {
@@ -82,19 +82,19 @@ impl World {
             let flow = world.shards[0]
                 .connect(world.now, local, peer, socket_type)
                 .unwrap();
-            world.adopt(0, flow, local, peer);
+            world.add_end(0, flow, local, peer);
             world.transmit(0, 9);
-            world.arrive(0, 9);
+            world.deliver(0, 9);
             let Some(Event::Incoming { flow, .. }) = world.shards[1].poll_event() else {
                 panic!()
             };
             world.shards[1].accept(world.now, flow).unwrap();
-            world.adopt(1, flow, peer, local);
+            world.add_end(1, flow, peer, local);
         }
         world
     }
 
-    fn adopt(&mut self, side: usize, flow: FlowId, local: Address, peer: Address) {
+    fn add_end(&mut self, side: usize, flow: FlowId, local: Address, peer: Address) {
         self.ends.push(End {
             side,
             flow,
@@ -105,18 +105,18 @@ impl World {
     }
 
     fn transmit(&mut self, side: usize, count: usize) -> String {
-        let mut told = String::new();
+        let mut output = String::new();
         for _ in 0..count {
             let Some(packet) = self.shards[side].poll_transmit(self.now, 3000) else {
                 break;
             };
-            told += &format!("{packet:?}");
+            output += &format!("{packet:?}");
             self.wires[side].push_back(packet.header);
         }
-        told
+        output
     }
 
-    fn arrive(&mut self, side: usize, count: usize) -> Vec<Disposition> {
+    fn deliver(&mut self, side: usize, count: usize) -> Vec<Disposition> {
         let Self {
             wires, shards, now, ..
         } = self;
@@ -126,12 +126,12 @@ impl World {
             .collect()
     }
 
-    /// What the step's caller sees.
+    /// The results that the caller of the step gets.
     fn step(&mut self, step: &Step) -> String {
         let now = self.now;
         match *step {
             Step::Transmit { side, count } => return self.transmit(side, count),
-            Step::Arrive { side, count } => return format!("{:?}", self.arrive(side, count)),
+            Step::Deliver { side, count } => return format!("{:?}", self.deliver(side, count)),
             Step::Events { side } => {
                 let shard = &mut self.shards[side];
                 let events: Vec<Event> = core::iter::from_fn(|| shard.poll_event()).collect();
@@ -151,9 +151,9 @@ impl World {
         | Step::Cancel { end }
         | Step::SendNow { end, .. }
         | Step::Send { end, .. }
-        | Step::Gather { end, .. }
-        | Step::LetGo { end }
         | Step::Coalesce { end, .. }
+        | Step::FlushCoalesced { end }
+        | Step::SetCoalescing { end, .. }
         | Step::Message { end, .. }
         | Step::Consume { end, .. }
         | Step::Buffer { end, .. }
@@ -174,15 +174,15 @@ impl World {
         match *step {
             Step::Reserve { max, .. } => {
                 let result = shard.reserve(flow, max);
-                let told = format!("{result:?}");
+                let output = format!("{result:?}");
                 held.extend(result);
-                told
+                output
             }
             Step::Commit { len, flags, .. } => {
                 let Some(reservation) = held.pop() else {
                     return String::new();
                 };
-                // One in many is wrong.
+                // A few are invalid.
                 let len = if len % 50 == 0 {
                     len
                 } else {
@@ -204,27 +204,27 @@ impl World {
                 format!("{result:?}")
             }
             Step::Send { len, .. } => format!("{:?}", shard.send(flow, len, 0)),
-            Step::Gather { len, .. } => format!("{:?}", shard.gather(flow, len)),
-            Step::LetGo { .. } => format!("{:?}", shard.let_go(flow)),
-            Step::Coalesce { on, .. } => format!("{:?}", shard.set_coalesces(flow, on)),
+            Step::Coalesce { len, .. } => format!("{:?}", shard.coalesce(flow, len)),
+            Step::FlushCoalesced { .. } => format!("{:?}", shard.flush_coalesced(flow)),
+            Step::SetCoalescing { on, .. } => format!("{:?}", shard.set_coalescing(flow, on)),
             Step::Message { len, most, .. } => {
                 let result = shard.reserve_message(flow, len);
-                let told = format!("{result:?} {}", shard.may_reserve_message(flow));
-                let Ok(mut room) = result else {
-                    return told;
+                let output = format!("{result:?} {}", shard.can_reserve_message(flow));
+                let Ok(mut reservation) = result else {
+                    return output;
                 };
                 loop {
-                    let part = room.left().min(most);
-                    let end = (part == room.left()).then_some(0);
-                    let header = shard.commit_part(&mut room, part, end);
+                    let part = reservation.remaining().min(most);
+                    let end = (part == reservation.remaining()).then_some(0);
+                    let header = shard.commit_part(&mut reservation, part, end);
                     self.wires[side].extend(header);
                     if end.is_some() || header.is_err() {
-                        return told + &format!("{header:?}");
+                        return output + &format!("{header:?}");
                     }
                 }
             }
             Step::Consume { bytes, .. } => {
-                // Mostly what can be consumed.
+                // Mostly as much as can be consumed.
                 let unread = shard.flow(flow).map_or(0, |info| info.unread);
                 let bytes = match bytes % 8 {
                     0 => bytes,
@@ -292,14 +292,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         12 => (end.clone(), len.clone(), flags)
             .prop_map(|(end, len, flags)| Step::SendNow { end, len, flags }),
         2 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Send { end, len }),
-        4 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Gather { end, len }),
-        1 => end.clone().prop_map(|end| Step::LetGo { end }),
-        1 => (end.clone(), any::<bool>()).prop_map(|(end, on)| Step::Coalesce { end, on }),
+        4 => (end.clone(), len.clone()).prop_map(|(end, len)| Step::Coalesce { end, len }),
+        1 => end.clone().prop_map(|end| Step::FlushCoalesced { end }),
+        1 => (end.clone(), any::<bool>()).prop_map(|(end, on)| Step::SetCoalescing { end, on }),
         6 => (end.clone(), len.clone(), 1u32..9000)
             .prop_map(|(end, len, most)| Step::Message { end, len, most }),
         15 => (end.clone(), len).prop_map(|(end, bytes)| Step::Consume { end, bytes }),
         1 => (end.clone(), 0u32..9000).prop_map(|(end, buf_alloc)| Step::Buffer { end, buf_alloc }),
-        15 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Arrive { side, count }),
+        15 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Deliver { side, count }),
         6 => (side.clone(), 1usize..6).prop_map(|(side, count)| Step::Transmit { side, count }),
         4 => side.prop_map(|side| Step::Events { side }),
         1 => (0u64..1000).prop_map(|millis| Step::Wait { millis }),
@@ -323,7 +323,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..Default::default() })]
 
     #[test]
-    fn the_straight_path_goes_where_the_long_way_does(
+    fn fast_path_and_slow_path_agree(
         buf_alloc in prop_oneof![Just(262_144u32), 1u32..9000, Just(65_536)],
         other in prop_oneof![Just(262_144u32), 1u32..9000],
         first_count in prop_oneof![Just(0u32), (u32::MAX - 3000)..],

@@ -1,21 +1,21 @@
-//! How connections end: by the state table, or all at once with their transport.
+//! Ends connections: by the state table, or all at once with their transport.
 //!
-//! What must hold: there is one way out of life, and whoever takes it gives back port, timer and
-//! place; a connection is told of once, and an RST leaves once.
+//! # Invariants
+//! Every connection ends in [`Shard::finish`](Shard), which releases its port and timer. Its end is
+//! reported once, and an RST is sent once.
 
 use core::hash::BuildHasher;
 
 use super::Shard;
 use crate::time::Instant;
-use crate::vsock::connection::{End, Moving, Pending};
+use crate::vsock::connection::{End, MoveState, Pending};
 use crate::vsock::event::{CloseReason, RefuseReason};
-use crate::vsock::ports::Hold;
+use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Input, State, transition};
 
 impl<S: BuildHasher> Shard<S> {
-    /// The transport lost everything: the peer has rebooted, or migrated, or
-    /// TRANSPORT_RESET came on the event queue. All connections end, nothing
-    /// is sent, listeners stay.
+    /// The transport was reset: the peer has rebooted or migrated, or TRANSPORT_RESET arrived on
+    /// the event queue. All connections end, nothing is sent, listeners stay.
     pub fn handle_transport_reset(&mut self, now: Instant) {
         self.resets.clear();
         for index in 0..self.table.slots.len() as u32 {
@@ -39,20 +39,20 @@ impl<S: BuildHasher> Shard<S> {
         self.finish(index, rst, End::Closed(reason));
     }
 
-    /// The one way out of life. The port is free at once and the id stale; the
-    /// place stays taken until the RST has left and the event was polled.
+    /// Ends a connection. The port is free at once and the id stale; the slot stays taken until the
+    /// RST has been sent and the event polled.
     pub(super) fn finish(&mut self, index: u32, rst: bool, end: End) {
         let Some(connection) = self.table.at(index) else {
             return;
         };
-        // Who never saw our REQUEST needs no RST.
+        // A peer that got no REQUEST needs no RST.
         let rst = rst && !connection.control.request;
         let undecided = connection.state == State::Incoming;
         if undecided {
             self.undecided -= 1;
         }
         connection.state = State::Closed;
-        connection.moving = Moving::No;
+        connection.move_state = MoveState::No;
         connection.control = Default::default();
         connection.control.rst = rst;
         connection.control.no_socket = undecided;
@@ -60,8 +60,8 @@ impl<S: BuildHasher> Shard<S> {
         connection.wants_credit = false;
         connection.deadline = None;
         connection.probe_at = None;
-        // Who never heard of the connection need not hear of its end.
-        connection.pending = if connection.seen {
+        // A caller that does not know the connection gets no event.
+        connection.pending = if connection.known_to_caller {
             Pending {
                 connected: connection.pending.connected,
                 end: Some(end),
@@ -70,9 +70,9 @@ impl<S: BuildHasher> Shard<S> {
         } else {
             Pending::default()
         };
-        if let Some(hold) = connection.hold.take() {
-            self.held_ports -= usize::from(hold == Hold::Outgoing);
-            self.ports.release(connection.key.local, hold);
+        if let Some(port_ref) = connection.port_ref.take() {
+            self.held_ports -= usize::from(port_ref == PortRef::Outgoing);
+            self.ports.release(connection.key.local, port_ref);
         }
         self.live -= 1;
         self.stats.closed += 1;
@@ -90,7 +90,7 @@ impl<S: BuildHasher> Shard<S> {
         self.free_if_over(index);
     }
 
-    /// Takes back an RST that waits.
+    /// Cancels a queued RST.
     pub(super) fn forget_reset(&mut self, index: u32) {
         if let Some(connection) = self.table.at(index) {
             connection.control.rst = false;
@@ -100,7 +100,7 @@ impl<S: BuildHasher> Shard<S> {
         }
     }
 
-    /// Frees the place of a connection that has nothing left to tell.
+    /// Frees the slot of a closed connection without a queued RST or event.
     pub(super) fn free_if_over(&mut self, index: u32) {
         let over = self
             .table

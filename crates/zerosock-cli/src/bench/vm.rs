@@ -11,17 +11,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use crate::vm::accel::Choice;
+use crate::vm::cache::Cache;
+use crate::vm::initramfs::Builder;
+use crate::vm::kernel::Kernel;
+use crate::vm::program;
+use crate::vm::protocol::{Command, Outcome as Done};
+use crate::vm::qemu::{self, Guest};
+use crate::vm::remote::Pending;
 use tempfile::TempDir;
 use zerosock::vsock::{self, Host, Listener, Stream};
 use zerosock::{Cid, Port};
-use zerosock_cli::vm::accel::Choice;
-use zerosock_cli::vm::cache::Cache;
-use zerosock_cli::vm::initramfs::Builder;
-use zerosock_cli::vm::kernel::Kernel;
-use zerosock_cli::vm::program;
-use zerosock_cli::vm::protocol::{Command, Outcome as Done};
-use zerosock_cli::vm::qemu::{self, Guest};
-use zerosock_cli::vm::remote::Pending;
 
 use crate::bench::pair::Cores;
 use crate::bench::peers::ours::{Ours, WINDOW};

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::vm::accel::{Accel, Choice};
 use clap::{Args, ValueEnum};
-use zerosock_cli::vm::accel::{Accel, Choice};
 
 /// Boot a stock Linux guest and stream a file between it and this machine
 ///

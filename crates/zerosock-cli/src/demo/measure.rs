@@ -8,10 +8,10 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use crate::vm::hybrid;
+use crate::vm::pattern;
+use crate::vm::protocol::{Command, Source};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use zerosock_cli::vm::hybrid;
-use zerosock_cli::vm::pattern;
-use zerosock_cli::vm::protocol::{Command, Source};
 
 use super::setting::Setting;
 use crate::failure::Failure;

@@ -10,8 +10,8 @@ mod setting;
 
 use std::path::Path;
 
+use crate::vm::pattern::{self, Pattern};
 use rustix::termios::isatty;
-use zerosock_cli::vm::pattern::{self, Pattern};
 
 use crate::failure::Failure;
 use args::DemoArgs;

@@ -4,17 +4,17 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::vm::accel::kvm_failure;
+use crate::vm::cache::Cache;
+use crate::vm::device::{Device, Endpoint, Program};
+use crate::vm::initramfs::Builder;
+use crate::vm::kernel::Kernel;
+use crate::vm::program;
+use crate::vm::protocol::Command;
+use crate::vm::qemu::{self, Guest};
 use tempfile::TempDir;
 use zerosock::Cid;
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, Stats, VmConfig};
-use zerosock_cli::vm::accel::kvm_failure;
-use zerosock_cli::vm::cache::Cache;
-use zerosock_cli::vm::device::{Device, Endpoint, Program};
-use zerosock_cli::vm::initramfs::Builder;
-use zerosock_cli::vm::kernel::Kernel;
-use zerosock_cli::vm::program;
-use zerosock_cli::vm::protocol::Command;
-use zerosock_cli::vm::qemu::{self, Guest};
 
 use super::args::DemoArgs;
 use crate::failure::Failure;

@@ -1,5 +1,5 @@
 //! The agent: reads commands from a serial line, runs each on a thread of its own, and writes
-//! what came of it. See `zerosock_cli::vm::protocol`.
+//! what came of it. See `crate::vm::protocol`.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::vm::calls::Call;
+use crate::vm::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
-use zerosock_cli::vm::calls::Call;
-use zerosock_cli::vm::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
 use zerosock_sys::vsock;
 
 use super::calls::{self, Made};

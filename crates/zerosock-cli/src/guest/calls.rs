@@ -4,11 +4,11 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use crate::vm::calls::{Call, Kind, Manner, Number, Part, Setting};
+use crate::vm::pattern::{Pattern, sha256};
+use crate::vm::protocol::Outcome;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendFlags, sockopt};
-use zerosock_cli::vm::calls::{Call, Kind, Manner, Number, Part, Setting};
-use zerosock_cli::vm::pattern::{Pattern, sha256};
-use zerosock_cli::vm::protocol::Outcome;
 use zerosock_sys::{vsock, vsock_calls};
 
 use super::stream::errno_name;

@@ -8,9 +8,9 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::vm::pattern::Pattern;
 use zerosock::driver::{Driver, DriverConfig, WaitError};
 use zerosock::{Address, Cid, Port};
-use zerosock_cli::vm::pattern::Pattern;
 use zerosock_sys::vsock;
 
 use super::stream;

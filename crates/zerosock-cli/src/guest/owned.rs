@@ -10,11 +10,11 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::vm::pattern::{Pattern, hex};
+use crate::vm::protocol::{Keys, Outcome};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use sha2::{Digest, Sha256};
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender};
-use zerosock_cli::vm::pattern::{Pattern, hex};
-use zerosock_cli::vm::protocol::{Keys, Outcome};
 use zerosock_sys::network;
 
 use super::stream::errno_name;

@@ -6,10 +6,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
+use crate::vm::pattern::{Pattern, hex};
+use crate::vm::protocol::{Outcome, Source};
 use rustix::net::{RecvFlags, SendFlags};
 use sha2::{Digest, Sha256};
-use zerosock_cli::vm::pattern::{Pattern, hex};
-use zerosock_cli::vm::protocol::{Outcome, Source};
 
 const READ: usize = 256 << 10;
 

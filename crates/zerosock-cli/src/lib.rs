@@ -39,6 +39,8 @@ pub fn main() -> ExitCode {
         Command::Serve(flags) => serve::main(*flags),
         Command::Nc(flags) => nc::main(flags),
         Command::Demo(flags) => demo::main(&flags),
+        Command::DemoGuest(flags) => demo::guest::main(&flags),
+        Command::Leash(flags) => vm::leash::main(&flags),
         Command::Perf(flags) => perf::main(flags),
         Command::Bench(flags) => bench::main(flags),
         Command::BenchWorker(flags) => bench::worker(&flags),

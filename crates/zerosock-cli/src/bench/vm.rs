@@ -17,8 +17,8 @@ use crate::vm::initramfs::Builder;
 use crate::vm::kernel::Kernel;
 use crate::vm::program;
 use crate::vm::protocol::{Command, Outcome as Done};
-use crate::vm::qemu::{self, Guest};
-use crate::vm::remote::Pending;
+use crate::vm::qemu;
+use crate::vm::remote::{Guest, Pending, agent};
 use tempfile::TempDir;
 use zerosock::vsock::{self, Host, Listener, Stream};
 use zerosock::{Cid, Port};
@@ -74,7 +74,7 @@ impl Vm {
         let kernel = Kernel::debian(&cache, KERNEL).map_err(line)?;
         let own = std::env::current_exe().map_err(line)?;
         let inside = program::for_guest(&own, &|note| eprintln!("{note}"));
-        let image = Builder::new(&cache, &kernel, &inside, qemu::TTY, &[])
+        let image = Builder::new(&cache, &kernel, &inside, &agent(qemu::TTY), &[])
             .map_err(line)?
             .finish();
         // Socket addresses are short, and so must be the directory's name.

@@ -1,12 +1,12 @@
-//! `zerosock guest`: what this program does inside the guests of `demo` and the VM tests.
+//! `zerosock guest`: what this program does inside the guests of the VM tests and of `bench`.
 //! Hidden from the help, because nobody else needs it.
 
 mod agent;
 mod calls;
 mod forward;
-mod leash;
 mod owned;
 mod stream;
+mod xstate;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -32,13 +32,8 @@ enum GuestCommand {
     },
     /// Tests `serve --forward-cid` on this guest's own AF_VSOCK
     Forward,
-    /// On the host: becomes a program that is killed when its starter ends
-    Leash {
-        /// The process id of the starter
-        starter: u32,
-        /// Hides the processor's extended state from ptrace
-        #[arg(long)]
-        hide_xstate: bool,
+    /// On the host: becomes a program from which the processor's extended state is hidden
+    HideXstate {
         /// Program and arguments
         #[arg(last = true, required = true)]
         argv: Vec<OsString>,
@@ -50,11 +45,7 @@ pub(crate) fn main(args: GuestArgs) -> Result<(), Failure> {
     let done = match args.command {
         GuestCommand::Agent { tty } => agent::run(&tty),
         GuestCommand::Forward => forward::run(),
-        GuestCommand::Leash {
-            starter,
-            hide_xstate,
-            argv,
-        } => leash::run(starter, hide_xstate, &argv),
+        GuestCommand::HideXstate { argv } => xstate::run(&argv),
     };
     done.map_err(|error| Failure::Runtime(format!("guest: {error}")))
 }

@@ -2,7 +2,7 @@
 //! an agent inside that does as the host says.
 //!
 //! - [`kernel`] finds a kernel and its modules (Debian's packages, or the user's own),
-//! - [`initramfs`] packs them with busybox and this program,
+//! - [`initramfs`] packs them with busybox and a program that init starts,
 //! - [`qemu`] and [`uml`] boot the result, [`accel`] remembers whether KVM is any good here,
 //! - [`remote`] speaks to the agent over the guest's second serial port with the lines of
 //!   [`protocol`]: not over vsock, so that a device that fails can still be reported on.
@@ -19,6 +19,7 @@ pub mod device;
 pub mod hybrid;
 pub mod initramfs;
 pub mod kernel;
+pub(crate) mod leash;
 pub mod pattern;
 pub mod program;
 pub mod protocol;

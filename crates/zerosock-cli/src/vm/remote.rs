@@ -1,7 +1,8 @@
 //! The host's side of the agent: commands out, replies back, several at once.
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -9,6 +10,15 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::protocol::{Command, FromGuest, Outcome, Request, Socket};
+use super::qemu::{self, Control};
+
+/// A guest under QEMU whose program is the agent.
+pub type Guest = qemu::Guest<Remote>;
+
+/// The arguments with which init starts the agent.
+pub fn agent(tty: &str) -> String {
+    format!("guest agent --tty {tty}")
+}
 
 /// Why a command has no outcome.
 #[derive(Debug, thiserror::Error)]
@@ -129,6 +139,20 @@ impl Remote {
     /// Also when the guest's system refused.
     pub fn socket(&self, command: Command, timeout: Duration) -> Result<Socket, RemoteError> {
         self.start(command).socket(timeout)
+    }
+}
+
+impl Control for Remote {
+    fn new(line: UnixStream) -> io::Result<Remote> {
+        Ok(Remote::new(line.try_clone()?, line))
+    }
+
+    fn wait_for_boot(&mut self, timeout: Duration) -> Option<String> {
+        Remote::wait_for_boot(self, 1, timeout)
+    }
+
+    fn is_gone(&self) -> bool {
+        Remote::is_gone(self)
     }
 }
 

@@ -14,7 +14,7 @@ use super::remote::Remote;
 /// The agent's line in the guest.
 pub const TTY: &str = "/dev/ttyS0";
 
-/// With the extended state hidden (`guest leash`), a process in the guest may lose its wide
+/// With the extended state hidden (`guest hide-xstate`), a process in the guest may lose its wide
 /// registers at any moment, so that the C library must not use them. The kernel hands unknown
 /// options to init as its environment.
 const TUNABLES: &str = "GLIBC_TUNABLES=glibc.cpu.hwcaps=\
@@ -64,7 +64,10 @@ impl Guest {
         zerosock: &Path,
         echo: Option<&str>,
     ) -> Result<Guest, BootError> {
-        let mut command = children::leashed_without_xstate(zerosock, &kernel.image);
+        let mut command = children::leashed(zerosock, zerosock);
+        command
+            .args(["guest", "hide-xstate", "--"])
+            .arg(&kernel.image);
         command.args([
             "mem=256M",
             "quiet",

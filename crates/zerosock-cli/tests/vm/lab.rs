@@ -20,8 +20,8 @@ use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_cli::vm::protocol::{Command, Outcome, Socket, Source};
-use zerosock_cli::vm::qemu::{self, Guest};
-use zerosock_cli::vm::remote::{Pending, Remote};
+use zerosock_cli::vm::qemu;
+use zerosock_cli::vm::remote::{Guest, Pending, Remote, agent};
 
 use crate::behaviour::library::Library;
 use crate::behaviour::pairs;
@@ -146,8 +146,14 @@ impl Lab {
         }
         let kernel = Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
         let dir = short_dir();
-        let mut builder = Builder::new(&cache, &kernel, &guest_program(), qemu::TTY, EXTRA_MODULES)
-            .expect("an initramfs");
+        let mut builder = Builder::new(
+            &cache,
+            &kernel,
+            &guest_program(),
+            &agent(qemu::TTY),
+            EXTRA_MODULES,
+        )
+        .expect("an initramfs");
         let qemu_ga = add_qemu_ga(&cache, &mut builder).err();
         let initramfs = dir.path().join("initramfs");
         std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");

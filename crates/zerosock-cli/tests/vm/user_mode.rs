@@ -14,6 +14,7 @@ use zerosock_cli::vm::hybrid;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::protocol::{Command, Socket, Source};
+use zerosock_cli::vm::remote::agent;
 use zerosock_cli::vm::uml::{self, Guest};
 
 use crate::Alone;
@@ -39,7 +40,7 @@ impl Bench {
             .ok_or_else(|| Skipped("install the package user-mode-linux".to_owned()))?;
         let dir = short_dir();
         let initramfs = dir.path().join("initramfs");
-        let image = Builder::new(&cache(), &kernel, &guest_program(), uml::TTY, &[])
+        let image = Builder::new(&cache(), &kernel, &guest_program(), &agent(uml::TTY), &[])
             .expect("an initramfs")
             .finish();
         std::fs::write(&initramfs, image).expect("the initramfs written");

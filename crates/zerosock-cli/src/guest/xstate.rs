@@ -1,11 +1,10 @@
-//! A program that does not outlive its starter, also when that is killed.
+//! A program from which the processor's extended state is hidden: user-mode Linux.
 
 use std::ffi::OsString;
 use std::io;
-use std::os::unix::process::{CommandExt, parent_id};
+use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use rustix::process::{Signal, set_parent_process_death_signal};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule, TargetArch,
@@ -18,16 +17,9 @@ const PTRACE_SETREGSET: u64 = 0x4205;
 const NT_X86_XSTATE: u64 = 0x202;
 const EINVAL: u32 = 22;
 
-/// Becomes `argv`, to be killed when the thread that started us ends.
-pub(super) fn run(starter: u32, without_xstate: bool, argv: &[OsString]) -> io::Result<()> {
-    set_parent_process_death_signal(Some(Signal::KILL))?;
-    // The starter may have ended before the line above.
-    if parent_id() != starter {
-        return Err(io::Error::other("the starter has ended"));
-    }
-    if without_xstate {
-        hide_xstate().map_err(io::Error::other)?;
-    }
+/// Becomes `argv`, which cannot see the processor's extended state by ptrace.
+pub(super) fn run(argv: &[OsString]) -> io::Result<()> {
+    hide_xstate().map_err(io::Error::other)?;
     let (program, arguments) = argv
         .split_first()
         .ok_or_else(|| io::Error::other("no program to run"))?;

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{Parser, Subcommand};
 
 use crate::vm::leash;
-use crate::{bench, demo, guest, nc, perf, serve};
+use crate::{demo, guest, nc, perf, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -25,13 +25,10 @@ pub(crate) enum Command {
     Nc(nc::args::NcArgs),
     Demo(demo::args::DemoArgs),
     Perf(perf::args::PerfArgs),
-    Bench(bench::args::BenchArgs),
     #[command(hide = true)]
     DemoGuest(demo::guest::GuestArgs),
     #[command(hide = true)]
     Leash(leash::LeashArgs),
-    #[command(hide = true)]
-    BenchWorker(bench::args::WorkerArgs),
     #[command(hide = true)]
     Guest(guest::GuestArgs),
 }

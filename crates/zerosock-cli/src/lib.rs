@@ -6,10 +6,9 @@
 //!
 //! Not an interface for others; the library is the crate `zerosock`. It is a library so that the
 //! programs that test and measure the command contain it and need no second program beside them.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod args;
-mod bench;
 mod demo;
 mod duration;
 mod failure;
@@ -42,8 +41,6 @@ pub fn main() -> ExitCode {
         Command::DemoGuest(flags) => demo::guest::main(&flags),
         Command::Leash(flags) => vm::leash::main(&flags),
         Command::Perf(flags) => perf::main(flags),
-        Command::Bench(flags) => bench::main(flags),
-        Command::BenchWorker(flags) => bench::worker(&flags),
         Command::Guest(flags) => guest::main(flags),
     };
     Failure::exit_code("zerosock", outcome)

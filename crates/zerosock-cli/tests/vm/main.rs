@@ -13,7 +13,6 @@
 #[path = "../behaviour/mod.rs"]
 mod behaviour;
 mod behaviours;
-mod bench;
 mod lab;
 mod scenarios;
 mod user_mode;
@@ -77,12 +76,8 @@ fn main() -> ExitCode {
             kernel(label, package, &scenarios, &mut tally);
         }
     }
-    let user_mode = user_mode::ALL
-        .iter()
-        .map(|scenario| ("user_mode", scenario));
-    let bench = bench::ALL.iter().map(|scenario| ("bench", scenario));
-    for (group, (name, run)) in user_mode.chain(bench) {
-        let name = format!("{group}::{name}");
+    for (name, run) in user_mode::ALL {
+        let name = format!("user_mode::{name}");
         match (chosen(&name), list) {
             (true, true) => println!("{name}: test"),
             (true, false) => alone(&name, *run, &mut tally),

@@ -4,7 +4,7 @@
 //! row says otherwise; a ratio above 1 always means that ours is better.
 //!
 //! The program is also what it measures and what it measures with, each as a process of its own: the
-//! first argument can be [`WORKER`] or a subcommand of `zerosock`.
+//! first argument can be [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`.
 #![deny(unsafe_code)]
 
 mod args;
@@ -23,18 +23,22 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use zerosock_cli::Failure;
+use zerosock_testkit::guest;
 
 use args::{BenchArgs, Settings, TableName};
 use peers::WORKER;
 use report::Table;
 
 /// The subcommands of `zerosock` that measurements start.
-const PRODUCT: [&str; 3] = ["serve", "leash", "guest"];
+const PRODUCT: [&str; 2] = ["serve", "leash"];
 
 fn main() -> ExitCode {
     let first = std::env::args_os().nth(1).unwrap_or_default();
     if PRODUCT.iter().any(|name| first == *name) {
         return zerosock_cli::main();
+    }
+    if first == guest::NAME {
+        return guest::main();
     }
     let outcome = if first == WORKER {
         worker()

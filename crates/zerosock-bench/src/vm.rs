@@ -19,9 +19,9 @@ use zerosock_cli::vm::cache::Cache;
 use zerosock_cli::vm::initramfs::Builder;
 use zerosock_cli::vm::kernel::Kernel;
 use zerosock_cli::vm::program;
-use zerosock_cli::vm::protocol::{Command, Outcome as Done};
 use zerosock_cli::vm::qemu;
-use zerosock_cli::vm::remote::{Guest, Pending, agent};
+use zerosock_testkit::protocol::{Command, Outcome as Done};
+use zerosock_testkit::remote::{Guest, Pending, agent};
 
 use crate::pair::Cores;
 use crate::peers::ours::{Ours, WINDOW};

@@ -48,7 +48,7 @@ fn rx_with_a_vm_has_rows_from_its_guest() {
     };
     if let Some(reason) = lacking {
         let name = "rx_with_a_vm_has_rows_from_its_guest";
-        let _ = writeln!(std::io::stdout(), "\nSKIPPED {name}: {reason}");
+        let _ = writeln!(std::io::stdout(), "\nSKIPPED vm: {name}: {reason}");
         return;
     }
     let table = bench(None);

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{Parser, Subcommand};
 
 use crate::vm::leash;
-use crate::{demo, guest, nc, perf, serve};
+use crate::{demo, nc, perf, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -29,8 +29,6 @@ pub(crate) enum Command {
     DemoGuest(demo::guest::GuestArgs),
     #[command(hide = true)]
     Leash(leash::LeashArgs),
-    #[command(hide = true)]
-    Guest(guest::GuestArgs),
 }
 
 const AFTER_HELP: &str = "\

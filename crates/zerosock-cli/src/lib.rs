@@ -12,7 +12,6 @@ mod args;
 mod demo;
 mod duration;
 mod failure;
-mod guest;
 mod logging;
 mod nc;
 mod number;
@@ -41,7 +40,6 @@ pub fn main() -> ExitCode {
         Command::DemoGuest(flags) => demo::guest::main(&flags),
         Command::Leash(flags) => vm::leash::main(&flags),
         Command::Perf(flags) => perf::main(flags),
-        Command::Guest(flags) => guest::main(flags),
     };
     Failure::exit_code("zerosock", outcome)
 }

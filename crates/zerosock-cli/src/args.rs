@@ -64,6 +64,14 @@ mod tests {
     }
 
     #[test]
+    fn the_help_lists_what_users_run_and_nothing_else() {
+        let command = Cli::command();
+        let listed = command.get_subcommands().filter(|one| !one.is_hide_set());
+        let names: Vec<&str> = listed.map(clap::Command::get_name).collect();
+        assert_eq!(names, ["serve", "nc", "demo", "perf"]);
+    }
+
+    #[test]
     fn a_link_named_like_the_peer_implies_serve() {
         let words = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
         let typed = words(&["/usr/bin/vhost-device-vsock", "--socket", "s"]);

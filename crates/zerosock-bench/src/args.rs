@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-
 use zerosock_cli::Failure;
 
 /// Measure zerosock beside its peers, in one run on this machine

@@ -54,7 +54,7 @@ pub struct Program {
     pub path: PathBuf,
     /// Arguments in front of the device's own, as `serve`.
     pub arguments: Vec<OsString>,
-    /// This program, under which the device is started so that it ends with us.
+    /// A program with `leash`, under which the device is started so that it ends with us.
     pub zerosock: PathBuf,
 }
 

@@ -9,9 +9,10 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use zerosock_cli::vm::qemu::{self, Control};
+
 use super::guest;
 use super::protocol::{Command, FromGuest, Outcome, Request, Socket};
-use zerosock_cli::vm::qemu::{self, Control};
 
 /// A guest under QEMU whose program is the agent.
 pub type Guest = qemu::Guest<Remote>;

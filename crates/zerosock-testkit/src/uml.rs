@@ -7,10 +7,11 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use super::guest;
-use super::remote::Remote;
 use zerosock_cli::vm::children::{self, Guarded, Log};
 use zerosock_cli::vm::kernel::Kernel;
+
+use super::guest;
+use super::remote::Remote;
 
 /// The agent's line in the guest.
 pub const TTY: &str = "/dev/ttyS0";
@@ -54,7 +55,8 @@ pub enum BootError {
 
 impl Guest {
     /// Boots and waits for the agent. `device` is the vhost-user socket, already listening;
-    /// `zerosock` this program, under which the guest is started so that it ends with us.
+    /// `zerosock` a program with the agent and `leash`, under which the guest is started so that it
+    /// ends with us.
     ///
     /// # Errors
     /// See [`BootError`].

@@ -236,8 +236,8 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     ]);
     command
         .arg("-chardev")
-        .arg(format!("socket,id=agent,path={}", control.display()));
-    command.args(["-serial", "chardev:agent"]);
+        .arg(format!("socket,id=control,path={}", control.display()));
+    command.args(["-serial", "chardev:control"]);
     command.arg("-kernel").arg(&config.kernel.image);
     command.arg("-initrd").arg(config.initramfs);
     command.args([

@@ -11,8 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::calls::Call;
-use crate::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::Shutdown;
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
@@ -21,6 +19,8 @@ use zerosock_sys::vsock;
 use super::calls::{self, Made};
 use super::owned;
 use super::stream::{self, elapsed, errno_name};
+use crate::calls::Call;
+use crate::protocol::{Command, FromGuest, How, Outcome, Request, Socket, SocketOption};
 
 /// Longer than the kernel's own 2 s, so that it is the kernel's error that is seen.
 const CONNECT: Duration = Duration::from_secs(10);

@@ -4,14 +4,14 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use crate::calls::{Call, Kind, Manner, Number, Part, Setting};
-use crate::protocol::Outcome;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendFlags, sockopt};
 use zerosock_cli::vm::pattern::{Pattern, sha256};
 use zerosock_sys::{vsock, vsock_calls};
 
 use super::stream::errno_name;
+use crate::calls::{Call, Kind, Manner, Number, Part, Setting};
+use crate::protocol::Outcome;
 
 const PAGE: usize = 4096;
 

@@ -10,7 +10,6 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::protocol::{Keys, Outcome};
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use sha2::{Digest, Sha256};
 use zerosock::zc::{Backend, Copying, Outgoing, Returned, Sender};
@@ -18,6 +17,7 @@ use zerosock_cli::vm::pattern::{Pattern, hex};
 use zerosock_sys::network;
 
 use super::stream::errno_name;
+use crate::protocol::{Keys, Outcome};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Buffers under way: of small ones more than one request takes, so that there is a next one to be made

@@ -6,10 +6,11 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use crate::protocol::{Outcome, Source};
 use rustix::net::{RecvFlags, SendFlags};
 use sha2::{Digest, Sha256};
 use zerosock_cli::vm::pattern::{Pattern, hex};
+
+use crate::protocol::{Outcome, Source};
 
 const READ: usize = 256 << 10;
 

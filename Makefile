@@ -29,7 +29,7 @@ test:
 
 bench:
 	@scripts/need build
-	cargo run --release -p zerosock-cli -- bench --install-peers $(or $(ARGS),local device rx hold scale send notify)
+	cargo run --release -p zerosock-bench -- --install-peers $(or $(ARGS),local device rx hold scale send notify)
 
 bench-vm:
 	@scripts/need demo

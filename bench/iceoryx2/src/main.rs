@@ -1,4 +1,4 @@
-//! iceoryx2's publish-subscribe as a contestant of `zerosock bench`: one side of a pair.
+//! iceoryx2's publish-subscribe as a contestant of `zerosock-bench`: one side of a pair.
 //!
 //! It takes the same orders and runs the same loops as every other contestant; the folder with
 //! them is that of the harness. Samples are loaned uninitialised, written in place, read in place.
@@ -10,7 +10,7 @@
     dead_code,
     reason = "the loops of all contestants; this one has its part of them"
 )]
-#[path = "../../../crates/zerosock-cli/src/bench/worker/mod.rs"]
+#[path = "../../../crates/zerosock-bench/src/worker/mod.rs"]
 mod worker;
 
 use std::hint::spin_loop;

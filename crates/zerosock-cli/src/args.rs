@@ -5,7 +5,8 @@ use std::path::Path;
 
 use clap::{Parser, Subcommand};
 
-use crate::{bench, demo, guest, nc, perf, serve};
+use crate::vm::leash;
+use crate::{demo, nc, perf, serve};
 
 /// Sockets between virtual machines and their host, without copying the bytes in between.
 ///
@@ -24,11 +25,10 @@ pub(crate) enum Command {
     Nc(nc::args::NcArgs),
     Demo(demo::args::DemoArgs),
     Perf(perf::args::PerfArgs),
-    Bench(bench::args::BenchArgs),
     #[command(hide = true)]
-    BenchWorker(bench::args::WorkerArgs),
+    DemoGuest(demo::guest::GuestArgs),
     #[command(hide = true)]
-    Guest(guest::GuestArgs),
+    Leash(leash::LeashArgs),
 }
 
 const AFTER_HELP: &str = "\
@@ -61,6 +61,14 @@ mod tests {
     #[test]
     fn the_definition_of_the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_help_lists_what_users_run_and_nothing_else() {
+        let command = Cli::command();
+        let listed = command.get_subcommands().filter(|one| !one.is_hide_set());
+        let names: Vec<&str> = listed.map(clap::Command::get_name).collect();
+        assert_eq!(names, ["serve", "nc", "demo", "perf"]);
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use zerosock_cli::vm::accel::{Accel, Choice};
+
+use crate::vm::accel::{Accel, Choice};
 
 /// Boot a stock Linux guest and stream a file between it and this machine
 ///
@@ -44,9 +45,13 @@ pub(crate) struct DemoArgs {
     #[arg(long)]
     pub(super) verbose: bool,
 
-    /// Another device with the command line of vhost-device-vsock, to compare
-    #[arg(long, value_name = "PROGRAM", hide = true)]
-    pub(super) device: Option<PathBuf>,
+    /// The vhost-user socket of a device that already runs, to use instead of our own
+    #[arg(long, value_name = "PATH", requires = "uds_path", hide = true)]
+    pub(super) socket: Option<PathBuf>,
+
+    /// The hybrid vsock socket of that device
+    #[arg(long, value_name = "PATH", requires = "socket", hide = true)]
+    pub(super) uds_path: Option<PathBuf>,
 
     /// A package of Debian that names the kernel
     #[arg(

@@ -2,23 +2,21 @@
 //!
 //! All times are taken on the host's clock. To the guest: from the first write until one byte
 //! comes back that the guest sends when it has read everything. To the host: from the first
-//! bytes read to the last. Nothing is hashed while the clock runs.
+//! bytes read to the last. Nothing is hashed while the clock runs. [`super::guest`] is the other end.
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use zerosock_cli::vm::hybrid;
-use zerosock_cli::vm::pattern;
-use zerosock_cli::vm::protocol::{Command, Source};
 
+use super::guest::{CHUNK, DATA, ECHO, RECEIVED};
 use super::setting::Setting;
 use crate::failure::Failure;
+use crate::vm::hybrid;
+use crate::vm::pattern;
 
 const STEP: Duration = Duration::from_secs(60);
-const PORT: u32 = 5000;
-const CHUNK: usize = 64 << 10;
 const WARM_UP: usize = 300;
 const ROUND_TRIPS: usize = 3000;
 /// A slow machine measures fewer round trips rather than longer.
@@ -51,12 +49,14 @@ pub(super) fn run(
     let mut verified = true;
     let (mut to_guest, mut to_host) = (Vec::new(), Vec::new());
     let mut buffer = vec![0; payload.len()];
+    // The guest connects to it as soon as it has a payload.
+    let listener = hybrid::listen(&setting.uds, DATA).map_err(Failure::runtime)?;
     for _ in 0..rounds {
         let (speed, arrived) = stream_to_guest(setting, payload, quiet)?;
         verified &= arrived == digest;
         to_guest.push(speed);
         buffer.fill(0);
-        let speed = stream_to_host(setting, &mut buffer, quiet)?;
+        let speed = stream_to_host(&listener, &mut buffer, quiet)?;
         verified &= pattern::sha256(&buffer) == digest;
         to_host.push(speed);
     }
@@ -76,55 +76,35 @@ fn stream_to_guest(
     payload: &[u8],
     quiet: bool,
 ) -> Result<(f64, String), Failure> {
-    let remote = &setting.guest.remote;
-    let listener = remote
-        .socket(Command::Listen { port: PORT }, STEP)
-        .map_err(Failure::runtime)?;
-    let accepting = remote.start(Command::Accept { socket: listener });
-    let mut stream = connect(setting, PORT)?;
-    let socket = accepting.socket(STEP).map_err(Failure::runtime)?;
-    remote
-        .run(Command::Close { socket: listener }, STEP)
-        .map_err(Failure::runtime)?;
-    let receiving = remote.start(Command::Receive {
-        socket,
-        limit: Some(payload.len() as u64),
-        keep: true,
-        acknowledge: true,
-    });
+    let mut stream = connect(setting, DATA)?;
+    let len = (payload.len() as u64).to_le_bytes();
+    stream.write_all(&len).map_err(broken("to the guest"))?;
     let bar = bar("to the guest", payload.len(), quiet);
     let start = Instant::now();
     for chunk in payload.chunks(CHUNK) {
         stream.write_all(chunk).map_err(broken("to the guest"))?;
         bar.inc(chunk.len() as u64);
     }
+    let mut answer = [0];
     stream
-        .read_exact(&mut [0])
+        .read_exact(&mut answer)
         .map_err(broken("to the guest"))?;
     let elapsed = start.elapsed();
     bar.finish_and_clear();
-    let outcome = receiving.wait(STEP).map_err(Failure::runtime)?;
-    remote
-        .run(Command::Close { socket }, STEP)
-        .map_err(Failure::runtime)?;
-    Ok((
-        speed(payload.len(), elapsed),
-        outcome.sha256.unwrap_or_default(),
-    ))
+    if answer != [RECEIVED] {
+        return Err(Failure::runtime("the guest's answer is none of the demo"));
+    }
+    let mut digest = String::new();
+    stream
+        .take(64)
+        .read_to_string(&mut digest)
+        .map_err(broken("to the guest"))?;
+    Ok((speed(payload.len(), elapsed), digest))
 }
 
-fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
-    let remote = &setting.guest.remote;
-    let listener = hybrid::listen(&setting.endpoint.uds, PORT).map_err(Failure::runtime)?;
-    let connecting = remote.start(Command::Connect { cid: 2, port: PORT });
-    let mut stream = hybrid::accept(&listener, STEP).map_err(broken("to the host"))?;
+fn stream_to_host(listener: &UnixListener, buffer: &mut [u8], quiet: bool) -> Result<f64, Failure> {
+    let mut stream = hybrid::accept(listener, STEP).map_err(broken("to the host"))?;
     deadlines(&stream)?;
-    let socket = connecting.socket(STEP).map_err(Failure::runtime)?;
-    let sending = remote.start(Command::Send {
-        socket,
-        source: Source::Kept,
-        chunks: vec![CHUNK],
-    });
     let bar = bar("to the host", buffer.len(), quiet);
     let first = stream.read(buffer).map_err(broken("to the host"))?;
     let start = Instant::now();
@@ -144,10 +124,6 @@ fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f
     }
     let elapsed = start.elapsed();
     bar.finish_and_clear();
-    sending.wait(STEP).map_err(Failure::runtime)?;
-    remote
-        .run(Command::Close { socket }, STEP)
-        .map_err(Failure::runtime)?;
     // A payload that came with the first read was not timed at all.
     let timed = if first < buffer.len() {
         buffer.len() - first
@@ -159,14 +135,7 @@ fn stream_to_host(setting: &Setting, buffer: &mut [u8], quiet: bool) -> Result<f
 
 /// Microseconds of single-byte round trips from the host to an echo in the guest.
 fn round_trips(setting: &Setting) -> Result<Vec<f64>, Failure> {
-    let remote = &setting.guest.remote;
-    let listener = remote
-        .socket(Command::Listen { port: PORT + 1 }, STEP)
-        .map_err(Failure::runtime)?;
-    remote
-        .run(Command::Echo { socket: listener }, STEP)
-        .map_err(Failure::runtime)?;
-    let mut stream = connect(setting, PORT + 1)?;
+    let mut stream = connect(setting, ECHO)?;
     let mut trips = Vec::with_capacity(ROUND_TRIPS);
     let begin = Instant::now();
     for trip in 0..WARM_UP + ROUND_TRIPS {
@@ -184,8 +153,7 @@ fn round_trips(setting: &Setting) -> Result<Vec<f64>, Failure> {
 }
 
 fn connect(setting: &Setting, port: u32) -> Result<UnixStream, Failure> {
-    let (stream, _) =
-        hybrid::connect(&setting.endpoint.uds, port, STEP).map_err(Failure::runtime)?;
+    let (stream, _) = hybrid::connect(&setting.uds, port, STEP).map_err(Failure::runtime)?;
     deadlines(&stream)?;
     Ok(stream)
 }

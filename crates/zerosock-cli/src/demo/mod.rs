@@ -1,9 +1,12 @@
 //! `zerosock demo`: the whole thing on a stock guest, measured and checked.
 //!
 //! flags → a payload, a kernel, a device → [`setting`] boots → [`measure`] streams and times →
-//! [`report`] prints.
+//! [`report`] prints. In
+//! the guest runs [`guest`], which says on the serial line ([`line`]) that it does.
 
 pub(crate) mod args;
+pub(crate) mod guest;
+mod line;
 mod measure;
 mod report;
 mod setting;
@@ -11,9 +14,9 @@ mod setting;
 use std::path::Path;
 
 use rustix::termios::isatty;
-use zerosock_cli::vm::pattern::{self, Pattern};
 
 use crate::failure::Failure;
+use crate::vm::pattern::{self, Pattern};
 use args::DemoArgs;
 use report::Report;
 use setting::Setting;

@@ -1,43 +1,36 @@
 //! The device and the guest of one demo.
 
 use std::os::unix::net::UnixListener;
-use std::path::Path;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 use zerosock::Cid;
 use zerosock::daemon::{Daemon, DaemonConfig, HostSide, Stats, VmConfig};
-use zerosock_cli::vm::accel::kvm_failure;
-use zerosock_cli::vm::cache::Cache;
-use zerosock_cli::vm::device::{Device, Endpoint, Program};
-use zerosock_cli::vm::initramfs::Builder;
-use zerosock_cli::vm::kernel::Kernel;
-use zerosock_cli::vm::program;
-use zerosock_cli::vm::protocol::Command;
-use zerosock_cli::vm::qemu::{self, Guest};
 
 use super::args::DemoArgs;
+use super::line::Line;
 use crate::failure::Failure;
+use crate::vm::accel::kvm_failure;
+use crate::vm::cache::Cache;
+use crate::vm::initramfs::Builder;
+use crate::vm::kernel::Kernel;
+use crate::vm::program;
+use crate::vm::qemu::{self, Guest};
 
 const GUEST_CID: u32 = 3;
-/// What kernel and agent need besides the file.
+/// What kernel and program need besides the file.
 const MEMORY_MIB: u64 = 448;
 /// As vhost-device-vsock's defaults, so that both do the same work.
 const BUF_ALLOC: u32 = 256 << 10;
 const QUEUE_SIZE: u16 = 1024;
 
-enum Running {
-    /// Our device, in this process.
-    Own(Daemon),
-    /// Another one, as a process.
-    Other(Device),
-}
-
 /// A booted guest and its device.
 pub(super) struct Setting {
-    pub(super) guest: Guest,
-    pub(super) endpoint: Endpoint,
-    device: Running,
+    pub(super) guest: Guest<Line>,
+    /// The device's hybrid vsock socket.
+    pub(super) uds: PathBuf,
+    /// Our own device; nothing where another one is used.
+    daemon: Option<Daemon>,
     // Dropped last: the others have their sockets in it.
     _dir: TempDir,
 }
@@ -59,7 +52,8 @@ impl Setting {
         }
         let own = std::env::current_exe().map_err(Failure::runtime)?;
         let inside = program::for_guest(&own, note);
-        let initramfs = Builder::new(&cache, &kernel, &inside, qemu::TTY, &[])
+        let arguments = format!("demo-guest --tty {}", qemu::TTY);
+        let initramfs = Builder::new(&cache, &kernel, &inside, &arguments, &[])
             .map_err(Failure::runtime)?
             .finish();
 
@@ -70,19 +64,12 @@ impl Setting {
             .map_err(Failure::runtime)?;
         let image = dir.path().join("initramfs");
         std::fs::write(&image, initramfs).map_err(Failure::runtime)?;
-        let endpoint = Endpoint::new(dir.path(), GUEST_CID);
-        let device = match &args.device {
-            None => own_device(&endpoint)?,
-            Some(path) => {
-                note(format!("device: {}", path.display()));
-                let program = Program {
-                    path: path.clone(),
-                    arguments: Vec::new(),
-                    zerosock: own.clone(),
-                };
-                let device = Device::start(&program, std::slice::from_ref(&endpoint), None)
-                    .map_err(Failure::runtime)?;
-                Running::Other(device)
+        let (socket, uds, daemon) = match (&args.socket, &args.uds_path) {
+            (Some(socket), Some(uds)) => (socket.clone(), uds.clone(), None),
+            _ => {
+                let (socket, uds) = (dir.path().join("vhost"), dir.path().join("vsock"));
+                let daemon = own_device(&socket, &uds)?;
+                (socket, uds, Some(daemon))
             }
         };
         note(format!("booting Linux {} under QEMU", kernel.release));
@@ -91,7 +78,7 @@ impl Setting {
             initramfs: &image,
             memory_mib: MEMORY_MIB + 2 * (payload >> 20),
             cpus: 2,
-            device: &endpoint.vhost,
+            device: &socket,
             dir: dir.path(),
             reboots: false,
             accel: args.accel.into(),
@@ -106,43 +93,37 @@ impl Setting {
         }
         Ok(Setting {
             guest,
-            endpoint,
-            device,
+            uds,
+            daemon,
             _dir: dir,
         })
     }
 
     /// What our device has counted; nothing for another one.
     pub(super) fn stats(&self) -> Option<Stats> {
-        match &self.device {
-            Running::Own(daemon) => Some(daemon.stats()),
-            Running::Other(_) => None,
-        }
+        self.daemon.as_ref().map(Daemon::stats)
     }
 
-    /// Powers the guest off and stops the device.
+    /// Ends the guest and our device.
     pub(super) fn end(mut self) {
-        drop(self.guest.remote.start(Command::PowerOff));
-        self.guest.wait(Duration::from_secs(3));
         self.guest.kill();
-        match self.device {
-            Running::Own(daemon) => daemon.shutdown(),
-            Running::Other(mut device) => device.kill(),
+        if let Some(daemon) = self.daemon {
+            daemon.shutdown();
         }
     }
 }
 
-fn own_device(endpoint: &Endpoint) -> Result<Running, Failure> {
+fn own_device(socket: &Path, uds: &Path) -> Result<Daemon, Failure> {
     let bind = |path: &Path| {
         UnixListener::bind(path)
             .map_err(|error| Failure::runtime(format!("{}: {error}", path.display())))
     };
     let vm = VmConfig {
         cid: Cid::guest(GUEST_CID.into()).map_err(Failure::runtime)?,
-        listener: bind(&endpoint.vhost)?,
+        listener: bind(socket)?,
         host: HostSide::Hybrid {
-            path: endpoint.uds.clone(),
-            listener: bind(&endpoint.uds)?,
+            path: uds.to_owned(),
+            listener: bind(uds)?,
             messages: None,
         },
         buf_alloc: BUF_ALLOC,
@@ -154,7 +135,5 @@ fn own_device(endpoint: &Endpoint) -> Result<Running, Failure> {
         vms: vec![vm],
         ..DaemonConfig::default()
     };
-    Daemon::start(config)
-        .map(Running::Own)
-        .map_err(Failure::runtime)
+    Daemon::start(config).map_err(Failure::runtime)
 }

@@ -83,20 +83,11 @@ impl Log {
 }
 
 /// A command that runs `program` and is killed when the thread that starts it ends: it goes
-/// through the hidden subcommand `guest leash` of `zerosock`, this program.
+/// through the hidden subcommand `leash` of `zerosock`.
 pub fn leashed(zerosock: &Path, program: &Path) -> Command {
-    leash(zerosock, program, &[])
-}
-
-/// As [`leashed`], with the processor's extended state hidden from ptrace: see `guest leash`.
-pub fn leashed_without_xstate(zerosock: &Path, program: &Path) -> Command {
-    leash(zerosock, program, &["--hide-xstate"])
-}
-
-fn leash(zerosock: &Path, program: &Path, flags: &[&str]) -> Command {
     let mut command = Command::new(zerosock);
-    command.args(["guest", "leash"]).args(flags);
     command
+        .arg("leash")
         .arg(std::process::id().to_string())
         .arg("--")
         .arg(program);

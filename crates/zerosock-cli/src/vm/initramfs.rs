@@ -1,5 +1,5 @@
-//! The first and only file system of a guest, made in memory: busybox, this program, the
-//! modules, and a script that loads them and starts the agent.
+//! The first and only file system of a guest, made in memory: busybox, a program, the
+//! modules, and a script that loads them and starts the program.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ const MODULES: &[&str] = &[
     "vmw_vsock_virtio_transport",
 ];
 
-/// `@tty@` is filled in. Modules are tried until all are loaded or none of the
+/// `@arguments@` is filled in. Modules are tried until all are loaded or none of the
 /// rest will.
 const INIT: &str = r#"#!/bin/busybox sh
 B=/bin/busybox
@@ -43,8 +43,8 @@ while [ -n "$left" ]; do
     fi
     left=$again
 done
-/bin/zerosock guest agent --tty @tty@
-echo "zerosock: the agent ended with status $?"
+/bin/zerosock @arguments@
+echo "zerosock: the guest's program ended with status $?"
 $B poweroff -f
 "#;
 
@@ -73,7 +73,7 @@ pub struct Builder {
 
 impl Builder {
     /// busybox, `zerosock` (the program to take along, this one as a rule), and the modules of
-    /// `kernel` plus `extra_modules`. The agent speaks on `tty` of the guest.
+    /// `kernel` plus `extra_modules`. Init runs the program with `arguments`; its end is the guest's.
     ///
     /// # Errors
     /// See [`BuildError`].
@@ -81,13 +81,13 @@ impl Builder {
         cache: &Cache,
         kernel: &Kernel,
         zerosock: &Path,
-        tty: &str,
+        arguments: &str,
         extra_modules: &[&'static str],
     ) -> Result<Builder, BuildError> {
         let mut archive = Archive::default();
         // The kernel opens /dev/console for init before devtmpfs is mounted.
         archive.device("dev/console", 5, 1);
-        archive.program("init", INIT.replace("@tty@", tty).as_bytes());
+        archive.program("init", INIT.replace("@arguments@", arguments).as_bytes());
         let mut builder = Builder {
             archive,
             libraries: Vec::new(),

@@ -106,8 +106,9 @@ pub fn for_guest(own: &Path, note: &dyn Fn(String)) -> PathBuf {
     if is_static(own) {
         return own.to_owned();
     }
+    let name = own.file_name().unwrap_or_default();
     let sibling = own.ancestors().find_map(|dir| {
-        let path = dir.join("x86_64-unknown-linux-gnu/release/zerosock");
+        let path = dir.join("x86_64-unknown-linux-gnu/release").join(name);
         is_static(&path).then_some(path)
     });
     match sibling {

@@ -10,9 +10,8 @@ use super::accel::{self, Accel, Choice};
 use super::children::{self, Guarded, Log};
 use super::hybrid;
 use super::kernel::Kernel;
-use super::remote::Remote;
 
-/// The agent's line in the guest: its second serial port.
+/// The line of the program that init starts in the guest: the second serial port.
 pub const TTY: &str = "/dev/ttyS1";
 
 const QEMU: &str = "qemu-system-x86_64";
@@ -40,16 +39,31 @@ pub struct Config<'c> {
     pub reboots: bool,
     /// Accelerators allowed.
     pub accel: Choice,
-    /// This program, under which QEMU is started so that it ends with us.
+    /// A program with `zerosock leash`, under which QEMU is started so that it ends with us.
     pub zerosock: &'c Path,
     /// Repeats the guest's console on stderr under this name.
     pub echo: Option<&'c str>,
 }
 
+/// The host's end of the serial line to the program that init starts in the guest.
+pub trait Control: Sized {
+    /// Speaks over `line`.
+    ///
+    /// # Errors
+    /// As duplicating a descriptor.
+    fn new(line: UnixStream) -> io::Result<Self>;
+
+    /// Waits until the program has said that it runs; the release of its kernel.
+    fn wait_for_boot(&mut self, timeout: Duration) -> Option<String>;
+
+    /// Whether the line has ended.
+    fn is_gone(&self) -> bool;
+}
+
 /// A running guest; dropping it ends it.
-pub struct Guest {
-    /// Its agent.
-    pub remote: Remote,
+pub struct Guest<C> {
+    /// The line to its program.
+    pub remote: C,
     /// Its console, and QEMU's own words.
     pub console: Log,
     /// What runs it.
@@ -97,12 +111,12 @@ struct Started {
     since: Instant,
 }
 
-impl Guest {
-    /// Boots and waits for the agent.
+impl<C: Control> Guest<C> {
+    /// Boots and waits for the guest's program.
     ///
     /// # Errors
     /// See [`BootError`].
-    pub fn boot(config: Config<'_>) -> Result<Guest, BootError> {
+    pub fn boot(config: Config<'_>) -> Result<Guest<C>, BootError> {
         start(config)?.wait()
     }
 
@@ -145,11 +159,11 @@ pub fn start(config: Config<'_>) -> Result<Booting<'_>, BootError> {
 }
 
 impl Booting<'_> {
-    /// Waits until the agent speaks; falls back from KVM to software by itself.
+    /// Waits until the guest's program speaks; falls back from KVM to software by itself.
     ///
     /// # Errors
     /// See [`BootError`].
-    pub fn wait(mut self) -> Result<Guest, BootError> {
+    pub fn wait<C: Control>(mut self) -> Result<Guest<C>, BootError> {
         loop {
             let last = self.untried.is_empty();
             let limit = if last { TCG_DEADLINE } else { KVM_DEADLINE };
@@ -222,8 +236,8 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     ]);
     command
         .arg("-chardev")
-        .arg(format!("socket,id=agent,path={}", control.display()));
-    command.args(["-serial", "chardev:agent"]);
+        .arg(format!("socket,id=control,path={}", control.display()));
+    command.args(["-serial", "chardev:control"]);
     command.arg("-kernel").arg(&config.kernel.image);
     command.arg("-initrd").arg(config.initramfs);
     command.args([
@@ -254,10 +268,10 @@ fn spawn(config: &Config<'_>, accel: Accel) -> Result<Started, BootError> {
     })
 }
 
-/// Waits for the agent's hello, the end of QEMU, or the deadline.
-fn life(started: &mut Started, limit: Duration) -> Result<(Remote, String), String> {
+/// Waits until the guest's program speaks, QEMU ends, or the deadline.
+fn life<C: Control>(started: &mut Started, limit: Duration) -> Result<(C, String), String> {
     let step = Duration::from_millis(50);
-    let mut control: Option<Remote> = None;
+    let mut control: Option<C> = None;
     loop {
         if let Some(status) = started.process.try_wait() {
             return Err(format!("QEMU ended with {status}"));
@@ -265,27 +279,26 @@ fn life(started: &mut Started, limit: Duration) -> Result<(Remote, String), Stri
         if started.since.elapsed() > limit {
             return Err(format!("no sign of life within {} s", limit.as_secs()));
         }
-        match &control {
-            None => control = accept(&started.listener, step).ok(),
-            Some(remote) => {
-                if let Some(release) = remote.wait_for_boot(1, step) {
-                    return Ok((remote.clone(), release));
+        match control.take() {
+            None => {
+                let line = hybrid::accept(&started.listener, step).and_then(C::new);
+                control = line.ok();
+            }
+            Some(mut remote) => {
+                if let Some(release) = remote.wait_for_boot(step) {
+                    return Ok((remote, release));
                 }
                 if remote.is_gone() {
                     let status = started.process.wait(Duration::from_secs(5));
                     return Err(match status {
                         Some(status) => format!("QEMU ended with {status}"),
-                        None => "QEMU closed the agent's line".to_owned(),
+                        None => "QEMU closed the serial line".to_owned(),
                     });
                 }
+                control = Some(remote);
             }
         }
     }
-}
-
-fn accept(listener: &UnixListener, timeout: Duration) -> io::Result<Remote> {
-    let stream: UnixStream = hybrid::accept(listener, timeout)?;
-    Ok(Remote::new(stream.try_clone()?, stream))
 }
 
 fn find_qemu() -> Option<PathBuf> {

@@ -1,0 +1,189 @@
+//! The flags of `zerosock-bench`, as typed, and what they come to.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use zerosock_cli::Failure;
+
+/// Measure zerosock beside its peers, in one run on this machine
+///
+/// Contestants alternate round by round, each side of a pair a process on a core of its own, and
+/// every byte is written by its sender and read by its receiver unless the row says otherwise. The
+/// method of each table is in BENCHMARKING.md. Only ratios within one run mean anything.
+#[derive(Debug, Parser)]
+#[command(name = "zerosock-bench", version, max_term_width = 100)]
+pub(crate) struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum, value_name = "TABLE", required_unless_present = "json")]
+    tables: Vec<TableName>,
+
+    /// Measurements of each contestant in each case [default: 5, with --quick 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: Option<u32>,
+
+    /// Write the figures as JSON: an object for one table, an array for several. Without FILE, or
+    /// with `-`, to standard output, and the tables then go to standard error. A word that names a
+    /// table is one: call a file of that name `./local`
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    json: Option<PathBuf>,
+
+    /// Install the peers that are missing, with `cargo install` into ~/.cache/zerosock/peers
+    #[arg(long)]
+    install_peers: bool,
+
+    /// In `rx`, over a VM's guest as well: boots Debian's Linux 6.12 under QEMU
+    #[arg(long)]
+    vm: bool,
+
+    /// Very short measurements: to see that everything runs, not how fast
+    #[arg(long)]
+    quick: bool,
+
+    /// Only the cases whose name contains this
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "",
+        hide_default_value = true
+    )]
+    case: String,
+
+    /// Only against these peers
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    against: Vec<String>,
+}
+
+/// A table that can be asked for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum TableName {
+    /// Process to process: Unix stream, TCP, pipe, iceoryx2, and a bare loop as the ceiling
+    Local,
+    /// The device alone, our driver half as its guest: vhost-device-vsock, and a bare Unix socket
+    Device,
+    /// Receiving: by copying, in place, and in place with polling
+    Rx,
+    /// A connection's rate beside a reader that never gives back what it holds
+    Hold,
+    /// Very many connections: memory, how fast they come and go, and beside a bulk stream
+    Scale,
+    /// Datagrams: ours beside UDP over the loopback interface
+    Dgram,
+    /// Zero-copy sends a second on the kernel's sockets, beside a bare io_uring loop
+    Send,
+    /// What it costs to know that a sent buffer is free, beside the error queue
+    Notify,
+}
+
+/// What is to be measured, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) tables: Vec<TableName>,
+    pub(crate) rounds: usize,
+    pub(crate) json: Option<PathBuf>,
+    pub(crate) install_peers: bool,
+    pub(crate) vm: bool,
+    pub(crate) quick: bool,
+    pub(crate) case: String,
+    pub(crate) against: Vec<String>,
+    /// Not counted at the beginning of a measurement.
+    pub(crate) warm: Duration,
+    /// How long is measured behind that.
+    pub(crate) time: Duration,
+}
+
+impl Settings {
+    pub(crate) fn new(args: BenchArgs) -> Result<Settings, Failure> {
+        let (mut tables, mut json) = (args.tables, args.json);
+        // `--json local`: the option's value is optional, and this one is a table.
+        let table = json.as_deref().and_then(Path::to_str);
+        if let Some(table) = table.and_then(|word| TableName::from_str(word, false).ok()) {
+            tables.insert(0, table);
+            json = Some("-".into());
+        }
+        if tables.is_empty() {
+            return Err(Failure::usage(
+                "which table? give one or more of local, device, rx, hold, scale, dgram, send and notify",
+            ));
+        }
+        let mut seen = Vec::new();
+        tables.retain(|table| {
+            let new = !seen.contains(table);
+            seen.push(*table);
+            new
+        });
+        let (rounds, warm, time) = if args.quick {
+            (1, Duration::from_millis(5), Duration::from_millis(25))
+        } else {
+            (5, Duration::from_millis(100), Duration::from_millis(500))
+        };
+        Ok(Settings {
+            tables,
+            rounds: args.rounds.map_or(rounds, |rounds| rounds as usize),
+            json,
+            install_peers: args.install_peers,
+            vm: args.vm,
+            quick: args.quick,
+            case: args.case,
+            against: args.against,
+            warm,
+            time,
+        })
+    }
+
+    /// Whether a case was asked for.
+    pub(crate) fn wants(&self, case: &str) -> bool {
+        case.contains(&self.case)
+    }
+
+    /// Whether a peer was asked for.
+    pub(crate) fn is_against(&self, peer: &str) -> bool {
+        self.against.is_empty() || self.against.iter().any(|name| name == peer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(line: &str) -> Result<Settings, String> {
+        let words = std::iter::once("bench").chain(line.split_whitespace());
+        let args = BenchArgs::try_parse_from(words).map_err(|error| error.to_string())?;
+        Settings::new(args).map_err(|failure| failure.to_string())
+    }
+
+    #[test]
+    fn json_does_not_eat_the_name_of_a_table() {
+        use TableName::{Device, Local, Rx};
+        let stdout = Some(PathBuf::from("-"));
+        for (line, tables, json) in [
+            ("local", vec![Local], None),
+            (
+                "local device rx --json",
+                vec![Local, Device, Rx],
+                stdout.clone(),
+            ),
+            ("--json local", vec![Local], stdout.clone()),
+            ("--json local rx", vec![Local, Rx], stdout.clone()),
+            ("--json - local", vec![Local], stdout.clone()),
+            ("--json=local rx rx", vec![Local, Rx], stdout),
+            ("--json ./local rx", vec![Rx], Some("./local".into())),
+            ("rx --json figures", vec![Rx], Some("figures".into())),
+        ] {
+            let settings = settings(line).unwrap();
+            assert_eq!((settings.tables, settings.json), (tables, json), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_run_without_a_table_says_so() {
+        for line in ["", "--json", "--json figures"] {
+            let said = settings(line).unwrap_err();
+            assert!(
+                said.contains("TABLE") || said.contains("which table"),
+                "{line}: {said}"
+            );
+        }
+        assert!(settings("speed").unwrap_err().contains("possible values"));
+    }
+}

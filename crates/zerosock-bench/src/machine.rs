@@ -1,0 +1,81 @@
+//! The machine that figures come from, in one line, and the two cores that are used.
+
+use std::fs;
+
+use rustix::thread::{CpuSet, sched_getaffinity};
+
+use crate::pair::Cores;
+
+/// The first two cores that we may use, in no order of merit.
+pub(crate) fn cores() -> Cores {
+    let mut allowed = allowed();
+    match (allowed.next(), allowed.next()) {
+        (Some(sender), Some(receiver)) => Cores {
+            sender: Some(sender),
+            receiver: Some(receiver),
+        },
+        _ => Cores {
+            sender: None,
+            receiver: None,
+        },
+    }
+}
+
+fn allowed() -> impl Iterator<Item = usize> {
+    let set = sched_getaffinity(None).unwrap_or_default();
+    (0..CpuSet::MAX_CPU).filter(move |cpu| set.is_set(*cpu))
+}
+
+/// Processor, cores, memory, kernel, and who is pinned where.
+pub(crate) fn describe(cores: Cores) -> String {
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    let cpuinfo = read("/proc/cpuinfo");
+    let model = field(&cpuinfo, "model name").unwrap_or("an unnamed processor");
+    let memory = read("/proc/meminfo");
+    let gib = field(&memory, "MemTotal")
+        .and_then(|total| total.split_whitespace().next())
+        .and_then(|kib| kib.parse::<u64>().ok())
+        .map_or(0, |kib| kib.div_ceil(1 << 20));
+    let kernel = read("/proc/sys/kernel/osrelease");
+    let pinned = match cores {
+        Cores {
+            sender: Some(sender),
+            receiver: Some(receiver),
+        } => format!("sender on core {sender}, receiver on core {receiver}"),
+        _ => "only one core for both sides".to_owned(),
+    };
+    format!(
+        "{model}, {} cores, {gib} GiB, Linux {}; {pinned}",
+        allowed().count(),
+        kernel.trim()
+    )
+}
+
+/// The value behind `NAME:` in the files of /proc.
+fn field<'t>(text: &'t str, name: &str) -> Option<&'t str> {
+    text.lines()
+        .filter_map(|line| line.split_once(':'))
+        .find(|(key, _)| key.trim() == name)
+        .map(|(_, value)| value.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_core_is_said_to_be_one() {
+        let one = Cores {
+            sender: None,
+            receiver: None,
+        };
+        assert!(describe(one).contains("only one core"));
+    }
+
+    #[test]
+    fn fields_are_found_by_their_name() {
+        let text = "a : 1\nmodel name\t: Some CPU\n";
+        assert_eq!(field(text, "model name"), Some("Some CPU"));
+        assert_eq!(field(text, "model"), None);
+    }
+}

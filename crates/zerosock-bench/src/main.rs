@@ -1,0 +1,124 @@
+//! `zerosock-bench`: one harness for all tables, ours and the peers' rounds alternating in one run.
+//!
+//! What must hold: nobody is left out in silence; a side that receives reads every byte unless the
+//! row says otherwise; a ratio above 1 always means that ours is better.
+//!
+//! The program is also what it measures and what it measures with, each as a process of its own: the
+//! first argument can be [`WORKER`], [`guest::NAME`] or a subcommand of `zerosock`.
+#![deny(unsafe_code)]
+
+mod args;
+mod machine;
+mod pair;
+mod peers;
+mod report;
+mod rounds;
+mod tables;
+mod vm;
+mod worker;
+
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+
+use clap::Parser;
+use zerosock_cli::Failure;
+use zerosock_testkit::guest;
+
+use args::{BenchArgs, Settings, TableName};
+use peers::WORKER;
+use report::Table;
+
+/// The subcommands of `zerosock` that measurements start.
+const PRODUCT: [&str; 2] = ["serve", "leash"];
+
+fn main() -> ExitCode {
+    let first = std::env::args_os().nth(1).unwrap_or_default();
+    if PRODUCT.iter().any(|name| first == *name) {
+        return zerosock_cli::main();
+    }
+    if first == guest::NAME {
+        return guest::main();
+    }
+    let outcome = if first == WORKER {
+        worker()
+    } else {
+        run(BenchArgs::parse())
+    };
+    Failure::exit_code("zerosock-bench", outcome)
+}
+
+/// Measures the tables that were asked for.
+fn run(args: BenchArgs) -> Result<(), Failure> {
+    let settings = Settings::new(args)?;
+    if settings.install_peers {
+        install(&settings.tables);
+    }
+    let cores = machine::cores();
+    let machine = machine::describe(cores);
+    let to_stdout = settings.json.as_deref() == Some(Path::new("-"));
+    let mut done: Vec<Table> = Vec::new();
+    for name in &settings.tables {
+        let table = match name {
+            TableName::Local => tables::local::run(&settings, cores, &machine),
+            TableName::Device => tables::device::run(&settings, cores, &machine),
+            TableName::Rx => tables::rx::run(&settings, cores, &machine),
+            TableName::Hold => tables::hold::run(&settings, cores, &machine),
+            TableName::Scale => tables::scale::run(&settings, cores, &machine),
+            TableName::Dgram => tables::dgram::run(&settings, cores, &machine),
+            TableName::Send => tables::zc::send::run(&settings, cores, &machine),
+            TableName::Notify => tables::zc::notify::run(&settings, cores, &machine),
+        };
+        if to_stdout {
+            eprintln!("{}", table.text());
+        } else {
+            println!("{}", table.text());
+        }
+        done.push(table);
+        // After each table: a run that is broken off leaves what it has.
+        if let Some(path) = &settings.json {
+            write(path, &done)?;
+        }
+    }
+    Ok(())
+}
+
+/// Installs what the tables lack. What cannot be had is named as missing in the table, with the
+/// reason here.
+fn install(tables: &[TableName]) {
+    for table in tables {
+        let outcome = match table {
+            TableName::Local => peers::iceoryx2::install(),
+            TableName::Device | TableName::Scale => tables::device::install_peer(),
+            TableName::Rx
+            | TableName::Hold
+            | TableName::Dgram
+            | TableName::Send
+            | TableName::Notify => Ok(()),
+        };
+        if let Err(reason) = outcome {
+            eprintln!("zerosock-bench: --install-peers: {reason}");
+        }
+    }
+}
+
+/// One side of a pair: a process that [`pair`] starts.
+fn worker() -> Result<(), Failure> {
+    let words: Vec<String> = std::env::args().skip(2).collect();
+    let order = words.join(" ").parse().map_err(Failure::Usage)?;
+    if worker::end(peers::work(&order)) {
+        Ok(())
+    } else {
+        Err(Failure::runtime("the measurement failed"))
+    }
+}
+
+fn write(path: &Path, tables: &[Table]) -> Result<(), Failure> {
+    let json = format!("{:#}\n", report::json(tables));
+    if path == Path::new("-") {
+        print!("{json}");
+        return Ok(());
+    }
+    fs::write(path, json)
+        .map_err(|error| Failure::Runtime(format!("--json {}: {error}", path.display())))
+}

@@ -1,0 +1,220 @@
+//! Two workers started, joined, let go, heard out and ended.
+//!
+//! What must hold: workers never outlive the pair, and one that hangs or dies ends the
+//! measurement with a reason, not the program.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::peers::{Contestant, Program};
+use crate::worker::order::{Job, Order, Outcome, Wait};
+
+/// Beyond the time that a measurement is meant to take.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Between looks at two workers.
+const A_MOMENT: Duration = Duration::from_millis(20);
+
+/// The cores that both sides stay on.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Cores {
+    /// The side that sends or pings; `None` where there is only one core.
+    pub(crate) sender: Option<usize>,
+    pub(crate) receiver: Option<usize>,
+}
+
+/// One measurement.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Task {
+    /// The job of the side that takes the time: Ping or Receive.
+    pub(crate) timed: Job,
+    pub(crate) wait: Wait,
+    pub(crate) size: usize,
+    pub(crate) warm: Duration,
+    pub(crate) time: Duration,
+    pub(crate) cores: Cores,
+    /// How the contestant is to do it, where it has several ways.
+    pub(crate) how: Option<&'static str>,
+}
+
+/// Measures `task` once.
+///
+/// # Errors
+/// What a worker said was wrong, among it bytes that were not those sent.
+pub(crate) fn measure(
+    contestant: Contestant,
+    program: &Program,
+    task: &Task,
+) -> Result<Outcome, String> {
+    let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
+    let deadline = Instant::now() + task.warm + task.time + PATIENCE;
+    let order = |job: Job, to: Option<String>| {
+        let (cpu, other_cpu) = match job {
+            Job::Send | Job::Ping => (task.cores.sender, task.cores.receiver),
+            Job::Receive | Job::Pong => (task.cores.receiver, task.cores.sender),
+        };
+        Order {
+            peer: contestant.name().to_owned(),
+            job,
+            wait: task.wait,
+            size: task.size,
+            warm: task.warm,
+            time: task.time,
+            cpu,
+            other_cpu,
+            place: dir.path().to_string_lossy().into_owned(),
+            to,
+            how: task.how.map(str::to_owned),
+        }
+    };
+    if contestant.processes() == 1 {
+        let mut only = Worker::start(program, &order(task.timed, None), deadline)?;
+        only.hear("ready")?;
+        only.say()?;
+        return only.hear("result")?.parse();
+    }
+    let (open, other) = if task.timed.is_open() {
+        (task.timed, task.timed.other())
+    } else {
+        (task.timed.other(), task.timed)
+    };
+    let mut open = Worker::start(program, &order(open, None), deadline)?;
+    let to = open.hear("open")?;
+    let mut other = Worker::start(program, &order(other, Some(to)), deadline)?;
+    let outcome = together(&mut open, &mut other, task.timed);
+    // Both at once: one may need the other to take its leave.
+    drop((open.input.take(), other.input.take()));
+    outcome
+}
+
+/// Lets two workers go, and hears what came of it.
+fn together(open: &mut Worker, other: &mut Worker, timed: Job) -> Result<Outcome, String> {
+    // What the second worker says first may be the reason why the first one never gets ready.
+    other.hear("ready")?;
+    open.hear("ready")?;
+    open.say()?;
+    other.say()?;
+    let (timed, untimed) = if timed.is_open() {
+        (open, other)
+    } else {
+        (other, open)
+    };
+    // Either may fail first, and the other would wait for it.
+    let (mut outcome, mut end) = (None, None);
+    while outcome.is_none() || end.is_none() {
+        if outcome.is_none() {
+            outcome = timed.listen("result", A_MOMENT)?;
+        }
+        if end.is_none() {
+            end = untimed.listen("result", A_MOMENT)?;
+        }
+    }
+    outcome.unwrap_or_default().parse()
+}
+
+/// A worker process; killed when dropped, if it has not ended by then.
+struct Worker {
+    name: String,
+    child: Child,
+    input: Option<ChildStdin>,
+    lines: Receiver<String>,
+    deadline: Instant,
+}
+
+impl Worker {
+    fn start(program: &Program, order: &Order, deadline: Instant) -> Result<Worker, String> {
+        let order = order.to_string();
+        let mut child = Command::new(&program.path)
+            .args(&program.before)
+            .args(order.split(' '))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| format!("{}: {error}", program.path.display()))?;
+        let (sender, lines) = channel();
+        let output = child.stdout.take();
+        // Ends with the worker's output, and that with the worker.
+        thread::spawn(move || {
+            let lines = output.map(BufReader::new).into_iter();
+            for line in lines.flat_map(BufRead::lines).map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Worker {
+            name: program
+                .path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+            input: child.stdin.take(),
+            child,
+            lines,
+            deadline,
+        })
+    }
+
+    /// What follows `word` in the next line; any other line is a fault.
+    fn hear(&mut self, word: &str) -> Result<String, String> {
+        loop {
+            if let Some(rest) = self.listen(word, PATIENCE)? {
+                return Ok(rest);
+            }
+        }
+    }
+
+    /// As `hear`, but no longer than `time`; `None` when nothing was said by then.
+    fn listen(&mut self, word: &str, time: Duration) -> Result<Option<String>, String> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let line = match self.lines.recv_timeout(left.min(time)) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) if left > time => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => {
+                return Err(format!("{} hangs before `{word}`", self.name));
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                let how = match self.child.wait() {
+                    Ok(status) => status.to_string(),
+                    Err(error) => error.to_string(),
+                };
+                return Err(format!("{} ended before `{word}`: {how}", self.name));
+            }
+        };
+        match line.split_once(' ').unwrap_or((&line, "")) {
+            (said, rest) if said == word => Ok(Some(rest.to_owned())),
+            ("fault", reason) => Err(reason.to_owned()),
+            _ => Err(format!("{} said {line:?}, not `{word}`", self.name)),
+        }
+    }
+
+    /// The word to begin.
+    fn say(&mut self) -> Result<(), String> {
+        let input = self.input.as_mut().ok_or("a worker without input")?;
+        input
+            .write_all(b"go\n")
+            .map_err(|error| format!("{}: {error}", self.name))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // The end of its input is its end, if it is well; else it is our own child, by its handle.
+        drop(self.input.take());
+        let soon = Instant::now() + Duration::from_secs(2);
+        while let Err(RecvTimeoutError::Timeout) | Ok(_) = self
+            .lines
+            .recv_timeout(soon.saturating_duration_since(Instant::now()))
+        {
+            if Instant::now() >= soon {
+                let _ = self.child.kill();
+                break;
+            }
+        }
+        let _ = self.child.wait();
+    }
+}

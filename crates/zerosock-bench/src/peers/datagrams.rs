@@ -1,0 +1,489 @@
+//! Datagrams: ours, and UDP over the loopback interface. Both count what arrives, because both may
+//! lose some.
+//!
+//! A measurement has lanes: each is a sender and a receiver with sockets and threads of their own.
+//! All senders are in one process, all receivers in the other. A receiver takes the time from its
+//! first datagram on; what comes until its time is over counts, when every byte of it is as it was
+//! sent and it is no older than the one before. A sender goes on until the receivers have long
+//! been through.
+//!
+//! Every datagram is sent and received by a call of its own, unless the order says `many`: then
+//! receivers take what there is with one call, as [`Datagram::recv_each`] does; UDP has no such
+//! call in the standard library, and goes on as it was.
+
+use std::io::ErrorKind;
+use std::net::{Ipv4Addr, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
+use zerosock::vsock::{self, Datagram, Endpoint, Host};
+use zerosock::{Address, Cid, Port};
+
+use crate::peers::destination;
+use crate::peers::trust::trust;
+use crate::worker::order::{Job, Order, Outcome, Wait};
+use crate::worker::touch::{Check, Fault, Message};
+use crate::worker::{self};
+
+/// Bytes under way from a sender at most, for both: Linux's usual send buffer.
+const SEND_BUFFER: u32 = 212_992;
+/// What a receiver may have unread; the system gives UDP as much as it lets anybody have.
+const RECEIVE_BUFFER: u32 = 1 << 20;
+/// Entries of our queues.
+const QUEUE: u16 = 1024;
+const PORT: Port = Port::new(514);
+/// In front of the message: its number.
+const NUMBER: usize = 8;
+/// Datagrams between two looks at the clock.
+const BATCH: u64 = 32;
+/// A call that waits gives up to look at the clock.
+const TICK: Duration = Duration::from_millis(50);
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How much longer than a receiver a sender goes on.
+const LONGER: Duration = Duration::from_millis(300);
+
+/// The way of an order: how many lanes, and whether receivers take many at once.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct How {
+    lanes: usize,
+    many: bool,
+}
+
+impl How {
+    fn of(order: &Order) -> Result<How, Fault> {
+        let how = order.how.as_deref().unwrap_or("1");
+        let (lanes, many) = match how.strip_suffix("-many") {
+            Some(lanes) => (lanes, true),
+            None => (how, false),
+        };
+        match lanes.parse() {
+            Ok(lanes @ 1..=256) => Ok(How { lanes, many }),
+            _ => Err(format!("how={how}: 1 to 256 lanes")),
+        }
+    }
+}
+
+/// Where datagrams go in.
+trait Sender: Send {
+    /// False: there was no room for a while, or nobody is there any more.
+    fn send(&mut self, bytes: &[u8]) -> Result<bool, Fault>;
+}
+
+/// Where they come out.
+trait Receiver: Send {
+    /// Waits a while and shows what has come; how many.
+    fn recv(&mut self, look: &mut dyn FnMut(&[u8])) -> Result<u64, Fault>;
+}
+
+/// One side's work.
+pub(crate) fn work(order: &Order, ours: bool) -> Result<(), Fault> {
+    let how = How::of(order)?;
+    match (order.job, ours) {
+        (Job::Receive, true) => {
+            let base = PathBuf::from(&order.place);
+            let mut hosts: Vec<_> = (0..how.lanes)
+                .map(|lane| OurReceiver::new(&base, lane, order, how.many))
+                .collect::<Result<_, _>>()?;
+            worker::say_open(&order.place)?;
+            // A host works while it is called: in the order in which its senders come.
+            hosts.iter_mut().try_for_each(OurReceiver::meet)?;
+            receive_all(hosts, order)
+        }
+        (Job::Receive, false) => {
+            let sockets: Vec<_> = (0..how.lanes)
+                .map(|_| Udp::receiver(order))
+                .collect::<Result<_, _>>()?;
+            let ports: Vec<String> = sockets.iter().map(Udp::port).collect::<Result<_, _>>()?;
+            worker::say_open(&ports.join(","))?;
+            receive_all(sockets, order)
+        }
+        (Job::Send, true) => {
+            let base = PathBuf::from(destination(order)?);
+            let senders = (0..how.lanes).map(|lane| OurSender::new(&base, lane, order));
+            send_all(senders.collect::<Result<Vec<_>, _>>()?, order)
+        }
+        (Job::Send, false) => {
+            let ports = destination(order)?.split(',');
+            let senders = ports.map(|port| Udp::sender(port, order));
+            send_all(senders.collect::<Result<Vec<_>, _>>()?, order)
+        }
+        _ => Err("datagrams go one way".to_owned()),
+    }
+}
+
+fn receive_all<R: Receiver>(receivers: Vec<R>, order: &Order) -> Result<(), Fault> {
+    worker::work_with(|| {
+        let outcomes = thread::scope(|scope| {
+            let threads: Vec<_> = receivers
+                .into_iter()
+                .map(|receiver| scope.spawn(move || receive(receiver, order)))
+                .collect();
+            let done = threads.into_iter().map(|thread| match thread.join() {
+                Ok(outcome) => outcome,
+                Err(_) => Err("a lane panicked".to_owned()),
+            });
+            done.collect::<Result<Vec<_>, _>>()
+        })?;
+        // All lanes have the same time, within a tick.
+        let time = outcomes.iter().map(|outcome| outcome.nanoseconds).max();
+        Ok(Outcome {
+            messages: outcomes.iter().map(|outcome| outcome.messages).sum(),
+            nanoseconds: time.unwrap_or_default(),
+            ..Outcome::default()
+        })
+    })
+}
+
+fn send_all<S: Sender>(senders: Vec<S>, order: &Order) -> Result<(), Fault> {
+    worker::work_with(|| {
+        let together = Barrier::new(senders.len());
+        let sent = thread::scope(|scope| {
+            let threads: Vec<_> = senders
+                .into_iter()
+                .map(|sender| {
+                    let together = &together;
+                    scope.spawn(move || {
+                        together.wait();
+                        send(sender, order)
+                    })
+                })
+                .collect();
+            let done = threads.into_iter().map(|thread| match thread.join() {
+                Ok(sent) => sent,
+                Err(_) => Err("a lane panicked".to_owned()),
+            });
+            done.collect::<Result<Vec<_>, _>>()
+        })?;
+        Ok(Outcome {
+            messages: sent.into_iter().sum(),
+            ..Outcome::default()
+        })
+    })
+}
+
+fn send(mut sender: impl Sender, order: &Order) -> Result<u64, Fault> {
+    let mut bytes = vec![0; order.size.max(2 * NUMBER)];
+    let end = Instant::now() + order.warm + order.time + LONGER;
+    let mut number: u64 = 0;
+    while Instant::now() < end {
+        for _ in 0..BATCH {
+            let (front, rest) = bytes.split_at_mut(NUMBER);
+            front.copy_from_slice(&number.to_le_bytes());
+            message(number, rest.len()).write(rest);
+            if !sender.send(&bytes)? {
+                break;
+            }
+            number += 1;
+        }
+    }
+    Ok(number)
+}
+
+fn message(number: u64, len: usize) -> Message {
+    Message {
+        number,
+        len,
+        last: false,
+    }
+}
+
+fn receive(mut receiver: impl Receiver, order: &Order) -> Result<Outcome, Fault> {
+    let len = order.size.max(2 * NUMBER);
+    let mut next = 0;
+    let mut fault = None;
+    let mut look = |bytes: &[u8]| match check(bytes, len, next) {
+        Ok(number) => next = number + 1,
+        Err(reason) => fault = Some(reason),
+    };
+    let give_up = Instant::now() + PATIENCE;
+    while receiver.recv(&mut look)? == 0 {
+        if Instant::now() > give_up {
+            return Err("nothing arrives".to_owned());
+        }
+    }
+    let first = Instant::now();
+    while first.elapsed() < order.warm {
+        (0..BATCH).try_for_each(|_| receiver.recv(&mut look).map(drop))?;
+    }
+    let start = Instant::now();
+    let mut messages = 0;
+    while start.elapsed() < order.time {
+        for _ in 0..BATCH {
+            messages += receiver.recv(&mut look)?;
+        }
+    }
+    let nanoseconds = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    match fault {
+        Some(reason) => Err(reason),
+        None => Ok(Outcome {
+            messages,
+            nanoseconds,
+            ..Outcome::default()
+        }),
+    }
+}
+
+/// The number of a datagram that is as it was sent, and not one that came before.
+fn check(bytes: &[u8], len: usize, next: u64) -> Result<u64, Fault> {
+    let Some((front, rest)) = bytes.split_first_chunk::<NUMBER>() else {
+        return Err(format!("a datagram of {} bytes", bytes.len()));
+    };
+    let number = u64::from_le_bytes(*front);
+    let mut check = Check::new(number, len - NUMBER);
+    check.part(rest);
+    check.finish()?;
+    if number < next {
+        return Err(format!("datagram {number} came again, or too late"));
+    }
+    Ok(number)
+}
+
+/// Either end of UDP.
+struct Udp {
+    socket: UdpSocket,
+    buffer: Vec<u8>,
+}
+
+impl Udp {
+    fn new(order: &Order) -> Result<Udp, Fault> {
+        if order.wait == Wait::Spin {
+            return Err("the loopback interface sleeps".to_owned());
+        }
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).map_err(text)?;
+        set_socket_send_buffer_size(&socket, SEND_BUFFER as usize / 2).map_err(text)?;
+        set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER as usize).map_err(text)?;
+        socket.set_read_timeout(Some(TICK)).map_err(text)?;
+        socket.set_write_timeout(Some(TICK)).map_err(text)?;
+        Ok(Udp {
+            socket,
+            buffer: vec![0; 65536],
+        })
+    }
+
+    fn receiver(order: &Order) -> Result<Udp, Fault> {
+        Udp::new(order)
+    }
+
+    fn sender(port: &str, order: &Order) -> Result<Udp, Fault> {
+        let udp = Udp::new(order)?;
+        let port: u16 = port.parse().map_err(text)?;
+        udp.socket
+            .connect((Ipv4Addr::LOCALHOST, port))
+            .map_err(text)?;
+        Ok(udp)
+    }
+
+    fn port(&self) -> Result<String, Fault> {
+        let address = self.socket.local_addr().map_err(text)?;
+        Ok(address.port().to_string())
+    }
+}
+
+impl Sender for Udp {
+    fn send(&mut self, bytes: &[u8]) -> Result<bool, Fault> {
+        match self.socket.send(bytes) {
+            Ok(_) => Ok(true),
+            // The receivers are through.
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(false),
+            Err(error) if is_later(error.kind()) => Ok(false),
+            Err(error) => Err(text(error)),
+        }
+    }
+}
+
+impl Receiver for Udp {
+    fn recv(&mut self, look: &mut dyn FnMut(&[u8])) -> Result<u64, Fault> {
+        match self.socket.recv(&mut self.buffer) {
+            Ok(len) => {
+                look(&self.buffer[..len]);
+                Ok(1)
+            }
+            Err(error) if is_later(error.kind()) => Ok(0),
+            Err(error) => Err(text(error)),
+        }
+    }
+}
+
+fn is_later(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+/// Our receiver: a process that has the device in itself.
+struct OurReceiver {
+    socket: Datagram,
+    _host: Host,
+    many: bool,
+    buffer: Vec<u8>,
+}
+
+impl OurReceiver {
+    fn new(base: &Path, lane: usize, order: &Order, many: bool) -> Result<OurReceiver, Fault> {
+        let mut builder = Host::builder()
+            .wait(wait(order))
+            .attach(base.join(format!("attach{lane}")));
+        if let Some(trust) = trust() {
+            builder = builder.trust_processes(trust);
+        }
+        let host = builder.start().map_err(text)?;
+        let socket = Datagram::bind(&host, PORT).map_err(text)?;
+        socket.set_receive_buffer(RECEIVE_BUFFER);
+        socket.set_read_timeout(Some(TICK)).map_err(text)?;
+        Ok(OurReceiver {
+            socket,
+            _host: host,
+            many,
+            buffer: vec![0; 65536],
+        })
+    }
+}
+
+impl OurReceiver {
+    /// Waits for the empty datagram by which the sender says that it is there.
+    fn meet(&mut self) -> Result<(), Fault> {
+        let give_up = Instant::now() + PATIENCE;
+        while self.recv(&mut |_| {})? == 0 {
+            if Instant::now() > give_up {
+                return Err("the sender does not come".to_owned());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Receiver for OurReceiver {
+    fn recv(&mut self, look: &mut dyn FnMut(&[u8])) -> Result<u64, Fault> {
+        let got = if self.many {
+            let buffer = &mut self.buffer;
+            self.socket
+                .recv_each(BATCH as usize, |datagram, _| match datagram.as_slice() {
+                    Some(bytes) => look(bytes),
+                    None => {
+                        let len = datagram.copy_to(0, buffer);
+                        look(&buffer[..len]);
+                    }
+                })
+        } else {
+            let got = self.socket.recv(&mut self.buffer);
+            got.map(|len| {
+                look(&self.buffer[..len]);
+                1
+            })
+        };
+        match got {
+            Ok(got) => Ok(got as u64),
+            Err(error) if is_later(error.kind()) => Ok(0),
+            Err(error) => Err(text(error)),
+        }
+    }
+}
+
+/// Our sender: a process that has attached.
+struct OurSender {
+    socket: Datagram,
+    _endpoint: Endpoint,
+}
+
+impl OurSender {
+    fn new(base: &Path, lane: usize, order: &Order) -> Result<OurSender, Fault> {
+        let path = base.join(format!("attach{lane}"));
+        let deadline = Instant::now() + PATIENCE;
+        let endpoint = loop {
+            let mut builder = Endpoint::builder().wait(wait(order)).queue_size(QUEUE);
+            if let Some(trust) = trust() {
+                builder = builder.trust_host(trust);
+            }
+            match builder.attach(&path) {
+                Ok(endpoint) => break endpoint,
+                // The host may not be there yet.
+                Err(_) if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
+                Err(error) => return Err(text(error)),
+            }
+        };
+        let socket = Datagram::bind(&endpoint, Port::ANY).map_err(text)?;
+        socket.set_send_buffer(SEND_BUFFER);
+        socket.set_write_timeout(Some(TICK)).map_err(text)?;
+        socket.connect(Address::new(Cid::HOST, PORT));
+        socket.send(&[]).map_err(text)?;
+        Ok(OurSender {
+            socket,
+            _endpoint: endpoint,
+        })
+    }
+}
+
+impl Sender for OurSender {
+    fn send(&mut self, bytes: &[u8]) -> Result<bool, Fault> {
+        match self.socket.send(bytes) {
+            Ok(_) => Ok(true),
+            Err(error) if is_later(error.kind()) => Ok(false),
+            // The receivers are through.
+            Err(error) if error.kind() == ErrorKind::ConnectionAborted => Ok(false),
+            Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
+            Err(error) => Err(text(error)),
+        }
+    }
+}
+
+fn wait(order: &Order) -> vsock::Wait {
+    match order.wait {
+        Wait::Spin => vsock::Wait::Spin,
+        Wait::Sleep => vsock::Wait::Sleep,
+    }
+}
+
+fn text(error: impl ToString) -> Fault {
+    error.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn datagram(number: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        let (front, rest) = bytes.split_at_mut(NUMBER);
+        front.copy_from_slice(&number.to_le_bytes());
+        message(number, rest.len()).write(rest);
+        bytes
+    }
+
+    #[test]
+    fn a_lost_datagram_is_no_fault_and_a_damaged_or_doubled_one_is() {
+        assert_eq!(check(&datagram(5, 64), 64, 5), Ok(5));
+        assert_eq!(check(&datagram(9, 64), 64, 5), Ok(9), "some were lost");
+        assert!(check(&datagram(4, 64), 64, 5).is_err());
+        for at in 0..64 {
+            let mut bytes = datagram(5, 64);
+            bytes[at] ^= 1;
+            assert!(check(&bytes, 64, 5).is_err(), "byte {at}");
+        }
+        assert!(check(&datagram(5, 63), 64, 5).is_err());
+        assert!(check(&[1, 2], 64, 5).is_err());
+    }
+
+    #[test]
+    fn a_way_is_lanes_and_perhaps_many() {
+        let order = |how: Option<&str>| Order {
+            peer: String::new(),
+            job: Job::Send,
+            wait: Wait::Sleep,
+            size: 64,
+            warm: Duration::ZERO,
+            time: Duration::ZERO,
+            cpu: None,
+            other_cpu: None,
+            place: String::new(),
+            to: None,
+            how: how.map(str::to_owned),
+        };
+        let how = |lanes, many| Ok(How { lanes, many });
+        assert_eq!(How::of(&order(None)), how(1, false));
+        assert_eq!(How::of(&order(Some("4"))), how(4, false));
+        assert_eq!(How::of(&order(Some("2-many"))), how(2, true));
+        assert!(How::of(&order(Some("0"))).is_err());
+        assert!(How::of(&order(Some("many"))).is_err());
+    }
+}

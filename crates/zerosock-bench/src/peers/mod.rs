@@ -1,0 +1,165 @@
+//! Who is measured: ourselves and those we are compared with, each as a pair of worker processes.
+//!
+//! What must hold: a contestant that cannot take part says why, and that reason reaches the
+//! reader; nobody is left out in silence.
+
+pub(crate) mod bare;
+pub(crate) mod bytes;
+pub(crate) mod datagrams;
+pub(crate) mod dequeue;
+pub(crate) mod hoard;
+pub(crate) mod iceoryx2;
+pub(crate) mod install;
+pub(crate) mod ours;
+pub(crate) mod pipe;
+pub(crate) mod tcp;
+mod trust;
+pub(crate) mod unix;
+pub(crate) mod vsock;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use crate::worker::order::{Job, Order, Wait};
+use crate::worker::touch::Fault;
+use crate::worker::{self};
+
+/// A means of transport between two processes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Contestant {
+    Ours,
+    Unix,
+    Tcp,
+    Pipe,
+    Iceoryx2,
+    /// Two threads over plain shared buffers: not a peer but the ceiling.
+    Bare,
+    /// Ours, by datagrams.
+    Datagrams,
+    /// UDP over the loopback interface.
+    Udp,
+}
+
+/// All that carry streams, ourselves first.
+pub(crate) const ALL: [Contestant; 6] = [
+    Contestant::Ours,
+    Contestant::Unix,
+    Contestant::Tcp,
+    Contestant::Pipe,
+    Contestant::Iceoryx2,
+    Contestant::Bare,
+];
+
+/// The program that a contestant's workers are, and the arguments before the order.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    pub(crate) path: PathBuf,
+    pub(crate) before: Vec<OsString>,
+}
+
+impl Contestant {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Contestant::Ours => "zerosock",
+            Contestant::Unix => "unix",
+            Contestant::Tcp => "tcp",
+            Contestant::Pipe => "pipe",
+            Contestant::Iceoryx2 => "iceoryx2",
+            Contestant::Bare => "bare",
+            Contestant::Datagrams => "datagrams",
+            Contestant::Udp => "udp",
+        }
+    }
+
+    /// What a table calls it.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Contestant::Ours => "zerosock",
+            Contestant::Unix => "Unix stream",
+            Contestant::Tcp => "TCP loopback",
+            Contestant::Pipe => "pipe",
+            Contestant::Iceoryx2 => "iceoryx2 0.10",
+            Contestant::Bare => "bare loop",
+            Contestant::Datagrams => "zerosock",
+            Contestant::Udp => "UDP loopback",
+        }
+    }
+
+    /// Whether it can wait so: kernel sockets sleep, what lives in shared memory alone spins.
+    pub(crate) fn waits(self, wait: Wait) -> bool {
+        match self {
+            Contestant::Ours | Contestant::Datagrams => true,
+            Contestant::Unix | Contestant::Tcp | Contestant::Pipe | Contestant::Udp => {
+                wait == Wait::Sleep
+            }
+            Contestant::Iceoryx2 | Contestant::Bare => wait == Wait::Spin,
+        }
+    }
+
+    /// Worker processes of a pair: the ceiling is two threads of one.
+    pub(crate) fn processes(self) -> usize {
+        match self {
+            Contestant::Bare => 1,
+            _ => 2,
+        }
+    }
+
+    /// Its program, or why there is none.
+    pub(crate) fn program(self) -> Result<Program, String> {
+        match self {
+            Contestant::Ours | Contestant::Datagrams => ours::available()?,
+            Contestant::Iceoryx2 => {
+                return iceoryx2::find().map(|path| Program {
+                    path,
+                    before: Vec::new(),
+                });
+            }
+            _ => {}
+        }
+        let path = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
+        Ok(Program {
+            path,
+            before: vec![WORKER.into()],
+        })
+    }
+}
+
+/// The first argument of a worker, before its order.
+pub(crate) const WORKER: &str = "worker";
+
+/// The life of a worker that is our own program. The order came as arguments.
+pub(crate) fn work(order: &Order) -> Result<(), Fault> {
+    if order.peer == Contestant::Bare.name() {
+        return worker::work_with(|| bare::run(order));
+    }
+    worker::pin(order.cpu)?;
+    for datagrams in [Contestant::Datagrams, Contestant::Udp] {
+        if order.peer == datagrams.name() {
+            return datagrams::work(order, datagrams == Contestant::Datagrams);
+        }
+    }
+    if order.peer == vsock::NAME {
+        return worker::work_alone(|| vsock::run(order));
+    }
+    let find = |contestant: &Contestant| contestant.name() == order.peer;
+    match ALL.into_iter().find(find) {
+        Some(Contestant::Ours) => ours::work(order),
+        Some(Contestant::Unix) => worker::work(&mut unix::join(order)?, order),
+        Some(Contestant::Tcp) => worker::work(&mut tcp::join(order)?, order),
+        Some(Contestant::Pipe) => worker::work(&mut pipe::join(order)?, order),
+        _ => Err(format!("peer {}: not a part of this program", order.peer)),
+    }
+}
+
+/// Where the other side said we would find it.
+pub(crate) fn destination(order: &Order) -> Result<&str, Fault> {
+    order
+        .to
+        .as_deref()
+        .ok_or_else(|| "an order without its destination".to_owned())
+}
+
+/// Whether a link carries messages one way only.
+pub(crate) fn is_one_way(job: Job) -> bool {
+    matches!(job, Job::Send | Job::Receive)
+}

@@ -1,0 +1,50 @@
+//! Two named pipes, one each way, as large as the system lets anybody have. Both sides sleep.
+
+use std::fs::File;
+use std::path::Path;
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+use crate::peers::bytes::Bytes;
+use crate::peers::destination;
+use crate::worker;
+use crate::worker::order::Order;
+use crate::worker::touch::Fault;
+
+/// The bound of /proc/sys/fs/pipe-max-size for users without privileges, as Linux sets it.
+const PIPE_BYTES: usize = 1 << 20;
+
+/// Makes the pipes. Opening one waits for its other end, so both sides open the same one first.
+pub(crate) fn join(order: &Order) -> Result<Bytes<File, File>, Fault> {
+    if order.job.is_open() {
+        let place = Path::new(&order.place);
+        for name in [THERE, BACK] {
+            let mode = Mode::RUSR | Mode::WUSR;
+            mknodat(CWD, place.join(name), FileType::Fifo, mode, 0)
+                .map_err(|error| format!("mkfifo: {error}"))?;
+        }
+        worker::say_open(&order.place)?;
+        let input = File::open(place.join(THERE)).map_err(open)?;
+        let output = write_end(&place.join(BACK))?;
+        Ok(Bytes::new(input, output, order.size))
+    } else {
+        let place = Path::new(destination(order)?);
+        let output = write_end(&place.join(THERE))?;
+        let input = File::open(place.join(BACK)).map_err(open)?;
+        Ok(Bytes::new(input, output, order.size))
+    }
+}
+
+const THERE: &str = "there";
+const BACK: &str = "back";
+
+fn write_end(path: &Path) -> Result<File, Fault> {
+    let file = File::options().write(true).open(path).map_err(open)?;
+    // Where the system allows less, the usual size has to do.
+    let _ = rustix::pipe::fcntl_setpipe_size(&file, PIPE_BYTES);
+    Ok(file)
+}
+
+fn open(error: std::io::Error) -> Fault {
+    format!("open pipe: {error}")
+}

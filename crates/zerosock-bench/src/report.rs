@@ -1,0 +1,383 @@
+//! Tables, for people as text and for programs as JSON.
+//!
+//! What must hold: every row names its peer, and one without a figure says why; a ratio above 1
+//! always means that ours is better.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+
+use crate::rounds::{Spread, interval, ratio};
+
+/// What a figure is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Metric {
+    pub(crate) name: &'static str,
+    pub(crate) unit: &'static str,
+    pub(crate) higher_is_better: bool,
+}
+
+/// Our figure beside one peer's.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Row {
+    pub(crate) name: String,
+    pub(crate) metric: Metric,
+    /// Or why there is none.
+    pub(crate) ours: Result<Spread, String>,
+    pub(crate) peer_name: String,
+    pub(crate) peer: Result<Spread, String>,
+}
+
+/// One table.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Table {
+    pub(crate) name: &'static str,
+    /// What was done, in a sentence or two.
+    pub(crate) method: String,
+    pub(crate) machine: String,
+    pub(crate) rounds: usize,
+    pub(crate) rows: Vec<Row>,
+    /// Who was not there, and what would bring them.
+    pub(crate) missing: Vec<Missing>,
+}
+
+/// A contestant that took no part, or left.
+#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+pub(crate) struct Missing {
+    pub(crate) name: String,
+    pub(crate) reason: String,
+}
+
+#[derive(Serialize)]
+struct JsonTable<'t> {
+    table: &'t str,
+    machine: &'t str,
+    method: &'t str,
+    rounds: usize,
+    rows: Vec<JsonRow<'t>>,
+    missing: &'t [Missing],
+}
+
+#[derive(Serialize)]
+struct JsonRow<'t> {
+    name: &'t str,
+    metric: &'t str,
+    unit: &'t str,
+    ours: Option<f64>,
+    peer_name: &'t str,
+    peer: Option<f64>,
+    ratio: Option<f64>,
+    /// Of the mean of the rounds' ratios, 95 %.
+    ratio_low: Option<f64>,
+    ratio_high: Option<f64>,
+    higher_is_better: bool,
+    ours_best: Option<f64>,
+    ours_slowest: Option<f64>,
+    ours_rounds: &'t [f64],
+    peer_best: Option<f64>,
+    peer_slowest: Option<f64>,
+    peer_rounds: &'t [f64],
+    /// Why a figure is missing.
+    missing: Option<String>,
+}
+
+impl Row {
+    pub(crate) fn ratio(&self) -> Option<f64> {
+        match (&self.ours, &self.peer) {
+            (Ok(ours), Ok(peer)) => ratio(ours.median, peer.median, self.metric.higher_is_better),
+            _ => None,
+        }
+    }
+
+    /// Between which two the mean of the rounds' ratios lies, 95 %; none of fewer than five rounds.
+    pub(crate) fn interval(&self) -> Option<(f64, f64)> {
+        let (Ok(ours), Ok(peer)) = (&self.ours, &self.peer) else {
+            return None;
+        };
+        interval(&ours.rounds, &peer.rounds, self.metric.higher_is_better)
+    }
+
+    fn missing(&self) -> Option<String> {
+        match (&self.ours, &self.peer) {
+            (Err(reason), _) => Some(format!("zerosock: {reason}")),
+            (_, Err(reason)) => Some(format!("{}: {reason}", self.peer_name)),
+            _ => None,
+        }
+    }
+
+    fn json(&self) -> JsonRow<'_> {
+        let ours = self.ours.as_ref().ok();
+        let peer = self.peer.as_ref().ok();
+        JsonRow {
+            name: &self.name,
+            metric: self.metric.name,
+            unit: self.metric.unit,
+            ours: ours.map(|spread| spread.median),
+            peer_name: &self.peer_name,
+            peer: peer.map(|spread| spread.median),
+            ratio: self.ratio(),
+            ratio_low: self.interval().map(|(low, _)| low),
+            ratio_high: self.interval().map(|(_, high)| high),
+            higher_is_better: self.metric.higher_is_better,
+            ours_best: ours.map(|spread| spread.best),
+            ours_slowest: ours.map(|spread| spread.slowest),
+            ours_rounds: ours.map_or(&[], |spread| &spread.rounds),
+            peer_best: peer.map(|spread| spread.best),
+            peer_slowest: peer.map(|spread| spread.slowest),
+            peer_rounds: peer.map_or(&[], |spread| &spread.rounds),
+            missing: self.missing(),
+        }
+    }
+}
+
+impl Table {
+    /// Notes who is not there, once.
+    pub(crate) fn note_missing(&mut self, name: &str, reason: &str) {
+        let missing = Missing {
+            name: name.to_owned(),
+            reason: reason.to_owned(),
+        };
+        if !self.missing.contains(&missing) {
+            self.missing.push(missing);
+        }
+    }
+
+    /// Notes why each end of a cable did not work on its own core, if it did not.
+    pub(crate) fn note_unsteered(&mut self, reason: Option<String>) {
+        if let Some(reason) = reason {
+            self.note_missing("steering", &reason);
+        }
+    }
+
+    /// As text: a table in Markdown, which is readable as it is.
+    pub(crate) fn text(&self) -> String {
+        let mut out = String::new();
+        // Writing to a String does not fail.
+        let _ = writeln!(
+            out,
+            "## {}\n\n{}\n{}\nMedian of {} rounds (best to slowest). A ratio above 1 means that \
+             zerosock is better.\n",
+            self.name, self.method, self.machine, self.rounds
+        );
+        let header = [
+            "case",
+            "metric",
+            "unit",
+            "zerosock",
+            "peer",
+            "peer's figure",
+            "ratio",
+        ];
+        let mut cells = vec![header.map(str::to_owned).to_vec()];
+        // What a row has in common with the one above is not said again.
+        let (mut name, mut metric) = ("", None);
+        for row in &self.rows {
+            let same_name = name == row.name;
+            let same_metric = same_name && metric == Some(row.metric);
+            (name, metric) = (&row.name, Some(row.metric));
+            let unless = |same: bool, text: &str| {
+                if same { String::new() } else { text.to_owned() }
+            };
+            cells.push(vec![
+                unless(same_name, &row.name),
+                unless(same_metric, row.metric.name),
+                unless(same_metric, row.metric.unit),
+                cell(&row.ours),
+                row.peer_name.clone(),
+                cell(&row.peer),
+                ratio_cell(row),
+            ]);
+        }
+        let width = |column: usize| {
+            let lengths = cells.iter().map(|row| row[column].chars().count());
+            lengths.max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..header.len()).map(width).collect();
+        for (at, row) in cells.iter().enumerate() {
+            for (cell, width) in row.iter().zip(&widths) {
+                let _ = write!(out, "| {cell:width$} ");
+            }
+            out.push_str("|\n");
+            if at == 0 {
+                for width in &widths {
+                    let _ = write!(out, "|{:-<1$}", "", width + 2);
+                }
+                out.push_str("|\n");
+            }
+        }
+        for missing in &self.missing {
+            let _ = writeln!(out, "missing: {}: {}", missing.name, missing.reason);
+        }
+        out
+    }
+
+    /// As JSON.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        let table = JsonTable {
+            table: self.name,
+            machine: &self.machine,
+            method: &self.method,
+            rounds: self.rounds,
+            rows: self.rows.iter().map(Row::json).collect(),
+            missing: &self.missing,
+        };
+        // Strings, numbers and lists alone: nothing that could fail.
+        serde_json::to_value(table).unwrap_or_default()
+    }
+}
+
+/// One table as an object, several as an array of them.
+pub(crate) fn json(tables: &[Table]) -> serde_json::Value {
+    match tables {
+        [table] => table.json(),
+        tables => tables.iter().map(Table::json).collect(),
+    }
+}
+
+fn cell(figure: &Result<Spread, String>) -> String {
+    match figure {
+        Ok(spread) if spread.rounds.len() == 1 => number(spread.median),
+        Ok(spread) => format!(
+            "{} ({} to {})",
+            number(spread.median),
+            number(spread.best),
+            number(spread.slowest)
+        ),
+        Err(_) => "missing".to_owned(),
+    }
+}
+
+/// The ratio, and its interval if there are rounds enough for one.
+fn ratio_cell(row: &Row) -> String {
+    let Some(ratio) = row.ratio() else {
+        return String::new();
+    };
+    match row.interval() {
+        Some((low, high)) => format!("{} ({} to {})", number(ratio), number(low), number(high)),
+        None => number(ratio),
+    }
+}
+
+/// Three digits that count.
+fn number(value: f64) -> String {
+    let magnitude = value.abs();
+    let decimals = match magnitude {
+        100.0.. => 0,
+        10.0.. => 1,
+        1.0.. => 2,
+        0.0 => 0,
+        _ => 3,
+    };
+    format!("{value:.decimals$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEED: Metric = Metric {
+        name: "throughput",
+        unit: "GB/s",
+        higher_is_better: true,
+    };
+
+    fn table() -> Table {
+        let spread = |rounds: &[f64]| Spread::of(rounds.to_vec(), true).unwrap();
+        let mut table = Table {
+            name: "local",
+            method: "Both sides touch every byte.".into(),
+            machine: "two cores".into(),
+            rounds: 3,
+            rows: vec![
+                Row {
+                    name: "throughput, 64 KiB".into(),
+                    metric: SPEED,
+                    ours: Ok(spread(&[20.0, 22.0, 18.0])),
+                    peer_name: "Unix stream".into(),
+                    peer: Ok(spread(&[5.0, 4.0, 6.0])),
+                },
+                Row {
+                    name: "throughput, 64 KiB".into(),
+                    metric: SPEED,
+                    ours: Ok(spread(&[20.0, 22.0, 18.0])),
+                    peer_name: "iceoryx2".into(),
+                    peer: Err("not installed".into()),
+                },
+            ],
+            missing: Vec::new(),
+        };
+        table.note_missing("iceoryx2", "not installed");
+        table.note_missing("iceoryx2", "not installed");
+        table
+    }
+
+    #[test]
+    fn json_has_the_promised_shape() {
+        let json = json(&[table()]);
+        assert_eq!(json["table"], "local");
+        assert_eq!(json["machine"], "two cores");
+        let row = &json["rows"][0];
+        for (key, value) in [
+            ("name", serde_json::json!("throughput, 64 KiB")),
+            ("metric", "throughput".into()),
+            ("unit", "GB/s".into()),
+            ("ours", 20.0.into()),
+            ("peer_name", "Unix stream".into()),
+            ("peer", 5.0.into()),
+            ("ratio", 4.0.into()),
+            ("higher_is_better", true.into()),
+            ("ours_best", 22.0.into()),
+            ("ours_slowest", 18.0.into()),
+            ("peer_best", 6.0.into()),
+            ("peer_slowest", 4.0.into()),
+            ("missing", serde_json::Value::Null),
+        ] {
+            assert_eq!(row[key], value, "{key}");
+        }
+        assert_eq!(row["peer_rounds"], serde_json::json!([5.0, 4.0, 6.0]));
+        let several = super::json(&[table(), table()]);
+        assert_eq!(several[1]["table"], "local");
+    }
+
+    #[test]
+    fn two_metrics_of_one_case_are_told_apart_in_the_text() {
+        let mut table = table();
+        let row = |name| Row {
+            metric: Metric {
+                name,
+                unit: "us",
+                higher_is_better: false,
+            },
+            ..table.rows[0].clone()
+        };
+        let rows = [row("round trip p50"), row("round trip p99")];
+        let one_peer_each = rows.clone().map(|row| Row {
+            peer_name: "pipe".into(),
+            ..row
+        });
+        table.rows = [rows, one_peer_each].concat();
+        table.rows.sort_by_key(|row| row.metric.name);
+        let text = table.text();
+        let lines: Vec<&str> = text.lines().filter(|line| line.contains("20.0")).collect();
+        let metric = |line: &str| line.split('|').nth(2).unwrap().trim().to_owned();
+        let metrics: Vec<String> = lines.into_iter().map(metric).collect();
+        assert_eq!(metrics, ["round trip p50", "", "round trip p99", ""]);
+    }
+
+    #[test]
+    fn who_is_missing_is_named_in_both_forms() {
+        let table = table();
+        let json = table.json();
+        let row = &json["rows"][1];
+        assert!(row["peer"].is_null() && row["ratio"].is_null());
+        assert_eq!(row["missing"], "iceoryx2: not installed");
+        assert_eq!(
+            json["missing"],
+            serde_json::json!([{"name": "iceoryx2", "reason": "not installed"}])
+        );
+        let text = table.text();
+        assert!(text.contains("missing: iceoryx2: not installed"), "{text}");
+        assert!(text.contains("20.0 (22.0 to 18.0)"), "{text}");
+        assert!(text.contains("| 4.00 "), "{text}");
+    }
+}

@@ -1,0 +1,211 @@
+//! The devices: where their programs are, how each is started, and what it has cost so far.
+
+use std::fs;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::peers::install;
+use crate::worker;
+
+/// The version of the peer that is installed.
+const PEER_VERSION: &str = "0.3.0";
+const PEER: &str = "vhost-device-vsock";
+const VARIABLE: &str = "VHOST_DEVICE_VSOCK";
+/// No program takes as long to begin.
+const START: Duration = Duration::from_secs(20);
+
+/// A program that serves a vhost-user vsock device.
+#[derive(Clone, Debug)]
+pub(crate) struct Device {
+    program: PathBuf,
+    arguments: &'static [&'static str],
+}
+
+/// Our name in the tables.
+pub(crate) const OURS: &str = "zerosock";
+
+/// Ourselves: this very program.
+pub(crate) fn ours() -> Result<Device, String> {
+    ours_with(&["serve", "--log-level", "off"])
+}
+
+/// Ourselves, with these arguments before those that every device gets.
+pub(crate) fn ours_with(arguments: &'static [&'static str]) -> Result<Device, String> {
+    let program = std::env::current_exe().map_err(|error| format!("our own program: {error}"))?;
+    Ok(Device { program, arguments })
+}
+
+/// vhost-device-vsock, or why it is not there.
+pub(crate) fn peer() -> Result<Device, String> {
+    install::find(VARIABLE, PEER).map(|program| Device {
+        program,
+        arguments: &[],
+    })
+}
+
+/// Its name with the version that it says it has.
+pub(crate) fn peer_title() -> String {
+    let version = peer().ok().and_then(|device| {
+        let output = Command::new(device.program)
+            .arg("--version")
+            .output()
+            .ok()?;
+        let line = String::from_utf8(output.stdout).ok()?;
+        Some(line.trim().to_owned()).filter(|line| line.starts_with(PEER))
+    });
+    version.unwrap_or_else(|| PEER.to_owned())
+}
+
+/// Installs the peer, unless it is there.
+pub(crate) fn install_peer() -> Result<(), String> {
+    if peer().is_ok() {
+        return Ok(());
+    }
+    let arguments = [PEER, "--version", PEER_VERSION].map(AsRef::as_ref);
+    install::cargo_install(PEER, &arguments)
+}
+
+/// A device that runs; killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Running {
+    child: Child,
+    /// Its vhost-user socket.
+    pub(crate) socket: PathBuf,
+    /// Its hybrid socket.
+    pub(crate) uds_path: PathBuf,
+}
+
+impl Device {
+    /// Where its program is.
+    pub(crate) fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// Starts the device with its sockets in `dir`, all its threads on core `cpu`, and waits until
+    /// its control socket is there.
+    pub(crate) fn start(&self, dir: &Path, cpu: Option<usize>) -> Result<Running, String> {
+        let socket = dir.join("vhost.sock");
+        let uds_path = dir.join("vm.vsock");
+        let mut command = Command::new(&self.program);
+        command
+            .args(self.arguments)
+            .args(["--guest-cid", "3", "--socket"])
+            .arg(&socket)
+            .arg("--uds-path")
+            .arg(&uds_path)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        // A child begins on the cores of the thread that starts it.
+        let start = move || {
+            worker::pin(cpu)?;
+            let name = command.get_program().to_string_lossy().into_owned();
+            command.spawn().map_err(|error| format!("{name}: {error}"))
+        };
+        let child = thread::spawn(start)
+            .join()
+            .map_err(|_| "starting the device panicked")??;
+        let mut running = Running {
+            child,
+            socket,
+            uds_path,
+        };
+        running.wait_for_socket()?;
+        Ok(running)
+    }
+}
+
+impl Running {
+    /// Its process.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// CPU time so far, in seconds: of all threads, user and system.
+    pub(crate) fn cpu_seconds(&self) -> Result<f64, String> {
+        let tasks = format!("/proc/{}/task", self.child.id());
+        let wrong = |error: io::Error| format!("{tasks}: {error}");
+        let mut nanoseconds = 0;
+        for task in fs::read_dir(&tasks).map_err(wrong)? {
+            // Its first number is the time on a processor in nanoseconds (sched-stats in the
+            // kernel's documentation); /proc/PID/stat would give hundredths of a second.
+            let path = task.map_err(wrong)?.path().join("schedstat");
+            let text = fs::read_to_string(&path).map_err(wrong)?;
+            let time = text.split_whitespace().next();
+            nanoseconds += time
+                .and_then(|time| time.parse::<u64>().ok())
+                .ok_or_else(|| format!("{}: no time in it", path.display()))?;
+        }
+        Ok(nanoseconds as f64 / 1e9)
+    }
+
+    /// Bound sockets appear as files before they listen, and one connection to the control socket
+    /// would be one front-end: look at the file only.
+    fn wait_for_socket(&mut self) -> Result<(), String> {
+        let deadline = Instant::now() + START;
+        while !self.socket.exists() {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("the device ended: {status}"));
+            }
+            if Instant::now() > deadline {
+                return Err("the device made no socket in 20 s".to_owned());
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Connects to the hybrid socket, which may not listen yet.
+    pub(crate) fn connect_hybrid(&self) -> Result<UnixStream, String> {
+        let deadline = Instant::now() + START;
+        loop {
+            match UnixStream::connect(&self.uds_path) {
+                Ok(stream) => return Ok(stream),
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                    ) && Instant::now() < deadline =>
+                {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => return Err(format!("{}: {error}", self.uds_path.display())),
+            }
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Our own child, by its handle.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_a_busy_process_passes() {
+        let mut running = Running {
+            child: Command::new("sh")
+                .args(["-c", "while :; do :; done"])
+                .spawn()
+                .unwrap(),
+            socket: PathBuf::new(),
+            uds_path: PathBuf::new(),
+        };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while running.cpu_seconds().unwrap() < 0.01 {
+            assert!(Instant::now() < deadline, "it got no time");
+            thread::yield_now();
+        }
+        assert!(running.child.try_wait().unwrap().is_none());
+    }
+}

@@ -1,0 +1,313 @@
+//! One measurement of a device: a stream of bytes, or messages to and fro.
+//!
+//! The guest is our own driver half on a memfd, which sleeps when it has nothing to do; on the
+//! host's side stands a program with a Unix socket. Both are threads of ours on one core, the
+//! device has the other core to itself. Each byte is checked by its receiver.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use zerosock::driver::{Driver, DriverConfig, RecvError, SendError, StreamId};
+use zerosock::{Address, Cid, Port};
+
+use super::program::{Device, Running};
+use crate::pair::Cores;
+use crate::worker;
+use crate::worker::jobs::percentile;
+use crate::worker::order::Outcome;
+use crate::worker::touch::stream as pattern;
+
+pub(crate) const PORT: u32 = 1234;
+/// No measurement takes as long.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// What a receiver takes at once.
+const BLOCK: usize = 256 << 10;
+/// Bytes of a message of a round trip.
+pub(crate) const TRIP: usize = 64;
+
+/// Which way the bytes go.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) enum Direction {
+    /// Packets of the given size from the driver.
+    ToHost,
+    /// Writes of the given size on the host.
+    ToGuest,
+}
+
+/// What is streamed.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Case {
+    pub(crate) direction: Direction,
+    pub(crate) size: usize,
+    /// Payload bytes of each of the driver's receive buffers.
+    pub(crate) rx_buffer: u32,
+}
+
+/// What one measurement of a stream gave.
+#[derive(Copy, Clone, Debug)]
+pub(crate) struct Figures {
+    pub(crate) mb_s: f64,
+    /// CPU seconds of the device's process for each 10^9 bytes.
+    pub(crate) cpu_s_per_gb: f64,
+}
+
+/// Streams `bytes` bytes through a fresh device.
+pub(crate) fn stream(
+    device: &Device,
+    case: Case,
+    bytes: u64,
+    cores: Cores,
+) -> Result<Figures, String> {
+    with_device(device, case.rx_buffer, cores, |running, driver| {
+        let cpu_before = running.cpu_seconds()?;
+        let took = match case.direction {
+            Direction::ToHost => to_host(driver, running, case.size, bytes)?,
+            Direction::ToGuest => to_guest(driver, running, case.size, bytes)?,
+        };
+        let cpu = running.cpu_seconds()? - cpu_before;
+        Ok(Figures {
+            mb_s: bytes as f64 / 1e6 / took.as_secs_f64(),
+            cpu_s_per_gb: cpu / (bytes as f64 / 1e9),
+        })
+    })
+}
+
+/// Sends a message of [`TRIP`] bytes to a program on the host and waits until it is back, again
+/// and again; each round trip is timed.
+pub(crate) fn round_trips(
+    device: &Device,
+    warm: Duration,
+    time: Duration,
+    cores: Cores,
+) -> Result<Outcome, String> {
+    let stock = Case::STOCK_RX_BUFFER;
+    with_device(device, stock, cores, |running, driver| {
+        let listener = listen(running)?;
+        // Ends when the device closes the connection, and that at the latest when it is killed.
+        let echo = thread::spawn(move || -> Result<(), String> {
+            let mut stream = accept(&listener)?;
+            let mut message = [0; TRIP];
+            while stream.read_exact(&mut message).is_ok() {
+                stream.write_all(&message).map_err(text)?;
+            }
+            Ok(())
+        });
+        let deadline = Instant::now() + PATIENCE;
+        let stream = connect(driver, deadline)?;
+        let (mut sent, mut back) = ([0; TRIP], [0; TRIP]);
+        let mut position = 0;
+        let mut times = Vec::new();
+        let begin = Instant::now();
+        let mut now = begin;
+        while now - begin < warm + time {
+            pattern::fill(position, &mut sent);
+            driver.wait_send(stream, &sent, deadline).map_err(text)?;
+            driver
+                .wait_recv_exact(stream, &mut back, deadline)
+                .map_err(text)?;
+            pattern::check(position, &back)?;
+            position += TRIP as u64;
+            let after = Instant::now();
+            if now - begin >= warm {
+                times.push(u64::try_from((after - now).as_nanos()).unwrap_or(u64::MAX));
+            }
+            now = after;
+        }
+        driver.abort(stream);
+        driver.turn().map_err(text)?;
+        drop(echo);
+        times.sort_unstable();
+        Ok(Outcome {
+            messages: times.len() as u64,
+            nanoseconds: times.iter().sum(),
+            p50: percentile(&times, 50),
+            p99: percentile(&times, 99),
+            ..Outcome::default()
+        })
+    })
+}
+
+impl Case {
+    /// What Linux guests post.
+    pub(crate) const STOCK_RX_BUFFER: u32 = 4096;
+}
+
+/// Starts the device on one core and does the rest on the other.
+pub(crate) fn with_device<T: Send>(
+    device: &Device,
+    rx_buffer: u32,
+    cores: Cores,
+    run: impl FnOnce(&Running, &mut Driver) -> Result<T, String> + Send,
+) -> Result<T, String> {
+    let dir = tempfile::tempdir().map_err(|error| format!("temporary directory: {error}"))?;
+    let running = device.start(dir.path(), cores.receiver)?;
+    let on_our_core = || {
+        // What this thread starts is pinned with it.
+        worker::pin(cores.sender)?;
+        let mut driver = attach(&running, rx_buffer)?;
+        run(&running, &mut driver)
+    };
+    thread::scope(|scope| scope.spawn(on_our_core).join())
+        .map_err(|_| "the driver's side panicked")?
+}
+
+/// The socket's file appears before it listens.
+fn attach(running: &Running, rx_buffer_size: u32) -> Result<Driver, String> {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let config = DriverConfig {
+            rx_buffer_size,
+            ..DriverConfig::new(&running.socket)
+        };
+        match Driver::attach(config) {
+            Ok(driver) => return Ok(driver),
+            Err(error) if Instant::now() > deadline => return Err(error.to_string()),
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+pub(crate) fn listen(running: &Running) -> Result<UnixListener, String> {
+    let mut path = running.uds_path.clone().into_os_string();
+    path.push(format!("_{PORT}"));
+    UnixListener::bind(PathBuf::from(path)).map_err(text)
+}
+
+fn accept(listener: &UnixListener) -> Result<UnixStream, String> {
+    listener.accept().map(|(stream, _)| stream).map_err(text)
+}
+
+fn connect(driver: &mut Driver, deadline: Instant) -> Result<StreamId, String> {
+    driver
+        .wait_connect(Address::new(Cid::HOST, Port::new(PORT)), deadline)
+        .map_err(|error| format!("connect: {error}"))
+}
+
+/// Driver to Unix sink, packets of `size`.
+fn to_host(
+    driver: &mut Driver,
+    running: &Running,
+    size: usize,
+    bytes: u64,
+) -> Result<Duration, String> {
+    let listener = listen(running)?;
+    let sink = thread::spawn(move || -> Result<Instant, String> {
+        let mut stream = accept(&listener)?;
+        let mut seen = 0;
+        let mut buffer = vec![0u8; BLOCK];
+        while seen < bytes {
+            match stream.read(&mut buffer).map_err(text)? {
+                0 => return Err(format!("end of file after {seen} bytes")),
+                got => {
+                    pattern::check(seen, &buffer[..got])?;
+                    seen += got as u64;
+                }
+            }
+        }
+        Ok(Instant::now())
+    });
+    let deadline = Instant::now() + PATIENCE;
+    let stream = connect(driver, deadline)?;
+    let mut packet = vec![0; size];
+    let start = Instant::now();
+    let mut sent = 0u64;
+    let outcome = driver
+        .wait_until(deadline, |driver| {
+            while sent < bytes {
+                // A packet cut short by credit is finished first, so that packets begin on their
+                // own borders again.
+                let within = (sent % size as u64) as usize;
+                let want = (size - within).min((bytes - sent) as usize);
+                pattern::fill(sent, &mut packet[..want]);
+                match driver.send(stream, &packet[..want]) {
+                    Ok(more) => sent += more as u64,
+                    Err(SendError::WouldBlock) => return None,
+                    Err(error) => return Some(Err(error.to_string())),
+                }
+            }
+            Some(Ok(()))
+        })
+        .map_err(text)?;
+    outcome.unwrap_or_else(|| Err(format!("{sent} of {bytes} bytes sent in time")))?;
+    // The driver goes on serving credit until the sink has everything.
+    while !sink.is_finished() {
+        if Instant::now() > deadline {
+            return Err("the sink did not get everything in time".to_owned());
+        }
+        driver
+            .poll(Some(Instant::now() + Duration::from_millis(1)))
+            .map_err(text)?;
+    }
+    let end = sink.join().map_err(|_| "the sink panicked")??;
+    Ok(end.duration_since(start))
+}
+
+/// Unix source to driver, writes of `size`.
+fn to_guest(
+    driver: &mut Driver,
+    running: &Running,
+    size: usize,
+    bytes: u64,
+) -> Result<Duration, String> {
+    driver.listen(Port::new(PORT), 1).map_err(text)?;
+    let stream = running.connect_hybrid()?;
+    let source = thread::spawn(move || source(stream, bytes, size));
+    let deadline = Instant::now() + PATIENCE;
+    let stream = driver
+        .wait_accept(Port::new(PORT), deadline)
+        .map_err(|error| format!("accept: {error}"))?;
+    let mut seen = 0u64;
+    let mut buffer = vec![0u8; BLOCK];
+    let outcome = driver
+        .wait_until(deadline, |driver| {
+            while seen < bytes {
+                match driver.recv(stream, &mut buffer) {
+                    Ok(0) => return Some(Err(format!("end of file after {seen} bytes"))),
+                    Ok(got) => {
+                        if let Err(error) = pattern::check(seen, &buffer[..got]) {
+                            return Some(Err(error));
+                        }
+                        seen += got as u64;
+                    }
+                    Err(RecvError::WouldBlock) => return None,
+                    Err(error) => return Some(Err(error.to_string())),
+                }
+            }
+            Some(Ok(()))
+        })
+        .map_err(text)?;
+    let end = Instant::now();
+    outcome.unwrap_or_else(|| Err(format!("{seen} of {bytes} bytes in time")))?;
+    let start = source.join().map_err(|_| "the source panicked")??;
+    Ok(end.duration_since(start))
+}
+
+fn source(mut stream: UnixStream, bytes: u64, size: usize) -> Result<Instant, String> {
+    // In one write: vhost-device-vsock drops a connection whose line comes in pieces.
+    let line = format!("CONNECT {PORT}\n");
+    stream.write_all(line.as_bytes()).map_err(text)?;
+    let mut line = String::new();
+    BufReader::new(stream.try_clone().map_err(text)?)
+        .read_line(&mut line)
+        .map_err(text)?;
+    if !line.starts_with("OK ") {
+        return Err(format!("the device answered {line:?}"));
+    }
+    let mut piece = vec![0; size];
+    let mut sent = 0;
+    let start = Instant::now();
+    while sent < bytes {
+        let want = size.min((bytes - sent) as usize);
+        pattern::fill(sent, &mut piece[..want]);
+        stream.write_all(&piece[..want]).map_err(text)?;
+        sent += want as u64;
+    }
+    Ok(start)
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}

@@ -1,0 +1,253 @@
+//! Connections that do nothing, by the thousand: what a device's process grows by for each.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Resource, Rlimit, Signal};
+use zerosock::driver::{Driver, StreamId, StreamState};
+use zerosock::vsock::{Endpoint, Listener, Stream};
+use zerosock::{Address, Cid, Port};
+
+use crate::pair::Cores;
+use crate::tables::device::program::{self, Device};
+use crate::tables::device::traffic::{self, Case};
+
+const PORT: Port = Port::new(traffic::PORT);
+/// No step takes as long.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Connects under way at a time.
+const AT_A_TIME: usize = 256;
+
+/// Lets this process, and those that it starts, have as many descriptors as may be; how many.
+pub(super) fn raise_descriptors() -> usize {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    let now = match rustix::process::setrlimit(Resource::Nofile, raised) {
+        Ok(()) => limit.maximum,
+        Err(_) => limit.current,
+    };
+    now.map_or(usize::MAX, |now| usize::try_from(now).unwrap_or(usize::MAX))
+}
+
+/// Bytes of a process that are in memory.
+fn resident(process: u32) -> Result<f64, String> {
+    let path = format!("/proc/{process}/statm");
+    let text = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
+    let pages = text.split_whitespace().nth(1);
+    let pages: f64 = pages.and_then(|pages| pages.parse().ok()).ok_or(path)?;
+    Ok(pages * rustix::param::page_size() as f64)
+}
+
+/// `serve` for processes alone; killed when dropped.
+struct Serve {
+    child: Child,
+}
+
+impl Drop for Serve {
+    fn drop(&mut self) {
+        // Our own child, by its handle.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Serve {
+    fn start(path: &Path) -> Result<Serve, String> {
+        let mut command = Command::new(program::ours()?.program());
+        command
+            .args([
+                "serve",
+                "--workers",
+                "1",
+                "--log-level",
+                "info",
+                "--attach-socket",
+            ])
+            .arg(path)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        let child = command.spawn().map_err(|error| format!("serve: {error}"))?;
+        Ok(Serve { child })
+    }
+
+    /// Ends it in good order; what it says that there was when it was told to.
+    fn counts(mut self) -> Result<String, String> {
+        let pid = Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, Signal::TERM).map_err(text)?;
+        let mut said = String::new();
+        let stderr = self.child.stderr.take().ok_or("serve says nothing")?;
+        std::io::BufReader::new(stderr)
+            .read_to_string(&mut said)
+            .map_err(text)?;
+        let names = ["connections_now", "joins_now", "timers_now", "ports_now"];
+        let plain = said.replace(|c: char| c.is_control(), " ");
+        let found = names.map(|name| {
+            let (_, behind) = plain.split_once(&format!("{name}="))?;
+            behind.split_whitespace().next()
+        });
+        if found.iter().any(|count| *count != Some("0")) {
+            return Err(format!("serve still has {found:?} of {names:?}"));
+        }
+        Ok("connections 0, ends 0, timers 0, ports 0".to_owned())
+    }
+}
+
+fn attach(path: &Path) -> Result<Endpoint, String> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let builder = Endpoint::builder().huge_pages(false).queue_size(1024);
+        match builder
+            .receive_buffers(4096)
+            .transmit_buffers(4096)
+            .attach(path)
+        {
+            Ok(endpoint) => return Ok(endpoint),
+            Err(error) if Instant::now() > deadline => return Err(format!("attach: {error}")),
+            Err(_) => thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}
+
+struct Ends {
+    client: Endpoint,
+    host: Endpoint,
+    listener: Listener,
+}
+
+impl Ends {
+    /// Lets both ends work until `done`.
+    fn drive(&self, mut done: impl FnMut() -> bool) -> Result<(), String> {
+        let deadline = Instant::now() + PATIENCE;
+        while !done() {
+            if Instant::now() > deadline {
+                return Err("a connection did not come about in time".to_owned());
+            }
+            self.client.turn().map_err(text)?;
+            self.host.turn().map_err(text)?;
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn connect(&self, count: usize) -> Result<Vec<(Stream, Stream)>, String> {
+        let to = Address::new(self.host.cid(), PORT);
+        let mut all: Vec<(Stream, Stream)> = Vec::with_capacity(count);
+        while all.len() < count {
+            let first = all.len();
+            let mut begun = Vec::new();
+            for _ in 0..AT_A_TIME.min(count - first) {
+                begun.push(self.client.begin_connect(to).map_err(text)?);
+            }
+            for ours in begun {
+                let mut theirs = None;
+                self.drive(|| {
+                    theirs = self.listener.accept().ok();
+                    theirs.is_some()
+                })?;
+                let (theirs, _) = theirs.ok_or("no connection")?;
+                ours.set_nonblocking(true).map_err(text)?;
+                theirs.set_nonblocking(true).map_err(text)?;
+                all.push((ours, theirs));
+            }
+            for (ours, theirs) in &all[first..] {
+                self.pass(ours, theirs)?;
+                self.pass(theirs, ours)?;
+            }
+        }
+        Ok(all)
+    }
+
+    fn pass(&self, mut from: &Stream, mut to: &Stream) -> Result<(), String> {
+        self.drive(|| matches!(from.write(b"x"), Ok(1)))?;
+        self.drive(|| matches!(to.read(&mut [0]), Ok(1)))
+    }
+}
+
+/// Bytes for each of `count` connections between two processes, and what is left of them.
+pub(super) fn between_processes(count: usize) -> Result<(f64, String), String> {
+    let dir = tempfile::tempdir().map_err(text)?;
+    let path = dir.path().join("attach");
+    let serve = Serve::start(&path)?;
+    let (client, host) = (attach(&path)?, attach(&path)?);
+    let listener = host.listen(PORT, 2 * AT_A_TIME).map_err(text)?;
+    listener.set_nonblocking(true).map_err(text)?;
+    let ends = Ends {
+        client,
+        host,
+        listener,
+    };
+    // What the first ones cost once.
+    drop(ends.connect(AT_A_TIME)?);
+    let before = resident(serve.child.id())?;
+    let all = ends.connect(count)?;
+    let each = (resident(serve.child.id())? - before) / count as f64;
+    // The last of them go when all others have: what comes behind is the proof that they did.
+    for (ours, theirs) in all {
+        drop((ours, theirs));
+        ends.client.turn().map_err(text)?;
+        ends.host.turn().map_err(text)?;
+    }
+    let quiet = Instant::now() + Duration::from_millis(500);
+    ends.drive(|| Instant::now() > quiet)?;
+    Ok((each, serve.counts()?))
+}
+
+/// Bytes for each of `count` connections of a guest to a program, in the device's process.
+pub(super) fn with_sockets(device: &Device, count: usize, cores: Cores) -> Result<f64, String> {
+    traffic::with_device(device, Case::STOCK_RX_BUFFER, cores, |running, driver| {
+        let listener = traffic::listen(running)?;
+        listener.set_nonblocking(true).map_err(text)?;
+        let mut all: Vec<(StreamId, UnixStream)> = Vec::new();
+        let first = 64.min(count / 2);
+        connect(driver, &listener, first, &mut all)?;
+        let before = resident(running.id())?;
+        connect(driver, &listener, count, &mut all)?;
+        Ok((resident(running.id())? - before) / (count - first) as f64)
+    })
+}
+
+/// Connects one after the other until there are `count`.
+fn connect(
+    driver: &mut Driver,
+    listener: &std::os::unix::net::UnixListener,
+    count: usize,
+    all: &mut Vec<(StreamId, UnixStream)>,
+) -> Result<(), String> {
+    let deadline = Instant::now() + PATIENCE;
+    while all.len() < count {
+        let to = Address::new(Cid::HOST, PORT);
+        let stream = driver.wait_connect(to, deadline).map_err(text)?;
+        let mut program = None;
+        let accepted = driver.wait_until(deadline, |_| {
+            program = listener.accept().ok();
+            program.is_some().then_some(())
+        });
+        accepted.map_err(text)?;
+        let (mut program, _) = program.ok_or("no program was connected")?;
+        if driver.state(stream) != Some(StreamState::Connected) {
+            return Err("a connection was lost".to_owned());
+        }
+        driver.wait_send(stream, b"x", deadline).map_err(text)?;
+        program.set_nonblocking(false).map_err(text)?;
+        program.set_read_timeout(Some(PATIENCE)).map_err(text)?;
+        program.read_exact(&mut [0]).map_err(text)?;
+        program.write_all(b"x").map_err(text)?;
+        driver
+            .wait_recv_exact(stream, &mut [0], deadline)
+            .map_err(text)?;
+        all.push((stream, program));
+    }
+    Ok(())
+}
+
+fn text(error: impl ToString) -> String {
+    error.to_string()
+}

@@ -1,0 +1,235 @@
+//! Very many connections: what one costs at rest, what is left when they have gone, how fast they come
+//! about, and what those that are busy take from the others.
+
+mod many;
+mod rates;
+
+use crate::args::Settings;
+use crate::pair::Cores;
+use crate::report::{Metric, Row, Table};
+use crate::rounds::{Spread, alternate};
+use crate::tables::device::program::{self, Device};
+use crate::tables::device::traffic;
+
+const MEMORY: Metric = Metric {
+    name: "resident memory",
+    unit: "B each",
+    higher_is_better: false,
+};
+const LATENCY: Metric = Metric {
+    name: "round trip p99",
+    unit: "us",
+    higher_is_better: false,
+};
+const RATE: Metric = Metric {
+    name: "connects and closes",
+    unit: "1/s",
+    higher_is_better: true,
+};
+const CPU: Metric = Metric {
+    name: "device CPU",
+    unit: "us each",
+    higher_is_better: false,
+};
+const TRIP: Metric = Metric {
+    name: "round trip p50",
+    unit: "us",
+    higher_is_better: false,
+};
+
+const METHOD: &str = "Memory is what the device's process grows by, for each connection, after each has \
+    carried a byte each way. Between two attached processes: both halves of a connection are in serve, \
+    no socket and no descriptor is behind it, and the peer is the bound of 1 KiB. With a socket behind \
+    each: our driver half is the guest, and the peer does the same. Round trips: 1000 connections from \
+    the guest to an echoing program, a message of 64 bytes each under way at all times, alone (the peer) \
+    and beside a connection that sends as much as it can. Connects: the guest connects to a program and \
+    closes, 64 at a time; the bare Unix socket is a process in the device's place that connects to the \
+    program and closes, 64 at a time, and has no guest. Spinning: one connection's round trips with serve --spin-us 50, and without \
+    (the peer).";
+
+/// Connections between two processes.
+const MANY: usize = 100_000;
+/// Descriptors that are for something else than connections.
+const RESERVE: usize = 300;
+/// The design's bound on a connection at rest.
+const BOUND: f64 = 1024.0;
+/// The kernel's share of a connect to a program.
+const BARE: &str = "bare Unix socket";
+const SPINNING: &[&str] = &["serve", "--log-level", "off", "--spin-us", "50"];
+
+struct Bench<'s> {
+    settings: &'s Settings,
+    cores: Cores,
+    table: Table,
+}
+
+/// Measures the table.
+pub(crate) fn run(settings: &Settings, cores: Cores, machine: &str) -> Table {
+    let descriptors = many::raise_descriptors();
+    let mut bench = Bench {
+        settings,
+        cores,
+        table: Table {
+            name: "scale",
+            method: METHOD.to_owned(),
+            machine: machine.to_owned(),
+            rounds: settings.rounds,
+            rows: Vec::new(),
+            missing: Vec::new(),
+        },
+    };
+    let count = if settings.quick { 2_000 } else { MANY };
+    let name = format!("{count} connections between two processes");
+    if settings.wants(&name) {
+        bench.between_processes(&name, count);
+    }
+    let count = if settings.quick { 200 } else { 8_000 };
+    let count = count.min(descriptors.saturating_sub(RESERVE));
+    let name = format!("{count} connections with a socket each");
+    if settings.wants(&name) {
+        bench.with_sockets(&name, count);
+    }
+    let name = "1000 connections beside one bulk stream";
+    if settings.wants(name) {
+        bench.beside_bulk(name);
+    }
+    let name = "guest to host";
+    if settings.wants(name) {
+        bench.connects(name);
+    }
+    let name = "64 B, --spin-us 50";
+    if settings.wants(name) {
+        bench.spinning(name);
+    }
+    bench.table
+}
+
+impl Bench<'_> {
+    fn between_processes(&mut self, name: &str, count: usize) {
+        let mut left = None;
+        let outcomes = alternate(self.settings.rounds.min(3), 1, |round, _| {
+            eprintln!("{name}: round {}", round + 1);
+            let (each, counts) = many::between_processes(count)?;
+            left = Some(counts);
+            Ok(each)
+        });
+        if let Some(left) = left {
+            let counts =
+                format!(" After {count} connects and closes serve counted, before 0 each: {left}.");
+            self.table.method.push_str(&counts);
+        }
+        let bound = Ok(vec![BOUND]);
+        self.row(name, MEMORY, "the bound", [&outcomes[0], &bound]);
+    }
+
+    fn with_sockets(&mut self, name: &str, count: usize) {
+        let (devices, peer) = devices();
+        let outcomes = alternate(self.settings.rounds.min(3), 2, |round, who| {
+            let device = devices[who].as_ref().map_err(Clone::clone)?;
+            eprintln!(
+                "{name}: round {}, {}",
+                round + 1,
+                [program::OURS, &peer][who]
+            );
+            many::with_sockets(device, count, self.cores)
+        });
+        self.row(name, MEMORY, &peer, [&outcomes[0], &outcomes[1]]);
+    }
+
+    fn beside_bulk(&mut self, name: &str) {
+        let outcomes = alternate(self.settings.rounds, 2, |round, who| {
+            let beside = who == 0;
+            let how = if beside { "beside it" } else { "alone" };
+            eprintln!("{name}: round {}, {how}", round + 1);
+            rates::ping_pong(&program::ours()?, beside, self.settings, self.cores)
+        });
+        self.row(
+            name,
+            LATENCY,
+            "zerosock, alone",
+            [&outcomes[0], &outcomes[1]],
+        );
+    }
+
+    fn connects(&mut self, name: &str) {
+        let (devices, peer) = devices();
+        let outcomes = alternate(self.settings.rounds, 3, |round, who| {
+            eprintln!(
+                "{name}: round {}, {}",
+                round + 1,
+                [program::OURS, &peer, BARE][who]
+            );
+            match devices.get(who) {
+                Some(device) => {
+                    let device = device.as_ref().map_err(Clone::clone)?;
+                    rates::connects(device, self.settings, self.cores)
+                }
+                None => rates::bare_connects(self.settings, self.cores),
+            }
+        });
+        let part = |of: fn(&(f64, f64)) -> f64| {
+            let outcome = |who: usize| -> Result<Vec<f64>, String> {
+                let rounds = outcomes[who].as_ref().map_err(Clone::clone)?;
+                Ok(rounds.iter().map(of).collect())
+            };
+            [outcome(0), outcome(1), outcome(2)]
+        };
+        let [ours, theirs, bare] = part(|outcome| outcome.0);
+        self.row(name, RATE, &peer, [&ours, &theirs]);
+        self.row(name, RATE, BARE, [&ours, &bare]);
+        let [ours, theirs, bare] = part(|outcome| outcome.1);
+        self.row(name, CPU, &peer, [&ours, &theirs]);
+        self.row(name, CPU, BARE, [&ours, &bare]);
+    }
+
+    fn spinning(&mut self, name: &str) {
+        let outcomes = alternate(self.settings.rounds, 2, |round, who| {
+            let device = match who {
+                0 => program::ours_with(SPINNING)?,
+                _ => program::ours()?,
+            };
+            let how = ["spinning", "asleep"][who];
+            eprintln!("{name}: round {}, {how}", round + 1);
+            let (warm, time) = (self.settings.warm, self.settings.time);
+            let outcome = traffic::round_trips(&device, warm, time, self.cores)?;
+            let p50 = outcome.p50.ok_or("no round trip")?;
+            Ok(p50 as f64 / 1e3)
+        });
+        self.row(
+            name,
+            TRIP,
+            "zerosock, --spin-us 0",
+            [&outcomes[0], &outcomes[1]],
+        );
+    }
+
+    fn row(
+        &mut self,
+        name: &str,
+        metric: Metric,
+        peer: &str,
+        outcomes: [&Result<Vec<f64>, String>; 2],
+    ) {
+        let [ours, theirs] = outcomes.map(|outcome| -> Result<Spread, String> {
+            let rounds = outcome.as_ref().map_err(Clone::clone)?.clone();
+            Spread::of(rounds, metric.higher_is_better).ok_or_else(|| "no rounds".to_owned())
+        });
+        for (who, figure) in [(program::OURS, &ours), (peer, &theirs)] {
+            if let Err(reason) = figure {
+                self.table.note_missing(who, reason);
+            }
+        }
+        self.table.rows.push(Row {
+            name: name.to_owned(),
+            metric,
+            ours,
+            peer_name: peer.to_owned(),
+            peer: theirs,
+        });
+    }
+}
+
+/// Ours and the peer's, or why it is not there, and its name.
+fn devices() -> ([Result<Device, String>; 2], String) {
+    ([program::ours(), program::peer()], program::peer_title())
+}

@@ -1,0 +1,275 @@
+//! `zerosock-bench` as a process: every row is there, peers that are not are named, and the file
+//! has the promised shape. Nothing is said about how fast anything is.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::Value;
+use zerosock_cli::vm::children::Guarded;
+
+/// One at a time: each has both cores spin.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// A table is dozens of measurements, each with processes of its own, on a machine that may be
+/// busy.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Runs `zerosock-bench ARGUMENTS --quick --json FILE` where no peer is installed.
+fn bench(arguments: &[&str]) -> (Value, String) {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name| dir.path().join(name);
+    let (file, tables, errors) = (at("figures.json"), at("tables"), at("errors"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_zerosock-bench"));
+    command
+        .args(arguments)
+        .args(["--quick", "--json"])
+        .arg(&file)
+        .env("ZEROSOCK_CACHE", dir.path())
+        .env("ZEROSOCK_PEER_ICEORYX2", at("nowhere"))
+        .env("VHOST_DEVICE_VSOCK", at("nowhere"))
+        .stdin(Stdio::null())
+        .stdout(File::create(&tables).unwrap())
+        .stderr(File::create(&errors).unwrap());
+    let status = Guarded::spawn(&mut command).unwrap().wait(PATIENCE);
+    let errors = fs::read_to_string(errors).unwrap();
+    let status = status.unwrap_or_else(|| panic!("no end within {PATIENCE:?}: {errors}"));
+    assert!(status.success(), "{status}: {errors}");
+    (json(&file), fs::read_to_string(tables).unwrap())
+}
+
+fn json(file: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
+}
+
+/// What holds for the rows of every table.
+fn check_rows(table: &Value) {
+    assert!(table["machine"].as_str().unwrap().contains("Linux"));
+    let rows = table["rows"].as_array().unwrap();
+    assert!(!rows.is_empty());
+    for row in rows {
+        for key in ["name", "metric", "unit", "peer_name"] {
+            assert!(row[key].is_string(), "{key} of {row}");
+        }
+        let higher = row["higher_is_better"].as_bool().unwrap();
+        let figures = (row["ours"].as_f64(), row["peer"].as_f64());
+        match figures {
+            (Some(ours), Some(peer)) => {
+                assert!(ours > 0.0 && peer > 0.0, "{row}");
+                let ratio = row["ratio"].as_f64().unwrap();
+                assert_eq!(ratio > 1.0, (ours > peer) == higher, "{row}");
+                assert!(row["missing"].is_null());
+            }
+            _ => {
+                assert!(row["ratio"].is_null(), "{row}");
+                assert!(row["missing"].is_string(), "{row}");
+            }
+        }
+        for who in ["ours", "peer"].map(|who| (row[who].as_f64(), who)) {
+            if let (Some(median), who) = who {
+                let best = row[format!("{who}_best")].as_f64().unwrap();
+                let slowest = row[format!("{who}_slowest")].as_f64().unwrap();
+                let (least, most) = if higher {
+                    (slowest, best)
+                } else {
+                    (best, slowest)
+                };
+                assert!(least <= median && median <= most, "{row}");
+            }
+        }
+    }
+}
+
+fn is_missing(table: &Value, name: &str) -> bool {
+    let missing = table["missing"].as_array().unwrap();
+    missing
+        .iter()
+        .any(|one| one["name"].as_str().unwrap().starts_with(name) && one["reason"].is_string())
+}
+
+#[test]
+fn local_has_a_row_for_every_peer_and_names_the_missing() {
+    let (table, text) = bench(&["local"]);
+    assert_eq!(table["table"], "local");
+    check_rows(&table);
+    assert!(is_missing(&table, "iceoryx2"), "{}", table["missing"]);
+    assert!(text.contains("missing: iceoryx2"), "{text}");
+    let rows = table["rows"].as_array().unwrap();
+    for metric in [
+        "one-way latency",
+        "round trip",
+        "messages per second",
+        "throughput",
+    ] {
+        for peer in ["Unix stream", "TCP loopback", "pipe"] {
+            let row = rows
+                .iter()
+                .find(|row| row["metric"] == metric && row["peer_name"] == peer);
+            let row = row.unwrap_or_else(|| panic!("no {metric} against {peer}"));
+            assert!(
+                row["peer"].as_f64().is_some_and(|figure| figure > 0.0),
+                "{row}"
+            );
+        }
+    }
+    for name in [
+        "throughput, 4 KiB",
+        "throughput, 64 KiB",
+        "throughput, 1 MiB",
+    ] {
+        assert!(text.contains(name), "{text}");
+    }
+}
+
+#[test]
+fn device_measures_ourselves_and_the_ceiling_without_its_peer() {
+    let (table, text) = bench(&["device"]);
+    check_rows(&table);
+    assert!(is_missing(&table, "vhost-device-vsock"));
+    let rows = table["rows"].as_array().unwrap();
+    assert!(rows.iter().all(|row| row["ours"].is_number()), "{rows:?}");
+    let has = |name: &str, metric: &str, peer: &str| {
+        rows.iter().any(|row| {
+            let peer_name = row["peer_name"].as_str().unwrap();
+            row["name"] == name && row["metric"] == metric && peer_name.starts_with(peer)
+        })
+    };
+    for size in ["64 B", "512 B", "4 KiB", "64 KiB"] {
+        for name in [
+            format!("to host, packets of {size}"),
+            format!("to guest, writes of {size} into 4 KiB buffers"),
+            format!("to guest, writes of {size} into 64 KiB buffers"),
+        ] {
+            assert!(has(&name, "throughput", "bare Unix socket"), "{name}");
+            assert!(has(&name, "device CPU", "vhost-device-vsock"), "{name}");
+        }
+    }
+    for metric in ["round trip p50", "round trip p99"] {
+        assert!(has("round trip, 64 B", metric, "bare Unix socket"));
+        assert!(text.contains(metric), "{text}");
+    }
+}
+
+#[test]
+fn rx_has_a_row_for_every_size_and_way() {
+    let (table, _) = bench(&["rx"]);
+    check_rows(&table);
+    let rows = table["rows"].as_array().unwrap();
+    for size in ["4", "16", "64", "128", "256", "512"] {
+        for way in [
+            "in place",
+            "in place, shown",
+            "in place, polling",
+            "in place, untouched",
+        ] {
+            let end = format!(", {size} KiB, {way}");
+            let found = rows.iter().any(|row| {
+                row["name"].as_str().unwrap().ends_with(&end) && row["ratio"].is_number()
+            });
+            assert!(found, "{end} in {rows:#?}");
+        }
+    }
+}
+
+/// A hoarder that stopped the other connection would end the run, not only lower a figure.
+#[test]
+fn hold_measures_beside_a_hoarder_and_alone() {
+    let (table, _) = bench(&["hold"]);
+    check_rows(&table);
+    let rows = table["rows"].as_array().unwrap();
+    for direction in ["to host", "to guest"] {
+        for size in ["64 B", "4 KiB", "64 KiB"] {
+            let name = format!("{direction}, {size}, beside a hoarder");
+            let found = rows.iter().find(|row| row["name"] == name);
+            let row = found.unwrap_or_else(|| panic!("{name} in {rows:#?}"));
+            assert!(row["ratio"].is_number(), "{row}");
+        }
+    }
+}
+
+#[test]
+fn scale_has_its_rows_and_everything_it_made_is_gone() {
+    let (table, text) = bench(&["scale"]);
+    check_rows(&table);
+    assert!(is_missing(&table, "vhost-device-vsock"));
+    let rows = table["rows"].as_array().unwrap();
+    for (name, metric, has_peer) in [
+        ("connections between two processes", "resident memory", true),
+        ("connections with a socket each", "resident memory", false),
+        (
+            "1000 connections beside one bulk stream",
+            "round trip p99",
+            true,
+        ),
+        ("guest to host", "connects and closes", false),
+        ("64 B, --spin-us 50", "round trip p50", true),
+    ] {
+        let found = rows
+            .iter()
+            .find(|row| row["name"].as_str().unwrap().ends_with(name) && row["metric"] == metric);
+        let row = found.unwrap_or_else(|| panic!("no {name} in {rows:#?}"));
+        assert!(row["ours"].is_number(), "{row}");
+        assert_eq!(row["peer"].is_number(), has_peer, "{row}");
+    }
+    let bare = rows
+        .iter()
+        .filter(|row| row["peer_name"] == "bare Unix socket");
+    assert_eq!(bare.filter(|row| row["ratio"].is_number()).count(), 2);
+    let gone = "connections 0, ends 0, timers 0, ports 0";
+    assert!(text.contains(gone), "{text}");
+}
+
+#[test]
+fn dgram_has_a_row_for_every_size_and_number_of_senders() {
+    let (table, _) = bench(&["dgram"]);
+    assert_eq!(table["table"], "dgram");
+    check_rows(&table);
+    let rows = table["rows"].as_array().unwrap();
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let senders = match cores {
+        1 => vec!["one sender".to_owned()],
+        cores => vec!["one sender".to_owned(), format!("{cores} senders")],
+    };
+    for size in ["64 B", "1 KiB", "4 KiB", "32 KiB"] {
+        for senders in &senders {
+            for way in ["sleeping", "sleeping, recv_each"] {
+                let name = format!("{size}, {senders}, {way}");
+                let found = rows.iter().find(|row| row["name"] == name);
+                let row = found.unwrap_or_else(|| panic!("{name} in {rows:#?}"));
+                assert_eq!(row["peer_name"], "UDP loopback");
+                assert!(row["ratio"].is_number(), "{row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn send_and_notify_have_a_row_for_each_way_or_say_why_not() {
+    for (arguments, rows) in [
+        (&["send", "--case", "UDP, 600 B"], 9),
+        // Two back-ends with three metrics each.
+        (&["notify", "--case", "UDP, IPv4, limit 32"], 6),
+    ] {
+        let (table, text) = bench(arguments);
+        assert_eq!(table["table"], arguments[0]);
+        if is_missing(&table, "zerosock") {
+            // The one thing that another machine may lack: a network namespace, and ip(8) in it.
+            assert!(text.contains("missing: zerosock"), "{text}");
+            let _ = writeln!(
+                std::io::stdout(),
+                "\nSKIPPED network: bench {}: {}",
+                arguments[0],
+                table["missing"]
+            );
+            continue;
+        }
+        check_rows(&table);
+        let found = table["rows"].as_array().unwrap();
+        assert_eq!(found.len(), rows, "{text}");
+        assert!(found.iter().all(|row| row["missing"].is_null()), "{text}");
+    }
+}

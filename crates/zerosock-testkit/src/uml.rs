@@ -1,0 +1,129 @@
+//! A guest under user-mode Linux: the kernel as a process, its vsock device over vhost-user.
+//!
+//! Unlike QEMU it needs no accelerator, and its front-end is Linux's own `virtio_uml`.
+
+use std::io;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use zerosock_cli::vm::children::{self, Guarded, Log};
+use zerosock_cli::vm::kernel::Kernel;
+
+use super::guest;
+use super::remote::Remote;
+
+/// The agent's line in the guest.
+pub const TTY: &str = "/dev/ttyS0";
+
+/// With the extended state hidden (`guest hide-xstate`), a process in the guest may lose its wide
+/// registers at any moment, so that the C library must not use them. The kernel hands unknown
+/// options to init as its environment.
+const TUNABLES: &str = "GLIBC_TUNABLES=glibc.cpu.hwcaps=\
+    -AVX,-AVX2,-AVX512F,-AVX512VL,-AVX512BW,-AVX_Fast_Unaligned_Load";
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// The virtio device id of vsock.
+const VSOCK: u32 = 19;
+
+/// A running guest; dropping it ends it.
+pub struct Guest {
+    /// Its agent.
+    pub remote: Remote,
+    /// Its console.
+    pub console: Log,
+    /// The release of its kernel.
+    pub release: String,
+    process: Guarded,
+}
+
+/// Why no guest came up.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    /// Starting failed.
+    #[error("cannot start user-mode Linux: {0}")]
+    Start(#[from] io::Error),
+    /// The guest never spoke.
+    #[error("user-mode Linux did not boot: {what}; its last words:\n{console}")]
+    NoLife {
+        /// Exit or deadline.
+        what: String,
+        /// The last lines of its console.
+        console: String,
+    },
+}
+
+impl Guest {
+    /// Boots and waits for the agent. `device` is the vhost-user socket, already listening;
+    /// `zerosock` a program with the agent and `leash`, under which the guest is started so that it
+    /// ends with us.
+    ///
+    /// # Errors
+    /// See [`BootError`].
+    pub fn boot(
+        kernel: &Kernel,
+        initramfs: &Path,
+        device: &Path,
+        zerosock: &Path,
+        echo: Option<&str>,
+    ) -> Result<Guest, BootError> {
+        let mut command = children::leashed(zerosock, zerosock);
+        command
+            .args([guest::NAME, "hide-xstate", "--"])
+            .arg(&kernel.image);
+        command.args([
+            "mem=256M",
+            "quiet",
+            "panic=-1",
+            "stderr=1",
+            "con=null",
+            "ssl0=fd:0,fd:1",
+        ]);
+        command.arg(TUNABLES);
+        command.arg(format!("initrd={}", initramfs.display()));
+        command.arg(format!("virtio_uml.device={}:{VSOCK}", device.display()));
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut process = Guarded::spawn(&mut command)?;
+        let console = Log::default();
+        let child = process.child();
+        let missing = || io::Error::from(io::ErrorKind::BrokenPipe);
+        console.follow(
+            child.stderr.take().ok_or_else(missing)?,
+            echo.map(str::to_owned),
+        );
+        let remote = Remote::new(
+            child.stdout.take().ok_or_else(missing)?,
+            child.stdin.take().ok_or_else(missing)?,
+        );
+        let start = Instant::now();
+        let what = loop {
+            if let Some(release) = remote.wait_for_boot(1, Duration::from_millis(50)) {
+                return Ok(Guest {
+                    remote,
+                    console,
+                    release,
+                    process,
+                });
+            }
+            if let Some(status) = process.try_wait() {
+                break format!("it ended with {status}");
+            }
+            if start.elapsed() > DEADLINE {
+                break format!("no sign of life within {} s", DEADLINE.as_secs());
+            }
+        };
+        process.kill();
+        Err(BootError::NoLife {
+            what,
+            console: console.tail(15),
+        })
+    }
+
+    /// Whether it still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.process.try_wait().is_none()
+    }
+}

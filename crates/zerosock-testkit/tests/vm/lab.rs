@@ -1,0 +1,489 @@
+//! A device with two guests, and the steps that scenarios are made of.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use tempfile::TempDir;
+use zerosock::Cid;
+use zerosock::vsock::Host;
+use zerosock_cli::vm::accel::{Accel, Choice};
+use zerosock_cli::vm::cache::Cache;
+use zerosock_cli::vm::hybrid;
+use zerosock_cli::vm::initramfs::Builder;
+use zerosock_cli::vm::kernel::Kernel;
+use zerosock_cli::vm::pattern::{Pattern, sha256};
+use zerosock_cli::vm::qemu;
+use zerosock_testkit::device::{Device, Endpoint, Program};
+use zerosock_testkit::protocol::{Command, Outcome, Socket, Source};
+use zerosock_testkit::remote::{Guest, Pending, Remote, agent};
+
+use crate::behaviour::library::Library;
+use crate::behaviour::pairs;
+
+/// For every single step; generous, because the guest may be emulated on a busy machine.
+pub(crate) const STEP: Duration = Duration::from_secs(40);
+
+/// A refusal must be known well before the 2 s after which a connection attempt times out.
+pub(crate) const AT_ONCE: Duration = Duration::from_secs(1);
+
+/// Modules that scenarios need beside those that every guest has: sockets to itself, and TLS.
+const EXTRA_MODULES: &[&str] = &[
+    "vsock_loopback",
+    "tls",
+    "gcm",
+    "ctr",
+    "ghash_generic",
+    "gf128mul",
+    "crypto_null",
+];
+
+/// Why a scenario cannot run on this machine.
+#[derive(Debug)]
+pub(crate) struct Skipped(pub(crate) String);
+
+/// A device with guests `a` and `b`. Guest `b` may be rebooted and killed.
+pub(crate) struct Lab {
+    pub(crate) a: Vm,
+    pub(crate) b: Vm,
+    /// A place at the device for a process of this machine.
+    pub(crate) process: Endpoint,
+    /// Where processes attach, unless the device is another program.
+    pub(crate) attach: PathBuf,
+    pub(crate) device: Mutex<Device>,
+    pub(crate) release: String,
+    kernel: Kernel,
+    initramfs: PathBuf,
+    embedded: OnceLock<Embedded>,
+    pub(crate) qemu_ga: Option<String>,
+    _dir: TempDir,
+}
+
+/// A device in this process, which is the host to a guest of its own.
+pub(crate) struct Embedded {
+    pub(crate) guest: Vm,
+    pub(crate) host: Library,
+    /// Ends the thread that has started QEMU.
+    _keep: Sender<()>,
+    _dir: TempDir,
+}
+
+/// One guest of the lab.
+pub(crate) struct Vm {
+    pub(crate) endpoint: Endpoint,
+    dir: PathBuf,
+    guest: Mutex<Guest>,
+}
+
+static NEXT_PORT: AtomicU32 = AtomicU32::new(2000);
+
+/// A port that no scenario has used.
+pub(crate) fn port() -> u32 {
+    NEXT_PORT.fetch_add(1, Ordering::Relaxed)
+}
+
+pub(crate) fn cache() -> Cache {
+    // Tests run in the crate's directory, from where the checkout is found.
+    Cache::find()
+}
+
+pub(crate) fn zerosock() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_zerosock-testkit"))
+}
+
+pub(crate) fn guest_program() -> PathBuf {
+    std::env::var_os("ZEROSOCK_GUEST").map_or_else(|| zerosock().to_owned(), PathBuf::from)
+}
+
+/// The device under test.
+pub(crate) fn device_program() -> Program {
+    let zerosock = zerosock().to_owned();
+    match std::env::var_os("ZEROSOCK_DEVICE") {
+        Some(path) => Program {
+            path: path.into(),
+            arguments: Vec::new(),
+            zerosock,
+        },
+        None => Program {
+            path: zerosock.clone(),
+            arguments: vec!["serve".into()],
+            zerosock,
+        },
+    }
+}
+
+pub(crate) fn echo(name: &str) -> Option<&str> {
+    std::env::var_os("ZEROSOCK_ECHO").map(|_| name)
+}
+
+pub(crate) fn accel() -> Choice {
+    match std::env::var("ZEROSOCK_ACCEL").as_deref() {
+        Ok("kvm") => Choice::Only(Accel::Kvm),
+        Ok("tcg") => Choice::Only(Accel::Tcg),
+        _ => Choice::Auto,
+    }
+}
+
+/// A short-lived directory with a name short enough for socket addresses.
+pub(crate) fn short_dir() -> TempDir {
+    tempfile::Builder::new()
+        .prefix("zs")
+        .tempdir_in("/tmp")
+        .expect("a directory in /tmp")
+}
+
+impl Lab {
+    /// Boots both guests. What the machine lacks makes it [`Skipped`]; what fails, a failure.
+    pub(crate) fn start(package: &str) -> Result<Lab, Skipped> {
+        let cache = cache();
+        if qemu::version().is_none() {
+            return Err(Skipped(qemu::BootError::NoQemu.to_string()));
+        }
+        let kernel = Kernel::debian(&cache, package).map_err(|error| Skipped(error.to_string()))?;
+        let dir = short_dir();
+        let mut builder = Builder::new(
+            &cache,
+            &kernel,
+            &guest_program(),
+            &agent(qemu::TTY),
+            EXTRA_MODULES,
+        )
+        .expect("an initramfs");
+        let qemu_ga = add_qemu_ga(&cache, &mut builder).err();
+        let initramfs = dir.path().join("initramfs");
+        std::fs::write(&initramfs, builder.finish()).expect("the initramfs written");
+
+        let mut endpoints = [3, 4, 5].map(|cid| Endpoint::new(dir.path(), cid));
+        let attach = dir.path().join("attach");
+        let mut program = device_program();
+        if std::env::var_os("ZEROSOCK_DEVICE").is_none() {
+            program.arguments.push("--attach-socket".into());
+            program.arguments.push(attach.clone().into());
+            program.arguments.push("--queue-pairs".into());
+            program.arguments.push(pairs().to_string().into());
+            endpoints = endpoints.map(Endpoint::with_messages);
+        }
+        let device = Device::start(&program, &endpoints, echo("device")).expect("a device");
+        let [a, b, _] = &endpoints;
+        let dirs = [dir.path().join("a"), dir.path().join("b")];
+        for dir in &dirs {
+            std::fs::create_dir(dir).expect("a directory");
+        }
+        let first = qemu::start(config(&kernel, &initramfs, a, &dirs[0], false)).expect("QEMU");
+        let second = qemu::start(config(&kernel, &initramfs, b, &dirs[1], true)).expect("QEMU");
+        let guests = [
+            first.wait().expect("a guest"),
+            second.wait().expect("a guest"),
+        ];
+        let [first, second] = guests;
+        println!(
+            "booted Linux {} twice under {}{}",
+            first.release,
+            first.accel,
+            zerosock_cli::vm::accel::kvm_failure()
+                .map(|reason| format!(" (kvm: {reason})"))
+                .unwrap_or_default()
+        );
+        let release = first.release.clone();
+        let [dir_a, dir_b] = dirs;
+        let [a, b, process] = endpoints;
+        Ok(Lab {
+            a: Vm {
+                endpoint: a,
+                dir: dir_a,
+                guest: Mutex::new(first),
+            },
+            b: Vm {
+                endpoint: b,
+                dir: dir_b,
+                guest: Mutex::new(second),
+            },
+            process,
+            attach,
+            device: Mutex::new(device),
+            release,
+            kernel,
+            initramfs,
+            embedded: OnceLock::new(),
+            qemu_ga,
+            _dir: dir,
+        })
+    }
+
+    /// The device in this process; its guest boots when it is asked for first.
+    pub(crate) fn embedded(&self) -> &Embedded {
+        self.embedded.get_or_init(|| {
+            let dir = short_dir();
+            let endpoint = Endpoint::new(dir.path(), 6);
+            let cid = Cid::guest(endpoint.cid.into()).expect("a guest's CID");
+            let host = Host::builder()
+                .queue_pairs(pairs())
+                .vm(cid, &endpoint.vhost);
+            let host = Library::new(host.start().expect("a host"));
+            let vm = (
+                self.kernel.clone(),
+                self.initramfs.clone(),
+                endpoint.clone(),
+            );
+            let (boot, booted) = channel();
+            let (keep, keeps) = channel();
+            // QEMU ends with the thread that starts it; those of scenarios come and go.
+            thread::spawn(move || {
+                let (kernel, initramfs, endpoint) = vm;
+                let dir = endpoint.vhost.parent().expect("a directory");
+                let config = config(&kernel, &initramfs, &endpoint, dir, false);
+                let _ = boot.send(Guest::boot(config));
+                let _ = keeps.recv();
+            });
+            let guest = booted.recv().expect("an end of booting");
+            let guest = Mutex::new(guest.expect("a guest of the host"));
+            Embedded {
+                guest: Vm {
+                    endpoint,
+                    dir: dir.path().to_owned(),
+                    guest,
+                },
+                host,
+                _keep: keep,
+                _dir: dir,
+            }
+        })
+    }
+
+    /// Boots guest `b` again after it was killed.
+    pub(crate) fn boot_b(&self) {
+        let config = config(
+            &self.kernel,
+            &self.initramfs,
+            &self.b.endpoint,
+            &self.b.dir,
+            true,
+        );
+        let guest = Guest::boot(config).expect("guest b again");
+        *self.b.guest.lock().unwrap_or_else(PoisonError::into_inner) = guest;
+    }
+
+    /// Boots a third guest at the device of another process.
+    pub(crate) fn boot_at(&self, vhost: &Path) -> (Guest, TempDir) {
+        let dir = short_dir();
+        let endpoint = Endpoint {
+            vhost: vhost.to_owned(),
+            ..Endpoint::new(dir.path(), 6)
+        };
+        let config = config(&self.kernel, &self.initramfs, &endpoint, dir.path(), false);
+        (Guest::boot(config).expect("a third guest"), dir)
+    }
+
+    /// What device and guests said last.
+    pub(crate) fn report(&self) {
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+        print!("  the device's last words:\n{}", device.log.tail(20));
+        let embedded = self.embedded.get().map(|it| ("of the host", &it.guest));
+        for (name, vm) in [("a", &self.a), ("b", &self.b)].into_iter().chain(embedded) {
+            let guest = vm.guest.lock().unwrap_or_else(PoisonError::into_inner);
+            print!("  guest {name}'s last words:\n{}", guest.console.tail(10));
+        }
+    }
+
+    /// Ends everything, also under the hands of a scenario that hangs.
+    pub(crate) fn stop(&self) {
+        let embedded = self.embedded.get().map(|it| &it.guest);
+        for vm in [&self.a, &self.b].into_iter().chain(embedded) {
+            vm.kill();
+        }
+        self.device
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .kill();
+    }
+}
+
+fn config<'c>(
+    kernel: &'c Kernel,
+    initramfs: &'c Path,
+    endpoint: &'c Endpoint,
+    dir: &'c Path,
+    reboots: bool,
+) -> qemu::Config<'c> {
+    qemu::Config {
+        kernel,
+        initramfs,
+        memory_mib: 512,
+        cpus: 2,
+        device: &endpoint.vhost,
+        dir,
+        reboots,
+        accel: accel(),
+        zerosock: zerosock(),
+        echo: echo("guest"),
+    }
+}
+
+/// Debian's guest agent and its libraries, as far as this machine does not have them.
+fn add_qemu_ga(cache: &Cache, builder: &mut Builder) -> Result<(), String> {
+    let text = |error: &dyn std::error::Error| error.to_string();
+    let packages = [
+        "qemu-guest-agent",
+        "libglib2.0-0",
+        "libnuma1",
+        "libudev1",
+        "liburing2",
+    ];
+    let mut roots = Vec::new();
+    for package in packages {
+        roots.push(cache.package(package).map_err(|error| text(&error))?);
+    }
+    let libraries: Vec<PathBuf> = roots
+        .iter()
+        .flat_map(|root| ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|d| root.join(d)))
+        .collect();
+    builder
+        .program(
+            "bin/qemu-ga",
+            &roots[0].join("usr/sbin/qemu-ga"),
+            &libraries,
+        )
+        .map_err(|error| text(&error))
+}
+
+impl Vm {
+    pub(crate) fn remote(&self) -> Remote {
+        self.guest
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remote
+            .clone()
+    }
+
+    /// Ends QEMU as a power failure would.
+    pub(crate) fn kill(&self) {
+        self.guest
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .kill();
+    }
+
+    pub(crate) fn start(&self, command: Command) -> Pending {
+        self.remote().start(command)
+    }
+
+    pub(crate) fn run(&self, command: Command) -> Outcome {
+        self.remote().run(command, STEP).expect("an outcome")
+    }
+
+    pub(crate) fn listen(&self, port: u32) -> Socket {
+        self.remote()
+            .socket(Command::Listen { port }, STEP)
+            .expect("a listener in the guest")
+    }
+
+    /// Sends a pattern from the guest without waiting.
+    pub(crate) fn send(&self, socket: Socket, seed: u64, len: u64, chunks: &[usize]) -> Pending {
+        let source = Source::Pattern { seed, len };
+        self.start(Command::Send {
+            socket,
+            source,
+            chunks: chunks.to_vec(),
+        })
+    }
+
+    /// Receives in the guest without waiting: so many bytes, or to the end.
+    pub(crate) fn receive(&self, socket: Socket, limit: Option<u64>) -> Pending {
+        self.start(Command::Receive {
+            socket,
+            limit,
+            keep: false,
+            acknowledge: false,
+        })
+    }
+
+    pub(crate) fn close(&self, socket: Socket) {
+        self.run(Command::Close { socket });
+    }
+
+    /// A host listener for the guest's connections.
+    pub(crate) fn host_listener(&self, port: u32) -> UnixListener {
+        hybrid::listen(&self.endpoint.uds, port).expect("a listener on the host")
+    }
+
+    /// A connection that the guest made.
+    pub(crate) fn to_host(&self) -> (Socket, UnixStream) {
+        let port = port();
+        let listener = self.host_listener(port);
+        let connecting = self.start(Command::Connect { cid: 2, port });
+        let stream = hybrid::accept(&listener, STEP).expect("the guest's connection");
+        deadlines(&stream);
+        (
+            connecting.socket(STEP).expect("connected in the guest"),
+            stream,
+        )
+    }
+
+    /// A connection that the host made.
+    pub(crate) fn to_guest(&self) -> (Socket, UnixStream) {
+        let port = port();
+        let listener = self.listen(port);
+        let accepting = self.start(Command::Accept { socket: listener });
+        let stream = self.connect(port).expect("connected to the guest");
+        let socket = accepting.socket(STEP).expect("accepted in the guest");
+        self.close(listener);
+        (socket, stream)
+    }
+
+    pub(crate) fn connect(&self, port: u32) -> Result<UnixStream, hybrid::ConnectError> {
+        let (stream, _) = hybrid::connect(&self.endpoint.uds, port, STEP)?;
+        deadlines(&stream);
+        Ok(stream)
+    }
+}
+
+/// No read or write of a test blocks for ever.
+pub(crate) fn deadlines(stream: &UnixStream) {
+    stream
+        .set_read_timeout(Some(STEP))
+        .expect("a read deadline");
+    stream
+        .set_write_timeout(Some(STEP))
+        .expect("a write deadline");
+}
+
+/// The digest of the pattern that both ends make from `seed`.
+pub(crate) fn expected(seed: u64, len: u64) -> String {
+    sha256(&Pattern::bytes(seed, len as usize))
+}
+
+/// Reads to the end of the stream; the bytes' digest and number.
+pub(crate) fn read_to_end(mut stream: &UnixStream) -> (String, u64) {
+    let mut all = Vec::new();
+    stream
+        .read_to_end(&mut all)
+        .expect("the stream up to its end");
+    (sha256(&all), all.len() as u64)
+}
+
+/// Reads exactly `len` bytes; their digest.
+pub(crate) fn read_exact(mut stream: &UnixStream, len: u64) -> String {
+    let mut all = vec![0; len as usize];
+    stream.read_exact(&mut all).expect("all bytes");
+    sha256(&all)
+}
+
+/// Writes the pattern of `seed` in writes of `chunks`; its digest.
+pub(crate) fn write(mut stream: &UnixStream, seed: u64, len: u64, chunks: &[usize]) -> String {
+    let data = Pattern::bytes(seed, len as usize);
+    let mut rest = &data[..];
+    for size in chunks.iter().cycle() {
+        if rest.is_empty() {
+            break;
+        }
+        let (now, later) = rest.split_at((*size).min(rest.len()));
+        stream.write_all(now).expect("written");
+        rest = later;
+    }
+    sha256(&data)
+}

@@ -1,0 +1,53 @@
+//! Who is refused knows at once.
+
+use std::time::{Duration, Instant};
+
+use zerosock_cli::vm::hybrid::{self, ConnectError};
+use zerosock_testkit::protocol::{Command, Outcome};
+
+use crate::lab::{AT_ONCE, Lab, STEP, port, read_exact};
+
+fn refused(outcome: &Outcome) {
+    assert_eq!(outcome.errno.as_deref(), Some("ECONNRESET"));
+    let took = Duration::from_micros(outcome.elapsed_us);
+    assert!(took < AT_ONCE, "known only after {took:?}");
+}
+
+pub(crate) fn host_refuses(lab: &Lab) {
+    let vm = &lab.a;
+    let port = port();
+    refused(&vm.run(Command::Connect { cid: 2, port }));
+    // A stale socket file, nobody behind it.
+    drop(vm.host_listener(port));
+    refused(&vm.run(Command::Connect { cid: 2, port }));
+    // The same port works as soon as somebody listens.
+    let listener = vm.host_listener(port);
+    let connecting = vm.start(Command::Connect { cid: 2, port });
+    let stream = hybrid::accept(&listener, STEP).expect("the guest's connection");
+    let socket = connecting.socket(STEP).expect("connected");
+    let sending = vm.send(socket, 1, 10, &[10]);
+    read_exact(&stream, 10);
+    sending.wait(STEP).expect("sent");
+    vm.close(socket);
+    // A CID that nobody has.
+    refused(&vm.run(Command::Connect { cid: 77, port }));
+}
+
+pub(crate) fn guest_refuses(lab: &Lab) {
+    let vm = &lab.a;
+    let port = port();
+    let refused = || {
+        let start = Instant::now();
+        match vm.connect(port) {
+            Err(ConnectError::Refused(_)) => {}
+            other => panic!("expected a refusal, got {other:?}"),
+        }
+        let took = start.elapsed();
+        assert!(took < AT_ONCE, "known only after {took:?}");
+    };
+    refused();
+    let listener = vm.listen(port);
+    vm.connect(port).expect("connected while somebody listens");
+    vm.close(listener);
+    refused();
+}

@@ -2,10 +2,10 @@
 
 use std::io;
 
-use super::flight::{Flight, Part};
-use super::flights::{Flights, GATHERED};
+use super::in_flight::{InFlightSend, Part};
 use super::limit::TIMED_OUT;
 use super::message::Returned;
+use super::send_queue::{GATHERED, SendQueue};
 use crate::sys::{self, Event, Key, Stable, Way};
 
 /// Rounds of waiting for memory until a send is copied.
@@ -16,7 +16,7 @@ const GROWTH: usize = 512;
 /// What was cancelled ends with this.
 pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 
-impl<B: Stable> Flights<B> {
+impl<B: Stable> SendQueue<B> {
     /// Takes in what the kernel has said.
     pub(super) fn progress(&mut self) {
         self.hears = true;
@@ -33,8 +33,8 @@ impl<B: Stable> Flights<B> {
         self.hears = false;
         while let Some(key) = self.heard_of.pop_front() {
             // It can be here twice, and another may have its place by now.
-            let flight = self.flights.get(key.index());
-            if flight.is_some_and(|flight| flight.over && !flight.kept) {
+            let send = self.sends.get(key.index());
+            if send.is_some_and(|send| send.over && !send.kept) {
                 self.release_idle(key);
             }
         }
@@ -54,20 +54,20 @@ impl<B: Stable> Flights<B> {
         if self.armed == Some(key) {
             self.armed = None;
         }
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        let piece = flight.part != Part::Whole;
+        let piece = send.part != Part::Whole;
         let code = match result {
             Ok(sent) => {
-                flight.sent += sent;
-                match flight.way {
-                    Way::Copy => flight.copied = true,
-                    Way::ZeroCopy => flight.in_place = true,
+                send.sent += sent;
+                match send.way {
+                    Way::Copy => send.copied = true,
+                    Way::ZeroCopy => send.in_place = true,
                 }
-                let whole = flight.sent >= flight.total || !self.stream;
+                let whole = send.sent >= send.total || !self.stream;
                 if whole {
-                    self.turn.ended(flight.turn);
+                    self.turn.ended(send.turn);
                     self.takes(key);
                     self.over(key);
                 } else if sent > 0 {
@@ -91,11 +91,11 @@ impl<B: Stable> Flights<B> {
     pub(super) fn refused(&mut self, key: Key, code: i32) {
         let waits = self.frees_memory();
         let broken = self.broken;
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        let cancelled = flight.cancelled;
-        match Answer::of(code, flight.way, self.whole) {
+        let cancelled = send.cancelled;
+        match Answer::of(code, send.way, self.whole) {
             Answer::Failed => {
                 if self.stream && self.broken.is_none() {
                     self.broken = Some(code);
@@ -108,14 +108,14 @@ impl<B: Stable> Flights<B> {
             _ if cancelled.is_some() => return self.fail(key, cancelled.unwrap_or(code)),
             Answer::Again | Answer::Cancelled => {}
             Answer::Full => self.full = true,
-            Answer::NoMemory if flight.gathered > 0 => {
+            Answer::NoMemory if send.gathered > 0 => {
                 // There may be enough for fewer.
-                self.gather = self.gather.min(flight.gathered) / 2;
+                self.gather = self.gather.min(send.gathered) / 2;
             }
             Answer::NoMemory => {
-                flight.rounds += 1;
-                if flight.rounds > ROUNDS || !waits {
-                    flight.way = Way::Copy;
+                send.rounds += 1;
+                if send.rounds > ROUNDS || !waits {
+                    send.way = Way::Copy;
                     self.stats.copied_for_memory += 1;
                 } else {
                     self.starved = true;
@@ -124,18 +124,18 @@ impl<B: Stable> Flights<B> {
             Answer::Cannot => {
                 self.policy.cannot();
                 // Those that wait would be refused one by one.
-                for key in self.again.iter().chain(&self.queue) {
-                    if let Some(flight) = self.flights.get_mut(key.index()) {
-                        flight.way = Way::Copy;
+                for key in self.again.iter().chain(&self.queued) {
+                    if let Some(send) = self.sends.get_mut(key.index()) {
+                        send.way = Way::Copy;
                     }
                 }
             }
             Answer::NotWhole => self.whole = false,
         }
         if self.policy.is_impossible()
-            && let Some(flight) = self.flights.get_mut(key.index())
+            && let Some(send) = self.sends.get_mut(key.index())
         {
-            flight.way = Way::Copy;
+            send.way = Way::Copy;
         }
         self.ask_again(key);
     }
@@ -143,8 +143,8 @@ impl<B: Stable> Flights<B> {
     /// To be asked again, in its turn: results come in any order, the stream goes on in one.
     pub(super) fn ask_again(&mut self, key: Key) {
         let ordinal = |key: &Key| {
-            let flight = self.flights.get(key.index());
-            flight.map_or(u64::MAX, |flight| flight.ordinal)
+            let send = self.sends.get(key.index());
+            send.map_or(u64::MAX, |send| send.ordinal)
         };
         let own = ordinal(&key);
         let at = match self.again.back() {
@@ -169,13 +169,13 @@ impl<B: Stable> Flights<B> {
             }
             return;
         };
-        let flight = |key: Key| self.flights.get(key.index());
-        let way = flight(cause).map_or(Way::Copy, |flight| flight.way);
-        let any = |is: fn(&Flight) -> bool| {
-            let mut pieces = failed.iter().filter_map(|&(key, _)| flight(key));
+        let send = |key: Key| self.sends.get(key.index());
+        let way = send(cause).map_or(Way::Copy, |send| send.way);
+        let any = |is: fn(&InFlightSend) -> bool| {
+            let mut pieces = failed.iter().filter_map(|&(key, _)| send(key));
             pieces.any(is)
         };
-        let mut pieces = failed.iter().filter_map(|&(key, _)| flight(key));
+        let mut pieces = failed.iter().filter_map(|&(key, _)| send(key));
         let cancelled = pieces.find_map(|piece| piece.cancelled);
         let failure = match Answer::of(code, way, false) {
             Answer::Failed => Some(code),
@@ -228,46 +228,46 @@ impl<B: Stable> Flights<B> {
             }
             self.stats.copied_by_kernel += u64::from(copied);
         }
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        flight.copied |= copied == Some(true);
-        if flight.over && !flight.kept {
+        send.copied |= copied == Some(true);
+        if send.over && !send.kept {
             self.release_idle(key);
         }
     }
 
     pub(super) fn fail(&mut self, key: Key, code: i32) {
-        if let Some(flight) = self.flights.get_mut(key.index()) {
-            flight.failure = Some(code);
+        if let Some(send) = self.sends.get_mut(key.index()) {
+            send.failure = Some(code);
             self.stats.failed += 1;
-            self.stats.timed_out += u64::from(flight.cancelled == Some(TIMED_OUT));
+            self.stats.timed_out += u64::from(send.cancelled == Some(TIMED_OUT));
         }
         self.over(key);
     }
 
     /// The kernel is asked nothing more for it, unless it is kept.
     fn over(&mut self, key: Key) {
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        flight.over = true;
+        send.over = true;
         self.stats.over += 1;
-        self.stats.bytes += flight.sent as u64;
-        if !flight.kept {
+        self.stats.bytes += send.sent as u64;
+        if !send.kept {
             self.conclude(key);
         }
     }
 
     /// It will not be requested again: reports it to its slot, and releases its buffer if that is free.
     pub(super) fn conclude(&mut self, key: Key) {
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        if let Some(ticket) = flight.ticket.take() {
-            if flight.started {
-                let flush = flight.flush && flight.failure.is_none();
-                flight.attached = self.slots.executed(ticket, flush);
+        if let Some(ticket) = send.ticket.take() {
+            if send.started {
+                let flush = send.flush && send.failure.is_none();
+                send.attached = self.slots.executed(ticket, flush);
             } else {
                 self.slots.abandoned(ticket);
             }
@@ -289,22 +289,21 @@ impl<B: Stable> Flights<B> {
 
     /// Its buffer is free, and so is its place.
     fn release(&mut self, key: Key) {
-        let (Some(buffer), Some(flight)) =
-            (self.carrier.take(key), self.flights.get_mut(key.index()))
+        let (Some(buffer), Some(send)) = (self.carrier.take(key), self.sends.get_mut(key.index()))
         else {
             return;
         };
         self.released += 1;
-        let copied = flight.copied || !flight.in_place;
+        let copied = send.copied || !send.in_place;
         self.stats.in_place += u64::from(!copied);
-        if let Some(attached) = flight.attached.take() {
+        if let Some(attached) = send.attached.take() {
             self.slots.released(attached);
         }
-        if let Some(number) = flight.number.filter(|_| self.tells_ranges) {
+        if let Some(number) = send.number.filter(|_| self.tells_ranges) {
             self.ranges.add(number, copied);
         }
         if self.gives_back {
-            let (number, outcome) = (flight.number, flight.outcome());
+            let (number, outcome) = (send.number, send.outcome());
             self.free.push_back(Returned {
                 buffer,
                 number,
@@ -359,7 +358,7 @@ mod tests {
         // 0 is no number of an error.
         assert_eq!(Answer::of(0, Way::ZeroCopy, true), Answer::Failed);
         assert_eq!(
-            super::super::flight::error(0).kind(),
+            super::super::in_flight::error(0).kind(),
             io::ErrorKind::WriteZero
         );
     }

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use super::flight;
+use super::in_flight;
 use super::{Completion, Notification, Returned, Sender};
 use crate::sys::{Buf, Stable};
 
@@ -140,25 +140,25 @@ impl<B: Stable> Sender<B> {
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        self.flights.closed
+        self.queue.closed
     }
 
     /// Nothing more is accepted.
     pub(super) fn begin_close(&mut self) {
-        self.flights.closed = true;
+        self.queue.closed = true;
         self.flush_all();
     }
 
     /// Whether there is nothing to wait for: a stream with a gap is reset.
     pub(super) fn may_end(&self) -> bool {
-        self.is_quiet() || self.flights.broken.is_some()
+        self.is_quiet() || self.queue.broken.is_some()
     }
 
     /// Ends it, after having waited until it may.
     pub(super) fn end(&mut self, waited: io::Result<bool>) -> Closed<B> {
-        let end = match (self.flights.broken, waited) {
-            (Some(code), _) => End::Broken(flight::error(code)),
-            (None, Ok(true)) if self.flights.cork.accepting => End::Corked,
+        let end = match (self.queue.broken, waited) {
+            (Some(code), _) => End::Broken(in_flight::error(code)),
+            (None, Ok(true)) if self.queue.cork.accepting => End::Corked,
             (None, Ok(true)) => End::Whole,
             (None, Ok(false)) => End::TimedOut,
             (None, Err(error)) => End::Call(error),
@@ -166,18 +166,18 @@ impl<B: Stable> Sender<B> {
         let whole = matches!(end, End::Whole);
         if !whole {
             // What it answers to this, the carrier goes on with when it is dropped.
-            let _ = self.flights.cancel();
-            self.flights.let_go();
-            if self.flights.open == 0 {
-                self.flights.forget_pieces();
+            let _ = self.queue.cancel();
+            self.queue.let_go();
+            if self.queue.open == 0 {
+                self.queue.forget_pieces();
             }
         }
-        let reset = self.flights.end(whole);
+        let reset = self.queue.end(whole);
         // A reset frees buffers within the call.
-        let _ = self.flights.carrier.reap();
-        self.flights.progress();
-        let mut completions = vec![Completion::default(); self.flights.ranges.len()];
-        let told = self.flights.ranges.take(&mut completions);
+        let _ = self.queue.carrier.reap();
+        self.queue.progress();
+        let mut completions = vec![Completion::default(); self.queue.ranges.len()];
+        let told = self.queue.ranges.take(&mut completions);
         completions.truncate(told);
         Closed {
             end,
@@ -195,11 +195,11 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// [`Kept`], with the sender.
     pub fn into_socket(mut self) -> Result<OwnedFd, Kept<B>> {
-        self.flights.let_go_if_asked();
-        let why = match self.flights.broken {
-            Some(code) => Keeping::Broken(flight::error(code)),
+        self.queue.let_go_if_asked();
+        let why = match self.queue.broken {
+            Some(code) => Keeping::Broken(in_flight::error(code)),
             None if !self.is_quiet() => Keeping::Busy,
-            None if self.flights.cork.accepting => Keeping::Corked,
+            None if self.queue.cork.accepting => Keeping::Corked,
             // The ring lets go of its own when it is dropped; to have that one out of it would be
             // the same socket.
             None => match self.socket().try_clone_to_owned() {

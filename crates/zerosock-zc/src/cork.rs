@@ -20,8 +20,8 @@
 use std::collections::VecDeque;
 use std::mem;
 
-use super::flight::{Flight, Part};
-use super::flights::Flights;
+use super::in_flight::{InFlightSend, Part};
+use super::send_queue::SendQueue;
 use crate::sys::{Key, Stable, Way};
 
 #[derive(Default)]
@@ -88,14 +88,14 @@ impl Cork {
     }
 
     /// What a piece fails with because an earlier one did.
-    pub(super) fn ends(&mut self, flight: &Flight) -> Option<i32> {
-        match flight.part {
+    pub(super) fn ends(&mut self, send: &InFlightSend) -> Option<i32> {
+        match send.part {
             Part::Whole => return None,
             Part::First => self.ended = None,
             Part::Later => {}
         }
         let ended = self.ended;
-        if !flight.more {
+        if !send.more {
             self.ended = None;
         }
         ended
@@ -112,21 +112,21 @@ impl Cork {
     }
 }
 
-impl<B: Stable> Flights<B> {
+impl<B: Stable> SendQueue<B> {
     /// The socket takes this piece of a datagram, or what is a whole one.
     pub(super) fn takes(&mut self, key: Key) {
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        let piece = flight.part != Part::Whole;
-        let goes_on = piece && flight.more;
+        let piece = send.part != Part::Whole;
+        let goes_on = piece && send.more;
         self.cork.taken += usize::from(piece);
         self.cork.gathered = goes_on;
         if !goes_on {
             return self.let_go();
         }
         if self.cork.keeps {
-            flight.kept = true;
+            send.kept = true;
             self.cork.kept.push_back(key);
         }
     }
@@ -134,8 +134,8 @@ impl<B: Stable> Flights<B> {
     /// The pieces that are kept will not be asked again.
     pub(super) fn let_go(&mut self) {
         while let Some(key) = self.cork.kept.pop_front() {
-            if let Some(flight) = self.flights.get_mut(key.index()) {
-                flight.kept = false;
+            if let Some(send) = self.sends.get_mut(key.index()) {
+                send.kept = false;
             }
             self.conclude(key);
         }
@@ -164,10 +164,10 @@ impl<B: Stable> Flights<B> {
         let kept = mem::take(&mut self.cork.kept);
         self.forget_pieces();
         for key in kept {
-            if let Some(flight) = self.flights.get_mut(key.index()) {
-                (flight.kept, flight.over) = (false, false);
+            if let Some(send) = self.sends.get_mut(key.index()) {
+                (send.kept, send.over) = (false, false);
                 self.stats.over -= 1;
-                self.stats.bytes -= mem::take(&mut flight.sent) as u64;
+                self.stats.bytes -= mem::take(&mut send.sent) as u64;
             }
             self.ask_again(key);
         }
@@ -175,14 +175,14 @@ impl<B: Stable> Flights<B> {
             self.ask_again(key);
         }
         // They are the oldest that are not over.
-        for key in self.again.iter().chain(&self.queue) {
-            let Some(flight) = self.flights.get_mut(key.index()) else {
+        for key in self.again.iter().chain(&self.queued) {
+            let Some(send) = self.sends.get_mut(key.index()) else {
                 break;
             };
-            if mem::replace(&mut flight.way, Way::Copy) == Way::ZeroCopy {
+            if mem::replace(&mut send.way, Way::Copy) == Way::ZeroCopy {
                 self.stats.copied_for_memory += 1;
             }
-            if !flight.more {
+            if !send.more {
                 break;
             }
         }

@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::flights::Flights;
+use super::send_queue::SendQueue;
 use crate::sys::{self, Key, Stable};
 
 /// What is not done in time ends with this.
@@ -26,7 +26,7 @@ pub(super) struct Limit {
     /// all of them.
     now: Option<Instant>,
     /// The oldest first, with some among them that do not count any more.
-    pub(super) sends: VecDeque<Accepted>,
+    pub(super) accepted: VecDeque<Accepted>,
 }
 
 #[derive(Copy, Clone, Debug)]
@@ -36,35 +36,38 @@ pub(super) struct Accepted {
     ordinal: u64,
 }
 
-impl<B: Stable> Flights<B> {
+impl<B: Stable> SendQueue<B> {
     /// The send in this place, with this ordinal, has been accepted.
     pub(super) fn counts(&mut self, key: Key, ordinal: u64) {
         if self.limit.time.is_none() {
             return;
         }
-        if self.limit.sends.len() >= 2 * self.flights.len() {
+        if self.limit.accepted.len() >= 2 * self.sends.len() {
             // One that is old keeps those behind it from being forgotten one by one.
-            let mut sends = std::mem::take(&mut self.limit.sends);
-            sends.retain(|send| self.is_awaited(send));
-            self.limit.sends = sends;
+            let mut kept = std::mem::take(&mut self.limit.accepted);
+            kept.retain(|accepted| self.is_awaited(accepted));
+            self.limit.accepted = kept;
         }
         let at = *self.limit.now.get_or_insert_with(Instant::now);
-        self.limit.sends.push_back(Accepted { at, key, ordinal });
+        self.limit.accepted.push_back(Accepted { at, key, ordinal });
     }
 
     /// Whether it counts: its buffer can be had back before the kernel gives it by itself. On streams
     /// that is until it is free, else until the kernel has taken it.
-    fn is_awaited(&self, send: &Accepted) -> bool {
-        let flight = self.flights.get(send.key.index());
-        flight
-            .filter(|flight| flight.ordinal == send.ordinal)
-            .is_some_and(|flight| !flight.over || self.stream && !self.carrier.idle(send.key))
+    fn is_awaited(&self, accepted: &Accepted) -> bool {
+        let send = self.sends.get(accepted.key.index());
+        send.filter(|send| send.ordinal == accepted.ordinal)
+            .is_some_and(|send| !send.over || self.stream && !self.carrier.idle(accepted.key))
     }
 
     /// When the oldest send is late; none if there is none, or no limit.
     pub(super) fn due(&self) -> Option<Instant> {
         let time = self.limit.time?;
-        let oldest = self.limit.sends.iter().find(|send| self.is_awaited(send))?;
+        let oldest = self
+            .limit
+            .accepted
+            .iter()
+            .find(|accepted| self.is_awaited(accepted))?;
         oldest.at.checked_add(time)
     }
 
@@ -75,10 +78,10 @@ impl<B: Stable> Flights<B> {
     }
 
     fn is_late(&mut self, now: Instant) -> bool {
-        while let Some(send) = self.limit.sends.front()
-            && !self.is_awaited(send)
+        while let Some(accepted) = self.limit.accepted.front()
+            && !self.is_awaited(accepted)
         {
-            self.limit.sends.pop_front();
+            self.limit.accepted.pop_front();
         }
         self.due().is_some_and(|due| due <= now)
     }
@@ -86,7 +89,7 @@ impl<B: Stable> Flights<B> {
     /// If a send is late, ends what the kernel has not taken, and a stream with all of it.
     pub(super) fn lapse(&mut self) {
         self.limit.now = None;
-        if self.limit.sends.is_empty() {
+        if self.limit.accepted.is_empty() {
             return;
         }
         let now = Instant::now();
@@ -106,7 +109,7 @@ impl<B: Stable> Flights<B> {
 
     /// Whatever the kernel answers meanwhile, the rest is done, too.
     fn recall(&mut self) {
-        let sends = std::mem::take(&mut self.limit.sends);
+        let late = std::mem::take(&mut self.limit.accepted);
         if self.stream {
             self.broken = self.broken.or(Some(TIMED_OUT));
         }
@@ -115,15 +118,15 @@ impl<B: Stable> Flights<B> {
             return;
         }
         // The kernel has taken all of these. Whether the peer has them cannot be found out.
-        for send in &sends {
-            if !self.is_awaited(send) {
+        for accepted in &late {
+            if !self.is_awaited(accepted) {
                 continue;
             }
-            if let Some(flight) = self.flights.get_mut(send.key.index())
-                && flight.over
-                && flight.failure.is_none()
+            if let Some(send) = self.sends.get_mut(accepted.key.index())
+                && send.over
+                && send.failure.is_none()
             {
-                flight.failure = Some(TIMED_OUT);
+                send.failure = Some(TIMED_OUT);
                 self.stats.failed += 1;
                 self.stats.timed_out += 1;
             }

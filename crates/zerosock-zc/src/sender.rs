@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use super::calibration;
-use super::flights::Flights;
 use super::message::too_many_pieces;
 use super::policy::{Policy, Threshold};
+use super::send_queue::SendQueue;
 use super::slots::Slots;
 use super::{
     Basis, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned,
@@ -181,12 +181,12 @@ impl Builder {
         })?;
         let policy = Policy::new(kind, carrier.backend(), self.threshold);
         let slots = Slots::new(self.tags);
-        let mut flights = Flights::new(carrier, kind.is_stream(), self.capacity, slots, policy);
-        flights.tells_ranges = self.inline;
-        flights.gives_back = !self.discard;
-        flights.limit.time = self.limit;
+        let mut queue = SendQueue::new(carrier, kind.is_stream(), self.capacity, slots, policy);
+        queue.tells_ranges = self.inline;
+        queue.gives_back = !self.discard;
+        queue.limit.time = self.limit;
         Ok(Sender {
-            flights,
+            queue,
             kind,
             capacity: self.capacity as usize,
             threshold: self.threshold,
@@ -229,7 +229,7 @@ impl Builder {
 /// A forked child may drop its copy, which leaks it and leaves the parent's sender and socket as they
 /// are; it must not use it.
 pub struct Sender<B: Stable = Buf> {
-    pub(super) flights: Flights<B>,
+    pub(super) queue: SendQueue<B>,
     kind: Kind,
     pub(super) capacity: usize,
     threshold: Threshold,
@@ -263,18 +263,18 @@ impl<B: Stable> Sender<B> {
         if let Err(why) = self.check(&outgoing) {
             return Err(Refused { outgoing, why });
         }
-        let accepted = self.flights.accept(outgoing);
+        let accepted = self.queue.accept(outgoing);
         accepted.map_err(|(outgoing, why)| Refused { outgoing, why })
     }
 
     fn check(&self, outgoing: &Outgoing<B>) -> Result<(), Refusal> {
         match outgoing.slot {
-            Some(slot) => self.flights.slots.check(slot)?,
+            Some(slot) => self.queue.slots.check(slot)?,
             None if outgoing.flush => return Err(Refusal::FlushWithoutSlot),
             None => {}
         }
-        let unread = self.flights.slots.waiting().max(self.flights.ranges.len());
-        if unread >= UNREAD || self.flights.free.len() > self.capacity + THREADS {
+        let unread = self.queue.slots.waiting().max(self.queue.ranges.len());
+        if unread >= UNREAD || self.queue.free.len() > self.capacity + THREADS {
             return Err(Refusal::Unread);
         }
         if too_many_pieces(&outgoing.buffer) {
@@ -291,7 +291,7 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers to the call itself. What it answers to a send is told with its
     /// buffer.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.flights.submit()
+        self.queue.submit()
     }
 
     /// Sends: accepts, waiting for a place if there is none, and submits. Returns its number; none
@@ -349,7 +349,7 @@ impl<B: Stable> Sender<B> {
 
     pub(super) fn check_room(&self, room: &[Completion]) -> Result<(), Refusal> {
         match room.len() {
-            0..=ROOM if self.flights.tells_ranges => Ok(()),
+            0..=ROOM if self.queue.tells_ranges => Ok(()),
             0..=ROOM => Err(Refusal::NoCompletions),
             _ => Err(Refusal::TooMuchRoom),
         }
@@ -357,12 +357,12 @@ impl<B: Stable> Sender<B> {
 
     /// What is over, as a send tells of it.
     pub(super) fn told(&mut self, room: &mut [Completion]) -> usize {
-        if self.flights.carrier.backend() == Backend::ErrorQueue {
+        if self.queue.carrier.backend() == Backend::ErrorQueue {
             // Nothing that is lost: what it cannot read now it reads later.
-            let _ = self.flights.carrier.reap();
-            self.flights.progress();
+            let _ = self.queue.carrier.reap();
+            self.queue.progress();
         }
-        self.flights.ranges.take(room)
+        self.queue.ranges.take(room)
     }
 
     /// Tells which sends are over, without one. At most one system call, which does not wait.
@@ -370,12 +370,12 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// What the kernel answers; `InvalidInput` if the builder has not asked for them.
     pub fn completions(&mut self, room: &mut [Completion]) -> io::Result<usize> {
-        if !self.flights.tells_ranges {
+        if !self.queue.tells_ranges {
             let why = Refusal::NoCompletions;
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         self.poll()?;
-        Ok(self.flights.ranges.take(room))
+        Ok(self.queue.ranges.take(room))
     }
 
     /// Takes in what the kernel has said, and hands over what had to wait for it. Does not wait.
@@ -383,13 +383,13 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// What the kernel answers.
     pub fn poll(&mut self) -> io::Result<()> {
-        self.flights.carrier.reap()?;
-        self.flights.progress();
-        self.flights.lapse();
-        if !self.flights.is_handed_over() {
+        self.queue.carrier.reap()?;
+        self.queue.progress();
+        self.queue.lapse();
+        if !self.queue.is_handed_over() {
             self.submit()?;
         }
-        self.flights.let_go_if_asked();
+        self.queue.let_go_if_asked();
         Ok(())
     }
 
@@ -399,7 +399,7 @@ impl<B: Stable> Sender<B> {
     /// once in 16 requests. A program that sends rarely, and wants the last ones back, polls or waits
     /// for [`interest`](Self::interest).
     pub fn returned(&mut self) -> Option<Returned<B>> {
-        self.flights.take()
+        self.queue.take()
     }
 
     /// Closes the notifiers of a range of slots, for every send accepted before.
@@ -407,12 +407,12 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// If there are fewer slots; nothing is flushed then.
     pub fn flush(&mut self, slots: Range<u32>) -> Result<(), NoSuchSlot> {
-        self.flights.slots.flush(slots)
+        self.queue.slots.flush(slots)
     }
 
     /// The oldest notification of a slot. No system call.
     pub fn notification(&mut self) -> Option<Notification> {
-        self.flights.slots.next()
+        self.queue.slots.next()
     }
 
     /// Gives a slot another tag, for notifiers whose first send is accepted from now on.
@@ -420,7 +420,7 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// If there are fewer slots.
     pub fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
-        self.flights.slots.set_tag(slot, tag)
+        self.queue.slots.set_tag(slot, tag)
     }
 
     /// Hands over what was accepted, and waits for news, or for `timeout`. News is a buffer that is
@@ -433,10 +433,10 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.submit()?;
-        self.flights.let_go_if_asked();
-        if self.heard() == self.told && !self.flights.is_quiet() {
-            self.flights.wait(timeout)?;
-            self.flights.progress();
+        self.queue.let_go_if_asked();
+        if self.heard() == self.told && !self.queue.is_quiet() {
+            self.queue.wait(timeout)?;
+            self.queue.progress();
             self.submit()?;
         }
         self.told = self.heard();
@@ -445,10 +445,10 @@ impl<B: Stable> Sender<B> {
 
     fn wait_for_place(&mut self) -> io::Result<()> {
         self.submit()?;
-        self.flights.let_go_if_asked();
+        self.queue.let_go_if_asked();
         if self.room() == 0 && !self.is_broken() {
-            self.flights.wait(None)?;
-            self.flights.progress();
+            self.queue.wait(None)?;
+            self.queue.progress();
         }
         Ok(())
     }
@@ -471,7 +471,7 @@ impl<B: Stable> Sender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             self.submit()?;
-            self.flights.let_go_if_asked();
+            self.queue.let_go_if_asked();
             if done(self) {
                 return Ok(true);
             }
@@ -479,21 +479,21 @@ impl<B: Stable> Sender<B> {
             if left == Some(Duration::ZERO) {
                 return Ok(false);
             }
-            self.flights.wait(left)?;
-            self.flights.progress();
+            self.queue.wait(left)?;
+            self.queue.progress();
         }
     }
 
     pub(super) fn flush_all(&mut self) {
-        let slots = self.flights.slots.count();
+        let slots = self.queue.slots.count();
         // The range is the slots that there are.
-        let _ = self.flights.slots.flush(0..slots);
+        let _ = self.queue.slots.flush(0..slots);
     }
 
     /// Counts what a wait ends for: buffers that have become free, and notifications. No wait ends
     /// because the socket is full or a send goes on.
     pub(super) fn heard(&self) -> u64 {
-        self.flights.released + self.flights.slots.told()
+        self.queue.released + self.queue.slots.told()
     }
 
     /// What sleeping threads are woken for when it changes: news, a stream that is broken, and the
@@ -504,26 +504,26 @@ impl<B: Stable> Sender<B> {
             self.heard(),
             self.is_broken(),
             self.asks(),
-            self.flights.due().is_some(),
+            self.queue.due().is_some(),
         )
     }
 
     /// After which time it is to be polled, but for a send that is late.
     fn asks(&self) -> Option<Duration> {
-        let asks = self.flights.carrier.next_timeout();
-        let pieces = self.flights.awaits_pieces().then_some(KEPT);
+        let asks = self.queue.carrier.next_timeout();
+        let pieces = self.queue.awaits_pieces().then_some(KEPT);
         asks.into_iter().chain(pieces).min()
     }
 
     /// Whether an earlier send failed so that nothing more is accepted.
     pub(super) fn is_broken(&self) -> bool {
-        self.flights.broken.is_some()
+        self.queue.broken.is_some()
     }
 
     /// Whether everything that was accepted is over, and its buffer free.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.flights.is_quiet()
+        self.queue.is_quiet()
     }
 
     /// Ends every send that the kernel has not taken; their buffers come back as failed.
@@ -531,7 +531,7 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// What the kernel answers.
     pub fn cancel(&mut self) -> io::Result<()> {
-        self.flights.cancel()
+        self.queue.cancel()
     }
 
     /// What it is, and what it has learnt.
@@ -540,21 +540,21 @@ impl<B: Stable> Sender<B> {
         let threshold = |registered| match self.threshold {
             Threshold::Bytes(bytes) => (Some(bytes), Basis::Told),
             Threshold::Measured => {
-                let backend = self.flights.carrier.backend();
+                let backend = self.queue.carrier.backend();
                 calibration::threshold(self.kind, backend, registered)
             }
         };
         let (plain, registered) = (threshold(false), threshold(true));
         Report {
-            backend: self.flights.carrier.backend(),
-            uring_refused: self.flights.carrier.ring_refused(),
+            backend: self.queue.carrier.backend(),
+            uring_refused: self.queue.carrier.ring_refused(),
             socket: self.kind,
             threshold: plain.0,
             threshold_is: plain.1,
             registered_threshold: registered.0,
             registered_threshold_is: registered.1,
-            off: self.flights.policy.is_off(),
-            registered: self.flights.carrier.registered(),
+            off: self.queue.policy.is_off(),
+            registered: self.queue.carrier.registered(),
         }
     }
 
@@ -562,16 +562,16 @@ impl<B: Stable> Sender<B> {
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats {
-            system_calls: self.flights.carrier.system_calls(),
-            foreign: self.flights.carrier.foreign(),
-            ..self.flights.stats
+            system_calls: self.queue.carrier.system_calls(),
+            foreign: self.queue.carrier.foreign(),
+            ..self.queue.stats
         }
     }
 
     /// How many places are free.
     #[must_use]
     pub fn room(&self) -> usize {
-        self.flights.carrier.room()
+        self.queue.carrier.room()
     }
 
     /// The socket, to look at and to receive from. Over the error queue back-end its error queue is
@@ -581,7 +581,7 @@ impl<B: Stable> Sender<B> {
     /// over io_uring or by copies ([`Builder::backend`]), which leave that queue alone.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
-        self.flights.carrier.socket()
+        self.queue.carrier.socket()
     }
 
     /// After which time an event loop is to call [`poll`](Self::poll) although the descriptor has
@@ -592,16 +592,16 @@ impl<B: Stable> Sender<B> {
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         let asks = self.asks();
-        asks.into_iter().chain(self.flights.time_left()).min()
+        asks.into_iter().chain(self.queue.time_left()).min()
     }
 
     /// What an event loop is to wait for on [`as_fd`](AsFd::as_fd) before it calls
     /// [`poll`](Self::poll), but no longer than [`next_timeout`](Self::next_timeout).
     #[must_use]
     pub fn interest(&self) -> Interest {
-        match self.flights.carrier.backend() {
+        match self.queue.carrier.backend() {
             Backend::Uring => Interest::Readable,
-            _ if self.flights.is_full() => Interest::WritableOrError,
+            _ if self.queue.is_full() => Interest::WritableOrError,
             _ => Interest::Error,
         }
     }
@@ -622,7 +622,7 @@ impl<B: Stable> AsFd for Sender<B> {
     /// The descriptor that an event loop waits on, for what [`interest`](Self::interest) says: the
     /// ring, or the socket.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.flights.carrier.as_fd()
+        self.queue.carrier.as_fd()
     }
 }
 

@@ -31,7 +31,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::answers::CANCELLED;
 use super::calibration;
 use super::cork::Cork;
-use super::flight::{self, Flight, Part};
+use super::in_flight::{self, InFlightSend, Part};
 use super::limit::Limit;
 use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
@@ -47,7 +47,7 @@ const CHAIN: usize = 32;
 /// request costs is little beside them, and so few that buffers come back soon.
 pub(super) const GATHERED: usize = 128 << 10;
 
-pub(super) struct Flights<B: Stable> {
+pub(super) struct SendQueue<B: Stable> {
     pub(super) carrier: Carrier<B>,
     pub(super) slots: Slots,
     pub(super) ranges: Ranges,
@@ -61,8 +61,8 @@ pub(super) struct Flights<B: Stable> {
     pub(super) tells_ranges: bool,
     pub(super) gives_back: bool,
     /// By place.
-    pub(super) flights: Box<[Flight]>,
-    pub(super) queue: VecDeque<Key>,
+    pub(super) sends: Box<[InFlightSend]>,
+    pub(super) queued: VecDeque<Key>,
     /// What is to be asked again, before the queue, in the order of acceptance.
     pub(super) again: VecDeque<Key>,
     /// Sends whose request has its result to come.
@@ -97,7 +97,7 @@ pub(super) struct Flights<B: Stable> {
     pub(super) limit: Limit,
 }
 
-impl<B: Stable> Flights<B> {
+impl<B: Stable> SendQueue<B> {
     pub(super) fn new(
         carrier: Carrier<B>,
         stream: bool,
@@ -116,8 +116,8 @@ impl<B: Stable> Flights<B> {
             stream,
             tells_ranges: false,
             gives_back: true,
-            flights: (0..capacity).map(|_| Flight::vacant()).collect(),
-            queue: VecDeque::new(),
+            sends: (0..capacity).map(|_| InFlightSend::vacant()).collect(),
+            queued: VecDeque::new(),
             again: VecDeque::new(),
             open: 0,
             full: false,
@@ -148,7 +148,7 @@ impl<B: Stable> Flights<B> {
             return Err((outgoing, Refusal::Closed));
         }
         if let Some(error) = self.broken {
-            return Err((outgoing, Refusal::Broken(flight::error(error))));
+            return Err((outgoing, Refusal::Broken(in_flight::error(error))));
         }
         let total = outgoing.buffer.total();
         let registered = self.carrier.expects_registered(&outgoing.buffer);
@@ -187,8 +187,8 @@ impl<B: Stable> Flights<B> {
             number
         });
         let ticket = slot.map(|slot| self.slots.accepted(slot));
-        if let Some(place) = self.flights.get_mut(key.index()) {
-            *place = Flight {
+        if let Some(place) = self.sends.get_mut(key.index()) {
+            *place = InFlightSend {
                 ordinal: self.accepted,
                 number,
                 ticket,
@@ -205,11 +205,11 @@ impl<B: Stable> Flights<B> {
                     true => Part::Whole,
                     false => self.cork.accept(more),
                 },
-                ..Flight::vacant()
+                ..InFlightSend::vacant()
             };
         }
         self.counts(key, self.accepted);
-        self.queue.push_back(key);
+        self.queued.push_back(key);
         self.accepted += 1;
         self.stats.accepted += 1;
         Ok(number)
@@ -220,7 +220,7 @@ impl<B: Stable> Flights<B> {
     pub(super) fn submit(&mut self) -> io::Result<()> {
         self.lapse();
         self.policy.submitted();
-        if self.queue.is_empty() && self.again.is_empty() {
+        if self.queued.is_empty() && self.again.is_empty() {
             self.carrier.submit()?;
             if self.carrier.room() == 0 && self.is_at_once() {
                 // There is nothing to send before something comes back. An error is reported again by
@@ -276,39 +276,39 @@ impl<B: Stable> Flights<B> {
     }
 
     fn is_all_started(&self) -> bool {
-        self.queue.is_empty() && self.again.is_empty()
+        self.queued.is_empty() && self.again.is_empty()
     }
 
     fn pop(&mut self) -> Option<Key> {
-        self.again.pop_front().or_else(|| self.queue.pop_front())
+        self.again.pop_front().or_else(|| self.queued.pop_front())
     }
 
     /// Which of the next `most` sends one request is to be made of: of a stream those that go alike.
     fn run(&self, most: usize, run: &mut Vec<Key>) {
         run.clear();
-        let (mut before, mut left) = (None::<&Flight>, 0);
-        for &key in self.again.iter().chain(&self.queue).take(most) {
-            let Some(flight) = self.flights.get(key.index()) else {
+        let (mut before, mut left) = (None::<&InFlightSend>, 0);
+        for &key in self.again.iter().chain(&self.queued).take(most) {
+            let Some(send) = self.sends.get(key.index()) else {
                 return;
             };
-            let rest = flight.total.saturating_sub(flight.sent);
+            let rest = send.total.saturating_sub(send.sent);
             match before {
                 None => {
-                    left = match flight.way {
+                    left = match send.way {
                         Way::ZeroCopy => self.gather,
                         Way::Copy => GATHERED,
                     };
                 }
                 // What is to be continued must not hold back what is not.
                 Some(before) => {
-                    let alike = before.way == flight.way && (before.more || !flight.more);
-                    if !(self.stream && alike && flight.sent == 0 && rest <= left) {
+                    let alike = before.way == send.way && (before.more || !send.more);
+                    if !(self.stream && alike && send.sent == 0 && rest <= left) {
                         return;
                     }
                 }
             }
             left = left.saturating_sub(rest);
-            before = Some(flight);
+            before = Some(send);
             run.push(key);
         }
     }
@@ -323,34 +323,34 @@ impl<B: Stable> Flights<B> {
     }
 
     fn start_runs(&mut self, one_by_one: bool, run: &mut Vec<Key>) -> io::Result<usize> {
-        let count = CHAIN.min(self.again.len() + self.queue.len());
+        let count = CHAIN.min(self.again.len() + self.queued.len());
         let (mut started, mut chained) = (0, false);
         while started < count {
             self.run(count - started, run);
             let Some(&key) = run.first() else { break };
-            let Some(flight) = self.flights.get(key.index()) else {
+            let Some(send) = self.sends.get(key.index()) else {
                 break;
             };
-            if let Some(error) = self.broken.or_else(|| self.cork.ends(flight)) {
+            if let Some(error) = self.broken.or_else(|| self.cork.ends(send)) {
                 self.pop();
                 self.fail(key, error);
                 started += 1;
                 continue;
             }
-            if !self.cork.admits(flight.part, self.open, chained) {
+            if !self.cork.admits(send.part, self.open, chained) {
                 break;
             }
             let follows = started + run.len() < count && !one_by_one;
-            let last = run.last().and_then(|key| self.flights.get(key.index()));
+            let last = run.last().and_then(|key| self.sends.get(key.index()));
             let order = Order {
-                way: flight.way,
-                from: flight.sent,
+                way: send.way,
+                from: send.sent,
                 whole: self.whole,
-                linked: follows && (self.stream || flight.part != Part::Whole && flight.more),
+                linked: follows && (self.stream || send.part != Part::Whole && send.more),
                 more: last.is_some_and(|last| last.more),
                 when_writable: self.full,
             };
-            let part = flight.part;
+            let part = send.part;
             match self.carrier.start(run, order) {
                 Ok(one) => {
                     let mut bytes = 0;
@@ -358,7 +358,7 @@ impl<B: Stable> Flights<B> {
                         self.pop();
                         bytes += self.started(key, one.registered);
                     }
-                    if let Some(first) = self.flights.get_mut(key.index()) {
+                    if let Some(first) = self.sends.get_mut(key.index()) {
                         first.gathered = if one.places > 1 { bytes } else { 0 };
                     }
                     self.stats.requests += 1;
@@ -400,18 +400,18 @@ impl<B: Stable> Flights<B> {
     /// The kernel has, or is to have, a request of this send. Of how many of its bytes.
     fn started(&mut self, key: Key, registered: bool) -> usize {
         self.open += 1;
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return 0;
         };
-        flight.started = true;
-        flight.turn = self.turn.number;
-        if flight.way == Way::ZeroCopy && registered != flight.registered {
+        send.started = true;
+        send.turn = self.turn.number;
+        if send.way == Way::ZeroCopy && registered != send.registered {
             // It costs what another class does.
-            flight.class = None;
+            send.class = None;
         }
-        let one = flight.class.map(|class| (class, flight.way));
+        let one = send.class.map(|class| (class, send.way));
         self.turn.started(one);
-        flight.total.saturating_sub(flight.sent)
+        send.total.saturating_sub(send.sent)
     }
 
     /// The oldest buffer that is free.
@@ -421,7 +421,7 @@ impl<B: Stable> Flights<B> {
 
     /// Whether everything that was accepted has been handed to the kernel, or has failed.
     pub(super) fn is_handed_over(&self) -> bool {
-        self.queue.is_empty() && self.again.is_empty() && self.open == 0
+        self.queued.is_empty() && self.again.is_empty() && self.open == 0
     }
 
     /// Whether the kernel has nothing more to do, and every buffer is free.
@@ -449,11 +449,11 @@ impl<B: Stable> Flights<B> {
             self.broken = self.broken.or(Some(code));
         }
         // What another thread has submitted may say so only later.
-        let is_left = |flight: &&mut Flight| !flight.over;
-        for flight in self.flights.iter_mut().filter(is_left) {
-            flight.cancelled = flight.cancelled.or(Some(code));
+        let is_left = |send: &&mut InFlightSend| !send.over;
+        for send in self.sends.iter_mut().filter(is_left) {
+            send.cancelled = send.cancelled.or(Some(code));
         }
-        while let Some(key) = self.again.pop_front().or_else(|| self.queue.pop_front()) {
+        while let Some(key) = self.again.pop_front().or_else(|| self.queued.pop_front()) {
             self.fail(key, code);
         }
         if self.cork.accepting {
@@ -512,15 +512,15 @@ impl<B: Stable> Flights<B> {
     }
 
     fn turn_is_open(&self) -> bool {
-        let mut next = self.again.iter().chain(&self.queue);
-        let first = next.next().and_then(|key| self.flights.get(key.index()));
+        let mut next = self.again.iter().chain(&self.queued);
+        let first = next.next().and_then(|key| self.sends.get(key.index()));
         first
             .and_then(|first| first.class)
             .is_some_and(calibration::is_open)
     }
 }
 
-impl<B: Stable> Drop for Flights<B> {
+impl<B: Stable> Drop for SendQueue<B> {
     fn drop(&mut self) {
         if self.ended || self.carrier.is_forked() {
             return;
@@ -538,5 +538,5 @@ impl<B: Stable> Drop for Flights<B> {
 }
 
 #[cfg(test)]
-#[path = "flights_tests.rs"]
+#[path = "send_queue_tests.rs"]
 mod tests;

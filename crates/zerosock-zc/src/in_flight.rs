@@ -7,7 +7,7 @@ use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
 use crate::sys::Way;
 
-pub(super) struct Flight {
+pub(super) struct InFlightSend {
     /// Sends accepted before it: what the order of a stream is kept by.
     pub(super) ordinal: u64,
     pub(super) number: Option<u32>,
@@ -49,7 +49,7 @@ pub(super) enum Part {
     Later,
 }
 
-impl Flight {
+impl InFlightSend {
     /// What lies beside a place that has never been used.
     pub(super) fn vacant() -> Self {
         Self {

@@ -1,0 +1,312 @@
+//! The decisions of a send queue that no peer can be made to cause.
+
+use std::io::Read;
+use std::net::{TcpListener, TcpStream, UdpSocket};
+
+use super::super::policy::Threshold;
+use super::*;
+
+/// Of datagrams, over calls that copy.
+fn copying_queue() -> SendQueue<Vec<u8>> {
+    queue_over(Backend::Copy)
+}
+
+fn queue_over(backend: Backend) -> SendQueue<Vec<u8>> {
+    let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+    let address = socket.local_addr().expect("an address");
+    socket.connect(address).expect("loopback");
+    let opened = Carrier::open(socket.into(), 8, Some(backend));
+    let (carrier, kind) = opened.expect("a carrier");
+    let policy = Policy::new(kind, backend, Threshold::Measured);
+    SendQueue::new(carrier, false, 8, Slots::new([0]), policy)
+}
+
+#[test]
+fn what_is_asked_again_goes_in_the_order_of_acceptance() {
+    let mut queue = copying_queue();
+    // Places are used again: their order is not that of the sends.
+    for _ in 0..3 {
+        assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+    }
+    queue.submit().expect("the kernel answers");
+    for _ in 0..5 {
+        assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+    }
+    let accepted: Vec<Key> = queue.queued.drain(..).collect();
+    for answered in [4, 0, 2, 1, 3] {
+        queue.ask_again(accepted[answered]);
+    }
+    assert_eq!(Vec::from(queue.again.clone()), accepted);
+}
+
+/// What another thread submitted is cancelled in its time, after the call that cancels.
+#[test]
+fn a_cancellation_that_comes_late_is_one() {
+    for code in [CANCELLED, rustix::io::Errno::AGAIN.raw_os_error()] {
+        let mut queue = copying_queue();
+        assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+        let key = queue.queued.pop_front().expect("it was accepted");
+        queue.sends[key.index()].started = true;
+        queue.open = 1;
+        queue.cancel().expect("the kernel answers");
+        queue.open = 0;
+        queue.refused(key, code);
+        let failed = queue.take().expect("it is over").outcome;
+        let error = failed.expect_err("it was cancelled").error;
+        assert_eq!(error.raw_os_error(), Some(CANCELLED));
+        // The next is none of it.
+        assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+        queue.submit().expect("the kernel answers");
+        assert!(queue.take().expect("it is over").outcome.is_ok());
+    }
+}
+
+#[test]
+fn memory_is_not_waited_for_when_nothing_is_owed() {
+    let mut queue = copying_queue();
+    queue.starved = true;
+    assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+    queue.submit().expect("the kernel answers");
+    assert!(queue.is_quiet());
+    assert!(!queue.starved);
+}
+
+/// The kernel says of requests that took nothing that it copied.
+#[test]
+fn what_took_nothing_teaches_nothing() {
+    let mut queue = queue_over(Backend::ErrorQueue);
+    assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+    let key = queue.queued.pop_front().expect("it was accepted");
+    queue.starved = true;
+    for _ in 0..100 {
+        queue.noted(key, None, true);
+    }
+    assert!(!queue.policy.is_off());
+    assert!(queue.starved, "no memory was freed");
+    assert!(!queue.sends[key.index()].copied);
+    // One notification of many sends is one.
+    for _ in 0..100 {
+        queue.noted(key, Some(true), false);
+    }
+    assert!(!queue.policy.is_off());
+    for _ in 0..100 {
+        queue.noted(key, Some(true), true);
+    }
+    assert!(queue.policy.is_off());
+    assert!(!queue.starved);
+}
+
+#[test]
+fn memory_is_not_waited_for_when_nothing_will_free_any() {
+    let mut queue = queue_over(Backend::ErrorQueue);
+    let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
+    assert!(queue.accept(outgoing).is_ok());
+    let key = queue.queued.pop_front().expect("it was accepted");
+    queue.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
+    assert!(!queue.starved);
+    assert_eq!(queue.stats.copied_for_memory, 1);
+    // The result of another is to come, which may have taken some.
+    let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
+    assert!(queue.accept(outgoing).is_ok());
+    let key = queue.queued.pop_front().expect("it was accepted");
+    queue.open = 1;
+    queue.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
+    assert!(queue.starved);
+    assert_eq!(queue.stats.copied_for_memory, 1);
+}
+
+/// A request of several sends that is too long for the memory there is: the next one is shorter, and
+/// nothing is copied for that.
+#[test]
+fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
+    let mut queue = queue_over(Backend::ErrorQueue);
+    let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
+    assert!(queue.accept(outgoing).is_ok());
+    let key = queue.queued.pop_front().expect("it was accepted");
+    queue.sends[key.index()].gathered = 100_000;
+    let refused = rustix::io::Errno::NOBUFS.raw_os_error();
+    queue.refused(key, refused);
+    assert_eq!(queue.gather, 50_000);
+    assert_eq!(queue.stats.copied_for_memory, 0);
+    assert_eq!(queue.sends[key.index()].rounds, 0);
+    assert_eq!(queue.again.pop_front(), Some(key));
+    // One alone is no shorter for that.
+    queue.sends[key.index()].gathered = 0;
+    queue.refused(key, refused);
+    assert_eq!(queue.gather, 50_000);
+    assert_eq!(queue.stats.copied_for_memory, 1);
+    queue.noted(key, Some(false), true);
+    assert!(queue.gather > 50_000);
+}
+
+/// Which sends one request is to be made of.
+#[test]
+fn what_goes_alike_goes_together() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+    let socket = socket.expect("loopback").into();
+    let (carrier, kind) =
+        Carrier::<Vec<u8>>::open(socket, 8, Some(Backend::ErrorQueue)).expect("a carrier");
+    let policy = Policy::new(kind, Backend::ErrorQueue, Threshold::Measured);
+    let mut queue = SendQueue::new(carrier, true, 8, Slots::new([0]), policy);
+    let (never, always) = (Copying::Never, Copying::Always);
+    for (copying, more) in [
+        (never, false),
+        (never, false),
+        (always, false),
+        (always, true),
+        (always, true),
+        (always, false),
+    ] {
+        let outgoing = Outgoing {
+            more,
+            ..Outgoing::new(vec![1; 1000]).copying(copying)
+        };
+        assert!(queue.accept(outgoing).is_ok());
+    }
+    let mut runs = |gather, most| {
+        queue.gather = gather;
+        let (mut queued, mut runs) = (queue.queued.clone(), Vec::new());
+        std::mem::swap(&mut queue.queued, &mut queued);
+        while !queue.queued.is_empty() {
+            let mut run = Vec::new();
+            queue.run(most, &mut run);
+            queue.queued.drain(..run.len());
+            runs.push(run.len());
+        }
+        queue.queued = queued;
+        runs
+    };
+    // What is to be continued does not hold back what is not.
+    assert_eq!(runs(GATHERED, 32), [2, 1, 3]);
+    assert_eq!(runs(GATHERED, 1), [1; 6]);
+    // Copies need no memory that could be short.
+    assert_eq!(runs(1999, 32), [1, 1, 1, 3]);
+}
+
+/// What was cancelled is taken all the same, and what belongs to it is not.
+#[test]
+fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
+    let mut queue = copying_queue();
+    let piece = |len, more| Outgoing {
+        more,
+        ..Outgoing::new(vec![1; len])
+    };
+    assert!(queue.accept(piece(100, true)).is_ok());
+    queue.submit().expect("the kernel answers");
+    // It is as if the kernel had not said so yet.
+    queue.cork.under_way = true;
+    queue.open = 1;
+    assert!(queue.accept(piece(200, true)).is_ok());
+    queue.cancel().expect("the kernel answers");
+    queue.open = 0;
+    queue.settle_cork();
+    for len in [300, 10] {
+        assert!(queue.accept(piece(len, false)).is_ok());
+    }
+    queue.submit().expect("the kernel answers");
+    let mut bytes = [0; 1000];
+    let received = rustix::net::recv(
+        queue.carrier.socket(),
+        &mut bytes,
+        rustix::net::RecvFlags::empty(),
+    );
+    assert_eq!(received.expect("a datagram").0, 10);
+}
+
+/// A socket that refuses MSG_WAITALL, as kernel TLS does.
+#[test]
+fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+    let mut peer = listener.accept().expect("a stream").0;
+    let socket = socket.expect("loopback").into();
+    let Ok((carrier, kind)) = Carrier::<Vec<u8>>::open(socket, 8, Some(Backend::Uring)) else {
+        return eprintln!("SKIPPED io_uring: a_stream_whose_requests_cannot_be_whole");
+    };
+    let policy = Policy::new(kind, Backend::Uring, Threshold::Measured);
+    let mut queue = SendQueue::new(carrier, true, 8, Slots::new([0]), policy);
+    for byte in 0..4 {
+        let outgoing = Outgoing::new(vec![byte; 60_000]).copying(Copying::Always);
+        assert!(queue.accept(outgoing).is_ok());
+    }
+    // The first of a chain is refused, and the others with it.
+    let accepted: Vec<Key> = queue.queued.drain(..).collect();
+    let refused = rustix::io::Errno::OPNOTSUPP.raw_os_error();
+    queue.refused(accepted[0], refused);
+    for &other in &accepted[1..] {
+        queue.refused(other, CANCELLED);
+    }
+    assert!(!queue.whole && queue.broken.is_none());
+    assert_eq!(Vec::from(queue.again.clone()), accepted);
+    // One request, of two sends.
+    assert_eq!(queue.start_some(true).expect("the kernel answers"), 2);
+    assert_eq!(queue.stats.requests, 1);
+    assert!(!queue.may_start(), "one at a time");
+    while !queue.is_quiet() {
+        queue.wait(None).expect("the kernel answers");
+        queue.progress();
+        queue.submit().expect("the kernel answers");
+    }
+    let mut bytes = vec![0; 240_000];
+    peer.read_exact(&mut bytes).expect("all of it");
+    assert!(
+        bytes
+            .chunks(60_000)
+            .zip(0..)
+            .all(|(chunk, byte)| chunk == [byte; 60_000])
+    );
+    // A socket that refuses without the flag, too, has refused.
+    assert!(
+        queue
+            .accept(Outgoing::new(vec![0]).copying(Copying::Always))
+            .is_ok()
+    );
+    let key = queue.queued.pop_front().expect("it was accepted");
+    queue.refused(key, refused);
+    assert_eq!(queue.broken, Some(refused));
+}
+
+/// An old one may be there for as long as the limit is, and very many come and go meanwhile.
+#[test]
+fn what_is_over_is_forgotten_also_behind_what_is_not() {
+    let mut queue = copying_queue();
+    queue.limit.time = Some(Duration::from_secs(3600));
+    assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+    // It is not started.
+    queue.queued.clear();
+    queue.submit().expect("the kernel answers");
+    let due = queue.due();
+    for _ in 0..100 {
+        assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+        queue.submit().expect("the kernel answers");
+        assert!(queue.limit.accepted.len() <= 16);
+    }
+    assert_eq!(queue.due(), due);
+}
+
+/// One look at the clock serves what is submitted together, and nothing that comes later.
+#[test]
+fn what_is_submitted_together_is_late_together() {
+    let mut queue = copying_queue();
+    queue.limit.time = Some(Duration::from_secs(3600));
+    for submits in [false, true, true] {
+        assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+        queue.queued.clear();
+        if submits {
+            queue.submit().expect("the kernel answers");
+        }
+    }
+    let at: Vec<_> = queue.limit.accepted.iter().map(|send| send.at).collect();
+    assert!(at[0] == at[1] && at[1] < at[2]);
+}
+
+#[test]
+fn a_limit_without_end_is_none() {
+    let mut queue = copying_queue();
+    queue.limit.time = Some(Duration::MAX);
+    assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
+    assert_eq!(queue.due(), None);
+    queue.submit().expect("the kernel answers");
+    assert_eq!(queue.stats.failed, 0);
+}

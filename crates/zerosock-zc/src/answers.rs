@@ -18,8 +18,8 @@ pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 
 impl<B: Stable> SendQueue<B> {
     /// Takes in what the kernel has said.
-    pub(super) fn progress(&mut self) {
-        self.hears = true;
+    pub(super) fn process_events(&mut self) {
+        self.draining = true;
         while let Some(event) = self.carrier.event() {
             match event {
                 Event::Done(key, result) => self.done(key, result),
@@ -30,8 +30,8 @@ impl<B: Stable> SendQueue<B> {
                 } => self.noted(key, copied, is_first),
             }
         }
-        self.hears = false;
-        while let Some(key) = self.heard_of.pop_front() {
+        self.draining = false;
+        while let Some(key) = self.completed.pop_front() {
             // It can be here twice, and another may have its place by now.
             let send = self.sends.get(key.index());
             if send.is_some_and(|send| send.over && !send.kept) {
@@ -280,8 +280,8 @@ impl<B: Stable> SendQueue<B> {
     /// it may be told by a later one.
     fn release_idle(&mut self, key: Key) {
         if self.carrier.idle(key) {
-            match self.hears {
-                true => self.heard_of.push_back(key),
+            match self.draining {
+                true => self.completed.push_back(key),
                 false => self.release(key),
             }
         }

@@ -175,7 +175,7 @@ impl<B: Stable> Sender<B> {
         let reset = self.queue.end(whole);
         // A reset frees buffers within the call.
         let _ = self.queue.carrier.reap();
-        self.queue.progress();
+        self.queue.process_events();
         let mut completions = vec![Completion::default(); self.queue.ranges.len()];
         let told = self.queue.ranges.take(&mut completions);
         completions.truncate(told);

@@ -97,7 +97,7 @@ impl<B: Stable> SendQueue<B> {
         while self.is_late(now) {
             let before = (self.stats.over, self.stats.notified);
             self.carrier.reap_all();
-            self.progress();
+            self.process_events();
             if before == (self.stats.over, self.stats.notified) {
                 break;
             }
@@ -135,7 +135,7 @@ impl<B: Stable> SendQueue<B> {
             self.ended = true;
             // It frees buffers within the call.
             let _ = self.carrier.reap();
-            self.progress();
+            self.process_events();
         }
     }
 }

@@ -87,8 +87,8 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) ended: bool,
     pub(super) cork: Cork,
     /// Events are taken in, and what is to be released after the last.
-    pub(super) hears: bool,
-    pub(super) heard_of: VecDeque<Key>,
+    pub(super) draining: bool,
+    pub(super) completed: VecDeque<Key>,
     /// Free, and to be taken by the user.
     pub(super) free: VecDeque<Returned<B>>,
     next: u32,
@@ -125,8 +125,8 @@ impl<B: Stable> SendQueue<B> {
             starved: false,
             gather: GATHERED,
             run: Vec::new(),
-            hears: false,
-            heard_of: VecDeque::new(),
+            draining: false,
+            completed: VecDeque::new(),
             released: 0,
             broken: None,
             closed: false,
@@ -227,7 +227,7 @@ impl<B: Stable> SendQueue<B> {
                 // the next call that polls.
                 let _ = self.carrier.reap();
             }
-            self.progress();
+            self.process_events();
         }
         let at_once = self.is_at_once();
         while self.may_start() {
@@ -236,7 +236,7 @@ impl<B: Stable> SendQueue<B> {
             self.turn = self.turn.next();
             let started = self.start_all(at_once)?;
             let took = begun.map(|begun| begun.elapsed());
-            self.progress();
+            self.process_events();
             if let Some(took) = took {
                 self.turn.teach(took, &self.policy);
             }
@@ -254,7 +254,7 @@ impl<B: Stable> SendQueue<B> {
             let started = self.start_some(at_once || self.stream && !self.whole)?;
             all += started;
             if at_once {
-                self.progress();
+                self.process_events();
             }
             if started == 0 || self.full && at_once {
                 break;
@@ -461,7 +461,7 @@ impl<B: Stable> SendQueue<B> {
         }
         self.cork.torn = self.cork.under_way;
         let result = self.carrier.submit().and_then(|()| self.carrier.cancel());
-        self.progress();
+        self.process_events();
         if !self.cork.under_way {
             self.forget_pieces();
         }
@@ -474,7 +474,7 @@ impl<B: Stable> SendQueue<B> {
         loop {
             let before = self.stats.over;
             let done = self.submit().and_then(|()| self.carrier.reap());
-            self.progress();
+            self.process_events();
             if done.is_err() || self.stats.over == before || self.is_handed_over() {
                 return;
             }

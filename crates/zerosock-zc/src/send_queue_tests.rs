@@ -245,7 +245,7 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
     assert!(!queue.may_start(), "one at a time");
     while !queue.is_quiet() {
         queue.wait(None).expect("the kernel answers");
-        queue.progress();
+        queue.process_events();
         queue.submit().expect("the kernel answers");
     }
     let mut bytes = vec![0; 240_000];

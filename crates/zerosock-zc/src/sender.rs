@@ -360,7 +360,7 @@ impl<B: Stable> Sender<B> {
         if self.queue.carrier.backend() == Backend::ErrorQueue {
             // Nothing that is lost: what it cannot read now it reads later.
             let _ = self.queue.carrier.reap();
-            self.queue.progress();
+            self.queue.process_events();
         }
         self.queue.ranges.take(room)
     }
@@ -384,7 +384,7 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers.
     pub fn poll(&mut self) -> io::Result<()> {
         self.queue.carrier.reap()?;
-        self.queue.progress();
+        self.queue.process_events();
         self.queue.lapse();
         if !self.queue.is_handed_over() {
             self.submit()?;
@@ -436,7 +436,7 @@ impl<B: Stable> Sender<B> {
         self.queue.let_go_if_asked();
         if self.heard() == self.told && !self.queue.is_quiet() {
             self.queue.wait(timeout)?;
-            self.queue.progress();
+            self.queue.process_events();
             self.submit()?;
         }
         self.told = self.heard();
@@ -448,7 +448,7 @@ impl<B: Stable> Sender<B> {
         self.queue.let_go_if_asked();
         if self.room() == 0 && !self.is_broken() {
             self.queue.wait(None)?;
-            self.queue.progress();
+            self.queue.process_events();
         }
         Ok(())
     }
@@ -480,7 +480,7 @@ impl<B: Stable> Sender<B> {
                 return Ok(false);
             }
             self.queue.wait(left)?;
-            self.queue.progress();
+            self.queue.process_events();
         }
     }
 

@@ -16,7 +16,7 @@ use crate::sys::{Buf, Stable};
 /// How a sender ended.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum End {
+pub enum CloseOutcome {
     /// Everything that was accepted is over, and every buffer is free. The peer of a stream reads all
     /// of it, and then the end.
     Whole,
@@ -38,9 +38,9 @@ pub enum End {
 #[non_exhaustive]
 pub struct Closed<B: Stable = Buf> {
     /// How it ended.
-    pub end: End,
+    pub outcome: CloseOutcome,
     /// Its stream was reset: the peer meets an error (ECONNRESET) where the rest is missing. If
-    /// neither this nor [`End::Whole`] is said of a stream, its kind knows no reset, and the peer
+    /// neither this nor [`CloseOutcome::Whole`] is said of a stream, its kind knows no reset, and the peer
     /// cannot tell the end from an orderly one: vsock, Unix sockets.
     pub reset: bool,
     /// The buffers that are free and had not been taken, in the order in which they became free. What
@@ -56,17 +56,17 @@ pub struct Closed<B: Stable = Buf> {
 }
 
 impl<B: Stable> Closed<B> {
-    /// Whether it ended as [`End::Whole`].
+    /// Whether it ended as [`CloseOutcome::Whole`].
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        matches!(self.end, End::Whole)
+        matches!(self.outcome, CloseOutcome::Whole)
     }
 }
 
 /// Why a sender keeps its socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Keeping {
+pub enum KeepReason {
     /// Something that was accepted is not over, or its buffer is not free.
     #[error("not everything that was accepted is over")]
     Busy,
@@ -84,20 +84,20 @@ pub enum Keeping {
 
 /// A sender that keeps its socket.
 #[derive(Debug)]
-pub struct Kept<B: Stable = Buf> {
+pub struct StillBusy<B: Stable = Buf> {
     /// As it was.
     pub sender: Box<Sender<B>>,
     /// Why.
-    pub why: Keeping,
+    pub why: KeepReason,
 }
 
-impl<B: Stable> std::fmt::Display for Kept<B> {
+impl<B: Stable> std::fmt::Display for StillBusy<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.why.fmt(f)
     }
 }
 
-impl<B: Stable + std::fmt::Debug> std::error::Error for Kept<B> {
+impl<B: Stable + std::fmt::Debug> std::error::Error for StillBusy<B> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         Some(&self.why)
     }
@@ -156,14 +156,14 @@ impl<B: Stable> Sender<B> {
 
     /// Ends it, after having waited until it may.
     pub(super) fn end(&mut self, waited: io::Result<bool>) -> Closed<B> {
-        let end = match (self.queue.broken, waited) {
-            (Some(code), _) => End::Broken(in_flight::error(code)),
-            (None, Ok(true)) if self.queue.cork.accepting => End::Corked,
-            (None, Ok(true)) => End::Whole,
-            (None, Ok(false)) => End::TimedOut,
-            (None, Err(error)) => End::Call(error),
+        let outcome = match (self.queue.broken, waited) {
+            (Some(code), _) => CloseOutcome::Broken(in_flight::error(code)),
+            (None, Ok(true)) if self.queue.cork.accepting => CloseOutcome::Corked,
+            (None, Ok(true)) => CloseOutcome::Whole,
+            (None, Ok(false)) => CloseOutcome::TimedOut,
+            (None, Err(error)) => CloseOutcome::Call(error),
         };
-        let whole = matches!(end, End::Whole);
+        let whole = matches!(outcome, CloseOutcome::Whole);
         if !whole {
             // What it answers to this, the carrier goes on with when it is dropped.
             let _ = self.queue.cancel();
@@ -180,7 +180,7 @@ impl<B: Stable> Sender<B> {
         let told = self.queue.ranges.take(&mut completions);
         completions.truncate(told);
         Closed {
-            end,
+            outcome,
             reset,
             returned: std::iter::from_fn(|| self.returned()).collect(),
             notifications: std::iter::from_fn(|| self.notification()).collect(),
@@ -193,21 +193,21 @@ impl<B: Stable> Sender<B> {
     /// has not been taken is dropped.
     ///
     /// # Errors
-    /// [`Kept`], with the sender.
-    pub fn into_socket(mut self) -> Result<OwnedFd, Kept<B>> {
+    /// [`StillBusy`], with the sender.
+    pub fn into_socket(mut self) -> Result<OwnedFd, StillBusy<B>> {
         self.queue.let_go_if_asked();
         let why = match self.queue.broken {
-            Some(code) => Keeping::Broken(in_flight::error(code)),
-            None if !self.is_quiet() => Keeping::Busy,
-            None if self.queue.cork.accepting => Keeping::Corked,
+            Some(code) => KeepReason::Broken(in_flight::error(code)),
+            None if !self.is_quiet() => KeepReason::Busy,
+            None if self.queue.cork.accepting => KeepReason::Corked,
             // The ring lets go of its own when it is dropped; to have that one out of it would be
             // the same socket.
             None => match self.socket().try_clone_to_owned() {
                 Ok(socket) => return Ok(socket),
-                Err(error) => Keeping::Call(error),
+                Err(error) => KeepReason::Call(error),
             },
         };
         let sender = Box::new(self);
-        Err(Kept { sender, why })
+        Err(StillBusy { sender, why })
     }
 }

@@ -216,7 +216,7 @@ pub mod sys;
 pub mod tokio;
 mod turn;
 
-pub use close::{Closed, End, Keeping, Kept};
+pub use close::{CloseOutcome, Closed, KeepReason, StillBusy};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
 pub use policy::Threshold;
 pub use ranges::Completion;

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
-use zerosock_zc::{Backend, Closed, Copying, End, Keeping, Outgoing, Sender};
+use zerosock_zc::{Backend, CloseOutcome, Closed, Copying, KeepReason, Outgoing, Sender};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -60,7 +60,10 @@ pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
 }
 
 fn assert_timed_out(closed: &Closed<Vec<u8>>, backend: Backend) {
-    assert!(matches!(closed.end, End::TimedOut), "{backend:?}");
+    assert!(
+        matches!(closed.outcome, CloseOutcome::TimedOut),
+        "{backend:?}"
+    );
     assert!(closed.reset && !closed.is_whole(), "{backend:?}");
 }
 
@@ -87,8 +90,8 @@ fn a_stream_that_was_cancelled_is_reset() {
             sender.cancel().expect("the kernel answers");
             if close {
                 let closed = sender.close(Some(PATIENCE));
-                let found = match &closed.end {
-                    End::Broken(error) => error.raw_os_error(),
+                let found = match &closed.outcome {
+                    CloseOutcome::Broken(error) => error.raw_os_error(),
                     other => panic!("{backend:?}: {other:?}"),
                 };
                 assert_eq!(found, Some(libc::ECANCELED), "{backend:?}");
@@ -178,7 +181,7 @@ fn a_stream_that_knows_no_reset_says_so() {
     }
     let closed = sender.close(Some(Duration::ZERO));
     assert_eq!(closed.returned.len(), 16);
-    assert!(matches!(closed.end, End::TimedOut) && !closed.reset);
+    assert!(matches!(closed.outcome, CloseOutcome::TimedOut) && !closed.reset);
     let mut read = Vec::new();
     far.read_to_end(&mut read).expect("the end");
     assert!(read.len() < 16 * LEN);
@@ -209,7 +212,7 @@ fn a_socket_comes_back_when_nothing_is_under_way() {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);
         let kept = sender.into_socket().expect_err("it has much to send");
-        assert!(matches!(kept.why, Keeping::Busy), "{backend:?}");
+        assert!(matches!(kept.why, KeepReason::Busy), "{backend:?}");
         let mut sender = *kept.sender;
         let reader = std::thread::spawn(move || check(far));
         assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
@@ -232,7 +235,7 @@ fn a_broken_stream_keeps_its_socket() {
     let mut sender = with_much(socket, Backend::Copy, Copying::Never);
     sender.cancel().expect("the kernel answers");
     let kept = sender.into_socket().expect_err("there is a gap");
-    assert!(matches!(kept.why, Keeping::Broken(_)));
+    assert!(matches!(kept.why, KeepReason::Broken(_)));
     drop(kept);
     assert!(read_to_reset(far) < ALL);
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use zerosock_zc::tokio::AsyncSender;
-use zerosock_zc::{Copying, End, Outgoing, Refusal, Sender};
+use zerosock_zc::{CloseOutcome, Copying, Outgoing, Refusal, Sender};
 
 use crate::ends::{ALL, SENDS, pair, read_to_reset, with_much};
 use crate::network::BACKENDS;
@@ -69,7 +69,7 @@ fn a_shared_stream_whose_time_is_up_leaves_nobody_waiting() {
             let finishing = scope.spawn(|| sender.clone().finish(None));
             let closed = sender.close(Some(MOMENT));
             assert!(
-                matches!(closed.end, End::TimedOut) && closed.reset,
+                matches!(closed.outcome, CloseOutcome::TimedOut) && closed.reset,
                 "{backend:?}"
             );
             for waiting in waiting {
@@ -80,7 +80,7 @@ fn a_shared_stream_whose_time_is_up_leaves_nobody_waiting() {
         });
         // What is cut short stays so.
         assert!(
-            matches!(sender.close(None).end, End::Broken(_)),
+            matches!(sender.close(None).outcome, CloseOutcome::Broken(_)),
             "{backend:?}"
         );
         assert!(read_to_reset(far) < ALL, "{backend:?}");

@@ -66,7 +66,7 @@ fn drops_it(backend: Backend) {
         peer.read_to_end(&mut got).map(|_| got)
     });
     let closed = sender.close(Some(PATIENCE));
-    assert!(closed.is_whole(), "{backend:?}: {:?}", closed.end);
+    assert!(closed.is_whole(), "{backend:?}: {:?}", closed.outcome);
     assert_eq!(closed.returned.len(), SENDS + 1);
     let got = reader.join().expect("a reader").expect("no reset");
     assert_eq!(got.len(), (SENDS + 1) * LEN);

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use zerosock_zc::{
-    Backend, Completion, Copying, End, Keeping, Outgoing, Refusal, Returned, Sender, Sent,
+    Backend, CloseOutcome, Completion, Copying, KeepReason, Outgoing, Refusal, Returned, Sender,
+    Sent,
 };
 
 use crate::alone::alone;
@@ -325,7 +326,11 @@ fn whoever_waits_for_a_piece_that_was_copied_has_it() {
         }
         begin(&mut sender, SMALL);
         let kept = sender.into_socket().expect_err("it is to be continued");
-        assert!(matches!(kept.why, Keeping::Corked), "{of}: {:?}", kept.why);
+        assert!(
+            matches!(kept.why, KeepReason::Corked),
+            "{of}: {:?}",
+            kept.why
+        );
     }
 }
 
@@ -372,7 +377,10 @@ fn a_sender_that_is_closed_waits_for_no_pieces() {
             let (mut sender, _receiver) = open(backend, 8);
             begin(&mut sender, piece);
             let closed = sender.close(timeout);
-            assert!(matches!(closed.end, End::Corked), "{backend:?}: {closed:?}");
+            assert!(
+                matches!(closed.outcome, CloseOutcome::Corked),
+                "{backend:?}: {closed:?}"
+            );
             assert_eq!(outcomes(&closed.returned), [(300, true)], "{backend:?}");
             assert_eq!((closed.held, closed.notifications.len()), (0, 1));
         }

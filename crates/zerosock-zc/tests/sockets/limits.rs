@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
-use zerosock_zc::{Backend, Builder, Copying, End, Interest, Outgoing, Refusal, Returned, Sender};
+use zerosock_zc::{
+    Backend, Builder, CloseOutcome, Copying, Interest, Outgoing, Refusal, Returned, Sender,
+};
 
 use crate::asleep::waiting;
 use crate::ends::{ALL, SENDS, pair, read_to_reset};
@@ -70,8 +72,8 @@ fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) 
     let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is late");
     assert_refused(&refused.why);
     let closed = sender.close(None);
-    match &closed.end {
-        End::Broken(error) => assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT)),
+    match &closed.outcome {
+        CloseOutcome::Broken(error) => assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT)),
         other => panic!("{other:?}"),
     }
     assert!(closed.reset && closed.held == 0, "{backend:?}");

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, socket_with};
-use zerosock_zc::{Address, Backend, Copying, End, Keeping, Outgoing, Refusal, Sender};
+use zerosock_zc::{Address, Backend, CloseOutcome, Copying, KeepReason, Outgoing, Refusal, Sender};
 
 use crate::network::{BACKENDS, with_loopback};
 
@@ -118,7 +118,10 @@ fn a_socket_that_is_given_back_has_gathered_nothing() {
     each(|mut sender, receiver, of| {
         begin(&mut sender);
         let kept = sender.into_socket().expect_err("it is to be continued");
-        assert!(matches!(kept.why, Keeping::Busy | Keeping::Corked), "{of}");
+        assert!(
+            matches!(kept.why, KeepReason::Busy | KeepReason::Corked),
+            "{of}"
+        );
         let mut sender = *kept.sender;
         push(&mut sender, piece(TOO_LONG));
         assert_eq!(errors(&mut sender), [None, Some(libc::EMSGSIZE)], "{of}");
@@ -133,7 +136,11 @@ fn a_datagram_that_is_not_over_is_told_of_at_the_end() {
     each(|mut sender, _receiver, of| {
         begin(&mut sender);
         let closed = sender.close(None);
-        assert!(matches!(closed.end, End::Corked), "{of}: {:?}", closed.end);
+        assert!(
+            matches!(closed.outcome, CloseOutcome::Corked),
+            "{of}: {:?}",
+            closed.outcome
+        );
         assert_eq!((closed.returned.len(), closed.held), (1, 0), "{of}");
     });
 }

@@ -20,7 +20,7 @@ impl<B: Stable> SendQueue<B> {
     /// Takes in what the kernel has said.
     pub(super) fn process_events(&mut self) {
         self.draining = true;
-        while let Some(event) = self.carrier.event() {
+        while let Some(event) = self.zc_socket.event() {
             match event {
                 Event::Done(key, result) => self.done(key, result),
                 Event::Noted {
@@ -46,7 +46,7 @@ impl<B: Stable> SendQueue<B> {
     /// took bytes, or the result of one that may have. Of what is behind a failure in its chain
     /// nothing is taken.
     pub(super) fn frees_memory(&self) -> bool {
-        self.carrier.reading() > 0 || (!self.stream && self.open > 0)
+        self.zc_socket.reading() > 0 || (!self.stream && self.open > 0)
     }
 
     fn done(&mut self, key: Key, result: io::Result<usize>) {
@@ -209,7 +209,7 @@ impl<B: Stable> SendQueue<B> {
         if !std::mem::take(&mut self.cork.gathered) {
             return;
         }
-        if let Err(error) = sys::forget_pieces(self.carrier.socket()) {
+        if let Err(error) = sys::forget_pieces(self.zc_socket.socket()) {
             let unsupported = rustix::io::Errno::OPNOTSUPP.raw_os_error();
             let code = error.raw_os_error().unwrap_or(unsupported);
             self.broken = self.broken.or(Some(code));
@@ -276,10 +276,10 @@ impl<B: Stable> SendQueue<B> {
     }
 
     /// Releases it if nothing is owed for it. While events are taken in, only after the last: the
-    /// carrier owes nothing as soon as it has heard, and what it has heard of how the kernel went about
+    /// `ZcSocket` owes nothing as soon as it has heard, and what it has heard of how the kernel went about
     /// it may be told by a later one.
     fn release_idle(&mut self, key: Key) {
-        if self.carrier.idle(key) {
+        if self.zc_socket.idle(key) {
             match self.draining {
                 true => self.completed.push_back(key),
                 false => self.release(key),
@@ -289,7 +289,8 @@ impl<B: Stable> SendQueue<B> {
 
     /// Its buffer is free, and so is its place.
     fn release(&mut self, key: Key) {
-        let (Some(buffer), Some(send)) = (self.carrier.take(key), self.sends.get_mut(key.index()))
+        let (Some(buffer), Some(send)) =
+            (self.zc_socket.take(key), self.sends.get_mut(key.index()))
         else {
             return;
         };

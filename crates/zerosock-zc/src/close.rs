@@ -165,7 +165,7 @@ impl<B: Stable> Sender<B> {
         };
         let whole = matches!(outcome, CloseOutcome::Whole);
         if !whole {
-            // What it answers to this, the carrier goes on with when it is dropped.
+            // What it answers to this, the `ZcSocket` goes on with when it is dropped.
             let _ = self.queue.cancel();
             self.queue.let_go();
             if self.queue.open == 0 {
@@ -174,7 +174,7 @@ impl<B: Stable> Sender<B> {
         }
         let reset = self.queue.end(whole);
         // A reset frees buffers within the call.
-        let _ = self.queue.carrier.reap();
+        let _ = self.queue.zc_socket.reap();
         self.queue.process_events();
         let mut completions = vec![Completion::default(); self.queue.ranges.len()];
         let told = self.queue.ranges.take(&mut completions);

@@ -57,7 +57,7 @@ impl<B: Stable> SendQueue<B> {
     fn is_awaited(&self, accepted: &Accepted) -> bool {
         let send = self.sends.get(accepted.key.index());
         send.filter(|send| send.ordinal == accepted.ordinal)
-            .is_some_and(|send| !send.over || self.stream && !self.carrier.idle(accepted.key))
+            .is_some_and(|send| !send.over || self.stream && !self.zc_socket.idle(accepted.key))
     }
 
     /// When the oldest send is late; none if there is none, or no limit.
@@ -96,7 +96,7 @@ impl<B: Stable> SendQueue<B> {
         // It may have been over in time, and not have been polled.
         while self.is_late(now) {
             let before = (self.stats.over, self.stats.notified);
-            self.carrier.reap_all();
+            self.zc_socket.reap_all();
             self.process_events();
             if before == (self.stats.over, self.stats.notified) {
                 break;
@@ -131,10 +131,10 @@ impl<B: Stable> SendQueue<B> {
                 self.stats.timed_out += 1;
             }
         }
-        if sys::reset(self.carrier.socket()).unwrap_or(false) {
+        if sys::reset(self.zc_socket.socket()).unwrap_or(false) {
             self.ended = true;
             // It frees buffers within the call.
-            let _ = self.carrier.reap();
+            let _ = self.zc_socket.reap();
             self.process_events();
         }
     }

@@ -39,7 +39,7 @@ use super::ranges::Ranges;
 use super::slots::Slots;
 use super::stats::Stats;
 use super::turn::Turn;
-use crate::sys::{self, Backend, Carrier, Key, NotStarted, Order, Stable, Way};
+use crate::sys::{self, Backend, Key, NotStarted, Order, Stable, Way, ZcSocket};
 
 /// Sends of a stream under way together.
 const CHAIN: usize = 32;
@@ -48,7 +48,7 @@ const CHAIN: usize = 32;
 pub(super) const GATHERED: usize = 128 << 10;
 
 pub(super) struct SendQueue<B: Stable> {
-    pub(super) carrier: Carrier<B>,
+    pub(super) zc_socket: ZcSocket<B>,
     pub(super) slots: Slots,
     pub(super) ranges: Ranges,
     pub(super) policy: Policy,
@@ -99,16 +99,16 @@ pub(super) struct SendQueue<B: Stable> {
 
 impl<B: Stable> SendQueue<B> {
     pub(super) fn new(
-        carrier: Carrier<B>,
+        zc_socket: ZcSocket<B>,
         stream: bool,
         capacity: u32,
         slots: Slots,
         policy: Policy,
     ) -> Self {
         Self {
-            whole: stream && carrier.backend() == Backend::Uring,
-            cork: Cork::new(!stream && carrier.backend() != Backend::Copy),
-            carrier,
+            whole: stream && zc_socket.backend() == Backend::Uring,
+            cork: Cork::new(!stream && zc_socket.backend() != Backend::Copy),
+            zc_socket,
             slots,
             ranges: Ranges::default(),
             policy,
@@ -151,7 +151,7 @@ impl<B: Stable> SendQueue<B> {
             return Err((outgoing, Refusal::Broken(in_flight::error(error))));
         }
         let total = outgoing.buffer.total();
-        let registered = self.carrier.expects_registered(&outgoing.buffer);
+        let registered = self.zc_socket.expects_registered(&outgoing.buffer);
         let Outgoing {
             buffer,
             to,
@@ -160,10 +160,10 @@ impl<B: Stable> SendQueue<B> {
             more,
             copying,
         } = outgoing;
-        if self.cork.accepting && self.carrier.room() == 0 {
+        if self.cork.accepting && self.zc_socket.room() == 0 {
             self.let_go();
         }
-        let key = match self.carrier.put(buffer, to) {
+        let key = match self.zc_socket.put(buffer, to) {
             Ok(key) => key,
             Err(buffer) => {
                 let outgoing = Outgoing {
@@ -221,11 +221,11 @@ impl<B: Stable> SendQueue<B> {
         self.lapse();
         self.policy.submitted();
         if self.queued.is_empty() && self.again.is_empty() {
-            self.carrier.submit()?;
-            if self.carrier.room() == 0 && self.is_at_once() {
+            self.zc_socket.submit()?;
+            if self.zc_socket.room() == 0 && self.is_at_once() {
                 // There is nothing to send before something comes back. An error is reported again by
                 // the next call that polls.
-                let _ = self.carrier.reap();
+                let _ = self.zc_socket.reap();
             }
             self.process_events();
         }
@@ -260,13 +260,13 @@ impl<B: Stable> SendQueue<B> {
                 break;
             }
         }
-        self.carrier.submit()?;
+        self.zc_socket.submit()?;
         Ok(all)
     }
 
-    /// A carrier that makes its requests at once knows the answer before the next one.
+    /// A `ZcSocket` that makes its requests at once knows the answer before the next one.
     fn is_at_once(&self) -> bool {
-        self.carrier.backend() != Backend::Uring
+        self.zc_socket.backend() != Backend::Uring
     }
 
     fn may_start(&self) -> bool {
@@ -351,7 +351,7 @@ impl<B: Stable> SendQueue<B> {
                 when_writable: self.full,
             };
             let part = send.part;
-            match self.carrier.start(run, order) {
+            match self.zc_socket.start(run, order) {
                 Ok(one) => {
                     let mut bytes = 0;
                     for &key in run.iter().take(one.places) {
@@ -377,7 +377,7 @@ impl<B: Stable> SendQueue<B> {
                 Err(NotStarted::QueueFull) => {
                     // The request before it may be linked to this one: the kernel ends a chain
                     // where a submission ends.
-                    self.carrier.submit()?;
+                    self.zc_socket.submit()?;
                     break;
                 }
                 Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
@@ -426,7 +426,7 @@ impl<B: Stable> SendQueue<B> {
 
     /// Whether the kernel has nothing more to do, and every buffer is free.
     pub(super) fn is_quiet(&self) -> bool {
-        self.is_handed_over() && self.carrier.owed() == 0 && !self.cork.is_keeping()
+        self.is_handed_over() && self.zc_socket.owed() == 0 && !self.cork.is_keeping()
     }
 
     /// Whether the socket must become writable before more can be done.
@@ -460,7 +460,10 @@ impl<B: Stable> SendQueue<B> {
             self.cork.ended = Some(code);
         }
         self.cork.torn = self.cork.under_way;
-        let result = self.carrier.submit().and_then(|()| self.carrier.cancel());
+        let result = self
+            .zc_socket
+            .submit()
+            .and_then(|()| self.zc_socket.cancel());
         self.process_events();
         if !self.cork.under_way {
             self.forget_pieces();
@@ -473,7 +476,7 @@ impl<B: Stable> SendQueue<B> {
     fn hand_over(&mut self) {
         loop {
             let before = self.stats.over;
-            let done = self.submit().and_then(|()| self.carrier.reap());
+            let done = self.submit().and_then(|()| self.zc_socket.reap());
             self.process_events();
             if done.is_err() || self.stats.over == before || self.is_handed_over() {
                 return;
@@ -496,7 +499,7 @@ impl<B: Stable> SendQueue<B> {
         if !orderly {
             self.broken = self.broken.or(Some(CANCELLED));
         }
-        let socket = self.carrier.socket();
+        let socket = self.zc_socket.socket();
         if !orderly && sys::reset(socket).unwrap_or(false) {
             return true;
         }
@@ -507,7 +510,7 @@ impl<B: Stable> SendQueue<B> {
 
     /// Sleeps until the kernel says something, or for `timeout`, or until a send is late.
     pub(super) fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.carrier
+        self.zc_socket
             .wait(self.time_left().into_iter().chain(timeout).min())
     }
 
@@ -522,17 +525,17 @@ impl<B: Stable> SendQueue<B> {
 
 impl<B: Stable> Drop for SendQueue<B> {
     fn drop(&mut self) {
-        if self.ended || self.carrier.is_forked() {
+        if self.ended || self.zc_socket.is_forked() {
             return;
         }
-        // What the kernel takes at once is sent; the carrier ends the rest.
+        // What the kernel takes at once is sent; the `ZcSocket` ends the rest.
         self.hand_over();
         // The thread of orphans keeps the socket open, with the pieces that it has gathered.
         self.forget_pieces();
         if self.stream && !self.is_whole() {
             self.end(false);
         } else if let Some(due) = self.due() {
-            self.carrier.reset_at(due);
+            self.zc_socket.reset_at(due);
         }
     }
 }

@@ -15,10 +15,10 @@ fn queue_over(backend: Backend) -> SendQueue<Vec<u8>> {
     let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     let address = socket.local_addr().expect("an address");
     socket.connect(address).expect("loopback");
-    let opened = Carrier::open(socket.into(), 8, Some(backend));
-    let (carrier, kind) = opened.expect("a carrier");
+    let opened = ZcSocket::open(socket.into(), 8, Some(backend));
+    let (zc_socket, kind) = opened.expect("a zc_socket");
     let policy = Policy::new(kind, backend, Threshold::Measured);
-    SendQueue::new(carrier, false, 8, Slots::new([0]), policy)
+    SendQueue::new(zc_socket, false, 8, Slots::new([0]), policy)
 }
 
 #[test]
@@ -145,10 +145,10 @@ fn what_goes_alike_goes_together() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let socket = socket.expect("loopback").into();
-    let (carrier, kind) =
-        Carrier::<Vec<u8>>::open(socket, 8, Some(Backend::ErrorQueue)).expect("a carrier");
+    let (zc_socket, kind) =
+        ZcSocket::<Vec<u8>>::open(socket, 8, Some(Backend::ErrorQueue)).expect("a zc_socket");
     let policy = Policy::new(kind, Backend::ErrorQueue, Threshold::Measured);
-    let mut queue = SendQueue::new(carrier, true, 8, Slots::new([0]), policy);
+    let mut queue = SendQueue::new(zc_socket, true, 8, Slots::new([0]), policy);
     let (never, always) = (Copying::Never, Copying::Always);
     for (copying, more) in [
         (never, false),
@@ -207,7 +207,7 @@ fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
     queue.submit().expect("the kernel answers");
     let mut bytes = [0; 1000];
     let received = rustix::net::recv(
-        queue.carrier.socket(),
+        queue.zc_socket.socket(),
         &mut bytes,
         rustix::net::RecvFlags::empty(),
     );
@@ -221,11 +221,11 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let mut peer = listener.accept().expect("a stream").0;
     let socket = socket.expect("loopback").into();
-    let Ok((carrier, kind)) = Carrier::<Vec<u8>>::open(socket, 8, Some(Backend::Uring)) else {
+    let Ok((zc_socket, kind)) = ZcSocket::<Vec<u8>>::open(socket, 8, Some(Backend::Uring)) else {
         return eprintln!("SKIPPED io_uring: a_stream_whose_requests_cannot_be_whole");
     };
     let policy = Policy::new(kind, Backend::Uring, Threshold::Measured);
-    let mut queue = SendQueue::new(carrier, true, 8, Slots::new([0]), policy);
+    let mut queue = SendQueue::new(zc_socket, true, 8, Slots::new([0]), policy);
     for byte in 0..4 {
         let outgoing = Outgoing::new(vec![byte; 60_000]).copying(Copying::Always);
         assert!(queue.accept(outgoing).is_ok());

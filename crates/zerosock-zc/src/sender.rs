@@ -14,7 +14,7 @@ use super::{
     Basis, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned,
     Stats,
 };
-use crate::sys::{Backend, Buf, Carrier, Kind, Stable};
+use crate::sys::{Backend, Buf, Kind, Stable, ZcSocket};
 
 /// Completions that one send can bring back.
 const ROOM: usize = 16;
@@ -170,8 +170,8 @@ impl Builder {
         if self.capacity == 0 || self.capacity > MOST {
             return Err(OpenError::Capacity(self.capacity));
         }
-        let opened = Carrier::open(socket.into(), self.capacity, self.backend);
-        let (carrier, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
+        let opened = ZcSocket::open(socket.into(), self.capacity, self.backend);
+        let (zc_socket, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
             (io::ErrorKind::Unsupported, Some(backend)) => OpenError::Unavailable(backend),
             (io::ErrorKind::Unsupported, None) => OpenError::Messages,
             _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
@@ -179,9 +179,9 @@ impl Builder {
             }
             _ => OpenError::Call(error),
         })?;
-        let policy = Policy::new(kind, carrier.backend(), self.threshold);
+        let policy = Policy::new(kind, zc_socket.backend(), self.threshold);
         let slots = Slots::new(self.tags);
-        let mut queue = SendQueue::new(carrier, kind.is_stream(), self.capacity, slots, policy);
+        let mut queue = SendQueue::new(zc_socket, kind.is_stream(), self.capacity, slots, policy);
         queue.tells_ranges = self.inline;
         queue.gives_back = !self.discard;
         queue.limit.time = self.limit;
@@ -357,9 +357,9 @@ impl<B: Stable> Sender<B> {
 
     /// What is over, as a send tells of it.
     pub(super) fn told(&mut self, room: &mut [Completion]) -> usize {
-        if self.queue.carrier.backend() == Backend::ErrorQueue {
+        if self.queue.zc_socket.backend() == Backend::ErrorQueue {
             // Nothing that is lost: what it cannot read now it reads later.
-            let _ = self.queue.carrier.reap();
+            let _ = self.queue.zc_socket.reap();
             self.queue.process_events();
         }
         self.queue.ranges.take(room)
@@ -383,7 +383,7 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// What the kernel answers.
     pub fn poll(&mut self) -> io::Result<()> {
-        self.queue.carrier.reap()?;
+        self.queue.zc_socket.reap()?;
         self.queue.process_events();
         self.queue.lapse();
         if !self.queue.is_handed_over() {
@@ -510,7 +510,7 @@ impl<B: Stable> Sender<B> {
 
     /// After which time it is to be polled, but for a send that is late.
     fn asks(&self) -> Option<Duration> {
-        let asks = self.queue.carrier.next_timeout();
+        let asks = self.queue.zc_socket.next_timeout();
         let pieces = self.queue.awaits_pieces().then_some(KEPT);
         asks.into_iter().chain(pieces).min()
     }
@@ -540,21 +540,21 @@ impl<B: Stable> Sender<B> {
         let threshold = |registered| match self.threshold {
             Threshold::Bytes(bytes) => (Some(bytes), Basis::Told),
             Threshold::Measured => {
-                let backend = self.queue.carrier.backend();
+                let backend = self.queue.zc_socket.backend();
                 calibration::threshold(self.kind, backend, registered)
             }
         };
         let (plain, registered) = (threshold(false), threshold(true));
         Report {
-            backend: self.queue.carrier.backend(),
-            uring_refused: self.queue.carrier.ring_refused(),
+            backend: self.queue.zc_socket.backend(),
+            uring_refused: self.queue.zc_socket.ring_refused(),
             socket: self.kind,
             threshold: plain.0,
             threshold_is: plain.1,
             registered_threshold: registered.0,
             registered_threshold_is: registered.1,
             off: self.queue.policy.is_off(),
-            registered: self.queue.carrier.registered(),
+            registered: self.queue.zc_socket.registered(),
         }
     }
 
@@ -562,8 +562,8 @@ impl<B: Stable> Sender<B> {
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats {
-            system_calls: self.queue.carrier.system_calls(),
-            foreign: self.queue.carrier.foreign(),
+            system_calls: self.queue.zc_socket.system_calls(),
+            foreign: self.queue.zc_socket.foreign(),
             ..self.queue.stats
         }
     }
@@ -571,7 +571,7 @@ impl<B: Stable> Sender<B> {
     /// How many places are free.
     #[must_use]
     pub fn room(&self) -> usize {
-        self.queue.carrier.room()
+        self.queue.zc_socket.room()
     }
 
     /// The socket, to look at and to receive from. Over the error queue back-end its error queue is
@@ -581,7 +581,7 @@ impl<B: Stable> Sender<B> {
     /// over io_uring or by copies ([`Builder::backend`]), which leave that queue alone.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
-        self.queue.carrier.socket()
+        self.queue.zc_socket.socket()
     }
 
     /// After which time an event loop is to call [`poll`](Self::poll) although the descriptor has
@@ -599,7 +599,7 @@ impl<B: Stable> Sender<B> {
     /// [`poll`](Self::poll), but no longer than [`next_timeout`](Self::next_timeout).
     #[must_use]
     pub fn interest(&self) -> Interest {
-        match self.queue.carrier.backend() {
+        match self.queue.zc_socket.backend() {
             Backend::Uring => Interest::Readable,
             _ if self.queue.is_full() => Interest::WritableOrError,
             _ => Interest::Error,
@@ -622,7 +622,7 @@ impl<B: Stable> AsFd for Sender<B> {
     /// The descriptor that an event loop waits on, for what [`interest`](Self::interest) says: the
     /// ring, or the socket.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.queue.carrier.as_fd()
+        self.queue.zc_socket.as_fd()
     }
 }
 

@@ -133,7 +133,7 @@ unsafe impl Stable for PoolBuf {
 }
 
 // SAFETY: each of the buffers keeps the promise for its own pieces. The vector that lists them is
-// not to be had for writing while it is inside a carrier, so that their order stays too.
+// not to be had for writing while it is inside a `ZcSocket`, so that their order stays too.
 unsafe impl<B: Stable> Stable for Vec<B> {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         for buffer in self {

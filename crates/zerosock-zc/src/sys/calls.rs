@@ -1,9 +1,9 @@
-//! The carrier over sendmsg(2), with the error queue or with copies only.
+//! The `ZcSocket` over sendmsg(2), with the error queue or with copies only.
 //!
 //! A request is one call, made when it is started. The kernel numbers the zero-copy sends of a socket
 //! (`numbers`) and reports numbers in the error queue of the socket (`error_queue`). The number of the
 //! first send is found out before it is made (`counter`). From then on all numbers must be those of this
-//! carrier: a program that sends with MSG_ZEROCOPY on a duplicate of the socket by other means confuses
+//! `ZcSocket`: a program that sends with MSG_ZEROCOPY on a duplicate of the socket by other means confuses
 //! it. Which number a failed send may have taken is found out in `doubt`.
 #![allow(unsafe_code)]
 
@@ -14,13 +14,13 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use super::carrier::Held;
 use super::counter::Claim;
 use super::doubt::{Doubt, holds_no_number, may_have_number};
 use super::error_queue::{BATCH, ErrorQueue, Named};
 use super::numbers::Numbers;
 use super::places::header;
 use super::requests::{Note, Together};
+use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, NotStarted, Order, Stable, Started, Way};
 
 /// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
@@ -80,32 +80,34 @@ impl Calls {
     /// One call, that does not block.
     pub(super) fn start<B: Stable>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         keys: &[Key],
         order: Order,
     ) -> Result<Started, NotStarted> {
         let &first = keys.first().ok_or(NotStarted::Vacant)?;
-        let buffer = held.places.buffer(first).ok_or(NotStarted::Vacant)?;
+        let buffer = state.places.buffer(first).ok_or(NotStarted::Vacant)?;
         // An empty datagram, or an empty piece of one, has a number or not, as it comes. A copy has
         // none, and costs nothing.
         let wished = order.way == Way::ZeroCopy && buffer.total() > order.from;
         let mut zero_copy = wished && self.zero_copy;
         if zero_copy && self.doubt.is_some() {
-            self.settle(held);
+            self.settle(state);
             zero_copy = self.doubt.is_none() && self.zero_copy;
         }
-        zero_copy = zero_copy && self.counts(held, first);
+        zero_copy = zero_copy && self.counts(state, first);
         let way = match zero_copy {
             true => Way::ZeroCopy,
             false => Way::Copy,
         };
         let together = Together {
-            many: held.gathers(way),
+            many: state.gathers(way),
             by_arena: false,
-            longest: held.longest(way),
+            longest: state.longest(way),
         };
-        let id = held.requests.gather(&held.places, keys, &order, together)?;
-        let request = held.requests.get(id);
+        let id = state
+            .requests
+            .gather(&state.places, keys, &order, together)?;
+        let request = state.requests.get(id);
         let (places, total) = (request.places(), request.total());
         let told = self.error.take();
         let made = told.is_none();
@@ -114,19 +116,19 @@ impl Calls {
             None => {
                 let more = if order.more { libc::MSG_MORE } else { 0 };
                 let flags = libc::MSG_DONTWAIT | more;
-                held.calls += 1;
-                let address = held.places.address(first);
-                let socket = held.socket.as_fd();
+                state.system_calls += 1;
+                let address = state.places.address(first);
+                let socket = state.socket.as_fd();
                 send(socket, request.pieces(), address, zero_copy, flags)
             }
         };
         self.full = matches!(&result, Err(error) if error.kind() == io::ErrorKind::WouldBlock);
-        held.requests.begun(&mut held.places, id);
+        state.requests.begun(&mut state.places, id);
         let mut note = Note::None;
         match &result {
             Ok(sent) => {
                 self.corked = order.more;
-                if zero_copy && *sent > 0 && self.is_numbered(held) {
+                if zero_copy && *sent > 0 && self.is_numbered(state) {
                     self.numbers.give(id);
                     note = Note::Follows;
                 } else if wished && !(zero_copy && self.zero_copy) {
@@ -135,7 +137,7 @@ impl Calls {
             }
             Err(error) if made && zero_copy && self.datagrams => {
                 let code = error.raw_os_error().unwrap_or(0);
-                if may_have_number(held.socket.as_fd(), code, total) {
+                if may_have_number(state.socket.as_fd(), code, total) {
                     // An error ends what was to be continued.
                     self.corked = false;
                     self.doubt = Some(Doubt {
@@ -144,18 +146,18 @@ impl Calls {
                         code,
                         number: self.numbers.next(),
                     });
-                    held.requests.owes(&mut held.places, id);
-                    self.settle(held);
+                    state.requests.owes(&mut state.places, id);
+                    self.settle(state);
                 }
             }
             Err(_) => {}
         }
-        held.requests.result(&mut held.places, id, result, note);
+        state.requests.result(&mut state.places, id, result, note);
         self.unlooked += 1;
         if self.unlooked >= BATCH {
             // As many as one call reads: a program that only sends gets buffers back, too. An error is
             // reported again by the next call that polls.
-            let _ = self.reap(held);
+            let _ = self.reap(state);
         }
         Ok(Started {
             places,
@@ -167,10 +169,10 @@ impl Calls {
     /// Whether the kernel has numbered the send that it has just taken. A program in the kernel that
     /// looks at what is sent over a TCP socket (sk_msg) is given a copy, and what it keeps back or sends
     /// over another socket has no number, so that none would ever be named. The first one tells.
-    fn is_numbered<B>(&mut self, held: &mut Held<B>) -> bool {
+    fn is_numbered<B>(&mut self, state: &mut SocketState<B>) -> bool {
         if !self.numbered {
-            held.calls += 1;
-            self.numbered = !holds_no_number(held.socket.as_fd());
+            state.system_calls += 1;
+            self.numbered = !holds_no_number(state.socket.as_fd());
             self.zero_copy &= self.numbered;
         }
         self.numbered
@@ -178,10 +180,10 @@ impl Calls {
 
     pub(super) fn wait<B>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        if !held.requests.events.is_empty() || (held.places.owed == 0 && !self.full) {
+        if !state.requests.events.is_empty() || (state.places.owed == 0 && !self.full) {
             return Ok(());
         }
         let wanted = if self.full {
@@ -189,12 +191,12 @@ impl Calls {
         } else {
             PollFlags::empty()
         };
-        let mut descriptors = [PollFd::new(&held.socket, wanted)];
+        let mut descriptors = [PollFd::new(&state.socket, wanted)];
         let timeout = self.next_timeout().into_iter().chain(timeout).min();
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
-        held.calls += 1;
+        state.system_calls += 1;
         match poll(&mut descriptors, timeout.as_ref()) {
-            Ok(0) if self.doubt.is_some() => return self.reap(held).map(drop),
+            Ok(0) if self.doubt.is_some() => return self.reap(state).map(drop),
             Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(()),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
@@ -203,10 +205,10 @@ impl Calls {
         if found.contains(PollFlags::OUT) {
             self.full = false;
         }
-        if self.reap(held)? == 0 && !found.contains(PollFlags::OUT) {
+        if self.reap(state)? == 0 && !found.contains(PollFlags::OUT) {
             // Not the queue, but the socket: its error is told once, to the next request; what has
             // hung up says so again and again.
-            if let Ok(Err(error)) = sockopt::socket_error(&held.socket) {
+            if let Ok(Err(error)) = sockopt::socket_error(&state.socket) {
                 self.error = Some(error.into());
                 self.full = false;
             }
@@ -221,35 +223,35 @@ impl Calls {
     }
 
     /// One look at the error queue, if it owes something. How many messages there were.
-    pub(super) fn reap<B>(&mut self, held: &mut Held<B>) -> io::Result<usize> {
+    pub(super) fn reap<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
         if self.numbers.is_empty() && self.doubt.is_none() {
             return Ok(0);
         }
-        let count = self.look(held)?;
+        let count = self.look(state)?;
         match self.doubt {
-            Some(_) => self.settle(held),
+            Some(_) => self.settle(state),
             None => self.numbers.disown(),
         }
         Ok(count)
     }
 
-    pub(super) fn look<B>(&mut self, held: &mut Held<B>) -> io::Result<usize> {
-        held.calls += 1;
+    pub(super) fn look<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
+        state.system_calls += 1;
         self.unlooked = 0;
-        let count = self.queue.receive(held.socket.as_fd())?;
+        let count = self.queue.receive(state.socket.as_fd())?;
         for index in 0..count {
             let Some(named) = self.queue.range(index) else {
-                held.foreign += 1;
+                state.foreign += 1;
                 continue;
             };
             if self.numbers.are_known() {
-                self.name(held, named);
+                self.name(state, named);
                 continue;
             }
             self.early.push(named);
             if self.numbers.learn(named.0, named.1) {
                 for named in std::mem::take(&mut self.early) {
-                    self.name(held, named);
+                    self.name(state, named);
                 }
             }
         }
@@ -257,22 +259,22 @@ impl Calls {
     }
 
     /// The kernel is done with what has these numbers.
-    fn name<B>(&mut self, held: &mut Held<B>, (lo, hi, copied): Named) {
+    fn name<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): Named) {
         // The sends of a stream do not fail after they were given a number. So another sender has taken
         // these, or such a program has cut one of ours up, and what is named next may not be ours.
         if self.kind.is_tcp() && self.numbers.is_ahead(hi) {
             self.zero_copy = false;
         }
         let in_step = self.numbers.name(lo, hi, |id| {
-            held.requests.noted(&mut held.places, id, copied);
+            state.requests.noted(&mut state.places, id, copied);
         });
         // Another sender sends without a copy, and much: the numbers that we gave mean nothing any more.
         self.zero_copy &= in_step;
     }
 
     /// Looks as long as there is something; not without end: peers can fill the queue too.
-    pub(super) fn reap_all<B>(&mut self, held: &mut Held<B>) {
-        let _ = (0..LOOKS).all(|_| self.reap(held).is_ok_and(|count| count > 0));
+    pub(super) fn reap_all<B>(&mut self, state: &mut SocketState<B>) {
+        let _ = (0..LOOKS).all(|_| self.reap(state).is_ok_and(|count| count > 0));
     }
 }
 

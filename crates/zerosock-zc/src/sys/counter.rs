@@ -8,7 +8,7 @@
 //!
 //! # Invariants
 //! Of all senders of this process over one socket, duplicates included, one at a time has the error queue
-//! ([`Claim`]), also after its carrier was dropped while the kernel owes notifications (`orphans`). The
+//! ([`Claim`]), also after its `ZcSocket` was dropped while the kernel owes notifications (`orphans`). The
 //! others copy.
 #![allow(unsafe_code)]
 
@@ -20,12 +20,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rustix::net::sockopt;
 
 use super::calls::{Calls, LOOKS};
-use super::carrier::Held;
 use super::doubt::sockopt_is_set;
 use super::error_queue::BATCH;
+use super::zc_socket::SocketState;
 use super::{Key, Kind};
 
-/// The sockets whose error queues a carrier has, by the number that the kernel gives each socket for
+/// The sockets whose error queues a `ZcSocket` has, by the number that the kernel gives each socket for
 /// its life (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
@@ -37,7 +37,7 @@ fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
 pub(super) struct Claim(u64);
 
 impl Claim {
-    /// None if another carrier has it.
+    /// None if another `ZcSocket` has it.
     fn of(socket: BorrowedFd<'_>) -> Option<Self> {
         let cookie = sockopt::socket_cookie(socket).ok()?;
         let mut claimed = claimed();
@@ -57,28 +57,28 @@ impl Drop for Claim {
 impl Calls {
     /// Whether the next zero-copy send's number is known, or will be. Finds out if it is not; `key`
     /// is whose send it is to be.
-    pub(super) fn counts<B>(&mut self, held: &mut Held<B>, key: Key) -> bool {
+    pub(super) fn counts<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
         if self.counting {
             return true;
         }
         if self.claim.is_none() {
-            self.claim = Claim::of(held.socket.as_fd());
+            self.claim = Claim::of(state.socket.as_fd());
         }
-        // What was named before belongs to no send of this carrier.
-        if self.claim.is_none() || self.last_named(held).is_err() {
+        // What was named before belongs to no send of this `ZcSocket`.
+        if self.claim.is_none() || self.last_named(state).is_err() {
             return false;
         }
         let next = match self.kind {
-            Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(held.socket.as_fd()) => Some(0),
+            Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(state.socket.as_fd()) => Some(0),
             Kind::Udp4 | Kind::Udp6 => {
                 // What is being gathered must not get any more.
                 let corked = self.corked
-                    || sockopt_is_set(held.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
+                    || sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
                 if corked {
                     return false;
                 }
-                self.probe(held, key);
-                match self.last_named(held) {
+                self.probe(state, key);
+                match self.last_named(state) {
                     Ok(Some(last)) => Some(last.wrapping_add(1)),
                     // A filter forbids it, or memory is short: another time.
                     _ => return false,
@@ -92,15 +92,15 @@ impl Calls {
     }
 
     /// Empties the queue. The last number that was named there.
-    fn last_named<B>(&mut self, held: &mut Held<B>) -> io::Result<Option<u32>> {
+    fn last_named<B>(&mut self, state: &mut SocketState<B>) -> io::Result<Option<u32>> {
         let mut last = None;
         for _ in 0..LOOKS {
-            held.calls += 1;
-            let count = self.queue.receive(held.socket.as_fd())?;
+            state.system_calls += 1;
+            let count = self.queue.receive(state.socket.as_fd())?;
             for index in 0..count {
                 match self.queue.range(index) {
                     Some((_, hi, _)) => last = Some(hi),
-                    None => held.foreign += 1,
+                    None => state.foreign += 1,
                 }
             }
             if count < BATCH {

@@ -20,10 +20,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use super::calls::{Calls, LOOKS};
-use super::carrier::Held;
 use super::error_queue::BATCH;
 use super::places::header;
 use super::requests::Id;
+use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, Piece};
 
 /// The longest datagram, and more: what is longer fails before anything is done about it.
@@ -42,24 +42,24 @@ pub(super) struct Doubt {
 
 impl Calls {
     /// Looks until there is nothing to be seen, within reason. Whether there is nothing.
-    fn look_at_all<B>(&mut self, held: &mut Held<B>) -> bool {
-        (0..LOOKS).any(|_| self.look(held).is_ok_and(|count| count < BATCH))
+    fn look_at_all<B>(&mut self, state: &mut SocketState<B>) -> bool {
+        (0..LOOKS).any(|_| self.look(state).is_ok_and(|count| count < BATCH))
     }
 
     /// Finds out whether the send in doubt has a number, if that can be had now.
-    pub(super) fn settle<B>(&mut self, held: &mut Held<B>) {
+    pub(super) fn settle<B>(&mut self, state: &mut SocketState<B>) {
         let Some(doubt) = self.doubt.take() else {
             return;
         };
-        let mut complete = self.look_at_all(held);
-        let mut failed_early = complete && holds_no_number(held.socket.as_fd());
+        let mut complete = self.look_at_all(state);
+        let mut failed_early = complete && holds_no_number(state.socket.as_fd());
         if complete && !failed_early && !self.corked && self.numbers.next() == doubt.number {
-            let answer = match sockopt_is_set(held.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
+            let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
                 // What the user gathers must not get any more; and errors end it before numbers.
                 true => Some(doubt.code),
-                false => self.probe(held, doubt.key),
+                false => self.probe(state, doubt.key),
             };
-            complete = self.look_at_all(held);
+            complete = self.look_at_all(state);
             // It fails where the other did, before there are numbers. Of memory that can be chance.
             let of_memory = matches!(doubt.code, libc::ENOBUFS | libc::ENOMEM);
             failed_early = answer == Some(doubt.code) && !of_memory;
@@ -69,15 +69,15 @@ impl Calls {
             return;
         }
         for _ in 0..self.numbers.claim(doubt.number, doubt.id) {
-            held.requests.owes(&mut held.places, doubt.id);
+            state.requests.owes(&mut state.places, doubt.id);
         }
-        held.requests.noted(&mut held.places, doubt.id, false);
+        state.requests.noted(&mut state.places, doubt.id, false);
     }
 
     /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
-    pub(super) fn probe<B>(&self, held: &mut Held<B>, key: Key) -> Option<i32> {
-        held.calls += 1;
-        let first = probe(held.socket.as_fd(), held.places.address(key));
+    pub(super) fn probe<B>(&self, state: &mut SocketState<B>, key: Key) -> Option<i32> {
+        state.system_calls += 1;
+        let first = probe(state.socket.as_fd(), state.places.address(key));
         if matches!(
             first,
             None | Some(libc::EINVAL | libc::EAGAIN | libc::ENOBUFS)
@@ -85,13 +85,13 @@ impl Calls {
             return first;
         }
         // There may be no way to there any more.
-        held.calls += 1;
+        state.system_calls += 1;
         let home: IpAddr = match self.kind {
             Kind::Udp6 => Ipv6Addr::LOCALHOST.into(),
             _ => Ipv4Addr::LOCALHOST.into(),
         };
         let home = Address::new(&SocketAddr::new(home, 9));
-        probe(held.socket.as_fd(), home.as_ref());
+        probe(state.socket.as_fd(), home.as_ref());
         first
     }
 }

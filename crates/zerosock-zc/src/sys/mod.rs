@@ -1,11 +1,11 @@
 //! The system calls of senders, and the owner of buffers while the kernel reads them.
 //!
 //! A zero-copy send ends twice: when the call has its result, and when the kernel no longer reads the
-//! buffer. Until then the buffer belongs to a [`Carrier`], which sends over io_uring (`ring`: SEND_ZC and
+//! buffer. Until then the buffer belongs to a [`ZcSocket`], which sends over io_uring (`ring`: SEND_ZC and
 //! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or with copies). All are
-//! used in the same way: [`put`](Carrier::put) stores a buffer in a place, [`start`](Carrier::start) makes a
-//! request of it (on a stream, of several places), [`submit`](Carrier::submit) hands requests to the
-//! kernel, [`event`](Carrier::event) returns results and notifications, and [`take`](Carrier::take) takes
+//! used in the same way: [`put`](ZcSocket::put) stores a buffer in a place, [`start`](ZcSocket::start) makes a
+//! request of it (on a stream, of several places), [`submit`](ZcSocket::submit) hands requests to the
+//! kernel, [`event`](ZcSocket::event) returns results and notifications, and [`take`](ZcSocket::take) takes
 //! the buffer out of an idle place.
 //!
 //! Programs use a [`Sender`](crate::Sender), which decides which requests are made, in which order, and
@@ -13,7 +13,7 @@
 //!
 //! # Invariants
 //! A buffer leaves its place only when the kernel owes neither a result nor a notification for it. A
-//! carrier that is dropped before that goes with its buffers to a thread that waits for the kernel
+//! `ZcSocket` that is dropped before that goes with its buffers to a thread that waits for the kernel
 //! (`orphans`); if that thread cannot be started, the buffers are leaked.
 
 mod address;
@@ -21,7 +21,6 @@ mod arenas;
 pub mod bare;
 mod buffers;
 mod calls;
-mod carrier;
 mod counter;
 mod doubt;
 mod error_queue;
@@ -33,17 +32,18 @@ mod pool;
 mod requests;
 mod ring;
 mod socket;
+mod zc_socket;
 
 use std::io;
 
 pub use address::Address;
 pub use buffers::{Buf, Mapped, Piece, Stable};
-pub use carrier::{Backend, Carrier};
 pub use file::{FileMap, FilePart};
 pub use places::Key;
 pub use pool::{Pool, PoolBuf};
 pub use socket::{Kind, permit_zero_copy};
 pub(crate) use socket::{forget_pieces, kind, reset};
+pub use zc_socket::{Backend, ZcSocket};
 
 /// Whether the kernel may keep the buffer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]

@@ -2,11 +2,11 @@
 //!
 //! The kernel numbers requests in the order in which they are made, and reports ranges of numbers whose
 //! buffers are free. A range may be reported before an earlier one. Numbers wrap. A number that is reported
-//! before this carrier has reached it was taken by another sender. It is counted all the same: otherwise
+//! before this `ZcSocket` has reached it was taken by another sender. It is counted all the same: otherwise
 //! each later buffer would be free when its predecessor is.
 //!
 //! The first number may be unknown (`counter`). Then no reported number belongs to a request until the
-//! first can be derived: all numbers are those of this carrier, so that they lie among as many numbers as
+//! first can be derived: all numbers are those of this `ZcSocket`, so that they lie among as many numbers as
 //! were given, and the first is known when the reported ones reach from the first of those to the last.
 
 use std::collections::VecDeque;

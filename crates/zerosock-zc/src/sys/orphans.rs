@@ -5,7 +5,7 @@
 //! started, they are leaked.
 //!
 //! To free a buffer can run code of the program. It may panic, which affects that buffer alone, and it may
-//! drop another carrier, which adds that one here: no lock is held meanwhile.
+//! drop another `ZcSocket`, which adds that one here: no lock is held meanwhile.
 
 use std::any::Any;
 use std::mem;

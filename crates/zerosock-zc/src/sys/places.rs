@@ -7,13 +7,13 @@
 
 use super::Address;
 
-/// A place of a carrier. Those of another carrier name some other place or none; the worst that
+/// A place of a `ZcSocket`. Those of another `ZcSocket` name some other place or none; the worst that
 /// comes of mixing them up is a buffer in other hands.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Key(pub(super) u32);
 
 impl Key {
-    /// Its number, below the capacity of its carrier: an index for what the user keeps beside it.
+    /// Its number, below the capacity of its `ZcSocket`: an index for what the user keeps beside it.
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize

@@ -1,4 +1,4 @@
-//! The carrier over io_uring.
+//! The `ZcSocket` over io_uring.
 //!
 //! A ring is for one socket, which is registered with it. A request is an entry of the submission queue;
 //! only [`submit`](Ring::submit) and waiting are system calls. Completions are read from memory that the
@@ -25,9 +25,9 @@ use std::time::Duration;
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 
 use super::arenas::Arenas;
-use super::carrier::Held;
 use super::places::{Place, header};
 use super::requests::{Posted, Request, Together};
+use super::zc_socket::SocketState;
 use super::{Event, Key, Kind, NotStarted, Order, Piece, Stable, Started, Way};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
@@ -109,7 +109,7 @@ impl Ring {
     /// The kernel learns of the request by `submit`.
     pub(super) fn start<B: Stable>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         keys: &[Key],
         order: Order,
     ) -> Result<Started, NotStarted> {
@@ -119,16 +119,18 @@ impl Ring {
         }
         // Our crate has no word for the number of an arena in a request of several pieces: it is 0.
         let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
-        let place = keys.first().and_then(|&first| held.places.get(first));
+        let place = keys.first().and_then(|&first| state.places.get(first));
         let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
         let together = Together {
-            many: held.gathers(order.way) && (order.way == Way::Copy || !arena.is_some_and(alone)),
+            many: state.gathers(order.way) && (order.way == Way::Copy || !arena.is_some_and(alone)),
             by_arena: order.way == Way::ZeroCopy,
-            longest: held.longest(order.way),
+            longest: state.longest(order.way),
         };
-        let id = held.requests.gather(&held.places, keys, &order, together)?;
-        let request = held.requests.get_mut(id);
-        let flags = self.flags(request.total(), held.kind, order);
+        let id = state
+            .requests
+            .gather(&state.places, keys, &order, together)?;
+        let request = state.requests.get_mut(id);
+        let flags = self.flags(request.total(), state.kind, order);
         let entry = self.entry(request, place, order.way, flags);
         if let Some(number) = request.arena {
             self.arenas.begun(number);
@@ -144,7 +146,7 @@ impl Ring {
             true => squeue::Flags::IO_LINK,
             false => squeue::Flags::empty(),
         };
-        let entry = entry.user_data(held.requests.user_data(id)).flags(link);
+        let entry = entry.user_data(state.requests.user_data(id)).flags(link);
         if order.when_writable {
             let poll = opcode::PollAdd::new(SOCKET, libc::POLLOUT as u32)
                 .build()
@@ -153,7 +155,7 @@ impl Ring {
             self.push(&poll);
         }
         self.push(&entry);
-        held.requests.begun(&mut held.places, id);
+        state.requests.begun(&mut state.places, id);
         Ok(started)
     }
 
@@ -239,7 +241,7 @@ impl Ring {
         // SAFETY: what the entry refers to are buffers in their places, whose bytes stay where they
         // are (`Stable`), an address in a place, and a message that is the request's. None of them
         // leaves the place or is replaced before the kernel has given the request's result, and the
-        // buffers not before the notification (`Places::take`, `Requests::settle`). When the carrier,
+        // buffers not before the notification (`Places::take`, `Requests::settle`). When the `ZcSocket`,
         // which has all of it, is dropped before, it lives on as a whole (`orphans`). A registered
         // arena is mapped for as long as it is registered, and not replaced while a request names it
         // (`arenas`).
@@ -255,21 +257,21 @@ impl Ring {
         flags.taskrun() || flags.cq_overflow()
     }
 
-    pub(super) fn submit<B>(&mut self, held: &mut Held<B>) -> io::Result<()> {
+    pub(super) fn submit<B>(&mut self, state: &mut SocketState<B>) -> io::Result<()> {
         if self.queued == 0 {
             return Ok(());
         }
-        self.enter(held, 0, None)
+        self.enter(state, 0, None)
     }
 
     /// One io_uring_enter(2): submits what is queued, waits for `want` completions.
     fn enter<B>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         want: usize,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        held.calls += 1;
+        state.system_calls += 1;
         let result = match timeout {
             Some(timeout) => {
                 let time = types::Timespec::from(timeout);
@@ -287,28 +289,28 @@ impl Ring {
         }
     }
 
-    pub(super) fn reap<B>(&mut self, held: &mut Held<B>) -> io::Result<()> {
+    pub(super) fn reap<B>(&mut self, state: &mut SocketState<B>) -> io::Result<()> {
         if self.ring.completion().is_empty() && self.has_more() {
-            self.enter(held, 0, Some(Duration::ZERO))?;
+            self.enter(state, 0, Some(Duration::ZERO))?;
         }
         Ok(())
     }
 
     pub(super) fn wait<B>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        let has_news = !held.requests.events.is_empty() || !self.ring.completion().is_empty();
-        if held.places.owed == 0 || has_news {
-            return self.submit(held);
+        let has_news = !state.requests.events.is_empty() || !self.ring.completion().is_empty();
+        if state.places.owed == 0 || has_news {
+            return self.submit(state);
         }
-        self.enter(held, 1, timeout)
+        self.enter(state, 1, timeout)
     }
 
-    pub(super) fn event<B>(&mut self, held: &mut Held<B>) -> Option<Event> {
+    pub(super) fn event<B>(&mut self, state: &mut SocketState<B>) -> Option<Event> {
         loop {
-            if let Some(event) = held.requests.events.pop_front() {
+            if let Some(event) = state.requests.events.pop_front() {
                 return Some(event);
             }
             let entry = self.ring.completion().next()?;
@@ -320,7 +322,7 @@ impl Ring {
                 result: entry.result(),
                 flags: entry.flags(),
             };
-            if let Some(number) = held.requests.posted(&mut held.places, posted) {
+            if let Some(number) = state.requests.posted(&mut state.places, posted) {
                 self.arenas.ended(number);
             }
         }
@@ -341,16 +343,16 @@ impl Ring {
 
     /// Ends the requests that the kernel has not been told of: it will not be. Nothing is to be
     /// started or submitted after that.
-    pub(super) fn abandon<B>(&mut self, held: &mut Held<B>) {
+    pub(super) fn abandon<B>(&mut self, state: &mut SocketState<B>) {
         for user_data in self.unsent.drain(..) {
             if user_data != NOBODY {
-                held.requests.abandoned(&mut held.places, user_data);
+                state.requests.abandoned(&mut state.places, user_data);
             }
         }
     }
 
-    /// Goes on with the end of a ring whose carrier was dropped, and takes in what the kernel says.
-    pub(super) fn go_on_ending<B>(&mut self, held: &mut Held<B>) {
+    /// Goes on with the end of a ring whose `ZcSocket` was dropped, and takes in what the kernel says.
+    pub(super) fn go_on_ending<B>(&mut self, state: &mut SocketState<B>) {
         if self.has_more() {
             const GETEVENTS: u32 = 1;
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
@@ -362,22 +364,22 @@ impl Ring {
                     .submitter()
                     .enter(submit, wait, GETEVENTS, argument)
             };
-            held.calls += 1;
+            state.system_calls += 1;
         }
-        while self.event(held).is_some() {}
-        self.end(held);
-        while self.event(held).is_some() {}
+        while self.event(state).is_some() {}
+        self.end(state);
+        while self.event(state).is_some() {}
     }
 
     /// The socket is let go when only notifications are to come: its peer is told of the end, and older
     /// kernels wait for requests before they let it go.
-    fn end<B>(&mut self, held: &mut Held<B>) {
+    fn end<B>(&mut self, state: &mut SocketState<B>) {
         if self.ending == Ending::Requests && self.cancel_within(Some(MOMENT)).is_ok() {
             self.ending = Ending::Socket;
         }
-        while self.event(held).is_some() {}
-        let ended = self.ending == Ending::Socket || held.places.owed == 0;
-        if ended && self.ending != Ending::Nothing && !held.places.has_requests() {
+        while self.event(state).is_some() {}
+        let ended = self.ending == Ending::Socket || state.places.owed == 0;
+        if ended && self.ending != Ending::Nothing && !state.places.has_requests() {
             self.let_go();
             self.ending = Ending::Nothing;
         }

@@ -28,7 +28,7 @@ pub enum Kind {
     Packet,
     /// A stream of vsock.
     VsockStream,
-    /// Messages of vsock (SOCK_SEQPACKET): no carrier opens one. Asked not to block, and io_uring never
+    /// Messages of vsock (SOCK_SEQPACKET): no `ZcSocket` opens one. Asked not to block, and io_uring never
     /// asks otherwise, the kernel puts what the peer has room for of a message on its way, and says
     /// that it took nothing: what is sent again then is the rest of another message.
     VsockMessages,

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use zerosock_zc::sys::{Carrier, Event, Order, Way};
+use zerosock_zc::sys::{Event, Order, Way, ZcSocket};
 use zerosock_zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
 
 use crate::alone::alone;
@@ -44,7 +44,7 @@ const ORDER: Order = Order {
 };
 
 /// Waits until nothing is owed.
-fn settle(calls: &mut Carrier<Vec<u8>>) {
+fn settle(calls: &mut ZcSocket<Vec<u8>>) {
     let begun = Instant::now();
     while calls.owed() > 0 {
         assert!(begun.elapsed() < PATIENCE);
@@ -134,9 +134,9 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             assert!(status.expect("ip(8)").success());
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
             let socket = socket(to);
-            let opened = Carrier::open(socket.into(), 4, Some(Backend::ErrorQueue));
-            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
-            let start = |calls: &mut Carrier<_>, len| {
+            let opened = ZcSocket::open(socket.into(), 4, Some(Backend::ErrorQueue));
+            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+            let start = |calls: &mut ZcSocket<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
                 calls.start(&[key], ORDER).expect("it is made");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
@@ -225,9 +225,9 @@ fn an_empty_datagram_is_nobody_elses_number() {
     with_sink("an_empty_datagram_is_nobody_elses_number", || {
         for to in SINK {
             hold_back();
-            let opened = Carrier::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
-            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
-            let start = |calls: &mut Carrier<_>, len, more| {
+            let opened = ZcSocket::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+            let start = |calls: &mut ZcSocket<_>, len, more| {
                 let key = calls.put(vec![1; len], None).expect("a place");
                 let order = Order { more, ..ORDER };
                 calls.start(&[key], order).expect("it is made");
@@ -260,9 +260,9 @@ fn add_elsewhere() {
 }
 
 /// What waits in the queue of a device that the test need not look at: so many sends of two pages.
-fn hold_elsewhere(to: &str, sends: u32) -> Carrier<Vec<u8>> {
-    let opened = Carrier::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
-    let mut other: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
+    let opened = ZcSocket::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
+    let mut other: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
     // The first is through.
     for _ in 0..=sends {
         let key = other.put(vec![2; 2500], None).expect("a place");
@@ -285,8 +285,8 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
                 let unprivileged = || {
                     let _ = limit_locked_memory(16 << 12);
                     let other = hold_elsewhere(ELSEWHERE, 5);
-                    let opened = Carrier::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
-                    let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+                    let opened = ZcSocket::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
+                    let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
                     // Six pages: some of its fragments wait, others are dropped, and what is left
                     // of the memory is less than any send needs.
                     let key = calls.put(vec![1; 20_000], None).expect("a place");

@@ -1,4 +1,4 @@
-//! The carrier: one interface to the three ways of sending.
+//! The `ZcSocket`: one interface to the three ways of sending.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -32,7 +32,7 @@ pub enum Backend {
 /// It belongs to the process that opened it. A child that was forked has a copy of it, but the ring's
 /// memory is not mapped there, and socket and requests are the parent's still: the child's copy may
 /// only be dropped, which leaks it.
-pub struct Carrier<B: Stable> {
+pub struct ZcSocket<B: Stable> {
     /// Taken out by drop alone.
     inner: ManuallyDrop<Inner<B>>,
     /// The process that opened it.
@@ -42,8 +42,8 @@ pub struct Carrier<B: Stable> {
 struct Inner<B> {
     // To close a ring is no end of what the kernel reads, which takes it apart later: both go
     // together, when nothing is owed.
-    means: Means,
-    held: Held<B>,
+    implementation: BackendImpl,
+    state: SocketState<B>,
     backend: Backend,
     /// Why the kernel gave no ring.
     refused: Option<io::ErrorKind>,
@@ -53,26 +53,26 @@ struct Inner<B> {
 
 #[expect(
     clippy::large_enum_variant,
-    reason = "one for a carrier; what lies in a box is looked up for each send"
+    reason = "one for a zc_socket; what lies in a box is looked up for each send"
 )]
-enum Means {
+enum BackendImpl {
     Ring(Ring),
     Calls(Calls),
 }
 
-/// What every carrier has.
-pub(super) struct Held<B> {
+/// What every `ZcSocket` has.
+pub(super) struct SocketState<B> {
     pub(super) socket: OwnedFd,
     pub(super) places: Places<B>,
     pub(super) requests: Requests,
     pub(super) kind: Kind,
     /// System calls for sending, asking and waiting.
-    pub(super) calls: u64,
+    pub(super) system_calls: u64,
     /// Messages of the error queue that were about something else.
     pub(super) foreign: u64,
 }
 
-impl<B> Held<B> {
+impl<B> SocketState<B> {
     /// The longest request, in bytes.
     pub(super) fn longest(&self, way: Way) -> usize {
         match self.kind {
@@ -93,7 +93,7 @@ impl<B> Held<B> {
 /// on their way, and no notification tells when they have been read.
 const VSOCK_PACKET: usize = 64 << 10;
 
-impl<B: Stable> Carrier<B> {
+impl<B: Stable> ZcSocket<B> {
     /// The best for `socket`, or the one that is wanted, with `capacity` places; and what kind of
     /// socket it is.
     ///
@@ -111,7 +111,7 @@ impl<B: Stable> Carrier<B> {
         }
         let permitted = wanted != Some(Backend::Copy) && permit_zero_copy(&socket)?;
         let mut refused = None;
-        let (means, backend) = match (wanted, permitted) {
+        let (implementation, backend) = match (wanted, permitted) {
             (Some(Backend::Copy) | None, false) => (None, Backend::Copy),
             (Some(_), false) => return Err(io::ErrorKind::Unsupported.into()),
             (Some(Backend::Uring), true) => (Some(Ring::open(&socket, capacity)?), Backend::Uring),
@@ -124,15 +124,15 @@ impl<B: Stable> Carrier<B> {
             },
             (Some(wanted), true) => (None, wanted),
         };
-        let calls = || Means::Calls(Calls::new(kind, backend == Backend::ErrorQueue));
+        let calls = || BackendImpl::Calls(Calls::new(kind, backend == Backend::ErrorQueue));
         let inner = Inner {
-            means: means.map_or_else(calls, Means::Ring),
-            held: Held {
+            implementation: implementation.map_or_else(calls, BackendImpl::Ring),
+            state: SocketState {
                 socket,
                 places: Places::new(capacity),
                 requests: Requests::default(),
                 kind,
-                calls: 0,
+                system_calls: 0,
                 foreign: 0,
             },
             backend,
@@ -165,7 +165,7 @@ impl<B: Stable> Carrier<B> {
     /// How many places are free.
     #[must_use]
     pub fn room(&self) -> usize {
-        self.inner.held.places.room()
+        self.inner.state.places.room()
     }
 
     /// Puts a buffer, and where it goes if the socket is not connected, into a place.
@@ -173,7 +173,7 @@ impl<B: Stable> Carrier<B> {
     /// # Errors
     /// Gives it back if no place is free.
     pub fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
-        self.inner.held.places.put(buffer, address)
+        self.inner.state.places.put(buffer, address)
     }
 
     /// Makes one request of what lies in the first of these places, and on a stream in those behind it,
@@ -183,10 +183,14 @@ impl<B: Stable> Carrier<B> {
     /// # Errors
     /// If it cannot be made; the places are as they were.
     pub fn start(&mut self, keys: &[Key], order: Order) -> Result<Started, NotStarted> {
-        let Inner { means, held, .. } = &mut *self.inner;
-        match means {
-            Means::Ring(ring) => ring.start(held, keys, order),
-            Means::Calls(calls) => calls.start(held, keys, order),
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Ring(ring) => ring.start(state, keys, order),
+            BackendImpl::Calls(calls) => calls.start(state, keys, order),
         }
     }
 
@@ -196,19 +200,27 @@ impl<B: Stable> Carrier<B> {
     /// # Errors
     /// What io_uring_enter(2) answers, but for a completion queue that is to be read first.
     pub fn submit(&mut self) -> io::Result<()> {
-        let Inner { means, held, .. } = &mut *self.inner;
-        match means {
-            Means::Ring(ring) => ring.submit(held),
-            Means::Calls(_) => Ok(()),
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Ring(ring) => ring.submit(state),
+            BackendImpl::Calls(_) => Ok(()),
         }
     }
 
     /// The next thing that the kernel has said: no system call.
     pub fn event(&mut self) -> Option<Event> {
-        let Inner { means, held, .. } = &mut *self.inner;
-        match means {
-            Means::Ring(ring) => ring.event(held),
-            Means::Calls(_) => held.requests.events.pop_front(),
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Ring(ring) => ring.event(state),
+            BackendImpl::Calls(_) => state.requests.events.pop_front(),
         }
     }
 
@@ -218,21 +230,29 @@ impl<B: Stable> Carrier<B> {
     /// # Errors
     /// What io_uring_enter(2) or recvmmsg(2) answers.
     pub fn reap(&mut self) -> io::Result<()> {
-        let Inner { means, held, .. } = &mut *self.inner;
-        match means {
-            Means::Ring(ring) => ring.reap(held),
-            Means::Calls(calls) => calls.reap(held).map(drop),
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Ring(ring) => ring.reap(state),
+            BackendImpl::Calls(calls) => calls.reap(state).map(drop),
         }
     }
 
     /// As [`reap`](Self::reap), for everything that is done, within reason: on the error queue, also
-    /// what is behind messages that are not the carrier's.
+    /// what is behind messages that are not the `ZcSocket`'s.
     pub fn reap_all(&mut self) {
-        let Inner { means, held, .. } = &mut *self.inner;
-        match means {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
             // What it cannot post now it posts later.
-            Means::Ring(ring) => drop(ring.reap(held)),
-            Means::Calls(calls) => calls.reap_all(held),
+            BackendImpl::Ring(ring) => drop(ring.reap(state)),
+            BackendImpl::Calls(calls) => calls.reap_all(state),
         }
     }
 
@@ -243,10 +263,14 @@ impl<B: Stable> Carrier<B> {
     /// # Errors
     /// What io_uring_enter(2), or poll(2) and recvmmsg(2), answer. A signal ends the waiting early.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        let Inner { means, held, .. } = &mut *self.inner;
-        match means {
-            Means::Ring(ring) => ring.wait(held, timeout),
-            Means::Calls(calls) => calls.wait(held, timeout),
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Ring(ring) => ring.wait(state, timeout),
+            BackendImpl::Calls(calls) => calls.wait(state, timeout),
         }
     }
 
@@ -254,34 +278,34 @@ impl<B: Stable> Carrier<B> {
     /// a send in doubt has to be polled. [`wait`](Self::wait) does so itself.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
-        match &self.inner.means {
-            Means::Ring(_) => None,
-            Means::Calls(calls) => calls.next_timeout(),
+        match &self.inner.implementation {
+            BackendImpl::Ring(_) => None,
+            BackendImpl::Calls(calls) => calls.next_timeout(),
         }
     }
 
     /// How many places the kernel owes something for.
     #[must_use]
     pub fn owed(&self) -> u32 {
-        self.inner.held.places.owed
+        self.inner.state.places.owed
     }
 
     /// Of how many places, each for every request, bytes were taken whose notification is to come: it
     /// frees memory then that the kernel counts.
     #[must_use]
     pub fn reading(&self) -> u32 {
-        self.inner.held.places.reading
+        self.inner.state.places.reading
     }
 
     /// Whether the kernel owes nothing for this place.
     #[must_use]
     pub fn idle(&self, key: Key) -> bool {
-        self.inner.held.places.idle(key)
+        self.inner.state.places.idle(key)
     }
 
     /// The buffer, if the kernel owes nothing for it. The place is free then.
     pub fn take(&mut self, key: Key) -> Option<B> {
-        self.inner.held.places.take(key)
+        self.inner.state.places.take(key)
     }
 
     /// Ends what the kernel has not done yet; each request says so by its result. Without a ring
@@ -290,9 +314,9 @@ impl<B: Stable> Carrier<B> {
     /// # Errors
     /// What io_uring_register(2) answers.
     pub fn cancel(&mut self) -> io::Result<()> {
-        match &self.inner.means {
-            Means::Ring(ring) => ring.cancel(),
-            Means::Calls(_) => Ok(()),
+        match &self.inner.implementation {
+            BackendImpl::Ring(ring) => ring.cancel(),
+            BackendImpl::Calls(_) => Ok(()),
         }
     }
 
@@ -300,7 +324,7 @@ impl<B: Stable> Carrier<B> {
     /// dropped.
     #[must_use]
     pub fn foreign(&self) -> u64 {
-        self.inner.held.foreign
+        self.inner.state.foreign
     }
 
     /// Once it has been dropped: resets the stream at this time (TCP: RST), if the kernel still reads
@@ -312,37 +336,37 @@ impl<B: Stable> Carrier<B> {
     /// System calls so far, for sending, asking and waiting.
     #[must_use]
     pub fn system_calls(&self) -> u64 {
-        self.inner.held.calls
+        self.inner.state.system_calls
     }
 
     /// The socket.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
-        self.inner.held.socket.as_fd()
+        self.inner.state.socket.as_fd()
     }
 
     /// Whether a request without a copy of this buffer is expected to be made from memory that is
     /// registered with the kernel: it is, or can be.
     #[must_use]
     pub fn expects_registered(&self, buffer: &B) -> bool {
-        match &self.inner.means {
-            Means::Ring(ring) => ring.expects_registered(buffer),
-            Means::Calls(_) => false,
+        match &self.inner.implementation {
+            BackendImpl::Ring(ring) => ring.expects_registered(buffer),
+            BackendImpl::Calls(_) => false,
         }
     }
 
     /// How many arenas of pools are registered with the kernel.
     #[must_use]
     pub fn registered(&self) -> usize {
-        match &self.inner.means {
-            Means::Ring(ring) => ring.registered(),
-            Means::Calls(_) => 0,
+        match &self.inner.implementation {
+            BackendImpl::Ring(ring) => ring.registered(),
+            BackendImpl::Calls(_) => 0,
         }
     }
 }
 
-impl<B: Stable> AsFd for Carrier<B> {
-    /// What an event loop waits on. A ring is readable when [`event`](Carrier::event) has something
+impl<B: Stable> AsFd for ZcSocket<B> {
+    /// What an event loop waits on. A ring is readable when [`event`](ZcSocket::event) has something
     /// to tell. Else it is the socket: it has an error to tell (EPOLLERR) when a notification has
     /// come, and is writable when it takes more.
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -350,7 +374,7 @@ impl<B: Stable> AsFd for Carrier<B> {
     }
 }
 
-impl<B: Stable> Drop for Carrier<B> {
+impl<B: Stable> Drop for ZcSocket<B> {
     fn drop(&mut self) {
         if self.is_forked() {
             // To submit, to read the error queue or to reset the socket would take from the parent
@@ -359,22 +383,26 @@ impl<B: Stable> Drop for Carrier<B> {
         }
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
         let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        let Inner { means, held, .. } = &mut inner;
-        match means {
-            Means::Ring(ring) => {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut inner;
+        match implementation {
+            BackendImpl::Ring(ring) => {
                 // What was accepted is the kernel's if it takes it now, and ends if it does not.
-                let _ = ring.submit(held);
-                while ring.event(held).is_some() {}
-                ring.abandon(held);
+                let _ = ring.submit(state);
+                while ring.event(state).is_some() {}
+                ring.abandon(state);
             }
-            Means::Calls(calls) => {
-                let _ = calls.reap(held);
+            BackendImpl::Calls(calls) => {
+                let _ = calls.reap(state);
             }
         }
-        if held.places.owed > 0 {
+        if state.places.owed > 0 {
             return orphans::adopt(inner);
         }
-        if let Means::Ring(ring) = means {
+        if let BackendImpl::Ring(ring) = implementation {
             // Else the socket stays open until the kernel has taken the ring apart, which is later.
             ring.let_go();
         }
@@ -383,9 +411,9 @@ impl<B: Stable> Drop for Carrier<B> {
 
 impl<B> Inner<B> {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.means {
-            Means::Ring(ring) => ring.as_fd(),
-            Means::Calls(_) => self.held.socket.as_fd(),
+        match &self.implementation {
+            BackendImpl::Ring(ring) => ring.as_fd(),
+            BackendImpl::Calls(_) => self.state.socket.as_fd(),
         }
     }
 }
@@ -394,21 +422,28 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
     fn is_done(&mut self) -> bool {
         if self.reset_at.is_some_and(|time| time <= Instant::now()) {
             self.reset_at = None;
-            let _ = reset(&self.held.socket);
+            let _ = reset(&self.state.socket);
         }
-        let Inner { means, held, .. } = self;
-        match means {
-            Means::Ring(ring) => ring.go_on_ending(held),
-            Means::Calls(calls) => calls.reap_all(held),
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = self;
+        match implementation {
+            BackendImpl::Ring(ring) => ring.go_on_ending(state),
+            BackendImpl::Calls(calls) => calls.reap_all(state),
         }
-        held.places.owed == 0
+        state.places.owed == 0
     }
 
     fn free_one(&mut self) -> bool {
-        self.held.places.drop_one()
+        self.state.places.drop_one()
     }
 
     fn descriptor(&self) -> (BorrowedFd<'_>, bool) {
-        (self.as_fd(), matches!(self.means, Means::Ring(_)))
+        (
+            self.as_fd(),
+            matches!(self.implementation, BackendImpl::Ring(_)),
+        )
     }
 }

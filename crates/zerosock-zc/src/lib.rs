@@ -173,7 +173,7 @@
 //!
 //! - `sys::requests`: which results of io_uring are followed by a notification, also when a request is
 //!   cancelled before it begins.
-//! - `sys::ring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
+//! - `sys::uring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
 //!   that a packet must end with a request now and then (MSG_EOR).
 //! - `sys::arenas`: when registered memory may be replaced.
 //! - `sys::counter`, `sys::numbers` and `sys::doubt`: how MSG_ZEROCOPY numbers sends, also those that fail.

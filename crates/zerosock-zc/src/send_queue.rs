@@ -54,7 +54,7 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) policy: Policy,
     pub(super) stats: Stats,
     pub(super) stream: bool,
-    /// Each request of a stream is whole (MSG_WAITALL), so that others can be linked to it. Calls are
+    /// Each request of a stream is whole (MSG_WAITALL), so that others can be linked to it. SendmsgBackend are
     /// made one by one, and some sockets refuse the flag: theirs are, too.
     pub(super) whole: bool,
     /// Whether ranges are kept, and buffers given back.

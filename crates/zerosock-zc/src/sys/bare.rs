@@ -12,10 +12,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::calls::send;
 use super::error_queue::ErrorQueue;
 use super::requests::COPIED;
-use super::ring::{REPORT_USAGE, SOCKET};
+use super::sendmsg::send;
+use super::uring::{REPORT_USAGE, SOCKET};
 use super::{Piece, Stable};
 
 /// How a loop sends.
@@ -296,7 +296,7 @@ mod tests {
             1
         );
         let how = (Bare::ZeroCopy, Posting::OnEntry);
-        if super::super::ring::supported().is_ok_and(|has| has.zero_copy) {
+        if super::super::uring::supported().is_ok_and(|has| has.zero_copy) {
             assert_eq!(
                 left(|socket, buffers| drop(over_ring(socket, buffers, 1, how, false, go_on))),
                 1

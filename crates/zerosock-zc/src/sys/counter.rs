@@ -19,9 +19,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::net::sockopt;
 
-use super::calls::{Calls, LOOKS};
 use super::doubt::sockopt_is_set;
 use super::error_queue::BATCH;
+use super::sendmsg::{LOOKS, SendmsgBackend};
 use super::zc_socket::SocketState;
 use super::{Key, Kind};
 
@@ -54,7 +54,7 @@ impl Drop for Claim {
     }
 }
 
-impl Calls {
+impl SendmsgBackend {
     /// Whether the next zero-copy send's number is known, or will be. Finds out if it is not; `key`
     /// is whose send it is to be.
     pub(super) fn counts<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {

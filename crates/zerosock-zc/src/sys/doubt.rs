@@ -19,10 +19,10 @@ use std::mem;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use super::calls::{Calls, LOOKS};
 use super::error_queue::BATCH;
 use super::places::header;
 use super::requests::Id;
+use super::sendmsg::{LOOKS, SendmsgBackend};
 use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, Piece};
 
@@ -40,7 +40,7 @@ pub(super) struct Doubt {
     pub(super) number: u32,
 }
 
-impl Calls {
+impl SendmsgBackend {
     /// Looks until there is nothing to be seen, within reason. Whether there is nothing.
     fn look_at_all<B>(&mut self, state: &mut SocketState<B>) -> bool {
         (0..LOOKS).any(|_| self.look(state).is_ok_and(|count| count < BATCH))

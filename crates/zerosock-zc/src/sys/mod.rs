@@ -20,7 +20,6 @@ mod address;
 mod arenas;
 pub mod bare;
 mod buffers;
-mod calls;
 mod counter;
 mod doubt;
 mod error_queue;
@@ -30,8 +29,9 @@ mod orphans;
 mod places;
 mod pool;
 mod requests;
-mod ring;
+mod sendmsg;
 mod socket;
+mod uring;
 mod zc_socket;
 
 use std::io;

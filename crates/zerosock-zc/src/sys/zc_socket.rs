@@ -6,10 +6,10 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use super::calls::Calls;
 use super::places::Places;
 use super::requests::Requests;
-use super::ring::{LONGEST, Ring};
+use super::sendmsg::SendmsgBackend;
+use super::uring::{MAX_REQUEST_LEN, UringBackend};
 use super::{
     Address, Event, Key, Kind, NotStarted, Order, Stable, Started, Way, kind, orphans,
     permit_zero_copy, reset,
@@ -56,8 +56,8 @@ struct Inner<B> {
     reason = "one for a zc_socket; what lies in a box is looked up for each send"
 )]
 enum BackendImpl {
-    Ring(Ring),
-    Calls(Calls),
+    Uring(UringBackend),
+    Sendmsg(SendmsgBackend),
 }
 
 /// What every `ZcSocket` has.
@@ -76,8 +76,8 @@ impl<B> SocketState<B> {
     /// The longest request, in bytes.
     pub(super) fn longest(&self, way: Way) -> usize {
         match self.kind {
-            Kind::VsockStream if way == Way::ZeroCopy => VSOCK_PACKET,
-            _ => LONGEST,
+            Kind::VsockStream if way == Way::ZeroCopy => MAX_VSOCK_PACKET,
+            _ => MAX_REQUEST_LEN,
         }
     }
 
@@ -91,7 +91,7 @@ impl<B> SocketState<B> {
 /// The longest packet that vsock makes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). Of what it cuts into several
 /// only the last keeps the buffer: when that one cannot be made, for want of memory, the others are
 /// on their way, and no notification tells when they have been read.
-const VSOCK_PACKET: usize = 64 << 10;
+const MAX_VSOCK_PACKET: usize = 64 << 10;
 
 impl<B: Stable> ZcSocket<B> {
     /// The best for `socket`, or the one that is wanted, with `capacity` places; and what kind of
@@ -114,9 +114,11 @@ impl<B: Stable> ZcSocket<B> {
         let (implementation, backend) = match (wanted, permitted) {
             (Some(Backend::Copy) | None, false) => (None, Backend::Copy),
             (Some(_), false) => return Err(io::ErrorKind::Unsupported.into()),
-            (Some(Backend::Uring), true) => (Some(Ring::open(&socket, capacity)?), Backend::Uring),
-            (None, true) => match Ring::open(&socket, capacity) {
-                Ok(ring) => (Some(ring), Backend::Uring),
+            (Some(Backend::Uring), true) => {
+                (Some(UringBackend::open(&socket, capacity)?), Backend::Uring)
+            }
+            (None, true) => match UringBackend::open(&socket, capacity) {
+                Ok(uring) => (Some(uring), Backend::Uring),
                 Err(why) => {
                     refused = Some(why.kind());
                     (None, Backend::ErrorQueue)
@@ -124,9 +126,10 @@ impl<B: Stable> ZcSocket<B> {
             },
             (Some(wanted), true) => (None, wanted),
         };
-        let calls = || BackendImpl::Calls(Calls::new(kind, backend == Backend::ErrorQueue));
+        let sendmsg =
+            || BackendImpl::Sendmsg(SendmsgBackend::new(kind, backend == Backend::ErrorQueue));
         let inner = Inner {
-            implementation: implementation.map_or_else(calls, BackendImpl::Ring),
+            implementation: implementation.map_or_else(sendmsg, BackendImpl::Uring),
             state: SocketState {
                 socket,
                 places: Places::new(capacity),
@@ -189,8 +192,8 @@ impl<B: Stable> ZcSocket<B> {
             ..
         } = &mut *self.inner;
         match implementation {
-            BackendImpl::Ring(ring) => ring.start(state, keys, order),
-            BackendImpl::Calls(calls) => calls.start(state, keys, order),
+            BackendImpl::Uring(uring) => uring.start(state, keys, order),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.start(state, keys, order),
         }
     }
 
@@ -206,8 +209,8 @@ impl<B: Stable> ZcSocket<B> {
             ..
         } = &mut *self.inner;
         match implementation {
-            BackendImpl::Ring(ring) => ring.submit(state),
-            BackendImpl::Calls(_) => Ok(()),
+            BackendImpl::Uring(uring) => uring.submit(state),
+            BackendImpl::Sendmsg(_) => Ok(()),
         }
     }
 
@@ -219,8 +222,8 @@ impl<B: Stable> ZcSocket<B> {
             ..
         } = &mut *self.inner;
         match implementation {
-            BackendImpl::Ring(ring) => ring.event(state),
-            BackendImpl::Calls(_) => state.requests.events.pop_front(),
+            BackendImpl::Uring(uring) => uring.event(state),
+            BackendImpl::Sendmsg(_) => state.requests.events.pop_front(),
         }
     }
 
@@ -236,8 +239,8 @@ impl<B: Stable> ZcSocket<B> {
             ..
         } = &mut *self.inner;
         match implementation {
-            BackendImpl::Ring(ring) => ring.reap(state),
-            BackendImpl::Calls(calls) => calls.reap(state).map(drop),
+            BackendImpl::Uring(uring) => uring.reap(state),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.reap(state).map(drop),
         }
     }
 
@@ -251,8 +254,8 @@ impl<B: Stable> ZcSocket<B> {
         } = &mut *self.inner;
         match implementation {
             // What it cannot post now it posts later.
-            BackendImpl::Ring(ring) => drop(ring.reap(state)),
-            BackendImpl::Calls(calls) => calls.reap_all(state),
+            BackendImpl::Uring(uring) => drop(uring.reap(state)),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
         }
     }
 
@@ -269,8 +272,8 @@ impl<B: Stable> ZcSocket<B> {
             ..
         } = &mut *self.inner;
         match implementation {
-            BackendImpl::Ring(ring) => ring.wait(state, timeout),
-            BackendImpl::Calls(calls) => calls.wait(state, timeout),
+            BackendImpl::Uring(uring) => uring.wait(state, timeout),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.wait(state, timeout),
         }
     }
 
@@ -279,8 +282,8 @@ impl<B: Stable> ZcSocket<B> {
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         match &self.inner.implementation {
-            BackendImpl::Ring(_) => None,
-            BackendImpl::Calls(calls) => calls.next_timeout(),
+            BackendImpl::Uring(_) => None,
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.next_timeout(),
         }
     }
 
@@ -315,8 +318,8 @@ impl<B: Stable> ZcSocket<B> {
     /// What io_uring_register(2) answers.
     pub fn cancel(&mut self) -> io::Result<()> {
         match &self.inner.implementation {
-            BackendImpl::Ring(ring) => ring.cancel(),
-            BackendImpl::Calls(_) => Ok(()),
+            BackendImpl::Uring(uring) => uring.cancel(),
+            BackendImpl::Sendmsg(_) => Ok(()),
         }
     }
 
@@ -350,8 +353,8 @@ impl<B: Stable> ZcSocket<B> {
     #[must_use]
     pub fn expects_registered(&self, buffer: &B) -> bool {
         match &self.inner.implementation {
-            BackendImpl::Ring(ring) => ring.expects_registered(buffer),
-            BackendImpl::Calls(_) => false,
+            BackendImpl::Uring(uring) => uring.expects_registered(buffer),
+            BackendImpl::Sendmsg(_) => false,
         }
     }
 
@@ -359,8 +362,8 @@ impl<B: Stable> ZcSocket<B> {
     #[must_use]
     pub fn registered(&self) -> usize {
         match &self.inner.implementation {
-            BackendImpl::Ring(ring) => ring.registered(),
-            BackendImpl::Calls(_) => 0,
+            BackendImpl::Uring(uring) => uring.registered(),
+            BackendImpl::Sendmsg(_) => 0,
         }
     }
 }
@@ -389,22 +392,22 @@ impl<B: Stable> Drop for ZcSocket<B> {
             ..
         } = &mut inner;
         match implementation {
-            BackendImpl::Ring(ring) => {
+            BackendImpl::Uring(uring) => {
                 // What was accepted is the kernel's if it takes it now, and ends if it does not.
-                let _ = ring.submit(state);
-                while ring.event(state).is_some() {}
-                ring.abandon(state);
+                let _ = uring.submit(state);
+                while uring.event(state).is_some() {}
+                uring.abandon(state);
             }
-            BackendImpl::Calls(calls) => {
-                let _ = calls.reap(state);
+            BackendImpl::Sendmsg(sendmsg) => {
+                let _ = sendmsg.reap(state);
             }
         }
         if state.places.owed > 0 {
             return orphans::adopt(inner);
         }
-        if let BackendImpl::Ring(ring) = implementation {
+        if let BackendImpl::Uring(uring) = implementation {
             // Else the socket stays open until the kernel has taken the ring apart, which is later.
-            ring.let_go();
+            uring.let_go();
         }
     }
 }
@@ -412,8 +415,8 @@ impl<B: Stable> Drop for ZcSocket<B> {
 impl<B> Inner<B> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.implementation {
-            BackendImpl::Ring(ring) => ring.as_fd(),
-            BackendImpl::Calls(_) => self.state.socket.as_fd(),
+            BackendImpl::Uring(uring) => uring.as_fd(),
+            BackendImpl::Sendmsg(_) => self.state.socket.as_fd(),
         }
     }
 }
@@ -430,8 +433,8 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
             ..
         } = self;
         match implementation {
-            BackendImpl::Ring(ring) => ring.go_on_ending(state),
-            BackendImpl::Calls(calls) => calls.reap_all(state),
+            BackendImpl::Uring(uring) => uring.go_on_ending(state),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
         }
         state.places.owed == 0
     }
@@ -443,7 +446,7 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
     fn descriptor(&self) -> (BorrowedFd<'_>, bool) {
         (
             self.as_fd(),
-            matches!(self.implementation, BackendImpl::Ring(_)),
+            matches!(self.implementation, BackendImpl::Uring(_)),
         )
     }
 }

@@ -1,7 +1,7 @@
 //! The `ZcSocket` over io_uring.
 //!
 //! A ring is for one socket, which is registered with it. A request is an entry of the submission queue;
-//! only [`submit`](Ring::submit) and waiting are system calls. Completions are read from memory that the
+//! only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read from memory that the
 //! kernel shares. A zero-copy request has two: its result, with a flag that says whether a notification
 //! follows, and the notification. Which completion belongs to which request, and when a place is idle, is
 //! kept by `requests`.
@@ -45,7 +45,7 @@ const TIED: usize = 128 << 10;
 /// The longest that the thread of orphans waits for one ring.
 const MOMENT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
-pub(super) const LONGEST: usize = 0x7fff_f000;
+pub(super) const MAX_REQUEST_LEN: usize = 0x7fff_f000;
 
 /// What was not done yet of a ring that is to go.
 #[derive(Copy, Clone, Eq, PartialEq)]
@@ -58,7 +58,7 @@ enum Ending {
 }
 
 /// A ring of its own for the sends of one socket.
-pub(super) struct Ring {
+pub(super) struct UringBackend {
     ring: IoUring,
     arenas: Arenas,
     /// Entries of the submission queue that the kernel has not been told of.
@@ -73,7 +73,7 @@ pub(super) struct Ring {
     ending: Ending,
 }
 
-impl Ring {
+impl UringBackend {
     /// A ring for `socket` with `capacity` places.
     ///
     /// # Errors

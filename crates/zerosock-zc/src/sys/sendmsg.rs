@@ -29,7 +29,7 @@ pub(super) const LOOKS: usize = 64;
 const DOUBT: Duration = Duration::from_millis(10);
 
 /// Sends by a call each.
-pub(super) struct Calls {
+pub(super) struct SendmsgBackend {
     zero_copy: bool,
     pub(super) numbers: Numbers,
     /// The numbers have begun.
@@ -56,7 +56,7 @@ pub(super) struct Calls {
     pub(super) queue: Box<ErrorQueue>,
 }
 
-impl Calls {
+impl SendmsgBackend {
     /// Sends of a socket of that kind; with `zero_copy` if SO_ZEROCOPY is set.
     pub(super) fn new(kind: Kind, zero_copy: bool) -> Self {
         Self {

@@ -6,7 +6,7 @@ use super::in_flight::{InFlightSend, Part};
 use super::limit::TIMED_OUT;
 use super::message::Returned;
 use super::send_queue::{GATHERED, SendQueue};
-use crate::sys::{self, Event, Key, Stable, Way};
+use crate::sys::{self, Event, Key, SendMode, Stable};
 
 /// Rounds of waiting for memory until a send is copied.
 const ROUNDS: u8 = 3;
@@ -61,9 +61,9 @@ impl<B: Stable> SendQueue<B> {
         let code = match result {
             Ok(sent) => {
                 send.sent += sent;
-                match send.way {
-                    Way::Copy => send.copied = true,
-                    Way::ZeroCopy => send.in_place = true,
+                match send.mode {
+                    SendMode::Copy => send.copied = true,
+                    SendMode::ZeroCopy => send.in_place = true,
                 }
                 let whole = send.sent >= send.total || !self.stream;
                 if whole {
@@ -95,7 +95,7 @@ impl<B: Stable> SendQueue<B> {
             return;
         };
         let cancelled = send.cancelled;
-        match Answer::of(code, send.way, self.whole) {
+        match Answer::of(code, send.mode, self.whole) {
             Answer::Failed => {
                 if self.stream && self.broken.is_none() {
                     self.broken = Some(code);
@@ -115,7 +115,7 @@ impl<B: Stable> SendQueue<B> {
             Answer::NoMemory => {
                 send.rounds += 1;
                 if send.rounds > ROUNDS || !waits {
-                    send.way = Way::Copy;
+                    send.mode = SendMode::Copy;
                     self.stats.copied_for_memory += 1;
                 } else {
                     self.starved = true;
@@ -126,7 +126,7 @@ impl<B: Stable> SendQueue<B> {
                 // Those that wait would be refused one by one.
                 for key in self.again.iter().chain(&self.queued) {
                     if let Some(send) = self.sends.get_mut(key.index()) {
-                        send.way = Way::Copy;
+                        send.mode = SendMode::Copy;
                     }
                 }
             }
@@ -135,7 +135,7 @@ impl<B: Stable> SendQueue<B> {
         if self.policy.is_impossible()
             && let Some(send) = self.sends.get_mut(key.index())
         {
-            send.way = Way::Copy;
+            send.mode = SendMode::Copy;
         }
         self.ask_again(key);
     }
@@ -170,14 +170,14 @@ impl<B: Stable> SendQueue<B> {
             return;
         };
         let send = |key: Key| self.sends.get(key.index());
-        let way = send(cause).map_or(Way::Copy, |send| send.way);
+        let mode = send(cause).map_or(SendMode::Copy, |send| send.mode);
         let any = |is: fn(&InFlightSend) -> bool| {
             let mut pieces = failed.iter().filter_map(|&(key, _)| send(key));
             pieces.any(is)
         };
         let mut pieces = failed.iter().filter_map(|&(key, _)| send(key));
         let cancelled = pieces.find_map(|piece| piece.cancelled);
-        let failure = match Answer::of(code, way, false) {
+        let failure = match Answer::of(code, mode, false) {
             Answer::Failed => Some(code),
             _ if cancelled.is_some() => cancelled,
             Answer::NoMemory if self.cork.is_all_kept() => return self.copy_pieces(failed),
@@ -331,7 +331,7 @@ enum Answer {
 
 impl Answer {
     /// To a request made that way, `whole` if it was to be.
-    fn of(code: i32, way: Way, whole: bool) -> Self {
+    fn of(code: i32, mode: SendMode, whole: bool) -> Self {
         use rustix::io::Errno;
         const AGAIN: i32 = Errno::INTR.raw_os_error();
         const FULL: i32 = Errno::AGAIN.raw_os_error();
@@ -342,8 +342,8 @@ impl Answer {
             AGAIN => Self::Again,
             CANCELLED => Self::Cancelled,
             FULL => Self::Full,
-            NO_BUFFERS | NO_MEMORY if way == Way::ZeroCopy => Self::NoMemory,
-            CANNOT if way == Way::ZeroCopy => Self::Cannot,
+            NO_BUFFERS | NO_MEMORY if mode == SendMode::ZeroCopy => Self::NoMemory,
+            CANNOT if mode == SendMode::ZeroCopy => Self::Cannot,
             CANNOT if whole => Self::NotWhole,
             _ => Self::Failed,
         }
@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn a_send_of_which_nothing_is_taken_has_failed() {
         // 0 is no number of an error.
-        assert_eq!(Answer::of(0, Way::ZeroCopy, true), Answer::Failed);
+        assert_eq!(Answer::of(0, SendMode::ZeroCopy, true), Answer::Failed);
         assert_eq!(
             super::super::in_flight::error(0).kind(),
             io::ErrorKind::WriteZero
@@ -368,8 +368,8 @@ mod tests {
     fn memory_is_waited_for_only_where_a_copy_can_follow() {
         for code in [rustix::io::Errno::NOBUFS, rustix::io::Errno::NOMEM] {
             let code = code.raw_os_error();
-            assert_eq!(Answer::of(code, Way::ZeroCopy, true), Answer::NoMemory);
-            assert_eq!(Answer::of(code, Way::Copy, true), Answer::Failed);
+            assert_eq!(Answer::of(code, SendMode::ZeroCopy, true), Answer::NoMemory);
+            assert_eq!(Answer::of(code, SendMode::Copy, true), Answer::Failed);
         }
     }
 }

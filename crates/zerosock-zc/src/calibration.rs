@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use super::Backend;
 use super::stats::Basis;
-use crate::sys::{Kind, Way};
+use crate::sys::{Kind, SendMode};
 
 /// Turns of each way until a class is decided.
 const TURNS: u32 = 24;
@@ -69,10 +69,10 @@ impl Class {
     }
 
     /// What is assumed where nothing can be learnt.
-    fn assumed(self) -> Way {
+    fn assumed(self) -> SendMode {
         match self.0 % SIZES >= ASSUMED {
-            true => Way::ZeroCopy,
-            false => Way::Copy,
+            true => SendMode::ZeroCopy,
+            false => SendMode::Copy,
         }
     }
 }
@@ -124,25 +124,25 @@ impl Cell {
         }
     }
 
-    fn side(&self, way: Way) -> &Side {
-        match way {
-            Way::Copy => &self.copy,
-            Way::ZeroCopy => &self.place,
+    fn side(&self, mode: SendMode) -> &Side {
+        match mode {
+            SendMode::Copy => &self.copy,
+            SendMode::ZeroCopy => &self.place,
         }
     }
 
-    fn decision(&self) -> Option<(Way, Basis)> {
+    fn decision(&self) -> Option<(SendMode, Basis)> {
         match self.decided.load(Relaxed) {
-            1 => Some((Way::Copy, Basis::Measured)),
-            2 => Some((Way::ZeroCopy, Basis::Measured)),
-            3 => Some((Way::Copy, Basis::Assumed)),
-            4 => Some((Way::ZeroCopy, Basis::Assumed)),
+            1 => Some((SendMode::Copy, Basis::Measured)),
+            2 => Some((SendMode::ZeroCopy, Basis::Measured)),
+            3 => Some((SendMode::Copy, Basis::Assumed)),
+            4 => Some((SendMode::ZeroCopy, Basis::Assumed)),
             _ => None,
         }
     }
 
-    fn decide(&self, way: Way, basis: Basis) {
-        let measured = 1 + u32::from(way == Way::ZeroCopy);
+    fn decide(&self, mode: SendMode, basis: Basis) {
+        let measured = 1 + u32::from(mode == SendMode::ZeroCopy);
         let assumed = 2 * u32::from(basis == Basis::Assumed);
         self.decided.store(measured + assumed, Relaxed);
         self.used.store(0, Relaxed);
@@ -151,22 +151,22 @@ impl Cell {
 
     /// How one send goes. What is submitted together goes the way `before` that its first one went;
     /// what cannot be learnt is as it was, or `assumed`.
-    fn way(&self, before: Option<Way>, assumed: Way) -> Way {
+    fn mode(&self, before: Option<SendMode>, assumed: SendMode) -> SendMode {
         if self.open.load(Relaxed) {
-            let tried = |way| self.side(way).tried.load(Relaxed);
-            let (copied, placed) = (tried(Way::Copy), tried(Way::ZeroCopy));
+            let tried = |mode| self.side(mode).tried.load(Relaxed);
+            let (copied, placed) = (tried(SendMode::Copy), tried(SendMode::ZeroCopy));
             if copied.saturating_add(placed) < ENOUGH {
-                let way = before.unwrap_or(match copied / STRETCH <= placed / STRETCH {
-                    true => Way::Copy,
-                    false => Way::ZeroCopy,
+                let mode = before.unwrap_or(match copied / STRETCH <= placed / STRETCH {
+                    true => SendMode::Copy,
+                    false => SendMode::ZeroCopy,
                 });
-                self.side(way).tried.fetch_add(1, Relaxed);
-                return way;
+                self.side(mode).tried.fetch_add(1, Relaxed);
+                return mode;
             }
-            let (way, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
-            self.decide(way, basis);
+            let (mode, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
+            self.decide(mode, basis);
         }
-        self.decision().map_or(assumed, |(way, _)| way)
+        self.decision().map_or(assumed, |(mode, _)| mode)
     }
 
     fn used(&self, sends: u32) {
@@ -178,8 +178,8 @@ impl Cell {
         self.open.store(true, Relaxed);
     }
 
-    fn learn(&self, way: Way, each: u64) {
-        let side = self.side(way);
+    fn learn(&self, mode: SendMode, each: u64) {
+        let side = self.side(mode);
         side.cheapest.fetch_min(each, Relaxed);
         side.turns.fetch_add(1, Relaxed);
         let seen = |side: &Side| side.turns.load(Relaxed) >= TURNS;
@@ -189,8 +189,8 @@ impl Cell {
         let cost = |side: &Side| side.cheapest.load(Relaxed);
         let (copy, place) = (cost(&self.copy), cost(&self.place));
         let better = match place.saturating_add(place / 20) <= copy {
-            true => Way::ZeroCopy,
-            false => Way::Copy,
+            true => SendMode::ZeroCopy,
+            false => SendMode::Copy,
         };
         self.decide(better, Basis::Measured);
     }
@@ -199,10 +199,10 @@ impl Cell {
 static CELLS: [Cell; KINDS * MEANS * SIZES] = [const { Cell::new() }; KINDS * MEANS * SIZES];
 
 /// How to send one of this class, behind one of the same submission that went the way `before`.
-pub(super) fn way(class: Class, before: Option<Way>) -> Way {
+pub(super) fn mode(class: Class, before: Option<SendMode>) -> SendMode {
     let assumed = class.assumed();
     let cell = CELLS.get(class.0);
-    cell.map_or(assumed, |cell| cell.way(before, assumed))
+    cell.map_or(assumed, |cell| cell.mode(before, assumed))
 }
 
 /// Whether turns of this class are still to be measured.
@@ -226,14 +226,14 @@ pub(super) fn since(class: Class) -> u32 {
 }
 
 /// A turn of so many sends took so long.
-pub(super) fn learn(class: Class, way: Way, sends: u32, took: Duration) {
+pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
     let Some(cell) = CELLS.get(class.0).filter(|_| sends > 0) else {
         return;
     };
     let picoseconds = u64::try_from(took.as_nanos())
         .unwrap_or(u64::MAX)
         .saturating_mul(1000);
-    cell.learn(way, picoseconds / u64::from(sends));
+    cell.learn(mode, picoseconds / u64::from(sends));
 }
 
 /// The shortest length from which on every class that is decided goes in place, if there is one;
@@ -244,13 +244,13 @@ pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Opti
     }
     let Class(first) = Class::of(kind, backend, registered, 0);
     let cells = CELLS.get(first..first + SIZES).unwrap_or_default();
-    let goes = |wanted| move |cell: &Cell| cell.decision().is_some_and(|(way, _)| way == wanted);
-    let copied = cells.iter().rposition(goes(Way::Copy));
+    let goes = |wanted| move |cell: &Cell| cell.decision().is_some_and(|(mode, _)| mode == wanted);
+    let copied = cells.iter().rposition(goes(SendMode::Copy));
     let from = copied.map_or(0, |last| last + 1);
     let above = cells.get(from..).unwrap_or_default().iter();
     let placed = above
         .clone()
-        .position(goes(Way::ZeroCopy))
+        .position(goes(SendMode::ZeroCopy))
         .map(|place| from + place);
     let bounds = [copied, placed].into_iter().flatten();
     let known = bounds.filter_map(|bound| cells.get(bound)?.decision());
@@ -289,59 +289,59 @@ mod tests {
         assert_eq!(class(queue, false), class(queue, true));
     }
 
-    const COPY: Way = Way::Copy;
+    const COPY: SendMode = SendMode::Copy;
 
     #[test]
     fn a_decision_is_measured_anew_and_stays_if_nothing_is_learnt() {
         let cell = Cell::new();
         let learn = |copy, place| {
             for _ in 0..TURNS {
-                cell.learn(Way::Copy, copy);
-                cell.learn(Way::ZeroCopy, place);
+                cell.learn(SendMode::Copy, copy);
+                cell.learn(SendMode::ZeroCopy, place);
             }
         };
         learn(1000, 500);
-        assert_eq!(cell.way(None, COPY), Way::ZeroCopy);
+        assert_eq!(cell.mode(None, COPY), SendMode::ZeroCopy);
         for _ in 0..LASTS / 1024 - 1 {
             cell.used(1024);
-            assert_eq!(cell.way(None, COPY), Way::ZeroCopy);
+            assert_eq!(cell.mode(None, COPY), SendMode::ZeroCopy);
         }
         cell.used(1024);
         // Both ways for a while, though nothing comes of it.
-        let copies = (0..ENOUGH).filter(|_| cell.way(None, COPY) == Way::Copy);
+        let copies = (0..ENOUGH).filter(|_| cell.mode(None, COPY) == SendMode::Copy);
         assert_eq!(copies.count(), ENOUGH as usize / 2);
-        assert!((0..ENOUGH).all(|_| cell.way(None, COPY) == Way::ZeroCopy));
-        assert_eq!(cell.decision(), Some((Way::ZeroCopy, Basis::Measured)));
+        assert!((0..ENOUGH).all(|_| cell.mode(None, COPY) == SendMode::ZeroCopy));
+        assert_eq!(cell.decision(), Some((SendMode::ZeroCopy, Basis::Measured)));
         // The next time it is another machine.
         for _ in 0..LASTS / 1024 {
             cell.used(1024);
         }
         learn(500, 1000);
-        assert!((0..ENOUGH).all(|_| cell.way(None, COPY) == Way::Copy));
+        assert!((0..ENOUGH).all(|_| cell.mode(None, COPY) == SendMode::Copy));
     }
 
     #[test]
     fn what_teaches_nothing_is_assumed_in_the_end_and_measured_anew() {
-        for assumed in [Way::Copy, Way::ZeroCopy] {
+        for assumed in [SendMode::Copy, SendMode::ZeroCopy] {
             let cell = Cell::new();
-            let ways = |cell: &Cell| {
-                let ways = (0..ENOUGH).map(|_| cell.way(None, assumed));
-                ways.filter(|&way| way == Way::Copy).count()
+            let modes = |cell: &Cell| {
+                let modes = (0..ENOUGH).map(|_| cell.mode(None, assumed));
+                modes.filter(|&mode| mode == SendMode::Copy).count()
             };
-            assert_eq!(ways(&cell), ENOUGH as usize / 2);
+            assert_eq!(modes(&cell), ENOUGH as usize / 2);
             assert_eq!(cell.decision(), None);
-            assert_eq!(cell.way(None, assumed), assumed);
+            assert_eq!(cell.mode(None, assumed), assumed);
             assert_eq!(cell.decision(), Some((assumed, Basis::Assumed)));
             for _ in 0..LASTS / 1024 {
-                assert_eq!(cell.way(None, assumed), assumed);
+                assert_eq!(cell.mode(None, assumed), assumed);
                 cell.used(1024);
             }
-            assert_eq!(ways(&cell), ENOUGH as usize / 2);
+            assert_eq!(modes(&cell), ENOUGH as usize / 2);
             for _ in 0..TURNS {
-                cell.learn(Way::Copy, 1000);
-                cell.learn(Way::ZeroCopy, 500);
+                cell.learn(SendMode::Copy, 1000);
+                cell.learn(SendMode::ZeroCopy, 500);
             }
-            assert_eq!(cell.decision(), Some((Way::ZeroCopy, Basis::Measured)));
+            assert_eq!(cell.decision(), Some((SendMode::ZeroCopy, Basis::Measured)));
         }
     }
 
@@ -349,10 +349,10 @@ mod tests {
     fn what_is_assumed_begins_at_16_kib() {
         for kind in [Kind::Tcp4, Kind::OtherDatagram] {
             let assumed = |len| Class::of(kind, Backend::Uring, true, len).assumed();
-            assert_eq!(assumed(0), Way::Copy);
-            assert_eq!(assumed((16 << 10) - 1), Way::Copy);
-            assert_eq!(assumed(16 << 10), Way::ZeroCopy);
-            assert_eq!(assumed(usize::MAX), Way::ZeroCopy);
+            assert_eq!(assumed(0), SendMode::Copy);
+            assert_eq!(assumed((16 << 10) - 1), SendMode::Copy);
+            assert_eq!(assumed(16 << 10), SendMode::ZeroCopy);
+            assert_eq!(assumed(usize::MAX), SendMode::ZeroCopy);
         }
     }
 
@@ -361,35 +361,38 @@ mod tests {
     fn what_is_submitted_together_goes_one_way_and_the_ways_take_turns() {
         for together in [1, 31, 32, 33, 48, 64, 256] {
             let cell = Cell::new();
-            cell.way(None, COPY);
+            cell.mode(None, COPY);
             let mut turns = [0u32; 2];
             while turns.iter().any(|&turns| turns < TURNS) {
-                let first = cell.way(None, COPY);
-                assert!((1..together).all(|_| cell.way(Some(first), COPY) == first));
-                turns[usize::from(first == Way::ZeroCopy)] += 1;
+                let first = cell.mode(None, COPY);
+                assert!((1..together).all(|_| cell.mode(Some(first), COPY) == first));
+                turns[usize::from(first == SendMode::ZeroCopy)] += 1;
                 assert_eq!(cell.decision(), None, "{together}: {turns:?}");
             }
         }
     }
 
-    fn decide(copy: u64, place: u64) -> Way {
+    fn decide(copy: u64, place: u64) -> SendMode {
         let cell = Cell::new();
         let mut seen = [0; 2];
         while cell.decision().is_none() {
-            let way = cell.way(None, COPY);
+            let mode = cell.mode(None, COPY);
             let noise = u64::from(seen[0] as u32 % 7) * 1000;
-            seen[usize::from(way == Way::ZeroCopy)] += 1;
-            cell.learn(way, noise + if way == Way::Copy { copy } else { place });
+            seen[usize::from(mode == SendMode::ZeroCopy)] += 1;
+            cell.learn(
+                mode,
+                noise + if mode == SendMode::Copy { copy } else { place },
+            );
             assert!(seen.iter().sum::<i32>() < 1000, "it never decides");
         }
-        cell.way(None, COPY)
+        cell.mode(None, COPY)
     }
 
     #[test]
     fn the_cheaper_way_wins_by_a_twentieth() {
-        assert_eq!(decide(1_000_000, 800_000), Way::ZeroCopy);
-        assert_eq!(decide(1_000_000, 980_000), Way::Copy);
-        assert_eq!(decide(1_000_000, 1_500_000), Way::Copy);
+        assert_eq!(decide(1_000_000, 800_000), SendMode::ZeroCopy);
+        assert_eq!(decide(1_000_000, 980_000), SendMode::Copy);
+        assert_eq!(decide(1_000_000, 1_500_000), SendMode::Copy);
     }
 
     #[test]
@@ -397,20 +400,20 @@ mod tests {
         // A kind that no other test sends over.
         let class = |len| Class::of(Kind::OtherDatagram, Backend::Uring, true, len).0;
         let threshold = || threshold(Kind::OtherDatagram, Backend::Uring, true);
-        let decide = |len, way, basis| CELLS[class(len)].decide(way, basis);
+        let decide = |len, mode, basis| CELLS[class(len)].decide(mode, basis);
         assert_eq!(threshold(), (None, Basis::Unknown));
-        decide(16_384, Way::ZeroCopy, Basis::Measured);
+        decide(16_384, SendMode::ZeroCopy, Basis::Measured);
         assert_eq!(threshold(), (Some(16_384), Basis::Measured));
-        decide(1024, Way::Copy, Basis::Assumed);
+        decide(1024, SendMode::Copy, Basis::Assumed);
         assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
-        decide(2048, Way::Copy, Basis::Measured);
+        decide(2048, SendMode::Copy, Basis::Measured);
         assert_eq!(threshold(), (Some(16_384), Basis::Measured));
-        decide(16_384, Way::ZeroCopy, Basis::Assumed);
+        decide(16_384, SendMode::ZeroCopy, Basis::Assumed);
         assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
-        decide(32_768, Way::Copy, Basis::Measured);
+        decide(32_768, SendMode::Copy, Basis::Measured);
         // A longer one is copied.
         assert_eq!(threshold(), (None, Basis::Measured));
-        decide(usize::MAX, Way::ZeroCopy, Basis::Measured);
+        decide(usize::MAX, SendMode::ZeroCopy, Basis::Measured);
         assert_eq!(threshold(), (Some(16 << 20), Basis::Measured));
         assert_eq!(class((16 << 20) - 1) + 1, class(16 << 20));
     }
@@ -418,7 +421,7 @@ mod tests {
     #[test]
     fn a_back_end_that_copies_has_no_threshold_of_anothers() {
         let class = Class::of(Kind::VsockMessages, Backend::ErrorQueue, false, 16_384);
-        CELLS[class.0].decide(Way::ZeroCopy, Basis::Measured);
+        CELLS[class.0].decide(SendMode::ZeroCopy, Basis::Measured);
         let threshold = |backend| threshold(Kind::VsockMessages, backend, false);
         let found = (Some(16_384), Basis::Measured);
         assert_eq!(threshold(Backend::ErrorQueue), found);

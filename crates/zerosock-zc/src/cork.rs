@@ -22,7 +22,7 @@ use std::mem;
 
 use super::in_flight::{InFlightSend, Part};
 use super::send_queue::SendQueue;
-use crate::sys::{Key, Stable, Way};
+use crate::sys::{Key, SendMode, Stable};
 
 #[derive(Default)]
 pub(super) struct Cork {
@@ -179,7 +179,7 @@ impl<B: Stable> SendQueue<B> {
             let Some(send) = self.sends.get_mut(key.index()) else {
                 break;
             };
-            if mem::replace(&mut send.way, Way::Copy) == Way::ZeroCopy {
+            if mem::replace(&mut send.mode, SendMode::Copy) == SendMode::ZeroCopy {
                 self.stats.copied_for_memory += 1;
             }
             if !send.more {

@@ -5,7 +5,7 @@ use std::io;
 use super::calibration::Class;
 use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
-use crate::sys::Way;
+use crate::sys::SendMode;
 
 pub(super) struct InFlightSend {
     /// Sends accepted before it: what the order of a stream is kept by.
@@ -15,7 +15,7 @@ pub(super) struct InFlightSend {
     pub(super) attached: Option<Attached>,
     pub(super) total: usize,
     pub(super) sent: usize,
-    pub(super) way: Way,
+    pub(super) mode: SendMode,
     /// Its class is that of registered memory.
     pub(super) registered: bool,
     /// Kept by the policy's class while that is measured.
@@ -59,7 +59,7 @@ impl InFlightSend {
             attached: None,
             total: 0,
             sent: 0,
-            way: Way::Copy,
+            mode: SendMode::Copy,
             registered: false,
             class: None,
             failure: None,

@@ -10,7 +10,7 @@
 use super::Backend;
 use super::calibration::{self, Class};
 use super::message::Copying;
-use crate::sys::{Kind, Way};
+use crate::sys::{Kind, SendMode};
 
 /// So many notifications in a row that say "copied", of one send each or of several, and zero copy is off.
 const PATIENCE: u32 = 16;
@@ -40,7 +40,7 @@ pub(super) struct Policy {
     since: u32,
     /// How the last send of a measured class goes. What is submitted together goes alike, else
     /// nothing could be learnt of it.
-    last: Option<(Class, Way)>,
+    last: Option<(Class, SendMode)>,
     /// The kernel does not do it on this socket.
     impossible: bool,
     /// The last notification said that the kernel did not copy.
@@ -69,20 +69,20 @@ impl Policy {
     }
 
     /// How to send `len` bytes.
-    pub(super) fn way(&mut self, wish: Copying, len: usize, registered: bool) -> Way {
+    pub(super) fn mode(&mut self, wish: Copying, len: usize, registered: bool) -> SendMode {
         match wish {
-            Copying::Always => Way::Copy,
-            _ if self.impossible => Way::Copy,
-            Copying::Never => Way::ZeroCopy,
+            Copying::Always => SendMode::Copy,
+            _ if self.impossible => SendMode::Copy,
+            Copying::Never => SendMode::ZeroCopy,
             Copying::Auto => self.choose(len, registered),
         }
     }
 
-    fn choose(&mut self, len: usize, registered: bool) -> Way {
+    fn choose(&mut self, len: usize, registered: bool) -> SendMode {
         if let Some(left) = &mut self.pause {
             *left = left.saturating_sub(1);
             if *left > 0 {
-                return Way::Copy;
+                return SendMode::Copy;
             }
             // One that says otherwise is enough to go on with; one more that says "copied" is not.
             self.pause = None;
@@ -98,12 +98,16 @@ impl Policy {
                     calibration::used(class, TELL);
                 }
                 let before = self.last.filter(|&(last, _)| last == class);
-                let way = calibration::way(class, before.map(|(_, way)| way));
-                self.last = Some((class, way));
-                return way;
+                let mode = calibration::mode(class, before.map(|(_, mode)| mode));
+                self.last = Some((class, mode));
+                return mode;
             }
         };
-        if in_place { Way::ZeroCopy } else { Way::Copy }
+        if in_place {
+            SendMode::ZeroCopy
+        } else {
+            SendMode::Copy
+        }
     }
 
     /// What is accepted from now on is not submitted with what was before.
@@ -165,23 +169,23 @@ mod tests {
     #[test]
     fn the_threshold_is_a_length() {
         let mut policy = policy();
-        assert_eq!(policy.way(Copying::Auto, 999, false), Way::Copy);
-        assert_eq!(policy.way(Copying::Auto, 1000, false), Way::ZeroCopy);
-        assert_eq!(policy.way(Copying::Never, 1, false), Way::ZeroCopy);
-        assert_eq!(policy.way(Copying::Always, 1 << 20, true), Way::Copy);
+        assert_eq!(policy.mode(Copying::Auto, 999, false), SendMode::Copy);
+        assert_eq!(policy.mode(Copying::Auto, 1000, false), SendMode::ZeroCopy);
+        assert_eq!(policy.mode(Copying::Never, 1, false), SendMode::ZeroCopy);
+        assert_eq!(policy.mode(Copying::Always, 1 << 20, true), SendMode::Copy);
     }
 
     #[test]
     fn what_is_copied_all_the_same_is_copied_by_us() {
         let mut policy = policy();
         for _ in 0..PATIENCE {
-            assert_eq!(policy.way(Copying::Auto, 5000, false), Way::ZeroCopy);
+            assert_eq!(policy.mode(Copying::Auto, 5000, false), SendMode::ZeroCopy);
             policy.noted(true);
         }
         assert!(policy.is_off());
         let mut tried = Vec::new();
         for send in 0..8 * FIRST_PAUSE {
-            if policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy {
+            if policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy {
                 tried.push(send);
                 policy.noted(true);
             }
@@ -189,7 +193,7 @@ mod tests {
         // After 1024 sends, after 2048 more, after 4096 more.
         assert_eq!(tried, [1023, 3071, 7167]);
         // A send that must not be copied is not.
-        assert_eq!(policy.way(Copying::Never, 5000, false), Way::ZeroCopy);
+        assert_eq!(policy.mode(Copying::Never, 5000, false), SendMode::ZeroCopy);
     }
 
     #[test]
@@ -198,25 +202,25 @@ mod tests {
         for _ in 0..PATIENCE {
             policy.noted(true);
         }
-        while policy.way(Copying::Auto, 5000, false) == Way::Copy {}
+        while policy.mode(Copying::Auto, 5000, false) == SendMode::Copy {}
         policy.noted(false);
-        assert!((0..10_000).all(|_| policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy));
+        assert!((0..10_000).all(|_| policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy));
     }
 
     #[test]
     fn what_is_submitted_together_goes_alike() {
         // A kind that no other test sends over.
         let mut policy = Policy::new(Kind::Packet, Backend::Uring, Threshold::Measured);
-        let mut ways = Vec::new();
+        let mut modes = Vec::new();
         for _ in 0..100 {
             let together: Vec<_> = (0..48)
-                .map(|_| policy.way(Copying::Auto, 5000, false))
+                .map(|_| policy.mode(Copying::Auto, 5000, false))
                 .collect();
             assert_eq!(together, [together[0]; 48]);
-            ways.push(together[0]);
+            modes.push(together[0]);
             policy.submitted();
         }
-        let copies = ways.iter().filter(|&&way| way == Way::Copy).count();
+        let copies = modes.iter().filter(|&&mode| mode == SendMode::Copy).count();
         assert!((40..=60).contains(&copies), "{copies}");
     }
 
@@ -228,7 +232,7 @@ mod tests {
         let mut ask = |times| {
             for _ in 0..times {
                 for len in [100, 50_000] {
-                    policy.way(Copying::Auto, len, false);
+                    policy.mode(Copying::Auto, len, false);
                     policy.submitted();
                 }
             }
@@ -246,6 +250,6 @@ mod tests {
     fn a_socket_that_cannot_is_not_asked() {
         let mut policy = policy();
         policy.cannot();
-        assert_eq!(policy.way(Copying::Never, 5000, false), Way::Copy);
+        assert_eq!(policy.mode(Copying::Never, 5000, false), SendMode::Copy);
     }
 }

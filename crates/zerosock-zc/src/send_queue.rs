@@ -39,7 +39,7 @@ use super::ranges::Ranges;
 use super::slots::Slots;
 use super::stats::Stats;
 use super::turn::Turn;
-use crate::sys::{self, Backend, Key, NotStarted, Order, Stable, Way, ZcSocket};
+use crate::sys::{self, Backend, Key, NotStarted, SendMode, Stable, Submission, ZcSocket};
 
 /// Sends of a stream under way together.
 const CHAIN: usize = 32;
@@ -177,9 +177,9 @@ impl<B: Stable> SendQueue<B> {
                 return Err((outgoing, Refusal::Full));
             }
         };
-        let way = match total {
-            0 => Way::Copy,
-            _ => self.policy.way(copying, total, registered),
+        let mode = match total {
+            0 => SendMode::Copy,
+            _ => self.policy.mode(copying, total, registered),
         };
         let number = (copying != Copying::Always).then(|| {
             let number = self.next;
@@ -193,7 +193,7 @@ impl<B: Stable> SendQueue<B> {
                 number,
                 ticket,
                 total,
-                way,
+                mode,
                 registered,
                 class: match copying {
                     Copying::Auto if total > 0 => self.policy.class(registered, total),
@@ -294,14 +294,14 @@ impl<B: Stable> SendQueue<B> {
             let rest = send.total.saturating_sub(send.sent);
             match before {
                 None => {
-                    left = match send.way {
-                        Way::ZeroCopy => self.gather,
-                        Way::Copy => GATHERED,
+                    left = match send.mode {
+                        SendMode::ZeroCopy => self.gather,
+                        SendMode::Copy => GATHERED,
                     };
                 }
                 // What is to be continued must not hold back what is not.
                 Some(before) => {
-                    let alike = before.way == send.way && (before.more || !send.more);
+                    let alike = before.mode == send.mode && (before.more || !send.more);
                     if !(self.stream && alike && send.sent == 0 && rest <= left) {
                         return;
                     }
@@ -342,8 +342,8 @@ impl<B: Stable> SendQueue<B> {
             }
             let follows = started + run.len() < count && !one_by_one;
             let last = run.last().and_then(|key| self.sends.get(key.index()));
-            let order = Order {
-                way: send.way,
+            let submission = Submission {
+                mode: send.mode,
                 from: send.sent,
                 whole: self.whole,
                 linked: follows && (self.stream || send.part != Part::Whole && send.more),
@@ -351,7 +351,7 @@ impl<B: Stable> SendQueue<B> {
                 when_writable: self.full,
             };
             let part = send.part;
-            match self.zc_socket.start(run, order) {
+            match self.zc_socket.start(run, submission) {
                 Ok(one) => {
                     let mut bytes = 0;
                     for &key in run.iter().take(one.places) {
@@ -382,7 +382,7 @@ impl<B: Stable> SendQueue<B> {
                 }
                 Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
                     let code = rustix::io::Errno::INVAL.raw_os_error();
-                    if part != Part::Whole && order.more {
+                    if part != Part::Whole && submission.more {
                         self.cork.ended = Some(code);
                     }
                     if self.stream {
@@ -405,11 +405,11 @@ impl<B: Stable> SendQueue<B> {
         };
         send.started = true;
         send.turn = self.turn.number;
-        if send.way == Way::ZeroCopy && registered != send.registered {
+        if send.mode == SendMode::ZeroCopy && registered != send.registered {
             // It costs what another class does.
             send.class = None;
         }
-        let one = send.class.map(|class| (class, send.way));
+        let one = send.class.map(|class| (class, send.mode));
         self.turn.started(one);
         send.total.saturating_sub(send.sent)
     }

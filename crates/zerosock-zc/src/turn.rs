@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::calibration::{self, Class};
 use super::policy::Policy;
-use crate::sys::Way;
+use crate::sys::SendMode;
 
 #[derive(Default)]
 pub(super) struct Turn {
@@ -13,7 +13,7 @@ pub(super) struct Turn {
     /// Of those, how many were over, with success, when the submission was.
     whole: u32,
     /// None when nothing has been started, or things that differ.
-    alike: Option<(Class, Way)>,
+    alike: Option<(Class, SendMode)>,
 }
 
 impl Turn {
@@ -25,7 +25,7 @@ impl Turn {
     }
 
     /// A request has been made of a send.
-    pub(super) fn started(&mut self, one: Option<(Class, Way)>) {
+    pub(super) fn started(&mut self, one: Option<(Class, SendMode)>) {
         if self.sends == 0 {
             self.alike = one;
         } else if self.alike != one {
@@ -44,12 +44,12 @@ impl Turn {
     /// buffers the kernel copies: its costs are not those of the class, which it shares with sockets
     /// whose device reads pages in place.
     pub(super) fn teach(&self, took: Duration, policy: &Policy) {
-        if let Some((class, way)) = self.lesson(policy.sends_in_place()) {
-            calibration::learn(class, way, self.sends, took);
+        if let Some((class, mode)) = self.lesson(policy.sends_in_place()) {
+            calibration::learn(class, mode, self.sends, took);
         }
     }
 
-    fn lesson(&self, in_place: bool) -> Option<(Class, Way)> {
+    fn lesson(&self, in_place: bool) -> Option<(Class, SendMode)> {
         let taken = self.sends > 0 && self.whole == self.sends;
         self.alike.filter(|_| taken && in_place)
     }
@@ -62,42 +62,42 @@ mod tests {
     use super::super::Backend;
     use super::*;
 
-    fn one(way: Way) -> Option<(Class, Way)> {
+    fn one(mode: SendMode) -> Option<(Class, SendMode)> {
         let class = Class::of(Kind::OtherStream, Backend::Uring, false, 5000);
-        Some((class, way))
+        Some((class, mode))
     }
 
     #[test]
     fn a_turn_teaches_only_when_all_of_it_was_taken() {
         let mut turn = Turn::default().next();
-        turn.started(one(Way::Copy));
-        turn.started(one(Way::Copy));
+        turn.started(one(SendMode::Copy));
+        turn.started(one(SendMode::Copy));
         assert_eq!(turn.lesson(true), None);
         turn.ended(1);
         // What an earlier turn began is none of its.
         turn.ended(0);
         assert_eq!(turn.lesson(true), None);
         turn.ended(1);
-        assert_eq!(turn.lesson(true), one(Way::Copy));
+        assert_eq!(turn.lesson(true), one(SendMode::Copy));
         assert_eq!(turn.next().lesson(true), None);
     }
 
     #[test]
     fn a_socket_whose_buffers_are_copied_all_the_same_teaches_nothing() {
-        for way in [Way::Copy, Way::ZeroCopy] {
+        for mode in [SendMode::Copy, SendMode::ZeroCopy] {
             let mut turn = Turn::default().next();
-            turn.started(one(way));
+            turn.started(one(mode));
             turn.ended(1);
             assert_eq!(turn.lesson(false), None);
-            assert_eq!(turn.lesson(true), one(way));
+            assert_eq!(turn.lesson(true), one(mode));
         }
     }
 
     #[test]
     fn a_turn_of_different_sends_teaches_nothing() {
         let mut turn = Turn::default().next();
-        turn.started(one(Way::Copy));
-        turn.started(one(Way::ZeroCopy));
+        turn.started(one(SendMode::Copy));
+        turn.started(one(SendMode::ZeroCopy));
         turn.ended(1);
         turn.ended(1);
         assert_eq!(turn.lesson(true), None);

@@ -47,7 +47,7 @@ pub use zc_socket::{Backend, ZcSocket};
 
 /// Whether the kernel may keep the buffer.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub enum Way {
+pub enum SendMode {
     /// It copies: the buffer is free with the result.
     Copy,
     /// It may read the buffer until it notifies.
@@ -56,9 +56,9 @@ pub enum Way {
 
 /// How one request is made of what lies in places.
 #[derive(Copy, Clone, Debug)]
-pub struct Order {
+pub struct Submission {
     /// With a copy or without.
-    pub way: Way,
+    pub mode: SendMode,
     /// Bytes of the first place that have been sent already.
     pub from: usize,
     /// Of a stream: all of it or an error (MSG_WAITALL), so that others can be linked to it.

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use io_uring::cqueue;
 
 use super::places::{Places, header};
-use super::{Address, Event, Key, NotStarted, Order, Piece, Stable};
+use super::{Address, Event, Key, NotStarted, Piece, Stable, Submission};
 
 /// `IORING_NOTIF_USAGE_ZC_COPIED`, in a notification's result.
 pub(super) const COPIED: u32 = 1 << 31;
@@ -178,7 +178,7 @@ impl Requests {
         &mut self,
         places: &Places<B>,
         keys: &[Key],
-        order: &Order,
+        submission: &Submission,
         together: Together,
     ) -> Result<Id, NotStarted> {
         let (&first, rest) = keys.split_first().ok_or(NotStarted::Vacant)?;
@@ -191,12 +191,12 @@ impl Requests {
         request.number = request.number.wrapping_add(1);
         request.members.clear();
         request.pieces.clear();
-        if !request.add(first, buffer, order.from, together.longest) {
+        if !request.add(first, buffer, submission.from, together.longest) {
             self.vacant.push(index);
             return Err(NotStarted::TooManyPieces);
         }
         let len = request.total();
-        request.is_cut = buffer.total().saturating_sub(order.from) > len;
+        request.is_cut = buffer.total().saturating_sub(submission.from) > len;
         let arena = |buffer: &'_ B| {
             buffer
                 .arena()

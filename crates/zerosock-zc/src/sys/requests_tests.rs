@@ -1,6 +1,6 @@
 //! What is said of requests, and what places are told.
 
-use super::super::{Buf, Way};
+use super::super::{Buf, SendMode};
 use super::*;
 
 /// IORING_CQE_F_MORE and IORING_CQE_F_NOTIF.
@@ -8,8 +8,8 @@ const MORE: u32 = 1 << 1;
 const NOTIF: u32 = 1 << 3;
 const CANCELLED: i32 = -libc::ECANCELED;
 
-const ORDER: Order = Order {
-    way: Way::ZeroCopy,
+const SUBMISSION: Submission = Submission {
+    mode: SendMode::ZeroCopy,
     from: 0,
     whole: true,
     linked: false,
@@ -45,8 +45,10 @@ impl Kernel {
     }
 
     fn begin_from(&mut self, keys: &[Key], from: usize) -> u64 {
-        let order = Order { from, ..ORDER };
-        let id = self.requests.gather(&self.places, keys, &order, TOGETHER);
+        let submission = Submission { from, ..SUBMISSION };
+        let id = self
+            .requests
+            .gather(&self.places, keys, &submission, TOGETHER);
         let id = id.expect("a request");
         self.requests.begun(&mut self.places, id);
         self.requests.user_data(id)
@@ -217,10 +219,10 @@ fn a_request_of_several_is_no_longer_than_one_may_be() {
     let mut kernel = Kernel::new();
     let mut lengths = |lens: &[usize], from, together| {
         let keys: Vec<_> = lens.iter().map(|&len| kernel.put(len)).collect();
-        let order = Order { from, ..ORDER };
+        let submission = Submission { from, ..SUBMISSION };
         let id = kernel
             .requests
-            .gather(&kernel.places, &keys, &order, together);
+            .gather(&kernel.places, &keys, &submission, together);
         let request = kernel.requests.get(id.expect("a request"));
         let pieces = request.pieces().iter().map(|piece| piece.iov_len);
         let found = (pieces.collect::<Vec<_>>(), request.places(), request.is_cut);
@@ -291,7 +293,7 @@ fn a_request_has_no_more_pieces_than_the_kernel_takes() {
     let mut gather = |keys: &[Key]| {
         let gathered = kernel
             .requests
-            .gather(&kernel.places, keys, &ORDER, TOGETHER);
+            .gather(&kernel.places, keys, &SUBMISSION, TOGETHER);
         gathered.map(|id| kernel.requests.get(id).places())
     };
     assert_eq!(gather(&together(fits, &[most, fits])), Ok(2));
@@ -321,7 +323,7 @@ fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
         };
         let gathered = kernel
             .requests
-            .gather(&kernel.places, &keys, &ORDER, together);
+            .gather(&kernel.places, &keys, &SUBMISSION, together);
         let request = kernel.requests.get(gathered.expect("a request"));
         assert_eq!(request.places(), expected);
     }
@@ -337,7 +339,7 @@ fn what_has_an_address_of_its_own_goes_alone() {
     for keys in [[addressed, plain], [plain, addressed]] {
         let gathered = kernel
             .requests
-            .gather(&kernel.places, &keys, &ORDER, TOGETHER);
+            .gather(&kernel.places, &keys, &SUBMISSION, TOGETHER);
         let request = kernel.requests.get(gathered.expect("a request"));
         assert_eq!(request.places(), 1);
     }

@@ -21,7 +21,7 @@ use super::numbers::Numbers;
 use super::places::header;
 use super::requests::{Note, Together};
 use super::zc_socket::SocketState;
-use super::{Address, Key, Kind, NotStarted, Order, Stable, Started, Way};
+use super::{Address, Key, Kind, NotStarted, SendMode, Stable, Started, Submission};
 
 /// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
 pub(super) const LOOKS: usize = 64;
@@ -82,31 +82,31 @@ impl SendmsgBackend {
         &mut self,
         state: &mut SocketState<B>,
         keys: &[Key],
-        order: Order,
+        submission: Submission,
     ) -> Result<Started, NotStarted> {
         let &first = keys.first().ok_or(NotStarted::Vacant)?;
         let buffer = state.places.buffer(first).ok_or(NotStarted::Vacant)?;
         // An empty datagram, or an empty piece of one, has a number or not, as it comes. A copy has
         // none, and costs nothing.
-        let wished = order.way == Way::ZeroCopy && buffer.total() > order.from;
+        let wished = submission.mode == SendMode::ZeroCopy && buffer.total() > submission.from;
         let mut zero_copy = wished && self.zero_copy;
         if zero_copy && self.doubt.is_some() {
             self.settle(state);
             zero_copy = self.doubt.is_none() && self.zero_copy;
         }
         zero_copy = zero_copy && self.counts(state, first);
-        let way = match zero_copy {
-            true => Way::ZeroCopy,
-            false => Way::Copy,
+        let mode = match zero_copy {
+            true => SendMode::ZeroCopy,
+            false => SendMode::Copy,
         };
         let together = Together {
-            many: state.gathers(way),
+            many: state.gathers(mode),
             by_arena: false,
-            longest: state.longest(way),
+            longest: state.longest(mode),
         };
         let id = state
             .requests
-            .gather(&state.places, keys, &order, together)?;
+            .gather(&state.places, keys, &submission, together)?;
         let request = state.requests.get(id);
         let (places, total) = (request.places(), request.total());
         let told = self.error.take();
@@ -114,7 +114,7 @@ impl SendmsgBackend {
         let result = match told {
             Some(error) => Err(error),
             None => {
-                let more = if order.more { libc::MSG_MORE } else { 0 };
+                let more = if submission.more { libc::MSG_MORE } else { 0 };
                 let flags = libc::MSG_DONTWAIT | more;
                 state.system_calls += 1;
                 let address = state.places.address(first);
@@ -127,7 +127,7 @@ impl SendmsgBackend {
         let mut note = Note::None;
         match &result {
             Ok(sent) => {
-                self.corked = order.more;
+                self.corked = submission.more;
                 if zero_copy && *sent > 0 && self.is_numbered(state) {
                     self.numbers.give(id);
                     note = Note::Follows;

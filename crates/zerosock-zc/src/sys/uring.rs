@@ -28,7 +28,7 @@ use super::arenas::Arenas;
 use super::places::{Place, header};
 use super::requests::{Posted, Request, Together};
 use super::zc_socket::SocketState;
-use super::{Event, Key, Kind, NotStarted, Order, Piece, Stable, Started, Way};
+use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Submission};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
 /// stable releases of 6.1).
@@ -111,10 +111,10 @@ impl UringBackend {
         &mut self,
         state: &mut SocketState<B>,
         keys: &[Key],
-        order: Order,
+        submission: Submission,
     ) -> Result<Started, NotStarted> {
         let room = self.ring.params().sq_entries() as usize - self.queued;
-        if room < 1 + usize::from(order.when_writable) {
+        if room < 1 + usize::from(submission.when_writable) {
             return Err(NotStarted::QueueFull);
         }
         // Our crate has no word for the number of an arena in a request of several pieces: it is 0.
@@ -122,21 +122,22 @@ impl UringBackend {
         let place = keys.first().and_then(|&first| state.places.get(first));
         let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
         let together = Together {
-            many: state.gathers(order.way) && (order.way == Way::Copy || !arena.is_some_and(alone)),
-            by_arena: order.way == Way::ZeroCopy,
-            longest: state.longest(order.way),
+            many: state.gathers(submission.mode)
+                && (submission.mode == SendMode::Copy || !arena.is_some_and(alone)),
+            by_arena: submission.mode == SendMode::ZeroCopy,
+            longest: state.longest(submission.mode),
         };
         let id = state
             .requests
-            .gather(&state.places, keys, &order, together)?;
+            .gather(&state.places, keys, &submission, together)?;
         let request = state.requests.get_mut(id);
-        let flags = self.flags(request.total(), state.kind, order);
-        let entry = self.entry(request, place, order.way, flags);
+        let flags = self.flags(request.total(), state.kind, submission);
+        let entry = self.entry(request, place, submission.mode, flags);
         if let Some(number) = request.arena {
             self.arenas.begun(number);
         }
         let places = request.places();
-        let follows = order.linked || order.whole && places < keys.len();
+        let follows = submission.linked || submission.whole && places < keys.len();
         let started = Started {
             places,
             linked: follows && !request.is_cut,
@@ -147,7 +148,7 @@ impl UringBackend {
             false => squeue::Flags::empty(),
         };
         let entry = entry.user_data(state.requests.user_data(id)).flags(link);
-        if order.when_writable {
+        if submission.when_writable {
             let poll = opcode::PollAdd::new(SOCKET, libc::POLLOUT as u32)
                 .build()
                 .user_data(NOBODY)
@@ -164,7 +165,7 @@ impl UringBackend {
         &mut self,
         request: &mut Request,
         place: Option<&Place<B>>,
-        way: Way,
+        mode: SendMode,
         flags: i32,
     ) -> squeue::Entry {
         let address = place.and_then(|place| place.address.as_ref());
@@ -176,8 +177,8 @@ impl UringBackend {
                     Some(address) => (address.as_ptr(), address.len()),
                     None => (std::ptr::null(), 0),
                 };
-                match way {
-                    Way::ZeroCopy => {
+                match mode {
+                    SendMode::ZeroCopy => {
                         request.arena = arena.and_then(|it| self.arenas.number(&self.ring, it));
                         opcode::SendZc::new(SOCKET, piece.address, piece.len as u32)
                             .buf_index(request.arena)
@@ -187,7 +188,7 @@ impl UringBackend {
                             .zc_flags(REPORT_USAGE)
                             .build()
                     }
-                    Way::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
+                    SendMode::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
                         .dest_addr(to)
                         .dest_addr_len(to_len)
                         .flags(flags)
@@ -196,8 +197,8 @@ impl UringBackend {
             }
             _ => {
                 let header = request.header(address);
-                match way {
-                    Way::ZeroCopy => {
+                match mode {
+                    SendMode::ZeroCopy => {
                         let number = arena.and_then(|it| self.arenas.number(&self.ring, it));
                         request.arena = number.filter(|&number| number == 0);
                         let fixed = match request.arena {
@@ -209,7 +210,7 @@ impl UringBackend {
                             .flags(flags as u32)
                             .build()
                     }
-                    Way::Copy => opcode::SendMsg::new(SOCKET, header)
+                    SendMode::Copy => opcode::SendMsg::new(SOCKET, header)
                         .flags(flags as u32)
                         .build(),
                 }
@@ -218,17 +219,17 @@ impl UringBackend {
     }
 
     /// Of a request of so many bytes.
-    fn flags(&mut self, total: usize, kind: Kind, order: Order) -> i32 {
+    fn flags(&mut self, total: usize, kind: Kind, submission: Submission) -> i32 {
         let mut flags = libc::MSG_NOSIGNAL;
-        if order.whole {
+        if submission.whole {
             flags |= libc::MSG_WAITALL;
         }
-        if order.more {
+        if submission.more {
             flags |= libc::MSG_MORE;
         }
-        if kind.is_tcp() && order.way == Way::ZeroCopy {
+        if kind.is_tcp() && submission.mode == SendMode::ZeroCopy {
             self.tied += total;
-            if self.tied >= TIED && order.whole && !order.more {
+            if self.tied >= TIED && submission.whole && !submission.more {
                 self.tied = 0;
                 flags |= libc::MSG_EOR;
             }

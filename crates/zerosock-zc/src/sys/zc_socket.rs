@@ -11,7 +11,7 @@ use super::requests::Requests;
 use super::sendmsg::SendmsgBackend;
 use super::uring::{MAX_REQUEST_LEN, UringBackend};
 use super::{
-    Address, Event, Key, Kind, NotStarted, Order, Stable, Started, Way, kind, orphans,
+    Address, Event, Key, Kind, NotStarted, SendMode, Stable, Started, Submission, kind, orphans,
     permit_zero_copy, reset,
 };
 
@@ -74,17 +74,17 @@ pub(super) struct SocketState<B> {
 
 impl<B> SocketState<B> {
     /// The longest request, in bytes.
-    pub(super) fn longest(&self, way: Way) -> usize {
+    pub(super) fn longest(&self, mode: SendMode) -> usize {
         match self.kind {
-            Kind::VsockStream if way == Way::ZeroCopy => MAX_VSOCK_PACKET,
+            Kind::VsockStream if mode == SendMode::ZeroCopy => MAX_VSOCK_PACKET,
             _ => MAX_REQUEST_LEN,
         }
     }
 
     /// Whether a request can be of several places. A socket that takes only so many pages in place as
     /// one packet holds, and copies what has more, gets them one by one.
-    pub(super) fn gathers(&self, way: Way) -> bool {
-        self.kind.is_tcp() || self.kind.is_stream() && way == Way::Copy
+    pub(super) fn gathers(&self, mode: SendMode) -> bool {
+        self.kind.is_tcp() || self.kind.is_stream() && mode == SendMode::Copy
     }
 }
 
@@ -185,15 +185,15 @@ impl<B: Stable> ZcSocket<B> {
     ///
     /// # Errors
     /// If it cannot be made; the places are as they were.
-    pub fn start(&mut self, keys: &[Key], order: Order) -> Result<Started, NotStarted> {
+    pub fn start(&mut self, keys: &[Key], submission: Submission) -> Result<Started, NotStarted> {
         let Inner {
             implementation,
             state,
             ..
         } = &mut *self.inner;
         match implementation {
-            BackendImpl::Uring(uring) => uring.start(state, keys, order),
-            BackendImpl::Sendmsg(sendmsg) => sendmsg.start(state, keys, order),
+            BackendImpl::Uring(uring) => uring.start(state, keys, submission),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.start(state, keys, submission),
         }
     }
 

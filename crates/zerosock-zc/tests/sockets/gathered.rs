@@ -72,9 +72,9 @@ fn what_waits_together_is_one_request_and_each_is_told_of() {
             sender.submit().expect("the kernel answers");
             assert_eq!(sender.stats().requests, 1, "{backend:?}");
             // Two that lie between others are a request of their own: they go another way.
-            let ways = [Copying::Never, Copying::Always, Copying::Never];
+            let modes = [Copying::Never, Copying::Always, Copying::Never];
             for turn in 0..6 {
-                push(&mut sender, part(&mut at, 2000), ways[turn / 2]);
+                push(&mut sender, part(&mut at, 2000), modes[turn / 2]);
             }
             // What is longer than requests of several are is one, too, and so is what does not fit.
             for len in [200_000, 80_000, 60_000] {
@@ -124,11 +124,11 @@ fn what_is_cut_short_goes_on_where_it_was_cut() {
             while back < 3000 {
                 while turn < 3000 && sender.room() > 0 {
                     let len = 1 + turn * 7919 % 5000;
-                    let way = match turn / 50 % 3 {
+                    let mode = match turn / 50 % 3 {
                         0 => Copying::Always,
                         _ => Copying::Never,
                     };
-                    push(&mut sender, part(&mut at, len), way);
+                    push(&mut sender, part(&mut at, len), mode);
                     turn += 1;
                 }
                 sender.wait(Some(PATIENCE)).expect("the kernel answers");

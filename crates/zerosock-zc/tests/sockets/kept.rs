@@ -300,7 +300,7 @@ fn a_cancellation_ends_what_is_kept_and_what_was_asked_again() {
 fn whoever_waits_for_a_piece_that_was_copied_has_it() {
     for backend in BACKENDS {
         let of = &format!("{backend:?}");
-        let ways: [fn(&mut Sender<Vec<u8>>); 4] = [
+        let modes: [fn(&mut Sender<Vec<u8>>); 4] = [
             |sender| sender.wait(None).expect("the kernel answers"),
             |sender| sender.poll().expect("the kernel answers"),
             |sender| assert!(sender.finish(None).expect("the kernel answers")),
@@ -310,12 +310,12 @@ fn whoever_waits_for_a_piece_that_was_copied_has_it() {
             },
         ];
         let (mut sender, receiver) = open(backend, 8);
-        for way in ways {
+        for mode in modes {
             begin(&mut sender, SMALL);
             // An event loop is told that there is something to poll for.
             let keeps = sender.next_timeout().is_some();
             assert_eq!(keeps, !sender.is_quiet(), "{of}");
-            way(&mut sender);
+            mode(&mut sender);
             assert!(sender.next_timeout().is_none() && sender.is_quiet(), "{of}");
             assert_eq!(outcomes(&back(&mut sender)), [(300, true)], "{of}");
             // It goes on.
@@ -522,7 +522,7 @@ fn take(sender: &mut Sender<Vec<u8>>, datagrams: &mut [Vec<(Vec<u8>, Option<bool
     for one in back(sender) {
         let mut pieces = datagrams.iter_mut().flatten();
         let piece = pieces.find(|(bytes, sent)| sent.is_none() && *bytes == one.buffer);
-        let (_, sent) = piece.expect("it was under way");
+        let (_, sent) = piece.expect("it was under mode");
         *sent = Some(one.outcome.is_ok());
     }
 }

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use zerosock_zc::sys::{Event, Order, Way, ZcSocket};
+use zerosock_zc::sys::{Event, SendMode, Submission, ZcSocket};
 use zerosock_zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
 
 use crate::alone::alone;
@@ -34,8 +34,8 @@ fn set(socket: &UdpSocket, level: i32, option: i32) {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-const ORDER: Order = Order {
-    way: Way::ZeroCopy,
+const SUBMISSION: Submission = Submission {
+    mode: SendMode::ZeroCopy,
     from: 0,
     whole: false,
     linked: false,
@@ -138,7 +138,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
             let start = |calls: &mut ZcSocket<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
-                calls.start(&[key], ORDER).expect("it is made");
+                calls.start(&[key], SUBMISSION).expect("it is made");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
                     Event::Done(of, result) if of == key => Some(result),
                     _ => None,
@@ -229,8 +229,8 @@ fn an_empty_datagram_is_nobody_elses_number() {
             let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
             let start = |calls: &mut ZcSocket<_>, len, more| {
                 let key = calls.put(vec![1; len], None).expect("a place");
-                let order = Order { more, ..ORDER };
-                calls.start(&[key], order).expect("it is made");
+                let submission = Submission { more, ..SUBMISSION };
+                calls.start(&[key], submission).expect("it is made");
                 key
             };
             // All of it passes: one of two pieces, the second of them empty, and empty ones.
@@ -266,7 +266,7 @@ fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
     // The first is through.
     for _ in 0..=sends {
         let key = other.put(vec![2; 2500], None).expect("a place");
-        other.start(&[key], ORDER).expect("it is made");
+        other.start(&[key], SUBMISSION).expect("it is made");
         other.reap().expect("the kernel answers");
     }
     assert_eq!(other.reading(), sends);
@@ -290,7 +290,7 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
                     // Six pages: some of its fragments wait, others are dropped, and what is left
                     // of the memory is less than any send needs.
                     let key = calls.put(vec![1; 20_000], None).expect("a place");
-                    calls.start(&[key], ORDER).expect("it is made");
+                    calls.start(&[key], SUBMISSION).expect("it is made");
                     (other, calls, key)
                 };
                 let thread = thread::scope(|scope| scope.spawn(unprivileged).join());

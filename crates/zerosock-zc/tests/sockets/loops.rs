@@ -81,7 +81,7 @@ fn threads(sender: Sender<Vec<u8>>, submitted: impl FnOnce()) -> Sender<Vec<u8>>
 /// 256 sends of `len` bytes, submitted at once, and a peer that reads only after that.
 fn everything_arrives(len: usize, copying: Copying) {
     for backend in BACKENDS {
-        for way in 0..3 {
+        for mode in 0..3 {
             let (socket, far) = pair();
             socket.set_nonblocking(true).expect("a socket");
             let builder = Sender::builder().backend(backend).capacity(SENDS as u32);
@@ -92,11 +92,11 @@ fn everything_arrives(len: usize, copying: Copying) {
                 let pushed = sender.push(Outgoing::new(bytes).copying(copying));
                 pushed.map_err(|refused| refused.why).expect("a place");
             }
-            let what = format!("{backend:?}, {way}, {len} bytes, {copying:?}");
+            let what = format!("{backend:?}, {mode}, {len} bytes, {copying:?}");
             let received = within(&what, move || {
                 let (tell, told) = mpsc::channel();
                 let read = || drop(thread::spawn(move || tell.send(check(far))));
-                let sender = match way {
+                let sender = match mode {
                     0 => event_loop(sender, read),
                     1 => task(sender, read),
                     _ => threads(sender, read),

@@ -90,13 +90,13 @@ fn mix(sender: &SharedSender<Vec<u8>>, thread: u64, longest: usize) -> Heard {
             outgoing.slot = Some((name % 3) as u32);
             outgoing.flush = name.is_multiple_of(7);
         }
-        let way = (turn + thread) % 6;
-        let room = match way {
+        let mode = (turn + thread) % 6;
+        let room = match mode {
             // Any room, also none.
             2 => &mut room[..turn as usize % 17],
             _ => &mut room[..],
         };
-        let sent = match way {
+        let sent = match mode {
             2 => {
                 let sent = sender.send_with(outgoing, room);
                 sent.map(|count| heard.told.extend_from_slice(&room[..count]))
@@ -104,7 +104,7 @@ fn mix(sender: &SharedSender<Vec<u8>>, thread: u64, longest: usize) -> Heard {
             _ => sender.send(outgoing).map(drop),
         };
         sent.map_err(|refused| refused.why).expect("it is accepted");
-        match way {
+        match mode {
             0 => heard.take_back(sender),
             1 => heard.take_posted(sender),
             3 => drop(heard.take_told(sender, room)),

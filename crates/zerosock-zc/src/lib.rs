@@ -176,7 +176,7 @@
 //! - `sys::uring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
 //!   that a packet must end with a request now and then (MSG_EOR).
 //! - `sys::arenas`: when registered memory may be replaced.
-//! - `sys::counter`, `sys::numbers` and `sys::doubt`: how MSG_ZEROCOPY numbers sends, also those that fail.
+//! - `sys::first_id`, `sys::notification_ids` and `sys::unresolved`: how MSG_ZEROCOPY numbers sends, also those that fail.
 //! - `cork`: what a socket keeps of a datagram in pieces (MSG_MORE) when a later piece fails.
 //!
 //! The following sockets are sent from by copies: raw and packet sockets, Unix sockets, TCP with an

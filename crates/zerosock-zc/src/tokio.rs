@@ -57,7 +57,7 @@ impl<B: Stable> TryFrom<Sender<B>> for AsyncSender<B> {
         let readiness = Readiness::of(sender.as_fd()).map_err(OpenError::Call)?;
         #[allow(
             deprecated,
-            reason = "the newer mode is unsafe, to have promised what an OwnedFd does by itself: \
+            reason = "the newer function is unsafe, to have promised what an OwnedFd does by itself: \
                       that it stays open and the same"
         )]
         let readiness =

@@ -17,8 +17,8 @@ pub(super) const BATCH: usize = 16;
 /// else the socket was told to tell of (SO_TIMESTAMPING, IP_PKTINFO and the like).
 const CONTROL: usize = 256;
 
-/// Numbers of sends, from the first to the last, and whether the kernel copied.
-pub(super) type Named = (u32, u32, bool);
+/// NotificationIds of sends, from the first to the last, and whether the kernel copied.
+pub(super) type ReportedRange = (u32, u32, bool);
 
 /// Where messages of the error queue are received.
 pub(super) struct ErrorQueue {
@@ -78,9 +78,9 @@ impl ErrorQueue {
     }
 
     /// What a message received last names; none if it is about something else.
-    pub(super) fn range(&self, index: usize) -> Option<Named> {
+    pub(super) fn range(&self, index: usize) -> Option<ReportedRange> {
         let used = self.headers.get(index)?.msg_hdr.msg_controllen;
-        named(self.control.get(index)?.0.get(..used.min(CONTROL))?)
+        reported_range(self.control.get(index)?.0.get(..used.min(CONTROL))?)
     }
 }
 
@@ -97,7 +97,7 @@ fn answer(count: isize) -> io::Result<usize> {
 }
 
 /// Looks through control messages: a timestamp may be in front of what is looked for.
-fn named(mut control: &[u8]) -> Option<Named> {
+fn reported_range(mut control: &[u8]) -> Option<ReportedRange> {
     // `struct cmsghdr`: its length with itself, the level and the type; the next one begins at a
     // multiple of the length's size.
     const WORD: usize = mem::size_of::<usize>();
@@ -119,7 +119,7 @@ fn named(mut control: &[u8]) -> Option<Named> {
 }
 
 /// `struct sock_extended_err`: u32 errno, u8 origin, type, code, pad, u32 info, u32 data.
-fn extended(error: &[u8]) -> Option<Named> {
+fn extended(error: &[u8]) -> Option<ReportedRange> {
     let (origin, code) = (*error.get(4)?, *error.get(6)?);
     let (lo, hi) = (int(error, 8)? as u32, int(error, 12)? as u32);
     (origin == ORIGIN && int(error, 0)? == 0).then_some((lo, hi, code & COPIED != 0))
@@ -158,25 +158,28 @@ mod tests {
         for (level, kind) in [(libc::SOL_IP, 11), (libc::SOL_IPV6, 25), VSOCK] {
             let wanted = message(level, kind, &notification(ORIGIN, 3, 9));
             let odd = message(libc::SOL_SOCKET, libc::SCM_TIMESTAMP, &[1; 13]);
-            assert_eq!(named(&wanted), found);
-            assert_eq!(named(&[odd, wanted].concat()), found);
+            assert_eq!(reported_range(&wanted), found);
+            assert_eq!(reported_range(&[odd, wanted].concat()), found);
         }
     }
 
     #[test]
     fn what_is_no_notification_names_nothing() {
         let like_one = notification(ORIGIN, 3, 9);
-        assert_eq!(named(&message(libc::SOL_SOCKET, 11, &like_one)), None);
+        assert_eq!(
+            reported_range(&message(libc::SOL_SOCKET, 11, &like_one)),
+            None
+        );
         let other = notification(2, 3, 9);
-        assert_eq!(named(&message(libc::SOL_IP, 11, &other)), None);
+        assert_eq!(reported_range(&message(libc::SOL_IP, 11, &other)), None);
         let whole = message(libc::SOL_IP, 11, &like_one);
         for len in 0..whole.len() {
-            assert_eq!(named(&whole[..len]), None, "{len}");
+            assert_eq!(reported_range(&whole[..len]), None, "{len}");
         }
         for len in [0, 1, 15, usize::MAX, usize::MAX - 7] {
             let mut bytes = message(libc::SOL_SOCKET, 1, &[0; 64]);
             bytes[..8].copy_from_slice(&len.to_ne_bytes());
-            assert_eq!(named(&bytes), None, "{len}");
+            assert_eq!(reported_range(&bytes), None, "{len}");
         }
     }
 }

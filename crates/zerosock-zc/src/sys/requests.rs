@@ -43,7 +43,7 @@ const PIECES: usize = 64;
 
 /// Where a request is kept, until nothing is owed for it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Id(pub(super) u32);
+pub(super) struct RequestId(pub(super) u32);
 
 /// One request.
 #[derive(Default)]
@@ -180,7 +180,7 @@ impl Requests {
         keys: &[Key],
         submission: &Submission,
         together: Together,
-    ) -> Result<Id, NotStarted> {
+    ) -> Result<RequestId, NotStarted> {
         let (&first, rest) = keys.split_first().ok_or(NotStarted::Vacant)?;
         let buffer = places.buffer(first).ok_or(NotStarted::Vacant)?;
         let index = self.vacant.pop().unwrap_or(self.all.len() as u32);
@@ -219,11 +219,11 @@ impl Requests {
                 left -= total;
             }
         }
-        Ok(Id(index))
+        Ok(RequestId(index))
     }
 
     /// It has been made, and owes a result.
-    pub(super) fn begun<B>(&mut self, places: &mut Places<B>, id: Id) {
+    pub(super) fn begun<B>(&mut self, places: &mut Places<B>, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         request.open = true;
         for member in &request.members {
@@ -231,11 +231,11 @@ impl Requests {
         }
     }
 
-    pub(super) fn get(&self, id: Id) -> &Request {
+    pub(super) fn get(&self, id: RequestId) -> &Request {
         &self.all[id.0 as usize]
     }
 
-    pub(super) fn get_mut(&mut self, id: Id) -> &mut Request {
+    pub(super) fn get_mut(&mut self, id: RequestId) -> &mut Request {
         &mut self.all[id.0 as usize]
     }
 
@@ -243,7 +243,7 @@ impl Requests {
     pub(super) fn result<B>(
         &mut self,
         places: &mut Places<B>,
-        id: Id,
+        id: RequestId,
         result: io::Result<usize>,
         note: Note,
     ) {
@@ -288,7 +288,7 @@ impl Requests {
     }
 
     /// A notification is to come for one that has failed: it took a number.
-    pub(super) fn owes<B>(&mut self, places: &mut Places<B>, id: Id) {
+    pub(super) fn owes<B>(&mut self, places: &mut Places<B>, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         request.notes += 1;
         if !request.open {
@@ -299,7 +299,7 @@ impl Requests {
     }
 
     /// One of its notifications has come.
-    pub(super) fn noted<B>(&mut self, places: &mut Places<B>, id: Id, copied: bool) {
+    pub(super) fn noted<B>(&mut self, places: &mut Places<B>, id: RequestId, copied: bool) {
         let request = &mut self.all[id.0 as usize];
         let Some(notes) = request.notes.checked_sub(1) else {
             return;
@@ -332,7 +332,7 @@ impl Requests {
         }
     }
 
-    fn settle(&mut self, id: Id) {
+    fn settle(&mut self, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         if !request.open && request.notes == 0 {
             if request.pieces.capacity() > PIECES {
@@ -343,13 +343,13 @@ impl Requests {
     }
 
     /// What its completions carry. No request is kept at u32::MAX.
-    pub(super) fn user_data(&self, id: Id) -> u64 {
+    pub(super) fn user_data(&self, id: RequestId) -> u64 {
         u64::from(self.get(id).number) << 32 | u64::from(id.0)
     }
 
     /// The request that such user data is of, if something is owed for it.
-    fn find(&self, user_data: u64) -> Option<Id> {
-        let id = Id(user_data as u32);
+    fn find(&self, user_data: u64) -> Option<RequestId> {
+        let id = RequestId(user_data as u32);
         let request = self.all.get(id.0 as usize)?;
         let is_it = request.number == (user_data >> 32) as u32;
         (is_it && (request.open || request.notes > 0)).then_some(id)

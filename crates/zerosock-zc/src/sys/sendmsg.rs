@@ -1,8 +1,8 @@
 //! The `ZcSocket` over sendmsg(2), with the error queue or with copies only.
 //!
 //! A request is one call, made when it is started. The kernel numbers the zero-copy sends of a socket
-//! (`numbers`) and reports numbers in the error queue of the socket (`error_queue`). The number of the
-//! first send is found out before it is made (`counter`). From then on all numbers must be those of this
+//! (`notification_ids`) and reports numbers in the error queue of the socket (`error_queue`). The number of the
+//! first send is found out before it is made (`first_id`). From then on all numbers must be those of this
 //! `ZcSocket`: a program that sends with MSG_ZEROCOPY on a duplicate of the socket by other means confuses
 //! it. Which number a failed send may have taken is found out in `doubt`.
 #![allow(unsafe_code)]
@@ -14,35 +14,35 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use super::counter::Claim;
-use super::doubt::{Doubt, holds_no_number, may_have_number};
-use super::error_queue::{BATCH, ErrorQueue, Named};
-use super::numbers::Numbers;
+use super::error_queue::{BATCH, ErrorQueue, ReportedRange};
+use super::first_id::ErrorQueueClaim;
+use super::notification_ids::NotificationIds;
 use super::places::header;
 use super::requests::{Note, Together};
+use super::unresolved::{UnresolvedNotification, has_no_unreported_id, may_have_taken_id};
 use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, NotStarted, SendMode, Stable, Started, Submission};
 
 /// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
-pub(super) const LOOKS: usize = 64;
+pub(super) const MAX_READS: usize = 64;
 /// How often a number in doubt is asked after.
-const DOUBT: Duration = Duration::from_millis(10);
+const RESOLVE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Sends by a call each.
 pub(super) struct SendmsgBackend {
     zero_copy: bool,
-    pub(super) numbers: Numbers,
+    pub(super) ids: NotificationIds,
     /// The numbers have begun.
-    pub(super) counting: bool,
+    pub(super) ids_prepared: bool,
     /// Of the socket's queue and its numbers.
-    pub(super) claim: Option<Claim>,
+    pub(super) claim: Option<ErrorQueueClaim>,
     /// The kernel has been seen to number what is sent, or does so for certain.
-    numbered: bool,
+    assigns_ids: bool,
     /// What was named while the numbers meant nothing.
-    early: Vec<Named>,
+    unmatched: Vec<ReportedRange>,
     pub(super) kind: Kind,
     /// A send that failed and may have taken a number.
-    pub(super) doubt: Option<Doubt>,
+    pub(super) unresolved: Option<UnresolvedNotification>,
     /// Sends of UDP: those can fail late.
     datagrams: bool,
     /// The last datagram is to be continued (MSG_MORE).
@@ -52,7 +52,7 @@ pub(super) struct SendmsgBackend {
     /// The last request was answered with WouldBlock.
     full: bool,
     /// Requests since the last look at the error queue.
-    unlooked: usize,
+    sends_since_read: usize,
     pub(super) queue: Box<ErrorQueue>,
 }
 
@@ -61,18 +61,18 @@ impl SendmsgBackend {
     pub(super) fn new(kind: Kind, zero_copy: bool) -> Self {
         Self {
             zero_copy,
-            numbers: Numbers::default(),
-            counting: false,
+            ids: NotificationIds::default(),
+            ids_prepared: false,
             claim: None,
-            numbered: !kind.is_tcp(),
-            early: Vec::new(),
+            assigns_ids: !kind.is_tcp(),
+            unmatched: Vec::new(),
             kind,
-            doubt: None,
+            unresolved: None,
             datagrams: matches!(kind, Kind::Udp4 | Kind::Udp6),
             corked: false,
             error: None,
             full: false,
-            unlooked: 0,
+            sends_since_read: 0,
             queue: Box::default(),
         }
     }
@@ -90,11 +90,11 @@ impl SendmsgBackend {
         // none, and costs nothing.
         let wished = submission.mode == SendMode::ZeroCopy && buffer.total() > submission.from;
         let mut zero_copy = wished && self.zero_copy;
-        if zero_copy && self.doubt.is_some() {
-            self.settle(state);
-            zero_copy = self.doubt.is_none() && self.zero_copy;
+        if zero_copy && self.unresolved.is_some() {
+            self.resolve_notification(state);
+            zero_copy = self.unresolved.is_none() && self.zero_copy;
         }
-        zero_copy = zero_copy && self.counts(state, first);
+        zero_copy = zero_copy && self.prepare_ids(state, first);
         let mode = match zero_copy {
             true => SendMode::ZeroCopy,
             false => SendMode::Copy,
@@ -128,8 +128,8 @@ impl SendmsgBackend {
         match &result {
             Ok(sent) => {
                 self.corked = submission.more;
-                if zero_copy && *sent > 0 && self.is_numbered(state) {
-                    self.numbers.give(id);
+                if zero_copy && *sent > 0 && self.took_id(state) {
+                    self.ids.assign(id);
                     note = Note::Follows;
                 } else if wished && !(zero_copy && self.zero_copy) {
                     note = Note::Copied;
@@ -137,24 +137,24 @@ impl SendmsgBackend {
             }
             Err(error) if made && zero_copy && self.datagrams => {
                 let code = error.raw_os_error().unwrap_or(0);
-                if may_have_number(state.socket.as_fd(), code, total) {
+                if may_have_taken_id(state.socket.as_fd(), code, total) {
                     // An error ends what was to be continued.
                     self.corked = false;
-                    self.doubt = Some(Doubt {
-                        id,
+                    self.unresolved = Some(UnresolvedNotification {
+                        request: id,
                         key: first,
                         code,
-                        number: self.numbers.next(),
+                        id: self.ids.next(),
                     });
                     state.requests.owes(&mut state.places, id);
-                    self.settle(state);
+                    self.resolve_notification(state);
                 }
             }
             Err(_) => {}
         }
         state.requests.result(&mut state.places, id, result, note);
-        self.unlooked += 1;
-        if self.unlooked >= BATCH {
+        self.sends_since_read += 1;
+        if self.sends_since_read >= BATCH {
             // As many as one call reads: a program that only sends gets buffers back, too. An error is
             // reported again by the next call that polls.
             let _ = self.reap(state);
@@ -169,13 +169,13 @@ impl SendmsgBackend {
     /// Whether the kernel has numbered the send that it has just taken. A program in the kernel that
     /// looks at what is sent over a TCP socket (sk_msg) is given a copy, and what it keeps back or sends
     /// over another socket has no number, so that none would ever be named. The first one tells.
-    fn is_numbered<B>(&mut self, state: &mut SocketState<B>) -> bool {
-        if !self.numbered {
+    fn took_id<B>(&mut self, state: &mut SocketState<B>) -> bool {
+        if !self.assigns_ids {
             state.system_calls += 1;
-            self.numbered = !holds_no_number(state.socket.as_fd());
-            self.zero_copy &= self.numbered;
+            self.assigns_ids = !has_no_unreported_id(state.socket.as_fd());
+            self.zero_copy &= self.assigns_ids;
         }
-        self.numbered
+        self.assigns_ids
     }
 
     pub(super) fn wait<B>(
@@ -196,7 +196,7 @@ impl SendmsgBackend {
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         state.system_calls += 1;
         match poll(&mut descriptors, timeout.as_ref()) {
-            Ok(0) if self.doubt.is_some() => return self.reap(state).map(drop),
+            Ok(0) if self.unresolved.is_some() => return self.reap(state).map(drop),
             Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(()),
             Ok(_) => {}
             Err(error) => return Err(error.into()),
@@ -219,39 +219,39 @@ impl SendmsgBackend {
 
     /// After which time to look although nothing has said that there is something.
     pub(super) fn next_timeout(&self) -> Option<Duration> {
-        self.doubt.as_ref().map(|_| DOUBT)
+        self.unresolved.as_ref().map(|_| RESOLVE_INTERVAL)
     }
 
     /// One look at the error queue, if it owes something. How many messages there were.
     pub(super) fn reap<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
-        if self.numbers.is_empty() && self.doubt.is_none() {
+        if self.ids.is_empty() && self.unresolved.is_none() {
             return Ok(0);
         }
-        let count = self.look(state)?;
-        match self.doubt {
-            Some(_) => self.settle(state),
-            None => self.numbers.disown(),
+        let count = self.read_error_queue(state)?;
+        match self.unresolved {
+            Some(_) => self.resolve_notification(state),
+            None => self.ids.forget_unknown(),
         }
         Ok(count)
     }
 
-    pub(super) fn look<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
+    pub(super) fn read_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
         state.system_calls += 1;
-        self.unlooked = 0;
+        self.sends_since_read = 0;
         let count = self.queue.receive(state.socket.as_fd())?;
         for index in 0..count {
             let Some(named) = self.queue.range(index) else {
                 state.foreign += 1;
                 continue;
             };
-            if self.numbers.are_known() {
-                self.name(state, named);
+            if self.ids.first_is_known() {
+                self.complete_range(state, named);
                 continue;
             }
-            self.early.push(named);
-            if self.numbers.learn(named.0, named.1) {
-                for named in std::mem::take(&mut self.early) {
-                    self.name(state, named);
+            self.unmatched.push(named);
+            if self.ids.learn_first(named.0, named.1) {
+                for named in std::mem::take(&mut self.unmatched) {
+                    self.complete_range(state, named);
                 }
             }
         }
@@ -259,13 +259,13 @@ impl SendmsgBackend {
     }
 
     /// The kernel is done with what has these numbers.
-    fn name<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): Named) {
+    fn complete_range<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): ReportedRange) {
         // The sends of a stream do not fail after they were given a number. So another sender has taken
         // these, or such a program has cut one of ours up, and what is named next may not be ours.
-        if self.kind.is_tcp() && self.numbers.is_ahead(hi) {
+        if self.kind.is_tcp() && self.ids.is_ahead(hi) {
             self.zero_copy = false;
         }
-        let in_step = self.numbers.name(lo, hi, |id| {
+        let in_step = self.ids.complete(lo, hi, |id| {
             state.requests.noted(&mut state.places, id, copied);
         });
         // Another sender sends without a copy, and much: the numbers that we gave mean nothing any more.
@@ -274,7 +274,7 @@ impl SendmsgBackend {
 
     /// Looks as long as there is something; not without end: peers can fill the queue too.
     pub(super) fn reap_all<B>(&mut self, state: &mut SocketState<B>) {
-        let _ = (0..LOOKS).all(|_| self.reap(state).is_ok_and(|count| count > 0));
+        let _ = (0..MAX_READS).all(|_| self.reap(state).is_ok_and(|count| count > 0));
     }
 }
 

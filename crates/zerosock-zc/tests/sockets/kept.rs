@@ -522,7 +522,7 @@ fn take(sender: &mut Sender<Vec<u8>>, datagrams: &mut [Vec<(Vec<u8>, Option<bool
     for one in back(sender) {
         let mut pieces = datagrams.iter_mut().flatten();
         let piece = pieces.find(|(bytes, sent)| sent.is_none() && *bytes == one.buffer);
-        let (_, sent) = piece.expect("it was under mode");
+        let (_, sent) = piece.expect("it was under way");
         *sent = Some(one.outcome.is_ok());
     }
 }

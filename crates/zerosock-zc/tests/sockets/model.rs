@@ -93,7 +93,7 @@ impl Model {
     fn take(&mut self, sender: &mut Sender<Vec<u8>>) {
         while let Some(returned) = sender.returned() {
             let id = u64::from_ne_bytes(returned.buffer[..8].try_into().expect("eight bytes"));
-            let len = self.under_way.remove(&id).expect("it was under mode");
+            let len = self.under_way.remove(&id).expect("it was under way");
             assert_eq!(returned.buffer.len(), len);
             assert!(self.back.insert(id));
             assert_eq!(returned.outcome.is_err(), len == TOO_LONG, "{returned:?}");

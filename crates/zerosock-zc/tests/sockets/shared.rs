@@ -207,7 +207,7 @@ fn what_is_awaited_arrives_and_comes_back() {
                             .expect("it is accepted");
                         if sender.get_ref().room() == 0 {
                             let returned = sender.returned().await.expect("the kernel answers");
-                            let returned = returned.expect("eight are under mode");
+                            let returned = returned.expect("eight are under way");
                             returned.outcome.expect("it was sent");
                             spare.push(returned.buffer);
                         }
@@ -257,7 +257,7 @@ fn a_future_that_is_dropped_loses_no_buffer_that_was_accepted() {
             let reader = thread::spawn(move || std::io::copy(&mut &far, &mut std::io::sink()));
             for _ in 0..2 {
                 let returned = sender.returned().await.expect("the kernel answers");
-                returned.expect("under mode").outcome.expect("it was sent");
+                returned.expect("under way").outcome.expect("it was sent");
             }
             assert!(sender.returned().await.expect("an answer").is_none());
             drop(sender);

@@ -3,12 +3,12 @@
 //! The kernel counts for the socket, not for the sender: an earlier sender, or the program itself, may
 //! have used numbers. No interface tells how many, so that it is found out before the first send without
 //! a copy. A TCP socket that has sent nothing is at zero. On UDP, the kernel at once reports the number of a
-//! send that is certain to fail after it was numbered (`doubt`); the next numbers are ours. In all other
-//! cases the counter is learnt from the numbers that the kernel reports (`numbers`).
+//! send that is certain to fail after it was numbered (`unresolved`); the next numbers are ours. In all other
+//! cases the counter is learnt from the numbers that the kernel reports (`notification_ids`).
 //!
 //! # Invariants
 //! Of all senders of this process over one socket, duplicates included, one at a time has the error queue
-//! ([`Claim`]), also after its `ZcSocket` was dropped while the kernel owes notifications (`orphans`). The
+//! ([`ErrorQueueClaim`]), also after its `ZcSocket` was dropped while the kernel owes notifications (`orphans`). The
 //! others copy.
 #![allow(unsafe_code)]
 
@@ -19,9 +19,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::net::sockopt;
 
-use super::doubt::sockopt_is_set;
 use super::error_queue::BATCH;
-use super::sendmsg::{LOOKS, SendmsgBackend};
+use super::sendmsg::{MAX_READS, SendmsgBackend};
+use super::unresolved::sockopt_is_set;
 use super::zc_socket::SocketState;
 use super::{Key, Kind};
 
@@ -34,9 +34,9 @@ fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
 }
 
 /// The right to a socket's error queue, and to its numbers.
-pub(super) struct Claim(u64);
+pub(super) struct ErrorQueueClaim(u64);
 
-impl Claim {
+impl ErrorQueueClaim {
     /// None if another `ZcSocket` has it.
     fn of(socket: BorrowedFd<'_>) -> Option<Self> {
         let cookie = sockopt::socket_cookie(socket).ok()?;
@@ -46,7 +46,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for ErrorQueueClaim {
     fn drop(&mut self) {
         if let Some(claimed) = claimed().as_mut() {
             claimed.remove(&self.0);
@@ -57,15 +57,15 @@ impl Drop for Claim {
 impl SendmsgBackend {
     /// Whether the next zero-copy send's number is known, or will be. Finds out if it is not; `key`
     /// is whose send it is to be.
-    pub(super) fn counts<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
-        if self.counting {
+    pub(super) fn prepare_ids<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
+        if self.ids_prepared {
             return true;
         }
         if self.claim.is_none() {
-            self.claim = Claim::of(state.socket.as_fd());
+            self.claim = ErrorQueueClaim::of(state.socket.as_fd());
         }
         // What was named before belongs to no send of this `ZcSocket`.
-        if self.claim.is_none() || self.last_named(state).is_err() {
+        if self.claim.is_none() || self.drain_error_queue(state).is_err() {
             return false;
         }
         let next = match self.kind {
@@ -78,7 +78,7 @@ impl SendmsgBackend {
                     return false;
                 }
                 self.probe(state, key);
-                match self.last_named(state) {
+                match self.drain_error_queue(state) {
                     Ok(Some(last)) => Some(last.wrapping_add(1)),
                     // A filter forbids it, or memory is short: another time.
                     _ => return false,
@@ -86,15 +86,15 @@ impl SendmsgBackend {
             }
             _ => None,
         };
-        self.numbers.begin(next);
-        self.counting = true;
+        self.ids.start(next);
+        self.ids_prepared = true;
         true
     }
 
     /// Empties the queue. The last number that was named there.
-    fn last_named<B>(&mut self, state: &mut SocketState<B>) -> io::Result<Option<u32>> {
+    fn drain_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<Option<u32>> {
         let mut last = None;
-        for _ in 0..LOOKS {
+        for _ in 0..MAX_READS {
             state.system_calls += 1;
             let count = self.queue.receive(state.socket.as_fd())?;
             for index in 0..count {

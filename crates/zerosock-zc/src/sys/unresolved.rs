@@ -1,17 +1,17 @@
-//! Whether a send that failed has taken a number.
+//! Whether a failed datagram took a notification id.
 //!
-//! A datagram can fail after it was numbered: a filter forbids it (EPERM), a queue is full (ENOBUFS, with
-//! IP_RECVERR set), or its device goes down. Then the number is used, and the kernel reads the buffer until
-//! it reports the number, which may be after the error if a part of the datagram is already on its way.
-//! Other failures use no number. The error does not say which it was. So another send is made that is
-//! certain to fail after it was numbered (`probe`) and is reported at once: the number that is missing in
-//! front of it is that of the failed send. Until that is known, the buffer of the failed send stays and
-//! everything else is copied.
+//! The kernel assigns the id of a zero-copy datagram early, so a datagram can fail with its id taken: a
+//! filter drops it (EPERM), a queue is full (ENOBUFS, with IP_RECVERR set), or its device goes down. The
+//! kernel then reads the buffer until it reports the id, which can be after the error if fragments of the
+//! datagram were already queued. Other failures take no id. The error code does not tell the two apart.
+//! So the back-end makes a second send that takes an id, fails for certain, and is reported at once
+//! (`probe`): if the reported id leaves a gap, the failed datagram took the missing id. Until this is
+//! known, the buffer of the failed datagram stays in its place and all other sends are copied.
 //!
-//! After a lack of memory (ENOBUFS) the probe may find no memory either, which says nothing: locked memory
-//! counts for all sockets of a user, and the pages of the failed send count, too. But each number costs
-//! the socket some memory from when it is given until it is read (`holds_no_number`): if none is used, no
-//! number was given.
+//! After ENOBUFS the probe can run out of memory as well, and its failure proves nothing: locked memory is
+//! accounted per user, including the pages of the failed datagram. But each id charges the socket's option
+//! memory from its assignment until its report is read (`has_no_unreported_id`). If none is charged, the
+//! failed datagram took no id.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -21,8 +21,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use super::error_queue::BATCH;
 use super::places::header;
-use super::requests::Id;
-use super::sendmsg::{LOOKS, SendmsgBackend};
+use super::requests::RequestId;
+use super::sendmsg::{MAX_READS, SendmsgBackend};
 use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, Piece};
 
@@ -30,48 +30,72 @@ use super::{Address, Key, Kind, Piece};
 const DATAGRAM: usize = 0xffff;
 
 /// A send that failed and may have taken a number.
-pub(super) struct Doubt {
-    pub(super) id: Id,
+pub(super) struct UnresolvedNotification {
+    pub(super) request: RequestId,
     /// Of which place it is.
     pub(super) key: Key,
     /// What it was answered.
     pub(super) code: i32,
     /// The number that it took, if it took one.
-    pub(super) number: u32,
+    pub(super) id: u32,
 }
 
 impl SendmsgBackend {
     /// Looks until there is nothing to be seen, within reason. Whether there is nothing.
-    fn look_at_all<B>(&mut self, state: &mut SocketState<B>) -> bool {
-        (0..LOOKS).any(|_| self.look(state).is_ok_and(|count| count < BATCH))
+    fn read_until_empty<B>(&mut self, state: &mut SocketState<B>) -> bool {
+        (0..MAX_READS).any(|_| {
+            self.read_error_queue(state)
+                .is_ok_and(|count| count < BATCH)
+        })
     }
 
-    /// Finds out whether the send in doubt has a number, if that can be had now.
-    pub(super) fn settle<B>(&mut self, state: &mut SocketState<B>) {
-        let Some(doubt) = self.doubt.take() else {
+    /// Finds out whether the unresolved send took an id, if that can be known now. If it did, its buffer
+    /// stays in its place until the kernel reports that id; otherwise the buffer is free.
+    pub(super) fn resolve_notification<B>(&mut self, state: &mut SocketState<B>) {
+        let Some(unresolved) = self.unresolved.take() else {
             return;
         };
-        let mut complete = self.look_at_all(state);
-        let mut failed_early = complete && holds_no_number(state.socket.as_fd());
-        if complete && !failed_early && !self.corked && self.numbers.next() == doubt.number {
-            let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
-                // What the user gathers must not get any more; and errors end it before numbers.
-                true => Some(doubt.code),
-                false => self.probe(state, doubt.key),
-            };
-            complete = self.look_at_all(state);
-            // It fails where the other did, before there are numbers. Of memory that can be chance.
-            let of_memory = matches!(doubt.code, libc::ENOBUFS | libc::ENOMEM);
-            failed_early = answer == Some(doubt.code) && !of_memory;
-        }
-        if !complete || (self.numbers.next() == doubt.number && !failed_early) {
-            self.doubt = Some(doubt);
+        if !self.is_resolved(state, &unresolved) {
+            self.unresolved = Some(unresolved);
             return;
         }
-        for _ in 0..self.numbers.claim(doubt.number, doubt.id) {
-            state.requests.owes(&mut state.places, doubt.id);
+        let request = unresolved.request;
+        for _ in 0..self.ids.assign_unknown(unresolved.id, request) {
+            state.requests.owes(&mut state.places, request);
         }
-        state.requests.noted(&mut state.places, doubt.id, false);
+        // Replaces the notification that was expected when the send failed.
+        state.requests.noted(&mut state.places, request, false);
+    }
+
+    /// Whether it is known if the send took an id. If it did, `ids` holds that id without an owner.
+    fn is_resolved<B>(
+        &mut self,
+        state: &mut SocketState<B>,
+        unresolved: &UnresolvedNotification,
+    ) -> bool {
+        if !self.read_until_empty(state) {
+            return false;
+        }
+        // A reported id that is not before the one in question resolves it: a gap shows that it was taken.
+        if self.ids.next() != unresolved.id || has_no_unreported_id(state.socket.as_fd()) {
+            return true;
+        }
+        if self.corked {
+            return false;
+        }
+        let answer = match sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK) {
+            // A probe would append to the datagram of the application; and on a corked socket an error
+            // ends the datagram before ids are assigned.
+            true => Some(unresolved.code),
+            false => self.probe(state, unresolved.key),
+        };
+        if !self.read_until_empty(state) {
+            return false;
+        }
+        // A probe that fails with the same error took no id, and neither did the send. A lack of memory
+        // can be a coincidence.
+        let of_memory = matches!(unresolved.code, libc::ENOBUFS | libc::ENOMEM);
+        self.ids.next() != unresolved.id || answer == Some(unresolved.code) && !of_memory
     }
 
     /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
@@ -97,11 +121,11 @@ impl SendmsgBackend {
 }
 
 /// Whether a datagram of `total` bytes can have a number although it was answered with an error.
-pub(super) fn may_have_number(socket: BorrowedFd<'_>, code: i32, total: usize) -> bool {
+pub(super) fn may_have_taken_id(socket: BorrowedFd<'_>, code: i32, total: usize) -> bool {
     match code {
         // The kernel's memory for notifications, or the limit of locked memory. A queue that
         // is full is only told of if errors are asked for.
-        libc::ENOBUFS => hears_of_drops(socket),
+        libc::ENOBUFS => reports_drops(socket),
         // The socket's own buffer.
         libc::EAGAIN => false,
         _ => total <= DATAGRAM,
@@ -111,7 +135,7 @@ pub(super) fn may_have_number(socket: BorrowedFd<'_>, code: i32, total: usize) -
 /// Whether the socket has given no number that has not been named, and that name read: each is some
 /// of its option memory (SO_MEMINFO, Linux 4.12) until then. What else is, such as a filter, makes
 /// the answer no.
-pub(super) fn holds_no_number(socket: BorrowedFd<'_>) -> bool {
+pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
     const SO_MEMINFO: libc::c_int = 55;
     const OPTION_MEMORY: usize = 6;
     let mut counts = [u32::MAX; 16];
@@ -130,7 +154,7 @@ pub(super) fn holds_no_number(socket: BorrowedFd<'_>) -> bool {
 }
 
 /// Whether a send is told that a queue was full.
-fn hears_of_drops(socket: BorrowedFd<'_>) -> bool {
+fn reports_drops(socket: BorrowedFd<'_>) -> bool {
     let is_set = |level, option| sockopt_is_set(socket, level, option);
     is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
 }

@@ -13,47 +13,48 @@ use std::collections::VecDeque;
 
 use super::requests::RequestId;
 
-/// The furthest that a name may be ahead of what was given.
+/// The furthest that a reported id may be ahead of the next id.
 const MAX_AHEAD: u32 = 1 << 16;
 
-/// IdOwner a number is.
+/// The request that took an id.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 enum IdOwner {
     Request(RequestId),
-    /// Taken by a sender that is not known.
+    /// The id was taken by a request that is not known.
     Unknown,
 }
 
 #[derive(Default)]
 pub(super) struct NotificationIds {
-    /// Those that were given and have not been named, in their order. A number that is held for long
-    /// keeps none of its followers here.
+    /// Ids that were assigned and not reported, in their order. Later ids are removed when they are
+    /// reported, also if an earlier one stays for long.
     outstanding: VecDeque<(u32, IdOwner)>,
+    /// The id that the next request takes.
     next: u32,
-    /// How many of them are [`IdOwner::Unknown`].
+    /// Number of outstanding ids with [`IdOwner::Unknown`].
     unknown: usize,
-    /// Which number is the first is to be learnt.
+    /// The first id is not known yet.
     learning: bool,
-    /// The first and the last that were named until then.
+    /// The first and the last id that were reported while the first id was not known.
     reported: Option<(u32, u32)>,
 }
 
 impl NotificationIds {
-    /// Begins with this number, or with one that is to be learnt.
+    /// Starts with this id, or with one to be learnt.
     pub(super) fn start(&mut self, next: Option<u32>) {
         self.next = next.unwrap_or(0);
         self.learning = next.is_none();
     }
 
-    /// Whether names mean something.
+    /// Whether reported ids can be matched with requests.
     pub(super) fn first_is_known(&self) -> bool {
         !self.learning
     }
 
-    /// NotificationIds that were named while it was not known which was the first: that may tell. Whether it
-    /// is known.
+    /// Takes note of a range that was reported while the first id is not known. Returns whether it is
+    /// known now.
     pub(super) fn learn_first(&mut self, lo: u32, hi: u32) -> bool {
-        // NotificationIds wrap: of two the one that is less than half the way behind is earlier.
+        // Ids wrap: of two, the one that is less than 2^31 behind is earlier.
         let behind = |a: u32, b: u32| b.wrapping_sub(a) < 1 << 31;
         let (first, last) = self.reported.unwrap_or((lo, hi));
         let first = if behind(lo, first) { lo } else { first };
@@ -61,11 +62,11 @@ impl NotificationIds {
         self.reported = Some((first, last));
         let outstanding = self.outstanding.len() as u32;
         if last.wrapping_sub(first).saturating_add(1) >= outstanding {
-            // NotificationIds in front of ours belong to an earlier sender.
+            // Ids before ours belong to an earlier sender.
             let next = last.wrapping_add(1);
             let ahead = next.wrapping_sub(self.next);
-            for (number, _) in &mut self.outstanding {
-                *number = number.wrapping_add(ahead);
+            for (id, _) in &mut self.outstanding {
+                *id = id.wrapping_add(ahead);
             }
             self.next = next;
             self.learning = false;
@@ -73,22 +74,22 @@ impl NotificationIds {
         !self.learning
     }
 
-    /// Whether every number that was given has been named.
+    /// Whether every id that was assigned has been reported.
     pub(super) fn is_empty(&self) -> bool {
         self.outstanding.is_empty()
     }
 
-    /// The number that the next send has.
+    /// The id that the next request takes.
     pub(super) fn next(&self) -> u32 {
         self.next
     }
 
-    /// Whether this number is one that was not given yet.
-    pub(super) fn is_ahead(&self, number: u32) -> bool {
-        number.wrapping_sub(self.next) < 1 << 31
+    /// Whether this id was not assigned yet.
+    pub(super) fn is_ahead(&self, id: u32) -> bool {
+        id.wrapping_sub(self.next) < 1 << 31
     }
 
-    /// A send has taken it.
+    /// Assigns the next id to a request.
     pub(super) fn assign(&mut self, request: RequestId) {
         self.push(IdOwner::Request(request));
     }
@@ -98,23 +99,23 @@ impl NotificationIds {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// The first of what was given that is at most so far behind the next number.
+    /// Index of the first outstanding id that is at most `behind` before the next id.
     fn position(&self, behind: u64) -> usize {
         let next = self.next;
         self.outstanding
             .partition_point(|(id, _)| u64::from(next.wrapping_sub(*id)) > behind)
     }
 
-    /// The numbers from `lo` to `hi` are free; `freed` is told whose they were. Those that have been
-    /// named already are passed over. False if they are too far ahead to be true.
+    /// Removes the ids from `lo` to `hi`, which the kernel reported, and calls `freed` with the request of
+    /// each. Skips ids that were reported before. False if the range is implausibly far ahead.
     pub(super) fn complete(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(RequestId)) -> bool {
         if self.is_ahead(hi) {
             let ahead = hi.wrapping_sub(self.next);
             if ahead >= MAX_AHEAD {
                 return false;
             }
-            let named = hi.wrapping_sub(lo).min(ahead);
-            for _ in named..ahead {
+            let reported = hi.wrapping_sub(lo).min(ahead);
+            for _ in reported..ahead {
                 self.push(IdOwner::Unknown);
                 self.unknown += 1;
             }
@@ -132,8 +133,8 @@ impl NotificationIds {
         true
     }
 
-    /// Gives unknown numbers from `from` on to `id`, which failed and took them nevertheless. How
-    /// many.
+    /// Assigns the ids of unknown requests from `from` on to `request`, which failed and took them
+    /// nevertheless. Returns how many.
     pub(super) fn assign_unknown(&mut self, from: u32, request: RequestId) -> u32 {
         let mut count = 0;
         let first = self.position(u64::from(self.next.wrapping_sub(from)));
@@ -147,7 +148,7 @@ impl NotificationIds {
         count
     }
 
-    /// Does not wait for unknown numbers.
+    /// Removes the ids of unknown requests: no report is waited for.
     pub(super) fn forget_unknown(&mut self) {
         if self.unknown > 0 {
             self.outstanding
@@ -168,7 +169,7 @@ mod tests {
         freed
     }
 
-    /// NotificationIds that begin shortly before they wrap.
+    /// Ids from `first` on, one for each request.
     fn ids(first: u32, keys: &[u32]) -> NotificationIds {
         let mut ids = NotificationIds {
             next: first,
@@ -179,22 +180,22 @@ mod tests {
     }
 
     #[test]
-    fn ranges_come_in_any_order_and_wrap() {
+    fn ranges_are_reported_in_any_order_and_wrap() {
         let first = u32::MAX - 1;
         let mut ids = ids(first, &[10, 11, 12, 13]);
         assert_eq!(completed(&mut ids, 0, 0), [12]);
         assert_eq!(completed(&mut ids, first, u32::MAX), [10, 11]);
         assert_eq!(completed(&mut ids, first, 0), []);
-        // One that begins behind what is known.
+        // A range that begins before the first outstanding id.
         assert_eq!(completed(&mut ids, u32::MAX - 9, 1), [13]);
         assert!(ids.is_empty());
         assert_eq!(ids.next(), 2);
     }
 
     #[test]
-    fn a_number_of_nobody_keeps_its_place() {
+    fn an_id_of_an_unknown_request_is_counted() {
         let mut ids = ids(0, &[10]);
-        // 1 was taken by a send that failed, and comes before 0.
+        // 1 was taken by a request that failed, and is reported before 0.
         assert_eq!(completed(&mut ids, 1, 1), []);
         ids.assign(RequestId(12));
         assert_eq!(completed(&mut ids, 0, 1), [10]);
@@ -202,9 +203,9 @@ mod tests {
     }
 
     #[test]
-    fn what_was_skipped_can_be_claimed() {
+    fn a_skipped_id_can_be_assigned_to_a_failed_request() {
         let mut ids = ids(5, &[]);
-        // 6 is named, so that 5 was taken.
+        // 6 is reported, so 5 was taken.
         assert_eq!(completed(&mut ids, 6, 6), []);
         assert_eq!(ids.assign_unknown(5, RequestId(1)), 1);
         assert_eq!(ids.assign_unknown(5, RequestId(1)), 0);
@@ -215,10 +216,10 @@ mod tests {
     }
 
     #[test]
-    fn what_has_been_passed_is_not_claimed_and_what_follows_is() {
+    fn a_reported_id_is_not_assigned_again_and_a_skipped_one_is() {
         let mut ids = ids(5, &[10]);
         assert_eq!(completed(&mut ids, 5, 5), [10]);
-        // Of 5 to 7 the first has been passed, and 7 is named.
+        // Of 5 to 7, 5 and 7 are reported.
         assert_eq!(completed(&mut ids, 7, 7), []);
         assert_eq!(ids.assign_unknown(5, RequestId(1)), 1);
         assert_eq!(completed(&mut ids, 6, 6), [1]);
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_claims_is_not_waited_for() {
+    fn ids_of_unknown_requests_can_be_forgotten() {
         let mut ids = ids(0, &[]);
         assert_eq!(completed(&mut ids, 3, 3), []);
         ids.forget_unknown();
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_is_held_keeps_nothing_of_its_followers() {
+    fn an_id_that_stays_outstanding_does_not_retain_later_ids() {
         let mut ids = ids(u32::MAX - 500, &[7]);
         for _ in 0..100_000 {
             let number = ids.next();
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_number_is_learnt_from_names() {
+    fn the_first_id_is_learnt_from_reported_ranges() {
         for start in [0, 7, u32::MAX - 1] {
             let at = |offset: u32| start.wrapping_add(offset);
             let mut ids = NotificationIds::default();
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_named_together_with_older_ones_is_the_last_of_them() {
+    fn a_range_longer_than_the_assigned_ids_ends_with_them() {
         let mut ids = NotificationIds::default();
         ids.start(None);
         ids.assign(RequestId(1));
@@ -283,9 +284,11 @@ mod tests {
     }
 
     #[test]
-    fn a_name_far_ahead_is_refused() {
+    fn a_range_far_ahead_is_refused() {
         let mut ids = ids(0, &[10]);
-        assert!(!ids.complete(MAX_AHEAD + 1, MAX_AHEAD + 1, |_| panic!("nobody's")));
+        assert!(!ids.complete(MAX_AHEAD + 1, MAX_AHEAD + 1, |_| panic!(
+            "no request has it"
+        )));
         assert_eq!(ids.next(), 1);
     }
 }

@@ -26,22 +26,22 @@ use super::sendmsg::{MAX_READS, SendmsgBackend};
 use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, Piece};
 
-/// The longest datagram, and more: what is longer fails before anything is done about it.
-const DATAGRAM: usize = 0xffff;
+/// An upper bound of a datagram's length, in bytes: a longer one fails before it takes an id.
+const MAX_DATAGRAM: usize = 0xffff;
 
-/// A send that failed and may have taken a number.
+/// A send that failed and may have taken a notification id.
 pub(super) struct UnresolvedNotification {
     pub(super) request: RequestId,
-    /// Of which place it is.
+    /// The place of its buffer.
     pub(super) key: Key,
-    /// What it was answered.
+    /// The error number of its failure.
     pub(super) code: i32,
-    /// The number that it took, if it took one.
+    /// The id that it took, if it took one.
     pub(super) id: u32,
 }
 
 impl SendmsgBackend {
-    /// Looks until there is nothing to be seen, within reason. Whether there is nothing.
+    /// Reads the error queue until it is empty, or [`MAX_READS`] times. Returns whether it is empty.
     fn read_until_empty<B>(&mut self, state: &mut SocketState<B>) -> bool {
         (0..MAX_READS).any(|_| {
             self.read_error_queue(state)
@@ -98,7 +98,8 @@ impl SendmsgBackend {
         self.ids.next() != unresolved.id || answer == Some(unresolved.code) && !of_memory
     }
 
-    /// Has a number taken and named, if that is possible now, and nothing sent. What was answered.
+    /// Makes the kernel assign and report one id, if that is possible now, without sending anything.
+    /// Returns the error number of the probe.
     pub(super) fn probe<B>(&self, state: &mut SocketState<B>, key: Key) -> Option<i32> {
         state.system_calls += 1;
         let first = probe(state.socket.as_fd(), state.places.address(key));
@@ -108,7 +109,7 @@ impl SendmsgBackend {
         ) {
             return first;
         }
-        // There may be no way to there any more.
+        // The route to the destination may be gone: a probe to the loopback address has one.
         state.system_calls += 1;
         let home: IpAddr = match self.kind {
             Kind::Udp6 => Ipv6Addr::LOCALHOST.into(),
@@ -120,21 +121,21 @@ impl SendmsgBackend {
     }
 }
 
-/// Whether a datagram of `total` bytes can have a number although it was answered with an error.
+/// Whether a datagram of `total` bytes that failed with `code` can have taken an id.
 pub(super) fn may_have_taken_id(socket: BorrowedFd<'_>, code: i32, total: usize) -> bool {
     match code {
-        // The kernel's memory for notifications, or the limit of locked memory. A queue that
-        // is full is only told of if errors are asked for.
+        // The memory for notifications or the limit of locked memory is exhausted, before an id is
+        // assigned; or a queue is full, which is reported only if IP_RECVERR is set.
         libc::ENOBUFS => reports_drops(socket),
-        // The socket's own buffer.
+        // The send buffer of the socket is full.
         libc::EAGAIN => false,
-        _ => total <= DATAGRAM,
+        _ => total <= MAX_DATAGRAM,
     }
 }
 
-/// Whether the socket has given no number that has not been named, and that name read: each is some
-/// of its option memory (SO_MEMINFO, Linux 4.12) until then. What else is, such as a filter, makes
-/// the answer no.
+/// Whether every id that the socket assigned was reported and the report was read: until then each id is
+/// charged to its option memory (SO_MEMINFO, Linux 4.12). False also if something else is charged there,
+/// such as a filter.
 pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
     const SO_MEMINFO: libc::c_int = 55;
     const OPTION_MEMORY: usize = 6;
@@ -153,15 +154,15 @@ pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
     result == 0 && counts[OPTION_MEMORY] == 0
 }
 
-/// Whether a send is told that a queue was full.
+/// Whether a send fails when a queue drops it.
 fn reports_drops(socket: BorrowedFd<'_>) -> bool {
     let is_set = |level, option| sockopt_is_set(socket, level, option);
     is_set(libc::SOL_IP, libc::IP_RECVERR) || is_set(libc::SOL_IPV6, libc::IPV6_RECVERR)
 }
 
-/// A datagram that is to be cut into more segments than the kernel ever makes of one (UDP_SEGMENT,
-/// Linux 4.18): it is refused (EINVAL) when it is complete, and with it goes the number that it was
-/// given. Nothing is sent. What was answered; none if it was taken after all.
+/// Sends a datagram with more segments than the kernel permits (UDP_SEGMENT, Linux 4.18). The kernel
+/// refuses it (EINVAL) when it is complete, after it took an id, and reports that id at once. Nothing is
+/// transmitted. Returns the error number, or none if the kernel accepted the datagram.
 fn probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
     static BYTES: [u8; 1 << 14] = [0; 1 << 14];
     #[repr(C)]

@@ -23,11 +23,11 @@ impl<B: Stable> SendQueue<B> {
         while let Some(event) = self.zc_socket.event() {
             match event {
                 Event::Done(key, result) => self.done(key, result),
-                Event::Noted {
+                Event::Notified {
                     key,
                     copied,
                     is_first,
-                } => self.noted(key, copied, is_first),
+                } => self.notified(key, copied, is_first),
             }
         }
         self.draining = false;
@@ -218,13 +218,13 @@ impl<B: Stable> SendQueue<B> {
 
     /// The kernel has let go of what it took of a send; the first of those that it says so of at once,
     /// or not.
-    pub(super) fn noted(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
+    pub(super) fn notified(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
         if let Some(copied) = copied {
             self.stats.notified += 1;
             self.starved = false;
             self.gather = (self.gather + GROWTH).min(GATHERED);
             if is_first {
-                self.policy.noted(copied);
+                self.policy.notified(copied);
             }
             self.stats.copied_by_kernel += u64::from(copied);
         }

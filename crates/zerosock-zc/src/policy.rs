@@ -116,7 +116,7 @@ impl Policy {
     }
 
     /// A notification says whether the kernel copied.
-    pub(super) fn noted(&mut self, copied: bool) {
+    pub(super) fn notified(&mut self, copied: bool) {
         self.in_place = !copied;
         if !copied {
             self.copied = 0;
@@ -180,14 +180,14 @@ mod tests {
         let mut policy = policy();
         for _ in 0..PATIENCE {
             assert_eq!(policy.mode(Copying::Auto, 5000, false), SendMode::ZeroCopy);
-            policy.noted(true);
+            policy.notified(true);
         }
         assert!(policy.is_off());
         let mut tried = Vec::new();
         for send in 0..8 * FIRST_PAUSE {
             if policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy {
                 tried.push(send);
-                policy.noted(true);
+                policy.notified(true);
             }
         }
         // After 1024 sends, after 2048 more, after 4096 more.
@@ -200,10 +200,10 @@ mod tests {
     fn one_that_goes_in_place_brings_it_back() {
         let mut policy = policy();
         for _ in 0..PATIENCE {
-            policy.noted(true);
+            policy.notified(true);
         }
         while policy.mode(Copying::Auto, 5000, false) == SendMode::Copy {}
-        policy.noted(false);
+        policy.notified(false);
         assert!((0..10_000).all(|_| policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy));
     }
 

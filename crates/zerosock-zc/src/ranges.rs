@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 /// The buffers of the sends numbered `lo` to `hi`, both included, are free.
 ///
-/// NotificationIds count the sends of one sender that may go without a copy, from 0, and wrap; so may a
+/// Numbers count the sends of one sender that may go without a copy, from 0, and wrap; so may a
 /// range: `u32::MAX..=1` are three sends.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Completion {

@@ -426,7 +426,7 @@ impl<B: Stable> SendQueue<B> {
 
     /// Whether the kernel has nothing more to do, and every buffer is free.
     pub(super) fn is_quiet(&self) -> bool {
-        self.is_handed_over() && self.zc_socket.owed() == 0 && !self.cork.is_keeping()
+        self.is_handed_over() && self.zc_socket.busy_places() == 0 && !self.cork.is_keeping()
     }
 
     /// Whether the socket must become writable before more can be done.

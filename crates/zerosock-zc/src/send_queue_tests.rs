@@ -79,18 +79,18 @@ fn what_took_nothing_teaches_nothing() {
     let key = queue.queued.pop_front().expect("it was accepted");
     queue.starved = true;
     for _ in 0..100 {
-        queue.noted(key, None, true);
+        queue.notified(key, None, true);
     }
     assert!(!queue.policy.is_off());
     assert!(queue.starved, "no memory was freed");
     assert!(!queue.sends[key.index()].copied);
     // One notification of many sends is one.
     for _ in 0..100 {
-        queue.noted(key, Some(true), false);
+        queue.notified(key, Some(true), false);
     }
     assert!(!queue.policy.is_off());
     for _ in 0..100 {
-        queue.noted(key, Some(true), true);
+        queue.notified(key, Some(true), true);
     }
     assert!(queue.policy.is_off());
     assert!(!queue.starved);
@@ -135,7 +135,7 @@ fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
     queue.refused(key, refused);
     assert_eq!(queue.gather, 50_000);
     assert_eq!(queue.stats.copied_for_memory, 1);
-    queue.noted(key, Some(false), true);
+    queue.notified(key, Some(false), true);
     assert!(queue.gather > 50_000);
 }
 

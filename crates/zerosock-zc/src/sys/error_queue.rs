@@ -17,7 +17,7 @@ pub(super) const BATCH: usize = 16;
 /// else the socket was told to tell of (SO_TIMESTAMPING, IP_PKTINFO and the like).
 const CONTROL: usize = 256;
 
-/// NotificationIds of sends, from the first to the last, and whether the kernel copied.
+/// Notification ids, from the first to the last, and whether the kernel copied.
 pub(super) type ReportedRange = (u32, u32, bool);
 
 /// Where messages of the error queue are received.

@@ -89,7 +89,7 @@ pub enum Event {
     /// A request has ended: so many bytes of this place were taken.
     Done(Key, io::Result<usize>),
     /// The kernel does not read the buffer any more on behalf of one request.
-    Noted {
+    Notified {
         /// Of which place.
         key: Key,
         /// Whether it made a copy after all, so that the cost of both ways was paid. Of a request

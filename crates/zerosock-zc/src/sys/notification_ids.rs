@@ -260,7 +260,7 @@ mod tests {
             let mut ids = NotificationIds::default();
             ids.start(None);
             (10..14).for_each(|key| ids.assign(RequestId(key)));
-            // IdOwner these are depends on where the others lie.
+            // Which requests took these depends on the ids still to be reported.
             assert!(!ids.learn_first(at(1), at(1)));
             assert!(!ids.learn_first(at(3), at(3)));
             assert!(!ids.first_is_known());

@@ -33,7 +33,7 @@ pub(super) struct Places<B> {
     places: Box<[Place<B>]>,
     free: Vec<u32>,
     /// Places for which the kernel owes something.
-    pub(super) owed: u32,
+    pub(super) busy: u32,
     /// Of places, how often a request took bytes of one whose notification is to come.
     pub(super) reading: u32,
 }
@@ -49,7 +49,7 @@ impl<B> Places<B> {
         Self {
             places: (0..capacity).map(place).collect(),
             free: (0..capacity).rev().collect(),
-            owed: 0,
+            busy: 0,
             reading: 0,
         }
     }
@@ -115,12 +115,12 @@ impl<B> Places<B> {
     /// A request has been made of it, that owes a result.
     pub(super) fn begun(&mut self, key: Key) {
         if let Some(place) = self.places.get_mut(key.index()) {
-            self.owed += u32::from(place.results == 0 && place.notes == 0);
+            self.busy += u32::from(place.results == 0 && place.notes == 0);
             place.results += 1;
         }
     }
 
-    /// A result has come. If a notification is to follow that has been said before (`owes`).
+    /// A result has come. If a notification is to follow that has been said before (`expect_notification`).
     pub(super) fn ended(&mut self, key: Key) {
         if let Some(place) = self
             .places
@@ -128,21 +128,21 @@ impl<B> Places<B> {
             .filter(|place| place.results > 0)
         {
             place.results -= 1;
-            self.owed -= u32::from(place.results == 0 && place.notes == 0);
+            self.busy -= u32::from(place.results == 0 && place.notes == 0);
         }
     }
 
     /// A notification is to come, of a request that took bytes or not.
-    pub(super) fn owes(&mut self, key: Key, took: bool) {
+    pub(super) fn expect_notification(&mut self, key: Key, took: bool) {
         if let Some(place) = self.places.get_mut(key.index()) {
-            self.owed += u32::from(place.results == 0 && place.notes == 0);
+            self.busy += u32::from(place.results == 0 && place.notes == 0);
             self.reading += u32::from(took);
             place.notes += 1;
         }
     }
 
     /// A notification has come, of a request that took bytes or not.
-    pub(super) fn noted(&mut self, key: Key, took: bool) {
+    pub(super) fn notified(&mut self, key: Key, took: bool) {
         if let Some(place) = self
             .places
             .get_mut(key.index())
@@ -150,7 +150,7 @@ impl<B> Places<B> {
         {
             place.notes -= 1;
             self.reading -= u32::from(took);
-            self.owed -= u32::from(place.results == 0 && place.notes == 0);
+            self.busy -= u32::from(place.results == 0 && place.notes == 0);
         }
     }
 }

@@ -39,7 +39,7 @@ use super::{Address, Event, Key, NotStarted, Piece, Stable, Submission};
 pub(super) const COPIED: u32 = 1 << 31;
 
 /// A list of more pieces is not kept to be used again.
-const PIECES: usize = 64;
+const MAX_KEPT_PIECES: usize = 64;
 
 /// Where a request is kept, until nothing is owed for it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -78,7 +78,7 @@ struct Member {
     /// Some of them were taken: the notification says what became of them, and frees memory.
     took: bool,
     /// Its notifications are this place's, too. Of a part the kernel has nothing that is behind it.
-    owed: bool,
+    is_notified: bool,
 }
 
 impl Request {
@@ -126,7 +126,7 @@ impl Request {
             key,
             len: most - left,
             took: false,
-            owed: false,
+            is_notified: false,
         });
         true
     }
@@ -134,7 +134,7 @@ impl Request {
 
 /// Which places go together.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Together {
+pub(super) struct GatherRules {
     /// Several may.
     pub(super) many: bool,
     /// What lies in the memory of a pool, only with what lies there, too.
@@ -145,8 +145,8 @@ pub(super) struct Together {
 
 /// What is to be said of a request beside its result.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Note {
-    /// Nothing, or what was said before ([`owes`](Requests::owes)).
+pub(super) enum NotificationDue {
+    /// Nothing, or what was said before ([`expect_notification`](Requests::expect_notification)).
     None,
     /// A notification is to come.
     Follows,
@@ -156,7 +156,7 @@ pub(super) enum Note {
 
 /// A completion, as the kernel posts it.
 #[derive(Copy, Clone)]
-pub(super) struct Posted {
+pub(super) struct CompletionEntry {
     pub(super) user_data: u64,
     pub(super) result: i32,
     pub(super) flags: u32,
@@ -179,7 +179,7 @@ impl Requests {
         places: &Places<B>,
         keys: &[Key],
         submission: &Submission,
-        together: Together,
+        rules: GatherRules,
     ) -> Result<RequestId, NotStarted> {
         let (&first, rest) = keys.split_first().ok_or(NotStarted::Vacant)?;
         let buffer = places.buffer(first).ok_or(NotStarted::Vacant)?;
@@ -191,22 +191,17 @@ impl Requests {
         request.number = request.number.wrapping_add(1);
         request.members.clear();
         request.pieces.clear();
-        if !request.add(first, buffer, submission.from, together.longest) {
+        if !request.add(first, buffer, submission.from, rules.longest) {
             self.vacant.push(index);
             return Err(NotStarted::TooManyPieces);
         }
         let len = request.total();
         request.is_cut = buffer.total().saturating_sub(submission.from) > len;
-        let arena = |buffer: &'_ B| {
-            buffer
-                .arena()
-                .filter(|_| together.by_arena)
-                .map(Arc::as_ptr)
-        };
+        let arena = |buffer: &'_ B| buffer.arena().filter(|_| rules.by_arena).map(Arc::as_ptr);
         let first_arena = arena(buffer);
         let has_address = |key| places.address(key).is_some();
-        let mut left = together.longest - len;
-        if together.many && !request.is_cut && !has_address(first) {
+        let mut left = rules.longest - len;
+        if rules.many && !request.is_cut && !has_address(first) {
             for &key in rest {
                 let Some(buffer) = places.buffer(key) else {
                     break;
@@ -245,11 +240,11 @@ impl Requests {
         places: &mut Places<B>,
         id: RequestId,
         result: io::Result<usize>,
-        note: Note,
+        note: NotificationDue,
     ) {
         let request = &mut self.all[id.0 as usize];
         request.open = false;
-        request.notes += u32::from(note == Note::Follows);
+        request.notes += u32::from(note == NotificationDue::Follows);
         let failed = result.is_err();
         let (mut left, mut error) = match result {
             Ok(sent) => (sent, None),
@@ -270,13 +265,13 @@ impl Requests {
                 error = Some(cancelled());
             }
             member.took = took > 0;
-            member.owed = member.took || failed;
-            for _ in 0..request.notes * u32::from(member.owed) {
-                places.owes(member.key, member.took);
+            member.is_notified = member.took || failed;
+            for _ in 0..request.notes * u32::from(member.is_notified) {
+                places.expect_notification(member.key, member.took);
             }
             places.ended(member.key);
-            if member.took && note == Note::Copied {
-                self.events.push_back(Event::Noted {
+            if member.took && note == NotificationDue::Copied {
+                self.events.push_back(Event::Notified {
                     key: member.key,
                     copied: Some(true),
                     is_first: std::mem::take(&mut is_first),
@@ -284,22 +279,22 @@ impl Requests {
             }
             self.events.push_back(Event::Done(member.key, result));
         }
-        self.settle(id);
+        self.free_if_finished(id);
     }
 
     /// A notification is to come for one that has failed: it took a number.
-    pub(super) fn owes<B>(&mut self, places: &mut Places<B>, id: RequestId) {
+    pub(super) fn expect_notification<B>(&mut self, places: &mut Places<B>, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         request.notes += 1;
         if !request.open {
-            for member in request.members.iter().filter(|member| member.owed) {
-                places.owes(member.key, member.took);
+            for member in request.members.iter().filter(|member| member.is_notified) {
+                places.expect_notification(member.key, member.took);
             }
         }
     }
 
     /// One of its notifications has come.
-    pub(super) fn noted<B>(&mut self, places: &mut Places<B>, id: RequestId, copied: bool) {
+    pub(super) fn notified<B>(&mut self, places: &mut Places<B>, id: RequestId, copied: bool) {
         let request = &mut self.all[id.0 as usize];
         let Some(notes) = request.notes.checked_sub(1) else {
             return;
@@ -308,16 +303,16 @@ impl Requests {
         // One whose result is to come has told its places of nothing yet.
         if !request.open {
             let mut is_first = true;
-            for member in request.members.iter().filter(|member| member.owed) {
-                places.noted(member.key, member.took);
-                self.events.push_back(Event::Noted {
+            for member in request.members.iter().filter(|member| member.is_notified) {
+                places.notified(member.key, member.took);
+                self.events.push_back(Event::Notified {
                     key: member.key,
                     copied: member.took.then_some(copied),
                     is_first: member.took && std::mem::take(&mut is_first),
                 });
             }
         }
-        self.settle(id);
+        self.free_if_finished(id);
     }
 
     /// The kernel has not been told of it, and will not be.
@@ -328,14 +323,14 @@ impl Requests {
             for member in &request.members {
                 places.ended(member.key);
             }
-            self.settle(id);
+            self.free_if_finished(id);
         }
     }
 
-    fn settle(&mut self, id: RequestId) {
+    fn free_if_finished(&mut self, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         if !request.open && request.notes == 0 {
-            if request.pieces.capacity() > PIECES {
+            if request.pieces.capacity() > MAX_KEPT_PIECES {
                 request.pieces = Vec::new();
             }
             self.vacant.push(id.0);
@@ -357,12 +352,16 @@ impl Requests {
 
     /// Takes in a completion; nothing, if it is a notification that is not awaited. The arena that is
     /// not named any more.
-    pub(super) fn posted<B>(&mut self, places: &mut Places<B>, posted: Posted) -> Option<u16> {
+    pub(super) fn posted<B>(
+        &mut self,
+        places: &mut Places<B>,
+        posted: CompletionEntry,
+    ) -> Option<u16> {
         let id = self.find(posted.user_data)?;
         let request = self.get_mut(id);
         if cqueue::notif(posted.flags) {
             if !request.open {
-                self.noted(places, id, posted.result as u32 & COPIED != 0);
+                self.notified(places, id, posted.result as u32 & COPIED != 0);
             }
             return None;
         }
@@ -372,8 +371,8 @@ impl Requests {
             Err(_) => Err(io::Error::from_raw_os_error(-posted.result)),
         };
         let note = match cqueue::more(posted.flags) {
-            true => Note::Follows,
-            false => Note::None,
+            true => NotificationDue::Follows,
+            false => NotificationDue::None,
         };
         self.result(places, id, result, note);
         arena

@@ -16,7 +16,7 @@ const SUBMISSION: Submission = Submission {
     more: false,
     when_writable: false,
 };
-const TOGETHER: Together = Together {
+const RULES: GatherRules = GatherRules {
     many: true,
     by_arena: true,
     longest: 10_000,
@@ -46,51 +46,49 @@ impl Kernel {
 
     fn begin_from(&mut self, keys: &[Key], from: usize) -> u64 {
         let submission = Submission { from, ..SUBMISSION };
-        let id = self
-            .requests
-            .gather(&self.places, keys, &submission, TOGETHER);
+        let id = self.requests.gather(&self.places, keys, &submission, RULES);
         let id = id.expect("a request");
         self.requests.begun(&mut self.places, id);
         self.requests.user_data(id)
     }
 
-    fn posts(&mut self, user_data: u64, result: i32, flags: u32) -> Vec<Told> {
-        let posted = Posted {
+    fn posts(&mut self, user_data: u64, result: i32, flags: u32) -> Vec<Reported> {
+        let posted = CompletionEntry {
             user_data,
             result,
             flags,
         };
         assert_eq!(self.requests.posted(&mut self.places, posted), None);
         let events = self.requests.events.drain(..);
-        events.map(Told::from).collect()
+        events.map(Reported::from).collect()
     }
 
     fn is_at_rest(&self) -> bool {
-        (self.places.owed, self.places.reading) == (0, 0)
+        (self.places.busy, self.places.reading) == (0, 0)
             && self.requests.vacant.len() == self.requests.all.len()
     }
 }
 
 /// An event, to be compared.
 #[derive(Debug, Eq, PartialEq)]
-enum Told {
+enum Reported {
     Done(Key, Result<usize, i32>),
     Noted(Key, Option<bool>),
 }
 
-impl From<Event> for Told {
+impl From<Event> for Reported {
     fn from(event: Event) -> Self {
         match event {
             Event::Done(key, result) => {
                 let code = |error: io::Error| -error.raw_os_error().expect("the kernel's");
                 Self::Done(key, result.map_err(code))
             }
-            Event::Noted { key, copied, .. } => Self::Noted(key, copied),
+            Event::Notified { key, copied, .. } => Self::Noted(key, copied),
         }
     }
 }
 
-use Told::{Done, Noted};
+use Reported::{Done, Noted};
 
 #[test]
 fn a_late_notification_of_what_never_began_frees_nothing() {
@@ -137,13 +135,13 @@ fn requests_are_noted_in_any_order_and_only_what_took_bytes_tells_of_copies() {
     kernel.posts(failed, CANCELLED, MORE);
     let rest = kernel.begin_from(&[key], 1);
     kernel.posts(rest, 2, MORE);
-    assert_eq!((kernel.places.owed, kernel.places.reading), (1, 2));
-    let mut noted = |user_data| kernel.posts(user_data, COPIED as i32, NOTIF);
-    assert_eq!(noted(rest), [Noted(key, Some(true))]);
-    assert_eq!(noted(failed), [Noted(key, None)]);
-    assert_eq!(noted(short), [Noted(key, Some(true))]);
+    assert_eq!((kernel.places.busy, kernel.places.reading), (1, 2));
+    let mut notified = |user_data| kernel.posts(user_data, COPIED as i32, NOTIF);
+    assert_eq!(notified(rest), [Noted(key, Some(true))]);
+    assert_eq!(notified(failed), [Noted(key, None)]);
+    assert_eq!(notified(short), [Noted(key, Some(true))]);
     // Twice is once too often.
-    assert_eq!(noted(short), []);
+    assert_eq!(notified(short), []);
     assert!(kernel.places.idle(key));
     assert!(kernel.is_at_rest());
 }
@@ -217,12 +215,12 @@ fn what_ends_where_a_place_does_has_begun_none_behind_it() {
 #[test]
 fn a_request_of_several_is_no_longer_than_one_may_be() {
     let mut kernel = Kernel::new();
-    let mut lengths = |lens: &[usize], from, together| {
+    let mut lengths = |lens: &[usize], from, rules| {
         let keys: Vec<_> = lens.iter().map(|&len| kernel.put(len)).collect();
         let submission = Submission { from, ..SUBMISSION };
         let id = kernel
             .requests
-            .gather(&kernel.places, &keys, &submission, together);
+            .gather(&kernel.places, &keys, &submission, rules);
         let request = kernel.requests.get(id.expect("a request"));
         let pieces = request.pieces().iter().map(|piece| piece.iov_len);
         let found = (pieces.collect::<Vec<_>>(), request.places(), request.is_cut);
@@ -232,10 +230,10 @@ fn a_request_of_several_is_no_longer_than_one_may_be() {
         found
     };
     let (most, alone) = (
-        TOGETHER,
-        Together {
+        RULES,
+        GatherRules {
             many: false,
-            ..TOGETHER
+            ..RULES
         },
     );
     assert_eq!(
@@ -289,14 +287,14 @@ fn a_request_has_no_more_pieces_than_the_kernel_takes() {
         put.expect("a place")
     };
     let (fits, most, too_many) = (put(1), put(limit - 1), put(limit + 1));
-    let together = |first, rest: &[Key]| -> Vec<Key> { [&[first], rest].concat() };
+    let chain = |first, rest: &[Key]| -> Vec<Key> { [&[first], rest].concat() };
     let mut gather = |keys: &[Key]| {
         let gathered = kernel
             .requests
-            .gather(&kernel.places, keys, &SUBMISSION, TOGETHER);
+            .gather(&kernel.places, keys, &SUBMISSION, RULES);
         gathered.map(|id| kernel.requests.get(id).places())
     };
-    assert_eq!(gather(&together(fits, &[most, fits])), Ok(2));
+    assert_eq!(gather(&chain(fits, &[most, fits])), Ok(2));
     assert_eq!(gather(&[too_many]), Err(NotStarted::TooManyPieces));
     assert_eq!(gather(&[]), Err(NotStarted::Vacant));
 }
@@ -317,13 +315,10 @@ fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
         ([plain, one, same], true, 1),
         ([plain, one, other], false, 3),
     ] {
-        let together = Together {
-            by_arena,
-            ..TOGETHER
-        };
+        let rules = GatherRules { by_arena, ..RULES };
         let gathered = kernel
             .requests
-            .gather(&kernel.places, &keys, &SUBMISSION, together);
+            .gather(&kernel.places, &keys, &SUBMISSION, rules);
         let request = kernel.requests.get(gathered.expect("a request"));
         assert_eq!(request.places(), expected);
     }
@@ -339,7 +334,7 @@ fn what_has_an_address_of_its_own_goes_alone() {
     for keys in [[addressed, plain], [plain, addressed]] {
         let gathered = kernel
             .requests
-            .gather(&kernel.places, &keys, &SUBMISSION, TOGETHER);
+            .gather(&kernel.places, &keys, &SUBMISSION, RULES);
         let request = kernel.requests.get(gathered.expect("a request"));
         assert_eq!(request.places(), 1);
     }
@@ -350,7 +345,7 @@ fn what_was_never_told_of_is_owed_nothing() {
     let mut kernel = Kernel::new();
     let keys = [10, 20].map(|len| kernel.put(len));
     let user_data = kernel.begin(&keys);
-    assert_eq!(kernel.places.owed, 2);
+    assert_eq!(kernel.places.busy, 2);
     kernel.requests.abandoned(&mut kernel.places, user_data);
     assert!(kernel.is_at_rest());
     assert_eq!(kernel.posts(user_data, 30, MORE), []);

@@ -18,7 +18,7 @@ use super::error_queue::{BATCH, ErrorQueue, ReportedRange};
 use super::first_id::ErrorQueueClaim;
 use super::notification_ids::NotificationIds;
 use super::places::header;
-use super::requests::{Note, Together};
+use super::requests::{GatherRules, NotificationDue};
 use super::unresolved::{UnresolvedNotification, has_no_unreported_id, may_have_taken_id};
 use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, NotStarted, SendMode, Stable, Started, Submission};
@@ -99,14 +99,14 @@ impl SendmsgBackend {
             true => SendMode::ZeroCopy,
             false => SendMode::Copy,
         };
-        let together = Together {
+        let rules = GatherRules {
             many: state.gathers(mode),
             by_arena: false,
             longest: state.longest(mode),
         };
         let id = state
             .requests
-            .gather(&state.places, keys, &submission, together)?;
+            .gather(&state.places, keys, &submission, rules)?;
         let request = state.requests.get(id);
         let (places, total) = (request.places(), request.total());
         let told = self.error.take();
@@ -124,15 +124,15 @@ impl SendmsgBackend {
         };
         self.full = matches!(&result, Err(error) if error.kind() == io::ErrorKind::WouldBlock);
         state.requests.begun(&mut state.places, id);
-        let mut note = Note::None;
+        let mut note = NotificationDue::None;
         match &result {
             Ok(sent) => {
                 self.corked = submission.more;
                 if zero_copy && *sent > 0 && self.took_id(state) {
                     self.ids.assign(id);
-                    note = Note::Follows;
+                    note = NotificationDue::Follows;
                 } else if wished && !(zero_copy && self.zero_copy) {
-                    note = Note::Copied;
+                    note = NotificationDue::Copied;
                 }
             }
             Err(error) if made && zero_copy && self.datagrams => {
@@ -146,7 +146,7 @@ impl SendmsgBackend {
                         code,
                         id: self.ids.next(),
                     });
-                    state.requests.owes(&mut state.places, id);
+                    state.requests.expect_notification(&mut state.places, id);
                     self.resolve_notification(state);
                 }
             }
@@ -183,7 +183,7 @@ impl SendmsgBackend {
         state: &mut SocketState<B>,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        if !state.requests.events.is_empty() || (state.places.owed == 0 && !self.full) {
+        if !state.requests.events.is_empty() || (state.places.busy == 0 && !self.full) {
             return Ok(());
         }
         let wanted = if self.full {
@@ -266,7 +266,7 @@ impl SendmsgBackend {
             self.zero_copy = false;
         }
         let in_step = self.ids.complete(lo, hi, |id| {
-            state.requests.noted(&mut state.places, id, copied);
+            state.requests.notified(&mut state.places, id, copied);
         });
         // Another sender sends without a copy, and much: the numbers that we gave mean nothing any more.
         self.zero_copy &= in_step;

@@ -61,10 +61,12 @@ impl SendmsgBackend {
         }
         let request = unresolved.request;
         for _ in 0..self.ids.assign_unknown(unresolved.id, request) {
-            state.requests.owes(&mut state.places, request);
+            state
+                .requests
+                .expect_notification(&mut state.places, request);
         }
         // Replaces the notification that was expected when the send failed.
-        state.requests.noted(&mut state.places, request, false);
+        state.requests.notified(&mut state.places, request, false);
     }
 
     /// Whether it is known if the send took an id. If it did, `ids` holds that id without an owner.

@@ -26,7 +26,7 @@ use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 
 use super::arenas::Arenas;
 use super::places::{Place, header};
-use super::requests::{Posted, Request, Together};
+use super::requests::{CompletionEntry, GatherRules, Request};
 use super::zc_socket::SocketState;
 use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Submission};
 
@@ -36,14 +36,14 @@ pub(super) const REPORT_USAGE: u16 = 1 << 3;
 /// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
 const FIXED_BUF: u16 = 1 << 2;
 /// User data of entries that belong to no request: a wait for a writable socket.
-const NOBODY: u64 = u64::MAX;
+const NO_REQUEST: u64 = u64::MAX;
 /// The socket's place among the ring's files.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
 /// Bytes without a copy whose notifications may be tied together. A packet that ends with a request is
 /// shorter than others, and costs as much.
-const TIED: usize = 128 << 10;
+const MAX_TIED_BYTES: usize = 128 << 10;
 /// The longest that the thread of orphans waits for one ring.
-const MOMENT: Duration = Duration::from_millis(5);
+const CANCEL_TIMEOUT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
 pub(super) const MAX_REQUEST_LEN: usize = 0x7fff_f000;
 
@@ -64,9 +64,9 @@ pub(super) struct UringBackend {
     /// Entries of the submission queue that the kernel has not been told of.
     queued: usize,
     /// What those entries carry as user data, in their order.
-    unsent: VecDeque<u64>,
+    unsubmitted: VecDeque<u64>,
     /// Bytes without a copy since a packet ended with a request.
-    tied: usize,
+    tied_bytes: usize,
     /// Requests of several pieces can be from registered memory.
     vectors_of_arenas: bool,
     /// Of a ring that is to go: what is left to be ended.
@@ -99,8 +99,8 @@ impl UringBackend {
             ring,
             arenas: Arenas::default(),
             queued: 0,
-            unsent: VecDeque::new(),
-            tied: 0,
+            unsubmitted: VecDeque::new(),
+            tied_bytes: 0,
             vectors_of_arenas: answers.vectors_of_arenas,
             ending: Ending::Requests,
         })
@@ -121,7 +121,7 @@ impl UringBackend {
         let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
         let place = keys.first().and_then(|&first| state.places.get(first));
         let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
-        let together = Together {
+        let rules = GatherRules {
             many: state.gathers(submission.mode)
                 && (submission.mode == SendMode::Copy || !arena.is_some_and(alone)),
             by_arena: submission.mode == SendMode::ZeroCopy,
@@ -129,7 +129,7 @@ impl UringBackend {
         };
         let id = state
             .requests
-            .gather(&state.places, keys, &submission, together)?;
+            .gather(&state.places, keys, &submission, rules)?;
         let request = state.requests.get_mut(id);
         let flags = self.flags(request.total(), state.kind, submission);
         let entry = self.entry(request, place, submission.mode, flags);
@@ -151,7 +151,7 @@ impl UringBackend {
         if submission.when_writable {
             let poll = opcode::PollAdd::new(SOCKET, libc::POLLOUT as u32)
                 .build()
-                .user_data(NOBODY)
+                .user_data(NO_REQUEST)
                 .flags(squeue::Flags::IO_LINK);
             self.push(&poll);
         }
@@ -228,9 +228,9 @@ impl UringBackend {
             flags |= libc::MSG_MORE;
         }
         if kind.is_tcp() && submission.mode == SendMode::ZeroCopy {
-            self.tied += total;
-            if self.tied >= TIED && submission.whole && !submission.more {
-                self.tied = 0;
+            self.tied_bytes += total;
+            if self.tied_bytes >= MAX_TIED_BYTES && submission.whole && !submission.more {
+                self.tied_bytes = 0;
                 flags |= libc::MSG_EOR;
             }
         }
@@ -248,7 +248,7 @@ impl UringBackend {
         // (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
-            self.unsent.push_back(entry.get_user_data());
+            self.unsubmitted.push_back(entry.get_user_data());
         }
     }
 
@@ -282,8 +282,8 @@ impl UringBackend {
             None => self.ring.submitter().submit_and_wait(want),
         };
         self.queued = self.ring.submission().len();
-        self.unsent
-            .drain(..self.unsent.len().saturating_sub(self.queued));
+        self.unsubmitted
+            .drain(..self.unsubmitted.len().saturating_sub(self.queued));
         match result.map_err(|error| (error.raw_os_error(), error)) {
             Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY), _)) => Ok(()),
             Err((_, error)) => Err(error),
@@ -303,7 +303,7 @@ impl UringBackend {
         timeout: Option<Duration>,
     ) -> io::Result<()> {
         let has_news = !state.requests.events.is_empty() || !self.ring.completion().is_empty();
-        if state.places.owed == 0 || has_news {
+        if state.places.busy == 0 || has_news {
             return self.submit(state);
         }
         self.enter(state, 1, timeout)
@@ -315,10 +315,10 @@ impl UringBackend {
                 return Some(event);
             }
             let entry = self.ring.completion().next()?;
-            if entry.user_data() == NOBODY {
+            if entry.user_data() == NO_REQUEST {
                 continue;
             }
-            let posted = Posted {
+            let posted = CompletionEntry {
                 user_data: entry.user_data(),
                 result: entry.result(),
                 flags: entry.flags(),
@@ -345,15 +345,15 @@ impl UringBackend {
     /// Ends the requests that the kernel has not been told of: it will not be. Nothing is to be
     /// started or submitted after that.
     pub(super) fn abandon<B>(&mut self, state: &mut SocketState<B>) {
-        for user_data in self.unsent.drain(..) {
-            if user_data != NOBODY {
+        for user_data in self.unsubmitted.drain(..) {
+            if user_data != NO_REQUEST {
                 state.requests.abandoned(&mut state.places, user_data);
             }
         }
     }
 
     /// Goes on with the end of a ring whose `ZcSocket` was dropped, and takes in what the kernel says.
-    pub(super) fn go_on_ending<B>(&mut self, state: &mut SocketState<B>) {
+    pub(super) fn continue_shutdown<B>(&mut self, state: &mut SocketState<B>) {
         if self.has_more() {
             const GETEVENTS: u32 = 1;
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
@@ -375,19 +375,19 @@ impl UringBackend {
     /// The socket is let go when only notifications are to come: its peer is told of the end, and older
     /// kernels wait for requests before they let it go.
     fn end<B>(&mut self, state: &mut SocketState<B>) {
-        if self.ending == Ending::Requests && self.cancel_within(Some(MOMENT)).is_ok() {
+        if self.ending == Ending::Requests && self.cancel_within(Some(CANCEL_TIMEOUT)).is_ok() {
             self.ending = Ending::Socket;
         }
         while self.event(state).is_some() {}
-        let ended = self.ending == Ending::Socket || state.places.owed == 0;
+        let ended = self.ending == Ending::Socket || state.places.busy == 0;
         if ended && self.ending != Ending::Nothing && !state.places.has_requests() {
-            self.let_go();
+            self.unregister_socket();
             self.ending = Ending::Nothing;
         }
     }
 
     /// Of the socket.
-    pub(super) fn let_go(&self) {
+    pub(super) fn unregister_socket(&self) {
         let _ = self.ring.submitter().unregister_files();
     }
 
@@ -410,7 +410,7 @@ impl UringBackend {
 
 /// What the kernel has.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Answers {
+pub(super) struct UringFeatures {
     /// Zero-copy sends that report whether they copied, and lets us use them.
     pub(super) zero_copy: bool,
     /// Those of several pieces of registered memory.
@@ -418,24 +418,24 @@ pub(super) struct Answers {
 }
 
 /// What the kernel has, and lets us use.
-pub(super) fn supported() -> io::Result<Answers> {
-    static SUPPORTED: OnceLock<Answers> = OnceLock::new();
+pub(super) fn supported() -> io::Result<UringFeatures> {
+    static SUPPORTED: OnceLock<UringFeatures> = OnceLock::new();
     if let Some(&known) = SUPPORTED.get() {
         return Ok(known);
     }
     // An error is no answer to keep: descriptors or memory can be short, and a filter one thread's.
-    let answer = try_out()?;
+    let answer = probe_features()?;
     Ok(*SUPPORTED.get_or_init(|| answer))
 }
 
-fn try_out() -> io::Result<Answers> {
+fn probe_features() -> io::Result<UringFeatures> {
     let mut ring = IoUring::new(2)?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;
     let zero_copy =
         probe.is_supported(opcode::SendZc::CODE) && probe.is_supported(opcode::SendMsgZc::CODE);
     if !zero_copy {
-        return Ok(Answers {
+        return Ok(UringFeatures {
             zero_copy,
             vectors_of_arenas: false,
         });
@@ -455,7 +455,7 @@ fn try_out() -> io::Result<Answers> {
     let answer = unsafe { answer(&mut ring, &many.build()) }?;
     // Or EFAULT, since no memory is registered.
     let vectors_of_arenas = answer == Some(libc::EBADF);
-    Ok(Answers {
+    Ok(UringFeatures {
         zero_copy,
         vectors_of_arenas,
     })

@@ -289,8 +289,8 @@ impl<B: Stable> ZcSocket<B> {
 
     /// How many places the kernel owes something for.
     #[must_use]
-    pub fn owed(&self) -> u32 {
-        self.inner.state.places.owed
+    pub fn busy_places(&self) -> u32 {
+        self.inner.state.places.busy
     }
 
     /// Of how many places, each for every request, bytes were taken whose notification is to come: it
@@ -402,12 +402,12 @@ impl<B: Stable> Drop for ZcSocket<B> {
                 let _ = sendmsg.reap(state);
             }
         }
-        if state.places.owed > 0 {
+        if state.places.busy > 0 {
             return orphans::adopt(inner);
         }
         if let BackendImpl::Uring(uring) = implementation {
             // Else the socket stays open until the kernel has taken the ring apart, which is later.
-            uring.let_go();
+            uring.unregister_socket();
         }
     }
 }
@@ -433,10 +433,10 @@ impl<B: Stable> orphans::Orphan for Inner<B> {
             ..
         } = self;
         match implementation {
-            BackendImpl::Uring(uring) => uring.go_on_ending(state),
+            BackendImpl::Uring(uring) => uring.continue_shutdown(state),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
         }
-        state.places.owed == 0
+        state.places.busy == 0
     }
 
     fn free_one(&mut self) -> bool {

@@ -43,10 +43,10 @@ const SUBMISSION: Submission = Submission {
     when_writable: false,
 };
 
-/// Waits until nothing is owed.
+/// Waits until nothing is busy_places.
 fn settle(calls: &mut ZcSocket<Vec<u8>>) {
     let begun = Instant::now();
-    while calls.owed() > 0 {
+    while calls.busy_places() > 0 {
         assert!(begun.elapsed() < PATIENCE);
         calls.wait(Some(PATIENCE)).expect("the kernel answers");
         while calls.event().is_some() {}
@@ -297,7 +297,7 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
                 let (mut other, mut calls, key) = thread.expect("the thread");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
                     Event::Done(_, result) => result.err(),
-                    Event::Noted { .. } => None,
+                    Event::Notified { .. } => None,
                 });
                 let code = done.and_then(|error| error.raw_os_error());
                 assert_eq!(code, Some(libc::ENOBUFS), "{to}");

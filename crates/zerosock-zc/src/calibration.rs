@@ -25,21 +25,21 @@ use super::stats::Basis;
 use crate::sys::{Kind, SendMode};
 
 /// Turns of each way until a class is decided.
-const TURNS: u32 = 24;
+const MEASUREMENTS: u32 = 24;
 /// So many sends at least go the same way until it is the other's turn.
-const STRETCH: u32 = 32;
+const MIN_RUN: u32 = 32;
 /// Below 256 bytes one class, above 16 MiB one.
 const SIZES: usize = 18;
 const KINDS: usize = 10;
 /// The error queue, the ring, and the ring with memory that is registered.
-const MEANS: usize = 3;
+const MEMORY_CLASSES: usize = 3;
 /// Sends until a decided class is measured anew.
-const LASTS: u32 = 1 << 20;
+const REMEASURE_AFTER: u32 = 1 << 20;
 /// Sends that are tried at most until a class is decided, or left as it was.
-const ENOUGH: u32 = 1 << 15;
+const MAX_TRIALS: u32 = 1 << 15;
 /// What cannot be measured goes in place from this class on: it begins at 16 KiB, where the one
 /// below has the kernel's 10 KB in it.
-const ASSUMED: usize = 7;
+const FIRST_ZERO_COPY_CLASS: usize = 7;
 
 /// What is decided together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -61,16 +61,16 @@ impl Class {
         };
         let size = (usize::BITS - (len >> 8).leading_zeros()) as usize;
         // Only a ring registers memory.
-        let means = match backend {
+        let memory_class = match backend {
             Backend::Uring => 1 + usize::from(registered),
             Backend::ErrorQueue | Backend::Copy => 0,
         };
-        Self((kind * MEANS + means) * SIZES + size.min(SIZES - 1))
+        Self((kind * MEMORY_CLASSES + memory_class) * SIZES + size.min(SIZES - 1))
     }
 
     /// What is assumed where nothing can be learnt.
     fn assumed(self) -> SendMode {
-        match self.0 % SIZES >= ASSUMED {
+        match self.0 % SIZES >= FIRST_ZERO_COPY_CLASS {
             true => SendMode::ZeroCopy,
             false => SendMode::Copy,
         }
@@ -78,33 +78,33 @@ impl Class {
 }
 
 /// What is known of one way.
-struct Side {
+struct ModeCost {
     /// The cheapest turn so far, in picoseconds a send.
     cheapest: AtomicU64,
-    turns: AtomicU32,
+    measurements: AtomicU32,
     /// Sends that went this way to be measured, whether anything was learnt of them or not.
     tried: AtomicU32,
 }
 
-impl Side {
+impl ModeCost {
     const fn new() -> Self {
         Self {
             cheapest: AtomicU64::new(u64::MAX),
-            turns: AtomicU32::new(0),
+            measurements: AtomicU32::new(0),
             tried: AtomicU32::new(0),
         }
     }
 
     fn clear(&self) {
         self.cheapest.store(u64::MAX, Relaxed);
-        self.turns.store(0, Relaxed);
+        self.measurements.store(0, Relaxed);
         self.tried.store(0, Relaxed);
     }
 }
 
-struct Cell {
-    copy: Side,
-    place: Side,
+struct ClassState {
+    copy: ModeCost,
+    zero_copy: ModeCost,
     /// See `decision`.
     decided: AtomicU32,
     /// It is measured, for the first time or anew.
@@ -113,21 +113,21 @@ struct Cell {
     used: AtomicU32,
 }
 
-impl Cell {
+impl ClassState {
     const fn new() -> Self {
         Self {
-            copy: Side::new(),
-            place: Side::new(),
+            copy: ModeCost::new(),
+            zero_copy: ModeCost::new(),
             decided: AtomicU32::new(0),
             open: AtomicBool::new(true),
             used: AtomicU32::new(0),
         }
     }
 
-    fn side(&self, mode: SendMode) -> &Side {
+    fn cost_of(&self, mode: SendMode) -> &ModeCost {
         match mode {
             SendMode::Copy => &self.copy,
-            SendMode::ZeroCopy => &self.place,
+            SendMode::ZeroCopy => &self.zero_copy,
         }
     }
 
@@ -153,14 +153,14 @@ impl Cell {
     /// what cannot be learnt is as it was, or `assumed`.
     fn mode(&self, before: Option<SendMode>, assumed: SendMode) -> SendMode {
         if self.open.load(Relaxed) {
-            let tried = |mode| self.side(mode).tried.load(Relaxed);
-            let (copied, placed) = (tried(SendMode::Copy), tried(SendMode::ZeroCopy));
-            if copied.saturating_add(placed) < ENOUGH {
-                let mode = before.unwrap_or(match copied / STRETCH <= placed / STRETCH {
+            let tried = |mode| self.cost_of(mode).tried.load(Relaxed);
+            let (copied, zero_copied) = (tried(SendMode::Copy), tried(SendMode::ZeroCopy));
+            if copied.saturating_add(zero_copied) < MAX_TRIALS {
+                let mode = before.unwrap_or(match copied / MIN_RUN <= zero_copied / MIN_RUN {
                     true => SendMode::Copy,
                     false => SendMode::ZeroCopy,
                 });
-                self.side(mode).tried.fetch_add(1, Relaxed);
+                self.cost_of(mode).tried.fetch_add(1, Relaxed);
                 return mode;
             }
             let (mode, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
@@ -170,25 +170,26 @@ impl Cell {
     }
 
     fn used(&self, sends: u32) {
-        if self.open.load(Relaxed) || self.used.fetch_add(sends, Relaxed) < LASTS - sends {
+        if self.open.load(Relaxed) || self.used.fetch_add(sends, Relaxed) < REMEASURE_AFTER - sends
+        {
             return;
         }
         self.copy.clear();
-        self.place.clear();
+        self.zero_copy.clear();
         self.open.store(true, Relaxed);
     }
 
     fn learn(&self, mode: SendMode, each: u64) {
-        let side = self.side(mode);
-        side.cheapest.fetch_min(each, Relaxed);
-        side.turns.fetch_add(1, Relaxed);
-        let seen = |side: &Side| side.turns.load(Relaxed) >= TURNS;
-        if !(seen(&self.copy) && seen(&self.place)) {
+        let cost = self.cost_of(mode);
+        cost.cheapest.fetch_min(each, Relaxed);
+        cost.measurements.fetch_add(1, Relaxed);
+        let seen = |cost: &ModeCost| cost.measurements.load(Relaxed) >= MEASUREMENTS;
+        if !(seen(&self.copy) && seen(&self.zero_copy)) {
             return;
         }
-        let cost = |side: &Side| side.cheapest.load(Relaxed);
-        let (copy, place) = (cost(&self.copy), cost(&self.place));
-        let better = match place.saturating_add(place / 20) <= copy {
+        let cheapest = |cost: &ModeCost| cost.cheapest.load(Relaxed);
+        let (copy, zero_copy) = (cheapest(&self.copy), cheapest(&self.zero_copy));
+        let better = match zero_copy.saturating_add(zero_copy / 20) <= copy {
             true => SendMode::ZeroCopy,
             false => SendMode::Copy,
         };
@@ -196,44 +197,45 @@ impl Cell {
     }
 }
 
-static CELLS: [Cell; KINDS * MEANS * SIZES] = [const { Cell::new() }; KINDS * MEANS * SIZES];
+static CLASSES: [ClassState; KINDS * MEMORY_CLASSES * SIZES] =
+    [const { ClassState::new() }; KINDS * MEMORY_CLASSES * SIZES];
 
 /// How to send one of this class, behind one of the same submission that went the way `before`.
 pub(super) fn mode(class: Class, before: Option<SendMode>) -> SendMode {
     let assumed = class.assumed();
-    let cell = CELLS.get(class.0);
-    cell.map_or(assumed, |cell| cell.mode(before, assumed))
+    let class_state = CLASSES.get(class.0);
+    class_state.map_or(assumed, |class_state| class_state.mode(before, assumed))
 }
 
 /// Whether turns of this class are still to be measured.
 pub(super) fn is_open(class: Class) -> bool {
-    CELLS
+    CLASSES
         .get(class.0)
-        .is_some_and(|cell| cell.open.load(Relaxed))
+        .is_some_and(|class_state| class_state.open.load(Relaxed))
 }
 
 /// So many sends have been of this class.
 pub(super) fn used(class: Class, sends: u32) {
-    if let Some(cell) = CELLS.get(class.0) {
-        cell.used(sends);
+    if let Some(class_state) = CLASSES.get(class.0) {
+        class_state.used(sends);
     }
 }
 
 /// How many those are since it was decided.
 #[cfg(test)]
 pub(super) fn since(class: Class) -> u32 {
-    CELLS[class.0].used.load(Relaxed)
+    CLASSES[class.0].used.load(Relaxed)
 }
 
 /// A turn of so many sends took so long.
 pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
-    let Some(cell) = CELLS.get(class.0).filter(|_| sends > 0) else {
+    let Some(class_state) = CLASSES.get(class.0).filter(|_| sends > 0) else {
         return;
     };
     let picoseconds = u64::try_from(took.as_nanos())
         .unwrap_or(u64::MAX)
         .saturating_mul(1000);
-    cell.learn(mode, picoseconds / u64::from(sends));
+    class_state.learn(mode, picoseconds / u64::from(sends));
 }
 
 /// The shortest length from which on every class that is decided goes in place, if there is one;
@@ -243,24 +245,30 @@ pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Opti
         return (None, Basis::Unknown);
     }
     let Class(first) = Class::of(kind, backend, registered, 0);
-    let cells = CELLS.get(first..first + SIZES).unwrap_or_default();
-    let goes = |wanted| move |cell: &Cell| cell.decision().is_some_and(|(mode, _)| mode == wanted);
-    let copied = cells.iter().rposition(goes(SendMode::Copy));
+    let classes = CLASSES.get(first..first + SIZES).unwrap_or_default();
+    let goes = |wanted| {
+        move |class_state: &ClassState| {
+            class_state
+                .decision()
+                .is_some_and(|(mode, _)| mode == wanted)
+        }
+    };
+    let copied = classes.iter().rposition(goes(SendMode::Copy));
     let from = copied.map_or(0, |last| last + 1);
-    let above = cells.get(from..).unwrap_or_default().iter();
-    let placed = above
+    let above = classes.get(from..).unwrap_or_default().iter();
+    let zero_copied = above
         .clone()
         .position(goes(SendMode::ZeroCopy))
-        .map(|place| from + place);
-    let bounds = [copied, placed].into_iter().flatten();
-    let known = bounds.filter_map(|bound| cells.get(bound)?.decision());
+        .map(|index| from + index);
+    let bounds = [copied, zero_copied].into_iter().flatten();
+    let known = bounds.filter_map(|bound| classes.get(bound)?.decision());
     let basis = known
         .map(|(_, basis)| basis)
         .reduce(|one, other| match one {
             Basis::Measured => other,
             _ => one,
         });
-    let len = placed.map(|size| if size == 0 { 0 } else { 128 << size });
+    let len = zero_copied.map(|size| if size == 0 { 0 } else { 128 << size });
     (len, basis.unwrap_or(Basis::Unknown))
 }
 
@@ -276,7 +284,7 @@ mod tests {
         assert_eq!(class(4096), class(8191));
         assert_eq!(class(usize::MAX), class(32 << 20));
         let last = Class::of(Kind::OtherDatagram, Backend::Uring, true, usize::MAX);
-        assert!(last.0 < CELLS.len());
+        assert!(last.0 < CLASSES.len());
     }
 
     #[test]
@@ -293,55 +301,61 @@ mod tests {
 
     #[test]
     fn a_decision_is_measured_anew_and_stays_if_nothing_is_learnt() {
-        let cell = Cell::new();
-        let learn = |copy, place| {
-            for _ in 0..TURNS {
-                cell.learn(SendMode::Copy, copy);
-                cell.learn(SendMode::ZeroCopy, place);
+        let class_state = ClassState::new();
+        let learn = |copy, zero_copy| {
+            for _ in 0..MEASUREMENTS {
+                class_state.learn(SendMode::Copy, copy);
+                class_state.learn(SendMode::ZeroCopy, zero_copy);
             }
         };
         learn(1000, 500);
-        assert_eq!(cell.mode(None, COPY), SendMode::ZeroCopy);
-        for _ in 0..LASTS / 1024 - 1 {
-            cell.used(1024);
-            assert_eq!(cell.mode(None, COPY), SendMode::ZeroCopy);
+        assert_eq!(class_state.mode(None, COPY), SendMode::ZeroCopy);
+        for _ in 0..REMEASURE_AFTER / 1024 - 1 {
+            class_state.used(1024);
+            assert_eq!(class_state.mode(None, COPY), SendMode::ZeroCopy);
         }
-        cell.used(1024);
+        class_state.used(1024);
         // Both ways for a while, though nothing comes of it.
-        let copies = (0..ENOUGH).filter(|_| cell.mode(None, COPY) == SendMode::Copy);
-        assert_eq!(copies.count(), ENOUGH as usize / 2);
-        assert!((0..ENOUGH).all(|_| cell.mode(None, COPY) == SendMode::ZeroCopy));
-        assert_eq!(cell.decision(), Some((SendMode::ZeroCopy, Basis::Measured)));
+        let copies = (0..MAX_TRIALS).filter(|_| class_state.mode(None, COPY) == SendMode::Copy);
+        assert_eq!(copies.count(), MAX_TRIALS as usize / 2);
+        assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::ZeroCopy));
+        assert_eq!(
+            class_state.decision(),
+            Some((SendMode::ZeroCopy, Basis::Measured))
+        );
         // The next time it is another machine.
-        for _ in 0..LASTS / 1024 {
-            cell.used(1024);
+        for _ in 0..REMEASURE_AFTER / 1024 {
+            class_state.used(1024);
         }
         learn(500, 1000);
-        assert!((0..ENOUGH).all(|_| cell.mode(None, COPY) == SendMode::Copy));
+        assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::Copy));
     }
 
     #[test]
     fn what_teaches_nothing_is_assumed_in_the_end_and_measured_anew() {
         for assumed in [SendMode::Copy, SendMode::ZeroCopy] {
-            let cell = Cell::new();
-            let modes = |cell: &Cell| {
-                let modes = (0..ENOUGH).map(|_| cell.mode(None, assumed));
+            let class_state = ClassState::new();
+            let modes = |class_state: &ClassState| {
+                let modes = (0..MAX_TRIALS).map(|_| class_state.mode(None, assumed));
                 modes.filter(|&mode| mode == SendMode::Copy).count()
             };
-            assert_eq!(modes(&cell), ENOUGH as usize / 2);
-            assert_eq!(cell.decision(), None);
-            assert_eq!(cell.mode(None, assumed), assumed);
-            assert_eq!(cell.decision(), Some((assumed, Basis::Assumed)));
-            for _ in 0..LASTS / 1024 {
-                assert_eq!(cell.mode(None, assumed), assumed);
-                cell.used(1024);
+            assert_eq!(modes(&class_state), MAX_TRIALS as usize / 2);
+            assert_eq!(class_state.decision(), None);
+            assert_eq!(class_state.mode(None, assumed), assumed);
+            assert_eq!(class_state.decision(), Some((assumed, Basis::Assumed)));
+            for _ in 0..REMEASURE_AFTER / 1024 {
+                assert_eq!(class_state.mode(None, assumed), assumed);
+                class_state.used(1024);
             }
-            assert_eq!(modes(&cell), ENOUGH as usize / 2);
-            for _ in 0..TURNS {
-                cell.learn(SendMode::Copy, 1000);
-                cell.learn(SendMode::ZeroCopy, 500);
+            assert_eq!(modes(&class_state), MAX_TRIALS as usize / 2);
+            for _ in 0..MEASUREMENTS {
+                class_state.learn(SendMode::Copy, 1000);
+                class_state.learn(SendMode::ZeroCopy, 500);
             }
-            assert_eq!(cell.decision(), Some((SendMode::ZeroCopy, Basis::Measured)));
+            assert_eq!(
+                class_state.decision(),
+                Some((SendMode::ZeroCopy, Basis::Measured))
+            );
         }
     }
 
@@ -360,32 +374,40 @@ mod tests {
     #[test]
     fn what_is_submitted_together_goes_one_way_and_the_ways_take_turns() {
         for together in [1, 31, 32, 33, 48, 64, 256] {
-            let cell = Cell::new();
-            cell.mode(None, COPY);
-            let mut turns = [0u32; 2];
-            while turns.iter().any(|&turns| turns < TURNS) {
-                let first = cell.mode(None, COPY);
-                assert!((1..together).all(|_| cell.mode(Some(first), COPY) == first));
-                turns[usize::from(first == SendMode::ZeroCopy)] += 1;
-                assert_eq!(cell.decision(), None, "{together}: {turns:?}");
+            let class_state = ClassState::new();
+            class_state.mode(None, COPY);
+            let mut measurements = [0u32; 2];
+            while measurements
+                .iter()
+                .any(|&measurements| measurements < MEASUREMENTS)
+            {
+                let first = class_state.mode(None, COPY);
+                assert!((1..together).all(|_| class_state.mode(Some(first), COPY) == first));
+                measurements[usize::from(first == SendMode::ZeroCopy)] += 1;
+                assert_eq!(class_state.decision(), None, "{together}: {measurements:?}");
             }
         }
     }
 
-    fn decide(copy: u64, place: u64) -> SendMode {
-        let cell = Cell::new();
+    fn decide(copy: u64, zero_copy: u64) -> SendMode {
+        let class_state = ClassState::new();
         let mut seen = [0; 2];
-        while cell.decision().is_none() {
-            let mode = cell.mode(None, COPY);
+        while class_state.decision().is_none() {
+            let mode = class_state.mode(None, COPY);
             let noise = u64::from(seen[0] as u32 % 7) * 1000;
             seen[usize::from(mode == SendMode::ZeroCopy)] += 1;
-            cell.learn(
+            class_state.learn(
                 mode,
-                noise + if mode == SendMode::Copy { copy } else { place },
+                noise
+                    + if mode == SendMode::Copy {
+                        copy
+                    } else {
+                        zero_copy
+                    },
             );
             assert!(seen.iter().sum::<i32>() < 1000, "it never decides");
         }
-        cell.mode(None, COPY)
+        class_state.mode(None, COPY)
     }
 
     #[test]
@@ -400,7 +422,7 @@ mod tests {
         // A kind that no other test sends over.
         let class = |len| Class::of(Kind::OtherDatagram, Backend::Uring, true, len).0;
         let threshold = || threshold(Kind::OtherDatagram, Backend::Uring, true);
-        let decide = |len, mode, basis| CELLS[class(len)].decide(mode, basis);
+        let decide = |len, mode, basis| CLASSES[class(len)].decide(mode, basis);
         assert_eq!(threshold(), (None, Basis::Unknown));
         decide(16_384, SendMode::ZeroCopy, Basis::Measured);
         assert_eq!(threshold(), (Some(16_384), Basis::Measured));
@@ -421,7 +443,7 @@ mod tests {
     #[test]
     fn a_back_end_that_copies_has_no_threshold_of_anothers() {
         let class = Class::of(Kind::VsockMessages, Backend::ErrorQueue, false, 16_384);
-        CELLS[class.0].decide(SendMode::ZeroCopy, Basis::Measured);
+        CLASSES[class.0].decide(SendMode::ZeroCopy, Basis::Measured);
         let threshold = |backend| threshold(Kind::VsockMessages, backend, false);
         let found = (Some(16_384), Basis::Measured);
         assert_eq!(threshold(Backend::ErrorQueue), found);

@@ -167,7 +167,7 @@ impl<B: Stable> Sender<B> {
         if !whole {
             // What it answers to this, the `ZcSocket` goes on with when it is dropped.
             let _ = self.queue.cancel();
-            self.queue.let_go();
+            self.queue.release_kept();
             if self.queue.open == 0 {
                 self.queue.forget_pieces();
             }
@@ -195,7 +195,7 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// [`StillBusy`], with the sender.
     pub fn into_socket(mut self) -> Result<OwnedFd, StillBusy<B>> {
-        self.queue.let_go_if_asked();
+        self.queue.release_kept_for_caller();
         let why = match self.queue.broken {
             Some(code) => KeepReason::Broken(in_flight::error(code)),
             None if !self.is_quiet() => KeepReason::Busy,

@@ -41,9 +41,9 @@ pub(super) struct Cork {
     /// Pieces that the kernel answered with an error, and which.
     pub(super) failed: Vec<(Key, i32)>,
     /// Those that are under way were cancelled, or some that belong to them.
-    pub(super) torn: bool,
+    pub(super) cancelled_chain: bool,
     /// What the pieces that are still to come end with.
-    pub(super) ended: Option<i32>,
+    pub(super) failure: Option<i32>,
 }
 
 impl Cork {
@@ -88,17 +88,17 @@ impl Cork {
     }
 
     /// What a piece fails with because an earlier one did.
-    pub(super) fn ends(&mut self, send: &InFlightSend) -> Option<i32> {
+    pub(super) fn inherited_failure(&mut self, send: &InFlightSend) -> Option<i32> {
         match send.part {
             Part::Whole => return None,
-            Part::First => self.ended = None,
+            Part::First => self.failure = None,
             Part::Later => {}
         }
-        let ended = self.ended;
+        let failure = self.failure;
         if !send.more {
-            self.ended = None;
+            self.failure = None;
         }
-        ended
+        failure
     }
 
     /// Whether there are pieces that are kept.
@@ -114,7 +114,7 @@ impl Cork {
 
 impl<B: Stable> SendQueue<B> {
     /// The socket takes this piece of a datagram, or what is a whole one.
-    pub(super) fn takes(&mut self, key: Key) {
+    pub(super) fn piece_taken(&mut self, key: Key) {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
@@ -123,7 +123,7 @@ impl<B: Stable> SendQueue<B> {
         self.cork.taken += usize::from(piece);
         self.cork.gathered = goes_on;
         if !goes_on {
-            return self.let_go();
+            return self.release_kept();
         }
         if self.cork.keeps {
             send.kept = true;
@@ -132,12 +132,12 @@ impl<B: Stable> SendQueue<B> {
     }
 
     /// The pieces that are kept will not be asked again.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn release_kept(&mut self) {
         while let Some(key) = self.cork.kept.pop_front() {
             if let Some(send) = self.sends.get_mut(key.index()) {
                 send.kept = false;
             }
-            self.conclude(key);
+            self.report_to_slot(key);
         }
     }
 
@@ -148,13 +148,13 @@ impl<B: Stable> SendQueue<B> {
 
     /// Releases pieces for a program that waits for buffers. Those of a datagram that can have no more
     /// pieces, because the sender is closed, are free when the socket has forgotten it.
-    pub(super) fn let_go_if_asked(&mut self) {
+    pub(super) fn release_kept_for_caller(&mut self) {
         if !self.is_handed_over() {
             return;
         }
         match self.closed && self.cork.keeps {
             true => self.forget_pieces(),
-            false => self.let_go(),
+            false => self.release_kept(),
         }
     }
 
@@ -165,17 +165,17 @@ impl<B: Stable> SendQueue<B> {
         self.forget_pieces();
         for key in kept {
             if let Some(send) = self.sends.get_mut(key.index()) {
-                (send.kept, send.over) = (false, false);
+                (send.kept, send.finished) = (false, false);
                 self.stats.over -= 1;
                 self.stats.bytes -= mem::take(&mut send.sent) as u64;
             }
-            self.ask_again(key);
+            self.queue_retry(key);
         }
         for (key, _) in failed {
-            self.ask_again(key);
+            self.queue_retry(key);
         }
         // They are the oldest that are not over.
-        for key in self.again.iter().chain(&self.queued) {
+        for key in self.retries.iter().chain(&self.queued) {
             let Some(send) = self.sends.get_mut(key.index()) else {
                 break;
             };

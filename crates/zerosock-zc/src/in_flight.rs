@@ -28,9 +28,9 @@ pub(super) struct InFlightSend {
     pub(super) more: bool,
     pub(super) part: Part,
     /// The turn in which its last request was made.
-    pub(super) turn: u64,
+    pub(super) submission: u64,
     pub(super) started: bool,
-    pub(super) over: bool,
+    pub(super) finished: bool,
     /// Over for now: a piece that may be asked again (`cork`).
     pub(super) kept: bool,
     /// It is not to be asked again, and fails with this.
@@ -68,9 +68,9 @@ impl InFlightSend {
             flush: false,
             more: false,
             part: Part::Whole,
-            turn: 0,
+            submission: 0,
             started: false,
-            over: false,
+            finished: false,
             kept: false,
             cancelled: None,
             in_place: false,

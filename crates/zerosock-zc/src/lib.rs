@@ -195,17 +195,18 @@
 //! - Kernel TLS in Linux 6.1 can drop the last records of a socket that is full when it is closed.
 #![deny(unsafe_code)]
 
-mod answers;
 mod calibration;
 mod close;
 mod cork;
 mod in_flight;
+mod indexed_queue;
 mod limit;
-mod line;
+mod measurement;
 mod message;
 mod policy;
 mod ranges;
 mod readiness;
+mod results;
 mod send_queue;
 mod sender;
 mod shared;
@@ -214,7 +215,6 @@ mod stats;
 pub mod sys;
 #[cfg(feature = "tokio")]
 pub mod tokio;
-mod turn;
 
 pub use close::{CloseOutcome, Closed, KeepReason, StillBusy};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};

@@ -38,7 +38,7 @@ pub(super) struct Accepted {
 
 impl<B: Stable> SendQueue<B> {
     /// The send in this place, with this ordinal, has been accepted.
-    pub(super) fn counts(&mut self, key: Key, ordinal: u64) {
+    pub(super) fn start_limit(&mut self, key: Key, ordinal: u64) {
         if self.limit.time.is_none() {
             return;
         }
@@ -57,7 +57,7 @@ impl<B: Stable> SendQueue<B> {
     fn is_awaited(&self, accepted: &Accepted) -> bool {
         let send = self.sends.get(accepted.key.index());
         send.filter(|send| send.ordinal == accepted.ordinal)
-            .is_some_and(|send| !send.over || self.stream && !self.zc_socket.idle(accepted.key))
+            .is_some_and(|send| !send.finished || self.stream && !self.zc_socket.idle(accepted.key))
     }
 
     /// When the oldest send is late; none if there is none, or no limit.
@@ -87,7 +87,7 @@ impl<B: Stable> SendQueue<B> {
     }
 
     /// If a send is late, ends what the kernel has not taken, and a stream with all of it.
-    pub(super) fn lapse(&mut self) {
+    pub(super) fn enforce_limit(&mut self) {
         self.limit.now = None;
         if self.limit.accepted.is_empty() {
             return;
@@ -103,17 +103,17 @@ impl<B: Stable> SendQueue<B> {
             }
         }
         if self.is_late(now) {
-            self.recall();
+            self.time_out();
         }
     }
 
     /// Whatever the kernel answers meanwhile, the rest is done, too.
-    fn recall(&mut self) {
+    fn time_out(&mut self) {
         let late = std::mem::take(&mut self.limit.accepted);
         if self.stream {
             self.broken = self.broken.or(Some(TIMED_OUT));
         }
-        let _ = self.end_rest(TIMED_OUT);
+        let _ = self.fail_pending(TIMED_OUT);
         if !self.stream {
             return;
         }
@@ -123,7 +123,7 @@ impl<B: Stable> SendQueue<B> {
                 continue;
             }
             if let Some(send) = self.sends.get_mut(accepted.key.index())
-                && send.over
+                && send.finished
                 && send.failure.is_none()
             {
                 send.failure = Some(TIMED_OUT);
@@ -132,7 +132,7 @@ impl<B: Stable> SendQueue<B> {
             }
         }
         if sys::reset(self.zc_socket.socket()).unwrap_or(false) {
-            self.ended = true;
+            self.shut_down = true;
             // It frees buffers within the call.
             let _ = self.zc_socket.reap();
             self.process_events();

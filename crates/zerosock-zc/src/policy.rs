@@ -13,14 +13,14 @@ use super::message::Copying;
 use crate::sys::{Kind, SendMode};
 
 /// So many notifications in a row that say "copied", of one send each or of several, and zero copy is off.
-const PATIENCE: u32 = 16;
+const MAX_COPIED: u32 = 16;
 /// So many sends later it is tried again, and each time twice as many.
 const FIRST_PAUSE: u64 = 1 << 10;
 /// A class is told of so many sends at once: it is shared by the whole process. A prime: the send
 /// that tells is of every class in turn, also where lengths come in a pattern.
-const TELL: u32 = 1021;
+const REPORT_INTERVAL: u32 = 1021;
 /// The longest pause, in sends.
-const LONGEST_PAUSE: u64 = 1 << 20;
+const MAX_PAUSE: u64 = 1 << 20;
 
 /// From which length on a buffer is sent in place.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
@@ -42,7 +42,7 @@ pub(super) struct Policy {
     /// nothing could be learnt of it.
     last: Option<(Class, SendMode)>,
     /// The kernel does not do it on this socket.
-    impossible: bool,
+    disabled: bool,
     /// The last notification said that the kernel did not copy.
     in_place: bool,
     /// Notifications in a row that said "copied".
@@ -60,7 +60,7 @@ impl Policy {
             threshold,
             since: 0,
             last: None,
-            impossible: backend == Backend::Copy,
+            disabled: backend == Backend::Copy,
             in_place: false,
             copied: 0,
             pause: None,
@@ -72,7 +72,7 @@ impl Policy {
     pub(super) fn mode(&mut self, wish: Copying, len: usize, registered: bool) -> SendMode {
         match wish {
             Copying::Always => SendMode::Copy,
-            _ if self.impossible => SendMode::Copy,
+            _ if self.disabled => SendMode::Copy,
             Copying::Never => SendMode::ZeroCopy,
             Copying::Auto => self.choose(len, registered),
         }
@@ -86,16 +86,16 @@ impl Policy {
             }
             // One that says otherwise is enough to go on with; one more that says "copied" is not.
             self.pause = None;
-            self.copied = PATIENCE - 1;
+            self.copied = MAX_COPIED - 1;
         }
         let in_place = match self.threshold {
             Threshold::Bytes(bytes) => len >= bytes,
             Threshold::Measured => {
                 let class = Class::of(self.kind, self.backend, registered, len);
                 self.since += 1;
-                if self.since == TELL {
+                if self.since == REPORT_INTERVAL {
                     self.since = 0;
-                    calibration::used(class, TELL);
+                    calibration::used(class, REPORT_INTERVAL);
                 }
                 let before = self.last.filter(|&(last, _)| last == class);
                 let mode = calibration::mode(class, before.map(|(_, mode)| mode));
@@ -124,26 +124,26 @@ impl Policy {
             return;
         }
         self.copied += 1;
-        if self.copied >= PATIENCE && self.pause.is_none() {
+        if self.copied >= MAX_COPIED && self.pause.is_none() {
             self.copied = 0;
             self.pause = Some(self.next_pause);
-            self.next_pause = (self.next_pause * 2).min(LONGEST_PAUSE);
+            self.next_pause = (self.next_pause * 2).min(MAX_PAUSE);
         }
     }
 
     /// The kernel says that this socket cannot.
-    pub(super) fn cannot(&mut self) {
-        self.impossible = true;
+    pub(super) fn disable(&mut self) {
+        self.disabled = true;
     }
 
     /// Whether [`cannot`](Self::cannot) was called.
-    pub(super) fn is_impossible(&self) -> bool {
-        self.impossible
+    pub(super) fn is_disabled(&self) -> bool {
+        self.disabled
     }
 
     /// Whether zero copy is off for now because the kernel copied, or for good.
     pub(super) fn is_off(&self) -> bool {
-        self.impossible || self.pause.is_some()
+        self.disabled || self.pause.is_some()
     }
 
     pub(super) fn class(&self, registered: bool, len: usize) -> Option<Class> {
@@ -178,7 +178,7 @@ mod tests {
     #[test]
     fn what_is_copied_all_the_same_is_copied_by_us() {
         let mut policy = policy();
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_COPIED {
             assert_eq!(policy.mode(Copying::Auto, 5000, false), SendMode::ZeroCopy);
             policy.notified(true);
         }
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn one_that_goes_in_place_brings_it_back() {
         let mut policy = policy();
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_COPIED {
             policy.notified(true);
         }
         while policy.mode(Copying::Auto, 5000, false) == SendMode::Copy {}
@@ -239,9 +239,9 @@ mod tests {
         };
         // Until both are decided, since nothing is learnt.
         ask(1 << 15);
-        ask(TELL * 10 + 1);
+        ask(REPORT_INTERVAL * 10 + 1);
         for len in [100, 50_000] {
-            let told = since(len) / TELL;
+            let told = since(len) / REPORT_INTERVAL;
             assert!((9..=11).contains(&told), "{len}: {told}");
         }
     }
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn a_socket_that_cannot_is_not_asked() {
         let mut policy = policy();
-        policy.cannot();
+        policy.disable();
         assert_eq!(policy.mode(Copying::Never, 5000, false), SendMode::Copy);
     }
 }

@@ -19,18 +19,18 @@ use rustix::time::{
 #[derive(Debug)]
 pub(super) struct Readiness {
     epoll: OwnedFd,
-    bell: OwnedFd,
+    event_fd: OwnedFd,
     /// Made when it is needed.
     timer: OnceLock<OwnedFd>,
     /// When it rings.
-    rings_at: Mutex<Option<Instant>>,
+    timer_at: Mutex<Option<Instant>>,
 }
 
 impl Readiness {
     /// Of the descriptor of a sender.
     pub(super) fn of(sender: BorrowedFd<'_>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let event_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         // IN is for rings: of a socket we do not want to know what it has received.
         let wanted = match rustix::net::sockopt::socket_type(sender) {
             Ok(_) => epoll::EventFlags::OUT,
@@ -38,14 +38,14 @@ impl Readiness {
         };
         let nothing = epoll::EventData::new_u64(0);
         epoll::add(&epoll, sender, nothing, wanted | epoll::EventFlags::ET)?;
-        let bell_rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&epoll, &bell, nothing, bell_rings)?;
+        let event_fd_events = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, &event_fd, nothing, event_fd_events)?;
         let timer = OnceLock::new();
         Ok(Self {
             epoll,
-            bell,
+            event_fd,
             timer,
-            rings_at: Mutex::new(None),
+            timer_at: Mutex::new(None),
         })
     }
 
@@ -63,10 +63,10 @@ impl Readiness {
     /// is woken early requests its time again. So a time that moves on with each send rarely costs a
     /// system call.
     pub(super) fn wake_after(&self, time: Duration) -> io::Result<()> {
-        let mut rings_at = self.rings_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut timer_at = self.timer_at.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let wanted = now.checked_add(time);
-        if rings_at.is_some_and(|at| now < at && wanted.is_none_or(|wanted| at <= wanted)) {
+        if timer_at.is_some_and(|at| now < at && wanted.is_none_or(|wanted| at <= wanted)) {
             return Ok(());
         }
         let timer = match self.timer.get() {
@@ -74,8 +74,13 @@ impl Readiness {
             None => {
                 let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
                 let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-                let rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
-                epoll::add(&self.epoll, &timer, epoll::EventData::new_u64(0), rings)?;
+                let timer_events = epoll::EventFlags::IN | epoll::EventFlags::ET;
+                epoll::add(
+                    &self.epoll,
+                    &timer,
+                    epoll::EventData::new_u64(0),
+                    timer_events,
+                )?;
                 // If another thread was faster, its timer serves: this one is closed, which removes it from
                 // the epoll instance.
                 self.timer.get_or_init(|| timer)
@@ -88,14 +93,14 @@ impl Readiness {
                 .map_err(io::Error::other)?,
         };
         timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)?;
-        *rings_at = wanted;
+        *timer_at = wanted;
         Ok(())
     }
 
     /// Wakes a sleeping thread, or ends the next sleep at once.
-    pub(super) fn ring(&self) {
+    pub(super) fn wake(&self) {
         // It fails only if it has been rung 2^64 - 2 times: then it rings.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.event_fd, &1u64.to_ne_bytes());
     }
 }
 

@@ -28,17 +28,17 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
 
-use super::answers::CANCELLED;
 use super::calibration;
 use super::cork::Cork;
 use super::in_flight::{self, InFlightSend, Part};
 use super::limit::Limit;
+use super::measurement::Measurement;
 use super::message::{Copying, Outgoing, Refusal, Returned};
 use super::policy::Policy;
 use super::ranges::Ranges;
+use super::results::CANCELLED;
 use super::slots::Slots;
 use super::stats::Stats;
-use super::turn::Turn;
 use crate::sys::{self, Backend, Key, NotStarted, SendMode, Stable, Submission, ZcSocket};
 
 /// Sends of a stream under way together.
@@ -58,13 +58,13 @@ pub(super) struct SendQueue<B: Stable> {
     /// made one by one, and some sockets refuse the flag: theirs are, too.
     pub(super) whole: bool,
     /// Whether ranges are kept, and buffers given back.
-    pub(super) tells_ranges: bool,
-    pub(super) gives_back: bool,
+    pub(super) keeps_ranges: bool,
+    pub(super) returns_buffers: bool,
     /// By place.
     pub(super) sends: Box<[InFlightSend]>,
     pub(super) queued: VecDeque<Key>,
     /// What is to be asked again, before the queue, in the order of acceptance.
-    pub(super) again: VecDeque<Key>,
+    pub(super) retries: VecDeque<Key>,
     /// Sends whose request has its result to come.
     pub(super) open: usize,
     /// The last answer was WouldBlock.
@@ -84,7 +84,7 @@ pub(super) struct SendQueue<B: Stable> {
     /// No more is accepted.
     pub(super) closed: bool,
     /// The peer has been told of the end.
-    pub(super) ended: bool,
+    pub(super) shut_down: bool,
     pub(super) cork: Cork,
     /// Events are taken in, and what is to be released after the last.
     pub(super) draining: bool,
@@ -93,7 +93,7 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) free: VecDeque<Returned<B>>,
     next: u32,
     accepted: u64,
-    pub(super) turn: Turn,
+    pub(super) measurement: Measurement,
     pub(super) limit: Limit,
 }
 
@@ -114,11 +114,11 @@ impl<B: Stable> SendQueue<B> {
             policy,
             stats: Stats::default(),
             stream,
-            tells_ranges: false,
-            gives_back: true,
+            keeps_ranges: false,
+            returns_buffers: true,
             sends: (0..capacity).map(|_| InFlightSend::vacant()).collect(),
             queued: VecDeque::new(),
-            again: VecDeque::new(),
+            retries: VecDeque::new(),
             open: 0,
             full: false,
             armed: None,
@@ -130,11 +130,11 @@ impl<B: Stable> SendQueue<B> {
             released: 0,
             broken: None,
             closed: false,
-            ended: false,
+            shut_down: false,
             free: VecDeque::new(),
             next: 0,
             accepted: 0,
-            turn: Turn::default(),
+            measurement: Measurement::default(),
             limit: Limit::default(),
         }
     }
@@ -161,7 +161,7 @@ impl<B: Stable> SendQueue<B> {
             copying,
         } = outgoing;
         if self.cork.accepting && self.zc_socket.room() == 0 {
-            self.let_go();
+            self.release_kept();
         }
         let key = match self.zc_socket.put(buffer, to) {
             Ok(key) => key,
@@ -208,7 +208,7 @@ impl<B: Stable> SendQueue<B> {
                 ..InFlightSend::vacant()
             };
         }
-        self.counts(key, self.accepted);
+        self.start_limit(key, self.accepted);
         self.queued.push_back(key);
         self.accepted += 1;
         self.stats.accepted += 1;
@@ -218,9 +218,9 @@ impl<B: Stable> SendQueue<B> {
     /// Starts what may be started, tells the kernel, and takes in what it says at once; again, as
     /// long as that lets more be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
-        self.lapse();
+        self.enforce_limit();
         self.policy.submitted();
-        if self.queued.is_empty() && self.again.is_empty() {
+        if self.queued.is_empty() && self.retries.is_empty() {
             self.zc_socket.submit()?;
             if self.zc_socket.room() == 0 && self.is_at_once() {
                 // There is nothing to send before something comes back. An error is reported again by
@@ -232,13 +232,13 @@ impl<B: Stable> SendQueue<B> {
         let at_once = self.is_at_once();
         while self.may_start() {
             self.full &= !at_once;
-            let begun = self.turn_is_open().then(Instant::now);
-            self.turn = self.turn.next();
+            let begun = self.is_measured_next().then(Instant::now);
+            self.measurement = self.measurement.next();
             let started = self.start_all(at_once)?;
             let took = begun.map(|begun| begun.elapsed());
             self.process_events();
             if let Some(took) = took {
-                self.turn.teach(took, &self.policy);
+                self.measurement.record(took, &self.policy);
             }
             if started == 0 || self.full && at_once {
                 break;
@@ -276,18 +276,18 @@ impl<B: Stable> SendQueue<B> {
     }
 
     fn is_all_started(&self) -> bool {
-        self.queued.is_empty() && self.again.is_empty()
+        self.queued.is_empty() && self.retries.is_empty()
     }
 
     fn pop(&mut self) -> Option<Key> {
-        self.again.pop_front().or_else(|| self.queued.pop_front())
+        self.retries.pop_front().or_else(|| self.queued.pop_front())
     }
 
     /// Which of the next `most` sends one request is to be made of: of a stream those that go alike.
     fn run(&self, most: usize, run: &mut Vec<Key>) {
         run.clear();
         let (mut before, mut left) = (None::<&InFlightSend>, 0);
-        for &key in self.again.iter().chain(&self.queued).take(most) {
+        for &key in self.retries.iter().chain(&self.queued).take(most) {
             let Some(send) = self.sends.get(key.index()) else {
                 return;
             };
@@ -301,8 +301,8 @@ impl<B: Stable> SendQueue<B> {
                 }
                 // What is to be continued must not hold back what is not.
                 Some(before) => {
-                    let alike = before.mode == send.mode && (before.more || !send.more);
-                    if !(self.stream && alike && send.sent == 0 && rest <= left) {
+                    let uniform = before.mode == send.mode && (before.more || !send.more);
+                    if !(self.stream && uniform && send.sent == 0 && rest <= left) {
                         return;
                     }
                 }
@@ -323,7 +323,7 @@ impl<B: Stable> SendQueue<B> {
     }
 
     fn start_runs(&mut self, one_by_one: bool, run: &mut Vec<Key>) -> io::Result<usize> {
-        let count = CHAIN.min(self.again.len() + self.queued.len());
+        let count = CHAIN.min(self.retries.len() + self.queued.len());
         let (mut started, mut chained) = (0, false);
         while started < count {
             self.run(count - started, run);
@@ -331,7 +331,7 @@ impl<B: Stable> SendQueue<B> {
             let Some(send) = self.sends.get(key.index()) else {
                 break;
             };
-            if let Some(error) = self.broken.or_else(|| self.cork.ends(send)) {
+            if let Some(error) = self.broken.or_else(|| self.cork.inherited_failure(send)) {
                 self.pop();
                 self.fail(key, error);
                 started += 1;
@@ -383,7 +383,7 @@ impl<B: Stable> SendQueue<B> {
                 Err(NotStarted::Vacant | NotStarted::TooManyPieces) => {
                     let code = rustix::io::Errno::INVAL.raw_os_error();
                     if part != Part::Whole && submission.more {
-                        self.cork.ended = Some(code);
+                        self.cork.failure = Some(code);
                     }
                     if self.stream {
                         self.broken = self.broken.or(Some(code));
@@ -404,13 +404,13 @@ impl<B: Stable> SendQueue<B> {
             return 0;
         };
         send.started = true;
-        send.turn = self.turn.number;
+        send.submission = self.measurement.number;
         if send.mode == SendMode::ZeroCopy && registered != send.registered {
             // It costs what another class does.
             send.class = None;
         }
         let one = send.class.map(|class| (class, send.mode));
-        self.turn.started(one);
+        self.measurement.started(one);
         send.total.saturating_sub(send.sent)
     }
 
@@ -421,7 +421,7 @@ impl<B: Stable> SendQueue<B> {
 
     /// Whether everything that was accepted has been handed to the kernel, or has failed.
     pub(super) fn is_handed_over(&self) -> bool {
-        self.queued.is_empty() && self.again.is_empty() && self.open == 0
+        self.queued.is_empty() && self.retries.is_empty() && self.open == 0
     }
 
     /// Whether the kernel has nothing more to do, and every buffer is free.
@@ -436,11 +436,11 @@ impl<B: Stable> SendQueue<B> {
 
     /// Ends what the kernel has not taken.
     pub(super) fn cancel(&mut self) -> io::Result<()> {
-        self.end_rest(CANCELLED)
+        self.fail_pending(CANCELLED)
     }
 
     /// Ends what the kernel has not taken, as failed with `code`.
-    pub(super) fn end_rest(&mut self, code: i32) -> io::Result<()> {
+    pub(super) fn fail_pending(&mut self, code: i32) -> io::Result<()> {
         if self.is_handed_over() {
             return Ok(());
         }
@@ -449,17 +449,17 @@ impl<B: Stable> SendQueue<B> {
             self.broken = self.broken.or(Some(code));
         }
         // What another thread has submitted may say so only later.
-        let is_left = |send: &&mut InFlightSend| !send.over;
+        let is_left = |send: &&mut InFlightSend| !send.finished;
         for send in self.sends.iter_mut().filter(is_left) {
             send.cancelled = send.cancelled.or(Some(code));
         }
-        while let Some(key) = self.again.pop_front().or_else(|| self.queued.pop_front()) {
+        while let Some(key) = self.retries.pop_front().or_else(|| self.queued.pop_front()) {
             self.fail(key, code);
         }
         if self.cork.accepting {
-            self.cork.ended = Some(code);
+            self.cork.failure = Some(code);
         }
-        self.cork.torn = self.cork.under_way;
+        self.cork.cancelled_chain = self.cork.under_way;
         let result = self
             .zc_socket
             .submit()
@@ -473,7 +473,7 @@ impl<B: Stable> SendQueue<B> {
     }
 
     /// Submits for as long as the kernel takes something at once.
-    fn hand_over(&mut self) {
+    fn submit_all(&mut self) {
         loop {
             let before = self.stats.over;
             let done = self.submit().and_then(|()| self.zc_socket.reap());
@@ -492,7 +492,7 @@ impl<B: Stable> SendQueue<B> {
     /// Ends the stream for its peer: what is not to be taken for all of it with a reset, if there are
     /// resets for its kind. Whether it was reset.
     pub(super) fn end(&mut self, orderly: bool) -> bool {
-        self.ended = true;
+        self.shut_down = true;
         if !self.stream {
             return false;
         }
@@ -514,8 +514,8 @@ impl<B: Stable> SendQueue<B> {
             .wait(self.time_left().into_iter().chain(timeout).min())
     }
 
-    fn turn_is_open(&self) -> bool {
-        let mut next = self.again.iter().chain(&self.queued);
+    fn is_measured_next(&self) -> bool {
+        let mut next = self.retries.iter().chain(&self.queued);
         let first = next.next().and_then(|key| self.sends.get(key.index()));
         first
             .and_then(|first| first.class)
@@ -525,11 +525,11 @@ impl<B: Stable> SendQueue<B> {
 
 impl<B: Stable> Drop for SendQueue<B> {
     fn drop(&mut self) {
-        if self.ended || self.zc_socket.is_forked() {
+        if self.shut_down || self.zc_socket.is_forked() {
             return;
         }
         // What the kernel takes at once is sent; the `ZcSocket` ends the rest.
-        self.hand_over();
+        self.submit_all();
         // The thread of orphans keeps the socket open, with the pieces that it has gathered.
         self.forget_pieces();
         if self.stream && !self.is_whole() {

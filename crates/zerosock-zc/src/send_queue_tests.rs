@@ -34,9 +34,9 @@ fn what_is_asked_again_goes_in_the_order_of_acceptance() {
     }
     let accepted: Vec<Key> = queue.queued.drain(..).collect();
     for answered in [4, 0, 2, 1, 3] {
-        queue.ask_again(accepted[answered]);
+        queue.queue_retry(accepted[answered]);
     }
-    assert_eq!(Vec::from(queue.again.clone()), accepted);
+    assert_eq!(Vec::from(queue.retries.clone()), accepted);
 }
 
 /// What another thread submitted is cancelled in its time, after the call that cancels.
@@ -50,7 +50,7 @@ fn a_cancellation_that_comes_late_is_one() {
         queue.open = 1;
         queue.cancel().expect("the kernel answers");
         queue.open = 0;
-        queue.refused(key, code);
+        queue.handle_error(key, code);
         let failed = queue.take().expect("it is over").outcome;
         let error = failed.expect_err("it was cancelled").error;
         assert_eq!(error.raw_os_error(), Some(CANCELLED));
@@ -79,18 +79,18 @@ fn what_took_nothing_teaches_nothing() {
     let key = queue.queued.pop_front().expect("it was accepted");
     queue.starved = true;
     for _ in 0..100 {
-        queue.notified(key, None, true);
+        queue.handle_notification(key, None, true);
     }
     assert!(!queue.policy.is_off());
     assert!(queue.starved, "no memory was freed");
     assert!(!queue.sends[key.index()].copied);
     // One notification of many sends is one.
     for _ in 0..100 {
-        queue.notified(key, Some(true), false);
+        queue.handle_notification(key, Some(true), false);
     }
     assert!(!queue.policy.is_off());
     for _ in 0..100 {
-        queue.notified(key, Some(true), true);
+        queue.handle_notification(key, Some(true), true);
     }
     assert!(queue.policy.is_off());
     assert!(!queue.starved);
@@ -102,7 +102,7 @@ fn memory_is_not_waited_for_when_nothing_will_free_any() {
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");
-    queue.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
+    queue.handle_error(key, rustix::io::Errno::NOBUFS.raw_os_error());
     assert!(!queue.starved);
     assert_eq!(queue.stats.copied_for_memory, 1);
     // The result of another is to come, which may have taken some.
@@ -110,7 +110,7 @@ fn memory_is_not_waited_for_when_nothing_will_free_any() {
     assert!(queue.accept(outgoing).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");
     queue.open = 1;
-    queue.refused(key, rustix::io::Errno::NOBUFS.raw_os_error());
+    queue.handle_error(key, rustix::io::Errno::NOBUFS.raw_os_error());
     assert!(queue.starved);
     assert_eq!(queue.stats.copied_for_memory, 1);
 }
@@ -125,17 +125,17 @@ fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
     let key = queue.queued.pop_front().expect("it was accepted");
     queue.sends[key.index()].gathered = 100_000;
     let refused = rustix::io::Errno::NOBUFS.raw_os_error();
-    queue.refused(key, refused);
+    queue.handle_error(key, refused);
     assert_eq!(queue.gather, 50_000);
     assert_eq!(queue.stats.copied_for_memory, 0);
     assert_eq!(queue.sends[key.index()].rounds, 0);
-    assert_eq!(queue.again.pop_front(), Some(key));
+    assert_eq!(queue.retries.pop_front(), Some(key));
     // One alone is no shorter for that.
     queue.sends[key.index()].gathered = 0;
-    queue.refused(key, refused);
+    queue.handle_error(key, refused);
     assert_eq!(queue.gather, 50_000);
     assert_eq!(queue.stats.copied_for_memory, 1);
-    queue.notified(key, Some(false), true);
+    queue.handle_notification(key, Some(false), true);
     assert!(queue.gather > 50_000);
 }
 
@@ -200,7 +200,7 @@ fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
     assert!(queue.accept(piece(200, true)).is_ok());
     queue.cancel().expect("the kernel answers");
     queue.open = 0;
-    queue.settle_cork();
+    queue.finish_cork();
     for len in [300, 10] {
         assert!(queue.accept(piece(len, false)).is_ok());
     }
@@ -233,12 +233,12 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
     // The first of a chain is refused, and the others with it.
     let accepted: Vec<Key> = queue.queued.drain(..).collect();
     let refused = rustix::io::Errno::OPNOTSUPP.raw_os_error();
-    queue.refused(accepted[0], refused);
+    queue.handle_error(accepted[0], refused);
     for &other in &accepted[1..] {
-        queue.refused(other, CANCELLED);
+        queue.handle_error(other, CANCELLED);
     }
     assert!(!queue.whole && queue.broken.is_none());
-    assert_eq!(Vec::from(queue.again.clone()), accepted);
+    assert_eq!(Vec::from(queue.retries.clone()), accepted);
     // One request, of two sends.
     assert_eq!(queue.start_some(true).expect("the kernel answers"), 2);
     assert_eq!(queue.stats.requests, 1);
@@ -263,7 +263,7 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
             .is_ok()
     );
     let key = queue.queued.pop_front().expect("it was accepted");
-    queue.refused(key, refused);
+    queue.handle_error(key, refused);
     assert_eq!(queue.broken, Some(refused));
 }
 

@@ -17,18 +17,18 @@ use super::{
 use crate::sys::{Backend, Buf, Kind, Stable, ZcSocket};
 
 /// Completions that one send can bring back.
-const ROOM: usize = 16;
+const MAX_COMPLETIONS: usize = 16;
 /// Places unless told otherwise.
-const CAPACITY: u32 = 256;
+const DEFAULT_CAPACITY: u32 = 256;
 /// The most places: what a completion queue can hold two answers each of.
-const MOST: u32 = 1 << 14;
+const MAX_CAPACITY: u32 = 1 << 14;
 /// Notifications, and ranges, that may be unread.
-const UNREAD: usize = 1 << 16;
+const MAX_UNREAD: usize = 1 << 16;
 /// Threads that may share a sender and take buffers back only after each send: what is free then is
 /// at most what was under way and one send of each.
-const THREADS: usize = 1024;
+const MAX_THREADS: usize = 1024;
 /// How long an event loop leaves pieces of a datagram kept whose rest it has not sent.
-const KEPT: Duration = Duration::from_millis(10);
+const KEPT_PIECES_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Why a socket could not be opened for sending.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +46,7 @@ pub enum OpenError {
     #[error("messages over vsock cannot be sent whole without blocking")]
     Messages,
     /// No places, or more than 16384.
-    #[error("{0} places: there must be 1 to {MOST}")]
+    #[error("{0} places: there must be 1 to {MAX_CAPACITY}")]
     Capacity(u32),
     /// The kernel's answer.
     #[error(transparent)]
@@ -69,7 +69,7 @@ impl Default for Builder {
     fn default() -> Self {
         Self {
             backend: None,
-            capacity: CAPACITY,
+            capacity: DEFAULT_CAPACITY,
             tags: vec![0],
             threshold: Threshold::Measured,
             inline: false,
@@ -167,7 +167,7 @@ impl Builder {
     /// # Errors
     /// [`OpenError`].
     pub fn open<B: Stable>(self, socket: impl Into<OwnedFd>) -> Result<Sender<B>, OpenError> {
-        if self.capacity == 0 || self.capacity > MOST {
+        if self.capacity == 0 || self.capacity > MAX_CAPACITY {
             return Err(OpenError::Capacity(self.capacity));
         }
         let opened = ZcSocket::open(socket.into(), self.capacity, self.backend);
@@ -182,15 +182,15 @@ impl Builder {
         let policy = Policy::new(kind, zc_socket.backend(), self.threshold);
         let slots = Slots::new(self.tags);
         let mut queue = SendQueue::new(zc_socket, kind.is_stream(), self.capacity, slots, policy);
-        queue.tells_ranges = self.inline;
-        queue.gives_back = !self.discard;
+        queue.keeps_ranges = self.inline;
+        queue.returns_buffers = !self.discard;
         queue.limit.time = self.limit;
         Ok(Sender {
             queue,
             kind,
             capacity: self.capacity as usize,
             threshold: self.threshold,
-            told: 0,
+            seen_events: 0,
         })
     }
 }
@@ -234,7 +234,7 @@ pub struct Sender<B: Stable = Buf> {
     pub(super) capacity: usize,
     threshold: Threshold,
     /// What had been heard when the last wait ended.
-    told: u64,
+    seen_events: u64,
 }
 
 impl Sender<Buf> {
@@ -274,7 +274,7 @@ impl<B: Stable> Sender<B> {
             None => {}
         }
         let unread = self.queue.slots.waiting().max(self.queue.ranges.len());
-        if unread >= UNREAD || self.queue.free.len() > self.capacity + THREADS {
+        if unread >= MAX_UNREAD || self.queue.free.len() > self.capacity + MAX_THREADS {
             return Err(Refusal::Unread);
         }
         if too_many_pieces(&outgoing.buffer) {
@@ -344,19 +344,19 @@ impl<B: Stable> Sender<B> {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing)?;
-        Ok(self.told(room))
+        Ok(self.take_completions(room))
     }
 
     pub(super) fn check_room(&self, room: &[Completion]) -> Result<(), Refusal> {
         match room.len() {
-            0..=ROOM if self.queue.tells_ranges => Ok(()),
-            0..=ROOM => Err(Refusal::NoCompletions),
+            0..=MAX_COMPLETIONS if self.queue.keeps_ranges => Ok(()),
+            0..=MAX_COMPLETIONS => Err(Refusal::NoCompletions),
             _ => Err(Refusal::TooMuchRoom),
         }
     }
 
     /// What is over, as a send tells of it.
-    pub(super) fn told(&mut self, room: &mut [Completion]) -> usize {
+    pub(super) fn take_completions(&mut self, room: &mut [Completion]) -> usize {
         if self.queue.zc_socket.backend() == Backend::ErrorQueue {
             // Nothing that is lost: what it cannot read now it reads later.
             let _ = self.queue.zc_socket.reap();
@@ -370,7 +370,7 @@ impl<B: Stable> Sender<B> {
     /// # Errors
     /// What the kernel answers; `InvalidInput` if the builder has not asked for them.
     pub fn completions(&mut self, room: &mut [Completion]) -> io::Result<usize> {
-        if !self.queue.tells_ranges {
+        if !self.queue.keeps_ranges {
             let why = Refusal::NoCompletions;
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
@@ -385,11 +385,11 @@ impl<B: Stable> Sender<B> {
     pub fn poll(&mut self) -> io::Result<()> {
         self.queue.zc_socket.reap()?;
         self.queue.process_events();
-        self.queue.lapse();
+        self.queue.enforce_limit();
         if !self.queue.is_handed_over() {
             self.submit()?;
         }
-        self.queue.let_go_if_asked();
+        self.queue.release_kept_for_caller();
         Ok(())
     }
 
@@ -433,19 +433,19 @@ impl<B: Stable> Sender<B> {
     /// What the kernel answers.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.submit()?;
-        self.queue.let_go_if_asked();
-        if self.heard() == self.told && !self.queue.is_quiet() {
+        self.queue.release_kept_for_caller();
+        if self.event_count() == self.seen_events && !self.queue.is_quiet() {
             self.queue.wait(timeout)?;
             self.queue.process_events();
             self.submit()?;
         }
-        self.told = self.heard();
+        self.seen_events = self.event_count();
         Ok(())
     }
 
     fn wait_for_place(&mut self) -> io::Result<()> {
         self.submit()?;
-        self.queue.let_go_if_asked();
+        self.queue.release_kept_for_caller();
         if self.room() == 0 && !self.is_broken() {
             self.queue.wait(None)?;
             self.queue.process_events();
@@ -471,7 +471,7 @@ impl<B: Stable> Sender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             self.submit()?;
-            self.queue.let_go_if_asked();
+            self.queue.release_kept_for_caller();
             if done(self) {
                 return Ok(true);
             }
@@ -492,27 +492,27 @@ impl<B: Stable> Sender<B> {
 
     /// Counts what a wait ends for: buffers that have become free, and notifications. No wait ends
     /// because the socket is full or a send goes on.
-    pub(super) fn heard(&self) -> u64 {
-        self.queue.released + self.queue.slots.told()
+    pub(super) fn event_count(&self) -> u64 {
+        self.queue.released + self.queue.slots.posted_count()
     }
 
     /// What sleeping threads are woken for when it changes: news, a stream that is broken, and the
     /// time after which the sender is to be polled. Not the time at which the next send is late: it only
     /// moves on.
-    pub(super) fn tidings(&self) -> (u64, bool, Option<Duration>, bool) {
+    pub(super) fn wake_state(&self) -> (u64, bool, Option<Duration>, bool) {
         (
-            self.heard(),
+            self.event_count(),
             self.is_broken(),
-            self.asks(),
+            self.poll_timeout(),
             self.queue.due().is_some(),
         )
     }
 
     /// After which time it is to be polled, but for a send that is late.
-    fn asks(&self) -> Option<Duration> {
-        let asks = self.queue.zc_socket.next_timeout();
-        let pieces = self.queue.awaits_pieces().then_some(KEPT);
-        asks.into_iter().chain(pieces).min()
+    fn poll_timeout(&self) -> Option<Duration> {
+        let poll_timeout = self.queue.zc_socket.next_timeout();
+        let pieces = self.queue.awaits_pieces().then_some(KEPT_PIECES_TIMEOUT);
+        poll_timeout.into_iter().chain(pieces).min()
     }
 
     /// Whether an earlier send failed so that nothing more is accepted.
@@ -538,7 +538,7 @@ impl<B: Stable> Sender<B> {
     #[must_use]
     pub fn report(&self) -> Report {
         let threshold = |registered| match self.threshold {
-            Threshold::Bytes(bytes) => (Some(bytes), Basis::Told),
+            Threshold::Bytes(bytes) => (Some(bytes), Basis::Configured),
             Threshold::Measured => {
                 let backend = self.queue.zc_socket.backend();
                 calibration::threshold(self.kind, backend, registered)
@@ -591,8 +591,8 @@ impl<B: Stable> Sender<B> {
     /// back when they are asked for ([`Outgoing::more`]).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
-        let asks = self.asks();
-        asks.into_iter().chain(self.queue.time_left()).min()
+        let poll_timeout = self.poll_timeout();
+        poll_timeout.into_iter().chain(self.queue.time_left()).min()
     }
 
     /// What an event loop is to wait for on [`as_fd`](AsFd::as_fd) before it calls

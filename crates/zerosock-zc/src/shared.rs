@@ -51,7 +51,7 @@ use crate::sys::{Buf, Stable};
 pub struct SharedSender<B: Stable = Buf> {
     shared: Arc<Shared<B>>,
     /// What had been heard when the last wait on this handle ended.
-    told: AtomicU64,
+    seen_events: AtomicU64,
 }
 
 struct Shared<B: Stable> {
@@ -68,7 +68,7 @@ struct Shared<B: Stable> {
 struct State<B: Stable> {
     sender: Sender<B>,
     /// A thread waits for the kernel: the watch.
-    watched: bool,
+    has_watch: bool,
     /// How many threads wait for the watch.
     sleepers: usize,
 }
@@ -77,7 +77,7 @@ impl<B: Stable> Clone for SharedSender<B> {
     fn clone(&self) -> Self {
         Self {
             shared: Arc::clone(&self.shared),
-            told: AtomicU64::new(self.told.load(Relaxed)),
+            seen_events: AtomicU64::new(self.seen_events.load(Relaxed)),
         }
     }
 }
@@ -95,7 +95,7 @@ impl<B: Stable> Sender<B> {
             .map_err(OpenError::Call)?;
         let state = State {
             sender: self,
-            watched: false,
+            has_watch: false,
             sleepers: 0,
         };
         Ok(SharedSender {
@@ -106,7 +106,7 @@ impl<B: Stable> Sender<B> {
                 events: OnceLock::new(),
                 socket,
             }),
-            told: AtomicU64::new(0),
+            seen_events: AtomicU64::new(0),
         })
     }
 }
@@ -173,7 +173,7 @@ impl<B: Stable> SharedSender<B> {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing)?;
-        Ok(self.with(|sender| sender.told(room)))
+        Ok(self.with(|sender| sender.take_completions(room)))
     }
 
     /// As [`Sender::completions`].
@@ -236,13 +236,13 @@ impl<B: Stable> SharedSender<B> {
     /// # Errors
     /// As there.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
-        let told = self.told.load(Relaxed);
-        let heard = Cell::new(told);
+        let seen_events = self.seen_events.load(Relaxed);
+        let events = Cell::new(seen_events);
         self.sleep(timeout, |sender| {
-            heard.set(sender.heard());
-            heard.get() != told || sender.is_quiet()
+            events.set(sender.event_count());
+            events.get() != seen_events || sender.is_quiet()
         })?;
-        self.told.store(heard.get(), Relaxed);
+        self.seen_events.store(events.get(), Relaxed);
         Ok(())
     }
 
@@ -270,12 +270,12 @@ impl<B: Stable> SharedSender<B> {
         {
             let mut state = self.lock();
             state.sender.begin_close();
-            self.tell(&state);
+            self.wake_sleepers(&state);
         }
         let waited = self.sleep(timeout, Sender::may_end);
         let mut state = self.lock();
         let closed = state.sender.end(waited);
-        self.tell(&state);
+        self.wake_sleepers(&state);
         closed
     }
 
@@ -313,7 +313,7 @@ impl<B: Stable> SharedSender<B> {
             }
         };
         // What has been taken in before is news to a loop that begins.
-        events.ring();
+        events.wake();
         Ok(events.as_fd())
     }
 
@@ -341,7 +341,7 @@ impl<B: Stable> SharedSender<B> {
             }
             Err(shared) => Err(Self {
                 shared,
-                told: self.told,
+                seen_events: self.seen_events,
             }),
         }
     }
@@ -355,24 +355,24 @@ impl<B: Stable> SharedSender<B> {
 
     fn with<T>(&self, act: impl FnOnce(&mut Sender<B>) -> T) -> T {
         let mut state = self.lock();
-        let before = state.sender.tidings();
+        let before = state.sender.wake_state();
         let result = act(&mut state.sender);
-        if state.sender.tidings() != before {
-            self.tell(&state);
+        if state.sender.wake_state() != before {
+            self.wake_sleepers(&state);
         }
         result
     }
 
     /// Wakes all threads that sleep.
-    fn tell(&self, state: &State<B>) {
+    fn wake_sleepers(&self, state: &State<B>) {
         if state.sleepers > 0 {
             self.shared.news.notify_all();
         }
-        if state.watched {
-            self.shared.readiness.ring();
+        if state.has_watch {
+            self.shared.readiness.wake();
         }
         if let Some(events) = self.shared.events.get() {
-            events.ring();
+            events.wake();
         }
     }
 
@@ -385,10 +385,10 @@ impl<B: Stable> SharedSender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = self.lock();
         loop {
-            let before = state.sender.tidings();
+            let before = state.sender.wake_state();
             let polled = state.sender.submit().and_then(|()| state.sender.poll());
-            if state.sender.tidings() != before {
-                self.tell(&state);
+            if state.sender.wake_state() != before {
+                self.wake_sleepers(&state);
             }
             polled?;
             if done(&state.sender) {
@@ -398,15 +398,15 @@ impl<B: Stable> SharedSender<B> {
             if left == Some(Duration::ZERO) {
                 return Ok(false);
             }
-            state = match state.watched {
-                true => self.sleep_behind(state, left),
-                false => self.watch(state, left)?,
+            state = match state.has_watch {
+                true => self.wait_for_watch(state, left),
+                false => self.wait_for_kernel(state, left)?,
             };
         }
     }
 
     /// Sleeps until another thread has news.
-    fn sleep_behind<'a>(
+    fn wait_for_watch<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
         left: Option<Duration>,
@@ -425,17 +425,17 @@ impl<B: Stable> SharedSender<B> {
     }
 
     /// Waits for the kernel on behalf of all.
-    fn watch<'a>(
+    fn wait_for_kernel<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
         left: Option<Duration>,
     ) -> io::Result<MutexGuard<'a, State<B>>> {
-        state.watched = true;
+        state.has_watch = true;
         let left = state.sender.next_timeout().into_iter().chain(left).min();
         drop(state);
         let waited = self.shared.readiness.wait(left);
         let mut state = self.lock();
-        state.watched = false;
+        state.has_watch = false;
         if state.sleepers > 0 {
             // One of them watches from now on, if this one does not.
             self.shared.news.notify_all();

@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use slab::Slab;
 
-use super::line::Line;
+use super::indexed_queue::IndexedQueue;
 
 /// All sends that were attached to one notifier have released their buffers.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
@@ -63,7 +63,7 @@ pub(super) struct Slots {
     notifiers: Slab<Notifier>,
     posted: VecDeque<Notification>,
     /// How many have ever been posted.
-    told: u64,
+    posted_count: u64,
 }
 
 struct Slot {
@@ -74,12 +74,12 @@ struct Slot {
     /// Sends that are over and before which all are, counted without end.
     passed: u64,
     /// Those accepted after them, in order.
-    sends: Line<Accepted>,
+    sends: IndexedQueue<Accepted>,
 }
 
 #[derive(Default)]
 struct Accepted {
-    over: bool,
+    finished: bool,
     /// A flush waits for this one and all before it.
     flush: bool,
 }
@@ -106,9 +106,9 @@ impl Slot {
     }
 
     /// Passes what is over, until something is not. Whether flushes were reached on the way.
-    fn pass(&mut self) -> bool {
+    fn advance(&mut self) -> bool {
         let mut reached = false;
-        while let Some(send) = self.sends.pop_if(|send| send.over) {
+        while let Some(send) = self.sends.pop_if(|send| send.finished) {
             reached |= send.flush;
             self.passed += 1;
         }
@@ -124,7 +124,7 @@ impl Slots {
             sequence: 0,
             notifier: None,
             passed: 0,
-            sends: Line::default(),
+            sends: IndexedQueue::default(),
         };
         Self {
             slots: tags.into_iter().map(slot).collect(),
@@ -200,24 +200,24 @@ impl Slots {
             // It was overtaken.
             (notifier.first, notifier.tag) = (ticket.before, ticket.tag);
         }
-        self.over(ticket);
+        self.finish(ticket);
         Some(Attached(index))
     }
 
     /// A send ends without having been executed.
     pub(super) fn abandoned(&mut self, ticket: Ticket) {
-        self.over(ticket);
+        self.finish(ticket);
     }
 
     /// Sends need not be over in the order in which they were accepted.
-    fn over(&mut self, ticket: Ticket) {
+    fn finish(&mut self, ticket: Ticket) {
         let Some(slot) = self.slots.get_mut(ticket.slot as usize) else {
             return;
         };
         if let Some(send) = slot.send(ticket.before) {
-            send.over = true;
+            send.finished = true;
         }
-        if slot.pass() {
+        if slot.advance() {
             self.close(ticket.slot);
         }
     }
@@ -239,7 +239,7 @@ impl Slots {
         if self.notifiers.get(notifier).is_some_and(done) {
             let Notifier { tag, sequence, .. } = self.notifiers.remove(notifier);
             self.posted.push_back(Notification { tag, sequence });
-            self.told += 1;
+            self.posted_count += 1;
         }
     }
 
@@ -272,8 +272,8 @@ impl Slots {
     }
 
     /// How many have been posted, taken or not.
-    pub(super) fn told(&self) -> u64 {
-        self.told
+    pub(super) fn posted_count(&self) -> u64 {
+        self.posted_count
     }
 
     /// How many are to be taken.

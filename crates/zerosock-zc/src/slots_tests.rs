@@ -225,7 +225,7 @@ struct Sent {
     ticket: Ticket,
     tag: u64,
     flush: bool,
-    over: bool,
+    finished: bool,
     released: bool,
     attached: Option<Attached>,
 }
@@ -246,7 +246,7 @@ impl Model {
     fn go_on(&mut self, slot: usize, sends: &[Sent]) {
         let waits = |flush: &usize| {
             let mut before = sends[..*flush].iter();
-            before.any(|send| send.slot == slot && !send.over)
+            before.any(|send| send.slot == slot && !send.finished)
         };
         let waiting = self.flushes.len();
         self.flushes.retain(waits);
@@ -270,7 +270,9 @@ impl Model {
 
 /// One of those that are not over.
 fn pick(sends: &[Sent], index: prop::sample::Index) -> Option<usize> {
-    let waiting: Vec<_> = (0..sends.len()).filter(|&send| !sends[send].over).collect();
+    let waiting: Vec<_> = (0..sends.len())
+        .filter(|&send| !sends[send].finished)
+        .collect();
     (!waiting.is_empty()).then(|| *index.get(&waiting))
 }
 
@@ -292,14 +294,14 @@ proptest! {
                 Step::Accept(slot, flush) => {
                     let ticket = slots.accepted(slot);
                     let slot = slot as usize;
-                    let (over, released, attached) = (false, false, None);
+                    let (finished, released, attached) = (false, false, None);
                     let tag = models[slot].tag;
-                    sends.push(Sent { slot, ticket, tag, flush, over, released, attached });
+                    sends.push(Sent { slot, ticket, tag, flush, finished, released, attached });
                 }
                 Step::Execute(which, success) => if let Some(which) = pick(&sends, which) {
                     let send = &mut sends[which];
                     let flush = success && send.flush;
-                    send.over = true;
+                    send.finished = true;
                     send.attached = slots.executed(send.ticket, flush);
                     prop_assert!(send.attached.is_some());
                     let slot = send.slot;
@@ -310,7 +312,7 @@ proptest! {
                     models[slot].go_on(slot, &sends);
                 }
                 Step::Abandon(which) => if let Some(which) = pick(&sends, which) {
-                    sends[which].over = true;
+                    sends[which].finished = true;
                     slots.abandoned(sends[which].ticket);
                     let slot = sends[which].slot;
                     models[slot].go_on(slot, &sends);
@@ -348,7 +350,7 @@ proptest! {
             }
         }
         // Everything released and flushed leaves nothing behind.
-        for send in sends.iter_mut().filter(|send| !send.over) {
+        for send in sends.iter_mut().filter(|send| !send.finished) {
             send.attached = slots.executed(send.ticket, false);
         }
         for send in &mut sends {

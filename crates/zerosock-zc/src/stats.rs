@@ -46,7 +46,7 @@ pub struct Stats {
 #[non_exhaustive]
 pub enum Basis {
     /// The builder was told.
-    Told,
+    Configured,
     /// No length is decided yet, or none ever will be: the back-end copies.
     Unknown,
     /// The length below it and the one above have been measured, as far as they are decided.

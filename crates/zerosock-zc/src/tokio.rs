@@ -96,7 +96,7 @@ impl<B: Stable> AsyncSender<B> {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing).await?;
-        Ok(self.sender.told(room))
+        Ok(self.sender.take_completions(room))
     }
 
     /// Waits until there is a place.

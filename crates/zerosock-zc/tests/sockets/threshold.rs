@@ -115,7 +115,7 @@ fn a_threshold_that_was_told_is_kept_and_reported() {
             let mut sender: Sender<Vec<u8>> = builder.open(socket(SINK[1])).expect("a sender");
             let report = sender.report();
             let known = (report.threshold, report.threshold_is);
-            assert_eq!(known, (Some(3000), Basis::Told));
+            assert_eq!(known, (Some(3000), Basis::Configured));
             for len in [2999, 3000].repeat(50) {
                 let sent = sender.send(Outgoing::new(vec![0; len]));
                 sent.map_err(|refused| refused.why).expect("a place");

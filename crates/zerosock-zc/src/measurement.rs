@@ -7,16 +7,16 @@ use super::policy::Policy;
 use crate::sys::SendMode;
 
 #[derive(Default)]
-pub(super) struct Turn {
+pub(super) struct Measurement {
     pub(super) number: u64,
     sends: u32,
     /// Of those, how many were over, with success, when the submission was.
     whole: u32,
     /// None when nothing has been started, or things that differ.
-    alike: Option<(Class, SendMode)>,
+    uniform: Option<(Class, SendMode)>,
 }
 
-impl Turn {
+impl Measurement {
     pub(super) fn next(&self) -> Self {
         Self {
             number: self.number + 1,
@@ -27,9 +27,9 @@ impl Turn {
     /// A request has been made of a send.
     pub(super) fn started(&mut self, one: Option<(Class, SendMode)>) {
         if self.sends == 0 {
-            self.alike = one;
-        } else if self.alike != one {
-            self.alike = None;
+            self.uniform = one;
+        } else if self.uniform != one {
+            self.uniform = None;
         }
         self.sends += 1;
     }
@@ -43,15 +43,15 @@ impl Turn {
     /// waits, or is refused, costs next to nothing and sends nothing. Learns nothing on a socket whose
     /// buffers the kernel copies: its costs are not those of the class, which it shares with sockets
     /// whose device reads pages in place.
-    pub(super) fn teach(&self, took: Duration, policy: &Policy) {
-        if let Some((class, mode)) = self.lesson(policy.sends_in_place()) {
+    pub(super) fn record(&self, took: Duration, policy: &Policy) {
+        if let Some((class, mode)) = self.class_and_mode(policy.sends_in_place()) {
             calibration::learn(class, mode, self.sends, took);
         }
     }
 
-    fn lesson(&self, in_place: bool) -> Option<(Class, SendMode)> {
+    fn class_and_mode(&self, in_place: bool) -> Option<(Class, SendMode)> {
         let taken = self.sends > 0 && self.whole == self.sends;
-        self.alike.filter(|_| taken && in_place)
+        self.uniform.filter(|_| taken && in_place)
     }
 }
 
@@ -69,37 +69,37 @@ mod tests {
 
     #[test]
     fn a_turn_teaches_only_when_all_of_it_was_taken() {
-        let mut turn = Turn::default().next();
+        let mut turn = Measurement::default().next();
         turn.started(one(SendMode::Copy));
         turn.started(one(SendMode::Copy));
-        assert_eq!(turn.lesson(true), None);
+        assert_eq!(turn.class_and_mode(true), None);
         turn.ended(1);
         // What an earlier turn began is none of its.
         turn.ended(0);
-        assert_eq!(turn.lesson(true), None);
+        assert_eq!(turn.class_and_mode(true), None);
         turn.ended(1);
-        assert_eq!(turn.lesson(true), one(SendMode::Copy));
-        assert_eq!(turn.next().lesson(true), None);
+        assert_eq!(turn.class_and_mode(true), one(SendMode::Copy));
+        assert_eq!(turn.next().class_and_mode(true), None);
     }
 
     #[test]
     fn a_socket_whose_buffers_are_copied_all_the_same_teaches_nothing() {
         for mode in [SendMode::Copy, SendMode::ZeroCopy] {
-            let mut turn = Turn::default().next();
+            let mut turn = Measurement::default().next();
             turn.started(one(mode));
             turn.ended(1);
-            assert_eq!(turn.lesson(false), None);
-            assert_eq!(turn.lesson(true), one(mode));
+            assert_eq!(turn.class_and_mode(false), None);
+            assert_eq!(turn.class_and_mode(true), one(mode));
         }
     }
 
     #[test]
     fn a_turn_of_different_sends_teaches_nothing() {
-        let mut turn = Turn::default().next();
+        let mut turn = Measurement::default().next();
         turn.started(one(SendMode::Copy));
         turn.started(one(SendMode::ZeroCopy));
         turn.ended(1);
         turn.ended(1);
-        assert_eq!(turn.lesson(true), None);
+        assert_eq!(turn.class_and_mode(true), None);
     }
 }

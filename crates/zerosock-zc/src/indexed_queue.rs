@@ -6,13 +6,13 @@
 
 use std::collections::VecDeque;
 
-pub(super) struct Line<T> {
+pub(super) struct IndexedQueue<T> {
     all: VecDeque<T>,
     #[cfg(test)]
     steps: u64,
 }
 
-impl<T> Default for Line<T> {
+impl<T> Default for IndexedQueue<T> {
     fn default() -> Self {
         Self {
             all: VecDeque::new(),
@@ -22,7 +22,7 @@ impl<T> Default for Line<T> {
     }
 }
 
-impl<T> Line<T> {
+impl<T> IndexedQueue<T> {
     fn step(&mut self) -> &mut VecDeque<T> {
         #[cfg(test)]
         {

@@ -9,7 +9,7 @@ use super::send_queue::{GATHERED, SendQueue};
 use crate::sys::{self, Event, Key, SendMode, Stable};
 
 /// Rounds of waiting for memory until a send is copied.
-const ROUNDS: u8 = 3;
+const MAX_MEMORY_WAITS: u8 = 3;
 /// Where the kernel had no memory for a request of several sends, the next ones are at most half as long,
 /// and may be so many bytes longer with each send that is notified.
 const GROWTH: usize = 512;
@@ -22,19 +22,19 @@ impl<B: Stable> SendQueue<B> {
         self.draining = true;
         while let Some(event) = self.zc_socket.event() {
             match event {
-                Event::Done(key, result) => self.done(key, result),
+                Event::Done(key, result) => self.handle_result(key, result),
                 Event::Notified {
                     key,
                     copied,
                     is_first,
-                } => self.notified(key, copied, is_first),
+                } => self.handle_notification(key, copied, is_first),
             }
         }
         self.draining = false;
         while let Some(key) = self.completed.pop_front() {
             // It can be here twice, and another may have its place by now.
             let send = self.sends.get(key.index());
-            if send.is_some_and(|send| send.over && !send.kept) {
+            if send.is_some_and(|send| send.finished && !send.kept) {
                 self.release_idle(key);
             }
         }
@@ -49,7 +49,7 @@ impl<B: Stable> SendQueue<B> {
         self.zc_socket.reading() > 0 || (!self.stream && self.open > 0)
     }
 
-    fn done(&mut self, key: Key, result: io::Result<usize>) {
+    fn handle_result(&mut self, key: Key, result: io::Result<usize>) {
         self.open = self.open.saturating_sub(1);
         if self.armed == Some(key) {
             self.armed = None;
@@ -67,11 +67,11 @@ impl<B: Stable> SendQueue<B> {
                 }
                 let whole = send.sent >= send.total || !self.stream;
                 if whole {
-                    self.turn.ended(send.turn);
-                    self.takes(key);
-                    self.over(key);
+                    self.measurement.ended(send.submission);
+                    self.piece_taken(key);
+                    self.finish(key);
                 } else if sent > 0 {
-                    self.ask_again(key);
+                    self.queue_retry(key);
                 }
                 (!whole && sent == 0).then_some(0)
             }
@@ -79,92 +79,92 @@ impl<B: Stable> SendQueue<B> {
         };
         match code {
             Some(code) if piece => self.cork.failed.push((key, code)),
-            Some(code) => self.refused(key, code),
+            Some(code) => self.handle_error(key, code),
             None => {}
         }
         if self.cork.under_way && self.open == 0 {
-            self.settle_cork();
+            self.finish_cork();
         }
     }
 
     /// A request was answered with an error.
-    pub(super) fn refused(&mut self, key: Key, code: i32) {
+    pub(super) fn handle_error(&mut self, key: Key, code: i32) {
         let waits = self.frees_memory();
         let broken = self.broken;
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
         let cancelled = send.cancelled;
-        match Answer::of(code, send.mode, self.whole) {
-            Answer::Failed => {
+        match ErrorClass::of(code, send.mode, self.whole) {
+            ErrorClass::Failed => {
                 if self.stream && self.broken.is_none() {
                     self.broken = Some(code);
                 }
                 return self.fail(key, code);
             }
-            Answer::Cancelled if broken.is_some() => {
+            ErrorClass::Cancelled if broken.is_some() => {
                 return self.fail(key, broken.unwrap_or(code));
             }
             _ if cancelled.is_some() => return self.fail(key, cancelled.unwrap_or(code)),
-            Answer::Again | Answer::Cancelled => {}
-            Answer::Full => self.full = true,
-            Answer::NoMemory if send.gathered > 0 => {
+            ErrorClass::Retry | ErrorClass::Cancelled => {}
+            ErrorClass::WouldBlock => self.full = true,
+            ErrorClass::NoMemory if send.gathered > 0 => {
                 // There may be enough for fewer.
                 self.gather = self.gather.min(send.gathered) / 2;
             }
-            Answer::NoMemory => {
+            ErrorClass::NoMemory => {
                 send.rounds += 1;
-                if send.rounds > ROUNDS || !waits {
+                if send.rounds > MAX_MEMORY_WAITS || !waits {
                     send.mode = SendMode::Copy;
                     self.stats.copied_for_memory += 1;
                 } else {
                     self.starved = true;
                 }
             }
-            Answer::Cannot => {
-                self.policy.cannot();
+            ErrorClass::ZeroCopyUnsupported => {
+                self.policy.disable();
                 // Those that wait would be refused one by one.
-                for key in self.again.iter().chain(&self.queued) {
+                for key in self.retries.iter().chain(&self.queued) {
                     if let Some(send) = self.sends.get_mut(key.index()) {
                         send.mode = SendMode::Copy;
                     }
                 }
             }
-            Answer::NotWhole => self.whole = false,
+            ErrorClass::WaitAllUnsupported => self.whole = false,
         }
-        if self.policy.is_impossible()
+        if self.policy.is_disabled()
             && let Some(send) = self.sends.get_mut(key.index())
         {
             send.mode = SendMode::Copy;
         }
-        self.ask_again(key);
+        self.queue_retry(key);
     }
 
     /// To be asked again, in its turn: results come in any order, the stream goes on in one.
-    pub(super) fn ask_again(&mut self, key: Key) {
+    pub(super) fn queue_retry(&mut self, key: Key) {
         let ordinal = |key: &Key| {
             let send = self.sends.get(key.index());
             send.map_or(u64::MAX, |send| send.ordinal)
         };
         let own = ordinal(&key);
-        let at = match self.again.back() {
+        let at = match self.retries.back() {
             Some(last) if ordinal(last) > own => {
-                self.again.partition_point(|other| ordinal(other) < own)
+                self.retries.partition_point(|other| ordinal(other) < own)
             }
-            _ => self.again.len(),
+            _ => self.retries.len(),
         };
-        self.again.insert(at, key);
+        self.retries.insert(at, key);
     }
 
     /// Every result of a chain of pieces is in.
-    pub(super) fn settle_cork(&mut self) {
+    pub(super) fn finish_cork(&mut self) {
         self.cork.under_way = false;
-        let torn = std::mem::take(&mut self.cork.torn);
+        let cancelled_chain = std::mem::take(&mut self.cork.cancelled_chain);
         let failed = std::mem::take(&mut self.cork.failed);
         // Those behind the first that failed say only that.
         let own = failed.iter().find(|(_, code)| *code != CANCELLED);
         let Some(&(cause, code)) = own.or(failed.first()) else {
-            if torn {
+            if cancelled_chain {
                 self.forget_pieces();
             }
             return;
@@ -177,22 +177,22 @@ impl<B: Stable> SendQueue<B> {
         };
         let mut pieces = failed.iter().filter_map(|&(key, _)| send(key));
         let cancelled = pieces.find_map(|piece| piece.cancelled);
-        let failure = match Answer::of(code, mode, false) {
-            Answer::Failed => Some(code),
+        let failure = match ErrorClass::of(code, mode, false) {
+            ErrorClass::Failed => Some(code),
             _ if cancelled.is_some() => cancelled,
-            Answer::NoMemory if self.cork.is_all_kept() => return self.copy_pieces(failed),
+            ErrorClass::NoMemory if self.cork.is_all_kept() => return self.copy_pieces(failed),
             _ => (self.cork.taken > 0).then_some(code),
         };
         let goes_on = !any(|piece| !piece.more);
         match failure {
             None => {
                 for (key, code) in failed {
-                    self.refused(key, code);
+                    self.handle_error(key, code);
                 }
             }
             Some(failure) => {
                 if goes_on {
-                    self.cork.ended = Some(failure);
+                    self.cork.failure = Some(failure);
                 }
                 self.forget_pieces();
                 for (key, _) in failed {
@@ -205,7 +205,7 @@ impl<B: Stable> SendQueue<B> {
     /// The datagram whose pieces the socket has comes to nothing.
     pub(super) fn forget_pieces(&mut self) {
         self.cork.taken = 0;
-        self.let_go();
+        self.release_kept();
         if !std::mem::take(&mut self.cork.gathered) {
             return;
         }
@@ -218,7 +218,7 @@ impl<B: Stable> SendQueue<B> {
 
     /// The kernel has let go of what it took of a send; the first of those that it says so of at once,
     /// or not.
-    pub(super) fn notified(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
+    pub(super) fn handle_notification(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
         if let Some(copied) = copied {
             self.stats.notified += 1;
             self.starved = false;
@@ -232,7 +232,7 @@ impl<B: Stable> SendQueue<B> {
             return;
         };
         send.copied |= copied == Some(true);
-        if send.over && !send.kept {
+        if send.finished && !send.kept {
             self.release_idle(key);
         }
     }
@@ -243,24 +243,24 @@ impl<B: Stable> SendQueue<B> {
             self.stats.failed += 1;
             self.stats.timed_out += u64::from(send.cancelled == Some(TIMED_OUT));
         }
-        self.over(key);
+        self.finish(key);
     }
 
     /// The kernel is asked nothing more for it, unless it is kept.
-    fn over(&mut self, key: Key) {
+    fn finish(&mut self, key: Key) {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        send.over = true;
+        send.finished = true;
         self.stats.over += 1;
         self.stats.bytes += send.sent as u64;
         if !send.kept {
-            self.conclude(key);
+            self.report_to_slot(key);
         }
     }
 
     /// It will not be requested again: reports it to its slot, and releases its buffer if that is free.
-    pub(super) fn conclude(&mut self, key: Key) {
+    pub(super) fn report_to_slot(&mut self, key: Key) {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
@@ -300,10 +300,10 @@ impl<B: Stable> SendQueue<B> {
         if let Some(attached) = send.attached.take() {
             self.slots.released(attached);
         }
-        if let Some(number) = send.number.filter(|_| self.tells_ranges) {
+        if let Some(number) = send.number.filter(|_| self.keeps_ranges) {
             self.ranges.add(number, copied);
         }
-        if self.gives_back {
+        if self.returns_buffers {
             let (number, outcome) = (send.number, send.outcome());
             self.free.push_back(Returned {
                 buffer,
@@ -316,20 +316,20 @@ impl<B: Stable> SendQueue<B> {
 
 /// What an error of a request means for it.
 #[derive(Debug, Eq, PartialEq)]
-enum Answer {
-    Again,
+enum ErrorClass {
+    Retry,
     /// The request before it in its chain did not succeed.
     Cancelled,
-    Full,
+    WouldBlock,
     /// Not without a copy: for now, or at all.
     NoMemory,
-    Cannot,
+    ZeroCopyUnsupported,
     /// Not with MSG_WAITALL: kernel TLS refuses every flag that it does not know.
-    NotWhole,
+    WaitAllUnsupported,
     Failed,
 }
 
-impl Answer {
+impl ErrorClass {
     /// To a request made that way, `whole` if it was to be.
     fn of(code: i32, mode: SendMode, whole: bool) -> Self {
         use rustix::io::Errno;
@@ -339,12 +339,12 @@ impl Answer {
         const NO_MEMORY: i32 = Errno::NOMEM.raw_os_error();
         const CANNOT: i32 = Errno::OPNOTSUPP.raw_os_error();
         match code {
-            AGAIN => Self::Again,
+            AGAIN => Self::Retry,
             CANCELLED => Self::Cancelled,
-            FULL => Self::Full,
+            FULL => Self::WouldBlock,
             NO_BUFFERS | NO_MEMORY if mode == SendMode::ZeroCopy => Self::NoMemory,
-            CANNOT if mode == SendMode::ZeroCopy => Self::Cannot,
-            CANNOT if whole => Self::NotWhole,
+            CANNOT if mode == SendMode::ZeroCopy => Self::ZeroCopyUnsupported,
+            CANNOT if whole => Self::WaitAllUnsupported,
             _ => Self::Failed,
         }
     }
@@ -357,7 +357,10 @@ mod tests {
     #[test]
     fn a_send_of_which_nothing_is_taken_has_failed() {
         // 0 is no number of an error.
-        assert_eq!(Answer::of(0, SendMode::ZeroCopy, true), Answer::Failed);
+        assert_eq!(
+            ErrorClass::of(0, SendMode::ZeroCopy, true),
+            ErrorClass::Failed
+        );
         assert_eq!(
             super::super::in_flight::error(0).kind(),
             io::ErrorKind::WriteZero
@@ -368,8 +371,14 @@ mod tests {
     fn memory_is_waited_for_only_where_a_copy_can_follow() {
         for code in [rustix::io::Errno::NOBUFS, rustix::io::Errno::NOMEM] {
             let code = code.raw_os_error();
-            assert_eq!(Answer::of(code, SendMode::ZeroCopy, true), Answer::NoMemory);
-            assert_eq!(Answer::of(code, SendMode::Copy, true), Answer::Failed);
+            assert_eq!(
+                ErrorClass::of(code, SendMode::ZeroCopy, true),
+                ErrorClass::NoMemory
+            );
+            assert_eq!(
+                ErrorClass::of(code, SendMode::Copy, true),
+                ErrorClass::Failed
+            );
         }
     }
 }

@@ -1,10 +1,10 @@
-//! What a send costs with and without a copy, measured once for each class in a process.
+//! Measures the cost of a send with and without a copy, once for each class in a process.
 //!
 //! A class is a kind of socket, a back-end, whether the memory is registered, and a length to within a
-//! factor of two. While a class is undecided, submissions alternate between the two ways. A submission is
-//! a measurement if all its sends are of one class and one way, the kernel took all of them in it, and
+//! factor of two. While a class is undecided, submissions alternate between the two modes. A submission is
+//! a measurement if all its sends are of one class and one mode, the kernel took all of them in it, and
 //! the kernel sends from this socket in place: the time of its system call, divided by its sends. The
-//! cheapest measurement of a way is its cost without disturbance. When both ways have been measured often
+//! cheapest measurement of a mode is its cost without disturbance. When both modes have been measured often
 //! enough, the cheaper one is kept. Zero copy must be cheaper by a twentieth, because a part of its cost
 //! comes later and cannot be measured by itself: the kernel pays for the notification in the interrupt of
 //! the device, and posts it in the next call.
@@ -24,24 +24,24 @@ use super::Backend;
 use super::stats::Basis;
 use crate::sys::{Kind, SendMode};
 
-/// Turns of each way until a class is decided.
+/// Measurements of each mode until a class is decided.
 const MEASUREMENTS: u32 = 24;
-/// So many sends at least go the same way until it is the other's turn.
+/// Number of sends after which the mode alternates.
 const MIN_RUN: u32 = 32;
-/// Below 256 bytes one class, above 16 MiB one.
+/// Number of length classes: one below 256 bytes, one from 16 MiB on, and one for each power of two between.
 const SIZES: usize = 18;
 const KINDS: usize = 10;
 /// The error queue, the ring, and the ring with memory that is registered.
 const MEMORY_CLASSES: usize = 3;
-/// Sends until a decided class is measured anew.
+/// Number of sends after which a decided class is measured anew.
 const REMEASURE_AFTER: u32 = 1 << 20;
-/// Sends that are tried at most until a class is decided, or left as it was.
+/// Number of sends after which an undecided class is decided as assumed, or as it was before.
 const MAX_TRIALS: u32 = 1 << 15;
-/// What cannot be measured goes in place from this class on: it begins at 16 KiB, where the one
-/// below has the kernel's 10 KB in it.
+/// The first length class that is assumed to be cheaper in place. It begins at 16 KiB; the class below
+/// contains the 10 KB that the kernel's documentation names.
 const FIRST_ZERO_COPY_CLASS: usize = 7;
 
-/// What is decided together.
+/// Sends for which the mode is decided together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) struct Class(usize);
 
@@ -68,7 +68,7 @@ impl Class {
         Self((kind * MEMORY_CLASSES + memory_class) * SIZES + size.min(SIZES - 1))
     }
 
-    /// What is assumed where nothing can be learnt.
+    /// The mode that is assumed if the class cannot be measured.
     fn assumed(self) -> SendMode {
         match self.0 % SIZES >= FIRST_ZERO_COPY_CLASS {
             true => SendMode::ZeroCopy,
@@ -77,12 +77,12 @@ impl Class {
     }
 }
 
-/// What is known of one way.
+/// The measurements of one mode.
 struct ModeCost {
-    /// The cheapest turn so far, in picoseconds a send.
+    /// The cheapest measurement so far, in picoseconds per send.
     cheapest: AtomicU64,
     measurements: AtomicU32,
-    /// Sends that went this way to be measured, whether anything was learnt of them or not.
+    /// Number of sends in this mode while the class is measured.
     tried: AtomicU32,
 }
 
@@ -107,9 +107,9 @@ struct ClassState {
     zero_copy: ModeCost,
     /// See `decision`.
     decided: AtomicU32,
-    /// It is measured, for the first time or anew.
+    /// The class is being measured, for the first time or anew.
     open: AtomicBool,
-    /// Sends since it was decided.
+    /// Sends since the class was decided.
     used: AtomicU32,
 }
 
@@ -149,8 +149,8 @@ impl ClassState {
         self.open.store(false, Relaxed);
     }
 
-    /// How one send goes. What is submitted together goes the way `before` that its first one went;
-    /// what cannot be learnt is as it was, or `assumed`.
+    /// The mode of the next send: that of an earlier send of the same submission (`before`), the one to be
+    /// measured, the decided one, or `assumed`.
     fn mode(&self, before: Option<SendMode>, assumed: SendMode) -> SendMode {
         if self.open.load(Relaxed) {
             let tried = |mode| self.cost_of(mode).tried.load(Relaxed);
@@ -200,34 +200,34 @@ impl ClassState {
 static CLASSES: [ClassState; KINDS * MEMORY_CLASSES * SIZES] =
     [const { ClassState::new() }; KINDS * MEMORY_CLASSES * SIZES];
 
-/// How to send one of this class, behind one of the same submission that went the way `before`.
+/// The mode of the next send of a class; `before` is that of an earlier send of the same submission.
 pub(super) fn mode(class: Class, before: Option<SendMode>) -> SendMode {
     let assumed = class.assumed();
     let class_state = CLASSES.get(class.0);
     class_state.map_or(assumed, |class_state| class_state.mode(before, assumed))
 }
 
-/// Whether turns of this class are still to be measured.
+/// Whether submissions of this class are measured.
 pub(super) fn is_open(class: Class) -> bool {
     CLASSES
         .get(class.0)
         .is_some_and(|class_state| class_state.open.load(Relaxed))
 }
 
-/// So many sends have been of this class.
+/// Counts sends of a class.
 pub(super) fn used(class: Class, sends: u32) {
     if let Some(class_state) = CLASSES.get(class.0) {
         class_state.used(sends);
     }
 }
 
-/// How many those are since it was decided.
+/// Number of sends of a class since it was decided.
 #[cfg(test)]
 pub(super) fn since(class: Class) -> u32 {
     CLASSES[class.0].used.load(Relaxed)
 }
 
-/// A turn of so many sends took so long.
+/// Records a submission of `sends` sends that took this time.
 pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
     let Some(class_state) = CLASSES.get(class.0).filter(|_| sends > 0) else {
         return;
@@ -238,8 +238,8 @@ pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
     class_state.learn(mode, picoseconds / u64::from(sends));
 }
 
-/// The shortest length from which on every class that is decided goes in place, if there is one;
-/// and how that is known: by the two classes that bound it.
+/// The shortest length from which on every decided class goes in place, if there is one, and how it is
+/// known: by the two classes around it.
 pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Option<usize>, Basis) {
     if backend == Backend::Copy {
         return (None, Basis::Unknown);
@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_classes() {
+    fn lengths_within_a_factor_of_two_share_a_class() {
         let class = |len| Class::of(Kind::Tcp4, Backend::Uring, false, len);
         assert_eq!(class(0), class(255));
         assert_ne!(class(255), class(256));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_costs_differently_is_another_class() {
+    fn registered_memory_and_back_ends_have_classes_of_their_own() {
         let class = |backend, registered| Class::of(Kind::Tcp4, backend, registered, 4096);
         let (ring, queue) = (Backend::Uring, Backend::ErrorQueue);
         assert_ne!(class(ring, false), class(ring, true));
@@ -300,7 +300,7 @@ mod tests {
     const COPY: SendMode = SendMode::Copy;
 
     #[test]
-    fn a_decision_is_measured_anew_and_stays_if_nothing_is_learnt() {
+    fn a_decision_is_measured_anew_and_stays_without_measurements() {
         let class_state = ClassState::new();
         let learn = |copy, zero_copy| {
             for _ in 0..MEASUREMENTS {
@@ -315,7 +315,7 @@ mod tests {
             assert_eq!(class_state.mode(None, COPY), SendMode::ZeroCopy);
         }
         class_state.used(1024);
-        // Both ways for a while, though nothing comes of it.
+        // Both modes are tried, without a measurement.
         let copies = (0..MAX_TRIALS).filter(|_| class_state.mode(None, COPY) == SendMode::Copy);
         assert_eq!(copies.count(), MAX_TRIALS as usize / 2);
         assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::ZeroCopy));
@@ -323,7 +323,7 @@ mod tests {
             class_state.decision(),
             Some((SendMode::ZeroCopy, Basis::Measured))
         );
-        // The next time it is another machine.
+        // Later measurements can reverse the decision.
         for _ in 0..REMEASURE_AFTER / 1024 {
             class_state.used(1024);
         }
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_teaches_nothing_is_assumed_in_the_end_and_measured_anew() {
+    fn a_class_without_measurements_is_assumed_and_measured_anew() {
         for assumed in [SendMode::Copy, SendMode::ZeroCopy] {
             let class_state = ClassState::new();
             let modes = |class_state: &ClassState| {
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_assumed_begins_at_16_kib() {
+    fn zero_copy_is_assumed_from_16_kib_on() {
         for kind in [Kind::Tcp4, Kind::OtherDatagram] {
             let assumed = |len| Class::of(kind, Backend::Uring, true, len).assumed();
             assert_eq!(assumed(0), SendMode::Copy);
@@ -370,9 +370,8 @@ mod tests {
         }
     }
 
-    /// However many go together, and whatever went before.
     #[test]
-    fn what_is_submitted_together_goes_one_way_and_the_ways_take_turns() {
+    fn sends_of_one_submission_have_one_mode_and_submissions_alternate() {
         for together in [1, 31, 32, 33, 48, 64, 256] {
             let class_state = ClassState::new();
             class_state.mode(None, COPY);
@@ -411,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cheaper_way_wins_by_a_twentieth() {
+    fn zero_copy_must_be_cheaper_by_a_twentieth() {
         assert_eq!(decide(1_000_000, 800_000), SendMode::ZeroCopy);
         assert_eq!(decide(1_000_000, 980_000), SendMode::Copy);
         assert_eq!(decide(1_000_000, 1_500_000), SendMode::Copy);
@@ -441,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_back_end_that_copies_has_no_threshold_of_anothers() {
+    fn the_copying_back_end_has_no_threshold() {
         let class = Class::of(Kind::VsockMessages, Backend::ErrorQueue, false, 16_384);
         CLASSES[class.0].decide(SendMode::ZeroCopy, Basis::Measured);
         let threshold = |backend| threshold(Kind::VsockMessages, backend, false);

@@ -1,8 +1,8 @@
 //! A queue with access from the front by index, each operation in constant time.
 //!
 //! # Invariants
-//! No operation costs more when the queue is longer. Tests count the operations, so that a caller that
-//! walks along the queue is found.
+//! No operation costs more when the queue is longer. Tests count the operations to find a caller that
+//! iterates over the queue.
 
 use std::collections::VecDeque;
 
@@ -57,7 +57,7 @@ impl<T> IndexedQueue<T> {
         }
     }
 
-    /// How many operations there were.
+    /// Number of operations so far.
     #[cfg(test)]
     pub(super) fn steps(&self) -> u64 {
         self.steps

@@ -1,4 +1,4 @@
-//! The requests of one submission, as a measurement of what a send costs.
+//! The requests of one submission, as a measurement of the cost of a send.
 
 use std::time::Duration;
 
@@ -10,9 +10,9 @@ use crate::sys::SendMode;
 pub(super) struct Measurement {
     pub(super) number: u64,
     sends: u32,
-    /// Of those, how many were over, with success, when the submission was.
+    /// Of these, the number that succeeded before the submission ended.
     whole: u32,
-    /// None when nothing has been started, or things that differ.
+    /// The class and mode of all sends; none if there are no sends, or they differ.
     uniform: Option<(Class, SendMode)>,
 }
 
@@ -24,7 +24,7 @@ impl Measurement {
         }
     }
 
-    /// A request has been made of a send.
+    /// Takes note that a request of a send was started.
     pub(super) fn started(&mut self, one: Option<(Class, SendMode)>) {
         if self.sends == 0 {
             self.uniform = one;
@@ -34,15 +34,14 @@ impl Measurement {
         self.sends += 1;
     }
 
-    /// A send is over with success, whose last request was made in the turn of this number.
+    /// Takes note that a send succeeded whose last request was made in submission `number`.
     pub(super) fn ended(&mut self, number: u64) {
         self.whole += u32::from(number == self.number);
     }
 
-    /// Learns from a turn that took this time, if the kernel has taken everything in it: a request that
-    /// waits, or is refused, costs next to nothing and sends nothing. Learns nothing on a socket whose
-    /// buffers the kernel copies: its costs are not those of the class, which it shares with sockets
-    /// whose device reads pages in place.
+    /// Records how long the submission took, if the kernel took everything in it: a request that waits, or
+    /// is refused, costs next to nothing and sends nothing. Records nothing on a socket whose buffers the
+    /// kernel copies: its class also contains sockets whose device reads pages in place, at other costs.
     pub(super) fn record(&self, took: Duration, policy: &Policy) {
         if let Some((class, mode)) = self.class_and_mode(policy.sends_in_place()) {
             calibration::learn(class, mode, self.sends, took);
@@ -68,13 +67,13 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_teaches_only_when_all_of_it_was_taken() {
+    fn a_submission_is_measured_only_if_all_of_it_was_taken() {
         let mut turn = Measurement::default().next();
         turn.started(one(SendMode::Copy));
         turn.started(one(SendMode::Copy));
         assert_eq!(turn.class_and_mode(true), None);
         turn.ended(1);
-        // What an earlier turn began is none of its.
+        // A send of an earlier submission does not count.
         turn.ended(0);
         assert_eq!(turn.class_and_mode(true), None);
         turn.ended(1);
@@ -83,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_whose_buffers_are_copied_all_the_same_teaches_nothing() {
+    fn a_socket_on_which_the_kernel_copies_is_not_measured() {
         for mode in [SendMode::Copy, SendMode::ZeroCopy] {
             let mut turn = Measurement::default().next();
             turn.started(one(mode));
@@ -94,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_of_different_sends_teaches_nothing() {
+    fn a_submission_of_different_sends_is_not_measured() {
         let mut turn = Measurement::default().next();
         turn.started(one(SendMode::Copy));
         turn.started(one(SendMode::ZeroCopy));

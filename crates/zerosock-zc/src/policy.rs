@@ -1,4 +1,4 @@
-//! Whether a send is copied.
+//! Decides whether a send is copied.
 //!
 //! A send without a copy has costs of its own: pages are pinned, and a notification is posted and read.
 //! Below a threshold a copy is cheaper. The threshold depends on the kind of socket, on the device behind
@@ -12,23 +12,23 @@ use super::calibration::{self, Class};
 use super::message::Copying;
 use crate::sys::{Kind, SendMode};
 
-/// So many notifications in a row that say "copied", of one send each or of several, and zero copy is off.
+/// Number of consecutive notifications that say "copied" after which zero copy is switched off.
 const MAX_COPIED: u32 = 16;
-/// So many sends later it is tried again, and each time twice as many.
+/// Number of sends after which zero copy is tried again. It doubles each time.
 const FIRST_PAUSE: u64 = 1 << 10;
-/// A class is told of so many sends at once: it is shared by the whole process. A prime: the send
-/// that tells is of every class in turn, also where lengths come in a pattern.
+/// Number of sends after which a class is informed of them: classes are shared by the whole process. It is
+/// a prime, so that each class is informed in turn also when lengths follow a pattern.
 const REPORT_INTERVAL: u32 = 1021;
 /// The longest pause, in sends.
 const MAX_PAUSE: u64 = 1 << 20;
 
-/// From which length on a buffer is sent in place.
+/// The length from which on a buffer is sent in place.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub enum Threshold {
-    /// As is measured; from 16 KiB on where that cannot be ([`Basis`](super::Basis)).
+    /// The measured length; 16 KiB where that cannot be measured ([`Basis`](super::Basis)).
     #[default]
     Measured,
-    /// From so many bytes on.
+    /// This many bytes.
     Bytes(usize),
 }
 
@@ -36,18 +36,18 @@ pub(super) struct Policy {
     kind: Kind,
     backend: Backend,
     threshold: Threshold,
-    /// Sends since the classes were told.
+    /// Sends since the classes were informed.
     since: u32,
-    /// How the last send of a measured class goes. What is submitted together goes alike, else
-    /// nothing could be learnt of it.
+    /// Class and mode of the last send. Sends of one submission and class have one mode: otherwise their
+    /// cost could not be measured.
     last: Option<(Class, SendMode)>,
-    /// The kernel does not do it on this socket.
+    /// The kernel never sends from this socket without a copy.
     disabled: bool,
     /// The last notification said that the kernel did not copy.
     in_place: bool,
     /// Notifications in a row that said "copied".
     copied: u32,
-    /// Sends until it is tried again; none while it is on.
+    /// Sends until zero copy is tried again; none while it is on.
     pause: Option<u64>,
     next_pause: u64,
 }
@@ -84,7 +84,7 @@ impl Policy {
             if *left > 0 {
                 return SendMode::Copy;
             }
-            // One that says otherwise is enough to go on with; one more that says "copied" is not.
+            // One more notification that says "copied" switches zero copy off again.
             self.pause = None;
             self.copied = MAX_COPIED - 1;
         }
@@ -110,12 +110,12 @@ impl Policy {
         }
     }
 
-    /// What is accepted from now on is not submitted with what was before.
+    /// Takes note of a submission: later sends may have another mode.
     pub(super) fn submitted(&mut self) {
         self.last = None;
     }
 
-    /// A notification says whether the kernel copied.
+    /// Takes note of a notification, which says whether the kernel copied.
     pub(super) fn notified(&mut self, copied: bool) {
         self.in_place = !copied;
         if !copied {
@@ -131,7 +131,7 @@ impl Policy {
         }
     }
 
-    /// The kernel says that this socket cannot.
+    /// Disables zero copy for good: the kernel refused it on this socket.
     pub(super) fn disable(&mut self) {
         self.disabled = true;
     }
@@ -141,7 +141,7 @@ impl Policy {
         self.disabled
     }
 
-    /// Whether zero copy is off for now because the kernel copied, or for good.
+    /// Whether zero copy is off, for good or for now because the kernel copied.
     pub(super) fn is_off(&self) -> bool {
         self.disabled || self.pause.is_some()
     }
@@ -151,8 +151,8 @@ impl Policy {
         measured.then(|| Class::of(self.kind, self.backend, registered, len))
     }
 
-    /// Whether the kernel did not copy when it was asked last. Only then is what that cost what it
-    /// costs not to copy; and what a copy costs is compared with that on the same kind of device.
+    /// Whether the last notification says that the kernel did not copy. Only then does a measurement show
+    /// the cost of zero copy, or the cost of a copy on the same kind of device.
     pub(super) fn sends_in_place(&self) -> bool {
         self.in_place
     }
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_threshold_is_a_length() {
+    fn sends_from_the_threshold_on_go_in_place() {
         let mut policy = policy();
         assert_eq!(policy.mode(Copying::Auto, 999, false), SendMode::Copy);
         assert_eq!(policy.mode(Copying::Auto, 1000, false), SendMode::ZeroCopy);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_copied_all_the_same_is_copied_by_us() {
+    fn zero_copy_is_switched_off_when_the_kernel_copies() {
         let mut policy = policy();
         for _ in 0..MAX_COPIED {
             assert_eq!(policy.mode(Copying::Auto, 5000, false), SendMode::ZeroCopy);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_goes_in_place_brings_it_back() {
+    fn one_send_in_place_switches_zero_copy_on_again() {
         let mut policy = policy();
         for _ in 0..MAX_COPIED {
             policy.notified(true);
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_submitted_together_goes_alike() {
+    fn sends_of_one_submission_have_one_mode() {
         // A kind that no other test sends over.
         let mut policy = Policy::new(Kind::Packet, Backend::Uring, Threshold::Measured);
         let mut modes = Vec::new();
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn every_class_is_told_of_its_sends() {
+    fn every_class_is_informed_of_its_sends() {
         // A kind that no other test sends over.
         let mut policy = Policy::new(Kind::Raw, Backend::Uring, Threshold::Measured);
         let since = |len| calibration::since(Class::of(Kind::Raw, Backend::Uring, false, len));
@@ -237,7 +237,7 @@ mod tests {
                 }
             }
         };
-        // Until both are decided, since nothing is learnt.
+        // Until both classes are decided without a measurement.
         ask(1 << 15);
         ask(REPORT_INTERVAL * 10 + 1);
         for len in [100, 50_000] {
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_cannot_is_not_asked() {
+    fn a_disabled_policy_always_copies() {
         let mut policy = policy();
         policy.disable();
         assert_eq!(policy.mode(Copying::Never, 5000, false), SendMode::Copy);

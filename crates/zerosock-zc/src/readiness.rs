@@ -15,23 +15,23 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
-/// See the module.
+/// An epoll instance with the descriptor of a sender, an eventfd to wake threads, and a timer.
 #[derive(Debug)]
 pub(super) struct Readiness {
     epoll: OwnedFd,
     event_fd: OwnedFd,
-    /// Made when it is needed.
+    /// Created when it is first needed.
     timer: OnceLock<OwnedFd>,
-    /// When it rings.
+    /// When the timer expires.
     timer_at: Mutex<Option<Instant>>,
 }
 
 impl Readiness {
-    /// Of the descriptor of a sender.
+    /// Watches the descriptor of a sender.
     pub(super) fn of(sender: BorrowedFd<'_>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let event_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        // IN is for rings: of a socket we do not want to know what it has received.
+        // IN is for io_uring: received bytes of a socket are no event of the sender.
         let wanted = match rustix::net::sockopt::socket_type(sender) {
             Ok(_) => epoll::EventFlags::OUT,
             Err(_) => epoll::EventFlags::IN,
@@ -49,7 +49,7 @@ impl Readiness {
         })
     }
 
-    /// Sleeps until there may be news, or for `timeout`; what there was is drained.
+    /// Waits for an event, or for `timeout`, and clears the events.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let mut events = [MaybeUninit::uninit(); 4];
@@ -88,7 +88,7 @@ impl Readiness {
         };
         let once = Itimerspec {
             it_interval: Timespec::default(),
-            // Nothing would be never.
+            // Zero would disarm the timer.
             it_value: Timespec::try_from(time.max(Duration::from_nanos(1)))
                 .map_err(io::Error::other)?,
         };
@@ -99,13 +99,13 @@ impl Readiness {
 
     /// Wakes a sleeping thread, or ends the next sleep at once.
     pub(super) fn wake(&self) {
-        // It fails only if it has been rung 2^64 - 2 times: then it rings.
+        // It fails only if the counter is at its maximum, and then the descriptor is readable.
         let _ = rustix::io::write(&self.event_fd, &1u64.to_ne_bytes());
     }
 }
 
 impl AsFd for Readiness {
-    /// Readable when there may be news.
+    /// Readable when the sender may have an event.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

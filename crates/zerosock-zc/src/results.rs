@@ -1,4 +1,4 @@
-//! Results and notifications of the kernel, and what each means for its send.
+//! Handles results and notifications of the kernel for the sends of a queue.
 
 use std::io;
 
@@ -8,16 +8,16 @@ use super::message::Returned;
 use super::send_queue::{GATHERED, SendQueue};
 use crate::sys::{self, Event, Key, SendMode, Stable};
 
-/// Rounds of waiting for memory until a send is copied.
+/// How often a send waits for memory before it is copied.
 const MAX_MEMORY_WAITS: u8 = 3;
-/// Where the kernel had no memory for a request of several sends, the next ones are at most half as long,
-/// and may be so many bytes longer with each send that is notified.
+/// When the kernel has no memory for a request of several sends, the limit on the length of later ones is
+/// halved. Each notification raises the limit again by this many bytes.
 const GROWTH: usize = 512;
-/// What was cancelled ends with this.
+/// The error number of a cancelled send.
 pub(super) const CANCELLED: i32 = rustix::io::Errno::CANCELED.raw_os_error();
 
 impl<B: Stable> SendQueue<B> {
-    /// Takes in what the kernel has said.
+    /// Handles all events that are available without a system call.
     pub(super) fn process_events(&mut self) {
         self.draining = true;
         while let Some(event) = self.zc_socket.event() {
@@ -32,19 +32,19 @@ impl<B: Stable> SendQueue<B> {
         }
         self.draining = false;
         while let Some(key) = self.completed.pop_front() {
-            // It can be here twice, and another may have its place by now.
+            // A key can be queued twice, and its place can belong to another send by now.
             let send = self.sends.get(key.index());
             if send.is_some_and(|send| send.finished && !send.kept) {
                 self.release_idle(key);
             }
         }
-        // No notification is to come that there could be memory after.
+        // If nothing that is pending frees memory, waiting for it would never end.
         self.starved &= self.frees_memory();
     }
 
-    /// Whether something is to come that memory is free after: the notification of a request that
-    /// took bytes, or the result of one that may have. Of what is behind a failure in its chain
-    /// nothing is taken.
+    /// Whether a pending event frees memory: the notification of a request that took bytes, or the result
+    /// of a request that may have. The kernel takes nothing of a request linked to one that failed, so on a
+    /// stream pending results do not count.
     pub(super) fn frees_memory(&self) -> bool {
         self.zc_socket.reading() > 0 || (!self.stream && self.open > 0)
     }
@@ -87,7 +87,7 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// A request was answered with an error.
+    /// Handles a request that failed with `code`: retries the send, changes how it is made, or fails it.
     pub(super) fn handle_error(&mut self, key: Key, code: i32) {
         let waits = self.frees_memory();
         let broken = self.broken;
@@ -109,7 +109,7 @@ impl<B: Stable> SendQueue<B> {
             ErrorClass::Retry | ErrorClass::Cancelled => {}
             ErrorClass::WouldBlock => self.full = true,
             ErrorClass::NoMemory if send.gathered > 0 => {
-                // There may be enough for fewer.
+                // A shorter request needs less memory.
                 self.gather = self.gather.min(send.gathered) / 2;
             }
             ErrorClass::NoMemory => {
@@ -123,7 +123,7 @@ impl<B: Stable> SendQueue<B> {
             }
             ErrorClass::ZeroCopyUnsupported => {
                 self.policy.disable();
-                // Those that wait would be refused one by one.
+                // Otherwise each waiting send would be refused in turn.
                 for key in self.retries.iter().chain(&self.queued) {
                     if let Some(send) = self.sends.get_mut(key.index()) {
                         send.mode = SendMode::Copy;
@@ -140,7 +140,7 @@ impl<B: Stable> SendQueue<B> {
         self.queue_retry(key);
     }
 
-    /// To be asked again, in its turn: results come in any order, the stream goes on in one.
+    /// Queues a send to be requested again, in the order of acceptance: results arrive in any order.
     pub(super) fn queue_retry(&mut self, key: Key) {
         let ordinal = |key: &Key| {
             let send = self.sends.get(key.index());
@@ -156,12 +156,12 @@ impl<B: Stable> SendQueue<B> {
         self.retries.insert(at, key);
     }
 
-    /// Every result of a chain of pieces is in.
+    /// Handles the failures of a chain of pieces, after the result of every piece has arrived.
     pub(super) fn finish_cork(&mut self) {
         self.cork.under_way = false;
         let cancelled_chain = std::mem::take(&mut self.cork.cancelled_chain);
         let failed = std::mem::take(&mut self.cork.failed);
-        // Those behind the first that failed say only that.
+        // ECANCELED only says that an earlier piece of the chain failed.
         let own = failed.iter().find(|(_, code)| *code != CANCELLED);
         let Some(&(cause, code)) = own.or(failed.first()) else {
             if cancelled_chain {
@@ -202,7 +202,7 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// The datagram whose pieces the socket has comes to nothing.
+    /// Drops the datagram whose pieces the socket has collected.
     pub(super) fn forget_pieces(&mut self) {
         self.cork.taken = 0;
         self.release_kept();
@@ -216,8 +216,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// The kernel has let go of what it took of a send; the first of those that it says so of at once,
-    /// or not.
+    /// Handles a notification: the kernel no longer reads what it took of a send in one request. `is_first`
+    /// is true for one of the sends that share the notification.
     pub(super) fn handle_notification(&mut self, key: Key, copied: Option<bool>, is_first: bool) {
         if let Some(copied) = copied {
             self.stats.notified += 1;
@@ -246,7 +246,7 @@ impl<B: Stable> SendQueue<B> {
         self.finish(key);
     }
 
-    /// The kernel is asked nothing more for it, unless it is kept.
+    /// Ends a send: no more requests are made for it, unless it is a kept piece.
     fn finish(&mut self, key: Key) {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
@@ -259,7 +259,7 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// It will not be requested again: reports it to its slot, and releases its buffer if that is free.
+    /// Reports a send that will not be requested again to its slot, and releases its buffer if that is free.
     pub(super) fn report_to_slot(&mut self, key: Key) {
         let Some(send) = self.sends.get_mut(key.index()) else {
             return;
@@ -275,9 +275,9 @@ impl<B: Stable> SendQueue<B> {
         self.release_idle(key);
     }
 
-    /// Releases it if nothing is owed for it. While events are taken in, only after the last: the
-    /// `ZcSocket` owes nothing as soon as it has heard, and what it has heard of how the kernel went about
-    /// it may be told by a later one.
+    /// Releases a send whose place is idle. While events are drained, the release waits until the last one
+    /// is handled: the place is idle as soon as `ZcSocket` has read the completion, and a later event of
+    /// the batch can still say whether the kernel copied.
     fn release_idle(&mut self, key: Key) {
         if self.zc_socket.idle(key) {
             match self.draining {
@@ -287,7 +287,7 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Its buffer is free, and so is its place.
+    /// Takes the buffer of a finished send out of its place, and reports it.
     fn release(&mut self, key: Key) {
         let (Some(buffer), Some(send)) =
             (self.zc_socket.take(key), self.sends.get_mut(key.index()))
@@ -314,23 +314,24 @@ impl<B: Stable> SendQueue<B> {
     }
 }
 
-/// What an error of a request means for it.
+/// What the error of a request means for its send.
 #[derive(Debug, Eq, PartialEq)]
 enum ErrorClass {
     Retry,
-    /// The request before it in its chain did not succeed.
+    /// An earlier request of the same chain failed.
     Cancelled,
     WouldBlock,
-    /// Not without a copy: for now, or at all.
+    /// The kernel has no memory for a zero-copy request now.
     NoMemory,
+    /// The socket cannot send without a copy.
     ZeroCopyUnsupported,
-    /// Not with MSG_WAITALL: kernel TLS refuses every flag that it does not know.
+    /// The socket refuses MSG_WAITALL: kernel TLS refuses every flag that it does not know.
     WaitAllUnsupported,
     Failed,
 }
 
 impl ErrorClass {
-    /// To a request made that way, `whole` if it was to be.
+    /// Classifies the error number of a request that was made in this mode, with MSG_WAITALL if `whole`.
     fn of(code: i32, mode: SendMode, whole: bool) -> Self {
         use rustix::io::Errno;
         const AGAIN: i32 = Errno::INTR.raw_os_error();
@@ -355,8 +356,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_send_of_which_nothing_is_taken_has_failed() {
-        // 0 is no number of an error.
+    fn a_send_of_which_nothing_was_taken_fails_with_write_zero() {
+        // 0 is no error number.
         assert_eq!(
             ErrorClass::of(0, SendMode::ZeroCopy, true),
             ErrorClass::Failed
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_waited_for_only_where_a_copy_can_follow() {
+    fn only_a_zero_copy_request_waits_for_memory() {
         for code in [rustix::io::Errno::NOBUFS, rustix::io::Errno::NOMEM] {
             let code = code.raw_os_error();
             assert_eq!(

@@ -1,16 +1,16 @@
 //! The sends of one sender, from their acceptance until their buffers are free: which requests are
-//! made, in which order, and which are made again after which results.
+//! made, in which order, and which are retried.
 //!
-//! A send is *queued*; then *started*, when the kernel has a request for it; then *over*, when all of it
-//! was taken or it failed; and free when the kernel owes nothing more for it. On a stream, one chain of
-//! linked requests is under way at a time: requests that are not linked could overtake each other, and a
-//! send that was taken in part must be completed before the next one. Sends that wait together and go the
-//! same way become one request, with one notification, of up to 128 KiB. A stream on which a send failed
+//! A send is *queued*; then *started*, when the kernel has a request for it; then *finished*, when the
+//! kernel took all of it or it failed; and free when its place is idle. On a stream, one chain of linked
+//! requests is under way at a time: requests that are not linked could overtake each other, and a send that
+//! was taken in part must be completed before the next one. Sends that wait together and have the same
+//! mode become one request, with one notification, of up to 128 KiB. A stream on which a send failed
 //! accepts nothing more. A stream that ends before the kernel has taken every accepted send is reset, so
 //! that its peer does not take it for complete.
 //!
-//! A ring can answer a submission within the call, and then owes nothing that an event loop could wait
-//! for. So a submission is repeated until everything is with the kernel or nothing may be started. In
+//! io_uring can complete a submission within the call, and then no event follows that an event loop could
+//! wait for. So a submission is repeated until everything is with the kernel or nothing may be started. In
 //! both cases an event is still to come.
 //!
 //! If the kernel has no memory for a send without a copy (ENOBUFS, ENOMEM: the limit of locked memory, or
@@ -19,7 +19,7 @@
 //! pieces (`cork`).
 //!
 //! # Invariants
-//! While a send is accepted and not over, either a request of it is with the kernel, or it can be
+//! While a send is accepted and not finished, either a request of it is with the kernel, or it can be
 //! started, or an event is due after which it can be started.
 
 use std::collections::VecDeque;
@@ -41,10 +41,10 @@ use super::slots::Slots;
 use super::stats::Stats;
 use crate::sys::{self, Backend, Key, NotStarted, SendMode, Stable, Submission, ZcSocket};
 
-/// Sends of a stream under way together.
+/// The largest number of sends in one chain of requests.
 const CHAIN: usize = 32;
-/// Bytes of sends that one request is made of at most, unless one alone has more: so many that what a
-/// request costs is little beside them, and so few that buffers come back soon.
+/// The largest number of bytes of one request of several sends: large enough that the cost of a request is
+/// small in comparison, and small enough that buffers are free soon.
 pub(super) const GATHERED: usize = 128 << 10;
 
 pub(super) struct SendQueue<B: Stable> {
@@ -63,35 +63,38 @@ pub(super) struct SendQueue<B: Stable> {
     /// By place.
     pub(super) sends: Box<[InFlightSend]>,
     pub(super) queued: VecDeque<Key>,
-    /// What is to be asked again, before the queue, in the order of acceptance.
+    /// Sends to be requested again, before those in `queued`, in the order of acceptance.
     pub(super) retries: VecDeque<Key>,
-    /// Sends whose request has its result to come.
+    /// Number of sends that wait for the result of their request.
     pub(super) open: usize,
-    /// The last answer was WouldBlock.
+    /// The last result was WouldBlock.
     pub(super) full: bool,
-    /// The request that waits until the socket is writable; others would only be refused.
+    /// The request that waits until the socket is writable. No other is started meanwhile.
     pub(super) armed: Option<Key>,
-    /// The kernel had no memory; a notification is waited for.
+    /// The kernel had no memory: the next request waits for a notification.
     pub(super) starved: bool,
-    /// Bytes of sends that one request is made of; less where the kernel had no memory for so many.
+    /// Current limit on the bytes of a zero-copy request of several sends, at most [`GATHERED`].
     pub(super) gather: usize,
-    /// Those that a request is to be made of.
+    /// The sends of the next request, reused to avoid an allocation.
     run: Vec<Key>,
-    /// Counts the buffers that have become free.
+    /// Number of buffers that have become free.
     pub(super) released: u64,
-    /// What ended the stream.
+    /// The error number of the failure after which nothing is accepted.
     pub(super) broken: Option<i32>,
-    /// No more is accepted.
+    /// The sender was closed: nothing is accepted.
     pub(super) closed: bool,
-    /// The peer has been told of the end.
+    /// The stream was shut down or reset.
     pub(super) shut_down: bool,
     pub(super) cork: Cork,
-    /// Events are taken in, and what is to be released after the last.
+    /// `process_events` is running.
     pub(super) draining: bool,
+    /// Sends to release at the end of `process_events`.
     pub(super) completed: VecDeque<Key>,
-    /// Free, and to be taken by the user.
+    /// Free buffers that the application has not taken.
     pub(super) free: VecDeque<Returned<B>>,
+    /// The number of the next send.
     next: u32,
+    /// Number of sends accepted.
     accepted: u64,
     pub(super) measurement: Measurement,
     pub(super) limit: Limit,
@@ -139,7 +142,7 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Accepts a send: it has a place now, and a number if it may go without a copy.
+    /// Accepts a send: puts its buffer into a place. Returns its number, if it may go without a copy.
     pub(super) fn accept(
         &mut self,
         outgoing: Outgoing<B>,
@@ -215,16 +218,16 @@ impl<B: Stable> SendQueue<B> {
         Ok(number)
     }
 
-    /// Starts what may be started, tells the kernel, and takes in what it says at once; again, as
-    /// long as that lets more be started.
+    /// Starts requests, submits them, and handles the events that follow at once; repeats this while more
+    /// can be started.
     pub(super) fn submit(&mut self) -> io::Result<()> {
         self.enforce_limit();
         self.policy.submitted();
         if self.queued.is_empty() && self.retries.is_empty() {
             self.zc_socket.submit()?;
             if self.zc_socket.room() == 0 && self.is_at_once() {
-                // There is nothing to send before something comes back. An error is reported again by
-                // the next call that polls.
+                // Nothing can be sent before a place is free. An error is reported again by the next
+                // call that polls.
                 let _ = self.zc_socket.reap();
             }
             self.process_events();
@@ -247,7 +250,7 @@ impl<B: Stable> SendQueue<B> {
         Ok(())
     }
 
-    /// How many sends were started, or failed instead.
+    /// Returns how many sends were started, or failed instead.
     fn start_all(&mut self, at_once: bool) -> io::Result<usize> {
         let mut all = 0;
         while self.may_start() {
@@ -264,7 +267,7 @@ impl<B: Stable> SendQueue<B> {
         Ok(all)
     }
 
-    /// A `ZcSocket` that makes its requests at once knows the answer before the next one.
+    /// Whether each request has its result before the next one is started: the sendmsg(2) back-ends.
     fn is_at_once(&self) -> bool {
         self.zc_socket.backend() != Backend::Uring
     }
@@ -283,7 +286,7 @@ impl<B: Stable> SendQueue<B> {
         self.retries.pop_front().or_else(|| self.queued.pop_front())
     }
 
-    /// Which of the next `most` sends one request is to be made of: of a stream those that go alike.
+    /// Collects in `run` the sends of the next request, at most `most`: on a stream, sends of one mode.
     fn run(&self, most: usize, run: &mut Vec<Key>) {
         run.clear();
         let (mut before, mut left) = (None::<&InFlightSend>, 0);
@@ -299,7 +302,7 @@ impl<B: Stable> SendQueue<B> {
                         SendMode::Copy => GATHERED,
                     };
                 }
-                // What is to be continued must not hold back what is not.
+                // MSG_MORE of the last send would delay an earlier one that has no MSG_MORE.
                 Some(before) => {
                     let uniform = before.mode == send.mode && (before.more || !send.more);
                     if !(self.stream && uniform && send.sent == 0 && rest <= left) {
@@ -313,8 +316,8 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Starts up to 32 sends, or of what is to be made `one_by_one` one request; of a stream, as one
-    /// chain. How many.
+    /// Starts up to [`CHAIN`] sends, or a single request if `one_by_one`; on a stream, as one chain.
+    /// Returns how many sends were started.
     fn start_some(&mut self, one_by_one: bool) -> io::Result<usize> {
         let mut run = std::mem::take(&mut self.run);
         let started = self.start_runs(one_by_one, &mut run);
@@ -375,8 +378,8 @@ impl<B: Stable> SendQueue<B> {
                     }
                 }
                 Err(NotStarted::QueueFull) => {
-                    // The request before it may be linked to this one: the kernel ends a chain
-                    // where a submission ends.
+                    // The previous request may be linked to this one. The kernel ends a chain at the end
+                    // of a submission.
                     self.zc_socket.submit()?;
                     break;
                 }
@@ -397,7 +400,7 @@ impl<B: Stable> SendQueue<B> {
         Ok(started)
     }
 
-    /// The kernel has, or is to have, a request of this send. Of how many of its bytes.
+    /// Takes note that a request of a send was started. Returns how many of its bytes are in the request.
     fn started(&mut self, key: Key, registered: bool) -> usize {
         self.open += 1;
         let Some(send) = self.sends.get_mut(key.index()) else {
@@ -406,7 +409,7 @@ impl<B: Stable> SendQueue<B> {
         send.started = true;
         send.submission = self.measurement.number;
         if send.mode == SendMode::ZeroCopy && registered != send.registered {
-            // It costs what another class does.
+            // Its cost is that of another class.
             send.class = None;
         }
         let one = send.class.map(|class| (class, send.mode));
@@ -414,41 +417,41 @@ impl<B: Stable> SendQueue<B> {
         send.total.saturating_sub(send.sent)
     }
 
-    /// The oldest buffer that is free.
+    /// Takes the oldest free buffer.
     pub(super) fn take(&mut self) -> Option<Returned<B>> {
         self.free.pop_front()
     }
 
-    /// Whether everything that was accepted has been handed to the kernel, or has failed.
+    /// Whether every accepted send has the results of its requests, and none is queued.
     pub(super) fn is_handed_over(&self) -> bool {
         self.queued.is_empty() && self.retries.is_empty() && self.open == 0
     }
 
-    /// Whether the kernel has nothing more to do, and every buffer is free.
+    /// Whether every send is finished and every buffer free.
     pub(super) fn is_quiet(&self) -> bool {
         self.is_handed_over() && self.zc_socket.busy_places() == 0 && !self.cork.is_keeping()
     }
 
-    /// Whether the socket must become writable before more can be done.
+    /// Whether the socket must become writable before the next request.
     pub(super) fn is_full(&self) -> bool {
         self.full
     }
 
-    /// Ends what the kernel has not taken.
+    /// Cancels every send that the kernel has not taken.
     pub(super) fn cancel(&mut self) -> io::Result<()> {
         self.fail_pending(CANCELLED)
     }
 
-    /// Ends what the kernel has not taken, as failed with `code`.
+    /// Fails every send that the kernel has not taken, with `code`.
     pub(super) fn fail_pending(&mut self, code: i32) -> io::Result<()> {
         if self.is_handed_over() {
             return Ok(());
         }
         if self.stream {
-            // What was begun may be in part on its way: nothing can follow it.
+            // The kernel may have taken a part of a started send: nothing can follow it.
             self.broken = self.broken.or(Some(code));
         }
-        // What another thread has submitted may say so only later.
+        // The results of requests that another thread submitted can follow later.
         let is_left = |send: &&mut InFlightSend| !send.finished;
         for send in self.sends.iter_mut().filter(is_left) {
             send.cancelled = send.cancelled.or(Some(code));
@@ -468,11 +471,11 @@ impl<B: Stable> SendQueue<B> {
         if !self.cork.under_way {
             self.forget_pieces();
         }
-        // What had been taken in part ends here, too.
+        // Sends that were taken in part are queued as retries now, and fail in this submission.
         result.and(self.submit())
     }
 
-    /// Submits for as long as the kernel takes something at once.
+    /// Submits as long as the kernel takes something at once.
     fn submit_all(&mut self) {
         loop {
             let before = self.stats.over;
@@ -484,13 +487,13 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Whether the kernel has taken all that was accepted.
+    /// Whether the kernel has taken every accepted send.
     fn is_whole(&self) -> bool {
         self.is_handed_over() && self.broken.is_none()
     }
 
-    /// Ends the stream for its peer: what is not to be taken for all of it with a reset, if there are
-    /// resets for its kind. Whether it was reset.
+    /// Shuts the stream down, or, if not `orderly`, resets it where the kind of socket has a reset. Returns
+    /// whether it was reset.
     pub(super) fn end(&mut self, orderly: bool) -> bool {
         self.shut_down = true;
         if !self.stream {
@@ -503,12 +506,13 @@ impl<B: Stable> SendQueue<B> {
         if !orderly && sys::reset(socket).unwrap_or(false) {
             return true;
         }
-        // The socket may be open elsewhere, too. One that is not connected any more has ended.
+        // Closing is not enough: other descriptors may refer to the socket. The call fails if the socket is
+        // no longer connected.
         let _ = shutdown(socket, Shutdown::Write);
         false
     }
 
-    /// Sleeps until the kernel says something, or for `timeout`, or until a send is late.
+    /// Waits for an event, for `timeout`, or until a send is late.
     pub(super) fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.zc_socket
             .wait(self.time_left().into_iter().chain(timeout).min())
@@ -528,9 +532,9 @@ impl<B: Stable> Drop for SendQueue<B> {
         if self.shut_down || self.zc_socket.is_forked() {
             return;
         }
-        // What the kernel takes at once is sent; the `ZcSocket` ends the rest.
+        // Sends what the kernel takes at once; the drop of `ZcSocket` ends the rest.
         self.submit_all();
-        // The thread of orphans keeps the socket open, with the pieces that it has gathered.
+        // The thread of `orphans` keeps the socket open, with the pieces that it has collected.
         self.forget_pieces();
         if self.stream && !self.is_whole() {
             self.end(false);

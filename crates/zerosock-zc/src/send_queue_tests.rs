@@ -1,4 +1,4 @@
-//! The decisions of a send queue that no peer can be made to cause.
+//! Decisions of a send queue that no test over a socket can cause.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -6,7 +6,7 @@ use std::net::{TcpListener, TcpStream, UdpSocket};
 use super::super::policy::Threshold;
 use super::*;
 
-/// Of datagrams, over calls that copy.
+/// A queue of datagrams that are copied.
 fn copying_queue() -> SendQueue<Vec<u8>> {
     queue_over(Backend::Copy)
 }
@@ -22,7 +22,7 @@ fn queue_over(backend: Backend) -> SendQueue<Vec<u8>> {
 }
 
 #[test]
-fn what_is_asked_again_goes_in_the_order_of_acceptance() {
+fn retries_keep_the_order_of_acceptance() {
     let mut queue = copying_queue();
     // Places are used again: their order is not that of the sends.
     for _ in 0..3 {
@@ -39,9 +39,9 @@ fn what_is_asked_again_goes_in_the_order_of_acceptance() {
     assert_eq!(Vec::from(queue.retries.clone()), accepted);
 }
 
-/// What another thread submitted is cancelled in its time, after the call that cancels.
+/// The result of a request that another thread submitted follows after `cancel`.
 #[test]
-fn a_cancellation_that_comes_late_is_one() {
+fn a_result_after_a_cancellation_fails_the_send() {
     for code in [CANCELLED, rustix::io::Errno::AGAIN.raw_os_error()] {
         let mut queue = copying_queue();
         assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
@@ -54,7 +54,7 @@ fn a_cancellation_that_comes_late_is_one() {
         let failed = queue.take().expect("it is over").outcome;
         let error = failed.expect_err("it was cancelled").error;
         assert_eq!(error.raw_os_error(), Some(CANCELLED));
-        // The next is none of it.
+        // The next send is not cancelled.
         assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
         queue.submit().expect("the kernel answers");
         assert!(queue.take().expect("it is over").outcome.is_ok());
@@ -62,7 +62,7 @@ fn a_cancellation_that_comes_late_is_one() {
 }
 
 #[test]
-fn memory_is_not_waited_for_when_nothing_is_owed() {
+fn a_send_does_not_wait_for_memory_when_no_event_is_pending() {
     let mut queue = copying_queue();
     queue.starved = true;
     assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
@@ -71,9 +71,9 @@ fn memory_is_not_waited_for_when_nothing_is_owed() {
     assert!(!queue.starved);
 }
 
-/// The kernel says of requests that took nothing that it copied.
+/// The kernel reports "copied" for requests that took nothing.
 #[test]
-fn what_took_nothing_teaches_nothing() {
+fn the_notification_of_a_request_that_took_nothing_is_ignored() {
     let mut queue = queue_over(Backend::ErrorQueue);
     assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");
@@ -84,7 +84,7 @@ fn what_took_nothing_teaches_nothing() {
     assert!(!queue.policy.is_off());
     assert!(queue.starved, "no memory was freed");
     assert!(!queue.sends[key.index()].copied);
-    // One notification of many sends is one.
+    // One notification of many sends counts once.
     for _ in 0..100 {
         queue.handle_notification(key, Some(true), false);
     }
@@ -97,7 +97,7 @@ fn what_took_nothing_teaches_nothing() {
 }
 
 #[test]
-fn memory_is_not_waited_for_when_nothing_will_free_any() {
+fn a_send_is_copied_when_no_pending_event_frees_memory() {
     let mut queue = queue_over(Backend::ErrorQueue);
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
@@ -105,7 +105,7 @@ fn memory_is_not_waited_for_when_nothing_will_free_any() {
     queue.handle_error(key, rustix::io::Errno::NOBUFS.raw_os_error());
     assert!(!queue.starved);
     assert_eq!(queue.stats.copied_for_memory, 1);
-    // The result of another is to come, which may have taken some.
+    // Another result is pending, and its request may have taken memory.
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
     let key = queue.queued.pop_front().expect("it was accepted");

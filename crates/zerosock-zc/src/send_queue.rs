@@ -57,7 +57,7 @@ pub(super) struct SendQueue<B: Stable> {
     /// Each request of a stream is whole (MSG_WAITALL), so that others can be linked to it. SendmsgBackend are
     /// made one by one, and some sockets refuse the flag: theirs are, too.
     pub(super) whole: bool,
-    /// Whether ranges are kept, and buffers given back.
+    /// Whether completions are kept for the application, and whether free buffers are.
     pub(super) keeps_ranges: bool,
     pub(super) returns_buffers: bool,
     /// By place.

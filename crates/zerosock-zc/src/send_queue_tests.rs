@@ -115,10 +115,9 @@ fn a_send_is_copied_when_no_pending_event_frees_memory() {
     assert_eq!(queue.stats.copied_for_memory, 1);
 }
 
-/// A request of several sends that is too long for the memory there is: the next one is shorter, and
-/// nothing is copied for that.
+/// A request of several sends finds no memory: the next one is shorter, and nothing is copied.
 #[test]
-fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
+fn requests_get_shorter_before_a_lack_of_memory_leads_to_copies() {
     let mut queue = queue_over(Backend::ErrorQueue);
     let outgoing = Outgoing::new(vec![1; 100]).copying(Copying::Never);
     assert!(queue.accept(outgoing).is_ok());
@@ -130,7 +129,7 @@ fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
     assert_eq!(queue.stats.copied_for_memory, 0);
     assert_eq!(queue.sends[key.index()].rounds, 0);
     assert_eq!(queue.retries.pop_front(), Some(key));
-    // One alone is no shorter for that.
+    // A request of one send cannot be shorter.
     queue.sends[key.index()].gathered = 0;
     queue.handle_error(key, refused);
     assert_eq!(queue.gather, 50_000);
@@ -139,9 +138,8 @@ fn where_memory_is_short_requests_are_shorter_before_anything_is_copied() {
     assert!(queue.gather > 50_000);
 }
 
-/// Which sends one request is to be made of.
 #[test]
-fn what_goes_alike_goes_together() {
+fn consecutive_sends_of_one_mode_form_one_request() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let socket = socket.expect("loopback").into();
@@ -177,14 +175,14 @@ fn what_goes_alike_goes_together() {
         queue.queued = queued;
         runs
     };
-    // What is to be continued does not hold back what is not.
+    // MSG_MORE of a later send does not delay a send without it.
     assert_eq!(runs(GATHERED, 32), [2, 1, 3]);
     assert_eq!(runs(GATHERED, 1), [1; 6]);
-    // Copies need no memory that could be short.
+    // The limit applies to zero-copy requests only.
     assert_eq!(runs(1999, 32), [1, 1, 1, 3]);
 }
 
-/// What was cancelled is taken all the same, and what belongs to it is not.
+/// The kernel takes a piece although it was cancelled; the rest of its datagram is cancelled.
 #[test]
 fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
     let mut queue = copying_queue();
@@ -194,7 +192,7 @@ fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
     };
     assert!(queue.accept(piece(100, true)).is_ok());
     queue.submit().expect("the kernel answers");
-    // It is as if the kernel had not said so yet.
+    // As if the result had not been read yet.
     queue.cork.under_way = true;
     queue.open = 1;
     assert!(queue.accept(piece(200, true)).is_ok());
@@ -216,7 +214,7 @@ fn pieces_that_are_taken_after_a_cancellation_are_forgotten() {
 
 /// A socket that refuses MSG_WAITALL, as kernel TLS does.
 #[test]
-fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
+fn a_stream_without_msg_waitall_has_one_request_at_a_time() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let socket = TcpStream::connect(listener.local_addr().expect("an address"));
     let mut peer = listener.accept().expect("a stream").0;
@@ -230,7 +228,7 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
         let outgoing = Outgoing::new(vec![byte; 60_000]).copying(Copying::Always);
         assert!(queue.accept(outgoing).is_ok());
     }
-    // The first of a chain is refused, and the others with it.
+    // The first of a chain is refused, and the others are cancelled.
     let accepted: Vec<Key> = queue.queued.drain(..).collect();
     let refused = rustix::io::Errno::OPNOTSUPP.raw_os_error();
     queue.handle_error(accepted[0], refused);
@@ -256,7 +254,7 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
             .zip(0..)
             .all(|(chunk, byte)| chunk == [byte; 60_000])
     );
-    // A socket that refuses without the flag, too, has refused.
+    // A refusal without the flag fails the send.
     assert!(
         queue
             .accept(Outgoing::new(vec![0]).copying(Copying::Always))
@@ -267,9 +265,9 @@ fn a_stream_whose_requests_cannot_be_whole_is_sent_one_by_one() {
     assert_eq!(queue.broken, Some(refused));
 }
 
-/// An old one may be there for as long as the limit is, and very many come and go meanwhile.
+/// One send can be unfinished until the limit, while very many later ones finish.
 #[test]
-fn what_is_over_is_forgotten_also_behind_what_is_not() {
+fn finished_sends_are_forgotten_behind_an_unfinished_one() {
     let mut queue = copying_queue();
     queue.limit.time = Some(Duration::from_secs(3600));
     assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());
@@ -285,9 +283,9 @@ fn what_is_over_is_forgotten_also_behind_what_is_not() {
     assert_eq!(queue.due(), due);
 }
 
-/// One look at the clock serves what is submitted together, and nothing that comes later.
+/// The clock is read once for the sends of one submission.
 #[test]
-fn what_is_submitted_together_is_late_together() {
+fn sends_of_one_submission_are_late_at_the_same_time() {
     let mut queue = copying_queue();
     queue.limit.time = Some(Duration::from_secs(3600));
     for submits in [false, true, true] {
@@ -302,7 +300,7 @@ fn what_is_submitted_together_is_late_together() {
 }
 
 #[test]
-fn a_limit_without_end_is_none() {
+fn a_limit_that_overflows_the_clock_never_ends() {
     let mut queue = copying_queue();
     queue.limit.time = Some(Duration::MAX);
     assert!(queue.accept(Outgoing::new(vec![1; 100])).is_ok());

@@ -1,10 +1,11 @@
 //! A sender that several threads use.
 //!
-//! The sender is behind a lock. No thread holds it while it sleeps. Of the threads that sleep, one waits
-//! for the kernel: the *watch*. The others wait for the watch, or for another thread that polls.
+//! The sender is behind a lock, which no thread holds while it waits. Of the waiting threads, one waits for
+//! the kernel: the *watch*. The others wait on a condition variable for the watch, or for another thread
+//! that polls.
 //!
 //! # Invariants
-//! A thread that changes something that others may sleep for notifies them before it releases the lock.
+//! A thread that causes an event that others wait for notifies them before it releases the lock.
 
 use std::cell::Cell;
 use std::io;
@@ -21,10 +22,11 @@ use super::{
 };
 use crate::sys::{Buf, Stable};
 
-/// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
+/// A handle to a [`Sender`] that several threads share. Each clone has all functions of the sender.
 ///
 /// Buffers, notifications and completions belong to the sender: the first thread that takes one has it.
-/// Each thread should have a clone of its own: what ends a [`wait`](Self::wait) is news to the handle.
+/// Each thread should have a clone of its own: a handle remembers which events ended its last
+/// [`wait`](Self::wait).
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -50,18 +52,18 @@ use crate::sys::{Buf, Stable};
 /// A forked child may drop its copies, which leaves the parent's as they are; it must not use them.
 pub struct SharedSender<B: Stable = Buf> {
     shared: Arc<Shared<B>>,
-    /// What had been heard when the last wait on this handle ended.
+    /// [`Sender::event_count`] at the end of the last wait on this handle.
     seen_events: AtomicU64,
 }
 
 struct Shared<B: Stable> {
     state: Mutex<State<B>>,
-    /// Notified when the watch, or another thread that polls, has news.
+    /// Notified when the watch, or another thread that polls, has handled an event.
     news: Condvar,
     readiness: Readiness,
-    /// For event loops, once there is one.
+    /// The descriptor for an event loop, created when one asks for it.
     events: OnceLock<Readiness>,
-    /// The sender's, which is behind the lock.
+    /// A duplicate of the sender's socket, accessible without the lock.
     socket: OwnedFd,
 }
 
@@ -69,7 +71,7 @@ struct State<B: Stable> {
     sender: Sender<B>,
     /// A thread waits for the kernel: the watch.
     has_watch: bool,
-    /// How many threads wait for the watch.
+    /// Number of threads that wait on `news`.
     sleepers: usize,
 }
 
@@ -83,7 +85,7 @@ impl<B: Stable> Clone for SharedSender<B> {
 }
 
 impl<B: Stable> Sender<B> {
-    /// The same sender, for several threads.
+    /// Makes the sender usable by several threads.
     ///
     /// # Errors
     /// If there are no more descriptors: three are needed. The sender is dropped then.
@@ -128,7 +130,7 @@ impl<B: Stable> SharedSender<B> {
         self.with(Sender::submit)
     }
 
-    /// As [`Sender::send`]. Other threads go on while this one waits for a place.
+    /// As [`Sender::send`]. Other threads can use the sender while this one waits for a place.
     ///
     /// # Errors
     /// As there.
@@ -137,7 +139,7 @@ impl<B: Stable> SharedSender<B> {
         loop {
             let sent = self.with(|sender| {
                 let number = sender.push(outgoing)?;
-                // As with one thread: it is accepted, whatever the call answers.
+                // The send is accepted even if the call fails: the next submission repeats it.
                 let _ = sender.submit();
                 Ok(number)
             });
@@ -190,7 +192,7 @@ impl<B: Stable> SharedSender<B> {
     /// As there.
     pub fn poll(&self) -> io::Result<()> {
         if let Some(events) = self.shared.events.get() {
-            // What comes from now on wakes the event loop again.
+            // Clears earlier events: later ones wake the event loop again.
             events.wait(Some(Duration::ZERO))?;
         }
         self.with(|sender| {
@@ -230,7 +232,7 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.set_tag(slot, tag))
     }
 
-    /// As [`Sender::wait`], for what is news since the last wait on this handle. Other threads go on
+    /// As [`Sender::wait`], for events since the last wait on this handle. Other threads can use the sender
     /// meanwhile.
     ///
     /// # Errors
@@ -246,7 +248,7 @@ impl<B: Stable> SharedSender<B> {
         Ok(())
     }
 
-    /// As [`Sender::finish`]. Other threads go on meanwhile, and what they send must be over, too.
+    /// As [`Sender::finish`]. Other threads can use the sender meanwhile; their sends must finish as well.
     ///
     /// # Errors
     /// As there.
@@ -263,9 +265,9 @@ impl<B: Stable> SharedSender<B> {
         self.with(Sender::cancel)
     }
 
-    /// As [`Sender::close`]. From now on nothing is accepted, on no handle ([`Refusal::Closed`]), and
-    /// what any of them has sent must be over in time. What is left is given to the first call.
-    /// The peer is told now, the descriptor goes with the last handle.
+    /// As [`Sender::close`]. From now on no handle accepts sends ([`Refusal::Closed`]). The sends of all
+    /// handles must finish within the timeout. The first call returns the buffers, notifications and
+    /// completions. The connection ends now; the descriptor is closed with the last handle.
     pub fn close(&self, timeout: Option<Duration>) -> Closed<B> {
         {
             let mut state = self.lock();
@@ -285,7 +287,7 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.is_quiet())
     }
 
-    /// As [`Sender::room`]. Other threads can have taken it before this one sends.
+    /// As [`Sender::room`]. Another thread can take the places before this one sends.
     #[must_use]
     pub fn room(&self) -> usize {
         self.with(|sender| sender.room())
@@ -297,9 +299,9 @@ impl<B: Stable> SharedSender<B> {
         self.shared.socket.as_fd()
     }
 
-    /// A descriptor for an event loop that goes on while other threads send: readable (EPOLLIN) when
-    /// there may be news, also news that another thread has taken in. [`poll`](Self::poll) is to be
-    /// called then, before buffers and notifications are taken. It is one for all handles.
+    /// A descriptor for an event loop, shared by all handles. It is readable (EPOLLIN) when there may be an
+    /// event, also one that another thread handled. The event loop then calls [`poll`](Self::poll) before it
+    /// takes buffers and notifications.
     ///
     /// # Errors
     /// If there are no more descriptors, at the first call: two are needed.
@@ -312,7 +314,7 @@ impl<B: Stable> SharedSender<B> {
                 self.shared.events.get_or_init(|| made)
             }
         };
-        // What has been taken in before is news to a loop that begins.
+        // The event loop has not seen earlier events.
         events.wake();
         Ok(events.as_fd())
     }
@@ -329,10 +331,10 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.stats())
     }
 
-    /// The sender itself, if this is the last handle to it: also for [`Sender::into_socket`].
+    /// Returns the sender, if this is the last handle to it.
     ///
     /// # Errors
-    /// The handle, if it is not.
+    /// The handle, if there are others.
     pub fn into_inner(self) -> Result<Sender<B>, Self> {
         match Arc::try_unwrap(self.shared) {
             Ok(shared) => {
@@ -347,8 +349,7 @@ impl<B: Stable> SharedSender<B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
-        // A thread that panicked with the lock held did so in the sender, which still owns each
-        // buffer that the kernel reads.
+        // Use after a panic is sound: the sender still owns each buffer that the kernel reads.
         let state = self.shared.state.lock();
         state.unwrap_or_else(PoisonError::into_inner)
     }
@@ -363,7 +364,7 @@ impl<B: Stable> SharedSender<B> {
         result
     }
 
-    /// Wakes all threads that sleep.
+    /// Wakes all waiting threads and the event loop.
     fn wake_sleepers(&self, state: &State<B>) {
         if state.sleepers > 0 {
             self.shared.news.notify_all();
@@ -376,7 +377,7 @@ impl<B: Stable> SharedSender<B> {
         }
     }
 
-    /// Lets the sender work, sleeping in between, until `done`, or for `timeout`. Whether it is.
+    /// Submits, polls and waits until `done`, or for `timeout`. Returns whether it is done.
     fn sleep(
         &self,
         timeout: Option<Duration>,
@@ -405,7 +406,7 @@ impl<B: Stable> SharedSender<B> {
         }
     }
 
-    /// Sleeps until another thread has news.
+    /// Waits until another thread has handled an event.
     fn wait_for_watch<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
@@ -437,7 +438,7 @@ impl<B: Stable> SharedSender<B> {
         let mut state = self.lock();
         state.has_watch = false;
         if state.sleepers > 0 {
-            // One of them watches from now on, if this one does not.
+            // One of them becomes the watch, unless this thread does again.
             self.shared.news.notify_all();
         }
         waited.map(|()| state)

@@ -54,13 +54,13 @@ pub(super) struct SendQueue<B: Stable> {
     pub(super) policy: Policy,
     pub(super) stats: Stats,
     pub(super) stream: bool,
-    /// Each request of a stream is whole (MSG_WAITALL), so that others can be linked to it. SendmsgBackend are
-    /// made one by one, and some sockets refuse the flag: theirs are, too.
+    /// Requests of a stream have MSG_WAITALL, so that others can be linked to them. False for the sendmsg(2)
+    /// back-ends and for sockets that refuse the flag: these make one request at a time.
     pub(super) whole: bool,
     /// Whether completions are kept for the application, and whether free buffers are.
     pub(super) keeps_ranges: bool,
     pub(super) returns_buffers: bool,
-    /// By place.
+    /// The state of each send, by the index of its place.
     pub(super) sends: Box<[InFlightSend]>,
     pub(super) queued: VecDeque<Key>,
     /// Sends to be requested again, before those in `queued`, in the order of acceptance.

@@ -2,8 +2,9 @@
 //!
 //! A [`Sender`] sends owned buffers over a TCP, UDP or vsock socket without a copy, and returns each
 //! buffer when the kernel no longer reads it. The application neither reads the error queue nor counts
-//! notifications: this crate does, over io_uring or over the error queue, and copies where neither works. Large writes gain by it (from about 10 KB on, according to the kernel's documentation), and
-//! memory that is expensive to copy: pages of files, memory that a virtual machine shares.
+//! notifications: this crate does, over io_uring or over the error queue, and copies where neither works.
+//! Large writes gain by it (from about 10 KB on, according to the kernel's documentation), and memory that
+//! is expensive to copy: pages of files, memory that a virtual machine shares.
 //!
 //! The library `zerosock` has this crate as `zerosock::zc`.
 //!

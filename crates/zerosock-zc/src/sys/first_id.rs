@@ -25,19 +25,18 @@ use super::unresolved::sockopt_is_set;
 use super::zc_socket::SocketState;
 use super::{Key, Kind};
 
-/// The sockets whose error queues a `ZcSocket` has, by the number that the kernel gives each socket for
-/// its life (SO_COOKIE).
+/// The sockets whose error queue is owned, by the cookie that the kernel gives each socket (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
 fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
     CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The right to a socket's error queue, and to its numbers.
+/// The exclusive right to a socket's error queue and notification ids.
 pub(super) struct ErrorQueueClaim(u64);
 
 impl ErrorQueueClaim {
-    /// None if another `ZcSocket` has it.
+    /// Claims the error queue of a socket; none if another `ZcSocket` owns it.
     fn of(socket: BorrowedFd<'_>) -> Option<Self> {
         let cookie = sockopt::socket_cookie(socket).ok()?;
         let mut claimed = claimed();
@@ -55,8 +54,8 @@ impl Drop for ErrorQueueClaim {
 }
 
 impl SendmsgBackend {
-    /// Whether the next zero-copy send's number is known, or will be. Finds out if it is not; `key`
-    /// is whose send it is to be.
+    /// Prepares `ids` for the first zero-copy send, which is that of place `key`. Returns false if the send
+    /// must be copied because the first id cannot be found out now.
     pub(super) fn prepare_ids<B>(&mut self, state: &mut SocketState<B>, key: Key) -> bool {
         if self.ids_prepared {
             return true;
@@ -64,14 +63,14 @@ impl SendmsgBackend {
         if self.claim.is_none() {
             self.claim = ErrorQueueClaim::of(state.socket.as_fd());
         }
-        // What was named before belongs to no send of this `ZcSocket`.
+        // Ids that were reported earlier belong to other senders.
         if self.claim.is_none() || self.drain_error_queue(state).is_err() {
             return false;
         }
         let next = match self.kind {
             Kind::Tcp4 | Kind::Tcp6 if has_sent_nothing(state.socket.as_fd()) => Some(0),
             Kind::Udp4 | Kind::Udp6 => {
-                // What is being gathered must not get any more.
+                // A probe would be appended to the datagram that the socket is collecting.
                 let corked = self.corked
                     || sockopt_is_set(state.socket.as_fd(), libc::SOL_UDP, libc::UDP_CORK);
                 if corked {
@@ -80,7 +79,7 @@ impl SendmsgBackend {
                 self.probe(state, key);
                 match self.drain_error_queue(state) {
                     Ok(Some(last)) => Some(last.wrapping_add(1)),
-                    // A filter forbids it, or memory is short: another time.
+                    // A filter dropped the probe, or memory is short: a later send tries again.
                     _ => return false,
                 }
             }
@@ -91,7 +90,7 @@ impl SendmsgBackend {
         true
     }
 
-    /// Empties the queue. The last number that was named there.
+    /// Empties the error queue. Returns the last id that was reported there.
     fn drain_error_queue<B>(&mut self, state: &mut SocketState<B>) -> io::Result<Option<u32>> {
         let mut last = None;
         for _ in 0..MAX_READS {
@@ -111,9 +110,9 @@ impl SendmsgBackend {
     }
 }
 
-/// Whether a TCP socket has never been given anything to send.
+/// Whether nothing was ever sent on a TCP socket.
 fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
-    // SAFETY: all zeros is a valid `tcp_info`: numbers.
+    // SAFETY: all zeros is a valid `tcp_info`: it consists of integers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY: the value is a `tcp_info`, whose length is given; both outlive the call.

@@ -23,41 +23,41 @@ use super::unresolved::{UnresolvedNotification, has_no_unreported_id, may_have_t
 use super::zc_socket::SocketState;
 use super::{Address, Key, Kind, NotStarted, SendMode, Stable, Started, Submission};
 
-/// Looks at the error queue that are taken together: peers can fill it too (IP_RECVERR).
+/// The most reads of the error queue in a row: peers can fill it as well (IP_RECVERR).
 pub(super) const MAX_READS: usize = 64;
-/// How often a number in doubt is asked after.
+/// Interval of the attempts to resolve a failed send.
 const RESOLVE_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Sends by a call each.
+/// Sends with one sendmsg(2) call per request.
 pub(super) struct SendmsgBackend {
     zero_copy: bool,
     pub(super) ids: NotificationIds,
-    /// The numbers have begun.
+    /// `ids` has been started.
     pub(super) ids_prepared: bool,
-    /// Of the socket's queue and its numbers.
+    /// The right to the socket's error queue and ids.
     pub(super) claim: Option<ErrorQueueClaim>,
-    /// The kernel has been seen to number what is sent, or does so for certain.
+    /// The kernel is known to assign ids to the sends of this socket.
     assigns_ids: bool,
-    /// What was named while the numbers meant nothing.
+    /// Ranges that were reported while the first id was unknown.
     unmatched: Vec<ReportedRange>,
     pub(super) kind: Kind,
-    /// A send that failed and may have taken a number.
+    /// A send that failed and may have taken an id.
     pub(super) unresolved: Option<UnresolvedNotification>,
-    /// Sends of UDP: those can fail late.
+    /// The socket is UDP: a send can fail after it took an id.
     datagrams: bool,
-    /// The last datagram is to be continued (MSG_MORE).
+    /// The last send had MSG_MORE.
     pub(super) corked: bool,
-    /// What the socket's error was when a wait found one; the next request has it as its result.
+    /// The error of the socket that a wait found. The next request has it as its result.
     error: Option<io::Error>,
-    /// The last request was answered with WouldBlock.
+    /// The last request failed with WouldBlock.
     full: bool,
-    /// Requests since the last look at the error queue.
+    /// Number of requests since the error queue was read.
     sends_since_read: usize,
     pub(super) queue: Box<ErrorQueue>,
 }
 
 impl SendmsgBackend {
-    /// Sends of a socket of that kind; with `zero_copy` if SO_ZEROCOPY is set.
+    /// A back-end for a socket of this kind; `zero_copy` if SO_ZEROCOPY is set.
     pub(super) fn new(kind: Kind, zero_copy: bool) -> Self {
         Self {
             zero_copy,
@@ -77,7 +77,7 @@ impl SendmsgBackend {
         }
     }
 
-    /// One call, that does not block.
+    /// Makes one call, which does not block.
     pub(super) fn start<B: Stable>(
         &mut self,
         state: &mut SocketState<B>,
@@ -86,8 +86,8 @@ impl SendmsgBackend {
     ) -> Result<Started, NotStarted> {
         let &first = keys.first().ok_or(NotStarted::Vacant)?;
         let buffer = state.places.buffer(first).ok_or(NotStarted::Vacant)?;
-        // An empty datagram, or an empty piece of one, has a number or not, as it comes. A copy has
-        // none, and costs nothing.
+        // An empty datagram, or an empty piece of one, may or may not take an id. It is copied, which costs
+        // nothing and takes none.
         let wished = submission.mode == SendMode::ZeroCopy && buffer.total() > submission.from;
         let mut zero_copy = wished && self.zero_copy;
         if zero_copy && self.unresolved.is_some() {
@@ -138,7 +138,7 @@ impl SendmsgBackend {
             Err(error) if made && zero_copy && self.datagrams => {
                 let code = error.raw_os_error().unwrap_or(0);
                 if may_have_taken_id(state.socket.as_fd(), code, total) {
-                    // An error ends what was to be continued.
+                    // An error drops the collected pieces.
                     self.corked = false;
                     self.unresolved = Some(UnresolvedNotification {
                         request: id,
@@ -155,8 +155,8 @@ impl SendmsgBackend {
         state.requests.result(&mut state.places, id, result, note);
         self.sends_since_read += 1;
         if self.sends_since_read >= BATCH {
-            // As many as one call reads: a program that only sends gets buffers back, too. An error is
-            // reported again by the next call that polls.
+            // One call reads this many notifications, so an application that only sends gets its buffers
+            // back as well. An error is reported again by the next call that polls.
             let _ = self.reap(state);
         }
         Ok(Started {
@@ -166,9 +166,9 @@ impl SendmsgBackend {
         })
     }
 
-    /// Whether the kernel has numbered the send that it has just taken. A program in the kernel that
-    /// looks at what is sent over a TCP socket (sk_msg) is given a copy, and what it keeps back or sends
-    /// over another socket has no number, so that none would ever be named. The first one tells.
+    /// Whether the kernel assigned an id to the send that it has just taken. If a BPF program (sk_msg) sees
+    /// the bytes of a TCP socket, the kernel copies them, and bytes that the program holds back or redirects
+    /// have no id, so none would be reported. The first send is checked.
     fn took_id<B>(&mut self, state: &mut SocketState<B>) -> bool {
         if !self.assigns_ids {
             state.system_calls += 1;
@@ -206,8 +206,8 @@ impl SendmsgBackend {
             self.full = false;
         }
         if self.reap(state)? == 0 && !found.contains(PollFlags::OUT) {
-            // Not the queue, but the socket: its error is told once, to the next request; what has
-            // hung up says so again and again.
+            // The event is not from the error queue. An error of the socket is the result of the next
+            // request; a hangup is reported by every poll.
             if let Ok(Err(error)) = sockopt::socket_error(&state.socket) {
                 self.error = Some(error.into());
                 self.full = false;
@@ -217,12 +217,12 @@ impl SendmsgBackend {
         Ok(())
     }
 
-    /// After which time to look although nothing has said that there is something.
+    /// The time after which to call [`reap`](Self::reap) without an event.
     pub(super) fn next_timeout(&self) -> Option<Duration> {
         self.unresolved.as_ref().map(|_| RESOLVE_INTERVAL)
     }
 
-    /// One look at the error queue, if it owes something. How many messages there were.
+    /// Reads the error queue once, if a notification is pending. Returns the number of messages.
     pub(super) fn reap<B>(&mut self, state: &mut SocketState<B>) -> io::Result<usize> {
         if self.ids.is_empty() && self.unresolved.is_none() {
             return Ok(0);
@@ -258,27 +258,27 @@ impl SendmsgBackend {
         Ok(count)
     }
 
-    /// The kernel is done with what has these numbers.
+    /// Handles a reported range: the kernel no longer reads the buffers of these ids.
     fn complete_range<B>(&mut self, state: &mut SocketState<B>, (lo, hi, copied): ReportedRange) {
-        // The sends of a stream do not fail after they were given a number. So another sender has taken
-        // these, or such a program has cut one of ours up, and what is named next may not be ours.
+        // A send on a stream does not fail after it took an id. So another sender took these ids, or a BPF
+        // program split a send, and later ids may not be ours.
         if self.kind.is_tcp() && self.ids.is_ahead(hi) {
             self.zero_copy = false;
         }
         let in_step = self.ids.complete(lo, hi, |id| {
             state.requests.notified(&mut state.places, id, copied);
         });
-        // Another sender sends without a copy, and much: the numbers that we gave mean nothing any more.
+        // Another sender took so many ids that the assignment is lost.
         self.zero_copy &= in_step;
     }
 
-    /// Looks as long as there is something; not without end: peers can fill the queue too.
+    /// Reads the error queue until it is empty, or [`MAX_READS`] times.
     pub(super) fn reap_all<B>(&mut self, state: &mut SocketState<B>) {
         let _ = (0..MAX_READS).all(|_| self.reap(state).is_ok_and(|count| count > 0));
     }
 }
 
-/// One sendmsg(2).
+/// Makes one sendmsg(2) call, again if a signal interrupts it.
 pub(super) fn send(
     socket: BorrowedFd<'_>,
     pieces: &[libc::iovec],
@@ -291,9 +291,9 @@ pub(super) fn send(
     let header = header(pieces, address);
     loop {
         // SAFETY: the header refers to the pieces and to the address, both of which outlive the
-        // call; the pieces to a buffer that stays where it is (`Stable`) and that its place keeps
-        // until the kernel has named the send's number (`Places::take`), or the thread of `orphans`
-        // does.
+        // call; the pieces refer to a buffer that does not move (`Stable`), and that its place, also in
+        // the thread of `orphans`, keeps until the kernel has reported the id of the send
+        // (`Places::take`).
         let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &header, flags) };
         if let Ok(sent) = usize::try_from(sent) {
             return Ok(sent);

@@ -1,10 +1,10 @@
-//! The `ZcSocket` over sendmsg(2), with the error queue or with copies only.
+//! The back-end over sendmsg(2), with the error queue or with copies only.
 //!
-//! A request is one call, made when it is started. The kernel numbers the zero-copy sends of a socket
-//! (`notification_ids`) and reports numbers in the error queue of the socket (`error_queue`). The number of the
-//! first send is found out before it is made (`first_id`). From then on all numbers must be those of this
-//! `ZcSocket`: a program that sends with MSG_ZEROCOPY on a duplicate of the socket by other means confuses
-//! it. Which number a failed send may have taken is found out in `doubt`.
+//! A request is one call, made when it is started. The kernel assigns consecutive ids to the zero-copy
+//! sends of a socket (`notification_ids`) and reports them in its error queue (`error_queue`). The id of the
+//! first send is found out before it is made (`first_id`). From then on all ids must be those of this
+//! `ZcSocket`: another sender with MSG_ZEROCOPY on a duplicate of the socket breaks the assignment. Whether
+//! a failed send took an id is found out in `unresolved`.
 #![allow(unsafe_code)]
 
 use std::io;

@@ -1,4 +1,4 @@
-//! The `ZcSocket` over io_uring.
+//! The back-end over io_uring.
 //!
 //! A ring is for one socket, which is registered with it. A request is an entry of the submission queue;
 //! only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read from memory that the
@@ -35,51 +35,50 @@ use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Subm
 pub(super) const REPORT_USAGE: u16 = 1 << 3;
 /// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
 const FIXED_BUF: u16 = 1 << 2;
-/// User data of entries that belong to no request: a wait for a writable socket.
+/// User data of entries that belong to no request: polls for a writable socket.
 const NO_REQUEST: u64 = u64::MAX;
-/// The socket's place among the ring's files.
+/// The index of the socket among the registered files of the ring.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
-/// Bytes without a copy whose notifications may be tied together. A packet that ends with a request is
-/// shorter than others, and costs as much.
+/// Number of zero-copy bytes whose notifications may be tied together. Ending a packet with a request makes
+/// it shorter than others at the same cost.
 const MAX_TIED_BYTES: usize = 128 << 10;
-/// The longest that the thread of orphans waits for one ring.
+/// The longest time that the thread of `orphans` waits for one ring.
 const CANCEL_TIMEOUT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
 pub(super) const MAX_REQUEST_LEN: usize = 0x7fff_f000;
 
-/// What was not done yet of a ring that is to go.
+/// The next step of the shutdown of a ring.
 #[derive(Copy, Clone, Eq, PartialEq)]
 enum Ending {
-    /// Requests that the kernel has are to be cancelled.
+    /// Cancel the requests that the kernel has.
     Requests,
-    /// They have been; the ring has the socket open.
+    /// Unregister the socket.
     Socket,
     Nothing,
 }
 
-/// A ring of its own for the sends of one socket.
+/// An io_uring instance for the sends of one socket.
 pub(super) struct UringBackend {
     ring: IoUring,
     arenas: Arenas,
-    /// Entries of the submission queue that the kernel has not been told of.
+    /// Number of entries of the submission queue that were not submitted.
     queued: usize,
-    /// What those entries carry as user data, in their order.
+    /// User data of those entries, in order.
     unsubmitted: VecDeque<u64>,
-    /// Bytes without a copy since a packet ended with a request.
+    /// Number of zero-copy bytes since a packet ended with a request.
     tied_bytes: usize,
-    /// Requests of several pieces can be from registered memory.
+    /// The kernel supports requests of several pieces of registered memory.
     vectors_of_arenas: bool,
-    /// Of a ring that is to go: what is left to be ended.
+    /// The next step of the shutdown, after the drop of the `ZcSocket`.
     ending: Ending,
 }
 
 impl UringBackend {
-    /// A ring for `socket` with `capacity` places.
+    /// Creates a ring for `socket` with `capacity` places.
     ///
     /// # Errors
-    /// `Unsupported` where the kernel lacks what is needed (before Linux 6.2, but for stable
-    /// releases of 6.1); what io_uring_setup(2)
-    /// answers, EPERM where it is forbidden.
+    /// `Unsupported` before Linux 6.2, except for stable releases of 6.1; errors of io_uring_setup(2), EPERM
+    /// where it is forbidden.
     pub(super) fn open(socket: impl AsFd, capacity: u32) -> io::Result<Self> {
         let answers = supported()?;
         if !answers.zero_copy {
@@ -106,7 +105,7 @@ impl UringBackend {
         })
     }
 
-    /// The kernel learns of the request by `submit`.
+    /// Queues a request for `submit`.
     pub(super) fn start<B: Stable>(
         &mut self,
         state: &mut SocketState<B>,
@@ -117,7 +116,7 @@ impl UringBackend {
         if room < 1 + usize::from(submission.when_writable) {
             return Err(NotStarted::QueueFull);
         }
-        // Our crate has no word for the number of an arena in a request of several pieces: it is 0.
+        // The crate io_uring cannot set the index of the arena in a request of several pieces: it is 0.
         let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
         let place = keys.first().and_then(|&first| state.places.get(first));
         let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
@@ -160,7 +159,7 @@ impl UringBackend {
         Ok(started)
     }
 
-    /// Of a request, to the address of its first place, from the arena that this lies in.
+    /// The submission queue entry of a request, with the address and the arena of its first place.
     fn entry<B: Stable>(
         &mut self,
         request: &mut Request,
@@ -218,7 +217,7 @@ impl UringBackend {
         }
     }
 
-    /// Of a request of so many bytes.
+    /// The flags of a request of `total` bytes.
     fn flags(&mut self, total: usize, kind: Kind, submission: Submission) -> i32 {
         let mut flags = libc::MSG_NOSIGNAL;
         if submission.whole {
@@ -237,7 +236,7 @@ impl UringBackend {
         flags
     }
 
-    /// The caller has checked that the queue has room.
+    /// Adds an entry. The caller has checked that the queue has room.
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: what the entry refers to are buffers in their places, whose bytes stay where they
         // are (`Stable`), an address in a place, and a message that is the request's. None of them
@@ -252,7 +251,7 @@ impl UringBackend {
         }
     }
 
-    /// Whether the kernel has something to post: what is done, or found no room in the queue.
+    /// Whether the kernel has completions to post: deferred ones, or those that found no room in the queue.
     fn has_more(&mut self) -> bool {
         let flags = self.ring.submission();
         flags.taskrun() || flags.cq_overflow()
@@ -342,8 +341,7 @@ impl UringBackend {
         }
     }
 
-    /// Ends the requests that the kernel has not been told of: it will not be. Nothing is to be
-    /// started or submitted after that.
+    /// Ends the requests that were not submitted. Nothing may be started or submitted after that.
     pub(super) fn abandon<B>(&mut self, state: &mut SocketState<B>) {
         for user_data in self.unsubmitted.drain(..) {
             if user_data != NO_REQUEST {
@@ -352,13 +350,13 @@ impl UringBackend {
         }
     }
 
-    /// Goes on with the end of a ring whose `ZcSocket` was dropped, and takes in what the kernel says.
+    /// Continues the shutdown of a ring whose `ZcSocket` was dropped, and handles its completions.
     pub(super) fn continue_shutdown<B>(&mut self, state: &mut SocketState<B>) {
         if self.has_more() {
             const GETEVENTS: u32 = 1;
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
-            // SAFETY: nothing is submitted, which matters: what was abandoned is in the queue, and
-            // its buffers may be free. No argument is given.
+            // SAFETY: nothing is submitted: the queue still contains abandoned entries, whose buffers may
+            // be free. No argument is given.
             // If the call is refused, completions that fit into the queue are still posted.
             let _ = unsafe {
                 self.ring
@@ -372,8 +370,8 @@ impl UringBackend {
         while self.event(state).is_some() {}
     }
 
-    /// The socket is let go when only notifications are to come: its peer is told of the end, and older
-    /// kernels wait for requests before they let it go.
+    /// Unregisters the socket when only notifications are pending: this closes the connection. Older kernels
+    /// wait for requests before they release the socket.
     fn end<B>(&mut self, state: &mut SocketState<B>) {
         if self.ending == Ending::Requests && self.cancel_within(Some(CANCEL_TIMEOUT)).is_ok() {
             self.ending = Ending::Socket;
@@ -386,17 +384,17 @@ impl UringBackend {
         }
     }
 
-    /// Of the socket.
+    /// Removes the socket from the registered files of the ring.
     pub(super) fn unregister_socket(&self) {
         let _ = self.ring.submitter().unregister_files();
     }
 
-    /// How many arenas of pools it has registered.
+    /// Number of registered pool arenas.
     pub(super) fn registered(&self) -> usize {
         self.arenas.count()
     }
 
-    /// Whether a request without a copy of this buffer is expected to be from registered memory.
+    /// Whether a zero-copy request of this buffer will probably use registered memory.
     pub(super) fn expects_registered(&self, buffer: &impl Stable) -> bool {
         let arena = buffer.arena();
         arena.is_some_and(|arena| self.arenas.expects(arena))
@@ -408,22 +406,23 @@ impl UringBackend {
     }
 }
 
-/// What the kernel has.
+/// Features of io_uring on this machine.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct UringFeatures {
-    /// Zero-copy sends that report whether they copied, and lets us use them.
+    /// Zero-copy sends whose notifications say whether the kernel copied.
     pub(super) zero_copy: bool,
-    /// Those of several pieces of registered memory.
+    /// Zero-copy sends of several pieces of registered memory.
     vectors_of_arenas: bool,
 }
 
-/// What the kernel has, and lets us use.
+/// The features of io_uring that this process may use.
 pub(super) fn supported() -> io::Result<UringFeatures> {
     static SUPPORTED: OnceLock<UringFeatures> = OnceLock::new();
     if let Some(&known) = SUPPORTED.get() {
         return Ok(known);
     }
-    // An error is no answer to keep: descriptors or memory can be short, and a filter one thread's.
+    // An error is not cached: descriptors or memory can be short now, and a seccomp filter can apply to one
+    // thread.
     let answer = probe_features()?;
     Ok(*SUPPORTED.get_or_init(|| answer))
 }
@@ -440,10 +439,10 @@ fn probe_features() -> io::Result<UringFeatures> {
             vectors_of_arenas: false,
         });
     }
-    // A kernel that does not know a flag says EINVAL before it looks at the descriptor.
+    // A kernel that does not know a flag returns EINVAL before it looks up the descriptor.
     let nowhere = types::Fd(-1);
     let one = opcode::SendZc::new(nowhere, std::ptr::null(), 0).zc_flags(REPORT_USAGE);
-    // SAFETY: it refers to nothing.
+    // SAFETY: the entry refers to no memory.
     let zero_copy = match unsafe { answer(&mut ring, &one.build()) }? {
         Some(libc::EBADF) => true,
         Some(libc::EINVAL) => false,
@@ -451,9 +450,9 @@ fn probe_features() -> io::Result<UringFeatures> {
     };
     let empty = header(&[], None);
     let many = opcode::SendMsgZc::new(nowhere, &raw const empty).ioprio(REPORT_USAGE | FIXED_BUF);
-    // SAFETY: it refers to a header of nothing, which is there until after the answer.
+    // SAFETY: the entry refers to an empty header, which outlives the request.
     let answer = unsafe { answer(&mut ring, &many.build()) }?;
-    // Or EFAULT, since no memory is registered.
+    // Also EFAULT, since no memory is registered.
     let vectors_of_arenas = answer == Some(libc::EBADF);
     Ok(UringFeatures {
         zero_copy,
@@ -461,12 +460,12 @@ fn probe_features() -> io::Result<UringFeatures> {
     })
 }
 
-/// What is answered to a request without a socket. What it is notified of, or one before it, says nothing.
+/// The error number of a request without a socket. Notifications are ignored.
 ///
 /// # Safety
-/// What the request refers to is there until this returns.
+/// The memory that the request refers to is valid until this returns.
 unsafe fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<Option<i32>> {
-    // SAFETY: the caller's promise; without a socket nothing is sent from there later.
+    // SAFETY: the caller keeps the memory valid; without a socket the kernel does not read it later.
     unsafe { ring.submission().push(entry) }.map_err(io::Error::other)?;
     ring.submit_and_wait(1)?;
     let mut results = ring

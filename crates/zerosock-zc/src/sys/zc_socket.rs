@@ -1,4 +1,4 @@
-//! The `ZcSocket`: one interface to the three ways of sending.
+//! `ZcSocket`: one interface to the three back-ends.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,7 +15,7 @@ use super::{
     permit_zero_copy, reset,
 };
 
-/// What carries sends.
+/// How sends reach the kernel.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Backend {
     /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux 6.2,
@@ -23,31 +23,30 @@ pub enum Backend {
     Uring,
     /// sendmsg(2) with MSG_ZEROCOPY, and the socket's error queue.
     ErrorQueue,
-    /// sendmsg(2), which copies. Everything else works as with the others.
+    /// sendmsg(2) with copies. Everything else works as with the other back-ends.
     Copy,
 }
 
-/// The sends of one socket.
+/// A socket, and the buffers that the kernel may read.
 ///
-/// It belongs to the process that opened it. A child that was forked has a copy of it, but the ring's
-/// memory is not mapped there, and socket and requests are the parent's still: the child's copy may
-/// only be dropped, which leaks it.
+/// It belongs to the process that opened it. A forked child has a copy, but the memory of the ring is not
+/// mapped there, and the requests belong to the parent: the child may only drop its copy, which leaks it.
 pub struct ZcSocket<B: Stable> {
-    /// Taken out by drop alone.
+    /// Taken out only by drop.
     inner: ManuallyDrop<Inner<B>>,
-    /// The process that opened it.
+    /// The process that opened the socket.
     pid: u32,
 }
 
 struct Inner<B> {
-    // To close a ring is no end of what the kernel reads, which takes it apart later: both go
-    // together, when nothing is owed.
+    // Closing a ring does not end its requests at once. So ring and buffers are dropped together, when no
+    // result or notification is pending.
     implementation: BackendImpl,
     state: SocketState<B>,
     backend: Backend,
-    /// Why the kernel gave no ring.
+    /// Why io_uring could not be used.
     refused: Option<io::ErrorKind>,
-    /// When the stream is reset, if it was dropped and its buffers are not free by then.
+    /// When the stream of a dropped socket is reset, if its buffers are not free by then.
     reset_at: Option<Instant>,
 }
 
@@ -60,20 +59,20 @@ enum BackendImpl {
     Sendmsg(SendmsgBackend),
 }
 
-/// What every `ZcSocket` has.
+/// The state that the back-ends share.
 pub(super) struct SocketState<B> {
     pub(super) socket: OwnedFd,
     pub(super) places: Places<B>,
     pub(super) requests: Requests,
     pub(super) kind: Kind,
-    /// System calls for sending, asking and waiting.
+    /// Number of system calls to send, to poll and to wait.
     pub(super) system_calls: u64,
-    /// Messages of the error queue that were about something else.
+    /// Number of messages of the error queue that were no notifications.
     pub(super) foreign: u64,
 }
 
 impl<B> SocketState<B> {
-    /// The longest request, in bytes.
+    /// Length of the longest request, in bytes.
     pub(super) fn longest(&self, mode: SendMode) -> usize {
         match self.kind {
             Kind::VsockStream if mode == SendMode::ZeroCopy => MAX_VSOCK_PACKET,
@@ -81,25 +80,25 @@ impl<B> SocketState<B> {
         }
     }
 
-    /// Whether a request can be of several places. A socket that takes only so many pages in place as
-    /// one packet holds, and copies what has more, gets them one by one.
+    /// Whether a request can consist of several places. vsock copies a zero-copy request with more pages
+    /// than one packet holds, so each place is a request of its own.
     pub(super) fn gathers(&self, mode: SendMode) -> bool {
         self.kind.is_tcp() || self.kind.is_stream() && mode == SendMode::Copy
     }
 }
 
-/// The longest packet that vsock makes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). Of what it cuts into several
-/// only the last keeps the buffer: when that one cannot be made, for want of memory, the others are
-/// on their way, and no notification tells when they have been read.
+/// The longest packet of vsock, in bytes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). If vsock splits a request into
+/// several packets, only the last one holds the notification: if the kernel has no memory for it, the
+/// others are sent, and no notification says when they have been read.
 const MAX_VSOCK_PACKET: usize = 64 << 10;
 
 impl<B: Stable> ZcSocket<B> {
-    /// The best for `socket`, or the one that is wanted, with `capacity` places; and what kind of
-    /// socket it is.
+    /// Opens `socket` with the best back-end, or with the one that is `wanted`, and `capacity` places.
+    /// Returns the kind of the socket as well.
     ///
     /// # Errors
-    /// `Unsupported` if the one that is wanted does not carry this socket, or not on this kernel;
-    /// ENOTSOCK if it is none; what setsockopt(2) and io_uring_setup(2) answer.
+    /// `Unsupported` if the wanted back-end does not support this socket, or not on this kernel; ENOTSOCK if
+    /// it is no socket; errors of setsockopt(2) and io_uring_setup(2).
     pub fn open(
         socket: OwnedFd,
         capacity: u32,
@@ -147,44 +146,44 @@ impl<B: Stable> ZcSocket<B> {
         Ok((Self { inner, pid }, kind))
     }
 
-    /// Whether this is a forked child's copy. A system call.
+    /// Whether this is the copy of a forked child. One system call.
     #[must_use]
     pub fn is_forked(&self) -> bool {
         std::process::id() != self.pid
     }
 
-    /// What it is.
+    /// The back-end in use.
     #[must_use]
     pub fn backend(&self) -> Backend {
         self.inner.backend
     }
 
-    /// Why it is not a ring, if that was tried.
+    /// Why io_uring is not used, if it was tried.
     #[must_use]
     pub fn ring_refused(&self) -> Option<io::ErrorKind> {
         self.inner.refused
     }
 
-    /// How many places are free.
+    /// Number of free places.
     #[must_use]
     pub fn room(&self) -> usize {
         self.inner.state.places.room()
     }
 
-    /// Puts a buffer, and where it goes if the socket is not connected, into a place.
+    /// Puts a buffer, and its destination if the socket is not connected, into a place.
     ///
     /// # Errors
-    /// Gives it back if no place is free.
+    /// The buffer, if no place is free.
     pub fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
         self.inner.state.places.put(buffer, address)
     }
 
-    /// Makes one request of what lies in the first of these places, and on a stream in those behind it,
-    /// as many as go together. Over a ring the kernel learns of it by [`submit`](Self::submit); else it
-    /// is one call, which does not block.
+    /// Makes one request of the buffer in the first of these places and, on a stream, of as many of the next
+    /// ones as can join it. Over io_uring, [`submit`](Self::submit) passes it to the kernel; otherwise the
+    /// request is one call, which does not block.
     ///
     /// # Errors
-    /// If it cannot be made; the places are as they were.
+    /// If it cannot be made; the places are unchanged.
     pub fn start(&mut self, keys: &[Key], submission: Submission) -> Result<Started, NotStarted> {
         let Inner {
             implementation,
@@ -197,11 +196,10 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// Tells the kernel of the requests that were started: one system call over a ring, none if
-    /// there are none.
+    /// Passes started requests to the kernel: one system call over io_uring, none if there are no requests.
     ///
     /// # Errors
-    /// What io_uring_enter(2) answers, but for a completion queue that is to be read first.
+    /// Errors of io_uring_enter(2), except that the completion queue must be read first.
     pub fn submit(&mut self) -> io::Result<()> {
         let Inner {
             implementation,
@@ -214,7 +212,7 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// The next thing that the kernel has said: no system call.
+    /// The next event, without a system call.
     pub fn event(&mut self) -> Option<Event> {
         let Inner {
             implementation,
@@ -227,11 +225,11 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// Makes what is done known: has the kernel post it, or reads the error queue. At most one
-    /// system call, which does not wait; none if nothing can have happened.
+    /// Makes completions available to [`event`](Self::event): lets the kernel post them, or reads the error
+    /// queue. At most one system call, which does not wait; none if nothing can have completed.
     ///
     /// # Errors
-    /// What io_uring_enter(2) or recvmmsg(2) answers.
+    /// Errors of io_uring_enter(2) or recvmmsg(2).
     pub fn reap(&mut self) -> io::Result<()> {
         let Inner {
             implementation,
@@ -244,8 +242,8 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// As [`reap`](Self::reap), for everything that is done, within reason: on the error queue, also
-    /// what is behind messages that are not the `ZcSocket`'s.
+    /// As [`reap`](Self::reap), until no completion is left; reads a limited number of messages of the error
+    /// queue, because peers can fill it as well.
     pub fn reap_all(&mut self) {
         let Inner {
             implementation,
@@ -253,18 +251,17 @@ impl<B: Stable> ZcSocket<B> {
             ..
         } = &mut *self.inner;
         match implementation {
-            // What it cannot post now it posts later.
+            // After an error, the kernel posts the completions later.
             BackendImpl::Uring(uring) => drop(uring.reap(state)),
             BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
         }
     }
 
-    /// Tells the kernel of what was started and waits until it says something or, after WouldBlock
-    /// of a call, until the socket is writable, or for `timeout`. Returns at once if there is
-    /// nothing to wait for.
+    /// Submits, and waits for an event, for a writable socket after WouldBlock of a call, or for `timeout`.
+    /// Returns at once if nothing is pending. A signal ends the wait early.
     ///
     /// # Errors
-    /// What io_uring_enter(2), or poll(2) and recvmmsg(2), answer. A signal ends the waiting early.
+    /// Errors of io_uring_enter(2), or poll(2) and recvmmsg(2).
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         let Inner {
             implementation,
@@ -277,8 +274,8 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// After which time to call [`reap`](Self::reap) although the descriptor has no event: the state of
-    /// a send in doubt has to be polled. [`wait`](Self::wait) does so itself.
+    /// The time after which to call [`reap`](Self::reap) without an event on the descriptor: whether a
+    /// failed send took an id must be polled. [`wait`](Self::wait) does so itself.
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
         match &self.inner.implementation {
@@ -287,35 +284,35 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// How many places the kernel owes something for.
+    /// Number of places with a pending result or notification.
     #[must_use]
     pub fn busy_places(&self) -> u32 {
         self.inner.state.places.busy
     }
 
-    /// Of how many places, each for every request, bytes were taken whose notification is to come: it
-    /// frees memory then that the kernel counts.
+    /// Number of pending notifications of requests that took bytes, counted for each place of a request.
+    /// Each of them frees memory that the kernel accounts to the socket or user.
     #[must_use]
     pub fn reading(&self) -> u32 {
         self.inner.state.places.reading
     }
 
-    /// Whether the kernel owes nothing for this place.
+    /// Whether this place has no pending result or notification.
     #[must_use]
     pub fn idle(&self, key: Key) -> bool {
         self.inner.state.places.idle(key)
     }
 
-    /// The buffer, if the kernel owes nothing for it. The place is free then.
+    /// Takes the buffer out of an idle place, which is free then.
     pub fn take(&mut self, key: Key) -> Option<B> {
         self.inner.state.places.take(key)
     }
 
-    /// Ends what the kernel has not done yet; each request says so by its result. Without a ring
-    /// there is none.
+    /// Cancels the requests that the kernel has not completed; each has a result. Without io_uring there are
+    /// none.
     ///
     /// # Errors
-    /// What io_uring_register(2) answers.
+    /// Errors of io_uring_register(2).
     pub fn cancel(&mut self) -> io::Result<()> {
         match &self.inner.implementation {
             BackendImpl::Uring(uring) => uring.cancel(),
@@ -323,20 +320,19 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// Messages of the socket's error queue that were about something else than sends, and have been
-    /// dropped.
+    /// Number of messages of the error queue that were no notifications, and were dropped.
     #[must_use]
     pub fn foreign(&self) -> u64 {
         self.inner.state.foreign
     }
 
-    /// Once it has been dropped: resets the stream at this time (TCP: RST), if the kernel still reads
+    /// Sets when the stream is reset (TCP: RST) after the socket was dropped, if the kernel still reads
     /// buffers then.
     pub fn reset_at(&mut self, time: Instant) {
         self.inner.reset_at = Some(time);
     }
 
-    /// System calls so far, for sending, asking and waiting.
+    /// Number of system calls so far, to send, to poll and to wait.
     #[must_use]
     pub fn system_calls(&self) -> u64 {
         self.inner.state.system_calls
@@ -348,8 +344,8 @@ impl<B: Stable> ZcSocket<B> {
         self.inner.state.socket.as_fd()
     }
 
-    /// Whether a request without a copy of this buffer is expected to be made from memory that is
-    /// registered with the kernel: it is, or can be.
+    /// Whether a zero-copy request of this buffer will probably use memory that is registered with the
+    /// kernel: it is registered, or can be.
     #[must_use]
     pub fn expects_registered(&self, buffer: &B) -> bool {
         match &self.inner.implementation {
@@ -358,7 +354,7 @@ impl<B: Stable> ZcSocket<B> {
         }
     }
 
-    /// How many arenas of pools are registered with the kernel.
+    /// Number of pool arenas that are registered with the kernel.
     #[must_use]
     pub fn registered(&self) -> usize {
         match &self.inner.implementation {
@@ -369,9 +365,9 @@ impl<B: Stable> ZcSocket<B> {
 }
 
 impl<B: Stable> AsFd for ZcSocket<B> {
-    /// What an event loop waits on. A ring is readable when [`event`](ZcSocket::event) has something
-    /// to tell. Else it is the socket: it has an error to tell (EPOLLERR) when a notification has
-    /// come, and is writable when it takes more.
+    /// The descriptor that an event loop waits on. Over io_uring, it is readable when
+    /// [`event`](ZcSocket::event) returns one. Otherwise it is the socket: EPOLLERR reports a notification,
+    /// EPOLLOUT that it takes more.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.as_fd()
     }
@@ -380,8 +376,7 @@ impl<B: Stable> AsFd for ZcSocket<B> {
 impl<B: Stable> Drop for ZcSocket<B> {
     fn drop(&mut self) {
         if self.is_forked() {
-            // To submit, to read the error queue or to reset the socket would take from the parent
-            // what is its own; and the ring is not mapped here.
+            // Requests, error queue and connection belong to the parent, and the ring is not mapped here.
             return;
         }
         // SAFETY: taken once, as this is drop, and `inner` is not used after it.
@@ -393,7 +388,7 @@ impl<B: Stable> Drop for ZcSocket<B> {
         } = &mut inner;
         match implementation {
             BackendImpl::Uring(uring) => {
-                // What was accepted is the kernel's if it takes it now, and ends if it does not.
+                // Requests that the kernel does not take now are abandoned.
                 let _ = uring.submit(state);
                 while uring.event(state).is_some() {}
                 uring.abandon(state);
@@ -406,7 +401,7 @@ impl<B: Stable> Drop for ZcSocket<B> {
             return orphans::adopt(inner);
         }
         if let BackendImpl::Uring(uring) = implementation {
-            // Else the socket stays open until the kernel has taken the ring apart, which is later.
+            // Otherwise the ring keeps the socket open until the kernel has destroyed it, some time later.
             uring.unregister_socket();
         }
     }

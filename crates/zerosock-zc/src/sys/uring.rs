@@ -238,13 +238,12 @@ impl UringBackend {
 
     /// Adds an entry. The caller has checked that the queue has room.
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: what the entry refers to are buffers in their places, whose bytes stay where they
-        // are (`Stable`), an address in a place, and a message that is the request's. None of them
-        // leaves the place or is replaced before the kernel has given the request's result, and the
-        // buffers not before the notification (`Places::take`, `Requests::settle`). When the `ZcSocket`,
-        // which has all of it, is dropped before, it lives on as a whole (`orphans`). A registered
-        // arena is mapped for as long as it is registered, and not replaced while a request names it
-        // (`arenas`).
+        // SAFETY: the entry refers to buffers in their places, whose bytes do not move (`Stable`), to an
+        // address in a place, and to the message header of the request. None of them is moved or freed
+        // before the result of the request, and no buffer before the notification (`Places::take`,
+        // `Requests::free_if_finished`). If the `ZcSocket`, which owns all of them, is dropped before, it is
+        // moved as a whole to the thread of `orphans`, or leaked. A registered arena is mapped as long as
+        // it is registered, and not replaced while a request names it (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
             self.unsubmitted.push_back(entry.get_user_data());

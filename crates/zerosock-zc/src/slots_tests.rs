@@ -10,7 +10,7 @@ fn posted(slots: &mut Slots) -> Vec<(u64, u32)> {
 }
 
 #[test]
-fn nothing_attached_posts_nothing() {
+fn a_flush_without_sends_posts_nothing() {
     let mut slots = Slots::new([7]);
     slots.flush(0..1).expect("a slot");
     slots.flush(0..1).expect("a slot");
@@ -23,7 +23,7 @@ fn nothing_attached_posts_nothing() {
 }
 
 #[test]
-fn a_flush_waits_for_what_is_attached_and_for_no_more() {
+fn a_flush_waits_for_attached_sends_only() {
     let mut slots = Slots::new([1, 2]);
     let sends = [(); 3].map(|()| slots.accepted(1));
     let first = slots.executed(sends[0], false).expect("a slot");
@@ -50,7 +50,7 @@ fn a_failed_send_attaches_and_does_not_flush() {
 }
 
 #[test]
-fn a_flush_covers_what_was_accepted_before_it() {
+fn a_flush_covers_earlier_sends() {
     let mut slots = Slots::new([1]);
     let before = slots.accepted(0);
     slots.flush(0..1).expect("a slot");
@@ -64,7 +64,7 @@ fn a_flush_covers_what_was_accepted_before_it() {
 }
 
 #[test]
-fn a_flush_waits_for_one_that_is_overtaken() {
+fn a_flush_waits_for_an_overtaken_send() {
     let mut slots = Slots::new([1]);
     let before = slots.accepted(0);
     slots.flush(0..1).expect("a slot");
@@ -81,7 +81,7 @@ fn a_flush_waits_for_one_that_is_overtaken() {
 
 /// A datagram that meets no memory is asked again, and one that is copied passes it.
 #[test]
-fn a_flush_on_the_send_covers_what_was_accepted_before_it() {
+fn a_flush_on_a_send_covers_earlier_sends() {
     let mut slots = Slots::new([1]);
     let [before, flushing, after] = [(); 3].map(|()| slots.accepted(0));
     let flushing = slots.executed(flushing, true).expect("a slot");
@@ -98,7 +98,7 @@ fn a_flush_on_the_send_covers_what_was_accepted_before_it() {
 
 /// When the kernel's answers are taken in is chance, and so is their order.
 #[test]
-fn a_tag_is_what_it_was_when_the_first_send_was_accepted() {
+fn a_notifier_has_the_tag_of_its_first_accepted_send() {
     for order in [[0, 1], [1, 0]] {
         let mut slots = Slots::new([1]);
         let old = slots.accepted(0);
@@ -115,7 +115,7 @@ fn a_tag_is_what_it_was_when_the_first_send_was_accepted() {
 }
 
 #[test]
-fn one_that_is_never_executed_holds_no_flush_up() {
+fn a_send_that_is_never_executed_does_not_delay_a_flush() {
     let mut slots = Slots::new([1]);
     let sent = slots.accepted(0);
     let never = slots.accepted(0);
@@ -128,7 +128,7 @@ fn one_that_is_never_executed_holds_no_flush_up() {
 }
 
 #[test]
-fn tags_are_taken_when_a_notifier_is_made() {
+fn a_new_tag_applies_to_new_notifiers() {
     let mut slots = Slots::new([1]);
     let old = slots.accepted(0);
     let old = slots.executed(old, false).expect("a slot");
@@ -187,7 +187,7 @@ fn steps(order: impl IntoIterator<Item = usize>, sends: usize) -> u64 {
 }
 
 #[test]
-fn many_flushes_that_wait_cost_no_more_each() {
+fn the_cost_of_a_flush_does_not_grow_with_waiting_flushes() {
     const SENDS: usize = 10_000;
     const MOST: u64 = 8 * SENDS as u64;
     assert!(steps(0..SENDS, SENDS) <= MOST);
@@ -280,7 +280,7 @@ proptest! {
     /// Whatever the order of accepting, executing, releasing and flushing, what has been posted is
     /// what the rules say, each once.
     #[test]
-    fn slots_do_as_the_rules_say(steps in vec(step(), 0..200)) {
+    fn slots_agree_with_the_model(steps in vec(step(), 0..200)) {
         let mut slots = Slots::new([0, 1, 2]);
         let mut models: [Model; 3] = Default::default();
         let mut tags = 3;

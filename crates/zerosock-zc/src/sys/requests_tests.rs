@@ -91,7 +91,7 @@ impl From<Event> for Reported {
 use Reported::{Done, Noted};
 
 #[test]
-fn a_late_notification_of_what_never_began_frees_nothing() {
+fn a_late_notification_of_a_request_that_never_began_is_ignored() {
     let mut kernel = Kernel::new();
     let key = kernel.put(1);
     // Behind one that failed in its chain: cancelled, and asked again.
@@ -110,7 +110,7 @@ fn a_late_notification_of_what_never_began_frees_nothing() {
 }
 
 #[test]
-fn a_late_notification_is_not_the_next_buffers() {
+fn a_late_notification_does_not_free_the_next_buffer() {
     let mut kernel = Kernel::new();
     let key = kernel.put(1);
     let first = kernel.begin(&[key]);
@@ -126,7 +126,7 @@ fn a_late_notification_is_not_the_next_buffers() {
 }
 
 #[test]
-fn requests_are_noted_in_any_order_and_only_what_took_bytes_tells_of_copies() {
+fn notifications_arrive_in_any_order_and_report_copies_only_of_taken_bytes() {
     let mut kernel = Kernel::new();
     let key = kernel.put(3);
     let short = kernel.begin(&[key]);
@@ -147,14 +147,14 @@ fn requests_are_noted_in_any_order_and_only_what_took_bytes_tells_of_copies() {
 }
 
 #[test]
-fn what_is_no_request_is_passed_over() {
+fn unknown_user_data_is_ignored() {
     let mut kernel = Kernel::new();
     assert_eq!(kernel.posts(u64::from(u32::MAX), 0, NOTIF), []);
     assert_eq!(kernel.posts(77, 0, 0), []);
 }
 
 #[test]
-fn a_result_is_that_of_each_place_in_turn() {
+fn a_result_is_split_over_the_places_of_a_request() {
     let mut kernel = Kernel::new();
     let keys = [1000, 0, 2000, 3000].map(|len| kernel.put(len));
     let [first, empty, second, third] = keys;
@@ -198,7 +198,7 @@ fn a_result_is_that_of_each_place_in_turn() {
 }
 
 #[test]
-fn what_ends_where_a_place_does_has_begun_none_behind_it() {
+fn a_result_that_ends_with_a_place_begins_no_later_place() {
     let mut kernel = Kernel::new();
     let keys = [1000, 2000, 0].map(|len| kernel.put(len));
     let short = kernel.begin(&keys);
@@ -213,7 +213,7 @@ fn what_ends_where_a_place_does_has_begun_none_behind_it() {
 }
 
 #[test]
-fn a_request_of_several_is_no_longer_than_one_may_be() {
+fn a_request_of_several_places_respects_the_longest_request() {
     let mut kernel = Kernel::new();
     let mut lengths = |lens: &[usize], from, rules| {
         let keys: Vec<_> = lens.iter().map(|&len| kernel.put(len)).collect();
@@ -253,7 +253,7 @@ fn a_request_of_several_is_no_longer_than_one_may_be() {
 }
 
 #[test]
-fn a_buffer_of_several_pieces_goes_on_where_it_was_cut() {
+fn a_buffer_of_several_pieces_continues_where_it_was_cut() {
     let pieces = [3000, 0, 5000, 100].map(|len| Buf::from(vec![1; len]));
     let buffer = Buf::from(pieces.into_iter().collect::<Vec<_>>());
     for (from, most, expected) in [
@@ -300,7 +300,7 @@ fn a_request_has_no_more_pieces_than_the_kernel_takes() {
 }
 
 #[test]
-fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
+fn only_buffers_of_one_arena_form_a_request() {
     let mut kernel = Kernel::new();
     let pools = [(); 2].map(|()| super::super::Pool::new(2, 4096).expect("memory"));
     let mut put = |pool: usize| {
@@ -325,7 +325,7 @@ fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
 }
 
 #[test]
-fn what_has_an_address_of_its_own_goes_alone() {
+fn a_buffer_with_an_address_forms_a_request_alone() {
     let mut kernel = Kernel::new();
     let address = Address::new(&std::net::SocketAddr::from(([127, 0, 0, 1], 9)));
     let buffer = Buf::from(vec![1; 10]);
@@ -341,7 +341,7 @@ fn what_has_an_address_of_its_own_goes_alone() {
 }
 
 #[test]
-fn what_was_never_told_of_is_owed_nothing() {
+fn an_abandoned_request_has_nothing_pending() {
     let mut kernel = Kernel::new();
     let keys = [10, 20].map(|len| kernel.put(len));
     let user_data = kernel.begin(&keys);

@@ -52,7 +52,7 @@ struct Inner<B> {
 
 #[expect(
     clippy::large_enum_variant,
-    reason = "one for a zc_socket; what lies in a box is looked up for each send"
+    reason = "one per socket; a box would cost an indirection for each send"
 )]
 enum BackendImpl {
     Uring(UringBackend),

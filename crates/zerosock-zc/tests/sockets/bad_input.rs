@@ -26,7 +26,7 @@ fn pair(backend: Backend) -> (Sender<Buf>, UdpSocket) {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why() {
+fn opening_an_unsupported_descriptor_returns_the_cause() {
     let null = File::open("/dev/null").expect("the null device");
     assert!(matches!(Sender::open(null), Err(OpenError::NotASocket)));
     let socket = || UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -46,7 +46,7 @@ fn what_cannot_be_opened_says_why() {
 }
 
 #[test]
-fn what_is_refused_comes_back_with_its_cause() {
+fn a_refused_send_is_returned_with_its_cause() {
     for backend in BACKENDS {
         let (mut sender, receiver) = pair(backend);
         let outgoing = || Outgoing::<Buf>::new(vec![5; 100]);
@@ -88,7 +88,7 @@ fn what_is_refused_comes_back_with_its_cause() {
 
 /// Before, nothing ever came, and nothing was said.
 #[test]
-fn who_did_not_ask_for_completions_is_told_so() {
+fn completions_need_the_builder_option() {
     for backend in BACKENDS {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let opened = Sender::builder().backend(backend).open(socket);
@@ -106,7 +106,7 @@ fn who_did_not_ask_for_completions_is_told_so() {
 }
 
 #[test]
-fn a_full_sender_says_so_and_goes_on() {
+fn a_full_sender_refuses_and_recovers() {
     for backend in BACKENDS {
         let (mut sender, _receiver) = pair(backend);
         for _ in 0..4 {
@@ -139,7 +139,7 @@ fn a_full_sender_says_so_and_goes_on() {
 }
 
 #[test]
-fn a_datagram_too_large_and_one_to_nowhere_come_back() {
+fn datagrams_that_fail_are_returned_with_their_buffers() {
     for backend in BACKENDS {
         let (mut sender, _receiver) = pair(backend);
         let pool = Pool::new(1, 1 << 17).expect("memory");
@@ -195,7 +195,7 @@ fn a_datagram_too_large_and_one_to_nowhere_come_back() {
 }
 
 #[test]
-fn a_closed_stream_gives_every_buffer_back() {
+fn a_stream_closed_by_its_peer_returns_every_buffer() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for backend in BACKENDS {
@@ -237,7 +237,7 @@ fn a_closed_stream_gives_every_buffer_back() {
 /// Takes buffers back, but reads neither notifications nor completions: it stops at some point, and
 /// goes on when one of either is read.
 #[test]
-fn what_nobody_reads_stops_the_sender() {
+fn a_sender_whose_buffers_are_not_taken_refuses() {
     const MOST: usize = 1 << 16;
     with_sink("what_nobody_reads", || {
         for notifications in [true, false] {

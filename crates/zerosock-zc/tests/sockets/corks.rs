@@ -40,7 +40,7 @@ pub(crate) fn outcomes(sender: &mut Sender<Vec<u8>>) -> Vec<(usize, bool)> {
 }
 
 #[test]
-fn what_was_begun_before_a_cancellation_is_in_no_later_datagram() {
+fn pieces_before_a_cancellation_are_in_no_later_datagram() {
     for backend in BACKENDS {
         let (mut sender, receiver) = datagrams(backend);
         push(&mut sender, 1000, true, Copying::Always);

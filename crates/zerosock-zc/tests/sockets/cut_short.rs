@@ -45,7 +45,7 @@ fn read(mut stream: TcpStream, count: &AtomicU64) {
 }
 
 #[test]
-fn what_was_sent_before_a_cancellation_arrives_and_is_counted() {
+fn bytes_sent_before_a_cancellation_arrive_and_are_counted() {
     let contents = contents();
     for (backend, copying) in BACKENDS
         .into_iter()
@@ -114,7 +114,7 @@ impl Drop for Owner {
 }
 
 #[test]
-fn what_a_dropped_sender_could_not_send_is_freed_though_nobody_reads() {
+fn a_dropped_sender_frees_unsent_buffers_without_a_reader() {
     let contents = contents();
     for backend in BACKENDS {
         let (socket, far) = pair();
@@ -157,7 +157,7 @@ fn segments(socket: &impl std::os::fd::AsRawFd) -> u32 {
 }
 
 #[test]
-fn what_is_to_be_continued_goes_with_what_follows() {
+fn a_send_with_more_shares_a_request_with_the_next() {
     for backend in BACKENDS {
         let sent = [false, true].map(|corked| {
             let (socket, far) = pair();

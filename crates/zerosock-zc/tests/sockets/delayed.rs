@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// at all, and posts for those a notification that no result has spoken of, some milliseconds later.
 /// By then they are asked again, by another thread, and some of them wait in the queue.
 #[test]
-fn a_late_notification_gives_no_buffer_back() {
+fn a_late_notification_returns_no_buffer() {
     const HEAD: usize = 1_200_000;
     const REST: usize = 16_384;
     const TURNS: u64 = 6;
@@ -63,7 +63,7 @@ fn a_late_notification_gives_no_buffer_back() {
             told.send(address).expect("the near end");
             check(listener.accept().expect("a stream").0)
         };
-        let ends = with_cable("a_late_notification_gives_no_buffer_back", near, far);
+        let ends = with_cable("a_late_notification_returns_no_buffer", near, far);
         if let Some((sent, arrived)) = ends {
             assert_eq!(sent, arrived, "{backend:?}");
         }

@@ -68,7 +68,7 @@ fn assert_timed_out(closed: &Closed<Vec<u8>>, backend: Backend) {
 }
 
 #[test]
-fn a_stream_that_is_dropped_halfway_is_reset() {
+fn a_stream_dropped_halfway_is_reset() {
     for backend in BACKENDS {
         for copying in [Copying::Never, Copying::Always] {
             let (socket, far) = pair();
@@ -124,7 +124,7 @@ fn a_stream_that_is_closed_is_whole() {
 }
 
 #[test]
-fn a_stream_whose_time_is_up_is_reset() {
+fn a_stream_is_reset_when_the_close_times_out() {
     for backend in BACKENDS {
         for time in [MOMENT, Duration::ZERO] {
             let (socket, far) = pair();
@@ -150,7 +150,7 @@ fn a_stream_whose_time_is_up_is_reset() {
 
 /// The kernel has taken all of it, but the receiver has not: what the sender holds is another's.
 #[test]
-fn what_a_slow_receiver_holds_is_free_when_the_time_is_up() {
+fn buffers_of_a_slow_receiver_are_free_after_the_timeout() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         sockopt::set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
@@ -172,7 +172,7 @@ fn what_a_slow_receiver_holds_is_free_when_the_time_is_up() {
 }
 
 #[test]
-fn a_stream_that_knows_no_reset_says_so() {
+fn closing_a_stream_without_reset_reports_that() {
     let (near, mut far) = UnixStream::pair().expect("a pair");
     let mut sender: Sender<Vec<u8>> = Sender::builder().open(near).expect("a sender");
     for _ in 0..16 {
@@ -188,7 +188,7 @@ fn a_stream_that_knows_no_reset_says_so() {
 }
 
 #[test]
-fn datagrams_that_were_not_taken_are_cancelled() {
+fn closing_cancels_datagrams_that_were_not_taken() {
     for backend in BACKENDS {
         let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -207,7 +207,7 @@ fn datagrams_that_were_not_taken_are_cancelled() {
 }
 
 #[test]
-fn a_socket_comes_back_when_nothing_is_under_way() {
+fn into_socket_returns_the_socket_of_an_idle_sender() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);
@@ -241,7 +241,7 @@ fn a_broken_stream_keeps_its_socket() {
 }
 
 #[test]
-fn the_peer_is_told_of_the_end_at_once() {
+fn closing_ends_the_connection_at_once() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let took = (0..20).map(|_| {
         let socket = TcpStream::connect(listener.local_addr().expect("it")).expect("loopback");

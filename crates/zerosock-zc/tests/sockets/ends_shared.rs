@@ -43,7 +43,7 @@ fn a_shared_stream_is_closed_for_every_handle() {
 }
 
 #[test]
-fn a_shared_stream_whose_time_is_up_leaves_nobody_waiting() {
+fn closing_a_shared_stream_wakes_every_waiting_thread() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);
@@ -126,7 +126,7 @@ fn a_close_that_is_not_awaited_to_the_end_resets() {
 
 /// What comes of another thread's call alone, with nothing of the kernel's, the event loop is told of.
 #[test]
-fn an_event_loop_is_told_of_what_a_thread_does() {
+fn an_event_loop_is_woken_by_calls_of_a_thread() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let builder = Sender::builder().backend(backend);
@@ -159,7 +159,7 @@ fn an_event_loop_is_told_of_what_a_thread_does() {
 
 /// What another thread takes in, the event loop is told of.
 #[test]
-fn an_event_loop_goes_on_beside_threads() {
+fn an_event_loop_and_threads_share_a_sender() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);

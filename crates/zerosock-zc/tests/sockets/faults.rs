@@ -41,7 +41,7 @@ pub(crate) fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {
 }
 
 #[test]
-fn without_io_uring_the_error_queue_carries() {
+fn without_io_uring_the_error_queue_is_used() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     without_uring(|| {
@@ -78,7 +78,7 @@ fn without_io_uring_the_error_queue_carries() {
 }
 
 #[test]
-fn a_ring_that_is_forbidden_later_gives_up_what_never_left() {
+fn io_uring_forbidden_later_frees_unsubmitted_buffers() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     let socket = TcpStream::connect(address).expect("loopback");
@@ -159,9 +159,9 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
 }
 
 #[test]
-fn a_limit_of_locked_memory_stalls_nothing() {
+fn a_limit_of_locked_memory_does_not_stall_a_sender() {
     // The limit is the process's, and so is what is given up to be under it.
-    let name = "faults::a_limit_of_locked_memory_stalls_nothing";
+    let name = "faults::a_limit_of_locked_memory_does_not_stall_a_sender";
     alone(name, || {
         let _ = with_sink(name, send_with_little_locked_memory);
     });
@@ -196,8 +196,8 @@ fn send_with_little_locked_memory() {
 }
 
 #[test]
-fn a_datagram_of_which_a_piece_finds_no_memory_is_in_no_other_one() {
-    let name = "faults::a_datagram_of_which_a_piece_finds_no_memory_is_in_no_other_one";
+fn pieces_without_memory_are_in_no_other_datagram() {
+    let name = "faults::pieces_without_memory_are_in_no_other_datagram";
     alone(name, send_pieces_with_little_locked_memory);
 }
 

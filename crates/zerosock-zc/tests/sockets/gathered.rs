@@ -60,7 +60,7 @@ fn open(backend: Backend, socket: TcpStream) -> Sender<Vec<u8>> {
 }
 
 #[test]
-fn what_waits_together_is_one_request_and_each_is_told_of() {
+fn waiting_sends_become_one_request_and_each_is_reported() {
     for backend in BACKENDS {
         let near = |socket| {
             let mut sender = open(backend, socket);
@@ -115,7 +115,7 @@ fn what_waits_together_is_one_request_and_each_is_told_of() {
 /// A socket that takes little at a time cuts through what was gathered; wherever it does, the stream
 /// goes on there.
 #[test]
-fn what_is_cut_short_goes_on_where_it_was_cut() {
+fn a_request_taken_in_part_continues_after_that_part() {
     for backend in BACKENDS {
         let near = |socket: TcpStream| {
             set_socket_send_buffer_size(&socket, 20_000).expect("a socket");
@@ -151,7 +151,7 @@ fn what_is_cut_short_goes_on_where_it_was_cut() {
 /// Of what was gathered the kernel has taken some, one in part perhaps, and none of the rest: they say
 /// so one by one, and their peer has had just that.
 #[test]
-fn what_is_cancelled_says_how_much_of_each_was_taken() {
+fn cancelled_sends_report_the_bytes_taken() {
     for backend in BACKENDS {
         let (tell, told) = channel::<()>();
         let (count, counted) = channel::<u64>();
@@ -267,7 +267,7 @@ fn reads_late(mut stream: TcpStream, go_on: &Receiver<()>) -> u64 {
 
 /// The kernel ties the notifications of sends together that share a packet.
 #[test]
-fn a_buffer_comes_back_while_there_is_more_to_be_sent() {
+fn buffers_are_returned_while_the_stream_continues() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         for one_by_one in [false, true] {
             let (tell, told) = channel();
@@ -284,7 +284,7 @@ fn a_buffer_comes_back_while_there_is_more_to_be_sent() {
 /// Who only submits, and never asks nor waits, finds places for what he sends next, however few requests
 /// there are.
 #[test]
-fn who_only_submits_finds_places() {
+fn places_become_free_by_submitting_alone() {
     for (backend, capacity) in [
         (Backend::Uring, 64),
         (Backend::ErrorQueue, 64),
@@ -310,7 +310,12 @@ fn who_only_submits_finds_places() {
             assert_eq!(back, 500, "{backend:?}");
             at
         };
-        over_cable("who_only_submits_finds_places", backend, near, check);
+        over_cable(
+            "places_become_free_by_submitting_alone",
+            backend,
+            near,
+            check,
+        );
     }
 }
 

@@ -236,8 +236,8 @@ fn more_pieces_than_places_are_one_datagram() {
 }
 
 #[test]
-fn what_was_let_go_is_not_asked_again() {
-    with_little_memory("what_was_let_go_is_not_asked_again", |backend| {
+fn released_pieces_are_not_retried() {
+    with_little_memory("released_pieces_are_not_retried", |backend| {
         let of = &format!("{backend:?}");
         let (mut sender, receiver) = open(backend, 4);
         // For want of places; and because somebody waited.
@@ -263,8 +263,8 @@ fn what_was_let_go_is_not_asked_again() {
 }
 
 #[test]
-fn a_cancellation_ends_what_is_kept_and_what_was_asked_again() {
-    let name = "a_cancellation_ends_what_is_kept_and_what_was_asked_again";
+fn a_cancellation_ends_kept_and_retried_pieces() {
+    let name = "a_cancellation_ends_kept_and_retried_pieces";
     with_little_memory(name, |backend| {
         let of = &format!("{backend:?}");
         for body in [false, true] {
@@ -297,7 +297,7 @@ fn a_cancellation_ends_what_is_kept_and_what_was_asked_again() {
 }
 
 #[test]
-fn whoever_waits_for_a_piece_that_was_copied_has_it() {
+fn waiting_releases_a_copied_piece() {
     for backend in BACKENDS {
         let of = &format!("{backend:?}");
         let modes: [fn(&mut Sender<Vec<u8>>); 4] = [
@@ -335,8 +335,8 @@ fn whoever_waits_for_a_piece_that_was_copied_has_it() {
 }
 
 #[test]
-fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
-    let name = "a_thread_that_sleeps_hears_of_a_piece_that_was_copied";
+fn a_waiting_thread_is_woken_for_a_copied_piece() {
+    let name = "a_waiting_thread_is_woken_for_a_copied_piece";
     with_sink(name, || {
         for backend in IN_PLACE {
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 100000");
@@ -369,7 +369,7 @@ fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
 }
 
 #[test]
-fn a_sender_that_is_closed_waits_for_no_pieces() {
+fn closing_does_not_wait_for_missing_pieces() {
     for backend in BACKENDS {
         let timeouts = [Some(Duration::ZERO), Some(PATIENCE), None];
         let copied = timeouts.map(|timeout| (SMALL, timeout));
@@ -388,7 +388,7 @@ fn a_sender_that_is_closed_waits_for_no_pieces() {
 }
 
 #[test]
-fn what_is_kept_by_a_sender_that_is_dropped_is_freed() {
+fn dropping_a_sender_frees_kept_pieces() {
     for backend in BACKENDS {
         for copying in [Copying::Never, Copying::Always] {
             let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -528,8 +528,8 @@ fn take(sender: &mut Sender<Vec<u8>>, datagrams: &mut [Vec<(Vec<u8>, Option<bool
 }
 
 #[test]
-fn whatever_is_done_a_datagram_arrives_whole_or_not_at_all() {
-    let name = "whatever_is_done_a_datagram_arrives_whole_or_not_at_all";
+fn a_datagram_in_pieces_arrives_whole_or_not_at_all() {
+    let name = "a_datagram_in_pieces_arrives_whole_or_not_at_all";
     with_little_memory(name, |backend| {
         let config = ProptestConfig {
             cases: 150,

@@ -91,8 +91,8 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
 }
 
 #[test]
-fn a_late_error_frees_nobody_elses_buffer() {
-    with_sink("a_late_error_frees_nobody_elses_buffer", || {
+fn a_late_error_frees_no_other_buffer() {
+    with_sink("a_late_error_frees_no_other_buffer", || {
         for to in SINK {
             hold_back();
             let mut sender = sender(to);
@@ -166,7 +166,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
 /// A message of the error queue that is about something else is not dropped in silence, and where
 /// the queue is not ours it is left to the program.
 #[test]
-fn errors_of_the_network_are_counted_or_left_alone() {
+fn network_errors_in_the_error_queue_are_counted_or_left() {
     for backend in [Backend::ErrorQueue, Backend::Uring] {
         let nobody = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let address = nobody.local_addr().expect("an address");
@@ -198,7 +198,7 @@ fn errors_of_the_network_are_counted_or_left_alone() {
 }
 
 #[test]
-fn a_timestamp_in_front_of_a_name_hides_nothing() {
+fn a_timestamp_does_not_hide_a_notification() {
     with_sink("a_timestamp_in_front_of_a_name", || {
         for to in SINK {
             let socket = socket(to);
@@ -221,8 +221,8 @@ fn a_timestamp_in_front_of_a_name_hides_nothing() {
 
 /// The kernel gives an empty datagram a number, if it is asked to send that without a copy.
 #[test]
-fn an_empty_datagram_is_nobody_elses_number() {
-    with_sink("an_empty_datagram_is_nobody_elses_number", || {
+fn an_empty_datagram_takes_no_other_id() {
+    with_sink("an_empty_datagram_takes_no_other_id", || {
         for to in SINK {
             hold_back();
             let opened = ZcSocket::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
@@ -274,8 +274,8 @@ fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
 }
 
 #[test]
-fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
-    let name = "late_errors::memory_that_others_have_locked_says_nothing_of_a_buffer";
+fn locked_memory_of_others_does_not_resolve_a_failed_send() {
+    let name = "late_errors::locked_memory_of_others_does_not_resolve_a_failed_send";
     alone(name, || {
         let _ = with_sink(name, || {
             ip("link set sink0 mtu 1500");
@@ -313,8 +313,8 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
 }
 
 #[test]
-fn a_send_that_never_has_memory_is_in_nobodys_doubt() {
-    let name = "late_errors::a_send_that_never_has_memory_is_in_nobodys_doubt";
+fn a_send_that_never_has_memory_is_resolved() {
+    let name = "late_errors::a_send_that_never_has_memory_is_resolved";
     alone(name, || {
         let _ = with_sink(name, || {
             // Less than any send needs.
@@ -369,8 +369,8 @@ fn who_sleeps_hears_of_memory_of_others(
 }
 
 #[test]
-fn a_shared_sender_asks_again_what_nobody_tells() {
-    let name = "late_errors::a_shared_sender_asks_again_what_nobody_tells";
+fn a_shared_sender_polls_a_failed_send() {
+    let name = "late_errors::a_shared_sender_polls_a_failed_send";
     who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
         let sender = sender.into_shared().expect("descriptors");
         assert!(!sender.finish(Some(Duration::ZERO)).expect("an answer"));
@@ -381,8 +381,8 @@ fn a_shared_sender_asks_again_what_nobody_tells() {
 
 #[cfg(feature = "tokio")]
 #[test]
-fn a_task_asks_again_what_nobody_tells() {
-    let name = "late_errors::a_task_asks_again_what_nobody_tells";
+fn a_task_polls_a_failed_send() {
+    let name = "late_errors::a_task_polls_a_failed_send";
     who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_io().build().expect("a runtime");
@@ -396,8 +396,8 @@ fn a_task_asks_again_what_nobody_tells() {
 }
 
 #[test]
-fn an_event_loop_of_several_threads_asks_again_what_nobody_tells() {
-    let name = "late_errors::an_event_loop_of_several_threads_asks_again_what_nobody_tells";
+fn an_event_loop_of_several_threads_polls_a_failed_send() {
+    let name = "late_errors::an_event_loop_of_several_threads_polls_a_failed_send";
     who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
         let sender = sender.into_shared().expect("descriptors");
         tell.send(()).expect("the test");

@@ -94,7 +94,7 @@ fn a_receiver_that_stops_is_reset_when_the_oldest_send_is_late() {
 
 /// The kernel has taken all of it, and only the receiver holds it: it is no more said to be sent.
 #[test]
-fn what_only_the_receiver_holds_comes_back_as_failed() {
+fn unacknowledged_buffers_are_returned_as_failed() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         assert_eq!(sender.stats().over, 1, "{backend:?}: the socket has room");
@@ -113,7 +113,7 @@ fn what_only_the_receiver_holds_comes_back_as_failed() {
 
 /// There is nothing to be handed over, and nobody waits.
 #[test]
-fn who_polls_when_he_is_told_has_it_back() {
+fn polling_after_next_timeout_returns_the_buffer() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         while let Some(time) = sender.next_timeout() {
@@ -163,7 +163,7 @@ fn a_sender_without_a_limit_waits() {
 
 /// Whoever has to look only late: what was in time was in time.
 #[test]
-fn who_does_not_look_resets_nobody_who_was_in_time() {
+fn a_late_poll_does_not_reset_sends_that_were_in_time() {
     for backend in BACKENDS {
         let (socket, mut far) = pair();
         let mut sender: Sender<Vec<u8>> = limited(backend).open(socket).expect("a sender");
@@ -186,7 +186,7 @@ fn who_does_not_look_resets_nobody_who_was_in_time() {
 }
 
 #[test]
-fn a_reader_that_is_slow_but_steady_is_not_disturbed() {
+fn a_slow_but_steady_reader_is_not_reset() {
     // Each send is over long before, and all of them take longer.
     const LONG: Duration = Duration::from_secs(2);
     thread::scope(|scope| {
@@ -235,7 +235,7 @@ fn a_reader_that_is_slow_but_steady_is_not_disturbed() {
 }
 
 #[test]
-fn who_waits_for_a_place_is_told() {
+fn a_wait_for_a_place_ends_with_the_limit() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (mut sender, begun) = stuck(socket, backend);
@@ -255,7 +255,7 @@ fn who_waits_for_a_place_is_told() {
 
 /// An event loop that sleeps as long as it is told.
 #[test]
-fn an_event_loop_is_told_when_to_look() {
+fn next_timeout_tells_an_event_loop_when_to_poll() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (mut sender, begun) = stuck(socket, backend);
@@ -278,7 +278,7 @@ fn an_event_loop_is_told_when_to_look() {
 }
 
 #[test]
-fn every_thread_that_sleeps_is_woken() {
+fn the_limit_wakes_every_waiting_thread() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (sender, begun) = stuck(socket, backend);
@@ -306,7 +306,7 @@ fn every_thread_that_sleeps_is_woken() {
 
 /// The descriptor tells of it by itself, with no thread beside the loop.
 #[test]
-fn an_event_loop_beside_threads_is_woken() {
+fn the_limit_wakes_an_event_loop_beside_threads() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (sender, begun) = stuck(socket, backend);
@@ -330,7 +330,7 @@ fn an_event_loop_beside_threads_is_woken() {
 
 #[cfg(feature = "tokio")]
 #[test]
-fn a_task_that_awaits_is_woken() {
+fn the_limit_wakes_a_waiting_task() {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     // It needs no timers of the runtime's.
     let runtime = builder.enable_io().build().expect("a runtime");
@@ -348,7 +348,7 @@ fn a_task_that_awaits_is_woken() {
 
 /// Buffers of a sender that was dropped, all of whose bytes the kernel had taken.
 #[test]
-fn the_limit_outlives_the_sender() {
+fn the_limit_holds_after_the_sender_is_dropped() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = small(limited(backend));
         let bytes: Arc<[u8]> = vec![1; 100_000].into();
@@ -402,7 +402,7 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<i32>)> {
 }
 
 #[test]
-fn datagrams_that_are_not_taken_in_time_are_cancelled() {
+fn the_limit_cancels_datagrams_that_were_not_taken() {
     with_sink("datagrams_that_are_not_taken_in_time", || {
         for backend in BACKENDS {
             let mut sender = full(backend);
@@ -448,7 +448,7 @@ fn datagrams_that_are_not_taken_in_time_are_cancelled() {
 
 /// Nothing was to be late when it fell asleep.
 #[test]
-fn a_thread_that_sleeps_hears_of_what_is_accepted_later() {
+fn a_waiting_thread_observes_the_limit_of_later_sends() {
     with_sink("a_thread_that_sleeps_hears_of_what", || {
         for backend in [Backend::Uring, Backend::ErrorQueue] {
             let mut sender = full(backend);

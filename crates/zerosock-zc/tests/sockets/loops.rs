@@ -112,13 +112,13 @@ fn everything_arrives(len: usize, copying: Copying) {
 
 /// They are over as soon as the kernel is told of them: nothing is owed that could be waited for.
 #[test]
-fn what_is_over_at_once_leaves_nobody_waiting() {
+fn sends_that_finish_at_once_end_every_wait() {
     everything_arrives(100, Copying::Always);
 }
 
 /// The kernel answers with EAGAIN at once.
 #[test]
-fn a_socket_that_does_not_block_is_waited_for_by_who_does_not_either() {
+fn an_event_loop_waits_for_a_full_socket() {
     everything_arrives(1 << 16, Copying::Always);
     everything_arrives(1 << 16, Copying::Never);
 }
@@ -134,7 +134,7 @@ fn one_over_and_one_not(sender: &mut Sender<Vec<u8>>) {
 }
 
 #[test]
-fn a_wait_does_not_sleep_over_what_it_takes_in_itself() {
+fn a_wait_ends_for_events_it_handles_itself() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let builder = Sender::builder().backend(backend).discard_returned();
@@ -150,7 +150,7 @@ fn a_wait_does_not_sleep_over_what_it_takes_in_itself() {
 }
 
 #[test]
-fn who_does_not_take_buffers_sleeps_all_the_same() {
+fn a_wait_sleeps_while_older_buffers_are_not_taken() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let mut sender: Sender<Vec<u8>> = Sender::builder()
@@ -195,7 +195,7 @@ fn until_asleep(thread: i32) {
 }
 
 #[test]
-fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
+fn a_flush_and_a_cancellation_end_a_wait() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender: Sender<Vec<u8>> = Sender::builder()
@@ -246,7 +246,7 @@ fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
 
 /// One waits for the kernel on behalf of both, and goes when his time is over.
 #[test]
-fn who_waits_behind_another_does_not_sleep_on_when_that_one_goes() {
+fn a_waiting_thread_takes_over_when_the_watch_leaves() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender: Sender<Vec<u8>> = Sender::builder()

@@ -207,7 +207,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_is_done_every_send_is_told_of_once(
+    fn every_send_is_reported_once_in_any_order_of_calls(
         backend in prop::sample::select(BACKENDS.to_vec()),
         steps in prop::collection::vec(step(), 1..120),
     ) {

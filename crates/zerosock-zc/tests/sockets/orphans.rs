@@ -78,8 +78,8 @@ fn until(what: &str, is: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_buffer_that_panics_costs_itself_alone() {
-    with_sink("a_buffer_that_panics_costs_itself_alone", || {
+fn a_buffer_whose_drop_panics_affects_no_other() {
+    with_sink("a_buffer_whose_drop_panics_affects_no_other", || {
         run("ip", "link add sink1 type ifb");
         run("ip", "addr add 10.7.0.1/24 dev sink1");
         run("ip", "link set sink1 up");

@@ -67,7 +67,7 @@ fn each(test: impl Fn(Sender<Vec<u8>>, UdpSocket, &str)) {
 }
 
 #[test]
-fn nothing_is_glued_to_a_piece_whose_rest_is_refused() {
+fn no_datagram_is_appended_to_a_piece_with_a_refused_rest() {
     each(|mut sender, receiver, of| {
         for at_once in [true, false] {
             match at_once {
@@ -94,7 +94,7 @@ fn nothing_is_glued_to_a_piece_whose_rest_is_refused() {
 }
 
 #[test]
-fn nothing_is_glued_to_a_piece_whose_rest_is_cancelled() {
+fn no_datagram_is_appended_to_a_piece_with_a_cancelled_rest() {
     each(|mut sender, receiver, of| {
         for last in [true, false] {
             begin(&mut sender);
@@ -114,7 +114,7 @@ fn nothing_is_glued_to_a_piece_whose_rest_is_cancelled() {
 }
 
 #[test]
-fn a_socket_that_is_given_back_has_gathered_nothing() {
+fn a_returned_socket_has_collected_no_pieces() {
     each(|mut sender, receiver, of| {
         begin(&mut sender);
         let kept = sender.into_socket().expect_err("it is to be continued");
@@ -132,7 +132,7 @@ fn a_socket_that_is_given_back_has_gathered_nothing() {
 }
 
 #[test]
-fn a_datagram_that_is_not_over_is_told_of_at_the_end() {
+fn closing_reports_an_incomplete_datagram() {
     each(|mut sender, _receiver, of| {
         begin(&mut sender);
         let closed = sender.close(None);
@@ -146,7 +146,7 @@ fn a_datagram_that_is_not_over_is_told_of_at_the_end() {
 }
 
 #[test]
-fn a_raw_socket_that_cannot_forget_sends_nothing_more() {
+fn a_raw_socket_with_an_incomplete_packet_refuses_sends() {
     with_loopback("a_raw_socket_that_cannot_forget", || {
         // For experiments (RFC 3692).
         let protocol = Protocol::from_raw(253.try_into().expect("not zero"));

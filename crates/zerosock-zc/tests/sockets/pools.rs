@@ -45,7 +45,7 @@ fn registered(sender: &Sender<PoolBuf>) -> Vec<usize> {
 }
 
 #[test]
-fn what_is_counted_as_registered_is() {
+fn the_count_of_registered_requests_is_correct() {
     with_sink("what_is_counted_as_registered", || {
         let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
         socket.connect(SINK[0]).expect("a route");

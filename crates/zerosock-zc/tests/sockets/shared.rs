@@ -18,7 +18,7 @@ const EACH: u32 = 500;
 
 /// Two threads ask inline and two take buffers back; what one finds out, the other does not.
 #[test]
-fn several_threads_are_told_of_every_send_once() {
+fn several_threads_get_every_report_once() {
     with_sink("several_threads", || {
         for (backend, kernel_copies) in BACKENDS.map(|backend| (backend, backend == Backend::Copy))
         {
@@ -178,7 +178,7 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 #[test]
-fn what_is_awaited_arrives_and_comes_back() {
+fn awaited_sends_arrive_and_are_returned() {
     const TOTAL: u64 = 16 << 20;
     for backend in BACKENDS {
         let (here, there) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
@@ -233,7 +233,7 @@ fn what_is_awaited_arrives_and_comes_back() {
 }
 
 #[test]
-fn a_future_that_is_dropped_loses_no_buffer_that_was_accepted() {
+fn dropping_a_future_loses_no_accepted_buffer() {
     for backend in BACKENDS {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         let socket = TcpStream::connect(listener.local_addr().expect("an address"));

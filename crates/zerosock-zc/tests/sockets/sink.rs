@@ -47,7 +47,7 @@ fn outcomes(mut sender: Sender<Buf>, buffer: impl Fn(usize) -> Buf, wish: Copyin
 }
 
 #[test]
-fn datagrams_go_in_place_where_the_device_takes_pages() {
+fn datagrams_are_reported_in_place_if_the_device_reads_pages() {
     with_sink("datagrams_go_in_place", || {
         // More than there are places: a block is lent before its send waits for one.
         let pool = Pool::new(600, 65_536).expect("memory");
@@ -85,7 +85,7 @@ fn datagrams_go_in_place_where_the_device_takes_pages() {
 }
 
 #[test]
-fn a_socket_that_is_not_connected_sends_where_it_is_told() {
+fn an_unconnected_socket_sends_to_the_given_address() {
     with_sink("unconnected_sends", || {
         for (to, backend) in SINK
             .into_iter()

@@ -43,7 +43,7 @@ fn receiver() -> (UdpSocket, String) {
 }
 
 #[test]
-fn a_tag_is_what_it_was_when_the_first_was_accepted() {
+fn a_notification_has_the_tag_of_its_first_send() {
     let (_receiver, address) = receiver();
     for backend in BACKENDS {
         let mut sender: Sender<Vec<u8>> = sender(backend, &address, [1, 2]);
@@ -67,7 +67,7 @@ fn a_tag_is_what_it_was_when_the_first_was_accepted() {
 }
 
 #[test]
-fn one_that_fails_attaches_and_does_not_flush() {
+fn a_failed_send_attaches_and_does_not_flush() {
     let (_receiver, address) = receiver();
     for backend in BACKENDS {
         let mut sender: Sender<Vec<u8>> = sender(backend, &address, [1]);
@@ -90,7 +90,7 @@ fn one_that_fails_attaches_and_does_not_flush() {
 }
 
 #[test]
-fn a_range_is_flushed_and_nothing_beside_it() {
+fn a_flush_covers_only_the_slots_of_its_range() {
     const SLOTS: u32 = 5000;
     let (_receiver, address) = receiver();
     for backend in BACKENDS {
@@ -143,7 +143,7 @@ fn memory_that_is_registered_and_memory_that_is_not_share_a_notifier() {
 }
 
 #[test]
-fn one_that_never_reached_the_kernel_holds_no_flush_up() {
+fn a_send_that_never_started_does_not_delay_a_flush() {
     for backend in BACKENDS {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         let socket = TcpStream::connect(listener.local_addr().expect("an address"));

@@ -125,7 +125,7 @@ fn send(sender: &mut Sender<Vec<u8>>, at: &mut u64) {
 
 /// Nothing of it is ever named.
 #[test]
-fn what_goes_over_another_socket_comes_back() {
+fn buffers_redirected_to_another_socket_are_returned() {
     for backend in BACKENDS {
         let map = match Map::new(true) {
             Ok(map) => map,
@@ -159,7 +159,7 @@ fn what_goes_over_another_socket_comes_back() {
 /// The program's kernel numbers a send several times: who counts one for each frees what comes behind
 /// it too early, as soon as that is not copied any more.
 #[test]
-fn nothing_comes_back_early_when_the_program_is_gone() {
+fn no_buffer_is_returned_early_after_the_program_is_removed() {
     for backend in BACKENDS {
         let (told, address) = mpsc::channel();
         with_cable(

@@ -128,14 +128,14 @@ fn stream_arrives(name: &str, backend: Backend, wish: impl Fn(u64) -> Copying + 
 }
 
 #[test]
-fn a_stream_arrives_when_every_send_is_in_place() {
+fn a_stream_of_zero_copy_sends_arrives_in_order() {
     for backend in BACKENDS {
         stream_arrives("a_stream_arrives_in_place", backend, |_| Copying::Never);
     }
 }
 
 #[test]
-fn a_stream_arrives_when_ways_are_mixed() {
+fn a_stream_of_copied_and_zero_copy_sends_arrives_in_order() {
     let wish = |turn| match turn % 5 {
         0 => Copying::Always,
         1 => Copying::Never,
@@ -147,7 +147,7 @@ fn a_stream_arrives_when_ways_are_mixed() {
 }
 
 #[test]
-fn a_socket_that_does_not_block_is_waited_for() {
+fn a_wait_covers_a_full_non_blocking_socket() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for backend in BACKENDS {
@@ -186,7 +186,7 @@ fn a_socket_that_does_not_block_is_waited_for() {
 }
 
 #[test]
-fn what_a_dropped_sender_sent_arrives() {
+fn sends_of_a_dropped_sender_arrive() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for backend in BACKENDS {

@@ -43,7 +43,7 @@ fn send(sender: &mut Sender<Vec<u8>>, most: usize, is: impl Fn(&Sender<Vec<u8>>)
 }
 
 #[test]
-fn a_class_is_decided_by_sockets_that_take_buffers_in_place() {
+fn only_sockets_that_send_in_place_decide_a_class() {
     with_sink("a_class_is_decided_in_place", || {
         // The kernel copies from it, and nobody reads it.
         let near = UdpSocket::bind("[::1]:0").expect("loopback");
@@ -75,7 +75,7 @@ fn a_class_is_decided_by_sockets_that_take_buffers_in_place() {
 }
 
 #[test]
-fn a_class_that_teaches_nothing_is_assumed_in_the_end() {
+fn a_class_that_cannot_be_measured_is_assumed() {
     with_sink("a_class_that_teaches_nothing", || {
         let pool = Pool::new(64, 20_000).expect("memory");
         let mut sender: Sender<Buf> = sender(Backend::Uring, SINK[1]);
@@ -107,7 +107,7 @@ fn a_class_that_teaches_nothing_is_assumed_in_the_end() {
 }
 
 #[test]
-fn a_threshold_that_was_told_is_kept_and_reported() {
+fn a_configured_threshold_is_kept_and_reported() {
     with_sink("a_threshold_that_was_told", || {
         for backend in [Backend::Uring, Backend::ErrorQueue] {
             let builder = Sender::builder().backend(backend);

@@ -193,7 +193,7 @@ fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
 }
 
 #[test]
-fn threads_that_ask_in_every_way_hear_everything_once_of_datagrams() {
+fn threads_get_every_datagram_report_once_by_mixed_calls() {
     with_sink("threads_that_ask_of_datagrams", || {
         for backend in BACKENDS {
             let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
@@ -222,7 +222,7 @@ fn read_messages(mut stream: TcpStream, longest: usize) {
 }
 
 #[test]
-fn threads_that_ask_in_every_way_hear_everything_once_of_a_stream() {
+fn threads_get_every_stream_report_once_by_mixed_calls() {
     const LONGEST: usize = 30_000;
     for backend in BACKENDS {
         let (told, address) = mpsc::channel();

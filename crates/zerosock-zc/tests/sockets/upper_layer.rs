@@ -72,8 +72,8 @@ fn open(socket: TcpStream, backend: Backend) -> Result<Sender<Vec<u8>>, OpenErro
 }
 
 #[test]
-fn a_socket_that_encrypts_is_sent_from_by_copies() {
-    let name = "a_socket_that_encrypts_is_sent_from_by_copies";
+fn sends_on_a_kernel_tls_socket_are_copied() {
+    let name = "sends_on_a_kernel_tls_socket_are_copied";
     let Some((near, far)) = pair_with_keys(name) else {
         return;
     };
@@ -90,8 +90,8 @@ fn a_socket_that_encrypts_is_sent_from_by_copies() {
 }
 
 #[test]
-fn a_socket_that_is_to_encrypt_later_goes_on_by_copies() {
-    let name = "a_socket_that_is_to_encrypt_later_goes_on_by_copies";
+fn sends_are_copied_after_kernel_tls_is_enabled() {
+    let name = "sends_are_copied_after_kernel_tls_is_enabled";
     for backend in BACKENDS {
         for wish in [Copying::Never, Copying::Always] {
             let Some((near, far)) = pair_with_keys(name) else {
@@ -125,7 +125,7 @@ fn send_all_either(mut sender: Sender<Vec<u8>>, wish: Copying) -> u64 {
 /// The kernel marks a socket as one that cannot send without a copy before it finds out that the
 /// protocol is none for programs. MPTCP's is such a one, and built into many kernels.
 #[test]
-fn a_socket_that_cannot_any_more_goes_on_by_copies() {
+fn sends_are_copied_after_the_socket_loses_zero_copy() {
     let (near, far) = pair();
     let mut sender = match open(near, Backend::Uring) {
         Err(OpenError::Unavailable(_)) => {

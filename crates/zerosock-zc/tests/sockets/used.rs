@@ -69,7 +69,7 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<Option<u32>> {
 }
 
 #[test]
-fn a_stream_that_was_used_gives_back_what_was_received() {
+fn a_previously_used_stream_returns_received_buffers() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for (before, then) in BEFORE
@@ -133,7 +133,7 @@ fn connected(to: &str) -> UdpSocket {
 }
 
 #[test]
-fn a_datagram_socket_that_was_used_gives_back_what_was_sent() {
+fn a_previously_used_datagram_socket_returns_sent_buffers() {
     with_sink("a_datagram_socket_that_was_used", || {
         for (to, before) in SINK
             .into_iter()
@@ -177,7 +177,7 @@ impl Drop for Owner {
 }
 
 #[test]
-fn who_comes_while_another_waits_for_the_kernel_copies() {
+fn a_second_sender_copies_while_the_first_has_pending_notifications() {
     with_sink("who_comes_while_another_waits", || {
         let freed = Arc::new(AtomicBool::new(false));
         let is_freed = || freed.load(Ordering::SeqCst);

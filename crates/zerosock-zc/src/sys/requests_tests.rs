@@ -1,4 +1,4 @@
-//! What is said of requests, and what places are told.
+//! Results and notifications of requests, and the events of their places.
 
 use super::super::{Buf, SendMode};
 use super::*;
@@ -94,7 +94,7 @@ use Reported::{Done, Noted};
 fn a_late_notification_of_a_request_that_never_began_is_ignored() {
     let mut kernel = Kernel::new();
     let key = kernel.put(1);
-    // Behind one that failed in its chain: cancelled, and asked again.
+    // After a failure in its chain: cancelled, and retried.
     let first = kernel.begin(&[key]);
     let told = kernel.posts(first, CANCELLED, 0);
     assert_eq!(told, [Done(key, Err(CANCELLED))]);
@@ -140,7 +140,7 @@ fn notifications_arrive_in_any_order_and_report_copies_only_of_taken_bytes() {
     assert_eq!(notified(rest), [Noted(key, Some(true))]);
     assert_eq!(notified(failed), [Noted(key, None)]);
     assert_eq!(notified(short), [Noted(key, Some(true))]);
-    // Twice is once too often.
+    // A second notification is ignored.
     assert_eq!(notified(short), []);
     assert!(kernel.places.idle(key));
     assert!(kernel.is_at_rest());
@@ -158,7 +158,7 @@ fn a_result_is_split_over_the_places_of_a_request() {
     let mut kernel = Kernel::new();
     let keys = [1000, 0, 2000, 3000].map(|len| kernel.put(len));
     let [first, empty, second, third] = keys;
-    // None of them has been begun where the first one has failed.
+    // If the first place fails, the others were not begun.
     let failed = kernel.begin(&keys);
     let told = kernel.posts(failed, -libc::ENOMEM, MORE);
     let behind = [empty, second, third].map(|key| Done(key, Err(CANCELLED)));
@@ -168,7 +168,7 @@ fn a_result_is_split_over_the_places_of_a_request() {
     let told = kernel.posts(failed, 0, NOTIF);
     assert_eq!(told, keys.map(|key| Noted(key, None)));
     assert!(kernel.is_at_rest());
-    // One that ends within the second, and one that goes on with it.
+    // A request that ends within the second place, and one that continues there.
     let short = kernel.begin(&keys);
     let told = kernel.posts(short, 1500, MORE);
     let expected = [
@@ -183,7 +183,7 @@ fn a_result_is_split_over_the_places_of_a_request() {
     assert_eq!(told, [Done(second, Ok(1500)), Done(third, Ok(3000))]);
     let told = kernel.posts(rest, 0, NOTIF);
     assert_eq!(told, [second, third].map(|key| Noted(key, Some(false))));
-    // The second is the first request's, too; of the third that one has taken nothing.
+    // The second place belongs to both requests; the first request took nothing of the third place.
     assert!(kernel.places.take(third).is_some());
     assert!(kernel.places.take(second).is_none());
     let told = kernel.posts(short, COPIED as i32, NOTIF);

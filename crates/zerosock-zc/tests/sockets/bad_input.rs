@@ -1,4 +1,5 @@
-//! Bad input: each is refused with its cause, nothing is lost, and the sender goes on.
+//! Bad input: each send or option is refused with its cause, nothing is lost, and the sender can
+//! still be used.
 
 use std::fs::File;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -40,7 +41,7 @@ fn opening_an_unsupported_descriptor_returns_the_cause() {
         let opened = Sender::builder().backend(backend).open::<Buf>(socket);
         assert!(matches!(opened, Err(OpenError::Unavailable(found)) if found == backend));
     }
-    // Without a wish it is copied, and says so.
+    // Without a requested back-end it copies, and reports that.
     let sender = Sender::open(unix).expect("a sender");
     assert_eq!(sender.report().backend, Backend::Copy);
 }
@@ -119,7 +120,7 @@ fn a_full_sender_refuses_and_recovers() {
             .push(Outgoing::new(vec![2; 10]))
             .expect_err("no place");
         assert!(matches!(refused.why, Refusal::Full));
-        // They become free, and nobody takes them: at some point no more are accepted.
+        // The buffers become free and are not taken: at some point no more sends are accepted.
         let (mut accepted, mut outgoing) = (4, refused.outgoing);
         let refused = loop {
             match sender.send(outgoing) {

@@ -1,4 +1,4 @@
-//! What it costs to be told: system calls, counted.
+//! The number of system calls for sends and completions.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -63,7 +63,7 @@ fn inline_completions_cost_no_call_over_io_uring_and_one_over_the_error_queue() 
                 calls <= SENDS * each + beginning(backend),
                 "{backend:?}: {calls} for {SENDS} sends"
             );
-            // They were told of on the way, or it would have cost nothing.
+            // Completions were taken during the loop.
             assert!(u64::from(told) > SENDS / 2, "{backend:?}: {told}");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
         }

@@ -1,4 +1,4 @@
-//! Datagrams of pieces that come to nothing: no part of them arrives, alone or in another one.
+//! Datagrams in pieces that are cancelled or fail: no piece arrives, alone or in another datagram.
 
 use std::net::UdpSocket;
 use std::time::Duration;

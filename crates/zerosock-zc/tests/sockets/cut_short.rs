@@ -1,5 +1,5 @@
-//! Streams that end before everything is sent: what was taken arrives, and is told; the rest is
-//! free.
+//! Streams that end before everything is sent: bytes that were taken arrive and are counted; the
+//! other buffers are free.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};
@@ -98,7 +98,7 @@ fn bytes_sent_before_a_cancellation_arrive_and_are_counted() {
     }
 }
 
-/// Tells when it is freed.
+/// Counts when it is freed.
 struct Owner(Vec<u8>, mpsc::Sender<()>);
 
 impl AsRef<[u8]> for Owner {

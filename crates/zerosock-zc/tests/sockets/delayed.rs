@@ -1,6 +1,5 @@
-//! Behind a queue that lets through little at a time: what is sent lies there for a while, and its
-//! bytes are read late. A buffer that came back too early is seen at the receiver, since it is
-//! written over as soon as it is back.
+//! A slow queue delays datagrams, so that the kernel reads buffers late. The tests overwrite each
+//! buffer as soon as it is returned: the receiver detects a buffer that was returned too early.
 
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::mpsc;
@@ -180,7 +179,7 @@ fn send_datagrams(mut sender: Sender, mut buffers: Vec<Buf>, arrived: impl Fn())
     assert_eq!(sender.stats().failed, 0);
 }
 
-/// The bytes of a buffer, to be written; if a length is told, it has that from now on.
+/// The bytes of a buffer, to be written. Sets the length if one is given.
 fn write(buffer: &mut Buf, len: Option<usize>) -> &mut [u8] {
     match buffer {
         Buf::Vec(bytes) => {

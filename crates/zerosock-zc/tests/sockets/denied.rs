@@ -1,6 +1,7 @@
-//! What the kernel denies for a while: it is asked again.
+//! Features that the kernel denies for a while are tried again.
 //!
-//! Each test is a process of its own: what it denies itself, and what is remembered, is a process's.
+//! Each test is a process of its own: restrictions, and features that were found out, belong to a
+//! process.
 
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;

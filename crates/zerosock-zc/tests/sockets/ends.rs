@@ -1,5 +1,5 @@
-//! A sender's end, as its peer sees it: all of a stream and then the end, or an error where the rest is
-//! missing; and what is left in hand.
+//! Closing a sender, as its peer sees it: all of a stream and then end of file, or an error where
+//! the rest is missing; and what the application gets back.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(50);
 pub(crate) const SENDS: usize = 64;
 const LEN: usize = 1 << 17;
-/// More than a socket and its peer hold, if nobody reads.
+/// More bytes than a socket and a peer that does not read can hold.
 pub(crate) const ALL: u64 = (SENDS * LEN) as u64;
 
 pub(crate) fn pair() -> (TcpStream, TcpStream) {
@@ -43,7 +43,7 @@ pub(crate) fn with_much(socket: TcpStream, backend: Backend, copying: Copying) -
     sender
 }
 
-/// Reads until the stream fails, and says that it was reset. How many bytes came before.
+/// Reads until the stream is reset. Returns the number of bytes read before.
 pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
     far.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let (mut bytes, mut count) = (vec![0; 1 << 16], 0);
@@ -72,7 +72,7 @@ fn a_stream_dropped_halfway_is_reset() {
     for backend in BACKENDS {
         for copying in [Copying::Never, Copying::Always] {
             let (socket, far) = pair();
-            // Who has the socket, too, does not keep the peer from being told.
+            // Another descriptor of the socket does not delay the end of the connection.
             let other = socket.try_clone().expect("a descriptor");
             drop(with_much(socket, backend, copying));
             assert!(read_to_reset(far) < ALL, "{backend:?}");
@@ -109,7 +109,7 @@ fn a_stream_that_was_cancelled_is_reset() {
 fn a_stream_that_is_closed_is_whole() {
     for backend in BACKENDS {
         let (socket, far) = pair();
-        // Who has the socket, too, does not keep the peer from being told.
+        // Another descriptor of the socket does not delay the end of the connection.
         let other = socket.try_clone().expect("a descriptor");
         let sender = with_much(socket, backend, Copying::Never);
         let reader = std::thread::spawn(move || check(far));

@@ -1,4 +1,4 @@
-//! The end of a sender that threads share, or a task has; and an event loop beside threads.
+//! Closing a sender that threads share or a task owns; and an event loop beside threads.
 
 use std::mem::MaybeUninit;
 use std::thread;
@@ -124,7 +124,7 @@ fn a_close_that_is_not_awaited_to_the_end_resets() {
     }
 }
 
-/// What comes of another thread's call alone, with nothing of the kernel's, the event loop is told of.
+/// A call of another thread wakes the event loop without an event of the kernel.
 #[test]
 fn an_event_loop_is_woken_by_calls_of_a_thread() {
     for backend in BACKENDS {
@@ -157,7 +157,7 @@ fn an_event_loop_is_woken_by_calls_of_a_thread() {
     }
 }
 
-/// What another thread takes in, the event loop is told of.
+/// An event that another thread handles wakes the event loop.
 #[test]
 fn an_event_loop_and_threads_share_a_sender() {
     for backend in BACKENDS {

@@ -1,4 +1,4 @@
-//! What the kernel denies: io_uring by seccomp, and memory by a limit.
+//! Features that the kernel denies: io_uring by seccomp, and memory by a limit.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read};
@@ -100,8 +100,8 @@ fn io_uring_forbidden_later_frees_unsubmitted_buffers() {
         assert_eq!(denied.raw_os_error(), Some(libc::EPERM));
         drop(sender);
     });
-    // The first arrives, whose buffer is freed then, and those that never left are freed, too. Who
-    // looked after them did not, and was not woken.
+    // The first send arrives, and its buffer is freed. Buffers that were not submitted are freed as well: the
+    // thread of orphans does not send them.
     peer.set_read_timeout(Some(PATIENCE)).expect("a socket");
     peer.read_exact(&mut vec![0; 50_000]).expect("the bytes");
     let begun = Instant::now();
@@ -150,8 +150,9 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
             *word &= !(1 << CAP_IPC_LOCK);
         }
         assert_eq!(libc::syscall(libc::SYS_capset, &mut header, &sets), 0);
-        // What is locked counts for a user, not for a process: this thread becomes one of its own,
-        // lest what others lock at this moment count. Who may not has nobody else either.
+        // Locked memory is accounted per user, not per process: this thread changes to a user of its own, so
+        // that locked memory of other processes does not count. Without the right to do so the test runs
+        // as the only user.
         let user = 100_000 + std::process::id();
         let _ = libc::syscall(libc::SYS_setresuid, user, user, user);
     }

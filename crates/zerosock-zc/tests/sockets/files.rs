@@ -1,4 +1,4 @@
-//! Files, sent from where they lie in memory.
+//! Sends from mapped files.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -1,4 +1,5 @@
-//! A forked child that drops its copy of a sender: it lives, and its parent's sender goes on.
+//! A forked child drops its copy of a sender: the child survives, and the sender of the parent
+//! still works.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};

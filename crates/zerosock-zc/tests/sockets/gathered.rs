@@ -1,4 +1,4 @@
-//! Sends of a stream that wait together are one request, and each of them is told of by itself.
+//! Waiting sends of a stream form one request, and each of them is reported separately.
 
 use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -281,8 +281,7 @@ fn buffers_are_returned_while_the_stream_continues() {
     }
 }
 
-/// Who only submits, and never asks nor waits, finds places for what he sends next, however few requests
-/// there are.
+/// An application that only submits, and never polls nor waits, finds free places, also with few requests.
 #[test]
 fn places_become_free_by_submitting_alone() {
     for (backend, capacity) in [

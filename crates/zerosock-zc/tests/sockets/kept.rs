@@ -1,5 +1,5 @@
-//! Datagrams of pieces of which a later one finds no memory to go without a copy: what the socket has
-//! taken is kept so long that all of it can be copied, and no longer than somebody waits for it.
+//! Datagrams in pieces of which a later piece finds no memory for a zero-copy request: taken pieces
+//! are kept, so that all of them can be copied, until the application waits for their buffers.
 
 use std::cell::RefCell;
 use std::net::UdpSocket;
@@ -209,7 +209,7 @@ fn a_flush_of_a_piece_waits_for_its_datagram() {
     });
 }
 
-/// Those in front are let go: without that the rest would never find a place.
+/// Earlier pieces are released: otherwise the later ones would find no place.
 #[test]
 fn more_pieces_than_places_are_one_datagram() {
     for backend in BACKENDS {
@@ -240,7 +240,7 @@ fn released_pieces_are_not_retried() {
     with_little_memory("released_pieces_are_not_retried", |backend| {
         let of = &format!("{backend:?}");
         let (mut sender, receiver) = open(backend, 4);
-        // For want of places; and because somebody waited.
+        // Because no place is free; and because the application waited.
         for waits in [false, true] {
             for index in 0..5 {
                 let sent = sender.send(outgoing(300 * index, SMALL, true));
@@ -312,7 +312,7 @@ fn waiting_releases_a_copied_piece() {
         let (mut sender, receiver) = open(backend, 8);
         for mode in modes {
             begin(&mut sender, SMALL);
-            // An event loop is told that there is something to poll for.
+            // `next_timeout` tells an event loop to poll.
             let keeps = sender.next_timeout().is_some();
             assert_eq!(keeps, !sender.is_quiet(), "{of}");
             mode(&mut sender);
@@ -348,7 +348,7 @@ fn a_waiting_thread_is_woken_for_a_copied_piece() {
                 more,
                 ..Outgoing::new(vec![1; len])
             };
-            // The device keeps the second, which somebody can wait for.
+            // The device keeps the second buffer busy, so a wait has an event to wait for.
             for _ in 0..2 {
                 let sent = sender.send(send(2500, false).copying(Copying::Never));
                 sent.map_err(|refused| refused.why).expect("a place");
@@ -434,7 +434,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What arrives is each datagram all of whose pieces were sent, whole, and nothing else.
+/// Exactly the datagrams of which all pieces were sent arrive, whole.
 fn run(sender: &mut Sender<Vec<u8>>, receiver: &UdpSocket, steps: &[Step]) {
     receiver.set_nonblocking(true).expect("a socket");
     let (mut received, mut bytes) = (Vec::new(), vec![0; 1 << 16]);

@@ -1,4 +1,4 @@
-//! The ways to know that buffers are free, mixed: nothing is lost, nothing told twice.
+//! All ways to learn that buffers are free, mixed: nothing is lost, nothing is reported twice.
 
 use std::collections::HashMap;
 use std::net::UdpSocket;

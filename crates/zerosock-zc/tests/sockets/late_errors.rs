@@ -1,5 +1,5 @@
-//! Datagrams that fail after the kernel has given them a number, and timestamps in front of what it
-//! names: every other buffer comes back when the kernel is done with that one, and not before.
+//! Datagrams that fail after they took a notification id, and timestamps in front of notifications:
+//! every other buffer is returned when the kernel no longer reads it, and not before.
 
 use std::iter;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -62,7 +62,7 @@ fn socket(to: &str) -> UdpSocket {
     let v6 = to.starts_with('[');
     let socket = UdpSocket::bind(if v6 { "[::]:0" } else { "0.0.0.0:0" }).expect("an address");
     socket.connect(to).expect("a route");
-    // Without, UDP does not tell that a queue was full.
+    // Without IP_RECVERR, UDP does not report a full queue.
     if v6 {
         set(&socket, libc::SOL_IPV6, libc::IPV6_RECVERR);
     }
@@ -81,7 +81,7 @@ fn send(sender: &mut Sender<Vec<u8>>, len: usize, mark: u8) {
     sent.expect("it is accepted");
 }
 
-/// Who has come back: the first byte, and how it went.
+/// The returned buffers: the first byte and the outcome of each.
 fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
     sender.poll().expect("the kernel answers");
     let outcome = |one: Returned<Vec<u8>>| (one.buffer[0], one.outcome.ok());
@@ -115,7 +115,7 @@ fn a_late_error_frees_no_other_buffer() {
             tc("qdisc del dev sink0 root");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
             assert_eq!(back(&mut sender), [(4, Some(Sent::InPlace))], "{to}");
-            // In step to the end: what comes now is told of when it is named.
+            // The ids are still in step: the next send is notified when its id is reported.
             for mark in 5..20 {
                 send(&mut sender, 2500, mark);
                 let found = back(&mut sender);
@@ -236,7 +236,7 @@ fn an_empty_datagram_takes_no_other_id() {
             // All of it passes: one of two pieces, the second of them empty, and empty ones.
             let mut through = vec![start(&mut calls, 2000, true)];
             through.extend([0, 0, 0, 0].map(|len| start(&mut calls, len, false)));
-            // What follows has to wait. Nobody has looked in between.
+            // The next send must wait. The error queue was not read in between.
             let held = [1300, 0, 1200].map(|len| start(&mut calls, len, false));
             calls.reap().expect("the kernel answers");
             assert!(through.iter().all(|&key| calls.idle(key)), "{to}");
@@ -250,7 +250,7 @@ fn an_empty_datagram_takes_no_other_id() {
 
 const ELSEWHERE: &str = "10.9.1.2:9";
 
-/// A second device, whose queue holds back what does not pass at once.
+/// A second device, whose queue delays packets.
 fn add_elsewhere() {
     ip("link add sink1 type ifb");
     ip("addr add 10.9.1.1/24 dev sink1");
@@ -330,9 +330,10 @@ fn a_send_that_never_has_memory_is_resolved() {
     });
 }
 
-/// A user whose memory others use up does not know whether his send had a number, if his socket has
-/// a use for option memory. Nothing tells of the end of that; who sleeps must ask again.
-fn who_sleeps_hears_of_memory_of_others(
+/// If other processes of the user lock all memory, and something else is charged to the option memory of the
+/// socket, it is unknown whether a failed send took an id. No event signals the end of that: a waiting
+/// thread must poll.
+fn a_waiting_thread_polls_until_memory_is_free(
     name: &'static str,
     finish: fn(Sender<Vec<u8>>, &mpsc::Sender<()>),
 ) {
@@ -371,7 +372,7 @@ fn who_sleeps_hears_of_memory_of_others(
 #[test]
 fn a_shared_sender_polls_a_failed_send() {
     let name = "late_errors::a_shared_sender_polls_a_failed_send";
-    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+    a_waiting_thread_polls_until_memory_is_free(name, |sender, tell| {
         let sender = sender.into_shared().expect("descriptors");
         assert!(!sender.finish(Some(Duration::ZERO)).expect("an answer"));
         tell.send(()).expect("the test");
@@ -383,7 +384,7 @@ fn a_shared_sender_polls_a_failed_send() {
 #[test]
 fn a_task_polls_a_failed_send() {
     let name = "late_errors::a_task_polls_a_failed_send";
-    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+    a_waiting_thread_polls_until_memory_is_free(name, |sender, tell| {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_io().build().expect("a runtime");
         runtime.block_on(async {
@@ -398,7 +399,7 @@ fn a_task_polls_a_failed_send() {
 #[test]
 fn an_event_loop_of_several_threads_polls_a_failed_send() {
     let name = "late_errors::an_event_loop_of_several_threads_polls_a_failed_send";
-    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+    a_waiting_thread_polls_until_memory_is_free(name, |sender, tell| {
         let sender = sender.into_shared().expect("descriptors");
         tell.send(()).expect("the test");
         let events = sender.events().expect("descriptors");

@@ -1,5 +1,5 @@
-//! Senders whose sends have a limited time: nobody keeps a buffer for longer, whoever waits is woken,
-//! and who is in time notices nothing.
+//! Senders with a time limit for sends: no buffer stays busy for longer, every waiting thread or
+//! task is woken, and sends in time are not affected.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -67,7 +67,7 @@ fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) 
     assert_eq!((stats.accepted, stats.over), (SENDS as u64, SENDS as u64));
     assert_eq!((stats.failed, stats.timed_out), (failed, failed));
     assert!(failed > 0 && sender.next_timeout().is_none(), "{backend:?}");
-    // Nobody read: what was not copied has not arrived, and is not said to have.
+    // The peer does not read: zero-copy sends have not arrived, and are not reported as sent.
     assert!(backend == Backend::Copy || failed == SENDS as u64 || stats.copied_by_kernel > 0);
     let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is late");
     assert_refused(&refused.why);
@@ -111,7 +111,7 @@ fn unacknowledged_buffers_are_returned_as_failed() {
     }
 }
 
-/// There is nothing to be handed over, and nobody waits.
+/// No send is queued, and no thread waits.
 #[test]
 fn polling_after_next_timeout_returns_the_buffer() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
@@ -161,7 +161,7 @@ fn a_sender_without_a_limit_waits() {
     }
 }
 
-/// Whoever has to look only late: what was in time was in time.
+/// Sends that finished in time and are polled late were in time.
 #[test]
 fn a_late_poll_does_not_reset_sends_that_were_in_time() {
     for backend in BACKENDS {
@@ -253,7 +253,7 @@ fn a_wait_for_a_place_ends_with_the_limit() {
     }
 }
 
-/// An event loop that sleeps as long as it is told.
+/// An event loop that waits for `next_timeout`.
 #[test]
 fn next_timeout_tells_an_event_loop_when_to_poll() {
     for backend in BACKENDS {
@@ -304,7 +304,7 @@ fn the_limit_wakes_every_waiting_thread() {
     }
 }
 
-/// The descriptor tells of it by itself, with no thread beside the loop.
+/// The descriptor becomes readable without another thread.
 #[test]
 fn the_limit_wakes_an_event_loop_beside_threads() {
     for backend in BACKENDS {
@@ -394,7 +394,7 @@ fn datagram(mark: u8) -> Outgoing<Vec<u8>> {
     Outgoing::new(vec![mark; 2500]).copying(Copying::Never)
 }
 
-/// Who has come back, and with which error.
+/// The returned buffers, and the error of each.
 fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<i32>)> {
     std::iter::from_fn(|| sender.returned())
         .map(|one| (one.buffer[0], code(&one)))
@@ -425,7 +425,7 @@ fn the_limit_cancels_datagrams_that_were_not_taken() {
             found.sort_unstable();
             assert_eq!(found, (0..LEFT).map(late).collect::<Vec<_>>());
             assert_eq!(sender.stats().timed_out, u64::from(LEFT), "{backend:?}");
-            // What the device holds it keeps, and nobody is to look for it again and again.
+            // The device keeps its buffers, and `next_timeout` does not ask for repeated polls.
             let holds = backend != Backend::Copy;
             assert_eq!(!sender.is_quiet(), holds, "{backend:?}");
             assert!(sender.next_timeout().is_none(), "{backend:?}");

@@ -1,5 +1,4 @@
-//! Nothing is left behind that nobody would be told of: what an event loop, a task or a thread
-//! waits for comes, and what ends a wait is news.
+//! Event loops, tasks and threads: every event that one waits for arrives, and ends the wait.
 
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
@@ -15,7 +14,7 @@ use crate::network::{BACKENDS, fill};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Long enough to tell who sleeps from who does not.
+/// Long enough to distinguish a thread that sleeps from one that does not.
 const MOMENT: Duration = Duration::from_millis(200);
 const SENDS: usize = 256;
 
@@ -34,7 +33,7 @@ fn within<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'stati
     done.unwrap_or_else(|why| panic!("{what}: {why}"))
 }
 
-/// An event loop that waits for what the descriptor says, edge by edge.
+/// An edge-triggered event loop on the descriptor.
 fn event_loop(mut sender: Sender<Vec<u8>>, submitted: impl FnOnce()) -> Sender<Vec<u8>> {
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).expect("a descriptor");
     let wanted = match sender.interest() {
@@ -110,7 +109,7 @@ fn everything_arrives(len: usize, copying: Copying) {
     }
 }
 
-/// They are over as soon as the kernel is told of them: nothing is owed that could be waited for.
+/// The sends finish within the submission: no pending event could end a wait.
 #[test]
 fn sends_that_finish_at_once_end_every_wait() {
     everything_arrives(100, Copying::Always);
@@ -123,7 +122,7 @@ fn an_event_loop_waits_for_a_full_socket() {
     everything_arrives(1 << 16, Copying::Never);
 }
 
-/// A send that is over at once, and one that nobody reads.
+/// A send that finishes at once, and one that the peer does not read.
 fn one_over_and_one_not(sender: &mut Sender<Vec<u8>>) {
     let small = Outgoing::new(vec![1; 100]).slot(0).flush();
     let large = Outgoing::new(vec![2; 64 << 20]);
@@ -221,7 +220,7 @@ fn a_flush_and_a_cancellation_end_a_wait() {
         until_asleep(told.recv_timeout(PATIENCE).expect("a thread"));
         sender.flush(0..1).expect("a slot");
         assert_eq!(told.recv_timeout(PATIENCE), Ok(1), "{backend:?}: a flush");
-        // One waits for the kernel, the other for him.
+        // One thread waits for the kernel, the other one for that thread.
         for _ in 0..2 {
             let (own, tell) = (sender.clone(), tell.clone());
             thread::spawn(move || {
@@ -244,7 +243,7 @@ fn a_flush_and_a_cancellation_end_a_wait() {
     }
 }
 
-/// One waits for the kernel on behalf of both, and goes when his time is over.
+/// One thread waits for the kernel on behalf of both, and leaves after its timeout.
 #[test]
 fn a_waiting_thread_takes_over_when_the_watch_leaves() {
     for backend in BACKENDS {

@@ -1,8 +1,8 @@
-//! Whatever a program does with a sender, in whatever order, every send is told of once, each way.
+//! In any order of calls, every send is reported once, in each way.
 //!
-//! The model knows only the order of acceptance, and which datagrams are too long. It says which
-//! notifications there must be in the end; on the way it is checked that none comes before the
-//! buffers that it stands for.
+//! The model knows only the order of acceptance and which datagrams are too long. It derives the
+//! notifications that must be posted in the end; each step checks that no notification precedes the
+//! buffers that it covers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::UdpSocket;

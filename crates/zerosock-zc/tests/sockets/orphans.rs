@@ -1,5 +1,5 @@
-//! Senders that are dropped while the kernel has their buffers: each buffer is freed when it is done
-//! with that one, whatever freeing another does.
+//! Senders that are dropped while the kernel reads their buffers: each buffer is freed when the
+//! kernel no longer reads it, whatever the drop of another one does.
 
 use std::net::UdpSocket;
 use std::process::Command;
@@ -51,7 +51,7 @@ fn let_go(device: &str) {
     run("tc", &format!("qdisc del dev {device} root"));
 }
 
-/// A sender whose buffers wait in front of a device; its first one is the queue's burst.
+/// A sender with buffers in the queue of a device; the first one uses up the burst of the queue.
 fn held(to: &str, backend: Backend, buffers: Vec<Bytes>) -> Sender<Bytes> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(to).expect("a route");
@@ -95,7 +95,7 @@ fn a_buffer_whose_drop_panics_affects_no_other() {
             let is = |which: usize, count| freed[which].load(Ordering::SeqCst) == count;
             hold_back("sink0");
             hold_back("sink1");
-            // Some that panic, and one that drops a sender whose buffers wait elsewhere.
+            // Some buffers whose drop panics, and one that drops a sender with buffers in another queue.
             let panics = |_| {
                 let count = count(0);
                 bytes(move || {

@@ -1,4 +1,5 @@
-//! A piece of a datagram that the socket refuses, or that never comes: who is told, and what follows it.
+//! A piece of a datagram that the socket refuses, or that is never sent: how this is reported, and
+//! what follows it.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;

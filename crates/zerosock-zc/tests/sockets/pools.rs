@@ -1,4 +1,5 @@
-//! More pools than a ring has room for: everything arrives, and what is counted as registered is.
+//! More pools than a ring has room for: everything arrives, and the counts of registered memory are
+//! correct.
 
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
@@ -26,7 +27,7 @@ fn open(socket: impl Into<std::os::fd::OwnedFd>) -> Sender<PoolBuf> {
     builder.open(socket).expect("a sender")
 }
 
-/// Where the memory begins that the kernel says is registered with the sender's ring.
+/// The addresses of the memory that the kernel lists as registered with the ring of the sender.
 fn registered(sender: &Sender<PoolBuf>) -> Vec<usize> {
     let path = format!("/proc/self/fdinfo/{}", sender.as_fd().as_raw_fd());
     let told = std::fs::read_to_string(path).expect("the ring");
@@ -93,7 +94,7 @@ fn the_count_of_registered_requests_is_correct() {
         assert_eq!(send(&mut sender, &pools[1]), 1);
         assert_eq!(registered(&sender).len(), ROOM);
 
-        // What nobody can send from any more is given up when there is something new.
+        // An arena without pool and blocks is unregistered when a new one is registered.
         pools.truncate(10);
         let new = Pool::new(4, BLOCK).expect("memory");
         while send(&mut sender, &new) == 0 {}

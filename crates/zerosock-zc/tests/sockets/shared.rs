@@ -111,7 +111,7 @@ fn threads_that_wait_for_a_place_get_one_when_the_peer_reads() {
                 let sender = sender.clone();
                 scope.spawn(move || {
                     for _ in 0..8 {
-                        // More than any buffer between the two takes: all wait until somebody reads.
+                        // More than the sockets can hold: all threads wait until the peer reads.
                         let outgoing = Outgoing::new(vec![0; 1 << 20]).copying(Copying::Never);
                         sender
                             .send(outgoing)

@@ -1,5 +1,5 @@
-//! Datagrams into a device that takes pages as they are: what goes in place is told as in place,
-//! and only then.
+//! Datagrams to a device that reads pages in place: exactly the sends in place are reported as
+//! such.
 
 use std::net::UdpSocket;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Slots over real sockets: what a notification stands for, and what it is called.
+//! Slots over real sockets: which sends a notification covers, and its tag and sequence number.
 
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;

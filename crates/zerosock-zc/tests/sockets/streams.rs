@@ -1,5 +1,5 @@
-//! Streams over a slow cable: every byte arrives, in order, while buffers are written over as soon as
-//! they are given back.
+//! Streams over a slow cable: every byte arrives, in order, while buffers are overwritten as soon
+//! as they are returned.
 
 use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -159,7 +159,7 @@ fn a_wait_covers_a_full_non_blocking_socket() {
             .capacity(64)
             .open(socket)
             .expect("a sender");
-        // More than the socket and its peer hold: the rest waits until somebody reads.
+        // More than the socket and its peer can hold: the rest waits until the peer reads.
         let mut at = 0;
         for _ in 0..64 {
             let mut bytes = vec![0; 1 << 18];

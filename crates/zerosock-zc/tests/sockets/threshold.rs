@@ -1,5 +1,5 @@
-//! From which length on it pays not to copy: learnt where buffers go in place, and what a report
-//! says of it. No other test of this process sends over UDP and IPv6 and leaves the way open.
+//! The length from which on zero copy is cheaper: measured where buffers go in place, and reported.
+//! No other test of this process sends over UDP and IPv6 with `Copying::Auto`.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -45,7 +45,7 @@ fn send(sender: &mut Sender<Vec<u8>>, most: usize, is: impl Fn(&Sender<Vec<u8>>)
 #[test]
 fn only_sockets_that_send_in_place_decide_a_class() {
     with_sink("a_class_is_decided_in_place", || {
-        // The kernel copies from it, and nobody reads it.
+        // The kernel copies, and the peer does not read.
         let near = UdpSocket::bind("[::1]:0").expect("loopback");
         let near = near.local_addr().expect("an address").to_string();
         for backend in [Backend::Uring, Backend::ErrorQueue] {

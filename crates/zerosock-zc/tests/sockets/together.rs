@@ -1,5 +1,5 @@
-//! All ways of asking at once: several threads over one sender, each of which asks now this way and
-//! now that. What they have heard together is everything, and each thing once.
+//! Several threads over one sender, each with a random mix of all calls: together they get every
+//! report, each once.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -19,7 +19,7 @@ const SLOTS: [u64; 3] = [100, 200, 300];
 /// What a message begins with: its name, and its length.
 const HEADER: usize = 16;
 
-/// What somebody has been told.
+/// The reports that one thread has got.
 #[derive(Default)]
 struct Heard {
     /// The names of the buffers, and their numbers.
@@ -34,7 +34,7 @@ impl Heard {
             returned.outcome.expect("it was sent");
             self.back
                 .push((name_of(&returned.buffer).0, returned.number));
-            // Nobody may read it any more.
+            // The kernel must no longer read it.
             returned.buffer.fill(0xee);
         }
     }
@@ -129,7 +129,7 @@ fn open(backend: Backend, socket: impl Into<std::os::fd::OwnedFd>) -> SharedSend
     sender.into_shared().expect("descriptors")
 }
 
-/// Everything is told of once by all threads together.
+/// All threads together get every report once.
 fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
     let mut heard = thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -145,7 +145,7 @@ fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
         heard
     });
     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
-    // One more for each slot tells how many notifiers there have been before it.
+    // The sequence number of one more notifier per slot is the number of earlier ones.
     let most = THREADS * EACH;
     for slot in 0..SLOTS.len() as u64 {
         let name = most + slot;
@@ -203,7 +203,7 @@ fn threads_get_every_datagram_report_once_by_mixed_calls() {
     });
 }
 
-/// Reads messages to the end of the stream. Each is what it says, and is there once.
+/// Reads messages to the end of the stream. Each is intact, and arrives once.
 fn read_messages(mut stream: TcpStream, longest: usize) {
     stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let mut bytes = Vec::new();

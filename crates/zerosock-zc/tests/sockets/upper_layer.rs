@@ -1,6 +1,6 @@
-//! TCP under an upper-layer protocol: the kernel encrypts (TLS), and refuses flags that it does not
-//! know, MSG_ZEROCOPY and MSG_WAITALL among them. Everything arrives, by copies, and is told so. The
-//! same runs over the kernels of stock guests (`owned_buffers_over_kernel_tls`).
+//! TCP with an upper-layer protocol: kernel TLS encrypts, and refuses flags that it does not know,
+//! such as MSG_ZEROCOPY and MSG_WAITALL. Everything arrives, by copies, and is reported as copied.
+//! The same runs over the kernels of stock guests (`owned_buffers_over_kernel_tls`).
 
 use std::io::{self, Write};
 use std::net::{TcpListener, TcpStream};
@@ -112,7 +112,7 @@ fn sends_are_copied_after_kernel_tls_is_enabled() {
     }
 }
 
-/// As `send_all`; who copies anyway need not find out that there is no other way.
+/// As `send_all`, for a sender that may copy from the first send on.
 fn send_all_either(mut sender: Sender<Vec<u8>>, wish: Copying) -> u64 {
     let mut at = 0;
     if wish == Copying::Always {

@@ -1,5 +1,5 @@
-//! Sockets that were sent over before without a copy, by a sender or by the program: the kernel goes
-//! on counting, and a buffer comes back when the kernel is done with that one all the same.
+//! Sockets that an earlier sender or the application used for zero-copy sends: the kernel continues
+//! its count of ids, and a buffer is returned when the kernel no longer reads it.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -161,7 +161,7 @@ fn a_previously_used_datagram_socket_returns_sent_buffers() {
     });
 }
 
-/// Bytes that tell when they are freed.
+/// Bytes that count when they are freed.
 struct Owner(Vec<u8>, Arc<AtomicBool>);
 
 impl AsRef<[u8]> for Owner {
@@ -197,7 +197,7 @@ fn a_second_sender_copies_while_the_first_has_pending_notifications() {
         send(&mut first, vec![1; 2500].into());
         let waits = Owner(vec![2; 2500], Arc::clone(&freed));
         send(&mut first, Bytes::from_owner(waits));
-        // While the one lives, and when it has gone: nobody takes the other's notifications.
+        // While the first sender exists, and after its drop: the second does not take its notifications.
         for round in 0..2 {
             send(&mut second, vec![3; 2500].into());
             let outcome = second.returned().expect("it is free").outcome;

@@ -81,7 +81,7 @@ pub enum KeepReason {
     Call(io::Error),
 }
 
-/// A sender whose socket cannot be taken out.
+/// A sender that still uses its socket.
 #[derive(Debug)]
 pub struct StillBusy<B: Stable = Buf> {
     /// The sender, unchanged.

@@ -76,7 +76,7 @@
 //! let mut room = [Completion::default(); 16];
 //! for _ in 0..6 {
 //!     let buffer = loop {
-//!         // A buffer whose number is in a completion can be taken back.
+//!         // The sender returns a buffer after its number was in a completion.
 //!         free.extend(std::iter::from_fn(|| sender.returned()).map(|returned| returned.buffer));
 //!         match free.pop() {
 //!             Some(buffer) => break buffer,
@@ -145,7 +145,7 @@
 //! # Invariants
 //! - From its acceptance until it is returned, a buffer belongs to the sender. No safe code of the
 //!   process can change or free it, also after an error, a time-out, a panic, or a drop of the sender. A
-//!   dropped sender whose buffers the kernel still reads goes to a thread that waits for the kernel; if
+//!   dropped sender with buffers that the kernel still reads goes to a thread that waits for the kernel; if
 //!   no thread can be started, the sender is leaked.
 //! - Each accepted send is reported exactly once in each way that it takes part in: it is returned
 //!   (unless buffers are discarded), it counts for the notifier of its slot if it has one, and its number

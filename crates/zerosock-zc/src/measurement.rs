@@ -34,14 +34,14 @@ impl Measurement {
         self.sends += 1;
     }
 
-    /// Takes note that a send succeeded whose last request was made in submission `number`.
+    /// Takes note that a send succeeded, with its last request made in submission `number`.
     pub(super) fn ended(&mut self, number: u64) {
         self.whole += u32::from(number == self.number);
     }
 
     /// Records how long the submission took, if the kernel took everything in it: a request that waits, or
-    /// is refused, costs next to nothing and sends nothing. Records nothing on a socket whose buffers the
-    /// kernel copies: its class also contains sockets whose device reads pages in place, at other costs.
+    /// is refused, costs next to nothing and sends nothing. Records nothing on a socket on which the
+    /// kernel copies: its class also contains sockets over devices that read pages in place, at other costs.
     pub(super) fn record(&self, took: Duration, policy: &Policy) {
         if let Some((class, mode)) = self.class_and_mode(policy.sends_in_place()) {
             calibration::learn(class, mode, self.sends, took);

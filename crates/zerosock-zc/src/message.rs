@@ -32,7 +32,7 @@ pub struct Outgoing<B = Buf> {
     pub buffer: B,
     /// The destination, if the socket is not connected.
     pub to: Option<Address>,
-    /// The slot whose notifier the send attaches to.
+    /// The slot with the notifier that the send attaches to.
     pub slot: Option<u32>,
     /// Closes that notifier if the send succeeds, as soon as every earlier send to the slot is finished.
     pub flush: bool,

@@ -4,7 +4,7 @@
 //! Below a threshold a copy is cheaper. The threshold depends on the kind of socket, on the device behind
 //! it, and on whether the memory is registered, so that it is measured, once in a process for each kind
 //! of socket and size class, with the sends that the program makes anyway
-//! ([`calibration`]). A socket whose notifications say that the kernel copied is
+//! ([`calibration`]). A socket on which the kernel reports copies is
 //! rarely tried again.
 
 use super::Backend;

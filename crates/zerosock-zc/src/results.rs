@@ -202,7 +202,7 @@ impl<B: Stable> SendQueue<B> {
         }
     }
 
-    /// Drops the datagram whose pieces the socket has collected.
+    /// Drops the incomplete datagram that the socket has collected.
     pub(super) fn forget_pieces(&mut self) {
         self.cork.taken = 0;
         self.release_kept();
@@ -275,7 +275,7 @@ impl<B: Stable> SendQueue<B> {
         self.release_idle(key);
     }
 
-    /// Releases a send whose place is idle. While events are drained, the release waits until the last one
+    /// Releases a send if its place is idle. While events are drained, the release waits until the last one
     /// is handled: the place is idle as soon as `ZcSocket` has read the completion, and a later event of
     /// the batch can still say whether the kernel copied.
     fn release_idle(&mut self, key: Key) {

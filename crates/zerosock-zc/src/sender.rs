@@ -414,7 +414,7 @@ impl<B: Stable> Sender<B> {
         self.queue.slots.next()
     }
 
-    /// Gives a slot another tag, for notifiers whose first send is accepted from now on.
+    /// Gives a slot another tag, for notifiers of later sends.
     ///
     /// # Errors
     /// If the slot does not exist.
@@ -493,7 +493,7 @@ impl<B: Stable> Sender<B> {
         self.queue.released + self.queue.slots.posted_count()
     }
 
-    /// The state whose change must wake waiting threads: events, a broken stream, the time to the next
+    /// The state that wakes waiting threads when it changes: events, a broken stream, the time to the next
     /// poll, and whether a limit applies. The time at which the next send is late is not part of it, because
     /// it only increases.
     pub(super) fn wake_state(&self) -> (u64, bool, Option<Duration>, bool) {
@@ -583,7 +583,7 @@ impl<B: Stable> Sender<B> {
 
     /// The time after which an event loop must call [`poll`](Self::poll) without an event on the
     /// descriptor; usually none. There are three cases: a [limit](Builder::limit), until the oldest send is
-    /// late; a failed datagram with the error queue back-end, whose state must be polled; and pieces of an
+    /// late; a failed datagram with the error queue back-end, which must be polled; and pieces of an
     /// incomplete datagram, which are released by polling ([`Outgoing::more`]).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {

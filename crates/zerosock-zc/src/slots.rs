@@ -153,7 +153,7 @@ impl Slots {
         }
     }
 
-    /// Sets the tag of notifiers whose first send is accepted from now on.
+    /// Sets the tag of notifiers of later sends.
     pub(super) fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
         self.slot(slot)?.tag = tag;
         Ok(())

@@ -240,7 +240,7 @@ struct Model {
 }
 
 impl Model {
-    /// Executes the flushes whose sends are finished.
+    /// Executes the flushes that wait for finished sends only.
     fn execute_flushes(&mut self, slot: usize, sends: &[Sent]) {
         let waits = |flush: &usize| {
             let mut before = sends[..*flush].iter();

@@ -21,7 +21,7 @@ pub struct Stats {
     pub requests: u64,
     /// Requests from pool memory that is registered with the kernel.
     pub registered: u64,
-    /// Sends whose buffer the device or the receiver read directly.
+    /// Sends that the device or the receiver read directly from their buffer.
     pub in_place: u64,
     /// Notifications, counted once for each send and request that took bytes of it without a copy. One
     /// notification of the kernel can cover several sends.

@@ -201,7 +201,7 @@ impl fmt::Debug for Mapped {
 // are Send.
 unsafe impl Send for Mapped {}
 
-// SAFETY: the pieces were looked up in the memory, whose mapping does not move while `_memory` exists. Peers
+// SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory` exists. Peers
 // that share the memory may write there; this process does not while `_hold` exists.
 unsafe impl Stable for Mapped {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {

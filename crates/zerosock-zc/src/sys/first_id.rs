@@ -25,7 +25,7 @@ use super::unresolved::sockopt_is_set;
 use super::zc_socket::SocketState;
 use super::{Key, Kind};
 
-/// The sockets whose error queue is owned, by the cookie that the kernel gives each socket (SO_COOKIE).
+/// The sockets with an owner of their error queue, by the cookie that the kernel gives each socket (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
 fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {
@@ -115,7 +115,7 @@ fn has_sent_nothing(socket: BorrowedFd<'_>) -> bool {
     // SAFETY: all zeros is a valid `tcp_info`: it consists of integers.
     let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
     let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
-    // SAFETY: the value is a `tcp_info`, whose length is given; both outlive the call.
+    // SAFETY: the value is a `tcp_info` of the given length; both outlive the call.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),

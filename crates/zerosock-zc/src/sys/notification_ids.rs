@@ -1,7 +1,7 @@
 //! Which zero-copy request took which notification id.
 //!
 //! The kernel assigns consecutive ids to the zero-copy requests of a socket and reports ranges of ids
-//! whose buffers it no longer reads. Ranges can be reported in any order, and ids wrap. A reported id that
+//! when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A reported id that
 //! this socket has not reached yet was taken by another sender. It is counted as well: otherwise each
 //! later buffer would be freed when the request before it completes.
 //!

@@ -143,7 +143,7 @@ pub(super) fn has_no_unreported_id(socket: BorrowedFd<'_>) -> bool {
     const OPTION_MEMORY: usize = 6;
     let mut counts = [u32::MAX; 16];
     let mut len = mem::size_of_val(&counts) as libc::socklen_t;
-    // SAFETY: room for more counts than there are, whose length is given; both outlive the call.
+    // SAFETY: room for more counts than there are, of the given length; both outlive the call.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -193,7 +193,7 @@ fn probe(socket: BorrowedFd<'_>, address: Option<&Address>) -> Option<i32> {
     }
 }
 
-/// Whether an option whose value is an int is set.
+/// Whether an option with an int value is set.
 pub(super) fn sockopt_is_set(
     socket: BorrowedFd<'_>,
     level: libc::c_int,
@@ -201,7 +201,7 @@ pub(super) fn sockopt_is_set(
 ) -> bool {
     let mut value: libc::c_int = 0;
     let mut len = mem::size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the value is an int, whose length is given; both outlive the call.
+    // SAFETY: the value is an int of the given length; both outlive the call.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),

@@ -39,7 +39,7 @@ const FIXED_BUF: u16 = 1 << 2;
 const NO_REQUEST: u64 = u64::MAX;
 /// The index of the socket among the registered files of the ring.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
-/// Number of zero-copy bytes whose notifications may be tied together. Ending a packet with a request makes
+/// Number of zero-copy bytes that may have tied notifications. Ending a packet with a request makes
 /// it shorter than others at the same cost.
 const MAX_TIED_BYTES: usize = 128 << 10;
 /// The longest time that the thread of `orphans` waits for one ring.
@@ -238,7 +238,7 @@ impl UringBackend {
 
     /// Adds an entry. The caller has checked that the queue has room.
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the entry refers to buffers in their places, whose bytes do not move (`Stable`), to an
+        // SAFETY: the entry refers to buffers in their places, which do not move (`Stable`), to an
         // address in a place, and to the message header of the request. None of them is moved or freed
         // before the result of the request, and no buffer before the notification (`Places::take`,
         // `Requests::free_if_finished`). If the `ZcSocket`, which owns all of them, is dropped before, it is
@@ -349,13 +349,13 @@ impl UringBackend {
         }
     }
 
-    /// Continues the shutdown of a ring whose `ZcSocket` was dropped, and handles its completions.
+    /// Continues the shutdown of a ring after the drop of its `ZcSocket`, and handles its completions.
     pub(super) fn continue_shutdown<B>(&mut self, state: &mut SocketState<B>) {
         if self.has_more() {
             const GETEVENTS: u32 = 1;
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
-            // SAFETY: nothing is submitted: the queue still contains abandoned entries, whose buffers may
-            // be free. No argument is given.
+            // SAFETY: nothing is submitted: the queue still contains abandoned entries, and their buffers
+            // may be free. No argument is given.
             // If the call is refused, completions that fit into the queue are still posted.
             let _ = unsafe {
                 self.ring
@@ -408,7 +408,7 @@ impl UringBackend {
 /// Features of io_uring on this machine.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct UringFeatures {
-    /// Zero-copy sends whose notifications say whether the kernel copied.
+    /// Zero-copy sends with notifications that say whether the kernel copied.
     pub(super) zero_copy: bool,
     /// Zero-copy sends of several pieces of registered memory.
     vectors_of_arenas: bool,

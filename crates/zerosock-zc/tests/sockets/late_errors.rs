@@ -250,7 +250,7 @@ fn an_empty_datagram_takes_no_other_id() {
 
 const ELSEWHERE: &str = "10.9.1.2:9";
 
-/// A second device, whose queue delays packets.
+/// A second device, with a queue that delays packets.
 fn add_elsewhere() {
     ip("link add sink1 type ifb");
     ip("addr add 10.9.1.1/24 dev sink1");

@@ -126,7 +126,7 @@ fn polling_after_next_timeout_returns_the_buffer() {
     }
 }
 
-/// A sender all of whose bytes the kernel has taken, and a receiver that does not read them.
+/// A sender with no bytes left to submit, and a receiver that does not read them.
 fn unread(builder: Builder) -> (Sender<Vec<u8>>, TcpStream) {
     let (mut sender, far) = small(builder);
     let outgoing = Outgoing::new(vec![1; 100_000]).copying(Copying::Never);
@@ -346,7 +346,7 @@ fn the_limit_wakes_a_waiting_task() {
     }
 }
 
-/// Buffers of a sender that was dropped, all of whose bytes the kernel had taken.
+/// Buffers of a sender that was dropped after the kernel had taken all bytes.
 #[test]
 fn the_limit_holds_after_the_sender_is_dropped() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {

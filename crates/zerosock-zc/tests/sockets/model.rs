@@ -76,7 +76,7 @@ struct Model {
     /// By slot: groups that are closed, in order, and the open one.
     closed: [Vec<Group>; SLOTS as usize],
     open: [Group; SLOTS as usize],
-    /// Sequence numbers notified so far, by slot: one may come before an earlier one, whose buffers
+    /// Sequence numbers notified so far, by slot: one may come before an earlier one if the buffers of that one
     /// are kept for longer.
     notified: [BTreeSet<u32>; SLOTS as usize],
 }

@@ -153,7 +153,7 @@ fn the_handler_that_was_there_is_called() {
     assert_eq!(output.status.code(), Some(42), "{output:?}");
 }
 
-/// Touches a mapping, not of guest memory, whose file has shrunk.
+/// Accesses a mapping of a truncated file that is no guest memory.
 fn fault() {
     let file = memfd::create("ours", 4096, false).unwrap();
     let flags = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);

@@ -11,7 +11,7 @@
 //! For that, pieces that the socket has taken are *kept*: they are finished, but are neither reported nor
 //! returned until the last piece is taken. If the kernel has no memory for a piece without a copy, all
 //! pieces are copied. Kept pieces are returned early, and then cannot be requested again, when there is
-//! no place for the next piece, and when the program polls or waits before it has sent the next piece:
+//! no place for the next piece, and when the application polls or waits before it has sent the next one:
 //! it may need these buffers to send it.
 //!
 //! # Invariants

@@ -29,7 +29,7 @@ pub enum Bare {
     Registered,
 }
 
-/// When the kernel posts what is done, to a loop over a ring.
+/// When the kernel posts completions to a loop over a ring.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Posting {
     /// When the thread enters the kernel for whatever reason (COOP_TASKRUN).
@@ -53,7 +53,7 @@ pub struct Counts {
     pub calls: u64,
 }
 
-/// Sends over a ring, `batch` at a time, until `go_on` says no, which it is asked between batches.
+/// Sends over a ring, `batch` at a time, until `go_on`, which is called between batches, returns false.
 /// On a stream the requests of a batch are linked, so that they keep their order.
 ///
 /// # Errors
@@ -184,7 +184,7 @@ fn entry(piece: Piece, how: Bare, whole: bool) -> squeue::Entry {
 
 /// Sends with MSG_ZEROCOPY, one call each, and reads the error queue until it is empty after every
 /// `limit` sends, then waits until the socket is writable: as the kernel's own test program
-/// `msg_zerocopy -z -l LIMIT` does. `go_on` is asked before each send. The socket blocks, and
+/// `msg_zerocopy -z -l LIMIT` does. `go_on` is called before each send. The socket blocks, and
 /// SO_ZEROCOPY is set on it.
 ///
 /// # Errors

@@ -65,7 +65,7 @@ pub(super) struct Request {
     notes: u32,
 }
 
-// SAFETY: what is not Send by itself are the pointers in `pieces` and `header`. They point to memory
+// SAFETY: only the pointers in `pieces` and `header` are not Send by themselves. They point to memory
 // that the buffers of its places, which are Send, keep in place, to an address in a place, and to
 // `pieces` itself; only the kernel follows them.
 unsafe impl Send for Request {}

@@ -263,7 +263,7 @@ impl UringBackend {
         self.enter(state, 0, None)
     }
 
-    /// One io_uring_enter(2): submits what is queued, waits for `want` completions.
+    /// One io_uring_enter(2): submits the queued entries, and waits for `want` completions.
     fn enter<B>(
         &mut self,
         state: &mut SocketState<B>,

@@ -6,7 +6,7 @@ use std::process::Command;
 /// Marks the process that runs a single test.
 const CHILD: &str = "ZEROSOCK_TEST_CHILD";
 
-/// Runs `test`, which is called so, in a process of its own. What it skips is said by this one.
+/// Runs the test of this name in a process of its own, and prints its SKIPPED lines.
 pub(crate) fn alone(name: &str, test: impl FnOnce()) {
     if std::env::var_os(CHILD).is_some() {
         test();

@@ -269,7 +269,7 @@ fn a_sender_whose_buffers_are_not_taken_refuses() {
                 assert!(count < 2 * MOST, "nothing stops it");
             };
             assert!(matches!(refused.why, Refusal::Unread));
-            // What was under way came on top.
+            // Sends that were under way are additional.
             assert!(count >= MOST, "{count}");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
             while sender.returned().is_some() {}

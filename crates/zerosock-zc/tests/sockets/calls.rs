@@ -24,7 +24,7 @@ fn outgoing() -> Outgoing<Vec<u8>> {
         .copying(Copying::Never)
 }
 
-/// What is read without asking the kernel: every way of knowing but `completions`.
+/// Reads every report that needs no system call: all except `completions`.
 fn read(sender: &mut Sender<Vec<u8>>) {
     let before = sender.stats().system_calls;
     while sender.returned().is_some() {}

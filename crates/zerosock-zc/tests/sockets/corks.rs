@@ -47,7 +47,7 @@ fn pieces_before_a_cancellation_are_in_no_later_datagram() {
         sender.submit().expect("the kernel answers");
         push(&mut sender, 2000, true, Copying::Always);
         sender.cancel().expect("the kernel answers");
-        // The end of what was cancelled, and two of their own.
+        // The last piece of the cancelled datagram, and two whole datagrams.
         for len in [3000, 10, 11] {
             push(&mut sender, len, false, Copying::Always);
         }

@@ -60,7 +60,7 @@ fn bytes_sent_before_a_cancellation_arrive_and_are_counted() {
         }
         sender.submit().expect("the kernel answers");
         sender.cancel().expect("the kernel answers");
-        // The peer reads: what was taken must be free in the end.
+        // The peer reads: buffers that were taken must become free.
         let arrived = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&arrived);
         let reader = std::thread::spawn(move || read(far, &count));
@@ -82,7 +82,7 @@ fn bytes_sent_before_a_cancellation_arrive_and_are_counted() {
         let stats = sender.stats();
         assert_eq!(stats.failed, failed, "{backend:?}");
         assert_eq!((stats.over, stats.bytes), (SENDS as u64, taken as u64));
-        // Nothing may follow what is missing.
+        // No byte may follow the gap.
         let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is over");
         assert!(matches!(refused.why, Refusal::Broken(_)), "{backend:?}");
         // Before the end, which is none that is in order.

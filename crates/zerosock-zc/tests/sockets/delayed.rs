@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The kernel ends what a thread submitted when that exits: the first of a chain in part, the others
 /// at all, and posts for those a notification that no result has spoken of, some milliseconds later.
-/// By then they are asked again, by another thread, and some of them wait in the queue.
+/// By then another thread has retried them, and some of them wait in the queue.
 #[test]
 fn a_late_notification_returns_no_buffer() {
     const HEAD: usize = 1_200_000;
@@ -82,12 +82,12 @@ fn submit_and_end(sender: SharedSender<Vec<u8>>, buffers: Vec<Vec<u8>>) {
     thread.join().expect("the thread");
 }
 
-/// Writes over everything that is back.
+/// Overwrites every returned buffer.
 fn spoil(sender: &SharedSender<Vec<u8>>) {
     while let Some(mut returned) = sender.returned() {
         returned.outcome.expect("it was sent");
         returned.buffer.fill(0xee);
-        // What is freed may be given back to the system: kept, it is read as it is now.
+        // Freed memory may be unmapped; kept memory is read with its present contents.
         std::mem::forget(returned.buffer);
     }
 }
@@ -97,7 +97,7 @@ const LENGTHS: [usize; 10] = [0, 1, 600, 1000, 1500, 4000, 8000, 9001, 16_384, 6
 /// Datagrams of each.
 const EACH: usize = 30;
 
-/// Two buffers take turns. Each is written over when it is back, and then filled anew.
+/// Two buffers are used in turn. Each is overwritten when it is returned, and then filled anew.
 #[test]
 fn datagrams_arrive_as_they_were_when_sent() {
     for backend in BACKENDS {
@@ -125,7 +125,7 @@ fn datagrams_arrive_as_they_were_when_sent() {
             };
             let far = move || {
                 let socket = UdpSocket::bind("10.8.0.2:0").expect("an address");
-                // What waits to be read is not dropped.
+                // The receive buffer has room for all datagrams.
                 set_socket_recv_buffer_size_force(&socket, 8 << 20).expect("a socket");
                 socket.set_read_timeout(Some(PATIENCE)).expect("a socket");
                 let address = socket.local_addr().expect("an address");

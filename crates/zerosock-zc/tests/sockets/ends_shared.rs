@@ -78,7 +78,7 @@ fn closing_a_shared_stream_wakes_every_waiting_thread() {
             }
             assert!(finishing.join().expect("a thread").expect("an answer"));
         });
-        // What is cut short stays so.
+        // No byte follows the gap later.
         assert!(
             matches!(sender.close(None).outcome, CloseOutcome::Broken(_)),
             "{backend:?}"

@@ -119,7 +119,7 @@ fn io_uring_forbidden_later_frees_unsubmitted_buffers() {
 }
 
 /// Gives up the capability that lifts the limit of locked memory, and sets it, for this thread and
-/// this process. Only in a process that does nothing else. What the limit may be raised to.
+/// this process. Only for a process that does nothing else. Returns the hard limit.
 pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
     const CAP_IPC_LOCK: u32 = 14;
     let mut limit = libc::rlimit {
@@ -161,7 +161,7 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
 
 #[test]
 fn a_limit_of_locked_memory_does_not_stall_a_sender() {
-    // The limit is the process's, and so is what is given up to be under it.
+    // The limit and the capability belong to the process.
     let name = "faults::a_limit_of_locked_memory_does_not_stall_a_sender";
     alone(name, || {
         let _ = with_sink(name, send_with_little_locked_memory);

@@ -38,7 +38,7 @@ fn forked(child: impl FnOnce()) -> ExitStatus {
     }
 }
 
-/// With sends that wait, that are under way, and that have been made and not been asked for.
+/// With sends that are queued, under way, and finished but not handled.
 fn drops_it(backend: Backend) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("an address");
     let socket = TcpStream::connect(listener.local_addr().expect("it is bound")).expect("a peer");

@@ -13,7 +13,7 @@ use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What lies at `at` of the stream.
+/// The bytes of the stream from `at` on.
 fn part(at: &mut u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     fill(&mut bytes, *at);
@@ -42,7 +42,7 @@ fn over_cable(
         },
         move || {
             let listener = TcpListener::bind(CABLE[0][1]).expect("an address");
-            // What it takes without being read is little.
+            // The socket takes few bytes while the peer does not read.
             set_socket_recv_buffer_size(&listener, 1 << 17).expect("a socket");
             told.send(listener.local_addr().expect("an address"))
                 .expect("the near end");
@@ -76,7 +76,7 @@ fn waiting_sends_become_one_request_and_each_is_reported() {
             for turn in 0..6 {
                 push(&mut sender, part(&mut at, 2000), modes[turn / 2]);
             }
-            // What is longer than requests of several are is one, too, and so is what does not fit.
+            // A send above the limit of a gathered request is a request of its own; so is one that does not fit.
             for len in [200_000, 80_000, 60_000] {
                 push(&mut sender, part(&mut at, len), Copying::Never);
             }
@@ -112,8 +112,7 @@ fn waiting_sends_become_one_request_and_each_is_reported() {
     }
 }
 
-/// A socket that takes little at a time cuts through what was gathered; wherever it does, the stream
-/// goes on there.
+/// A socket that takes few bytes at a time takes requests in part; the stream continues after that part.
 #[test]
 fn a_request_taken_in_part_continues_after_that_part() {
     for backend in BACKENDS {
@@ -134,7 +133,7 @@ fn a_request_taken_in_part_continues_after_that_part() {
                 sender.wait(Some(PATIENCE)).expect("the kernel answers");
                 while let Some(mut returned) = sender.returned() {
                     returned.outcome.expect("it was sent");
-                    // Whatever is written now must not be seen by the receiver.
+                    // The receiver must not see bytes that are written now.
                     returned.buffer.fill(0xee);
                     back += 1;
                 }
@@ -148,8 +147,8 @@ fn a_request_taken_in_part_continues_after_that_part() {
     }
 }
 
-/// Of what was gathered the kernel has taken some, one in part perhaps, and none of the rest: they say
-/// so one by one, and their peer has had just that.
+/// The kernel has taken some sends of a request, perhaps one in part, and none of the others: each reports
+/// its bytes, and the peer reads exactly those.
 #[test]
 fn cancelled_sends_report_the_bytes_taken() {
     for backend in BACKENDS {
@@ -191,15 +190,15 @@ fn cancelled_sends_report_the_bytes_taken() {
                 sent += took;
             }
             assert!(ended, "{backend:?}: everything was taken");
-            // What is on its way arrives; what is dropped before is reset.
+            // Submitted bytes arrive; a stream with dropped bytes is reset.
             count.send(sent).expect("the far end");
             had.recv().expect("the far end");
             sent
         };
         let far = move |mut stream: TcpStream| {
-            // Nothing is read until the near end has cancelled.
+            // The peer does not read before the sender has cancelled.
             told.recv().expect("the near end");
-            // The near end learns what was sent when that has been read.
+            // The sender learns how much was sent when the peer has read it.
             let moment = Some(Duration::from_millis(10));
             stream.set_read_timeout(moment).expect("a socket");
             let until = Instant::now() + PATIENCE;
@@ -230,7 +229,7 @@ fn cancelled_sends_report_the_bytes_taken() {
     }
 }
 
-/// Sends until the peer's window is full, and waits for what the peer has had to come back.
+/// Sends until the window of the peer is full, and waits for the buffers of acknowledged bytes.
 fn goes_on(backend: Backend, one_by_one: bool, socket: TcpStream, go_on: &Teller<()>) -> u64 {
     set_socket_send_buffer_size(&socket, 1 << 22).expect("a socket");
     let mut sender = open(backend, socket);

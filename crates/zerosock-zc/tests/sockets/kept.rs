@@ -20,7 +20,7 @@ use crate::faults::limit_locked_memory;
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Those that send without a copy, and can be short of memory for it.
+/// The back-ends with zero-copy sends, which can be short of memory.
 const IN_PLACE: [Backend; 2] = [Backend::Uring, Backend::ErrorQueue];
 /// Less than one piece of [`LARGE`] bytes needs.
 const LIMIT: u64 = 64 << 10;
@@ -280,7 +280,7 @@ fn a_cancellation_ends_kept_and_retried_pieces() {
                 assert_eq!(sender.stats().over, before + 2, "{of}");
                 expected.push((LARGE, true));
             }
-            // Nothing that the kernel has not taken.
+            // No bytes that the kernel has not taken.
             sender.cancel().expect("the kernel answers");
             push(&mut sender, 0, TAIL, true);
             sender.cancel().expect("the kernel answers");
@@ -512,7 +512,7 @@ fn run(sender: &mut Sender<Vec<u8>>, receiver: &UdpSocket, steps: &[Step]) {
     }
     receiver.set_nonblocking(true).expect("a socket");
     assert!(receiver.recv(&mut bytes).is_err(), "one too many");
-    // One that finds no memory is overtaken.
+    // A datagram without memory is overtaken.
     received.sort_unstable();
     expected.sort_unstable();
     assert!(received == expected);

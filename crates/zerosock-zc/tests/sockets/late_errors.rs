@@ -44,7 +44,7 @@ const SUBMISSION: Submission = Submission {
 };
 
 /// Waits until nothing is busy_places.
-fn settle(calls: &mut ZcSocket<Vec<u8>>) {
+fn wait_until_idle(calls: &mut ZcSocket<Vec<u8>>) {
     let begun = Instant::now();
     while calls.busy_places() > 0 {
         assert!(begun.elapsed() < PATIENCE);
@@ -53,8 +53,8 @@ fn settle(calls: &mut ZcSocket<Vec<u8>>) {
     }
 }
 
-/// A queue in front of the device that lets 3000 bytes pass, holds back as much, and drops the rest.
-fn hold_back() {
+/// A queue in front of the device that passes 3000 bytes, queues as much, and drops the rest.
+fn delay_packets() {
     tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 3000");
 }
 
@@ -94,7 +94,7 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
 fn a_late_error_frees_no_other_buffer() {
     with_sink("a_late_error_frees_no_other_buffer", || {
         for to in SINK {
-            hold_back();
+            delay_packets();
             let mut sender = sender(to);
             // Through, and what follows has to wait.
             send(&mut sender, 2500, 1);
@@ -145,7 +145,7 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
                 });
                 (key, done.expect("a result"))
             };
-            // Of its fragments the first are let through, some wait, and the others are dropped.
+            // Its first fragments are sent, some are queued, and the others are dropped.
             let (parts, result) = start(&mut calls, 20_000);
             assert_eq!(
                 result.map_err(|why| why.raw_os_error()),
@@ -157,20 +157,20 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             calls.reap().expect("the kernel answers");
             assert!(!calls.idle(parts) && !calls.idle(next), "{to}");
             tc("qdisc del dev sink0 root");
-            settle(&mut calls);
+            wait_until_idle(&mut calls);
             assert!(calls.idle(parts) && calls.idle(next), "{to}");
         }
     });
 }
 
-/// A message of the error queue that is about something else is not dropped in silence, and where
-/// the queue is not ours it is left to the program.
+/// The error queue back-end counts messages that are no notifications; the other back-ends leave them to the
+/// application.
 #[test]
 fn network_errors_in_the_error_queue_are_counted_or_left() {
     for backend in [Backend::ErrorQueue, Backend::Uring] {
-        let nobody = UdpSocket::bind("127.0.0.1:0").expect("loopback");
-        let address = nobody.local_addr().expect("an address");
-        drop(nobody);
+        let closed = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        let address = closed.local_addr().expect("an address");
+        drop(closed);
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         set(&socket, libc::SOL_IP, libc::IP_RECVERR);
         let own = socket.try_clone().expect("a descriptor");
@@ -219,12 +219,12 @@ fn a_timestamp_does_not_hide_a_notification() {
     });
 }
 
-/// The kernel gives an empty datagram a number, if it is asked to send that without a copy.
+/// The kernel assigns an id to an empty zero-copy datagram.
 #[test]
 fn an_empty_datagram_takes_no_other_id() {
     with_sink("an_empty_datagram_takes_no_other_id", || {
         for to in SINK {
-            hold_back();
+            delay_packets();
             let opened = ZcSocket::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
             let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
             let start = |calls: &mut ZcSocket<_>, len, more| {
@@ -243,7 +243,7 @@ fn an_empty_datagram_takes_no_other_id() {
             assert!(!calls.idle(held[0]) && !calls.idle(held[2]), "{to}");
             assert!(calls.idle(held[1]), "{to}");
             tc("qdisc del dev sink0 root");
-            settle(&mut calls);
+            wait_until_idle(&mut calls);
         }
     });
 }
@@ -259,7 +259,7 @@ fn add_elsewhere() {
     tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
 }
 
-/// What waits in the queue of a device that the test need not look at: so many sends of two pages.
+/// Queues `sends` sends of two pages in a device that the test does not use otherwise.
 fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
     let opened = ZcSocket::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
     let mut other: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
@@ -303,9 +303,9 @@ fn locked_memory_of_others_does_not_resolve_a_failed_send() {
                 assert_eq!(code, Some(libc::ENOBUFS), "{to}");
                 assert!(!calls.idle(key), "{to}: the queue has some of it");
                 tc("qdisc del dev sink0 root");
-                settle(&mut calls);
+                wait_until_idle(&mut calls);
                 tc("qdisc del dev sink1 root");
-                settle(&mut other);
+                wait_until_idle(&mut other);
                 tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
             }
         });

@@ -19,7 +19,7 @@ use crate::ends::{ALL, SENDS, pair, read_to_reset};
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Long enough for a busy machine to hand over what is to be late.
+/// Long enough for a busy machine to submit the sends that are to be late.
 const LIMIT: Duration = Duration::from_millis(500);
 const LEN: usize = ALL as usize / SENDS;
 
@@ -54,7 +54,7 @@ fn assert_refused(why: &Refusal) {
     }
 }
 
-/// Everything is back, and counted; the stream is reset, and takes no more.
+/// Every buffer is returned and counted; the stream is reset and accepts nothing.
 fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) {
     let backend = sender.report().backend;
     assert!(begun.elapsed() >= LIMIT, "{backend:?}");
@@ -92,7 +92,7 @@ fn a_receiver_that_stops_is_reset_when_the_oldest_send_is_late() {
     }
 }
 
-/// The kernel has taken all of it, and only the receiver holds it: it is no more said to be sent.
+/// The kernel has taken all bytes, and the receiver has not acknowledged them: the sends fail.
 #[test]
 fn unacknowledged_buffers_are_returned_as_failed() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
@@ -117,7 +117,7 @@ fn polling_after_next_timeout_returns_the_buffer() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         while let Some(time) = sender.next_timeout() {
-            // The time itself is what is to pass.
+            // The test waits for the time itself.
             thread::sleep(time);
             sender.poll().expect("the kernel answers");
         }
@@ -173,7 +173,7 @@ fn a_late_poll_does_not_reset_sends_that_were_in_time() {
             sent.expect("it is accepted");
             far.read_exact(&mut [0; 1000]).expect("it arrives");
         }
-        // The time itself is what is to pass.
+        // The test waits for the time itself.
         thread::sleep(2 * LIMIT);
         sender.submit().expect("the kernel answers");
         let sent = sender.send(Outgoing::new(vec![1; 1000]));
@@ -187,7 +187,7 @@ fn a_late_poll_does_not_reset_sends_that_were_in_time() {
 
 #[test]
 fn a_slow_but_steady_reader_is_not_reset() {
-    // Each send is over long before, and all of them take longer.
+    // Each send finishes within the limit; all of them together take longer.
     const LONG: Duration = Duration::from_secs(2);
     thread::scope(|scope| {
         for backend in BACKENDS {
@@ -314,7 +314,7 @@ fn the_limit_wakes_an_event_loop_beside_threads() {
         while !sender.is_quiet() {
             let events = sender.events().expect("descriptors");
             let time = Timespec::try_from(PATIENCE).expect("it fits");
-            // What `events` itself rings is drained.
+            // Clears the event that `events` itself causes.
             sender.poll().expect("the kernel answers");
             if sender.is_quiet() {
                 break;
@@ -369,7 +369,7 @@ fn the_limit_holds_after_the_sender_is_dropped() {
 
 /// Datagrams that the kernel has taken, and of which a device has let the first pass.
 const TAKEN: u8 = 5;
-/// Those behind them, for which the socket has no room.
+/// The later datagrams, for which the socket has no room.
 const LEFT: u8 = 10;
 
 /// A sender of datagrams to the sink that the kernel takes no more from.
@@ -446,7 +446,7 @@ fn the_limit_cancels_datagrams_that_were_not_taken() {
     });
 }
 
-/// Nothing was to be late when it fell asleep.
+/// No send was under way when the thread began to wait.
 #[test]
 fn a_waiting_thread_observes_the_limit_of_later_sends() {
     with_sink("a_thread_that_sleeps_hears_of_what", || {

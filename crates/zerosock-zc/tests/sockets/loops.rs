@@ -25,7 +25,7 @@ fn pair() -> (TcpStream, TcpStream) {
     (socket.expect("loopback"), far)
 }
 
-/// What `act` comes to, on a thread that is left behind if it comes to nothing.
+/// The result of `act`, on a thread that is abandoned if it does not return.
 fn within<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = mpsc::channel();
     thread::spawn(move || tell.send(act()));
@@ -178,7 +178,7 @@ fn a_wait_sleeps_while_older_buffers_are_not_taken() {
     }
 }
 
-/// Until that thread of this process sleeps.
+/// Waits until that thread of this process sleeps.
 fn until_asleep(thread: i32) {
     let path = format!("/proc/self/task/{thread}/stat");
     let until = Instant::now() + PATIENCE;

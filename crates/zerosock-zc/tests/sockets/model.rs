@@ -15,7 +15,7 @@ use crate::network::BACKENDS;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const SLOTS: u32 = 3;
-/// What no datagram can be.
+/// A length that no datagram can have.
 const TOO_LONG: usize = 65_508;
 
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What one notification stands for.
+/// The sends that one notification covers.
 #[derive(Default)]
 struct Group {
     sends: BTreeSet<u64>,
@@ -111,7 +111,7 @@ impl Model {
         }
     }
 
-    /// Every notification comes once, and its buffers are back. Buffers are to be taken first.
+    /// Each notification is posted once, after its buffers are free. The caller takes the buffers first.
     fn notifications(&mut self, sender: &mut Sender<Vec<u8>>) {
         while let Some(notification) = sender.notification() {
             let slot = (notification.tag - 100) as usize;

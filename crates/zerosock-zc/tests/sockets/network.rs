@@ -86,7 +86,7 @@ pub(crate) fn with_sink<T: Send>(name: &str, test: impl FnOnce() -> T + Send) ->
 }
 
 /// Two namespaces with a cable between them: `near` runs in one and `far` in the other, at the same
-/// time; both ends are up before either starts. What passes is copied by the cable, not before.
+/// time; both ends are up before either starts. The cable copies packets; the sending socket does not.
 pub(crate) fn with_cable<N: Send, F: Send>(
     name: &str,
     near: impl FnOnce() -> N + Send,

@@ -41,13 +41,13 @@ fn run(program: &str, words: &str) {
     assert!(output.status.success(), "{program} {words}: {told}");
 }
 
-/// What is sent to this device waits until `let_go`.
-fn hold_back(device: &str) {
+/// The device queues packets until `release_packets`.
+fn delay_packets(device: &str) {
     let queue = "root tbf rate 8bit burst 1500 limit 60000";
     run("tc", &format!("qdisc replace dev {device} {queue}"));
 }
 
-fn let_go(device: &str) {
+fn release_packets(device: &str) {
     run("tc", &format!("qdisc del dev {device} root"));
 }
 
@@ -93,8 +93,8 @@ fn a_buffer_whose_drop_panics_affects_no_other() {
                 move || _ = freed.fetch_add(1, Ordering::SeqCst)
             };
             let is = |which: usize, count| freed[which].load(Ordering::SeqCst) == count;
-            hold_back("sink0");
-            hold_back("sink1");
+            delay_packets("sink0");
+            delay_packets("sink1");
             // Some buffers that panic in drop, and one that drops a sender with buffers in another queue.
             let panics = |_| {
                 let count = count(0);
@@ -114,15 +114,15 @@ fn a_buffer_whose_drop_panics_affects_no_other() {
             let early = held(first, backend, buffers);
             drop(late);
             drop(early);
-            let_go("sink0");
+            release_packets("sink0");
             until("they are freed", || is(0, 4));
             // The thread goes on, and others' buffers are where they were.
-            hold_back("sink0");
+            delay_packets("sink0");
             drop(held(first, backend, vec![bytes(count(2))]));
-            let_go("sink0");
+            release_packets("sink0");
             until("one more is freed", || is(2, 1));
             assert!(is(1, 0), "{backend:?}: {freed:?}");
-            let_go("sink1");
+            release_packets("sink1");
             until("all are freed", || is(1, 3));
         }
     });

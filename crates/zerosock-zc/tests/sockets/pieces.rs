@@ -41,7 +41,7 @@ fn begin(sender: &mut Sender<Vec<u8>>) {
     assert_eq!(sender.stats().over, over + 1);
 }
 
-/// What the sends failed with, in their order.
+/// The error of each send, in order.
 fn errors(sender: &mut Sender<Vec<u8>>) -> Vec<Option<i32>> {
     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
     let mut back: Vec<_> = std::iter::from_fn(|| sender.returned()).collect();
@@ -80,7 +80,7 @@ fn no_datagram_is_appended_to_a_piece_with_a_refused_rest() {
             assert_eq!(failed, [None, Some(libc::EMSGSIZE)], "{of}");
             arrives_alone(&mut sender, &receiver, of);
         }
-        // Those behind it fail, too, and the next that is whole arrives.
+        // Later pieces fail as well, and the next whole datagram arrives.
         for outgoing in [piece(100).more(), piece(TOO_LONG).more(), piece(50)] {
             push(&mut sender, outgoing);
         }

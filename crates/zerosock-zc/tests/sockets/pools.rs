@@ -86,7 +86,7 @@ fn the_count_of_registered_requests_is_correct() {
         assert_eq!(sender.report().registered, ROOM);
         assert_eq!(registered(&sender), bases[..ROOM]);
 
-        // One alone has in the end the place of what was not sent from for the longest time.
+        // The new arena replaces the least recently used one.
         let begun = (0..3000).position(|_| send(&mut sender, &pools[ROOM]) == 1);
         assert!(begun.expect("it is registered") > 900, "{begun:?}");
         assert_eq!(sender.report().registered, ROOM);
@@ -126,7 +126,7 @@ fn blocks_of_many_pools_arrive() {
                         }
                         while let Some(returned) = sender.returned() {
                             returned.outcome.expect("it was sent");
-                            // Whatever is written now must not be seen by the receiver.
+                            // The receiver must not see bytes that are written now.
                             { returned.buffer }.fill(0xee);
                         }
                     };

@@ -19,7 +19,7 @@ fn socket(to: &str) -> UdpSocket {
     socket.expect("an address")
 }
 
-/// How 100 datagrams of each length went, as given back.
+/// The outcomes of 100 datagrams of each length.
 fn outcomes(mut sender: Sender<Buf>, buffer: impl Fn(usize) -> Buf, wish: Copying) -> Vec<Sent> {
     let mut outcomes = Vec::new();
     for len in [1, 600, 1000, 1500, 4000, 8000, 65_000] {

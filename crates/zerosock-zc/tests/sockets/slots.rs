@@ -22,7 +22,7 @@ fn push<B: Stable>(sender: &mut Sender<B>, outgoing: Outgoing<B>) {
 }
 
 /// Submits, and waits until all buffers are free, without flushing.
-fn settle<B: Stable>(sender: &mut Sender<B>) {
+fn wait_until_quiet<B: Stable>(sender: &mut Sender<B>) {
     sender.submit().expect("the kernel answers");
     while !sender.is_quiet() {
         sender.wait(Some(PATIENCE)).expect("the kernel answers");
@@ -51,15 +51,15 @@ fn a_notification_has_the_tag_of_its_first_send() {
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
         // Whether the kernel has it or not.
         sender.set_tag(0, 8).expect("a slot");
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(1));
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         sender.flush(0..2).expect("slots");
         assert_eq!(posted(&mut sender), [(7, 0), (2, 0)], "{backend:?}");
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [(8, 1)], "{backend:?}");
         let refused = sender.set_tag(2, 0).expect_err("there are two");
         assert_eq!((refused.slot, refused.slots), (2, 2));
@@ -73,16 +73,16 @@ fn a_failed_send_attaches_and_does_not_flush() {
         let mut sender: Sender<Vec<u8>> = sender(backend, &address, [1]);
         // Too long for a datagram.
         push(&mut sender, Outgoing::new(vec![1; 70_000]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(sender.stats().failed, 1, "{backend:?}");
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         // Under the same notifier.
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [(1, 0)], "{backend:?}");
         // It alone has a notifier, too.
         push(&mut sender, Outgoing::new(vec![1; 70_000]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
         assert_eq!(posted(&mut sender), [(1, 1)], "{backend:?}");
@@ -98,7 +98,7 @@ fn a_flush_covers_only_the_slots_of_its_range() {
         for slot in [0, 1023, 1024, 3000, SLOTS - 1] {
             push(&mut sender, Outgoing::new(vec![1; 10]).slot(slot));
         }
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         sender.flush(1..1024).expect("slots");
         assert_eq!(posted(&mut sender), [(1023, 0)], "{backend:?}");
         sender.flush(1024..1024).expect("none");
@@ -132,7 +132,7 @@ fn memory_that_is_registered_and_memory_that_is_not_share_a_notifier() {
                 // Before any of them is with the kernel: it is for all of them.
                 sender.flush(0..1).expect("a slot");
                 assert_eq!(posted(&mut sender), [], "{backend:?}");
-                settle(&mut sender);
+                wait_until_quiet(&mut sender);
                 assert_eq!(posted(&mut sender), [(5, round as u32)], "{backend:?}");
                 assert_eq!(std::iter::from_fn(|| sender.returned()).count(), 4);
             }
@@ -152,13 +152,13 @@ fn a_send_that_never_started_does_not_delay_a_flush() {
         let socket = socket.expect("loopback");
         let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(1).flush());
         sender.flush(0..2).expect("slots");
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         sender.cancel().expect("the kernel answers");
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         // The one before it has been executed; the one of the other slot has not.
         assert_eq!(sender.stats().failed, 2, "{backend:?}");
         assert_eq!(posted(&mut sender), [(1, 0)], "{backend:?}");

@@ -49,7 +49,7 @@ fn descriptor(result: io::Result<i32>) -> io::Result<OwnedFd> {
     result.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A map of sockets, and the program that sees what is sent over each.
+/// A sockmap, and the program that sees the bytes sent over each of its sockets.
 struct Map {
     map: OwnedFd,
     _program: OwnedFd,

@@ -35,7 +35,7 @@ pub(crate) fn check(mut stream: TcpStream) -> u64 {
     }
 }
 
-/// Sends with few buffers, each filled anew as soon as it is back. How many bytes.
+/// Sends with few buffers, each refilled as soon as it is returned. Returns the number of bytes.
 fn send(mut sender: Sender<Buf>, wish: impl Fn(u64) -> Copying) -> u64 {
     let pool = Pool::new(4, 300_000).expect("memory");
     let mut at = 0;
@@ -76,7 +76,7 @@ fn send(mut sender: Sender<Buf>, wish: impl Fn(u64) -> Copying) -> u64 {
         while let Some(returned) = sender.returned() {
             under_way -= 1;
             returned.outcome.expect("it was sent");
-            // Whatever is written now must not be seen by the receiver.
+            // The receiver must not see bytes that are written now.
             match returned.buffer {
                 Buf::Pool(mut block) => block.fill(0xee),
                 Buf::Vec(mut bytes) => bytes.fill(0xee),

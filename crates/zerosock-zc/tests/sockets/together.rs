@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const THREADS: u64 = 6;
 const EACH: u64 = 300;
 const SLOTS: [u64; 3] = [100, 200, 300];
-/// What a message begins with: its name, and its length.
+/// The header of a message: its name and its length.
 const HEADER: usize = 16;
 
 /// The reports that one thread has got.
@@ -70,7 +70,7 @@ fn name_of(message: &[u8]) -> (u64, usize) {
     (number(0), number(8) as usize)
 }
 
-/// How long a message is; on a stream some are longer than what is sent in place by itself.
+/// Length of a message in bytes; on a stream some are above the limit of a gathered request.
 fn len_of(name: u64, longest: usize) -> usize {
     HEADER + (name.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % (longest - HEADER)
 }
@@ -186,7 +186,7 @@ fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
         sequences.sort_unstable();
         let all = 0..sequences.len() as u32;
         assert!(sequences.iter().copied().eq(all), "{what}: {tag}");
-        // Those of flushes, not only of the end.
+        // Notifications of flushes, not only of the final one.
         assert!(sequences.len() > 10, "{what}: {tag}: {}", sequences.len());
     }
     assert_eq!(sender.stats().failed, 0, "{what}");

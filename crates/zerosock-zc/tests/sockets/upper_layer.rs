@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const CHUNK: usize = 1 << 16;
 const CHUNKS: usize = 16;
 
-/// Encrypts what is sent from here on.
+/// Enables encryption for later bytes.
 fn encrypt(socket: impl AsFd) {
     network::set_upper_layer(&socket, "tls").expect("kernel TLS");
     network::encrypt(&socket).expect("keys");

@@ -25,7 +25,7 @@ use super::unresolved::sockopt_is_set;
 use super::zc_socket::SocketState;
 use super::{Key, Kind};
 
-/// The sockets with an owner of their error queue, by the cookie that the kernel gives each socket (SO_COOKIE).
+/// The sockets with an owner of their error queue, by the cookie of the kernel (SO_COOKIE).
 static CLAIMED: Mutex<Option<HashSet<u64>>> = Mutex::new(None);
 
 fn claimed() -> MutexGuard<'static, Option<HashSet<u64>>> {

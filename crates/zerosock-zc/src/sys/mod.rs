@@ -1,20 +1,20 @@
 //! The system calls of senders, and the owner of buffers while the kernel reads them.
 //!
 //! A zero-copy send ends twice: when the call has its result, and when the kernel no longer reads the
-//! buffer. Until then the buffer belongs to a [`ZcSocket`], which sends over io_uring (`ring`: SEND_ZC and
-//! SENDMSG_ZC) or over sendmsg(2) (`calls`: with MSG_ZEROCOPY and the error queue, or with copies). All are
-//! used in the same way: [`put`](ZcSocket::put) stores a buffer in a place, [`start`](ZcSocket::start) makes a
-//! request of it (on a stream, of several places), [`submit`](ZcSocket::submit) hands requests to the
-//! kernel, [`event`](ZcSocket::event) returns results and notifications, and [`take`](ZcSocket::take) takes
-//! the buffer out of an idle place.
+//! buffer. Until then the buffer belongs to a [`ZcSocket`], which sends over io_uring (`uring`: SEND_ZC
+//! and SENDMSG_ZC) or over sendmsg(2) (`sendmsg`: with MSG_ZEROCOPY and the error queue, or with copies).
+//! All are used in the same way: [`put`](ZcSocket::put) stores a buffer in a place,
+//! [`start`](ZcSocket::start) makes a request of it (on a stream, of several places),
+//! [`submit`](ZcSocket::submit) hands requests to the kernel, [`event`](ZcSocket::event) returns
+//! results and notifications, and [`take`](ZcSocket::take) takes the buffer out of an idle place.
 //!
 //! Programs use a [`Sender`](crate::Sender), which decides which requests are made, in which order, and
 //! which are made again. This module is public for benchmarks and tests of single requests.
 //!
 //! # Invariants
-//! A buffer leaves its place only when neither a result nor a notification for it is pending. A `ZcSocket`
-//! that is dropped before that is moved with its buffers to a thread that waits for the kernel (`orphans`);
-//! if that thread cannot be started, the buffers are leaked.
+//! A buffer leaves its place only when neither a result nor a notification for it is pending. A
+//! `ZcSocket` that is dropped before that is moved with its buffers to a thread that waits for the
+//! kernel (`orphans`); if that thread cannot be started, the buffers are leaked.
 
 mod address;
 mod arenas;

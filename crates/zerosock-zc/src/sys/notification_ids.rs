@@ -1,13 +1,13 @@
 //! Which zero-copy request took which notification id.
 //!
 //! The kernel assigns consecutive ids to the zero-copy requests of a socket and reports ranges of ids
-//! when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A reported id that
-//! this socket has not reached yet was taken by another sender. It is counted as well: otherwise each
-//! later buffer would be freed when the request before it completes.
+//! when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A reported
+//! id that this socket has not reached yet was taken by another sender. It is counted as well:
+//! otherwise each later buffer would be freed when the request before it completes.
 //!
-//! The first id can be unknown (`first_id`). No reported id is then matched with a request until the first
-//! can be derived. All ids are assumed to be those of this socket, so the first is known as soon as the
-//! reported ids span as many ids as were assigned.
+//! The first id can be unknown (`first_id`). No reported id is then matched with a request until the
+//! first can be derived. All ids are assumed to be those of this socket, so the first is known as soon
+//! as the reported ids span as many ids as were assigned.
 
 use std::collections::VecDeque;
 

@@ -1,19 +1,19 @@
 //! The back-end over io_uring.
 //!
-//! A ring is for one socket, which is registered with it. A request is an entry of the submission queue;
-//! only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read from memory that the
-//! kernel shares. A zero-copy request has two: its result, with a flag that says whether a notification
-//! follows, and the notification. Which completion belongs to which request, and when a place is idle, is
-//! kept by `requests`.
+//! A ring is for one socket, which is registered with it. A request is an entry of the submission
+//! queue; only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read from
+//! memory that the kernel shares. A zero-copy request has two: its result, with a flag that says
+//! whether a notification follows, and the notification. Which completion belongs to which request, and
+//! when a place is idle, is kept by `requests`.
 //!
-//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a packet with
-//! the end of one request and the beginning of the next ties their notifications (`io_link_skb`), and so
-//! on for as long as there is more to send. The kernel then posts none of them until everything is
-//! acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
+//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a packet
+//! with the end of one request and the beginning of the next ties their notifications (`io_link_skb`),
+//! and so on for as long as there is more to send. The kernel then posts none of them until everything
+//! is acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
 //!
 //! The ring has COOP_TASKRUN: the kernel posts completions when the thread that submitted enters it for
-//! any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag in shared
-//! memory says that completions wait to be posted.
+//! any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag in
+//! shared memory says that completions wait to be posted.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;

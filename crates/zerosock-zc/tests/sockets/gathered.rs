@@ -76,7 +76,7 @@ fn waiting_sends_become_one_request_and_each_is_reported() {
             for turn in 0..6 {
                 push(&mut sender, part(&mut at, 2000), modes[turn / 2]);
             }
-            // A send above the limit of a gathered request is a request of its own; so is one that does not fit.
+            // A send above the limit of a gathered request, or that does not fit, is one of its own.
             for len in [200_000, 80_000, 60_000] {
                 push(&mut sender, part(&mut at, len), Copying::Never);
             }

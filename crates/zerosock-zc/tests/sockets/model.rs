@@ -76,8 +76,8 @@ struct Model {
     /// By slot: groups that are closed, in order, and the open one.
     closed: [Vec<Group>; SLOTS as usize],
     open: [Group; SLOTS as usize],
-    /// Sequence numbers notified so far, by slot: one may come before an earlier one if the buffers of that one
-    /// are kept for longer.
+    /// Sequence numbers notified so far, by slot: one may precede an earlier one if the buffers of
+    /// that one are busy for longer.
     notified: [BTreeSet<u32>; SLOTS as usize],
 }
 

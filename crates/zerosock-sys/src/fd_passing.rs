@@ -1,11 +1,11 @@
 //! File descriptors over Unix sockets (SCM_RIGHTS, unix(7)).
 //!
-//! Descriptors that arrive and are not received are closed by the kernel in the thread that receives
-//! the bytes, or closes the socket, and that close can wait for the sender's objects. So a socket
-//! either [refuses](refuse_rights) descriptors, or is received from with room for as many as a message
-//! can have, by [`recv`], and closed by the [reaper](crate::reaper). A process that has no descriptor
-//! number left loses this protection: the kernel then discards what it cannot install. Callers keep
-//! [`RESERVE`] numbers free.
+//! If descriptors arrive and are not received, the kernel closes them in the thread that receives the
+//! bytes or closes the socket, and that close can wait for objects of the sender. So a socket either
+//! [refuses](refuse_rights) descriptors, or [`recv`] receives from it with room for as many as a message
+//! can have, and the [reaper](crate::reaper) closes it. A process without free descriptor numbers loses
+//! this protection: the kernel then closes descriptors that it cannot install. Callers keep [`RESERVE`]
+//! numbers free.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -19,10 +19,10 @@ use rustix::net::{
 
 use crate::peer_fd::PeerFd;
 
-/// The most descriptors that one message has (SCM_MAX_FD of the kernel).
+/// The most descriptors in one message (SCM_MAX_FD of the kernel).
 pub const MAX_FDS: usize = 253;
 
-/// Descriptor numbers to be kept free by a process that receives descriptors.
+/// Number of descriptor numbers that a process must keep free to receive descriptors.
 pub const RESERVE: u64 = MAX_FDS as u64 + 1;
 
 /// SO_PASSRIGHTS of linux/socket.h, since Linux 6.16.
@@ -33,7 +33,7 @@ const SO_PASSRIGHTS: libc::c_int = 83;
 /// whether the kernel can do that.
 ///
 /// # Errors
-/// What setsockopt(2) answers, but for ENOPROTOOPT.
+/// Errors of setsockopt(2), except ENOPROTOOPT.
 pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
     let off: libc::c_int = 0;
     // SAFETY: the option's value is an int that lives until the call returns, and is only read.
@@ -55,13 +55,13 @@ pub fn refuse_rights(fd: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Makes a descriptor that a peer has sent a socket that can only be sent to, if it is a connected Unix
-/// stream socket whose other end has no name and in which nothing is queued. False: it is something
-/// else. None of the calls waits for the peer.
+/// Shuts down the receive side of a descriptor that a peer has sent, if it is a connected Unix stream socket
+/// with an unnamed other end and an empty receive queue. Returns false for any other descriptor. None of the
+/// calls waits for the peer.
 ///
-/// Afterwards nothing can be put into it, and so it holds no object of the peer, such as the peer's end
-/// of another connection. The peer's own end of a connection to a listener is not one, since the other
-/// end has the listener's name.
+/// Afterwards nothing can be queued in the socket, so it holds no object of the peer, such as the peer's end
+/// of another connection. The peer's end of a connection to a listener is refused, because its other end has
+/// the name of the listener.
 pub fn make_send_only(fd: impl AsFd) -> bool {
     let fd = fd.as_fd();
     let is_unix = sockopt::socket_domain(fd) == Ok(AddressFamily::UNIX);
@@ -74,15 +74,15 @@ pub fn make_send_only(fd: impl AsFd) -> bool {
     // call returns.
     let named =
         unsafe { libc::getpeername(fd.as_raw_fd(), name.as_mut_ptr().cast(), &raw mut len) };
-    // The family alone.
+    // An unnamed address consists of the family only.
     let unnamed = named == 0 && len as usize <= size_of::<libc::sa_family_t>();
-    // What was queued before stays; nothing can be queued after.
+    // Bytes queued before the shutdown stay queued; later ones are refused.
     unnamed
         && shutdown(fd, Shutdown::Read).is_ok()
         && rustix::io::ioctl_fionread(fd).is_ok_and(|bytes| bytes == 0)
 }
 
-/// Whether a Unix socket refuses descriptors, as an accepted one has it from its listener.
+/// Whether a Unix socket refuses descriptors. An accepted socket inherits this from its listener.
 pub fn refuses_rights(fd: impl AsFd) -> bool {
     let mut on: libc::c_int = 1;
     let mut len = size_of_val(&on) as libc::socklen_t;
@@ -100,27 +100,27 @@ pub fn refuses_rights(fd: impl AsFd) -> bool {
     result == 0 && on == 0
 }
 
-/// What [`recv`] got.
+/// The result of [`recv`].
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Received {
     /// Bytes written to the buffer; 0 at end of file.
     pub bytes: usize,
-    /// Descriptors were lost: more came than this process may open. The kernel has closed those.
+    /// More descriptors arrived than this process may open. The kernel has closed the others.
     pub truncated_fds: bool,
 }
 
-/// Sends bytes with descriptors in one sendmsg(2). Does not block and raises no SIGPIPE. Returns
-/// how many bytes went; the descriptors go with the first of them.
+/// Sends bytes with descriptors in one sendmsg(2). Does not block and raises no SIGPIPE. Returns the number
+/// of bytes sent; the descriptors are attached to the first of them.
 ///
 /// # Errors
-/// `WouldBlock` when the socket takes nothing now, `InvalidInput` for more than [`MAX_FDS`], else
-/// what sendmsg(2) answers.
+/// `WouldBlock` when the socket is full, `InvalidInput` for more than [`MAX_FDS`], otherwise
+/// errors of sendmsg(2).
 pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     if fds.len() > MAX_FDS {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
             format!(
-                "{} descriptors in one message, at most {MAX_FDS} go",
+                "{} descriptors in one message: at most {MAX_FDS} are possible",
                 fds.len()
             ),
         ));
@@ -139,11 +139,11 @@ pub fn send(fd: impl AsFd, data: &[IoSlice<'_>], fds: &[BorrowedFd<'_>]) -> io::
     }
 }
 
-/// Receives bytes and descriptors with one recvmsg(2), for at most [`MAX_FDS`] descriptors, which is
-/// all that a message can have. Does not block. The descriptors are appended to `fds`, closed on exec.
+/// Receives bytes and up to [`MAX_FDS`] descriptors, the most that a message can have, with one recvmsg(2).
+/// Does not block. The descriptors are close-on-exec and are appended to `fds`.
 ///
 /// # Errors
-/// `WouldBlock` when nothing is there, else what recvmsg(2) answers.
+/// `WouldBlock` when nothing is there, otherwise errors of recvmsg(2).
 pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<Received> {
     let mut space =
         [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS), ScmCredentials(1))];
@@ -155,7 +155,7 @@ pub fn recv(fd: impl AsFd, buf: &mut [u8], fds: &mut Vec<PeerFd>) -> io::Result<
             result => result?,
         };
         for message in control.drain() {
-            // Other kinds come only to sockets that asked for them.
+            // Sockets receive other kinds only if they request them.
             if let RecvAncillaryMessage::ScmRights(rights) = message {
                 fds.extend(rights.map(PeerFd::from));
             }
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_as_a_message_can_have_are_received() {
+    fn the_most_descriptors_of_a_message_are_received() {
         let (a, b) = UnixStream::pair().unwrap();
         let sent = files(MAX_FDS + 1);
         let borrowed: Vec<_> = sent.iter().map(|fd| fd.as_fd()).collect();
@@ -246,7 +246,7 @@ mod tests {
 
     /// The sender's credentials take room, too.
     #[test]
-    fn a_socket_that_wants_credentials_loses_no_descriptor() {
+    fn a_socket_with_passcred_receives_every_descriptor() {
         let (a, b) = UnixStream::pair().unwrap();
         rustix::net::sockopt::set_socket_passcred(&b, true).unwrap();
         let sent = files(MAX_FDS);
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn never_blocks_and_sees_the_end() {
+    fn receive_does_not_block_and_returns_0_at_end_of_file() {
         let (a, b) = UnixStream::pair().unwrap();
         let mut got = Vec::new();
         let error = recv(&b, &mut [0; 4], &mut got).unwrap_err();

@@ -3,16 +3,17 @@
 //! Each module covers one kernel interface:
 //!
 //! - [`send_slices`] and [`recv_slices`] move bytes between a socket and guest memory in place.
-//! - [`sigbus`] survives guest memory that vanishes, [`memfd`] makes memory that cannot shrink.
-//! - [`fd_passing`] carries descriptors over Unix sockets, [`socket_file`] makes Unix sockets with a
-//!   path, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] tries out what they do).
-//! - [`reaper`] has the threads that close what a [`PeerFd`] holds, [`notify`] wakes peers, and
-//!   [`account`] has the shares of peers in descriptors and memory.
+//! - [`sigbus`] handles faults in guest memory that its owner truncated, [`memfd`] creates memory that
+//!   cannot shrink.
+//! - [`fd_passing`] sends descriptors over Unix sockets, [`socket_file`] creates Unix sockets with a
+//!   path, [`vsock`] opens kernel vsock sockets ([`vsock_calls`] makes single calls on them for tests).
+//! - [`reaper`] has the threads that close the descriptor of a [`PeerFd`], [`notify`] wakes peers, and
+//!   [`account`] limits the descriptors and memory of each peer.
 //! - [`affinity`] pins threads, [`network`] isolates them.
 //!
 //! # Invariants
-//! No function panics on what a peer sends. Only the SIGBUS handler and the reaper keep state. Each
-//! `unsafe` block says why it is sound. Where rustix offers a safe call, it is used instead of libc.
+//! No function panics on input of a peer. Only the SIGBUS handler and the reaper keep state. Each `unsafe`
+//! block has a SAFETY argument. Where rustix offers a safe call, it is used instead of libc.
 
 pub mod account;
 pub mod affinity;

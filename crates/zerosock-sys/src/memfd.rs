@@ -1,4 +1,4 @@
-//! Anonymous memory files, and whether a file can shrink under us.
+//! Anonymous memory files, and whether a mapped file can shrink.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,16 +8,15 @@ use rustix::fs::{
     memfd_create,
 };
 
-/// Bytes of a huge page, as [`create_huge`] asks for them.
+/// Size of a huge page for [`create_huge`], in bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
 
-/// Makes a memory file of `len` zero bytes, closed on exec. `name` shows up in `/proc`.
+/// Creates a memory file of `len` zero bytes, close-on-exec. `name` appears in `/proc`.
 ///
-/// With `seal` the file keeps its length, and that cannot be lifted: whoever maps it need not fear
-/// SIGBUS.
+/// With `seal` the length of the file can never change, so an access to a mapping of it raises no SIGBUS.
 ///
 /// # Errors
-/// What memfd_create(2), ftruncate(2) and fcntl(2) F_ADD_SEALS answer.
+/// Errors of memfd_create(2), ftruncate(2) and fcntl(2) F_ADD_SEALS.
 pub fn create(name: &str, len: u64, seal: bool) -> io::Result<OwnedFd> {
     let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&fd, len)?;
@@ -27,8 +26,8 @@ pub fn create(name: &str, len: u64, seal: bool) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// As [`create`], sealed, of pages of [`HUGE_PAGE`] bytes from the system's pool. All of them are
-/// taken out of the pool here, so that whoever touches them later finds them.
+/// As [`create`], sealed, with pages of [`HUGE_PAGE`] bytes from the pool of the system. All pages are
+/// allocated here, so later accesses cannot fail for want of pages.
 ///
 /// # Errors
 /// `InvalidInput` when `len` is no multiple of [`HUGE_PAGE`]; what fallocate(2) says when the pool
@@ -44,21 +43,20 @@ pub fn create_huge(name: &str, len: u64) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// The length is for ever, and so are the seals.
+/// Seals the length for good: the seals cannot be removed.
 fn fix_length(fd: &OwnedFd) -> io::Result<()> {
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
     Ok(fcntl_add_seals(fd, seals)?)
 }
 
-/// Whether the file can never become shorter. Files without seals (those on a disk), and those on
-/// which none can be asked for, can.
+/// Whether the file can never become shorter. False for a file that does not support seals, such as one on a
+/// disk.
 pub fn is_shrink_sealed(fd: impl AsFd) -> bool {
     fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK))
 }
 
-/// Whether the file lives in memory (memfd, tmpfs, hugetlbfs): no server or disk stands behind it
-/// whose answer a page fault would have to wait for. The kernel answers this from the descriptor
-/// alone, without asking the file system.
+/// Whether the file is in memory (memfd, tmpfs, hugetlbfs): a page fault waits for no server and no disk. The
+/// kernel determines this from the descriptor alone, without a call to the file system.
 pub fn is_memory(fd: impl AsFd) -> bool {
     fcntl_get_seals(fd).is_ok()
 }
@@ -79,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn huge_file_is_sealed_where_the_kernel_has_such_pages() {
+    fn huge_file_is_sealed() {
         create_huge("odd", HUGE_PAGE + 4096).unwrap_err();
         match create_huge("huge", HUGE_PAGE) {
             Ok(fd) => {

@@ -1,4 +1,4 @@
-//! Networks for tests: a thread that is alone with its devices, and TCP under another protocol.
+//! Networks for tests: a thread in a network namespace of its own, and TCP with kernel TLS.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
@@ -7,39 +7,39 @@ const SOL_TLS: libc::c_int = 282;
 const TLS_TX: libc::c_int = 1;
 const TLS_RX: libc::c_int = 2;
 
-/// Moves the calling thread into a network namespace of its own, with a loopback device that is
-/// down and nothing else. Sockets that it has stay where they are; those that it makes from now on,
-/// and the programs that it starts, are there. The namespace ends with the last of them.
+/// Moves the calling thread into a new network namespace, with a loopback device that is down and nothing
+/// else. Existing sockets stay in the old namespace; later sockets and child processes of the thread are in
+/// the new one. The kernel removes the namespace with its last user.
 ///
 /// # Errors
-/// EPERM without CAP_SYS_ADMIN; ENOSPC where no more are allowed.
+/// EPERM without CAP_SYS_ADMIN; ENOSPC if the limit of namespaces is reached.
 pub fn isolate_thread() -> io::Result<()> {
-    // SAFETY: only the calling thread's later sockets are concerned; no memory is touched.
+    // SAFETY: the call affects later sockets of the calling thread, and touches no memory.
     match unsafe { libc::unshare(libc::CLONE_NEWNET) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Puts a connected TCP socket under the upper-layer protocol of this name (TCP_ULP).
+/// Sets the upper-layer protocol of a connected TCP socket (TCP_ULP).
 ///
 /// # Errors
-/// ENOENT where the kernel has none of that name, EOPNOTSUPP if it is none for programs.
+/// ENOENT if the kernel has no protocol of this name, EOPNOTSUPP if user space may not set it.
 pub fn set_upper_layer(socket: impl AsFd, name: &str) -> io::Result<()> {
     set(socket, libc::SOL_TCP, libc::TCP_ULP, name.as_bytes())
 }
 
-/// Lets the kernel encrypt (TLS 1.3) what is sent over a TCP socket that is under "tls", with keys
-/// that everybody knows, as [`decrypt`] does.
+/// Makes the kernel encrypt (TLS 1.3) bytes sent over a TCP socket with the protocol "tls". The keys are
+/// constants, which [`decrypt`] uses as well.
 ///
 /// # Errors
-/// ENOENT where the kernel does not have the cipher, AES-128-GCM.
+/// ENOENT if the kernel does not have the cipher, AES-128-GCM.
 pub fn encrypt(socket: impl AsFd) -> io::Result<()> {
     set_keys(socket, TLS_TX)
 }
 
-/// Lets the kernel decrypt what is received over a TCP socket that is under "tls": what the other end
-/// has sent since it has had [`encrypt`] called.
+/// Makes the kernel decrypt bytes received over a TCP socket with the protocol "tls", which the other end
+/// sent after [`encrypt`].
 ///
 /// # Errors
 /// As there.
@@ -62,7 +62,7 @@ fn set_keys(socket: impl AsFd, direction: libc::c_int) -> io::Result<()> {
 fn set(socket: impl AsFd, level: libc::c_int, option: libc::c_int, value: &[u8]) -> io::Result<()> {
     let len = value.len() as libc::socklen_t;
     let socket = socket.as_fd().as_raw_fd();
-    // SAFETY: the kernel reads as many bytes as it is told of, all of them the slice's.
+    // SAFETY: the kernel reads `len` bytes, the length of the slice.
     match unsafe { libc::setsockopt(socket, level, option, value.as_ptr().cast(), len) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

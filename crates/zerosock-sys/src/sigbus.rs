@@ -1,15 +1,15 @@
-//! Surviving guest memory that vanishes.
+//! A SIGBUS handler for guest memory that its owner truncates.
 //!
-//! Guest memory is a file of the VMM. When the VMM truncates it, touching a page beyond the new
-//! end raises SIGBUS, which by default ends the process and all its other VMs. The handler here
-//! asks [`zerosock_ring::handle_fault`], which puts anonymous memory under the fault when it lies
-//! in guest memory and marks that memory as lost; the access then goes on. Any other SIGBUS goes
-//! to the handler that was there before, so that it looks as if we were not there.
+//! Guest memory is a file of the VMM. When the VMM truncates it, an access to a page beyond the new end
+//! raises SIGBUS, which by default ends the process and all its other VMs. The handler calls
+//! [`zerosock_ring::handle_fault`]: if the fault is in guest memory, it maps anonymous memory there and marks
+//! the guest memory as lost, and the access continues. The handler passes any other SIGBUS to the handler
+//! that was installed before.
 //!
-//! The handler that Rust's library installs restores the default action when it is called for
-//! anything but a stack overflow. After a SIGBUS that another process sent, the guard is gone.
+//! The handler of Rust's standard library restores the default action when it is called for anything but a
+//! stack overflow. So this handler is no longer installed after a SIGBUS that another process sent.
 //!
-//! System calls on vanished memory raise no signal; they answer EFAULT.
+//! System calls on truncated memory raise no signal; they fail with EFAULT.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -18,24 +18,23 @@ use std::sync::OnceLock;
 
 use libc::{c_int, c_void, sigaction, siginfo_t};
 
-/// The action that was there before ours. Set before ours is installed, so that the handler always
-/// finds it.
+/// The action that was installed before ours. Set before ours is installed, because the handler reads it.
 static PREVIOUS: OnceLock<sigaction> = OnceLock::new();
 
-/// How the installation came out: nothing, or an errno.
+/// The result of the installation: nothing, or an errno.
 static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
 
-/// si_code: beyond the end of the mapped object.
+/// si_code: access beyond the end of the mapped object.
 const BUS_ADRERR: c_int = 2;
-/// si_code: hardware memory error that an access ran into.
+/// si_code: access to a page with a hardware memory error.
 const BUS_MCEERR_AR: c_int = 4;
 
-/// Installs the handler for the whole process. The first call does it, later ones return what the
-/// first did. A handler that the embedding program installs later replaces ours, and must call
-/// the previous one for faults that it does not know.
+/// Installs the handler for the whole process. Later calls return the result of the first one. A handler
+/// that the embedding program installs later replaces this one, and must call it for faults that it does not
+/// handle.
 ///
 /// # Errors
-/// What sigaction(2) answers.
+/// Errors of sigaction(2).
 pub fn install() -> io::Result<()> {
     let installed = INSTALLED.get_or_init(|| {
         fetch()
@@ -48,10 +47,10 @@ pub fn install() -> io::Result<()> {
     installed.map_err(io::Error::from_raw_os_error)
 }
 
-/// The present action.
+/// The current action.
 fn fetch() -> io::Result<sigaction> {
     let mut action = MaybeUninit::<sigaction>::uninit();
-    // SAFETY: a null new action only asks; the kernel fills `action` when it answers 0.
+    // SAFETY: without a new action the call changes nothing; the kernel fills `action` if it returns 0.
     if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), action.as_mut_ptr()) } != 0 {
         return Err(io::Error::last_os_error());
     }
@@ -65,8 +64,8 @@ fn replace() -> io::Result<()> {
     let mut action: sigaction = unsafe { std::mem::zeroed() };
     let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = on_sigbus;
     action.sa_sigaction = handler as usize;
-    // The alternate stack, if the thread has one: a stack overflow may arrive as SIGBUS and is
-    // the previous handler's business.
+    // Uses the alternate stack, if the thread has one: a stack overflow may arrive as SIGBUS, and the
+    // previous handler handles it.
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
     // SAFETY: `handler` has the signature that SA_SIGINFO asks for, is async-signal-safe (see
     // there) and lives for the whole program.
@@ -76,11 +75,11 @@ fn replace() -> io::Result<()> {
     Ok(())
 }
 
-/// The handler. Calls only what is async-signal-safe: `handle_fault`, which says so of itself;
-/// `OnceLock::get`, an atomic load; the previous handler; sigaction(2). Keeps errno.
+/// The handler. Calls only async-signal-safe functions: `handle_fault`, as documented there;
+/// `OnceLock::get`, an atomic load; the previous handler; sigaction(2). Preserves errno.
 extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    // SAFETY: the C library gives every thread an errno and this its address; no reference to it
-    // is formed, and no other thread uses it.
+    // SAFETY: returns the address of the errno of this thread; no reference to it is formed, and no other
+    // thread uses it.
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: as above.
     let saved = unsafe { *errno };
@@ -92,8 +91,8 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
             _ => None,
         }
     };
-    // SAFETY: this is the handler, on the thread that faulted; the kernel gave the address of the
-    // access, and the code says that it is the access of this thread and no signal of somebody's.
+    // SAFETY: this is the handler, on the thread that faulted; the kernel gave the address of the access, and
+    // the code says that this thread made the access and no process sent the signal.
     let handled = fault.is_some_and(|addr| unsafe { zerosock_ring::handle_fault(addr) });
     if !handled {
         chain(signal, info, context);
@@ -102,7 +101,7 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     unsafe { *errno = saved };
 }
 
-/// Does what would have happened without us.
+/// Calls the previous handler, or restores the default action.
 fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     match PREVIOUS.get() {
         Some(previous)
@@ -122,9 +121,9 @@ fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
                 handler(signal);
             }
         }
-        // Default, or ignored, which the kernel treats as default for a fault: put the default
-        // back; the access faults again when we return and ends the process. A SIGBUS sent by
-        // kill(2) is raised anew, and comes when this handler returns.
+        // Default, or ignored, which the kernel treats as default for a fault: restores the default action.
+        // The access faults again when the handler returns, and ends the process. For a SIGBUS sent by
+        // kill(2), raise(3) sends it again, and it is delivered when the handler returns.
         _ => {
             // SAFETY: `sigaction` as in `replace`; the default action needs no function. raise(3)
             // is async-signal-safe.

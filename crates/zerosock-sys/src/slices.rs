@@ -1,4 +1,4 @@
-//! Bytes between a socket and guest memory, straight over the guest's buffers.
+//! Moves bytes between a socket or file and guest memory, without an intermediate buffer.
 
 use std::io;
 use std::mem::{MaybeUninit, align_of, size_of};
@@ -10,7 +10,7 @@ use crate::account::Account;
 use crate::fd_passing::MAX_FDS;
 use crate::peer_fd::PeerFd;
 
-/// The most slices that one call uses (UIO_MAXIOV); what lies in later ones is left for the next.
+/// The most slices that one call uses (UIO_MAXIOV); later slices are left for the next call.
 pub const MAX_SLICES: usize = 1024;
 
 // A slice of `GuestSlice` is handed to the kernel as an array of `struct iovec`. The order of the
@@ -18,12 +18,12 @@ pub const MAX_SLICES: usize = 1024;
 const _: () = assert!(size_of::<GuestSlice<'_>>() == size_of::<libc::iovec>());
 const _: () = assert!(align_of::<GuestSlice<'_>>() == align_of::<libc::iovec>());
 
-/// Sends from guest memory with one sendmsg(2). Does not block and raises no SIGPIPE. Returns how
-/// many bytes the socket took, possibly fewer than there are.
+/// Sends from guest memory with one sendmsg(2). Does not block and raises no SIGPIPE. Returns the number of
+/// bytes that the socket took, possibly fewer than there are.
 ///
 /// # Errors
 /// `WouldBlock` when it takes none now. EFAULT (`raw_os_error`) when the memory has vanished:
-/// the kernel reports this instead of raising SIGBUS. Else what sendmsg(2) answers.
+/// the kernel reports this instead of raising SIGBUS. Otherwise errors of sendmsg(2).
 pub fn send_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
     let message = message(slices);
     loop {
@@ -45,21 +45,21 @@ pub fn send_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
     }
 }
 
-/// What one [`recv_slices`] got.
+/// The result of [`recv_slices`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Received {
-    /// Bytes; 0 at end of file, and also when the slices have no room.
+    /// Number of bytes; 0 at end of file, and also when the slices have no room.
     pub bytes: usize,
-    /// Something beside the bytes was cut off: on a Unix socket a passed descriptor, behind which
-    /// a read stops although there may be more.
+    /// Control data was received and dropped: on a Unix socket a passed descriptor. A read stops after it
+    /// although there may be more bytes.
     pub cut: bool,
 }
 
 /// Receives into guest memory with one recvmsg(2). Does not block.
 ///
 /// # Errors
-/// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished. Else
-/// what recvmsg(2) answers.
+/// `WouldBlock` when nothing is there. EFAULT (`raw_os_error`) when the memory has vanished. Otherwise
+/// errors of recvmsg(2).
 pub fn recv_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<Received> {
     recv_with(fd, slices, 0)
 }
@@ -84,9 +84,9 @@ fn recv_with(
     }
 }
 
-/// As [`recv_slices`], for a Unix socket on which a peer may send descriptors. They are not wanted:
-/// they are received and closed by the [reaper](crate::reaper), because closing them can wait, and the
-/// kernel would do it in this thread if there was no room for them.
+/// As [`recv_slices`], for a Unix socket on which a peer may send descriptors. It receives them and the
+/// [reaper](crate::reaper) closes them: a close can wait, and without room for the descriptors the kernel
+/// would close them in this thread.
 ///
 /// # Errors
 /// As [`recv_slices`].
@@ -132,15 +132,15 @@ pub fn recv_packet_and_rights(fd: &PeerFd, slices: &[GuestSlice<'_>]) -> io::Res
     Ok(Received { bytes, cut })
 }
 
-/// Hands the descriptors of a received message, which came from this account's peer, to the reaper.
-/// Whether there are any.
+/// Hands the descriptors of a received message to the reaper, for the account of its peer. Returns whether
+/// there were any.
 fn close_rights(message: &libc::msghdr, account: Option<&Account>) -> bool {
     let mut any = false;
-    // SAFETY: the kernel has filled in the control data, whose length it has put into `message`; the
-    // macros stay inside that.
+    // SAFETY: the kernel has filled in the control data and stored its length in `message`; the macros stay
+    // inside that.
     let mut header = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !header.is_null() {
-        // SAFETY: `header` points to a header that the kernel has written, aligned as it must be.
+        // SAFETY: `header` points to an aligned header that the kernel has written.
         let &libc::cmsghdr {
             cmsg_level,
             cmsg_type,
@@ -155,7 +155,7 @@ fn close_rights(message: &libc::msghdr, account: Option<&Account>) -> bool {
             for index in 0..(cmsg_len - head) / size_of::<RawFd>() {
                 // SAFETY: within the data of this header, which need not be aligned.
                 let number = unsafe { data.add(index).read_unaligned() };
-                // SAFETY: a descriptor that the kernel has just made for us; nothing else owns it.
+                // SAFETY: the kernel has just installed this descriptor; nothing else owns it.
                 let fd = unsafe { OwnedFd::from_raw_fd(number) };
                 let fd = PeerFd::from(fd);
                 drop(match account {
@@ -174,7 +174,7 @@ fn close_rights(message: &libc::msghdr, account: Option<&Account>) -> bool {
 /// Reads from a file, pipe or socket into shared memory with one readv(2). Blocks if `fd` does.
 ///
 /// # Errors
-/// EFAULT (`raw_os_error`) when the memory has vanished. Else what readv(2) answers.
+/// EFAULT (`raw_os_error`) when the memory has vanished. Otherwise errors of readv(2).
 pub fn read_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
     let (first, count) = vectors(slices);
     loop {
@@ -188,12 +188,12 @@ pub fn read_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<
     }
 }
 
-/// As [`read_slices`], but never blocks: with preadv2(2) and RWF_NOWAIT, or, where the kernel does
-/// not know that for sockets (before Linux 6.5), with recvmsg(2).
+/// As [`read_slices`], but never blocks: uses preadv2(2) with RWF_NOWAIT, or recvmsg(2) where the kernel
+/// does not support that for sockets (before Linux 6.5).
 ///
 /// # Errors
-/// `WouldBlock` when nothing is there; of a file, that it would have to be read from its disk.
-/// `Unsupported` when it cannot be told without blocking. Else as [`read_slices`].
+/// `WouldBlock` when nothing is there, or a file must be read from its disk. `Unsupported` when a read
+/// could block. Otherwise as [`read_slices`].
 pub fn read_slices_now(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
     let (first, count) = vectors(slices);
     let result = loop {
@@ -229,11 +229,10 @@ pub fn read_slices_now(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Res
     }
 }
 
-/// As [`read_slices`], from `at` on, in bytes from the beginning of the file; where the file stands
-/// does not change.
+/// As [`read_slices`], from offset `at` of the file, in bytes. The file offset does not change.
 ///
 /// # Errors
-/// As [`read_slices`], and what preadv(2) answers beside.
+/// As [`read_slices`], and errors of preadv(2).
 pub fn read_slices_at(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>], at: u64) -> io::Result<usize> {
     let (first, count) = vectors(slices);
     let at = libc::off_t::try_from(at).map_err(|_| io::ErrorKind::InvalidInput)?;
@@ -249,7 +248,7 @@ pub fn read_slices_at(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>], at: u64) ->
 /// Writes from shared memory to a file, pipe or socket with one writev(2). Blocks if `fd` does.
 ///
 /// # Errors
-/// EFAULT (`raw_os_error`) when the memory has vanished. Else what writev(2) answers.
+/// EFAULT (`raw_os_error`) when the memory has vanished. Otherwise errors of writev(2).
 pub fn write_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result<usize> {
     let (first, count) = vectors(slices);
     loop {
@@ -261,7 +260,7 @@ pub fn write_slices(fd: BorrowedFd<'_>, slices: &[GuestSlice<'_>]) -> io::Result
     }
 }
 
-/// The slices as the kernel names them, and how many of them one call takes.
+/// The slices as an array of iovec, and how many of them one call uses.
 fn vectors(slices: &[GuestSlice<'_>]) -> (*const libc::iovec, libc::c_int) {
     let count = slices.len().min(MAX_SLICES) as libc::c_int;
     (slices.as_ptr().cast(), count)
@@ -277,7 +276,7 @@ fn message(slices: &[GuestSlice<'_>]) -> libc::msghdr {
     message
 }
 
-/// The result of a call, or `None` when it was interrupted and is to be made again.
+/// The result of a call, or `None` if a signal interrupted it and it must be repeated.
 fn outcome(returned: libc::ssize_t) -> Option<io::Result<usize>> {
     if let Ok(bytes) = usize::try_from(returned) {
         return Some(Ok(bytes));

@@ -1,6 +1,6 @@
-//! Kernel vsock sockets (vsock(7)): for the tool inside a guest, and for forwarding on a host.
+//! Kernel vsock sockets (vsock(7)): for the command-line tool inside a guest, and for forwarding on a host.
 //!
-//! Tests of these run inside guests only; nothing here is called on a machine that builds.
+//! Their tests run inside guests only.
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};
@@ -14,11 +14,11 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 /// The CID that stands for any, to listen on.
 pub const CID_ANY: u32 = u32::MAX;
 
-/// Starts a non-blocking connection to `cid` and `port`. It may be under way when this returns:
-/// wait until it is writable, then ask [`connect_result`].
+/// Starts a non-blocking connection to `cid` and `port`. It may not be established yet: wait until the
+/// socket is writable, then call [`connect_result`].
 ///
 /// # Errors
-/// What socket(2) and connect(2) answer: ENODEV or EAFNOSUPPORT where the kernel has no vsock.
+/// Errors of socket(2) and connect(2): ENODEV or EAFNOSUPPORT where the kernel has no vsock.
 pub fn connect(cid: u32, port: u32) -> io::Result<OwnedFd> {
     connect_type(SocketType::STREAM, cid, port)
 }
@@ -26,7 +26,7 @@ pub fn connect(cid: u32, port: u32) -> io::Result<OwnedFd> {
 /// As [`connect`], with a socket of messages (SOCK_SEQPACKET).
 ///
 /// # Errors
-/// As [`connect`]; ESOCKTNOSUPPORT when the kernel's transport has none.
+/// As [`connect`]; ESOCKTNOSUPPORT if the transport of the kernel does not support them.
 pub fn connect_seqpacket(cid: u32, port: u32) -> io::Result<OwnedFd> {
     connect_type(SocketType::SEQPACKET, cid, port)
 }
@@ -40,15 +40,15 @@ fn connect_type(kind: SocketType, cid: u32, port: u32) -> io::Result<OwnedFd> {
     }
 }
 
-/// How a connection that was under way came out. To be asked once, when it is writable.
+/// The result of a non-blocking connect. Call it once, when the socket is writable.
 ///
 /// # Errors
-/// The connection's: ECONNRESET or ECONNREFUSED when the peer refuses, ETIMEDOUT.
+/// The error of the connection: ECONNRESET or ECONNREFUSED if the peer refused it, ETIMEDOUT.
 pub fn connect_result(fd: impl AsFd) -> io::Result<()> {
     Ok(rustix::net::sockopt::socket_error(&fd)??)
 }
 
-/// Connects and waits at most `timeout` for it. The socket blocks.
+/// Connects, and waits at most `timeout`. The socket is blocking.
 ///
 /// # Errors
 /// `TimedOut`, and those of [`connect`] and [`connect_result`].
@@ -75,7 +75,7 @@ pub fn connect_blocking(cid: u32, port: u32, timeout: Duration) -> io::Result<Ow
 /// A non-blocking listener on `cid` ([`CID_ANY`] for all) and `port`.
 ///
 /// # Errors
-/// What socket(2), bind(2) and listen(2) answer: EADDRINUSE, EACCES for ports below 1024.
+/// Errors of socket(2), bind(2) and listen(2): EADDRINUSE, EACCES for ports below 1024.
 pub fn listen(cid: u32, port: u32, backlog: i32) -> io::Result<OwnedFd> {
     listen_type(SocketType::STREAM, cid, port, backlog)
 }
@@ -101,18 +101,18 @@ fn listen_type(kind: SocketType, cid: u32, port: u32, backlog: i32) -> io::Resul
     Ok(fd)
 }
 
-/// Accepts a connection; the new socket does not block. Returns it with the peer's CID and port.
+/// Accepts a connection. Returns a non-blocking socket, and CID and port of the peer.
 ///
 /// # Errors
-/// `WouldBlock` when the listener does not block and none is there; what accept4(2) answers.
+/// `WouldBlock` when the listener does not block and none is there; errors of accept4(2).
 pub fn accept(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
     accept_with(fd, libc::SOCK_NONBLOCK)
 }
 
-/// As [`accept`], but the new socket blocks, and so does the call, until a connection comes.
+/// As [`accept`], but waits for a connection, and the new socket is blocking.
 ///
 /// # Errors
-/// What poll(2) and accept4(2) answer.
+/// Errors of poll(2) and accept4(2).
 pub fn accept_blocking(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
     loop {
         match accept_with(&fd, 0) {
@@ -130,7 +130,7 @@ pub fn accept_blocking(fd: impl AsFd) -> io::Result<(OwnedFd, u32, u32)> {
 /// The CID and port that the socket is bound to.
 ///
 /// # Errors
-/// What getsockname(2) answers.
+/// Errors of getsockname(2).
 pub fn local_address(fd: impl AsFd) -> io::Result<(u32, u32)> {
     let mut address = MaybeUninit::<sockaddr_vm>::zeroed();
     let mut len = ADDRESS_LEN;
@@ -150,11 +150,11 @@ pub fn local_address(fd: impl AsFd) -> io::Result<(u32, u32)> {
     Ok((address.svm_cid, address.svm_port))
 }
 
-/// Sets how many bytes the kernel buffers for receiving, which is the credit that it grants
-/// (SO_VM_SOCKETS_BUFFER_SIZE; the upper bound is raised along with it).
+/// Sets the size of the receive buffer in bytes, which is the credit that the kernel grants, and its upper
+/// bound (SO_VM_SOCKETS_BUFFER_SIZE and _MAX_SIZE).
 ///
 /// # Errors
-/// What setsockopt(2) answers.
+/// Errors of setsockopt(2).
 pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
     const SIZE: c_int = 0;
     const MAX_SIZE: c_int = 2;
@@ -162,28 +162,28 @@ pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
     set_option(&fd, libc::AF_VSOCK, SIZE, &bytes)
 }
 
-/// How many bytes the kernel buffers for receiving.
+/// The size of the receive buffer, in bytes.
 ///
 /// # Errors
-/// What getsockopt(2) answers.
+/// Errors of getsockopt(2).
 pub fn buffer_size(fd: impl AsFd) -> io::Result<u64> {
     const SIZE: c_int = 0;
     get_option(&fd, libc::AF_VSOCK, SIZE)
 }
 
-/// Sets how many bytes must be there before the socket counts as readable (SO_RCVLOWAT).
+/// Sets the number of bytes from which on the socket is readable (SO_RCVLOWAT).
 ///
 /// # Errors
-/// What setsockopt(2) answers.
+/// Errors of setsockopt(2).
 pub fn set_receive_low_water(fd: impl AsFd, bytes: u32) -> io::Result<()> {
     let bytes = c_int::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
     set_option(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT, &bytes)
 }
 
-/// How many bytes must be there before the socket counts as readable.
+/// The number of bytes from which on the socket is readable (SO_RCVLOWAT).
 ///
 /// # Errors
-/// What getsockopt(2) answers.
+/// Errors of getsockopt(2).
 pub fn receive_low_water(fd: impl AsFd) -> io::Result<u32> {
     let bytes: c_int = get_option(&fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT)?;
     Ok(u32::try_from(bytes).unwrap_or(0))
@@ -241,8 +241,8 @@ fn accept_with(fd: impl AsFd, flags: c_int) -> io::Result<(OwnedFd, u32, u32)> {
             }
             return Err(error);
         }
-        // SAFETY: accept4 has just returned this descriptor, so it is open and nobody else's;
-        // `address` was zeroed and consists of integers, so it is a value.
+        // SAFETY: accept4 has just returned this descriptor, so it is open and nothing else owns it;
+        // `address` was zeroed and consists of integers, so it is initialised.
         let (socket, address) = unsafe { (OwnedFd::from_raw_fd(accepted), address.assume_init()) };
         return Ok((socket, address.svm_cid, address.svm_port));
     }

@@ -1,6 +1,4 @@
-//! Calls on kernel vsock sockets one by one, for tests inside guests of what each of them does.
-//!
-//! As in [`vsock`](crate::vsock): nothing here is called on a machine that builds.
+//! Single calls on kernel vsock sockets, for tests of their behaviour inside guests.
 
 use std::io;
 use std::mem::{MaybeUninit, size_of};
@@ -18,24 +16,24 @@ const MAX_SIZE: c_int = 2;
 const SIZE: c_int = 0;
 /// SO_VM_SOCKETS_CONNECT_TIMEOUT with a 64-bit time.
 const CONNECT_TIMEOUT: c_int = 8;
-/// SIOCINQ: what is unread.
+/// SIOCINQ: number of unread bytes.
 const SIOCINQ: libc::c_ulong = 0x541b;
-/// SIOCOUTQ: what is unsent.
+/// SIOCOUTQ: number of unsent bytes.
 const SIOCOUTQ: libc::c_ulong = 0x5411;
 
-/// A part of what is sent.
+/// A part of a message to send.
 #[derive(Copy, Clone, Debug)]
 pub enum Part<'a> {
     /// Bytes.
     Bytes(&'a [u8]),
-    /// So many bytes of addresses at which there is no memory.
+    /// This many bytes at addresses without memory.
     Unmapped(usize),
 }
 
-/// A socket that blocks, of records (SOCK_SEQPACKET) or of bytes (SOCK_STREAM).
+/// A blocking socket, of records (SOCK_SEQPACKET) or of bytes (SOCK_STREAM).
 ///
 /// # Errors
-/// What socket(2) answers.
+/// Errors of socket(2).
 pub fn socket(records: bool) -> io::Result<OwnedFd> {
     let kind = if records {
         SocketType::SEQPACKET
@@ -46,10 +44,10 @@ pub fn socket(records: bool) -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::VSOCK, kind, flags, None)?)
 }
 
-/// Binds to a port of a CID. [`u32::MAX`] is any CID of ours, and any port that is free.
+/// Binds to a port of a CID. [`u32::MAX`] stands for any local CID, or any free port.
 ///
 /// # Errors
-/// What bind(2) answers.
+/// Errors of bind(2).
 pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
     let address = address(cid, port);
     // SAFETY: `address` is a complete `sockaddr_vm` that outlives the call, its length is given,
@@ -64,10 +62,10 @@ pub fn bind(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Connects, as long as that takes if the socket blocks.
+/// Connects; waits for the result if the socket is blocking.
 ///
 /// # Errors
-/// What connect(2) answers.
+/// Errors of connect(2).
 pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
     let address = address(cid, port);
     // SAFETY: as in `bind`.
@@ -81,10 +79,10 @@ pub fn connect(fd: impl AsFd, cid: u32, port: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Sets how many bytes the kernel buffers for receiving; its bounds stay (SO_VM_SOCKETS_BUFFER_SIZE).
+/// Sets the size of the receive buffer in bytes, within its bounds (SO_VM_SOCKETS_BUFFER_SIZE).
 ///
 /// # Errors
-/// What setsockopt(2) answers.
+/// Errors of setsockopt(2).
 pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
     set_option(&fd, libc::AF_VSOCK, SIZE, &bytes)
 }
@@ -92,52 +90,52 @@ pub fn set_buffer_size(fd: impl AsFd, bytes: u64) -> io::Result<()> {
 /// Sets the bounds of the receive buffer (SO_VM_SOCKETS_BUFFER_MIN_SIZE and _MAX_SIZE).
 ///
 /// # Errors
-/// What setsockopt(2) answers.
+/// Errors of setsockopt(2).
 pub fn set_buffer_bounds(fd: impl AsFd, min: u64, max: u64) -> io::Result<()> {
     set_option(&fd, libc::AF_VSOCK, MIN_SIZE, &min)?;
     set_option(&fd, libc::AF_VSOCK, MAX_SIZE, &max)
 }
 
-/// Sets how long a connect waits (SO_VM_SOCKETS_CONNECT_TIMEOUT_NEW).
+/// Sets the timeout of connect(2) (SO_VM_SOCKETS_CONNECT_TIMEOUT_NEW).
 ///
 /// # Errors
-/// What setsockopt(2) answers.
+/// Errors of setsockopt(2).
 pub fn set_connect_timeout(fd: impl AsFd, milliseconds: u32) -> io::Result<()> {
     let seconds = i64::from(milliseconds / 1000);
     let micros = i64::from(milliseconds % 1000) * 1000;
     set_option(&fd, libc::AF_VSOCK, CONNECT_TIMEOUT, &[seconds, micros])
 }
 
-/// Lets sends be made without a copy (SO_ZEROCOPY).
+/// Permits zero-copy sends (SO_ZEROCOPY).
 ///
 /// # Errors
-/// What setsockopt(2) answers: EOPNOTSUPP before Linux 6.7.
+/// Errors of setsockopt(2): EOPNOTSUPP before Linux 6.7.
 pub fn set_zero_copy(fd: impl AsFd) -> io::Result<()> {
     set_option(&fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, &1i32)
 }
 
-/// Bytes that were sent and that the device has not taken (SIOCOUTQ).
+/// Number of bytes that were sent and that the device has not taken (SIOCOUTQ).
 ///
 /// # Errors
-/// What ioctl(2) answers: ENOTTY before Linux 6.11.
+/// Errors of ioctl(2): ENOTTY before Linux 6.11.
 pub fn unsent(fd: impl AsFd) -> io::Result<u32> {
     ask(&fd, SIOCOUTQ)
 }
 
-/// Bytes that a read would give (SIOCINQ).
+/// Number of bytes that can be read (SIOCINQ).
 ///
 /// # Errors
-/// What ioctl(2) answers: ENOTTY before Linux 6.17.
+/// Errors of ioctl(2): ENOTTY before Linux 6.17.
 pub fn unread(fd: impl AsFd) -> io::Result<u32> {
     ask(&fd, SIOCINQ)
 }
 
-/// Sends parts with one call, with MSG_ZEROCOPY if `zero_copy`; how many bytes were taken. The
-/// bytes are read when the kernel likes, until the [`completions`] say that it is done: who changes
-/// them before sends something else.
+/// Sends parts with one call, with MSG_ZEROCOPY if `zero_copy`. Returns the number of bytes taken. With
+/// MSG_ZEROCOPY the kernel may read the bytes until [`completions`] reports the send: changes before that
+/// can change what is sent.
 ///
 /// # Errors
-/// What sendmsg(2) answers: EFAULT for a part that is not mapped.
+/// Errors of sendmsg(2): EFAULT for a part that is not mapped.
 pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Result<usize> {
     let hole = parts.iter().map(|part| match part {
         Part::Unmapped(len) => *len,
@@ -161,9 +159,9 @@ pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Res
     message.msg_iov = vectors.as_mut_ptr();
     message.msg_iovlen = vectors.len() as _;
     let zero_copy = if zero_copy { libc::MSG_ZEROCOPY } else { 0 };
-    // SAFETY: `message` names no address and no control bytes; its vectors name slices that outlive
-    // the call, which the kernel only reads, and addresses without memory, for which it answers
-    // EFAULT. Pages of a slice that the kernel still has afterwards are kept by it.
+    // SAFETY: `message` has no address and no control data; its vectors name slices that outlive the call,
+    // which the kernel only reads, and addresses without memory, for which the call fails with EFAULT. The
+    // kernel holds references to pages that it reads after the call.
     checked(unsafe {
         libc::sendmsg(
             fd.as_fd().as_raw_fd(),
@@ -173,10 +171,10 @@ pub fn send_parts(fd: impl AsFd, parts: &[Part<'_>], zero_copy: bool) -> io::Res
     })
 }
 
-/// Reads the error queue once, without waiting: how many sends are complete.
+/// Reads the error queue once, without waiting. Returns the number of completed sends.
 ///
 /// # Errors
-/// EAGAIN when it is empty; `InvalidData` for what is no completion.
+/// EAGAIN when it is empty; `InvalidData` for a message that is no completion.
 pub fn completions(fd: impl AsFd) -> io::Result<u32> {
     /// SOL_VSOCK and VSOCK_RECVERR.
     const VSOCK_RECVERR: (c_int, c_int) = (287, 1);
@@ -186,8 +184,8 @@ pub fn completions(fd: impl AsFd) -> io::Result<u32> {
     let mut message = empty_message();
     message.msg_control = control.as_mut_ptr().cast::<c_void>();
     message.msg_controllen = size_of_val(&control) as _;
-    // SAFETY: `message` names no address and no vectors; its control bytes are `control`, aligned
-    // for a header, which the kernel writes within the length that is given.
+    // SAFETY: `message` has no address and no vectors; its control data is `control`, aligned for a header,
+    // and the kernel writes within the given length.
     checked(unsafe {
         libc::recvmsg(
             fd.as_fd().as_raw_fd(),
@@ -210,14 +208,14 @@ pub fn completions(fd: impl AsFd) -> io::Result<u32> {
     if error.ee_origin != ZEROCOPY || error.ee_errno != 0 {
         return Err(odd());
     }
-    // From the first to the last, both counted.
+    // From the first to the last id, both included.
     Ok(error.ee_data.wrapping_sub(error.ee_info).wrapping_add(1))
 }
 
-/// What was received.
+/// A received message.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Received {
-    /// What recvmsg(2) answers: with MSG_TRUNC that may be more than there is room for.
+    /// Errors of recvmsg(2): with MSG_TRUNC that may be more than there is room for.
     pub len: usize,
     /// The flags of the message, as MSG_EOR and MSG_TRUNC.
     pub flags: c_int,
@@ -226,7 +224,7 @@ pub struct Received {
 /// Receives, with the flags of recvmsg(2).
 ///
 /// # Errors
-/// What recvmsg(2) answers.
+/// Errors of recvmsg(2).
 pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<Received> {
     let mut vector = iovec {
         iov_base: buffer.as_mut_ptr().cast::<c_void>(),
@@ -247,7 +245,7 @@ pub fn receive(fd: impl AsFd, buffer: &mut [u8], flags: c_int) -> io::Result<Rec
 /// Receives to addresses at which there is no memory.
 ///
 /// # Errors
-/// EFAULT, or what else the kernel makes of it.
+/// EFAULT, or another error of the kernel.
 pub fn receive_nowhere(fd: impl AsFd, len: usize) -> io::Result<usize> {
     let hole = Hole::new(len.max(1))?;
     // SAFETY: `len` bytes from the hole's address on are reserved and have no memory: the kernel
@@ -263,7 +261,7 @@ struct Hole {
 
 impl Hole {
     fn new(len: usize) -> io::Result<Hole> {
-        // SAFETY: a new mapping of the kernel's choice, in nobody's way.
+        // SAFETY: a new mapping at an address that the kernel chooses replaces no other mapping.
         let address = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -283,7 +281,7 @@ impl Hole {
 
 impl Drop for Hole {
     fn drop(&mut self) {
-        // SAFETY: what `new` has mapped; nobody else knows the address.
+        // SAFETY: the mapping that `new` made; nothing else uses the address.
         unsafe { libc::munmap(self.address, self.len) };
     }
 }

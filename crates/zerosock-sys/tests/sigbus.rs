@@ -179,18 +179,18 @@ fn a_foreign_fault_still_ends_the_process() {
 }
 
 #[test]
-fn a_sent_signal_is_dealt_with_as_without_the_guard() {
+fn a_signal_of_a_process_has_its_previous_effect() {
     let output = run_alone("sent_signal");
     assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{output:?}");
 }
 
 #[test]
-fn the_handler_that_was_there_is_called() {
+fn the_previous_handler_is_called() {
     let output = run_alone("earlier_handler");
     assert_eq!(output.status.code(), Some(42), "{output:?}");
 }
 
-/// Touches a mapping, not of guest memory, whose file has shrunk.
+/// Accesses a mapping of a truncated file that is no guest memory.
 fn fault() {
     let file = memfd::create("ours", 4096, false).unwrap();
     let flags = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);

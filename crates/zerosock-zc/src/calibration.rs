@@ -1,10 +1,10 @@
-//! What a send costs with and without a copy, measured once for each class in a process.
+//! Measures the cost of a send with and without a copy, once for each class in a process.
 //!
 //! A class is a kind of socket, a back-end, whether the memory is registered, and a length to within a
-//! factor of two. While a class is undecided, submissions alternate between the two ways. A submission is
-//! a measurement if all its sends are of one class and one way, the kernel took all of them in it, and
+//! factor of two. While a class is undecided, submissions alternate between the two modes. A submission is
+//! a measurement if all its sends are of one class and one mode, the kernel took all of them in it, and
 //! the kernel sends from this socket in place: the time of its system call, divided by its sends. The
-//! cheapest measurement of a way is its cost without disturbance. When both ways have been measured often
+//! cheapest measurement of a mode is its cost without disturbance. When both modes have been measured often
 //! enough, the cheaper one is kept. Zero copy must be cheaper by a twentieth, because a part of its cost
 //! comes later and cannot be measured by itself: the kernel pays for the notification in the interrupt of
 //! the device, and posts it in the next call.
@@ -22,26 +22,26 @@ use std::time::Duration;
 
 use super::Backend;
 use super::stats::Basis;
-use crate::sys::{Kind, Way};
+use crate::sys::{Kind, SendMode};
 
-/// Turns of each way until a class is decided.
-const TURNS: u32 = 24;
-/// So many sends at least go the same way until it is the other's turn.
-const STRETCH: u32 = 32;
-/// Below 256 bytes one class, above 16 MiB one.
+/// Measurements of each mode until a class is decided.
+const MEASUREMENTS: u32 = 24;
+/// Number of sends after which the mode alternates.
+const MIN_RUN: u32 = 32;
+/// Number of length classes: one below 256 bytes, one from 16 MiB on, and one for each power of two between.
 const SIZES: usize = 18;
 const KINDS: usize = 10;
 /// The error queue, the ring, and the ring with memory that is registered.
-const MEANS: usize = 3;
-/// Sends until a decided class is measured anew.
-const LASTS: u32 = 1 << 20;
-/// Sends that are tried at most until a class is decided, or left as it was.
-const ENOUGH: u32 = 1 << 15;
-/// What cannot be measured goes in place from this class on: it begins at 16 KiB, where the one
-/// below has the kernel's 10 KB in it.
-const ASSUMED: usize = 7;
+const MEMORY_CLASSES: usize = 3;
+/// Number of sends after which a decided class is measured anew.
+const REMEASURE_AFTER: u32 = 1 << 20;
+/// Number of sends after which an undecided class is decided as assumed, or as it was before.
+const MAX_TRIALS: u32 = 1 << 15;
+/// The first length class that is assumed to be cheaper in place. It begins at 16 KiB; the class below
+/// contains the 10 KB that the kernel's documentation names.
+const FIRST_ZERO_COPY_CLASS: usize = 7;
 
-/// What is decided together.
+/// Sends for which the mode is decided together.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) struct Class(usize);
 
@@ -61,206 +61,214 @@ impl Class {
         };
         let size = (usize::BITS - (len >> 8).leading_zeros()) as usize;
         // Only a ring registers memory.
-        let means = match backend {
+        let memory_class = match backend {
             Backend::Uring => 1 + usize::from(registered),
             Backend::ErrorQueue | Backend::Copy => 0,
         };
-        Self((kind * MEANS + means) * SIZES + size.min(SIZES - 1))
+        Self((kind * MEMORY_CLASSES + memory_class) * SIZES + size.min(SIZES - 1))
     }
 
-    /// What is assumed where nothing can be learnt.
-    fn assumed(self) -> Way {
-        match self.0 % SIZES >= ASSUMED {
-            true => Way::ZeroCopy,
-            false => Way::Copy,
+    /// The mode that is assumed if the class cannot be measured.
+    fn assumed(self) -> SendMode {
+        match self.0 % SIZES >= FIRST_ZERO_COPY_CLASS {
+            true => SendMode::ZeroCopy,
+            false => SendMode::Copy,
         }
     }
 }
 
-/// What is known of one way.
-struct Side {
-    /// The cheapest turn so far, in picoseconds a send.
+/// The measurements of one mode.
+struct ModeCost {
+    /// The cheapest measurement so far, in picoseconds per send.
     cheapest: AtomicU64,
-    turns: AtomicU32,
-    /// Sends that went this way to be measured, whether anything was learnt of them or not.
+    measurements: AtomicU32,
+    /// Number of sends in this mode while the class is measured.
     tried: AtomicU32,
 }
 
-impl Side {
+impl ModeCost {
     const fn new() -> Self {
         Self {
             cheapest: AtomicU64::new(u64::MAX),
-            turns: AtomicU32::new(0),
+            measurements: AtomicU32::new(0),
             tried: AtomicU32::new(0),
         }
     }
 
     fn clear(&self) {
         self.cheapest.store(u64::MAX, Relaxed);
-        self.turns.store(0, Relaxed);
+        self.measurements.store(0, Relaxed);
         self.tried.store(0, Relaxed);
     }
 }
 
-struct Cell {
-    copy: Side,
-    place: Side,
+struct ClassState {
+    copy: ModeCost,
+    zero_copy: ModeCost,
     /// See `decision`.
     decided: AtomicU32,
-    /// It is measured, for the first time or anew.
+    /// The class is being measured, for the first time or anew.
     open: AtomicBool,
-    /// Sends since it was decided.
+    /// Sends since the class was decided.
     used: AtomicU32,
 }
 
-impl Cell {
+impl ClassState {
     const fn new() -> Self {
         Self {
-            copy: Side::new(),
-            place: Side::new(),
+            copy: ModeCost::new(),
+            zero_copy: ModeCost::new(),
             decided: AtomicU32::new(0),
             open: AtomicBool::new(true),
             used: AtomicU32::new(0),
         }
     }
 
-    fn side(&self, way: Way) -> &Side {
-        match way {
-            Way::Copy => &self.copy,
-            Way::ZeroCopy => &self.place,
+    fn cost_of(&self, mode: SendMode) -> &ModeCost {
+        match mode {
+            SendMode::Copy => &self.copy,
+            SendMode::ZeroCopy => &self.zero_copy,
         }
     }
 
-    fn decision(&self) -> Option<(Way, Basis)> {
+    fn decision(&self) -> Option<(SendMode, Basis)> {
         match self.decided.load(Relaxed) {
-            1 => Some((Way::Copy, Basis::Measured)),
-            2 => Some((Way::ZeroCopy, Basis::Measured)),
-            3 => Some((Way::Copy, Basis::Assumed)),
-            4 => Some((Way::ZeroCopy, Basis::Assumed)),
+            1 => Some((SendMode::Copy, Basis::Measured)),
+            2 => Some((SendMode::ZeroCopy, Basis::Measured)),
+            3 => Some((SendMode::Copy, Basis::Assumed)),
+            4 => Some((SendMode::ZeroCopy, Basis::Assumed)),
             _ => None,
         }
     }
 
-    fn decide(&self, way: Way, basis: Basis) {
-        let measured = 1 + u32::from(way == Way::ZeroCopy);
+    fn decide(&self, mode: SendMode, basis: Basis) {
+        let measured = 1 + u32::from(mode == SendMode::ZeroCopy);
         let assumed = 2 * u32::from(basis == Basis::Assumed);
         self.decided.store(measured + assumed, Relaxed);
         self.used.store(0, Relaxed);
         self.open.store(false, Relaxed);
     }
 
-    /// How one send goes. What is submitted together goes the way `before` that its first one went;
-    /// what cannot be learnt is as it was, or `assumed`.
-    fn way(&self, before: Option<Way>, assumed: Way) -> Way {
+    /// The mode of the next send: that of an earlier send of the same submission (`before`), the one to be
+    /// measured, the decided one, or `assumed`.
+    fn mode(&self, before: Option<SendMode>, assumed: SendMode) -> SendMode {
         if self.open.load(Relaxed) {
-            let tried = |way| self.side(way).tried.load(Relaxed);
-            let (copied, placed) = (tried(Way::Copy), tried(Way::ZeroCopy));
-            if copied.saturating_add(placed) < ENOUGH {
-                let way = before.unwrap_or(match copied / STRETCH <= placed / STRETCH {
-                    true => Way::Copy,
-                    false => Way::ZeroCopy,
+            let tried = |mode| self.cost_of(mode).tried.load(Relaxed);
+            let (copied, zero_copied) = (tried(SendMode::Copy), tried(SendMode::ZeroCopy));
+            if copied.saturating_add(zero_copied) < MAX_TRIALS {
+                let mode = before.unwrap_or(match copied / MIN_RUN <= zero_copied / MIN_RUN {
+                    true => SendMode::Copy,
+                    false => SendMode::ZeroCopy,
                 });
-                self.side(way).tried.fetch_add(1, Relaxed);
-                return way;
+                self.cost_of(mode).tried.fetch_add(1, Relaxed);
+                return mode;
             }
-            let (way, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
-            self.decide(way, basis);
+            let (mode, basis) = self.decision().unwrap_or((assumed, Basis::Assumed));
+            self.decide(mode, basis);
         }
-        self.decision().map_or(assumed, |(way, _)| way)
+        self.decision().map_or(assumed, |(mode, _)| mode)
     }
 
     fn used(&self, sends: u32) {
-        if self.open.load(Relaxed) || self.used.fetch_add(sends, Relaxed) < LASTS - sends {
+        if self.open.load(Relaxed) || self.used.fetch_add(sends, Relaxed) < REMEASURE_AFTER - sends
+        {
             return;
         }
         self.copy.clear();
-        self.place.clear();
+        self.zero_copy.clear();
         self.open.store(true, Relaxed);
     }
 
-    fn learn(&self, way: Way, each: u64) {
-        let side = self.side(way);
-        side.cheapest.fetch_min(each, Relaxed);
-        side.turns.fetch_add(1, Relaxed);
-        let seen = |side: &Side| side.turns.load(Relaxed) >= TURNS;
-        if !(seen(&self.copy) && seen(&self.place)) {
+    fn learn(&self, mode: SendMode, each: u64) {
+        let cost = self.cost_of(mode);
+        cost.cheapest.fetch_min(each, Relaxed);
+        cost.measurements.fetch_add(1, Relaxed);
+        let seen = |cost: &ModeCost| cost.measurements.load(Relaxed) >= MEASUREMENTS;
+        if !(seen(&self.copy) && seen(&self.zero_copy)) {
             return;
         }
-        let cost = |side: &Side| side.cheapest.load(Relaxed);
-        let (copy, place) = (cost(&self.copy), cost(&self.place));
-        let better = match place.saturating_add(place / 20) <= copy {
-            true => Way::ZeroCopy,
-            false => Way::Copy,
+        let cheapest = |cost: &ModeCost| cost.cheapest.load(Relaxed);
+        let (copy, zero_copy) = (cheapest(&self.copy), cheapest(&self.zero_copy));
+        let better = match zero_copy.saturating_add(zero_copy / 20) <= copy {
+            true => SendMode::ZeroCopy,
+            false => SendMode::Copy,
         };
         self.decide(better, Basis::Measured);
     }
 }
 
-static CELLS: [Cell; KINDS * MEANS * SIZES] = [const { Cell::new() }; KINDS * MEANS * SIZES];
+static CLASSES: [ClassState; KINDS * MEMORY_CLASSES * SIZES] =
+    [const { ClassState::new() }; KINDS * MEMORY_CLASSES * SIZES];
 
-/// How to send one of this class, behind one of the same submission that went the way `before`.
-pub(super) fn way(class: Class, before: Option<Way>) -> Way {
+/// The mode of the next send of a class; `before` is that of an earlier send of the same submission.
+pub(super) fn mode(class: Class, before: Option<SendMode>) -> SendMode {
     let assumed = class.assumed();
-    let cell = CELLS.get(class.0);
-    cell.map_or(assumed, |cell| cell.way(before, assumed))
+    let class_state = CLASSES.get(class.0);
+    class_state.map_or(assumed, |class_state| class_state.mode(before, assumed))
 }
 
-/// Whether turns of this class are still to be measured.
+/// Whether submissions of this class are measured.
 pub(super) fn is_open(class: Class) -> bool {
-    CELLS
+    CLASSES
         .get(class.0)
-        .is_some_and(|cell| cell.open.load(Relaxed))
+        .is_some_and(|class_state| class_state.open.load(Relaxed))
 }
 
-/// So many sends have been of this class.
+/// Counts sends of a class.
 pub(super) fn used(class: Class, sends: u32) {
-    if let Some(cell) = CELLS.get(class.0) {
-        cell.used(sends);
+    if let Some(class_state) = CLASSES.get(class.0) {
+        class_state.used(sends);
     }
 }
 
-/// How many those are since it was decided.
+/// Number of sends of a class since it was decided.
 #[cfg(test)]
 pub(super) fn since(class: Class) -> u32 {
-    CELLS[class.0].used.load(Relaxed)
+    CLASSES[class.0].used.load(Relaxed)
 }
 
-/// A turn of so many sends took so long.
-pub(super) fn learn(class: Class, way: Way, sends: u32, took: Duration) {
-    let Some(cell) = CELLS.get(class.0).filter(|_| sends > 0) else {
+/// Records a submission of `sends` sends that took this time.
+pub(super) fn learn(class: Class, mode: SendMode, sends: u32, took: Duration) {
+    let Some(class_state) = CLASSES.get(class.0).filter(|_| sends > 0) else {
         return;
     };
     let picoseconds = u64::try_from(took.as_nanos())
         .unwrap_or(u64::MAX)
         .saturating_mul(1000);
-    cell.learn(way, picoseconds / u64::from(sends));
+    class_state.learn(mode, picoseconds / u64::from(sends));
 }
 
-/// The shortest length from which on every class that is decided goes in place, if there is one;
-/// and how that is known: by the two classes that bound it.
+/// The shortest length from which on every decided class goes in place, if there is one, and how it is
+/// known: by the two classes around it.
 pub(super) fn threshold(kind: Kind, backend: Backend, registered: bool) -> (Option<usize>, Basis) {
     if backend == Backend::Copy {
         return (None, Basis::Unknown);
     }
     let Class(first) = Class::of(kind, backend, registered, 0);
-    let cells = CELLS.get(first..first + SIZES).unwrap_or_default();
-    let goes = |wanted| move |cell: &Cell| cell.decision().is_some_and(|(way, _)| way == wanted);
-    let copied = cells.iter().rposition(goes(Way::Copy));
+    let classes = CLASSES.get(first..first + SIZES).unwrap_or_default();
+    let goes = |wanted| {
+        move |class_state: &ClassState| {
+            class_state
+                .decision()
+                .is_some_and(|(mode, _)| mode == wanted)
+        }
+    };
+    let copied = classes.iter().rposition(goes(SendMode::Copy));
     let from = copied.map_or(0, |last| last + 1);
-    let above = cells.get(from..).unwrap_or_default().iter();
-    let placed = above
+    let above = classes.get(from..).unwrap_or_default().iter();
+    let zero_copied = above
         .clone()
-        .position(goes(Way::ZeroCopy))
-        .map(|place| from + place);
-    let bounds = [copied, placed].into_iter().flatten();
-    let known = bounds.filter_map(|bound| cells.get(bound)?.decision());
+        .position(goes(SendMode::ZeroCopy))
+        .map(|index| from + index);
+    let bounds = [copied, zero_copied].into_iter().flatten();
+    let known = bounds.filter_map(|bound| classes.get(bound)?.decision());
     let basis = known
         .map(|(_, basis)| basis)
         .reduce(|one, other| match one {
             Basis::Measured => other,
             _ => one,
         });
-    let len = placed.map(|size| if size == 0 { 0 } else { 128 << size });
+    let len = zero_copied.map(|size| if size == 0 { 0 } else { 128 << size });
     (len, basis.unwrap_or(Basis::Unknown))
 }
 
@@ -269,18 +277,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_classes() {
+    fn lengths_within_a_factor_of_two_share_a_class() {
         let class = |len| Class::of(Kind::Tcp4, Backend::Uring, false, len);
         assert_eq!(class(0), class(255));
         assert_ne!(class(255), class(256));
         assert_eq!(class(4096), class(8191));
         assert_eq!(class(usize::MAX), class(32 << 20));
         let last = Class::of(Kind::OtherDatagram, Backend::Uring, true, usize::MAX);
-        assert!(last.0 < CELLS.len());
+        assert!(last.0 < CLASSES.len());
     }
 
     #[test]
-    fn what_costs_differently_is_another_class() {
+    fn registered_memory_and_back_ends_have_classes_of_their_own() {
         let class = |backend, registered| Class::of(Kind::Tcp4, backend, registered, 4096);
         let (ring, queue) = (Backend::Uring, Backend::ErrorQueue);
         assert_ne!(class(ring, false), class(ring, true));
@@ -289,107 +297,123 @@ mod tests {
         assert_eq!(class(queue, false), class(queue, true));
     }
 
-    const COPY: Way = Way::Copy;
+    const COPY: SendMode = SendMode::Copy;
 
     #[test]
-    fn a_decision_is_measured_anew_and_stays_if_nothing_is_learnt() {
-        let cell = Cell::new();
-        let learn = |copy, place| {
-            for _ in 0..TURNS {
-                cell.learn(Way::Copy, copy);
-                cell.learn(Way::ZeroCopy, place);
+    fn a_decision_is_measured_anew_and_stays_without_measurements() {
+        let class_state = ClassState::new();
+        let learn = |copy, zero_copy| {
+            for _ in 0..MEASUREMENTS {
+                class_state.learn(SendMode::Copy, copy);
+                class_state.learn(SendMode::ZeroCopy, zero_copy);
             }
         };
         learn(1000, 500);
-        assert_eq!(cell.way(None, COPY), Way::ZeroCopy);
-        for _ in 0..LASTS / 1024 - 1 {
-            cell.used(1024);
-            assert_eq!(cell.way(None, COPY), Way::ZeroCopy);
+        assert_eq!(class_state.mode(None, COPY), SendMode::ZeroCopy);
+        for _ in 0..REMEASURE_AFTER / 1024 - 1 {
+            class_state.used(1024);
+            assert_eq!(class_state.mode(None, COPY), SendMode::ZeroCopy);
         }
-        cell.used(1024);
-        // Both ways for a while, though nothing comes of it.
-        let copies = (0..ENOUGH).filter(|_| cell.way(None, COPY) == Way::Copy);
-        assert_eq!(copies.count(), ENOUGH as usize / 2);
-        assert!((0..ENOUGH).all(|_| cell.way(None, COPY) == Way::ZeroCopy));
-        assert_eq!(cell.decision(), Some((Way::ZeroCopy, Basis::Measured)));
-        // The next time it is another machine.
-        for _ in 0..LASTS / 1024 {
-            cell.used(1024);
+        class_state.used(1024);
+        // Both modes are tried, without a measurement.
+        let copies = (0..MAX_TRIALS).filter(|_| class_state.mode(None, COPY) == SendMode::Copy);
+        assert_eq!(copies.count(), MAX_TRIALS as usize / 2);
+        assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::ZeroCopy));
+        assert_eq!(
+            class_state.decision(),
+            Some((SendMode::ZeroCopy, Basis::Measured))
+        );
+        // Later measurements can reverse the decision.
+        for _ in 0..REMEASURE_AFTER / 1024 {
+            class_state.used(1024);
         }
         learn(500, 1000);
-        assert!((0..ENOUGH).all(|_| cell.way(None, COPY) == Way::Copy));
+        assert!((0..MAX_TRIALS).all(|_| class_state.mode(None, COPY) == SendMode::Copy));
     }
 
     #[test]
-    fn what_teaches_nothing_is_assumed_in_the_end_and_measured_anew() {
-        for assumed in [Way::Copy, Way::ZeroCopy] {
-            let cell = Cell::new();
-            let ways = |cell: &Cell| {
-                let ways = (0..ENOUGH).map(|_| cell.way(None, assumed));
-                ways.filter(|&way| way == Way::Copy).count()
+    fn a_class_without_measurements_is_assumed_and_measured_anew() {
+        for assumed in [SendMode::Copy, SendMode::ZeroCopy] {
+            let class_state = ClassState::new();
+            let modes = |class_state: &ClassState| {
+                let modes = (0..MAX_TRIALS).map(|_| class_state.mode(None, assumed));
+                modes.filter(|&mode| mode == SendMode::Copy).count()
             };
-            assert_eq!(ways(&cell), ENOUGH as usize / 2);
-            assert_eq!(cell.decision(), None);
-            assert_eq!(cell.way(None, assumed), assumed);
-            assert_eq!(cell.decision(), Some((assumed, Basis::Assumed)));
-            for _ in 0..LASTS / 1024 {
-                assert_eq!(cell.way(None, assumed), assumed);
-                cell.used(1024);
+            assert_eq!(modes(&class_state), MAX_TRIALS as usize / 2);
+            assert_eq!(class_state.decision(), None);
+            assert_eq!(class_state.mode(None, assumed), assumed);
+            assert_eq!(class_state.decision(), Some((assumed, Basis::Assumed)));
+            for _ in 0..REMEASURE_AFTER / 1024 {
+                assert_eq!(class_state.mode(None, assumed), assumed);
+                class_state.used(1024);
             }
-            assert_eq!(ways(&cell), ENOUGH as usize / 2);
-            for _ in 0..TURNS {
-                cell.learn(Way::Copy, 1000);
-                cell.learn(Way::ZeroCopy, 500);
+            assert_eq!(modes(&class_state), MAX_TRIALS as usize / 2);
+            for _ in 0..MEASUREMENTS {
+                class_state.learn(SendMode::Copy, 1000);
+                class_state.learn(SendMode::ZeroCopy, 500);
             }
-            assert_eq!(cell.decision(), Some((Way::ZeroCopy, Basis::Measured)));
+            assert_eq!(
+                class_state.decision(),
+                Some((SendMode::ZeroCopy, Basis::Measured))
+            );
         }
     }
 
     #[test]
-    fn what_is_assumed_begins_at_16_kib() {
+    fn zero_copy_is_assumed_from_16_kib_on() {
         for kind in [Kind::Tcp4, Kind::OtherDatagram] {
             let assumed = |len| Class::of(kind, Backend::Uring, true, len).assumed();
-            assert_eq!(assumed(0), Way::Copy);
-            assert_eq!(assumed((16 << 10) - 1), Way::Copy);
-            assert_eq!(assumed(16 << 10), Way::ZeroCopy);
-            assert_eq!(assumed(usize::MAX), Way::ZeroCopy);
+            assert_eq!(assumed(0), SendMode::Copy);
+            assert_eq!(assumed((16 << 10) - 1), SendMode::Copy);
+            assert_eq!(assumed(16 << 10), SendMode::ZeroCopy);
+            assert_eq!(assumed(usize::MAX), SendMode::ZeroCopy);
         }
     }
 
-    /// However many go together, and whatever went before.
     #[test]
-    fn what_is_submitted_together_goes_one_way_and_the_ways_take_turns() {
+    fn sends_of_one_submission_have_one_mode_and_submissions_alternate() {
         for together in [1, 31, 32, 33, 48, 64, 256] {
-            let cell = Cell::new();
-            cell.way(None, COPY);
-            let mut turns = [0u32; 2];
-            while turns.iter().any(|&turns| turns < TURNS) {
-                let first = cell.way(None, COPY);
-                assert!((1..together).all(|_| cell.way(Some(first), COPY) == first));
-                turns[usize::from(first == Way::ZeroCopy)] += 1;
-                assert_eq!(cell.decision(), None, "{together}: {turns:?}");
+            let class_state = ClassState::new();
+            class_state.mode(None, COPY);
+            let mut measurements = [0u32; 2];
+            while measurements
+                .iter()
+                .any(|&measurements| measurements < MEASUREMENTS)
+            {
+                let first = class_state.mode(None, COPY);
+                assert!((1..together).all(|_| class_state.mode(Some(first), COPY) == first));
+                measurements[usize::from(first == SendMode::ZeroCopy)] += 1;
+                assert_eq!(class_state.decision(), None, "{together}: {measurements:?}");
             }
         }
     }
 
-    fn decide(copy: u64, place: u64) -> Way {
-        let cell = Cell::new();
+    fn decide(copy: u64, zero_copy: u64) -> SendMode {
+        let class_state = ClassState::new();
         let mut seen = [0; 2];
-        while cell.decision().is_none() {
-            let way = cell.way(None, COPY);
+        while class_state.decision().is_none() {
+            let mode = class_state.mode(None, COPY);
             let noise = u64::from(seen[0] as u32 % 7) * 1000;
-            seen[usize::from(way == Way::ZeroCopy)] += 1;
-            cell.learn(way, noise + if way == Way::Copy { copy } else { place });
+            seen[usize::from(mode == SendMode::ZeroCopy)] += 1;
+            class_state.learn(
+                mode,
+                noise
+                    + if mode == SendMode::Copy {
+                        copy
+                    } else {
+                        zero_copy
+                    },
+            );
             assert!(seen.iter().sum::<i32>() < 1000, "it never decides");
         }
-        cell.way(None, COPY)
+        class_state.mode(None, COPY)
     }
 
     #[test]
-    fn the_cheaper_way_wins_by_a_twentieth() {
-        assert_eq!(decide(1_000_000, 800_000), Way::ZeroCopy);
-        assert_eq!(decide(1_000_000, 980_000), Way::Copy);
-        assert_eq!(decide(1_000_000, 1_500_000), Way::Copy);
+    fn zero_copy_must_be_cheaper_by_a_twentieth() {
+        assert_eq!(decide(1_000_000, 800_000), SendMode::ZeroCopy);
+        assert_eq!(decide(1_000_000, 980_000), SendMode::Copy);
+        assert_eq!(decide(1_000_000, 1_500_000), SendMode::Copy);
     }
 
     #[test]
@@ -397,28 +421,28 @@ mod tests {
         // A kind that no other test sends over.
         let class = |len| Class::of(Kind::OtherDatagram, Backend::Uring, true, len).0;
         let threshold = || threshold(Kind::OtherDatagram, Backend::Uring, true);
-        let decide = |len, way, basis| CELLS[class(len)].decide(way, basis);
+        let decide = |len, mode, basis| CLASSES[class(len)].decide(mode, basis);
         assert_eq!(threshold(), (None, Basis::Unknown));
-        decide(16_384, Way::ZeroCopy, Basis::Measured);
+        decide(16_384, SendMode::ZeroCopy, Basis::Measured);
         assert_eq!(threshold(), (Some(16_384), Basis::Measured));
-        decide(1024, Way::Copy, Basis::Assumed);
+        decide(1024, SendMode::Copy, Basis::Assumed);
         assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
-        decide(2048, Way::Copy, Basis::Measured);
+        decide(2048, SendMode::Copy, Basis::Measured);
         assert_eq!(threshold(), (Some(16_384), Basis::Measured));
-        decide(16_384, Way::ZeroCopy, Basis::Assumed);
+        decide(16_384, SendMode::ZeroCopy, Basis::Assumed);
         assert_eq!(threshold(), (Some(16_384), Basis::Assumed));
-        decide(32_768, Way::Copy, Basis::Measured);
+        decide(32_768, SendMode::Copy, Basis::Measured);
         // A longer one is copied.
         assert_eq!(threshold(), (None, Basis::Measured));
-        decide(usize::MAX, Way::ZeroCopy, Basis::Measured);
+        decide(usize::MAX, SendMode::ZeroCopy, Basis::Measured);
         assert_eq!(threshold(), (Some(16 << 20), Basis::Measured));
         assert_eq!(class((16 << 20) - 1) + 1, class(16 << 20));
     }
 
     #[test]
-    fn a_back_end_that_copies_has_no_threshold_of_anothers() {
+    fn the_copying_back_end_has_no_threshold() {
         let class = Class::of(Kind::VsockMessages, Backend::ErrorQueue, false, 16_384);
-        CELLS[class.0].decide(Way::ZeroCopy, Basis::Measured);
+        CLASSES[class.0].decide(SendMode::ZeroCopy, Basis::Measured);
         let threshold = |backend| threshold(Kind::VsockMessages, backend, false);
         let found = (Some(16_384), Basis::Measured);
         assert_eq!(threshold(Backend::ErrorQueue), found);

@@ -1,117 +1,115 @@
-//! The end of a sender: what the peer sees, and what is left of the sends.
+//! Closing a sender: what the peer receives, and what the application gets back.
 //!
 //! # Invariants
 //! A stream is reset if it ends before the kernel has taken everything, or before every buffer is free
-//! in the time that was given: a peer never takes a part for the whole. Only TCP has a reset; for other
-//! streams the result says that there was none.
+//! within the timeout: a peer never takes a part of the stream for all of it. Only TCP has a reset; for
+//! other streams the result says that there was none.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use super::flight;
+use super::in_flight;
 use super::{Completion, Notification, Returned, Sender};
 use crate::sys::{Buf, Stable};
 
-/// How a sender ended.
+/// How a sender was closed.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum End {
-    /// Everything that was accepted is over, and every buffer is free. The peer of a stream reads all
-    /// of it, and then the end.
+pub enum CloseOutcome {
+    /// Every accepted send succeeded or was reported as failed, and every buffer is free. The peer of a
+    /// stream reads all of it, and then end of file.
     Whole,
-    /// The time was up before that.
+    /// The timeout ended before that.
     TimedOut,
-    /// A send of the stream had failed before, had been cancelled, or was late (ETIMEDOUT,
-    /// [`Builder::limit`](super::Builder::limit)).
+    /// An earlier send of the stream failed, was cancelled, or exceeded
+    /// [`Builder::limit`](super::Builder::limit) (ETIMEDOUT).
     Broken(io::Error),
-    /// The last datagram was to be continued ([`Outgoing::more`](super::Outgoing::more)); nothing of
-    /// it is sent.
+    /// The last piece of the last datagram is missing ([`Outgoing::more`](super::Outgoing::more)); nothing
+    /// of that datagram is sent.
     Corked,
-    /// The kernel refused a call.
+    /// A system call failed.
     Call(io::Error),
 }
 
-/// What is left of a sender that was closed.
+/// The result of closing a sender, with everything that was not taken from it.
 #[derive(Debug)]
-#[must_use = "it says whether everything was sent"]
+#[must_use = "the outcome says whether everything was sent"]
 #[non_exhaustive]
 pub struct Closed<B: Stable = Buf> {
-    /// How it ended.
-    pub end: End,
-    /// Its stream was reset: the peer meets an error (ECONNRESET) where the rest is missing. If
-    /// neither this nor [`End::Whole`] is said of a stream, its kind knows no reset, and the peer
-    /// cannot tell the end from an orderly one: vsock, Unix sockets.
+    /// How the sender was closed.
+    pub outcome: CloseOutcome,
+    /// The stream was reset: the peer gets ECONNRESET where the rest is missing. If this is false and the
+    /// outcome is not [`CloseOutcome::Whole`], the socket has no reset (vsock, Unix sockets), and the peer
+    /// cannot tell the end from an orderly one.
     pub reset: bool,
-    /// The buffers that are free and had not been taken, in the order in which they became free. What
-    /// the kernel had not taken has failed (ECANCELED).
+    /// Free buffers that the application had not taken, in the order in which they became free. Sends that
+    /// the kernel had not taken are failed (ECANCELED).
     pub returned: Vec<Returned<B>>,
-    /// The notifications that had not been taken.
+    /// Notifications that the application had not taken.
     pub notifications: Vec<Notification>,
-    /// The completions that had not been taken, if the sender kept any.
+    /// Completions that the application had not taken, if the sender keeps any.
     pub completions: Vec<Completion>,
-    /// How many buffers the kernel still reads. They are freed, not given back, when it has let go
-    /// of them.
+    /// Number of buffers that the kernel still reads. They are freed, not returned, when it no longer does.
     pub held: usize,
 }
 
 impl<B: Stable> Closed<B> {
-    /// Whether it ended as [`End::Whole`].
+    /// Whether the outcome is [`CloseOutcome::Whole`].
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        matches!(self.end, End::Whole)
+        matches!(self.outcome, CloseOutcome::Whole)
     }
 }
 
-/// Why a sender keeps its socket.
+/// Why [`Sender::into_socket`] refused.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Keeping {
-    /// Something that was accepted is not over, or its buffer is not free.
-    #[error("not everything that was accepted is over")]
+pub enum KeepReason {
+    /// A send is not finished, or the kernel still reads its buffer.
+    #[error("a send is not finished, or the kernel still reads its buffer")]
     Busy,
-    /// The last datagram is to be continued.
-    #[error("the last datagram is to be continued")]
+    /// The last piece of the last datagram is missing.
+    #[error("the last piece of the last datagram is missing")]
     Corked,
-    /// A send failed: what is sent next would lie behind a gap in the stream, or be glued to a part
-    /// of a raw packet.
+    /// A send failed: the next one would follow a gap in the stream, or be appended to a part of a raw
+    /// packet.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
-    /// There is no descriptor to be had.
+    /// The descriptor could not be duplicated.
     #[error(transparent)]
     Call(io::Error),
 }
 
-/// A sender that keeps its socket.
+/// A sender that still uses its socket.
 #[derive(Debug)]
-pub struct Kept<B: Stable = Buf> {
-    /// As it was.
+pub struct StillBusy<B: Stable = Buf> {
+    /// The sender, unchanged.
     pub sender: Box<Sender<B>>,
     /// Why.
-    pub why: Keeping,
+    pub why: KeepReason,
 }
 
-impl<B: Stable> std::fmt::Display for Kept<B> {
+impl<B: Stable> std::fmt::Display for StillBusy<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.why.fmt(f)
     }
 }
 
-impl<B: Stable + std::fmt::Debug> std::error::Error for Kept<B> {
+impl<B: Stable + std::fmt::Debug> std::error::Error for StillBusy<B> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         Some(&self.why)
     }
 }
 
 impl<B: Stable> Sender<B> {
-    /// Flushes every slot, and ends when every buffer is free, or after `timeout`; at once if a send
-    /// of the stream has failed.
+    /// Flushes every slot, and closes the sender when every buffer is free, or after `timeout`; at once if
+    /// a send of the stream has failed.
     ///
-    /// If every buffer is free in time, the peer of a stream is told of the end. If not, whatever is
-    /// missing, the stream is reset: what the peer has not acknowledged is given up, and with it the
-    /// buffers that only it held. So this bounds how long a slow receiver can hold a buffer; a time
-    /// of zero ends it at once. What other sockets have not handed over is cancelled; what waits in
-    /// front of a device stays there.
+    /// If every buffer is free in time, the peer of a stream reads end of file. If not, the stream is reset:
+    /// unacknowledged bytes are dropped, and the buffers that they kept busy are free. So `timeout` bounds
+    /// how long a slow receiver can keep a buffer busy; zero closes at once. On other sockets, sends that
+    /// the kernel has not taken are cancelled; packets in the queue of a device stay there.
     ///
     /// ```
     /// use std::io::Read;
@@ -140,47 +138,47 @@ impl<B: Stable> Sender<B> {
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        self.flights.closed
+        self.queue.closed
     }
 
-    /// Nothing more is accepted.
+    /// Refuses new sends and flushes every slot.
     pub(super) fn begin_close(&mut self) {
-        self.flights.closed = true;
+        self.queue.closed = true;
         self.flush_all();
     }
 
-    /// Whether there is nothing to wait for: a stream with a gap is reset.
+    /// Whether there is nothing to wait for: a stream on which a send failed is reset at once.
     pub(super) fn may_end(&self) -> bool {
-        self.is_quiet() || self.flights.broken.is_some()
+        self.is_quiet() || self.queue.broken.is_some()
     }
 
-    /// Ends it, after having waited until it may.
+    /// Closes the sender; `waited` is the result of waiting for [`may_end`](Self::may_end).
     pub(super) fn end(&mut self, waited: io::Result<bool>) -> Closed<B> {
-        let end = match (self.flights.broken, waited) {
-            (Some(code), _) => End::Broken(flight::error(code)),
-            (None, Ok(true)) if self.flights.cork.accepting => End::Corked,
-            (None, Ok(true)) => End::Whole,
-            (None, Ok(false)) => End::TimedOut,
-            (None, Err(error)) => End::Call(error),
+        let outcome = match (self.queue.broken, waited) {
+            (Some(code), _) => CloseOutcome::Broken(in_flight::error(code)),
+            (None, Ok(true)) if self.queue.cork.accepting => CloseOutcome::Corked,
+            (None, Ok(true)) => CloseOutcome::Whole,
+            (None, Ok(false)) => CloseOutcome::TimedOut,
+            (None, Err(error)) => CloseOutcome::Call(error),
         };
-        let whole = matches!(end, End::Whole);
+        let whole = matches!(outcome, CloseOutcome::Whole);
         if !whole {
-            // What it answers to this, the carrier goes on with when it is dropped.
-            let _ = self.flights.cancel();
-            self.flights.let_go();
-            if self.flights.open == 0 {
-                self.flights.forget_pieces();
+            // If this fails, the drop of `ZcSocket` ends the requests.
+            let _ = self.queue.cancel();
+            self.queue.release_kept();
+            if self.queue.open == 0 {
+                self.queue.forget_pieces();
             }
         }
-        let reset = self.flights.end(whole);
-        // A reset frees buffers within the call.
-        let _ = self.flights.carrier.reap();
-        self.flights.progress();
-        let mut completions = vec![Completion::default(); self.flights.ranges.len()];
-        let told = self.flights.ranges.take(&mut completions);
-        completions.truncate(told);
+        let reset = self.queue.end(whole);
+        // A reset frees buffers before it returns.
+        let _ = self.queue.zc_socket.reap();
+        self.queue.process_events();
+        let mut completions = vec![Completion::default(); self.queue.ranges.len()];
+        let count = self.queue.ranges.take(&mut completions);
+        completions.truncate(count);
         Closed {
-            end,
+            outcome,
             reset,
             returned: std::iter::from_fn(|| self.returned()).collect(),
             notifications: std::iter::from_fn(|| self.notification()).collect(),
@@ -189,25 +187,24 @@ impl<B: Stable> Sender<B> {
         }
     }
 
-    /// The socket, once everything that was accepted is over and its buffer free. What is free and
-    /// has not been taken is dropped.
+    /// Returns the socket, if every send is finished and its buffer free. Drops the free buffers that the
+    /// application has not taken.
     ///
     /// # Errors
-    /// [`Kept`], with the sender.
-    pub fn into_socket(mut self) -> Result<OwnedFd, Kept<B>> {
-        self.flights.let_go_if_asked();
-        let why = match self.flights.broken {
-            Some(code) => Keeping::Broken(flight::error(code)),
-            None if !self.is_quiet() => Keeping::Busy,
-            None if self.flights.cork.accepting => Keeping::Corked,
-            // The ring lets go of its own when it is dropped; to have that one out of it would be
-            // the same socket.
+    /// [`StillBusy`], with the sender.
+    pub fn into_socket(mut self) -> Result<OwnedFd, StillBusy<B>> {
+        self.queue.release_kept_for_caller();
+        let why = match self.queue.broken {
+            Some(code) => KeepReason::Broken(in_flight::error(code)),
+            None if !self.is_quiet() => KeepReason::Busy,
+            None if self.queue.cork.accepting => KeepReason::Corked,
+            // The sender closes its own descriptor when it is dropped.
             None => match self.socket().try_clone_to_owned() {
                 Ok(socket) => return Ok(socket),
-                Err(error) => Keeping::Call(error),
+                Err(error) => KeepReason::Call(error),
             },
         };
         let sender = Box::new(self);
-        Err(Kept { sender, why })
+        Err(StillBusy { sender, why })
     }
 }

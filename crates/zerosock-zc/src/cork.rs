@@ -1,17 +1,17 @@
-//! Datagrams in pieces: sends of which each but the last has MSG_MORE.
+//! Datagrams in pieces: each piece but the last is sent with MSG_MORE.
 //!
 //! The socket collects the pieces until the last one comes, and drops all of them when it refuses one.
 //! The next send then begins a datagram: a piece that is requested again alone, or after one that
 //! failed, would arrive as a datagram of its own. A piece can also fail without the socket: it is
 //! cancelled, or the kernel has no memory to pin it. Then the socket must be made to forget the earlier
-//! pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot be made to,
+//! pieces, which would otherwise arrive in front of the next datagram. A raw socket cannot forget them,
 //! and its sender accepts nothing more. So the pieces of one datagram, and nothing else, are under way
 //! together, and they are requested again together or not at all.
 //!
-//! For that, pieces that the socket has taken are *kept*: they are over, but are neither reported nor
-//! given back until the last piece is taken. If the kernel has no memory for a piece without a copy, all
-//! pieces are copied. Kept pieces are given back early, and then cannot be requested again, when there is
-//! no place for the next piece, and when the program polls or waits before it has sent the next piece:
+//! For that, pieces that the socket has taken are *kept*: they are finished, but are neither reported nor
+//! returned until the last piece is taken. If the kernel has no memory for a piece without a copy, all
+//! pieces are copied. Kept pieces are returned early, and then cannot be requested again, when there is
+//! no place for the next piece, and when the application polls or waits before it has sent the next one:
 //! it may need these buffers to send it.
 //!
 //! # Invariants
@@ -20,35 +20,35 @@
 use std::collections::VecDeque;
 use std::mem;
 
-use super::flight::{Flight, Part};
-use super::flights::Flights;
-use crate::sys::{Key, Stable, Way};
+use super::in_flight::{InFlightSend, Part};
+use super::send_queue::SendQueue;
+use crate::sys::{Key, SendMode, Stable};
 
 #[derive(Default)]
 pub(super) struct Cork {
-    /// The last send that was accepted is to be continued.
+    /// The last accepted send has MSG_MORE.
     pub(super) accepting: bool,
-    /// Pieces are under way.
+    /// Requests for pieces have their results to come.
     pub(super) under_way: bool,
-    /// How many pieces of it the socket has taken.
+    /// Number of pieces of the current datagram that the socket has taken.
     pub(super) taken: usize,
-    /// Whether they are kept.
+    /// Whether taken pieces are kept.
     keeps: bool,
-    /// Of them, those that are, in their order.
+    /// Kept pieces of the current datagram, in order.
     kept: VecDeque<Key>,
-    /// The socket may have pieces of a datagram that has not ended.
+    /// The socket may have collected pieces of an incomplete datagram.
     pub(super) gathered: bool,
-    /// Pieces that the kernel answered with an error, and which.
+    /// Failed pieces of the chain under way, with their error numbers.
     pub(super) failed: Vec<(Key, i32)>,
-    /// Those that are under way were cancelled, or some that belong to them.
-    pub(super) torn: bool,
-    /// What the pieces that are still to come end with.
-    pub(super) ended: Option<i32>,
+    /// The chain under way, or a piece of its datagram, was cancelled.
+    pub(super) cancelled_chain: bool,
+    /// The error number with which later pieces of the current datagram fail.
+    pub(super) failure: Option<i32>,
 }
 
 impl Cork {
-    /// Pieces are kept where datagrams may be sent `in_place`. Others need no memory for that, and
-    /// there it is UDP, which can be made to forget.
+    /// Keeps pieces where datagrams may be sent `in_place`: these are UDP sockets, which can forget
+    /// collected pieces. Copies do not run out of that memory, so they need not be requested again.
     pub(super) fn new(in_place: bool) -> Self {
         Self {
             keeps: in_place,
@@ -56,7 +56,7 @@ impl Cork {
         }
     }
 
-    /// What a send is that is accepted next.
+    /// The part of a datagram that the next accepted send is.
     pub(super) fn accept(&mut self, more: bool) -> Part {
         let before = mem::replace(&mut self.accepting, more);
         match (before, more) {
@@ -77,7 +77,7 @@ impl Cork {
         }
     }
 
-    /// A request of it is under way.
+    /// Takes note that a request was started.
     pub(super) fn started(&mut self, part: Part) {
         if part != Part::Whole {
             self.under_way = true;
@@ -87,102 +87,102 @@ impl Cork {
         }
     }
 
-    /// What a piece fails with because an earlier one did.
-    pub(super) fn ends(&mut self, flight: &Flight) -> Option<i32> {
-        match flight.part {
+    /// The error number with which a piece fails because an earlier piece failed.
+    pub(super) fn inherited_failure(&mut self, send: &InFlightSend) -> Option<i32> {
+        match send.part {
             Part::Whole => return None,
-            Part::First => self.ended = None,
+            Part::First => self.failure = None,
             Part::Later => {}
         }
-        let ended = self.ended;
-        if !flight.more {
-            self.ended = None;
+        let failure = self.failure;
+        if !send.more {
+            self.failure = None;
         }
-        ended
+        failure
     }
 
-    /// Whether there are pieces that are kept.
+    /// Whether any pieces are kept.
     pub(super) fn is_keeping(&self) -> bool {
         !self.kept.is_empty()
     }
 
-    /// Whether every piece that the socket has taken can be asked again.
+    /// Whether every piece that the socket has taken can be requested again.
     pub(super) fn is_all_kept(&self) -> bool {
         self.is_keeping() && self.kept.len() == self.taken
     }
 }
 
-impl<B: Stable> Flights<B> {
-    /// The socket takes this piece of a datagram, or what is a whole one.
-    pub(super) fn takes(&mut self, key: Key) {
-        let Some(flight) = self.flights.get_mut(key.index()) else {
+impl<B: Stable> SendQueue<B> {
+    /// Takes note that the socket has taken a piece of a datagram, or a whole one.
+    pub(super) fn piece_taken(&mut self, key: Key) {
+        let Some(send) = self.sends.get_mut(key.index()) else {
             return;
         };
-        let piece = flight.part != Part::Whole;
-        let goes_on = piece && flight.more;
+        let piece = send.part != Part::Whole;
+        let goes_on = piece && send.more;
         self.cork.taken += usize::from(piece);
         self.cork.gathered = goes_on;
         if !goes_on {
-            return self.let_go();
+            return self.release_kept();
         }
         if self.cork.keeps {
-            flight.kept = true;
+            send.kept = true;
             self.cork.kept.push_back(key);
         }
     }
 
-    /// The pieces that are kept will not be asked again.
-    pub(super) fn let_go(&mut self) {
+    /// Releases the kept pieces: they will not be requested again.
+    pub(super) fn release_kept(&mut self) {
         while let Some(key) = self.cork.kept.pop_front() {
-            if let Some(flight) = self.flights.get_mut(key.index()) {
-                flight.kept = false;
+            if let Some(send) = self.sends.get_mut(key.index()) {
+                send.kept = false;
             }
-            self.conclude(key);
+            self.report_to_slot(key);
         }
     }
 
-    /// Whether pieces are kept whose rest was not accepted yet.
+    /// Whether kept pieces wait for a next piece that the application has not sent.
     pub(super) fn awaits_pieces(&self) -> bool {
         self.cork.is_keeping() && self.is_handed_over()
     }
 
-    /// Releases pieces for a program that waits for buffers. Those of a datagram that can have no more
-    /// pieces, because the sender is closed, are free when the socket has forgotten it.
-    pub(super) fn let_go_if_asked(&mut self) {
+    /// Releases kept pieces when the application polls or waits: it may need the buffers for the next
+    /// piece. If the sender is closed, no next piece can follow, and the socket drops the datagram.
+    pub(super) fn release_kept_for_caller(&mut self) {
         if !self.is_handed_over() {
             return;
         }
         match self.closed && self.cork.keeps {
             true => self.forget_pieces(),
-            false => self.let_go(),
+            false => self.release_kept(),
         }
     }
 
-    /// A piece finds no memory to go without a copy: all of its datagram is copied, what the socket
-    /// has, what has `failed` now, and what is to follow.
+    /// Copies all pieces of a datagram because one found no memory: those that the socket has taken, those
+    /// that `failed`, and those that follow.
     pub(super) fn copy_pieces(&mut self, failed: Vec<(Key, i32)>) {
         let kept = mem::take(&mut self.cork.kept);
         self.forget_pieces();
         for key in kept {
-            if let Some(flight) = self.flights.get_mut(key.index()) {
-                (flight.kept, flight.over) = (false, false);
+            if let Some(send) = self.sends.get_mut(key.index()) {
+                (send.kept, send.finished) = (false, false);
                 self.stats.over -= 1;
-                self.stats.bytes -= mem::take(&mut flight.sent) as u64;
+                self.stats.bytes -= mem::take(&mut send.sent) as u64;
             }
-            self.ask_again(key);
+            self.queue_retry(key);
         }
         for (key, _) in failed {
-            self.ask_again(key);
+            self.queue_retry(key);
         }
-        // They are the oldest that are not over.
-        for key in self.again.iter().chain(&self.queue) {
-            let Some(flight) = self.flights.get_mut(key.index()) else {
+        // The pieces of this datagram are the oldest unfinished sends.
+        for key in self.retries.iter().chain(&self.queued) {
+            let Some(send) = self.sends.get_mut(key.index()) else {
                 break;
             };
-            if mem::replace(&mut flight.way, Way::Copy) == Way::ZeroCopy {
+            if mem::replace(&mut send.mode, SendMode::Copy) == SendMode::ZeroCopy {
                 self.stats.copied_for_memory += 1;
             }
-            if !flight.more {
+            if !send.more {
                 break;
             }
         }
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_told_apart() {
+    fn the_flag_more_determines_the_part_of_each_send() {
         let mut cork = Cork::default();
         let parts = [false, true, true, false, true, false, false].map(|more| cork.accept(more));
         let (whole, first, later) = (Part::Whole, Part::First, Part::Later);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_comes_between_pieces() {
+    fn no_other_send_starts_between_pieces() {
         let mut cork = Cork::default();
         assert!(cork.admits(Part::Whole, 5, true));
         assert!(!cork.admits(Part::First, 5, true));
@@ -215,14 +215,14 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_of_one_datagram_says_nothing_of_the_next() {
+    fn the_count_of_taken_pieces_starts_anew_with_each_datagram() {
         let mut cork = Cork::default();
         cork.started(Part::First);
         cork.taken = 1;
         cork.started(Part::Later);
         assert_eq!(cork.taken, 1);
         cork.started(Part::Whole);
-        assert_eq!(cork.taken, 1, "another is none of it");
+        assert_eq!(cork.taken, 1, "a whole datagram is no piece");
         cork.started(Part::First);
         assert_eq!(cork.taken, 0);
     }

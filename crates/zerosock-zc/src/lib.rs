@@ -1,10 +1,10 @@
 //! Zero-copy send on kernel sockets.
 //!
-//! A [`Sender`] sends owned buffers over a TCP, UDP or vsock socket without a copy, and gives each
-//! buffer back when the kernel no longer reads it. The program neither reads the error queue nor counts
-//! notifications. This crate does so over io_uring or over the error queue, and copies where neither
-//! works. Large writes gain by it (from about 10 KB on, according to the kernel's documentation), and
-//! memory that is expensive to copy: pages of files, memory that a virtual machine shares.
+//! A [`Sender`] sends owned buffers over a TCP, UDP or vsock socket without a copy, and returns each
+//! buffer when the kernel no longer reads it. The application neither reads the error queue nor counts
+//! notifications: this crate does, over io_uring or over the error queue, and copies where neither works.
+//! Large writes gain by it (from about 10 KB on, according to the kernel's documentation), and memory that
+//! is expensive to copy: pages of files, memory that a virtual machine shares.
 //!
 //! The library `zerosock` has this crate as `zerosock::zc`.
 //!
@@ -48,17 +48,17 @@
 //! that a peer shares ([`Mapped`]), or any of these at run time ([`Buf`]).
 //!
 //! # Completions
-//! A program learns in three ways that a buffer is free, and can use all of them together:
+//! An application learns in three ways that a buffer is free, and can use all of them together:
 //!
-//! - One by one: [`Sender::returned`] gives each buffer back, with the result of its send.
+//! - One by one: [`Sender::returned`] returns each buffer, with the result of its send.
 //! - By slot: sends attach to the notifier of a slot, a flush closes the notifier, and one
 //!   [`Notification`], with the slot's tag and a sequence number, says that all its buffers are free.
-//! - Inline: a send carries room for up to 16 [`Completion`]s and fills it with ranges of the numbers of
-//!   earlier sends that are over (`lo..=hi`). This costs no system call over io_uring, and one that does
-//!   not wait over the error queue.
+//! - Inline: a send has room for up to 16 [`Completion`]s and fills it with ranges of the numbers of
+//!   completed sends (`lo..=hi`). This costs no system call over io_uring, and one that does not wait over
+//!   the error queue.
 //!
-//! Each send that may go without a copy has a number, from 0 on. In this example of the inline way two
-//! buffers take turns; a buffer is used again when its number has been in a range:
+//! Each send that may go without a copy has a number, from 0 on. This example uses two buffers in turn and
+//! reuses each when its number has been in a range:
 //!
 //! ```
 //! use std::io::Read;
@@ -72,24 +72,24 @@
 //!
 //! let mut sender: Sender<Vec<u8>> = Sender::builder().inline_completions().open(socket)?;
 //! let mut free = vec![vec![b'a'; 10_000], vec![b'b'; 10_000]];
-//! let mut over = 0;
+//! let mut completed = 0;
 //! let mut room = [Completion::default(); 16];
 //! for _ in 0..6 {
 //!     let buffer = loop {
-//!         // A buffer whose number is in a completion can be taken back.
+//!         // The sender returns a buffer after its number was in a completion.
 //!         free.extend(std::iter::from_fn(|| sender.returned()).map(|returned| returned.buffer));
 //!         match free.pop() {
 //!             Some(buffer) => break buffer,
 //!             None => sender.wait(None)?,
 //!         }
 //!     };
-//!     let told = sender.send_with(Outgoing::new(buffer), &mut room)?;
-//!     over += room[..told].iter().map(|range| range.count()).sum::<u32>();
+//!     let count = sender.send_with(Outgoing::new(buffer), &mut room)?;
+//!     completed += room[..count].iter().map(|range| range.count()).sum::<u32>();
 //! }
 //! sender.finish(None)?;
-//! let told = sender.completions(&mut room)?;
-//! over += room[..told].iter().map(|range| range.count()).sum::<u32>();
-//! assert_eq!(over, 6);
+//! let count = sender.completions(&mut room)?;
+//! completed += room[..count].iter().map(|range| range.count()).sum::<u32>();
+//! assert_eq!(completed, 6);
 //! # drop(sender);
 //! let mut received = Vec::new();
 //! peer.read_to_end(&mut received)?;
@@ -99,8 +99,8 @@
 //! ```
 //!
 //! The pieces of a corked datagram ([`Outgoing::more`]) have a number each. The kernel makes one datagram
-//! of them, so that they are over together. A send that is always copied ([`Copying::Always`]) has no
-//! number and is in no range:
+//! of them, so they complete together. A send that is always copied ([`Copying::Always`]) has no number and
+//! is in no range:
 //!
 //! ```
 //! use std::net::UdpSocket;
@@ -120,9 +120,9 @@
 //! assert_eq!((head, body, tail, alone), (Some(0), Some(1), Some(2), None));
 //!
 //! sender.finish(None)?;
-//! let told = sender.completions(&mut room)?;
-//! let over: u32 = room[..told].iter().map(|range| range.count()).sum();
-//! assert_eq!(over, 3);
+//! let count = sender.completions(&mut room)?;
+//! let completed: u32 = room[..count].iter().map(|range| range.count()).sum();
+//! assert_eq!(completed, 3);
 //! let mut bytes = [0; 4096];
 //! assert_eq!((peer.recv(&mut bytes)?, peer.recv(&mut bytes)?), (3024, 100));
 //! # Ok(())
@@ -136,19 +136,18 @@
 //! tasks.
 //!
 //! # Closing
-//! [`Sender::close`] waits until every send is over, and says what is left when its time is up.
-//! [`Sender::into_socket`] gives the socket back when nothing is under way. A sender can also be dropped.
+//! [`Sender::close`] waits until every send is finished, and returns what is left after its timeout.
+//! [`Sender::into_socket`] returns the socket when nothing is under way. A sender can also be dropped.
 //! When a part of a TCP stream is missing at that time, the stream is reset: its peer gets ECONNRESET
 //! instead of an end of file after a part of the data. The reset also frees buffers that wait for a slow
-//! receiver. A [limit](Builder::limit) does the same while the sender is in use, when a send takes longer
-//! than its time.
+//! receiver. A [limit](Builder::limit) does the same while the sender is in use, when a send exceeds it.
 //!
 //! # Invariants
-//! - From its acceptance until it is given back, a buffer belongs to the sender. No safe code of the
+//! - From its acceptance until it is returned, a buffer belongs to the sender. No safe code of the
 //!   process can change or free it, also after an error, a time-out, a panic, or a drop of the sender. A
-//!   dropped sender whose buffers the kernel still reads goes to a thread that waits for the kernel; if
+//!   dropped sender with buffers that the kernel still reads goes to a thread that waits for the kernel; if
 //!   no thread can be started, the sender is leaked.
-//! - Each accepted send is reported exactly once in each way that it takes part in: it is given back
+//! - Each accepted send is reported exactly once in each way that it takes part in: it is returned
 //!   (unless buffers are discarded), it counts for the notifier of its slot if it has one, and its number
 //!   is in one range if it has one.
 //! - A stream keeps the order of its sends, and what the kernel takes in part is completed. A peer never
@@ -173,40 +172,42 @@
 //!
 //! - `sys::requests`: which results of io_uring are followed by a notification, also when a request is
 //!   cancelled before it begins.
-//! - `sys::ring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
+//! - `sys::uring`: notifications of TCP requests that share a packet are tied together since Linux 6.10, so
 //!   that a packet must end with a request now and then (MSG_EOR).
 //! - `sys::arenas`: when registered memory may be replaced.
-//! - `sys::counter`, `sys::numbers` and `sys::doubt`: how MSG_ZEROCOPY numbers sends, also those that fail.
+//! - `sys::first_id`, `sys::notification_ids` and `sys::unresolved`: how MSG_ZEROCOPY assigns ids to sends,
+//!   also to those that fail.
 //! - `cork`: what a socket keeps of a datagram in pieces (MSG_MORE) when a later piece fails.
 //!
-//! The following sockets are sent from by copies: raw and packet sockets, Unix sockets, TCP with an
-//! upper-layer protocol (kernel TLS), and TCP in a sockmap with a program for messages (sk_msg), where the
-//! kernel ignores MSG_ZEROCOPY. vsock messages (SOCK_SEQPACKET) are refused ([`Kind::VsockMessages`]).
+//! Sends on the following sockets are copied: raw and packet sockets, Unix sockets, TCP with an upper-layer
+//! protocol (kernel TLS), and TCP in a sockmap with a program for messages (sk_msg), where the kernel
+//! ignores MSG_ZEROCOPY. vsock messages (SOCK_SEQPACKET) are refused ([`Kind::VsockMessages`]).
 //!
-//! A TCP socket that is put under kernel TLS while it has a sender is sent from by copies from then on,
-//! over io_uring with one request at a time, since kernel TLS refuses MSG_WAITALL.
+//! If kernel TLS is enabled on a TCP socket that has a sender, later sends are copied, over io_uring with
+//! one request at a time, since kernel TLS refuses MSG_WAITALL.
 //!
 //! What the crate cannot prevent:
 //!
-//! - A sockmap program that meets a socket after its first send over the error queue, and that takes all
-//!   of the data: the kernel gives those sends no number, and their buffers do not come back. A socket
-//!   that leaves the sockmap before the error queue has been read: a buffer can come back too early.
-//!   Neither concerns io_uring, where sends have no numbers.
+//! - A socket is added to a sockmap after its first send over the error queue, and the program there takes
+//!   all of the data: the kernel assigns no ids to those sends, and their buffers are not returned. A socket
+//!   is removed from the sockmap before the error queue has been read: a buffer can be returned too early.
+//!   Neither concerns io_uring, where sends have no ids.
 //! - Kernel TLS in Linux 6.1 can drop the last records of a socket that is full when it is closed.
 #![deny(unsafe_code)]
 
-mod answers;
 mod calibration;
 mod close;
 mod cork;
-mod flight;
-mod flights;
+mod in_flight;
+mod indexed_queue;
 mod limit;
-mod line;
+mod measurement;
 mod message;
 mod policy;
 mod ranges;
 mod readiness;
+mod results;
+mod send_queue;
 mod sender;
 mod shared;
 mod slots;
@@ -214,9 +215,8 @@ mod stats;
 pub mod sys;
 #[cfg(feature = "tokio")]
 pub mod tokio;
-mod turn;
 
-pub use close::{Closed, End, Keeping, Kept};
+pub use close::{CloseOutcome, Closed, KeepReason, StillBusy};
 pub use message::{Copying, Failed, Outgoing, Refusal, Refused, Returned, Sent};
 pub use policy::Threshold;
 pub use ranges::Completion;

@@ -1,32 +1,31 @@
 //! The limit of a sender: the longest time from the acceptance of a send until its buffer is free.
 //!
-//! Sends are accepted in the order of time, so that the oldest one that counts is the first to be late.
-//! It is looked up when the program submits, polls or waits, and a wait ends when that send is late. This
-//! module has no clock and no thread.
+//! Sends are accepted in the order of time, so the oldest one that counts is the first to be late. It is
+//! looked up when the application submits, polls or waits, and a wait ends when that send is late. There is
+//! no timer and no thread.
 //!
 //! # Invariants
-//! When a send is late, everything is done that can be, and the send counts no more: a send that stayed
-//! late would make every later wait return at once.
+//! A late send is cancelled or reset as far as possible, and then no longer counts: otherwise every later
+//! wait would return at once.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::flights::Flights;
+use super::send_queue::SendQueue;
 use crate::sys::{self, Key, Stable};
 
-/// What is not done in time ends with this.
+/// The error number of a late send.
 pub(super) const TIMED_OUT: i32 = rustix::io::Errno::TIMEDOUT.raw_os_error();
 
-/// Which sends there are, by age.
+/// The limit, and the sends to which it applies.
 #[derive(Debug, Default)]
 pub(super) struct Limit {
-    /// None: they have all the time there is.
+    /// The longest time of a send; without, there is no limit.
     pub(super) time: Option<Duration>,
-    /// When the first of those was accepted that are not submitted yet: one look at the clock serves
-    /// all of them.
+    /// When the first send since the last submission was accepted: the clock is read once per submission.
     now: Option<Instant>,
-    /// The oldest first, with some among them that do not count any more.
-    pub(super) sends: VecDeque<Accepted>,
+    /// Accepted sends, the oldest first. Some of them no longer count.
+    pub(super) accepted: VecDeque<Accepted>,
 }
 
 #[derive(Copy, Clone, Debug)]
@@ -36,103 +35,106 @@ pub(super) struct Accepted {
     ordinal: u64,
 }
 
-impl<B: Stable> Flights<B> {
-    /// The send in this place, with this ordinal, has been accepted.
-    pub(super) fn counts(&mut self, key: Key, ordinal: u64) {
+impl<B: Stable> SendQueue<B> {
+    /// Starts the time of a send that has just been accepted.
+    pub(super) fn start_limit(&mut self, key: Key, ordinal: u64) {
         if self.limit.time.is_none() {
             return;
         }
-        if self.limit.sends.len() >= 2 * self.flights.len() {
-            // One that is old keeps those behind it from being forgotten one by one.
-            let mut sends = std::mem::take(&mut self.limit.sends);
-            sends.retain(|send| self.is_awaited(send));
-            self.limit.sends = sends;
+        if self.limit.accepted.len() >= 2 * self.sends.len() {
+            // An old send that still counts prevents the removal of later ones from the front.
+            let mut kept = std::mem::take(&mut self.limit.accepted);
+            kept.retain(|accepted| self.is_awaited(accepted));
+            self.limit.accepted = kept;
         }
         let at = *self.limit.now.get_or_insert_with(Instant::now);
-        self.limit.sends.push_back(Accepted { at, key, ordinal });
+        self.limit.accepted.push_back(Accepted { at, key, ordinal });
     }
 
-    /// Whether it counts: its buffer can be had back before the kernel gives it by itself. On streams
-    /// that is until it is free, else until the kernel has taken it.
-    fn is_awaited(&self, send: &Accepted) -> bool {
-        let flight = self.flights.get(send.key.index());
-        flight
-            .filter(|flight| flight.ordinal == send.ordinal)
-            .is_some_and(|flight| !flight.over || self.stream && !self.carrier.idle(send.key))
+    /// Whether the limit applies to a send: on a stream until its buffer is free, because a reset can free
+    /// it; otherwise until the kernel has taken it.
+    fn is_awaited(&self, accepted: &Accepted) -> bool {
+        let send = self.sends.get(accepted.key.index());
+        send.filter(|send| send.ordinal == accepted.ordinal)
+            .is_some_and(|send| !send.finished || self.stream && !self.zc_socket.idle(accepted.key))
     }
 
     /// When the oldest send is late; none if there is none, or no limit.
     pub(super) fn due(&self) -> Option<Instant> {
         let time = self.limit.time?;
-        let oldest = self.limit.sends.iter().find(|send| self.is_awaited(send))?;
+        let oldest = self
+            .limit
+            .accepted
+            .iter()
+            .find(|accepted| self.is_awaited(accepted))?;
         oldest.at.checked_add(time)
     }
 
-    /// How long there is until then.
+    /// The time until [`due`](Self::due).
     pub(super) fn time_left(&self) -> Option<Duration> {
         let due = self.due()?;
         Some(due.saturating_duration_since(Instant::now()))
     }
 
     fn is_late(&mut self, now: Instant) -> bool {
-        while let Some(send) = self.limit.sends.front()
-            && !self.is_awaited(send)
+        while let Some(accepted) = self.limit.accepted.front()
+            && !self.is_awaited(accepted)
         {
-            self.limit.sends.pop_front();
+            self.limit.accepted.pop_front();
         }
         self.due().is_some_and(|due| due <= now)
     }
 
-    /// If a send is late, ends what the kernel has not taken, and a stream with all of it.
-    pub(super) fn lapse(&mut self) {
+    /// If a send is late, cancels every send that the kernel has not taken, and resets a stream.
+    pub(super) fn enforce_limit(&mut self) {
         self.limit.now = None;
-        if self.limit.sends.is_empty() {
+        if self.limit.accepted.is_empty() {
             return;
         }
         let now = Instant::now();
-        // It may have been over in time, and not have been polled.
+        // It may have finished in time: its events may not have been read.
         while self.is_late(now) {
             let before = (self.stats.over, self.stats.notified);
-            self.carrier.reap_all();
-            self.progress();
+            self.zc_socket.reap_all();
+            self.process_events();
             if before == (self.stats.over, self.stats.notified) {
                 break;
             }
         }
         if self.is_late(now) {
-            self.recall();
+            self.time_out();
         }
     }
 
-    /// Whatever the kernel answers meanwhile, the rest is done, too.
-    fn recall(&mut self) {
-        let sends = std::mem::take(&mut self.limit.sends);
+    /// Ends the late sends. An error of one step does not prevent the next ones.
+    fn time_out(&mut self) {
+        let late = std::mem::take(&mut self.limit.accepted);
         if self.stream {
             self.broken = self.broken.or(Some(TIMED_OUT));
         }
-        let _ = self.end_rest(TIMED_OUT);
+        let _ = self.fail_pending(TIMED_OUT);
         if !self.stream {
             return;
         }
-        // The kernel has taken all of these. Whether the peer has them cannot be found out.
-        for send in &sends {
-            if !self.is_awaited(send) {
+        // The kernel has taken all of these. It is unknown how much of them reached the peer.
+        for accepted in &late {
+            if !self.is_awaited(accepted) {
                 continue;
             }
-            if let Some(flight) = self.flights.get_mut(send.key.index())
-                && flight.over
-                && flight.failure.is_none()
+            if let Some(send) = self.sends.get_mut(accepted.key.index())
+                && send.finished
+                && send.failure.is_none()
             {
-                flight.failure = Some(TIMED_OUT);
+                send.failure = Some(TIMED_OUT);
                 self.stats.failed += 1;
                 self.stats.timed_out += 1;
             }
         }
-        if sys::reset(self.carrier.socket()).unwrap_or(false) {
-            self.ended = true;
-            // It frees buffers within the call.
-            let _ = self.carrier.reap();
-            self.progress();
+        if sys::reset(self.zc_socket.socket()).unwrap_or(false) {
+            self.shut_down = true;
+            // A reset frees buffers before it returns.
+            let _ = self.zc_socket.reap();
+            self.process_events();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a program gives to a sender, and what it gets back.
+//! What an application passes to a sender, and what the sender returns.
 
 use std::fmt;
 use std::io;
@@ -9,17 +9,17 @@ use crate::sys::{Address, Buf, Stable};
 /// Whether a send may go without a copy.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub enum Copying {
-    /// Whatever costs less, as far as that is known.
+    /// The cheaper way, as far as that is known.
     #[default]
     Auto,
-    /// Never copied by us, however short. The kernel may still copy, and says so.
+    /// The sender does not copy, however short the buffer. The kernel may still copy, and reports it.
     Never,
-    /// Always copied: the buffer is free with the result; that of a piece of a datagram as
-    /// [`Outgoing::more`] says. Such a send has no number.
+    /// Always copied: the buffer is free when the kernel has taken it; for a piece of a datagram see
+    /// [`Outgoing::more`]. Such a send has no number.
     Always,
 }
 
-/// A buffer and how it is to be sent.
+/// A buffer, and how to send it.
 ///
 /// ```
 /// use zerosock_zc::{Buf, Copying, Outgoing};
@@ -30,31 +30,29 @@ pub enum Copying {
 pub struct Outgoing<B = Buf> {
     /// The bytes.
     pub buffer: B,
-    /// Where to, if the socket is not connected.
+    /// The destination, if the socket is not connected.
     pub to: Option<Address>,
-    /// The slot whose notifier it attaches to.
+    /// The slot with the notifier that the send attaches to.
     pub slot: Option<u32>,
-    /// Closes that notifier if the send succeeds, once every send to the slot that was accepted
-    /// before it is over, too.
+    /// Closes that notifier if the send succeeds, as soon as every earlier send to the slot is finished.
     pub flush: bool,
-    /// More is to come that belongs to it (MSG_MORE): of a datagram the rest, of a stream what
-    /// should go with it in one segment. When a piece of a datagram fails, those behind it fail, too,
-    /// and nothing arrives; those before it have been taken, and come back as sent.
+    /// The next send continues this one (MSG_MORE): on a datagram socket it is the next piece of the same
+    /// datagram, on a stream it should share a segment. When a piece of a datagram fails, the later pieces
+    /// fail as well, and nothing arrives; earlier pieces were taken and are returned as sent.
     ///
-    /// The buffers of a datagram's pieces come back when its last one was taken, also those that were
-    /// copied: so all of it can be copied if there is no memory to send a later piece without a copy.
-    /// They come back before that when the sender has no other place for the rest, or is polled or
-    /// waited for while no more of the datagram was accepted; but those that go without a copy are the
-    /// kernel's until the datagram is complete, so that a sender needs more places than a datagram has
-    /// such pieces. If there is no memory after that, the datagram fails.
+    /// The buffers of a datagram's pieces are returned when the last piece was taken, also those that were
+    /// copied: so all of them can be copied if there is no memory to send a later piece without a copy.
+    /// They are returned earlier if the sender has no free place for the next piece, or if the application
+    /// polls or waits before it has sent the next piece; the datagram then fails if there is no memory for
+    /// a later piece. The kernel reads the buffers of zero-copy pieces until the datagram is complete, so a
+    /// sender needs more places than a datagram has such pieces.
     pub more: bool,
-    /// Whether it may go without a copy.
+    /// Whether the send may go without a copy.
     pub copying: Copying,
 }
 
 impl<B> Outgoing<B> {
-    /// Sent to the peer the socket is connected to, attached to no slot, copied or not as costs
-    /// less.
+    /// A send to the connected peer, attached to no slot, with [`Copying::Auto`].
     pub fn new(buffer: impl Into<B>) -> Self {
         Self {
             buffer: buffer.into(),
@@ -66,35 +64,35 @@ impl<B> Outgoing<B> {
         }
     }
 
-    /// Sent to this address.
+    /// Sends to this address.
     #[must_use]
     pub fn to(self, address: Address) -> Self {
         let to = Some(address);
         Self { to, ..self }
     }
 
-    /// Attached to the notifier of this slot.
+    /// Attaches the send to the notifier of this slot.
     #[must_use]
     pub fn slot(self, slot: u32) -> Self {
         let slot = Some(slot);
         Self { slot, ..self }
     }
 
-    /// Closes its slot's notifier if it succeeds.
+    /// Closes the notifier of its slot if the send succeeds.
     #[must_use]
     pub fn flush(self) -> Self {
         let flush = true;
         Self { flush, ..self }
     }
 
-    /// To be continued by the next send (MSG_MORE).
+    /// The next send continues this one (MSG_MORE).
     #[must_use]
     pub fn more(self) -> Self {
         let more = true;
         Self { more, ..self }
     }
 
-    /// Copied or not as is said here.
+    /// Sets whether the send is copied.
     #[must_use]
     pub fn copying(self, copying: Copying) -> Self {
         Self { copying, ..self }
@@ -118,53 +116,53 @@ impl<B: Stable> fmt::Debug for Outgoing<B> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// As many buffers are under way as the sender has places for.
-    #[error("all places of the sender are taken")]
+    /// No place is free for the buffer.
+    #[error("all places of the sender are in use")]
     Full,
-    /// More buffers are to be taken back than there are places, by 1024, or 65536 notifications or
-    /// completions are to be read.
-    #[error("buffers, notifications or completions are to be taken first")]
+    /// The application has not taken 1024 free buffers more than there are places, or 65536 notifications
+    /// or completions.
+    #[error("too many buffers, notifications or completions were not taken from the sender")]
     Unread,
-    /// There is no such slot.
+    /// The slot does not exist.
     #[error(transparent)]
     NoSuchSlot(#[from] NoSuchSlot),
     /// A flush without a slot.
-    #[error("a flush names no slot")]
+    #[error("the send has the flag flush and no slot")]
     FlushWithoutSlot,
-    /// More pieces than one call of the kernel takes (1024).
+    /// The buffer has more pieces than one system call takes (1024).
     #[error("a buffer of more than 1024 pieces")]
     TooManyPieces,
-    /// A stream that has failed, or of which a send was late (ETIMEDOUT,
-    /// [`Builder::limit`](super::Builder::limit)): nothing can be sent behind what got lost. Or a raw
-    /// socket that has gathered a part of a packet whose rest failed ([`Outgoing::more`]): it cannot
-    /// be made to forget that, and would glue the next packet to it.
+    /// An earlier send of the stream failed, or exceeded [`Builder::limit`](super::Builder::limit)
+    /// (ETIMEDOUT): a later one would follow a gap. Or a raw socket has collected a part of a packet, and a
+    /// later piece failed ([`Outgoing::more`]): the socket cannot drop that part, and would append the next
+    /// packet to it.
     #[error("an earlier send failed: {0}")]
     Broken(io::Error),
-    /// The sender was closed, by another handle to it.
+    /// Another handle closed the sender.
     #[error("the sender is closed")]
     Closed,
-    /// More room for completions than 16.
+    /// Room for more than 16 completions.
     #[error("room for more than 16 completions")]
     TooMuchRoom,
-    /// Room for completions of a sender that keeps none
-    /// ([`Builder::inline_completions`](super::Builder::inline_completions)).
-    #[error("the sender keeps no completions: its builder was not told to")]
+    /// The sender keeps no completions: this needs
+    /// [`Builder::inline_completions`](super::Builder::inline_completions).
+    #[error("the sender keeps no completions: its builder did not request them")]
     NoCompletions,
-    /// The kernel's answer to the call itself.
+    /// A system call failed.
     #[error(transparent)]
     Call(io::Error),
 }
 
 /// A send that was not accepted, and its buffer.
 pub struct Refused<B = Buf> {
-    /// As it was given.
+    /// The send, as it was passed in.
     pub outgoing: Outgoing<B>,
-    /// Why.
+    /// Why it was not accepted.
     pub why: Refusal,
 }
 
 impl<B> Refused<B> {
-    /// The buffer, as it was given.
+    /// The buffer, as it was passed in.
     pub fn into_buffer(self) -> B {
         self.outgoing.buffer
     }
@@ -193,11 +191,11 @@ impl<B: Stable> std::error::Error for Refused<B> {
 
 /// A buffer that is free again.
 pub struct Returned<B = Buf> {
-    /// As it was given.
+    /// The buffer, as it was passed in.
     pub buffer: B,
-    /// Its number; none if it was to be copied ([`Copying::Always`]).
+    /// The number of the send; none with [`Copying::Always`].
     pub number: Option<u32>,
-    /// How it went.
+    /// The result of the send.
     pub outcome: Result<Sent, Failed>,
 }
 
@@ -214,12 +212,11 @@ impl<B: Stable> fmt::Debug for Returned<B> {
 /// How a buffer was sent.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Sent {
-    /// The device, or the receiver, read the buffer itself, as far as the kernel tells: over the
-    /// error queue it may name copied sends together with others that were not (each range has one
-    /// mark, that of its first), and over io_uring it does not tell when vsock copied because the
-    /// peer's credit was short.
+    /// The device or the receiver read the buffer directly, as far as the kernel reports it. Over the error
+    /// queue, a reported range has one mark, that of its first send; over io_uring, the kernel does not
+    /// report that vsock copied because the credit of the peer was short.
     InPlace,
-    /// Through a copy, by us or by the kernel after all.
+    /// This crate or the kernel copied the bytes.
     Copied,
 }
 
@@ -227,14 +224,15 @@ pub enum Sent {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}, after {sent} bytes")]
 pub struct Failed {
-    /// How many bytes of it were taken before.
+    /// Number of bytes that the kernel took before the failure.
     pub sent: usize,
-    /// What the kernel answered; ETIMEDOUT if it was late ([`Builder::limit`](super::Builder::limit)).
+    /// The error of the kernel; ETIMEDOUT if the send was late
+    /// ([`Builder::limit`](super::Builder::limit)).
     #[source]
     pub error: io::Error,
 }
 
-/// Whether a buffer has more pieces than the kernel takes.
+/// Whether a buffer has more pieces than one system call takes.
 pub(super) fn too_many_pieces(buffer: &impl Stable) -> bool {
     let mut pieces = 0;
     buffer.pieces(&mut |_| pieces += 1);

@@ -1,34 +1,34 @@
-//! Whether a send is copied.
+//! Decides whether a send is copied.
 //!
 //! A send without a copy has costs of its own: pages are pinned, and a notification is posted and read.
 //! Below a threshold a copy is cheaper. The threshold depends on the kind of socket, on the device behind
 //! it, and on whether the memory is registered, so that it is measured, once in a process for each kind
 //! of socket and size class, with the sends that the program makes anyway
-//! ([`calibration`]). A socket whose notifications say that the kernel copied is
+//! ([`calibration`]). A socket on which the kernel reports copies is
 //! rarely tried again.
 
 use super::Backend;
 use super::calibration::{self, Class};
 use super::message::Copying;
-use crate::sys::{Kind, Way};
+use crate::sys::{Kind, SendMode};
 
-/// So many notifications in a row that say "copied", of one send each or of several, and zero copy is off.
-const PATIENCE: u32 = 16;
-/// So many sends later it is tried again, and each time twice as many.
+/// Number of consecutive notifications that say "copied" after which zero copy is switched off.
+const MAX_COPIED: u32 = 16;
+/// Number of sends after which zero copy is tried again. It doubles each time.
 const FIRST_PAUSE: u64 = 1 << 10;
-/// A class is told of so many sends at once: it is shared by the whole process. A prime: the send
-/// that tells is of every class in turn, also where lengths come in a pattern.
-const TELL: u32 = 1021;
+/// Number of sends after which a class is informed of them: classes are shared by the whole process. It is
+/// a prime, so that each class is informed in turn also when lengths follow a pattern.
+const REPORT_INTERVAL: u32 = 1021;
 /// The longest pause, in sends.
-const LONGEST_PAUSE: u64 = 1 << 20;
+const MAX_PAUSE: u64 = 1 << 20;
 
-/// From which length on a buffer is sent in place.
+/// The length from which on a buffer is sent in place.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub enum Threshold {
-    /// As is measured; from 16 KiB on where that cannot be ([`Basis`](super::Basis)).
+    /// The measured length; 16 KiB where that cannot be measured ([`Basis`](super::Basis)).
     #[default]
     Measured,
-    /// From so many bytes on.
+    /// This many bytes.
     Bytes(usize),
 }
 
@@ -36,18 +36,18 @@ pub(super) struct Policy {
     kind: Kind,
     backend: Backend,
     threshold: Threshold,
-    /// Sends since the classes were told.
+    /// Sends since the classes were informed.
     since: u32,
-    /// How the last send of a measured class goes. What is submitted together goes alike, else
-    /// nothing could be learnt of it.
-    last: Option<(Class, Way)>,
-    /// The kernel does not do it on this socket.
-    impossible: bool,
+    /// Class and mode of the last send. Sends of one submission and class have one mode: otherwise their
+    /// cost could not be measured.
+    last: Option<(Class, SendMode)>,
+    /// The kernel never sends from this socket without a copy.
+    disabled: bool,
     /// The last notification said that the kernel did not copy.
     in_place: bool,
     /// Notifications in a row that said "copied".
     copied: u32,
-    /// Sends until it is tried again; none while it is on.
+    /// Sends until zero copy is tried again; none while it is on.
     pause: Option<u64>,
     next_pause: u64,
 }
@@ -60,7 +60,7 @@ impl Policy {
             threshold,
             since: 0,
             last: None,
-            impossible: backend == Backend::Copy,
+            disabled: backend == Backend::Copy,
             in_place: false,
             copied: 0,
             pause: None,
@@ -69,50 +69,54 @@ impl Policy {
     }
 
     /// How to send `len` bytes.
-    pub(super) fn way(&mut self, wish: Copying, len: usize, registered: bool) -> Way {
+    pub(super) fn mode(&mut self, wish: Copying, len: usize, registered: bool) -> SendMode {
         match wish {
-            Copying::Always => Way::Copy,
-            _ if self.impossible => Way::Copy,
-            Copying::Never => Way::ZeroCopy,
+            Copying::Always => SendMode::Copy,
+            _ if self.disabled => SendMode::Copy,
+            Copying::Never => SendMode::ZeroCopy,
             Copying::Auto => self.choose(len, registered),
         }
     }
 
-    fn choose(&mut self, len: usize, registered: bool) -> Way {
+    fn choose(&mut self, len: usize, registered: bool) -> SendMode {
         if let Some(left) = &mut self.pause {
             *left = left.saturating_sub(1);
             if *left > 0 {
-                return Way::Copy;
+                return SendMode::Copy;
             }
-            // One that says otherwise is enough to go on with; one more that says "copied" is not.
+            // One more notification that says "copied" switches zero copy off again.
             self.pause = None;
-            self.copied = PATIENCE - 1;
+            self.copied = MAX_COPIED - 1;
         }
         let in_place = match self.threshold {
             Threshold::Bytes(bytes) => len >= bytes,
             Threshold::Measured => {
                 let class = Class::of(self.kind, self.backend, registered, len);
                 self.since += 1;
-                if self.since == TELL {
+                if self.since == REPORT_INTERVAL {
                     self.since = 0;
-                    calibration::used(class, TELL);
+                    calibration::used(class, REPORT_INTERVAL);
                 }
                 let before = self.last.filter(|&(last, _)| last == class);
-                let way = calibration::way(class, before.map(|(_, way)| way));
-                self.last = Some((class, way));
-                return way;
+                let mode = calibration::mode(class, before.map(|(_, mode)| mode));
+                self.last = Some((class, mode));
+                return mode;
             }
         };
-        if in_place { Way::ZeroCopy } else { Way::Copy }
+        if in_place {
+            SendMode::ZeroCopy
+        } else {
+            SendMode::Copy
+        }
     }
 
-    /// What is accepted from now on is not submitted with what was before.
+    /// Takes note of a submission: later sends may have another mode.
     pub(super) fn submitted(&mut self) {
         self.last = None;
     }
 
-    /// A notification says whether the kernel copied.
-    pub(super) fn noted(&mut self, copied: bool) {
+    /// Takes note of a notification, which says whether the kernel copied.
+    pub(super) fn notified(&mut self, copied: bool) {
         self.in_place = !copied;
         if !copied {
             self.copied = 0;
@@ -120,26 +124,26 @@ impl Policy {
             return;
         }
         self.copied += 1;
-        if self.copied >= PATIENCE && self.pause.is_none() {
+        if self.copied >= MAX_COPIED && self.pause.is_none() {
             self.copied = 0;
             self.pause = Some(self.next_pause);
-            self.next_pause = (self.next_pause * 2).min(LONGEST_PAUSE);
+            self.next_pause = (self.next_pause * 2).min(MAX_PAUSE);
         }
     }
 
-    /// The kernel says that this socket cannot.
-    pub(super) fn cannot(&mut self) {
-        self.impossible = true;
+    /// Disables zero copy for good: the kernel refused it on this socket.
+    pub(super) fn disable(&mut self) {
+        self.disabled = true;
     }
 
     /// Whether [`cannot`](Self::cannot) was called.
-    pub(super) fn is_impossible(&self) -> bool {
-        self.impossible
+    pub(super) fn is_disabled(&self) -> bool {
+        self.disabled
     }
 
-    /// Whether zero copy is off for now because the kernel copied, or for good.
+    /// Whether zero copy is off, for good or for now because the kernel copied.
     pub(super) fn is_off(&self) -> bool {
-        self.impossible || self.pause.is_some()
+        self.disabled || self.pause.is_some()
     }
 
     pub(super) fn class(&self, registered: bool, len: usize) -> Option<Class> {
@@ -147,8 +151,8 @@ impl Policy {
         measured.then(|| Class::of(self.kind, self.backend, registered, len))
     }
 
-    /// Whether the kernel did not copy when it was asked last. Only then is what that cost what it
-    /// costs not to copy; and what a copy costs is compared with that on the same kind of device.
+    /// Whether the last notification says that the kernel did not copy. Only then does a measurement show
+    /// the cost of zero copy, or the cost of a copy on the same kind of device.
     pub(super) fn sends_in_place(&self) -> bool {
         self.in_place
     }
@@ -163,89 +167,89 @@ mod tests {
     }
 
     #[test]
-    fn the_threshold_is_a_length() {
+    fn sends_from_the_threshold_on_go_in_place() {
         let mut policy = policy();
-        assert_eq!(policy.way(Copying::Auto, 999, false), Way::Copy);
-        assert_eq!(policy.way(Copying::Auto, 1000, false), Way::ZeroCopy);
-        assert_eq!(policy.way(Copying::Never, 1, false), Way::ZeroCopy);
-        assert_eq!(policy.way(Copying::Always, 1 << 20, true), Way::Copy);
+        assert_eq!(policy.mode(Copying::Auto, 999, false), SendMode::Copy);
+        assert_eq!(policy.mode(Copying::Auto, 1000, false), SendMode::ZeroCopy);
+        assert_eq!(policy.mode(Copying::Never, 1, false), SendMode::ZeroCopy);
+        assert_eq!(policy.mode(Copying::Always, 1 << 20, true), SendMode::Copy);
     }
 
     #[test]
-    fn what_is_copied_all_the_same_is_copied_by_us() {
+    fn zero_copy_is_switched_off_when_the_kernel_copies() {
         let mut policy = policy();
-        for _ in 0..PATIENCE {
-            assert_eq!(policy.way(Copying::Auto, 5000, false), Way::ZeroCopy);
-            policy.noted(true);
+        for _ in 0..MAX_COPIED {
+            assert_eq!(policy.mode(Copying::Auto, 5000, false), SendMode::ZeroCopy);
+            policy.notified(true);
         }
         assert!(policy.is_off());
         let mut tried = Vec::new();
         for send in 0..8 * FIRST_PAUSE {
-            if policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy {
+            if policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy {
                 tried.push(send);
-                policy.noted(true);
+                policy.notified(true);
             }
         }
         // After 1024 sends, after 2048 more, after 4096 more.
         assert_eq!(tried, [1023, 3071, 7167]);
         // A send that must not be copied is not.
-        assert_eq!(policy.way(Copying::Never, 5000, false), Way::ZeroCopy);
+        assert_eq!(policy.mode(Copying::Never, 5000, false), SendMode::ZeroCopy);
     }
 
     #[test]
-    fn one_that_goes_in_place_brings_it_back() {
+    fn one_send_in_place_switches_zero_copy_on_again() {
         let mut policy = policy();
-        for _ in 0..PATIENCE {
-            policy.noted(true);
+        for _ in 0..MAX_COPIED {
+            policy.notified(true);
         }
-        while policy.way(Copying::Auto, 5000, false) == Way::Copy {}
-        policy.noted(false);
-        assert!((0..10_000).all(|_| policy.way(Copying::Auto, 5000, false) == Way::ZeroCopy));
+        while policy.mode(Copying::Auto, 5000, false) == SendMode::Copy {}
+        policy.notified(false);
+        assert!((0..10_000).all(|_| policy.mode(Copying::Auto, 5000, false) == SendMode::ZeroCopy));
     }
 
     #[test]
-    fn what_is_submitted_together_goes_alike() {
+    fn sends_of_one_submission_have_one_mode() {
         // A kind that no other test sends over.
         let mut policy = Policy::new(Kind::Packet, Backend::Uring, Threshold::Measured);
-        let mut ways = Vec::new();
+        let mut modes = Vec::new();
         for _ in 0..100 {
             let together: Vec<_> = (0..48)
-                .map(|_| policy.way(Copying::Auto, 5000, false))
+                .map(|_| policy.mode(Copying::Auto, 5000, false))
                 .collect();
             assert_eq!(together, [together[0]; 48]);
-            ways.push(together[0]);
+            modes.push(together[0]);
             policy.submitted();
         }
-        let copies = ways.iter().filter(|&&way| way == Way::Copy).count();
+        let copies = modes.iter().filter(|&&mode| mode == SendMode::Copy).count();
         assert!((40..=60).contains(&copies), "{copies}");
     }
 
     #[test]
-    fn every_class_is_told_of_its_sends() {
+    fn every_class_is_informed_of_its_sends() {
         // A kind that no other test sends over.
         let mut policy = Policy::new(Kind::Raw, Backend::Uring, Threshold::Measured);
         let since = |len| calibration::since(Class::of(Kind::Raw, Backend::Uring, false, len));
         let mut ask = |times| {
             for _ in 0..times {
                 for len in [100, 50_000] {
-                    policy.way(Copying::Auto, len, false);
+                    policy.mode(Copying::Auto, len, false);
                     policy.submitted();
                 }
             }
         };
-        // Until both are decided, since nothing is learnt.
+        // Until both classes are decided without a measurement.
         ask(1 << 15);
-        ask(TELL * 10 + 1);
+        ask(REPORT_INTERVAL * 10 + 1);
         for len in [100, 50_000] {
-            let told = since(len) / TELL;
+            let told = since(len) / REPORT_INTERVAL;
             assert!((9..=11).contains(&told), "{len}: {told}");
         }
     }
 
     #[test]
-    fn a_socket_that_cannot_is_not_asked() {
+    fn a_disabled_policy_always_copies() {
         let mut policy = policy();
-        policy.cannot();
-        assert_eq!(policy.way(Copying::Never, 5000, false), Way::Copy);
+        policy.disable();
+        assert_eq!(policy.mode(Copying::Never, 5000, false), SendMode::Copy);
     }
 }

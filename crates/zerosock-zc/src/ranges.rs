@@ -1,4 +1,4 @@
-//! The numbers of the sends that are over, as ranges.
+//! The numbers of completed sends, as ranges.
 
 use std::collections::VecDeque;
 
@@ -8,33 +8,33 @@ use std::collections::VecDeque;
 /// range: `u32::MAX..=1` are three sends.
 #[derive(Copy, Clone, Debug, Default, Eq, PartialEq)]
 pub struct Completion {
-    /// The first.
+    /// The number of the first send.
     pub lo: u32,
-    /// The last.
+    /// The number of the last send.
     pub hi: u32,
-    /// They were copied: by us, or by the kernel after all. Otherwise the buffers themselves went
-    /// to the device. A range says that buffers are free, not how it went: a send that failed before
-    /// any of it was taken in place is named as copied. [`Sender::returned`](super::Sender::returned)
-    /// tells of the failure.
+    /// The sends were copied, by this crate or by the kernel. Otherwise the device or receiver read the
+    /// buffers. A range says that buffers are free, not whether the sends succeeded: a send that failed
+    /// before any of it was taken in place counts as copied, and
+    /// [`Sender::returned`](super::Sender::returned) reports the failure.
     pub copied: bool,
 }
 
 impl Completion {
-    /// How many sends it names.
+    /// Number of sends in the range.
     #[must_use]
     pub fn count(self) -> u32 {
         self.hi.wrapping_sub(self.lo).wrapping_add(1)
     }
 }
 
-/// Ranges that are to be told, oldest first. Neighbours of the same kind are told as one.
+/// Ranges that the application has not taken, oldest first. Adjacent ranges of the same kind are joined.
 #[derive(Default)]
 pub(super) struct Ranges {
     queue: VecDeque<Completion>,
 }
 
 impl Ranges {
-    /// The send of this number is over.
+    /// Adds the number of a completed send.
     pub(super) fn add(&mut self, number: u32, copied: bool) {
         let Some(last) = self.queue.back_mut().filter(|last| last.copied == copied) else {
             return self.push(number, copied);
@@ -54,7 +54,7 @@ impl Ranges {
         self.queue.push_back(Completion { lo, hi, copied });
     }
 
-    /// Makes one of the last two, if what was between them has just come.
+    /// Joins the last two ranges, if the number between them has just been added.
     fn join(&mut self) {
         let Some(before) = self.queue.len().checked_sub(2) else {
             return;
@@ -78,7 +78,7 @@ impl Ranges {
         }
     }
 
-    /// Moves as many as there is room for into `room`. How many.
+    /// Moves as many ranges as there is room for into `room`. Returns how many.
     pub(super) fn take(&mut self, room: &mut [Completion]) -> usize {
         let count = room.len().min(self.queue.len());
         for (place, range) in room.iter_mut().zip(self.queue.drain(..count)) {
@@ -87,7 +87,7 @@ impl Ranges {
         count
     }
 
-    /// How many are to be told.
+    /// Number of ranges that the application has not taken.
     pub(super) fn len(&self) -> usize {
         self.queue.len()
     }
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_one() {
+    fn adjacent_numbers_form_one_range() {
         assert_eq!(ranges(&[0, 1, 2, 3]), [(0, 3, false)]);
         assert_eq!(ranges(&[3, 2, 1, 0]), [(0, 3, false)]);
         assert_eq!(ranges(&[0, 2, 1]), [(0, 2, false)]);
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_finds_no_room_is_told_later() {
+    fn ranges_that_find_no_room_are_taken_later() {
         let mut ranges = Ranges::default();
         [1, 3, 5]
             .iter()
@@ -147,9 +147,9 @@ mod tests {
     }
 
     proptest! {
-        /// Every number comes out once, as what it went in as, whatever the order.
+        /// Every number is in one range, with the kind it was added with, in any order of adding.
         #[test]
-        fn every_number_is_told_once(
+        fn every_number_is_in_one_range(
             start in any::<u32>(),
             order in Just((0..100u32).collect::<Vec<_>>()).prop_shuffle(),
             copied in any::<u128>(),

@@ -15,41 +15,41 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
 
-/// See the module.
+/// An epoll instance with the descriptor of a sender, an eventfd to wake threads, and a timer.
 #[derive(Debug)]
 pub(super) struct Readiness {
     epoll: OwnedFd,
-    bell: OwnedFd,
-    /// Made when it is needed.
+    event_fd: OwnedFd,
+    /// Created when it is first needed.
     timer: OnceLock<OwnedFd>,
-    /// When it rings.
-    rings_at: Mutex<Option<Instant>>,
+    /// When the timer expires.
+    timer_at: Mutex<Option<Instant>>,
 }
 
 impl Readiness {
-    /// Of the descriptor of a sender.
+    /// Watches the descriptor of a sender.
     pub(super) fn of(sender: BorrowedFd<'_>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        // IN is for rings: of a socket we do not want to know what it has received.
+        let event_fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        // IN is for io_uring: received bytes of a socket are no event of the sender.
         let wanted = match rustix::net::sockopt::socket_type(sender) {
             Ok(_) => epoll::EventFlags::OUT,
             Err(_) => epoll::EventFlags::IN,
         };
         let nothing = epoll::EventData::new_u64(0);
         epoll::add(&epoll, sender, nothing, wanted | epoll::EventFlags::ET)?;
-        let bell_rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&epoll, &bell, nothing, bell_rings)?;
+        let event_fd_events = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&epoll, &event_fd, nothing, event_fd_events)?;
         let timer = OnceLock::new();
         Ok(Self {
             epoll,
-            bell,
+            event_fd,
             timer,
-            rings_at: Mutex::new(None),
+            timer_at: Mutex::new(None),
         })
     }
 
-    /// Sleeps until there may be news, or for `timeout`; what there was is drained.
+    /// Waits for an event, or for `timeout`, and clears the events.
     pub(super) fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         let mut events = [MaybeUninit::uninit(); 4];
@@ -63,10 +63,10 @@ impl Readiness {
     /// is woken early requests its time again. So a time that moves on with each send rarely costs a
     /// system call.
     pub(super) fn wake_after(&self, time: Duration) -> io::Result<()> {
-        let mut rings_at = self.rings_at.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut timer_at = self.timer_at.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         let wanted = now.checked_add(time);
-        if rings_at.is_some_and(|at| now < at && wanted.is_none_or(|wanted| at <= wanted)) {
+        if timer_at.is_some_and(|at| now < at && wanted.is_none_or(|wanted| at <= wanted)) {
             return Ok(());
         }
         let timer = match self.timer.get() {
@@ -74,8 +74,13 @@ impl Readiness {
             None => {
                 let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
                 let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
-                let rings = epoll::EventFlags::IN | epoll::EventFlags::ET;
-                epoll::add(&self.epoll, &timer, epoll::EventData::new_u64(0), rings)?;
+                let timer_events = epoll::EventFlags::IN | epoll::EventFlags::ET;
+                epoll::add(
+                    &self.epoll,
+                    &timer,
+                    epoll::EventData::new_u64(0),
+                    timer_events,
+                )?;
                 // If another thread was faster, its timer serves: this one is closed, which removes it from
                 // the epoll instance.
                 self.timer.get_or_init(|| timer)
@@ -83,24 +88,24 @@ impl Readiness {
         };
         let once = Itimerspec {
             it_interval: Timespec::default(),
-            // Nothing would be never.
+            // Zero would disarm the timer.
             it_value: Timespec::try_from(time.max(Duration::from_nanos(1)))
                 .map_err(io::Error::other)?,
         };
         timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)?;
-        *rings_at = wanted;
+        *timer_at = wanted;
         Ok(())
     }
 
     /// Wakes a sleeping thread, or ends the next sleep at once.
-    pub(super) fn ring(&self) {
-        // It fails only if it has been rung 2^64 - 2 times: then it rings.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    pub(super) fn wake(&self) {
+        // It fails only if the counter is at its maximum, and then the descriptor is readable.
+        let _ = rustix::io::write(&self.event_fd, &1u64.to_ne_bytes());
     }
 }
 
 impl AsFd for Readiness {
-    /// Readable when there may be news.
+    /// Readable when the sender may have an event.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

@@ -1,4 +1,4 @@
-//! The sender: the interface for one thread, and how it is opened.
+//! The sender for one thread, and its builder.
 
 use std::io;
 use std::ops::Range;
@@ -6,54 +6,55 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use super::calibration;
-use super::flights::Flights;
 use super::message::too_many_pieces;
 use super::policy::{Policy, Threshold};
+use super::send_queue::SendQueue;
 use super::slots::Slots;
 use super::{
     Basis, Completion, NoSuchSlot, Notification, Outgoing, Refusal, Refused, Report, Returned,
     Stats,
 };
-use crate::sys::{Backend, Buf, Carrier, Kind, Stable};
+use crate::sys::{Backend, Buf, Kind, Stable, ZcSocket};
 
-/// Completions that one send can bring back.
-const ROOM: usize = 16;
-/// Places unless told otherwise.
-const CAPACITY: u32 = 256;
-/// The most places: what a completion queue can hold two answers each of.
-const MOST: u32 = 1 << 14;
-/// Notifications, and ranges, that may be unread.
-const UNREAD: usize = 1 << 16;
-/// Threads that may share a sender and take buffers back only after each send: what is free then is
-/// at most what was under way and one send of each.
-const THREADS: usize = 1024;
-/// How long an event loop leaves pieces of a datagram kept whose rest it has not sent.
-const KEPT: Duration = Duration::from_millis(10);
+/// The most completions that one send can return.
+const MAX_COMPLETIONS: usize = 16;
+/// Number of places by default.
+const DEFAULT_CAPACITY: u32 = 256;
+/// The most places: a completion queue has room for two completions of each.
+const MAX_CAPACITY: u32 = 1 << 14;
+/// The most notifications, and the most ranges, that the application has not taken.
+const MAX_UNREAD: usize = 1 << 16;
+/// The number of threads that can share a sender if each takes free buffers only after its send: then there
+/// are at most as many free buffers as places, plus one per thread.
+const MAX_THREADS: usize = 1024;
+/// How long pieces of an incomplete datagram are kept before an event loop is asked to poll.
+const KEPT_PIECES_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Why a socket could not be opened for sending.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// It is no socket.
+    /// The descriptor is not a socket.
     #[error("not a socket")]
     NotASocket,
-    /// The back-end that was asked for cannot send from this socket on this machine. From messages
-    /// of AF_VSOCK (SOCK_SEQPACKET) none can: the kernel tears those that are sent without blocking
-    /// when the peer has room for a part.
-    #[error("this socket cannot be sent from by {0:?}")]
+    /// The requested back-end does not support this socket on this machine. No back-end supports AF_VSOCK
+    /// messages (SOCK_SEQPACKET): if the peer has credit for a part of a message only, the kernel splits a
+    /// message that is sent without blocking.
+    #[error("this socket cannot be sent from with the back-end {0:?} on this machine")]
     Unavailable(Backend),
-    /// No back-end was asked for, and none can send from messages of AF_VSOCK, as said there.
-    #[error("messages over vsock cannot be sent whole without blocking")]
+    /// No back-end was requested, and none supports AF_VSOCK messages; see
+    /// [`Unavailable`](Self::Unavailable).
+    #[error("no back-end supports vsock messages (SOCK_SEQPACKET): the kernel can split them")]
     Messages,
-    /// No places, or more than 16384.
-    #[error("{0} places: there must be 1 to {MOST}")]
+    /// The capacity is 0 or above 16384.
+    #[error("a capacity of {0} places: it must be 1 to {MAX_CAPACITY}")]
     Capacity(u32),
-    /// The kernel's answer.
+    /// A system call failed.
     #[error(transparent)]
     Call(io::Error),
 }
 
-/// How a sender is to be.
+/// The configuration of a sender.
 #[derive(Clone, Debug)]
 pub struct Builder {
     backend: Option<Backend>,
@@ -69,7 +70,7 @@ impl Default for Builder {
     fn default() -> Self {
         Self {
             backend: None,
-            capacity: CAPACITY,
+            capacity: DEFAULT_CAPACITY,
             tags: vec![0],
             threshold: Threshold::Measured,
             inline: false,
@@ -80,98 +81,98 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// This back-end or none. Without, the best there is: io_uring, else the error queue, else
-    /// copying.
+    /// Requires this back-end. By default, the sender uses io_uring where it can, else the error queue, else
+    /// copies.
     #[must_use]
     pub fn backend(mut self, backend: Backend) -> Self {
         self.backend = Some(backend);
         self
     }
 
-    /// So many buffers can be under way, and 1024 more be free and not taken back: 256 unless told,
-    /// 16384 at most.
+    /// Number of buffers that can be under way; as many plus 1024 can be free and not taken. 256 by
+    /// default, at most 16384.
     #[must_use]
     pub fn capacity(mut self, places: u32) -> Self {
         self.capacity = places;
         self
     }
 
-    /// A slot for each tag. Without, there is one, with the tag 0. There may be as many as memory
-    /// has room for, at about 100 bytes each.
+    /// Creates a slot for each tag. By default there is one, with the tag 0. A slot takes about 100 bytes;
+    /// their number is limited by memory only.
     #[must_use]
     pub fn slots(mut self, tags: impl IntoIterator<Item = u64>) -> Self {
         self.tags = tags.into_iter().collect();
         self
     }
 
-    /// From which length on buffers go in place, where a send leaves that open.
+    /// The length from which on buffers go in place, for sends with
+    /// [`Copying::Auto`](super::Copying::Auto).
     #[must_use]
     pub fn threshold(mut self, threshold: Threshold) -> Self {
         self.threshold = threshold;
         self
     }
 
-    /// Keeps [`Completion`]s, to be read with [`Sender::send_with`] or [`Sender::completions`]. They
-    /// must be read then: when 65536 are unread, no more sends are accepted.
+    /// Keeps [`Completion`]s, to be taken with [`Sender::send_with`] or [`Sender::completions`]. The
+    /// application must take them: when 65536 are waiting, no more sends are accepted.
     #[must_use]
     pub fn inline_completions(mut self) -> Self {
         self.inline = true;
         self
     }
 
-    /// Drops buffers when they are free instead of giving them back.
+    /// Drops free buffers instead of returning them.
     #[must_use]
     pub fn discard_returned(mut self) -> Self {
         self.discard = true;
         self
     }
 
-    /// The longest that a send may take, from its acceptance until its buffer is free; without, as
-    /// long as it takes. Sends that are submitted together all count from the first of them.
+    /// Limits the time of a send, from its acceptance until its buffer is free. By default there is no
+    /// limit. The time of all sends of one submission starts with the first of them.
     ///
-    /// When one is late, what the kernel has not taken is cancelled, also what is younger, since that
-    /// waits behind it; it comes back as failed (ETIMEDOUT). A TCP stream is reset: the buffers that
-    /// only its peer held come back as failed, too, although the kernel had taken them, since it is not
-    /// known how much of them arrived; and nothing more is accepted ([`Refusal::Broken`]). Buffers that
-    /// wait in front of a device follow when the device no longer reads them. The limit holds for a
-    /// sender that is dropped, too.
+    /// When a send is late, every send that the kernel has not taken is cancelled, also later ones, which
+    /// wait behind it; they are returned as failed (ETIMEDOUT). A TCP stream is reset, and nothing more is
+    /// accepted ([`Refusal::Broken`]). The reset frees unacknowledged buffers; they are returned as failed
+    /// as well, because it is unknown how much of them arrived. Buffers in the queue of a device follow when
+    /// the device no longer reads them. The limit also holds for a sender that is dropped.
     ///
-    /// Other sockets cannot be reset. What the kernel has taken from them it keeps for as long as it
-    /// likes: datagrams that wait in front of a device, and what a peer over vsock has not read. They
-    /// come back as sent. A stream of theirs takes no more either.
+    /// Other sockets cannot be reset. The kernel keeps what it has taken: datagrams in the queue of a
+    /// device, and bytes that a vsock peer has not read. These sends are returned as successful. Such a
+    /// stream accepts nothing more either.
     ///
-    /// A buffer that is copied is free when the kernel has taken it: what a slow receiver leaves in the
-    /// socket's own memory does not count.
+    /// A copied buffer is free when the kernel has taken it: the limit does not cover bytes in the send
+    /// buffer of the socket.
     ///
-    /// The time is checked when the program submits, polls or waits, and a wait ends when it is up: no
-    /// thread checks a sender that is not used. An event loop calls [`poll`](Sender::poll) after
-    /// [`next_timeout`](Sender::next_timeout); shared senders and those of tasks wake the threads and
-    /// tasks that wait for them.
+    /// The time is checked when the application submits, polls or waits, and a wait ends when a send is
+    /// late. No thread checks a sender that is not used. An event loop calls [`poll`](Sender::poll) after
+    /// [`next_timeout`](Sender::next_timeout); shared and asynchronous senders wake the threads and tasks
+    /// that wait.
     #[must_use]
     pub fn limit(mut self, time: Duration) -> Self {
         self.limit = Some(time);
         self
     }
 
-    /// A sender over `socket`, which is its own from now on. What is sent over a duplicate of it
-    /// falls in between.
+    /// Opens a sender that owns `socket`. Bytes sent over a duplicate of the socket are interleaved with
+    /// those of the sender.
     ///
-    /// The error queue is the socket's, and so is the kernel's count of what was sent without a
-    /// copy. Of several senders of this process over one socket and that back-end, the first that
-    /// sends without a copy has both, until it has gone and the kernel is done with what it sent; the
-    /// others copy meanwhile. What the program sends itself with MSG_ZEROCOPY must be over before (the
-    /// kernel is done with it, whether the queue was read or not), and none may be sent later. A TCP
-    /// socket that was disconnected and connected again must not have been sent from without a copy
-    /// before: where its count stands is not to be seen.
+    /// The error queue and the notification ids belong to the socket, not to a sender. If several senders
+    /// of this process use one socket with the error queue back-end, the first that sends without a copy
+    /// owns both, until it is dropped and the kernel no longer reads its buffers; the others copy meanwhile.
+    /// The kernel must have finished every send that the application itself made with MSG_ZEROCOPY (whether
+    /// their notifications were read or not), and the application must make none later. A TCP socket that
+    /// was disconnected and connected again must not have sent without a copy before: its next id cannot be
+    /// found out.
     ///
     /// # Errors
     /// [`OpenError`].
     pub fn open<B: Stable>(self, socket: impl Into<OwnedFd>) -> Result<Sender<B>, OpenError> {
-        if self.capacity == 0 || self.capacity > MOST {
+        if self.capacity == 0 || self.capacity > MAX_CAPACITY {
             return Err(OpenError::Capacity(self.capacity));
         }
-        let opened = Carrier::open(socket.into(), self.capacity, self.backend);
-        let (carrier, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
+        let opened = ZcSocket::open(socket.into(), self.capacity, self.backend);
+        let (zc_socket, kind) = opened.map_err(|error| match (error.kind(), self.backend) {
             (io::ErrorKind::Unsupported, Some(backend)) => OpenError::Unavailable(backend),
             (io::ErrorKind::Unsupported, None) => OpenError::Messages,
             _ if error.raw_os_error() == Some(rustix::io::Errno::NOTSOCK.raw_os_error()) => {
@@ -179,33 +180,33 @@ impl Builder {
             }
             _ => OpenError::Call(error),
         })?;
-        let policy = Policy::new(kind, carrier.backend(), self.threshold);
+        let policy = Policy::new(kind, zc_socket.backend(), self.threshold);
         let slots = Slots::new(self.tags);
-        let mut flights = Flights::new(carrier, kind.is_stream(), self.capacity, slots, policy);
-        flights.tells_ranges = self.inline;
-        flights.gives_back = !self.discard;
-        flights.limit.time = self.limit;
+        let mut queue = SendQueue::new(zc_socket, kind.is_stream(), self.capacity, slots, policy);
+        queue.keeps_ranges = self.inline;
+        queue.returns_buffers = !self.discard;
+        queue.limit.time = self.limit;
         Ok(Sender {
-            flights,
+            queue,
             kind,
             capacity: self.capacity as usize,
             threshold: self.threshold,
-            told: 0,
+            seen_events: 0,
         })
     }
 }
 
-/// Sends owned buffers over one socket, and gives them back when the kernel has let go of them.
+/// Sends owned buffers over one socket, and returns them when the kernel no longer reads them.
 ///
-/// Nothing here blocks but [`send`](Self::send) and [`send_with`](Self::send_with), while there is
-/// no place, and [`wait`](Self::wait) and [`finish`](Self::finish), whose purpose that is.
+/// Only [`send`](Self::send) and [`send_with`](Self::send_with), while no place is free, and
+/// [`wait`](Self::wait), [`finish`](Self::finish) and [`close`](Self::close) block.
 /// [`push`](Self::push) and [`submit`](Self::submit) are the two halves of a send: several pushes
 /// and one submission cost one system call over io_uring.
 ///
-/// A sender that is dropped hands over what the kernel takes at once and ends the rest. If that was
-/// all, a stream's peer reads all of it and then the end; if it was not, or a send had failed, the
-/// stream is reset (TCP), so that what is cut short does not look whole. [`close`](Self::close) waits
-/// and says which it was. Buffers that the kernel still reads are freed when it has let go of them.
+/// A dropped sender submits what the kernel takes at once and cancels the rest. If nothing was cancelled
+/// and no send had failed, the peer of a stream reads all of it and then end of file; otherwise the stream
+/// is reset (TCP), so that the peer does not take it for complete. [`close`](Self::close) waits and returns
+/// the outcome. Buffers that the kernel still reads are freed when it no longer does.
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -229,16 +230,16 @@ impl Builder {
 /// A forked child may drop its copy, which leaks it and leaves the parent's sender and socket as they
 /// are; it must not use it.
 pub struct Sender<B: Stable = Buf> {
-    pub(super) flights: Flights<B>,
+    pub(super) queue: SendQueue<B>,
     kind: Kind,
     pub(super) capacity: usize,
     threshold: Threshold,
-    /// What had been heard when the last wait ended.
-    told: u64,
+    /// [`event_count`](Self::event_count) at the end of the last wait.
+    seen_events: u64,
 }
 
 impl Sender<Buf> {
-    /// A sender for buffers of any kind, over the best back-end there is.
+    /// Opens a sender for buffers of any kind, with the best available back-end.
     ///
     /// # Errors
     /// [`OpenError`].
@@ -246,7 +247,7 @@ impl Sender<Buf> {
         Builder::default().open(socket)
     }
 
-    /// How a sender is to be, step by step.
+    /// The default configuration of a sender, to be changed.
     #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
@@ -254,27 +255,27 @@ impl Sender<Buf> {
 }
 
 impl<B: Stable> Sender<B> {
-    /// Accepts a send, without a system call. It goes to the kernel with the next submission.
-    /// Returns its number; none if it is to be copied.
+    /// Accepts a send, without a system call. The next submission hands it to the kernel. Returns its
+    /// number; none if it is to be copied.
     ///
     /// # Errors
-    /// With the buffer, if it is not accepted: [`Refusal`].
+    /// [`Refused`], with the buffer, if the send is not accepted.
     pub fn push(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
         if let Err(why) = self.check(&outgoing) {
             return Err(Refused { outgoing, why });
         }
-        let accepted = self.flights.accept(outgoing);
+        let accepted = self.queue.accept(outgoing);
         accepted.map_err(|(outgoing, why)| Refused { outgoing, why })
     }
 
     fn check(&self, outgoing: &Outgoing<B>) -> Result<(), Refusal> {
         match outgoing.slot {
-            Some(slot) => self.flights.slots.check(slot)?,
+            Some(slot) => self.queue.slots.check(slot)?,
             None if outgoing.flush => return Err(Refusal::FlushWithoutSlot),
             None => {}
         }
-        let unread = self.flights.slots.waiting().max(self.flights.ranges.len());
-        if unread >= UNREAD || self.flights.free.len() > self.capacity + THREADS {
+        let unread = self.queue.slots.waiting().max(self.queue.ranges.len());
+        if unread >= MAX_UNREAD || self.queue.free.len() > self.capacity + MAX_THREADS {
             return Err(Refusal::Unread);
         }
         if too_many_pieces(&outgoing.buffer) {
@@ -283,31 +284,29 @@ impl<B: Stable> Sender<B> {
         Ok(())
     }
 
-    /// Hands what was accepted to the kernel, as far as it takes it now, and takes in what it has
-    /// said; over the error queue, whose reading is a system call, only once in 16 requests:
-    /// [`poll`](Self::poll) reads it now. Does not wait.
+    /// Hands accepted sends to the kernel, as far as it takes them now, and handles completions. The error
+    /// queue, which takes a system call to read, is read once in 16 requests only; [`poll`](Self::poll)
+    /// reads it now. Does not wait.
     ///
     /// # Errors
-    /// What the kernel answers to the call itself. What it answers to a send is told with its
-    /// buffer.
+    /// The error of the system call itself. The error of a send is returned with its buffer.
     pub fn submit(&mut self) -> io::Result<()> {
-        self.flights.submit()
+        self.queue.submit()
     }
 
-    /// Sends: accepts, waiting for a place if there is none, and submits. Returns its number; none
-    /// if it is to be copied.
+    /// Accepts a send, after waiting for a free place, and submits it. Returns its number; none if it is to
+    /// be copied.
     ///
     /// # Errors
-    /// With the buffer, if it is not accepted; never with [`Refusal::Full`]. With
-    /// [`Refusal::Unread`] if too many buffers were not taken back, which does not happen to a program
-    /// that takes them after every send.
+    /// [`Refused`], with the buffer, if the send is not accepted; never with [`Refusal::Full`].
+    /// [`Refusal::Unread`] does not happen to an application that takes free buffers after every send.
     pub fn send(&mut self, outgoing: Outgoing<B>) -> Result<Option<u32>, Refused<B>> {
         let mut outgoing = outgoing;
         loop {
             match self.push(outgoing) {
                 Ok(number) => {
-                    // A failure of the call is no failure of the send: it is accepted, and the
-                    // next submission hands it over or says why not.
+                    // The send is accepted even if the call fails: the next submission repeats it, or
+                    // reports the error.
                     let _ = self.submit();
                     return Ok(number);
                 }
@@ -326,15 +325,15 @@ impl<B: Stable> Sender<B> {
         }
     }
 
-    /// Sends, and tells which earlier sends are over: fills `room` from the front, and returns how
-    /// many ranges it holds now. The builder must have asked for them.
+    /// Sends, and takes the completions of earlier sends: fills `room` from the front, and returns the
+    /// number of ranges in it. Needs [`Builder::inline_completions`].
     ///
-    /// Over io_uring they are read from shared memory; with the error queue, by one call that does
-    /// not wait.
+    /// Over io_uring, completions are read from shared memory; over the error queue, by one system call that
+    /// does not wait.
     ///
     /// # Errors
-    /// As [`send`](Self::send); [`Refusal::TooMuchRoom`] for more than 16, and
-    /// [`Refusal::NoCompletions`] if the builder has not asked for them.
+    /// As [`send`](Self::send); [`Refusal::TooMuchRoom`] for more than 16 ranges, and
+    /// [`Refusal::NoCompletions`] if the sender keeps no completions.
     pub fn send_with(
         &mut self,
         outgoing: Outgoing<B>,
@@ -344,125 +343,124 @@ impl<B: Stable> Sender<B> {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing)?;
-        Ok(self.told(room))
+        Ok(self.take_completions(room))
     }
 
     pub(super) fn check_room(&self, room: &[Completion]) -> Result<(), Refusal> {
         match room.len() {
-            0..=ROOM if self.flights.tells_ranges => Ok(()),
-            0..=ROOM => Err(Refusal::NoCompletions),
+            0..=MAX_COMPLETIONS if self.queue.keeps_ranges => Ok(()),
+            0..=MAX_COMPLETIONS => Err(Refusal::NoCompletions),
             _ => Err(Refusal::TooMuchRoom),
         }
     }
 
-    /// What is over, as a send tells of it.
-    pub(super) fn told(&mut self, room: &mut [Completion]) -> usize {
-        if self.flights.carrier.backend() == Backend::ErrorQueue {
-            // Nothing that is lost: what it cannot read now it reads later.
-            let _ = self.flights.carrier.reap();
-            self.flights.progress();
+    /// Takes completions into `room`; over the error queue, reads it first. Returns how many.
+    pub(super) fn take_completions(&mut self, room: &mut [Completion]) -> usize {
+        if self.queue.zc_socket.backend() == Backend::ErrorQueue {
+            // After an error, the next call reads the completions.
+            let _ = self.queue.zc_socket.reap();
+            self.queue.process_events();
         }
-        self.flights.ranges.take(room)
+        self.queue.ranges.take(room)
     }
 
-    /// Tells which sends are over, without one. At most one system call, which does not wait.
+    /// Takes completions without a send. At most one system call, which does not wait.
     ///
     /// # Errors
-    /// What the kernel answers; `InvalidInput` if the builder has not asked for them.
+    /// The error of the system call; `InvalidInput` if the sender keeps no completions.
     pub fn completions(&mut self, room: &mut [Completion]) -> io::Result<usize> {
-        if !self.flights.tells_ranges {
+        if !self.queue.keeps_ranges {
             let why = Refusal::NoCompletions;
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         self.poll()?;
-        Ok(self.flights.ranges.take(room))
+        Ok(self.queue.ranges.take(room))
     }
 
-    /// Takes in what the kernel has said, and hands over what had to wait for it. Does not wait.
+    /// Handles completions, and submits the sends that they allow. Does not wait.
     ///
     /// # Errors
-    /// What the kernel answers.
+    /// The error of a system call.
     pub fn poll(&mut self) -> io::Result<()> {
-        self.flights.carrier.reap()?;
-        self.flights.progress();
-        self.flights.lapse();
-        if !self.flights.is_handed_over() {
+        self.queue.zc_socket.reap()?;
+        self.queue.process_events();
+        self.queue.enforce_limit();
+        if !self.queue.is_handed_over() {
             self.submit()?;
         }
-        self.flights.let_go_if_asked();
+        self.queue.release_kept_for_caller();
         Ok(())
     }
 
-    /// The oldest buffer that is free. No system call: [`poll`](Self::poll), everything that waits,
-    /// [`send_with`](Self::send_with) and [`completions`](Self::completions) take in what the kernel
-    /// says; so does [`submit`](Self::submit), and with it every send, but over the error queue only
-    /// once in 16 requests. A program that sends rarely, and wants the last ones back, polls or waits
-    /// for [`interest`](Self::interest).
+    /// Takes the oldest free buffer, without a system call. Completions are handled by
+    /// [`poll`](Self::poll), every call that waits, [`send_with`](Self::send_with) and
+    /// [`completions`](Self::completions); also by [`submit`](Self::submit) and every send, but over the
+    /// error queue only once in 16 requests. An application that sends rarely polls, or waits for
+    /// [`interest`](Self::interest), to get the last buffers.
     pub fn returned(&mut self) -> Option<Returned<B>> {
-        self.flights.take()
+        self.queue.take()
     }
 
     /// Closes the notifiers of a range of slots, for every send accepted before.
     ///
     /// # Errors
-    /// If there are fewer slots; nothing is flushed then.
+    /// If a slot of the range does not exist; nothing is flushed then.
     pub fn flush(&mut self, slots: Range<u32>) -> Result<(), NoSuchSlot> {
-        self.flights.slots.flush(slots)
+        self.queue.slots.flush(slots)
     }
 
-    /// The oldest notification of a slot. No system call.
+    /// Takes the oldest notification, without a system call.
     pub fn notification(&mut self) -> Option<Notification> {
-        self.flights.slots.next()
+        self.queue.slots.next()
     }
 
-    /// Gives a slot another tag, for notifiers whose first send is accepted from now on.
+    /// Gives a slot another tag, for notifiers of later sends.
     ///
     /// # Errors
-    /// If there are fewer slots.
+    /// If the slot does not exist.
     pub fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
-        self.flights.slots.set_tag(slot, tag)
+        self.queue.slots.set_tag(slot, tag)
     }
 
-    /// Hands over what was accepted, and waits for news, or for `timeout`. News is a buffer that is
-    /// free, or a notification: also one that came since the last wait ended, whichever call took it
-    /// in, so that nothing is slept over. What was there before and has not been taken is no news. Returns
-    /// at once if there is nothing to wait for, and early after a signal, when the kernel has taken a
-    /// part of a send, or when one is [late](Builder::limit).
+    /// Submits, and waits until a buffer becomes free or a notification is posted, or for `timeout`. Also
+    /// returns if this happened in any call since the last wait ended; buffers and notifications from before
+    /// that do not end the wait. Returns at once if no send is unfinished, and early after a signal, when
+    /// the kernel has taken a part of a send, or when a send is [late](Builder::limit).
     ///
     /// # Errors
-    /// What the kernel answers.
+    /// The error of a system call.
     pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
         self.submit()?;
-        self.flights.let_go_if_asked();
-        if self.heard() == self.told && !self.flights.is_quiet() {
-            self.flights.wait(timeout)?;
-            self.flights.progress();
+        self.queue.release_kept_for_caller();
+        if self.event_count() == self.seen_events && !self.queue.is_quiet() {
+            self.queue.wait(timeout)?;
+            self.queue.process_events();
             self.submit()?;
         }
-        self.told = self.heard();
+        self.seen_events = self.event_count();
         Ok(())
     }
 
     fn wait_for_place(&mut self) -> io::Result<()> {
         self.submit()?;
-        self.flights.let_go_if_asked();
+        self.queue.release_kept_for_caller();
         if self.room() == 0 && !self.is_broken() {
-            self.flights.wait(None)?;
-            self.flights.progress();
+            self.queue.wait(None)?;
+            self.queue.process_events();
         }
         Ok(())
     }
 
-    /// Flushes every slot and waits until every buffer is free, or for `timeout`. Whether all are.
+    /// Flushes every slot and waits until every buffer is free, or for `timeout`. Returns whether all are.
     ///
     /// # Errors
-    /// What the kernel answers.
+    /// The error of a system call.
     pub fn finish(&mut self, timeout: Option<Duration>) -> io::Result<bool> {
         self.flush_all();
         self.wait_until(timeout, Self::is_quiet)
     }
 
-    /// Waits until it is `done`, or for `timeout`. Whether it is.
+    /// Waits until `done`, or for `timeout`. Returns whether it is done.
     pub(super) fn wait_until(
         &mut self,
         timeout: Option<Duration>,
@@ -471,7 +469,7 @@ impl<B: Stable> Sender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             self.submit()?;
-            self.flights.let_go_if_asked();
+            self.queue.release_kept_for_caller();
             if done(self) {
                 return Ok(true);
             }
@@ -479,150 +477,148 @@ impl<B: Stable> Sender<B> {
             if left == Some(Duration::ZERO) {
                 return Ok(false);
             }
-            self.flights.wait(left)?;
-            self.flights.progress();
+            self.queue.wait(left)?;
+            self.queue.process_events();
         }
     }
 
     pub(super) fn flush_all(&mut self) {
-        let slots = self.flights.slots.count();
-        // The range is the slots that there are.
-        let _ = self.flights.slots.flush(0..slots);
+        let slots = self.queue.slots.count();
+        // All slots of the range exist.
+        let _ = self.queue.slots.flush(0..slots);
     }
 
-    /// Counts what a wait ends for: buffers that have become free, and notifications. No wait ends
-    /// because the socket is full or a send goes on.
-    pub(super) fn heard(&self) -> u64 {
-        self.flights.released + self.flights.slots.told()
+    /// Number of events that end a wait: buffers that became free, and notifications posted.
+    pub(super) fn event_count(&self) -> u64 {
+        self.queue.released + self.queue.slots.posted_count()
     }
 
-    /// What sleeping threads are woken for when it changes: news, a stream that is broken, and the
-    /// time after which the sender is to be polled. Not the time at which the next send is late: it only
-    /// moves on.
-    pub(super) fn tidings(&self) -> (u64, bool, Option<Duration>, bool) {
+    /// The state that wakes waiting threads when it changes: events, a broken stream, the time to the next
+    /// poll, and whether a limit applies. The time at which the next send is late is not part of it, because
+    /// it only increases.
+    pub(super) fn wake_state(&self) -> (u64, bool, Option<Duration>, bool) {
         (
-            self.heard(),
+            self.event_count(),
             self.is_broken(),
-            self.asks(),
-            self.flights.due().is_some(),
+            self.poll_timeout(),
+            self.queue.due().is_some(),
         )
     }
 
-    /// After which time it is to be polled, but for a send that is late.
-    fn asks(&self) -> Option<Duration> {
-        let asks = self.flights.carrier.next_timeout();
-        let pieces = self.flights.awaits_pieces().then_some(KEPT);
-        asks.into_iter().chain(pieces).min()
+    /// The time after which the sender must be polled, without regard to late sends.
+    fn poll_timeout(&self) -> Option<Duration> {
+        let poll_timeout = self.queue.zc_socket.next_timeout();
+        let pieces = self.queue.awaits_pieces().then_some(KEPT_PIECES_TIMEOUT);
+        poll_timeout.into_iter().chain(pieces).min()
     }
 
-    /// Whether an earlier send failed so that nothing more is accepted.
+    /// Whether nothing more is accepted because a send failed.
     pub(super) fn is_broken(&self) -> bool {
-        self.flights.broken.is_some()
+        self.queue.broken.is_some()
     }
 
-    /// Whether everything that was accepted is over, and its buffer free.
+    /// Whether every send is finished and every buffer free.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.flights.is_quiet()
+        self.queue.is_quiet()
     }
 
-    /// Ends every send that the kernel has not taken; their buffers come back as failed.
+    /// Cancels every send that the kernel has not taken; they are returned as failed.
     ///
     /// # Errors
-    /// What the kernel answers.
+    /// The error of a system call.
     pub fn cancel(&mut self) -> io::Result<()> {
-        self.flights.cancel()
+        self.queue.cancel()
     }
 
-    /// What it is, and what it has learnt.
+    /// The back-end and socket of the sender, and its thresholds.
     #[must_use]
     pub fn report(&self) -> Report {
         let threshold = |registered| match self.threshold {
-            Threshold::Bytes(bytes) => (Some(bytes), Basis::Told),
+            Threshold::Bytes(bytes) => (Some(bytes), Basis::Configured),
             Threshold::Measured => {
-                let backend = self.flights.carrier.backend();
+                let backend = self.queue.zc_socket.backend();
                 calibration::threshold(self.kind, backend, registered)
             }
         };
         let (plain, registered) = (threshold(false), threshold(true));
         Report {
-            backend: self.flights.carrier.backend(),
-            uring_refused: self.flights.carrier.ring_refused(),
+            backend: self.queue.zc_socket.backend(),
+            uring_refused: self.queue.zc_socket.ring_refused(),
             socket: self.kind,
             threshold: plain.0,
             threshold_is: plain.1,
             registered_threshold: registered.0,
             registered_threshold_is: registered.1,
-            off: self.flights.policy.is_off(),
-            registered: self.flights.carrier.registered(),
+            off: self.queue.policy.is_off(),
+            registered: self.queue.zc_socket.registered(),
         }
     }
 
-    /// What it has done.
+    /// The counters of the sender.
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats {
-            system_calls: self.flights.carrier.system_calls(),
-            foreign: self.flights.carrier.foreign(),
-            ..self.flights.stats
+            system_calls: self.queue.zc_socket.system_calls(),
+            foreign: self.queue.zc_socket.foreign(),
+            ..self.queue.stats
         }
     }
 
-    /// How many places are free.
+    /// Number of free places.
     #[must_use]
     pub fn room(&self) -> usize {
-        self.flights.carrier.room()
+        self.queue.zc_socket.room()
     }
 
-    /// The socket, to look at and to receive from. Over the error queue back-end its error queue is
-    /// the sender's: a program that reads there takes notifications, and buffers never come back. What
-    /// else comes there (ICMP errors after IP_RECVERR, timestamps of what was sent) is read, counted
-    /// ([`Stats::foreign`](super::Stats::foreign)) and dropped. A program that wants such messages sends
-    /// over io_uring or by copies ([`Builder::backend`]), which leave that queue alone.
+    /// The socket, to inspect and to receive from. With the error queue back-end, the error queue belongs to
+    /// the sender: an application that reads it takes notifications away, and buffers are never returned.
+    /// The sender reads other messages there (ICMP errors after IP_RECVERR, send timestamps), counts them
+    /// ([`Stats::foreign`](super::Stats::foreign)) and drops them. An application that needs these messages
+    /// uses another back-end ([`Builder::backend`]), which does not read that queue.
     #[must_use]
     pub fn socket(&self) -> BorrowedFd<'_> {
-        self.flights.carrier.socket()
+        self.queue.zc_socket.socket()
     }
 
-    /// After which time an event loop is to call [`poll`](Self::poll) although the descriptor has
-    /// said nothing; mostly none. With a [limit](Builder::limit) it is the time until the oldest send is
-    /// late. With the error queue it may have to be asked again and again what became of a datagram
-    /// that failed, since nothing tells of that. And pieces of a datagram whose rest is not sent come
-    /// back when they are asked for ([`Outgoing::more`]).
+    /// The time after which an event loop must call [`poll`](Self::poll) without an event on the
+    /// descriptor; usually none. There are three cases: a [limit](Builder::limit), until the oldest send is
+    /// late; a failed datagram with the error queue back-end, which must be polled; and pieces of an
+    /// incomplete datagram, which are released by polling ([`Outgoing::more`]).
     #[must_use]
     pub fn next_timeout(&self) -> Option<Duration> {
-        let asks = self.asks();
-        asks.into_iter().chain(self.flights.time_left()).min()
+        let poll_timeout = self.poll_timeout();
+        poll_timeout.into_iter().chain(self.queue.time_left()).min()
     }
 
-    /// What an event loop is to wait for on [`as_fd`](AsFd::as_fd) before it calls
-    /// [`poll`](Self::poll), but no longer than [`next_timeout`](Self::next_timeout).
+    /// The events that an event loop waits for on [`as_fd`](AsFd::as_fd), for at most
+    /// [`next_timeout`](Self::next_timeout), before it calls [`poll`](Self::poll).
     #[must_use]
     pub fn interest(&self) -> Interest {
-        match self.flights.carrier.backend() {
+        match self.queue.zc_socket.backend() {
             Backend::Uring => Interest::Readable,
-            _ if self.flights.is_full() => Interest::WritableOrError,
+            _ if self.queue.is_full() => Interest::WritableOrError,
             _ => Interest::Error,
         }
     }
 }
 
-/// What an event loop waits for on a sender's descriptor.
+/// The events that an event loop waits for on the descriptor of a sender.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Interest {
     /// EPOLLIN.
     Readable,
-    /// EPOLLERR, which need not be asked for.
+    /// EPOLLERR, which epoll always reports.
     Error,
     /// EPOLLOUT, and EPOLLERR.
     WritableOrError,
 }
 
 impl<B: Stable> AsFd for Sender<B> {
-    /// The descriptor that an event loop waits on, for what [`interest`](Self::interest) says: the
-    /// ring, or the socket.
+    /// The descriptor that an event loop waits on for [`interest`](Self::interest): the io_uring instance,
+    /// or the socket.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.flights.carrier.as_fd()
+        self.queue.zc_socket.as_fd()
     }
 }
 

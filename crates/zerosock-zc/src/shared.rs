@@ -1,10 +1,11 @@
 //! A sender that several threads use.
 //!
-//! The sender is behind a lock. No thread holds it while it sleeps. Of the threads that sleep, one waits
-//! for the kernel: the *watch*. The others wait for the watch, or for another thread that polls.
+//! The sender is behind a lock, which no thread holds while it waits. Of the waiting threads, one waits for
+//! the kernel: the *watch*. The others wait on a condition variable for the watch, or for another thread
+//! that polls.
 //!
 //! # Invariants
-//! A thread that changes something that others may sleep for notifies them before it releases the lock.
+//! A thread that causes an event that others wait for notifies them before it releases the lock.
 
 use std::cell::Cell;
 use std::io;
@@ -21,10 +22,11 @@ use super::{
 };
 use crate::sys::{Buf, Stable};
 
-/// A handle to a [`Sender`] that several threads share: each clone can do what the sender can.
+/// A handle to a [`Sender`] that several threads share. Each clone has all functions of the sender.
 ///
 /// Buffers, notifications and completions belong to the sender: the first thread that takes one has it.
-/// Each thread should have a clone of its own: what ends a [`wait`](Self::wait) is news to the handle.
+/// Each thread should have a clone of its own: a handle remembers which events ended its last
+/// [`wait`](Self::wait).
 ///
 /// ```
 /// use std::net::UdpSocket;
@@ -50,26 +52,26 @@ use crate::sys::{Buf, Stable};
 /// A forked child may drop its copies, which leaves the parent's as they are; it must not use them.
 pub struct SharedSender<B: Stable = Buf> {
     shared: Arc<Shared<B>>,
-    /// What had been heard when the last wait on this handle ended.
-    told: AtomicU64,
+    /// [`Sender::event_count`] at the end of the last wait on this handle.
+    seen_events: AtomicU64,
 }
 
 struct Shared<B: Stable> {
     state: Mutex<State<B>>,
-    /// Notified when the watch, or another thread that polls, has news.
+    /// Notified when the watch, or another thread that polls, has handled an event.
     news: Condvar,
     readiness: Readiness,
-    /// For event loops, once there is one.
+    /// The descriptor for an event loop, created when one asks for it.
     events: OnceLock<Readiness>,
-    /// The sender's, which is behind the lock.
+    /// A duplicate of the sender's socket, accessible without the lock.
     socket: OwnedFd,
 }
 
 struct State<B: Stable> {
     sender: Sender<B>,
     /// A thread waits for the kernel: the watch.
-    watched: bool,
-    /// How many threads wait for the watch.
+    has_watch: bool,
+    /// Number of threads that wait on `news`.
     sleepers: usize,
 }
 
@@ -77,13 +79,13 @@ impl<B: Stable> Clone for SharedSender<B> {
     fn clone(&self) -> Self {
         Self {
             shared: Arc::clone(&self.shared),
-            told: AtomicU64::new(self.told.load(Relaxed)),
+            seen_events: AtomicU64::new(self.seen_events.load(Relaxed)),
         }
     }
 }
 
 impl<B: Stable> Sender<B> {
-    /// The same sender, for several threads.
+    /// Makes the sender usable by several threads.
     ///
     /// # Errors
     /// If there are no more descriptors: three are needed. The sender is dropped then.
@@ -95,7 +97,7 @@ impl<B: Stable> Sender<B> {
             .map_err(OpenError::Call)?;
         let state = State {
             sender: self,
-            watched: false,
+            has_watch: false,
             sleepers: 0,
         };
         Ok(SharedSender {
@@ -106,7 +108,7 @@ impl<B: Stable> Sender<B> {
                 events: OnceLock::new(),
                 socket,
             }),
-            told: AtomicU64::new(0),
+            seen_events: AtomicU64::new(0),
         })
     }
 }
@@ -128,7 +130,7 @@ impl<B: Stable> SharedSender<B> {
         self.with(Sender::submit)
     }
 
-    /// As [`Sender::send`]. Other threads go on while this one waits for a place.
+    /// As [`Sender::send`]. Other threads can use the sender while this one waits for a place.
     ///
     /// # Errors
     /// As there.
@@ -137,7 +139,7 @@ impl<B: Stable> SharedSender<B> {
         loop {
             let sent = self.with(|sender| {
                 let number = sender.push(outgoing)?;
-                // As with one thread: it is accepted, whatever the call answers.
+                // The send is accepted even if the call fails: the next submission repeats it.
                 let _ = sender.submit();
                 Ok(number)
             });
@@ -173,7 +175,7 @@ impl<B: Stable> SharedSender<B> {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing)?;
-        Ok(self.with(|sender| sender.told(room)))
+        Ok(self.with(|sender| sender.take_completions(room)))
     }
 
     /// As [`Sender::completions`].
@@ -190,7 +192,7 @@ impl<B: Stable> SharedSender<B> {
     /// As there.
     pub fn poll(&self) -> io::Result<()> {
         if let Some(events) = self.shared.events.get() {
-            // What comes from now on wakes the event loop again.
+            // Clears earlier events: later ones wake the event loop again.
             events.wait(Some(Duration::ZERO))?;
         }
         self.with(|sender| {
@@ -230,23 +232,23 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.set_tag(slot, tag))
     }
 
-    /// As [`Sender::wait`], for what is news since the last wait on this handle. Other threads go on
+    /// As [`Sender::wait`], for events since the last wait on this handle. Other threads can use the sender
     /// meanwhile.
     ///
     /// # Errors
     /// As there.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<()> {
-        let told = self.told.load(Relaxed);
-        let heard = Cell::new(told);
+        let seen_events = self.seen_events.load(Relaxed);
+        let events = Cell::new(seen_events);
         self.sleep(timeout, |sender| {
-            heard.set(sender.heard());
-            heard.get() != told || sender.is_quiet()
+            events.set(sender.event_count());
+            events.get() != seen_events || sender.is_quiet()
         })?;
-        self.told.store(heard.get(), Relaxed);
+        self.seen_events.store(events.get(), Relaxed);
         Ok(())
     }
 
-    /// As [`Sender::finish`]. Other threads go on meanwhile, and what they send must be over, too.
+    /// As [`Sender::finish`]. Other threads can use the sender meanwhile; their sends must finish as well.
     ///
     /// # Errors
     /// As there.
@@ -263,19 +265,19 @@ impl<B: Stable> SharedSender<B> {
         self.with(Sender::cancel)
     }
 
-    /// As [`Sender::close`]. From now on nothing is accepted, on no handle ([`Refusal::Closed`]), and
-    /// what any of them has sent must be over in time. What is left is given to the first call.
-    /// The peer is told now, the descriptor goes with the last handle.
+    /// As [`Sender::close`]. From now on no handle accepts sends ([`Refusal::Closed`]). The sends of all
+    /// handles must finish within the timeout. The first call returns the buffers, notifications and
+    /// completions. The connection ends now; the descriptor is closed with the last handle.
     pub fn close(&self, timeout: Option<Duration>) -> Closed<B> {
         {
             let mut state = self.lock();
             state.sender.begin_close();
-            self.tell(&state);
+            self.wake_sleepers(&state);
         }
         let waited = self.sleep(timeout, Sender::may_end);
         let mut state = self.lock();
         let closed = state.sender.end(waited);
-        self.tell(&state);
+        self.wake_sleepers(&state);
         closed
     }
 
@@ -285,7 +287,7 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.is_quiet())
     }
 
-    /// As [`Sender::room`]. Other threads can have taken it before this one sends.
+    /// As [`Sender::room`]. Another thread can take the places before this one sends.
     #[must_use]
     pub fn room(&self) -> usize {
         self.with(|sender| sender.room())
@@ -297,9 +299,9 @@ impl<B: Stable> SharedSender<B> {
         self.shared.socket.as_fd()
     }
 
-    /// A descriptor for an event loop that goes on while other threads send: readable (EPOLLIN) when
-    /// there may be news, also news that another thread has taken in. [`poll`](Self::poll) is to be
-    /// called then, before buffers and notifications are taken. It is one for all handles.
+    /// A descriptor for an event loop, shared by all handles. It is readable (EPOLLIN) when there may be an
+    /// event, also one that another thread handled. The event loop then calls [`poll`](Self::poll) before it
+    /// takes buffers and notifications.
     ///
     /// # Errors
     /// If there are no more descriptors, at the first call: two are needed.
@@ -312,8 +314,8 @@ impl<B: Stable> SharedSender<B> {
                 self.shared.events.get_or_init(|| made)
             }
         };
-        // What has been taken in before is news to a loop that begins.
-        events.ring();
+        // The event loop has not seen earlier events.
+        events.wake();
         Ok(events.as_fd())
     }
 
@@ -329,10 +331,10 @@ impl<B: Stable> SharedSender<B> {
         self.with(|sender| sender.stats())
     }
 
-    /// The sender itself, if this is the last handle to it: also for [`Sender::into_socket`].
+    /// Returns the sender, if this is the last handle to it.
     ///
     /// # Errors
-    /// The handle, if it is not.
+    /// The handle, if there are others.
     pub fn into_inner(self) -> Result<Sender<B>, Self> {
         match Arc::try_unwrap(self.shared) {
             Ok(shared) => {
@@ -341,42 +343,41 @@ impl<B: Stable> SharedSender<B> {
             }
             Err(shared) => Err(Self {
                 shared,
-                told: self.told,
+                seen_events: self.seen_events,
             }),
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, State<B>> {
-        // A thread that panicked with the lock held did so in the sender, which still owns each
-        // buffer that the kernel reads.
+        // Use after a panic is sound: the sender still owns each buffer that the kernel reads.
         let state = self.shared.state.lock();
         state.unwrap_or_else(PoisonError::into_inner)
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut Sender<B>) -> T) -> T {
         let mut state = self.lock();
-        let before = state.sender.tidings();
+        let before = state.sender.wake_state();
         let result = act(&mut state.sender);
-        if state.sender.tidings() != before {
-            self.tell(&state);
+        if state.sender.wake_state() != before {
+            self.wake_sleepers(&state);
         }
         result
     }
 
-    /// Wakes all threads that sleep.
-    fn tell(&self, state: &State<B>) {
+    /// Wakes all waiting threads and the event loop.
+    fn wake_sleepers(&self, state: &State<B>) {
         if state.sleepers > 0 {
             self.shared.news.notify_all();
         }
-        if state.watched {
-            self.shared.readiness.ring();
+        if state.has_watch {
+            self.shared.readiness.wake();
         }
         if let Some(events) = self.shared.events.get() {
-            events.ring();
+            events.wake();
         }
     }
 
-    /// Lets the sender work, sleeping in between, until `done`, or for `timeout`. Whether it is.
+    /// Submits, polls and waits until `done`, or for `timeout`. Returns whether it is done.
     fn sleep(
         &self,
         timeout: Option<Duration>,
@@ -385,10 +386,10 @@ impl<B: Stable> SharedSender<B> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = self.lock();
         loop {
-            let before = state.sender.tidings();
+            let before = state.sender.wake_state();
             let polled = state.sender.submit().and_then(|()| state.sender.poll());
-            if state.sender.tidings() != before {
-                self.tell(&state);
+            if state.sender.wake_state() != before {
+                self.wake_sleepers(&state);
             }
             polled?;
             if done(&state.sender) {
@@ -398,15 +399,15 @@ impl<B: Stable> SharedSender<B> {
             if left == Some(Duration::ZERO) {
                 return Ok(false);
             }
-            state = match state.watched {
-                true => self.sleep_behind(state, left),
-                false => self.watch(state, left)?,
+            state = match state.has_watch {
+                true => self.wait_for_watch(state, left),
+                false => self.wait_for_kernel(state, left)?,
             };
         }
     }
 
-    /// Sleeps until another thread has news.
-    fn sleep_behind<'a>(
+    /// Waits until another thread has handled an event.
+    fn wait_for_watch<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
         left: Option<Duration>,
@@ -425,19 +426,19 @@ impl<B: Stable> SharedSender<B> {
     }
 
     /// Waits for the kernel on behalf of all.
-    fn watch<'a>(
+    fn wait_for_kernel<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<B>>,
         left: Option<Duration>,
     ) -> io::Result<MutexGuard<'a, State<B>>> {
-        state.watched = true;
+        state.has_watch = true;
         let left = state.sender.next_timeout().into_iter().chain(left).min();
         drop(state);
         let waited = self.shared.readiness.wait(left);
         let mut state = self.lock();
-        state.watched = false;
+        state.has_watch = false;
         if state.sleepers > 0 {
-            // One of them watches from now on, if this one does not.
+            // One of them becomes the watch, unless this thread does again.
             self.shared.news.notify_all();
         }
         waited.map(|()| state)

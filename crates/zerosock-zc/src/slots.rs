@@ -8,48 +8,48 @@
 //! slots of io_uring did this before Linux 6.0 was released without them (Pavel Begunkov's series
 //! "io_uring zerocopy send", v3, July 2022).
 //!
-//! There, a request was executed within the call that submitted it. Here, it may be made again, and later
-//! ones overtake it. What a program is told must not depend on that: a flush, also one that a send
-//! carries, waits for the sends that were accepted before it, and a notifier has the tag that its slot
-//! had when the first of its sends was accepted.
+//! There, a request was executed within the call that submitted it. Here, a request can be retried, and
+//! later ones can overtake it. Notifications do not depend on that: a flush, also one that a send carries,
+//! waits for the sends that were accepted before it, and a notifier has the tag that its slot had when the
+//! first of its sends was accepted.
 //!
 //! # Invariants
 //! A flush covers every send that was accepted before it, also those that the kernel has not executed
-//! yet. Nothing is posted twice, and nothing is lost.
+//! yet. Each notification is posted exactly once.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use slab::Slab;
 
-use super::line::Line;
+use super::indexed_queue::IndexedQueue;
 
 /// All sends that were attached to one notifier have released their buffers.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub struct Notification {
-    /// The slot's tag, as it was when the first of those sends was accepted.
+    /// The tag of the slot when the first of those sends was accepted.
     pub tag: u64,
-    /// Which notifier of its slot it is, counted from 0 and wrapping.
+    /// The number of the notifier in its slot, counted from 0 and wrapping.
     pub sequence: u32,
 }
 
-/// There are fewer slots than that.
+/// The slot does not exist.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("there is no slot {slot}: there are {slots}")]
 pub struct NoSuchSlot {
-    /// The one that was named.
+    /// The requested slot.
     pub slot: u32,
-    /// How many there are.
+    /// Number of slots.
     pub slots: u32,
 }
 
-/// A send's place among those of its slot.
+/// The position of a send among the sends of its slot.
 #[derive(Copy, Clone, Debug)]
 pub(super) struct Ticket {
     slot: u32,
-    /// Sends accepted before it.
+    /// Number of sends accepted before it.
     before: u64,
-    /// The slot's tag then.
+    /// The tag of the slot when the send was accepted.
     tag: u64,
 }
 
@@ -62,31 +62,32 @@ pub(super) struct Slots {
     slots: Vec<Slot>,
     notifiers: Slab<Notifier>,
     posted: VecDeque<Notification>,
-    /// How many have ever been posted.
-    told: u64,
+    /// Number of notifications posted so far.
+    posted_count: u64,
 }
 
 struct Slot {
     tag: u64,
-    /// What the next notifier is called.
+    /// The sequence number of the next notifier.
     sequence: u32,
+    /// The open notifier, by its key in [`Slots::notifiers`].
     notifier: Option<usize>,
-    /// Sends that are over and before which all are, counted without end.
+    /// Number of sends at the front that are finished and removed from `sends`.
     passed: u64,
-    /// Those accepted after them, in order.
-    sends: Line<Accepted>,
+    /// The sends accepted after those, in order.
+    sends: IndexedQueue<Accepted>,
 }
 
 #[derive(Default)]
 struct Accepted {
-    over: bool,
-    /// A flush waits for this one and all before it.
+    finished: bool,
+    /// A flush waits for this send and all earlier ones.
     flush: bool,
 }
 
 struct Notifier {
     tag: u64,
-    /// Sends accepted before the first that is attached.
+    /// [`Ticket::before`] of the earliest attached send.
     first: u64,
     sequence: u32,
     attached: usize,
@@ -94,21 +95,21 @@ struct Notifier {
 }
 
 impl Slot {
-    /// Sends accepted so far.
+    /// Number of sends accepted so far.
     fn accepted(&self) -> u64 {
         self.passed + self.sends.len() as u64
     }
 
-    /// The send before which so many were accepted, unless it has been passed.
+    /// The send with `before` sends accepted earlier, unless it was removed.
     fn send(&mut self, before: u64) -> Option<&mut Accepted> {
         let ahead = before.wrapping_sub(self.passed);
         self.sends.get_mut(ahead as usize)
     }
 
-    /// Passes what is over, until something is not. Whether flushes were reached on the way.
-    fn pass(&mut self) -> bool {
+    /// Removes finished sends from the front. Returns whether a flush was reached.
+    fn advance(&mut self) -> bool {
         let mut reached = false;
-        while let Some(send) = self.sends.pop_if(|send| send.over) {
+        while let Some(send) = self.sends.pop_if(|send| send.finished) {
             reached |= send.flush;
             self.passed += 1;
         }
@@ -117,14 +118,14 @@ impl Slot {
 }
 
 impl Slots {
-    /// One slot for each tag.
+    /// Creates a slot for each tag.
     pub(super) fn new(tags: impl IntoIterator<Item = u64>) -> Self {
         let slot = |tag| Slot {
             tag,
             sequence: 0,
             notifier: None,
             passed: 0,
-            sends: Line::default(),
+            sends: IndexedQueue::default(),
         };
         Self {
             slots: tags.into_iter().map(slot).collect(),
@@ -142,7 +143,7 @@ impl Slots {
         found.ok_or(NoSuchSlot { slot, slots })
     }
 
-    /// Whether there is such a slot.
+    /// Checks that the slot exists.
     pub(super) fn check(&self, slot: u32) -> Result<(), NoSuchSlot> {
         let slots = self.count();
         if slot < slots {
@@ -152,13 +153,13 @@ impl Slots {
         }
     }
 
-    /// The tag of notifiers whose first send is accepted from now on.
+    /// Sets the tag of notifiers of later sends.
     pub(super) fn set_tag(&mut self, slot: u32, tag: u64) -> Result<(), NoSuchSlot> {
         self.slot(slot)?.tag = tag;
         Ok(())
     }
 
-    /// A send to this slot has been accepted.
+    /// Takes note of an accepted send to this slot.
     pub(super) fn accepted(&mut self, index: u32) -> Ticket {
         let (mut before, mut tag) = (0, 0);
         if let Ok(slot) = self.slot(index) {
@@ -172,8 +173,8 @@ impl Slots {
         }
     }
 
-    /// The kernel has executed a send, which flushes if it was to and succeeded. The send is to be
-    /// released.
+    /// Takes note that the kernel executed a send, and attaches it to a notifier until
+    /// [`released`](Self::released). `flush` if the send flushes and succeeded.
     pub(super) fn executed(&mut self, ticket: Ticket, flush: bool) -> Option<Attached> {
         let slot = self.slots.get_mut(ticket.slot as usize)?;
         let index = match slot.notifier {
@@ -197,32 +198,32 @@ impl Slots {
         let notifier = self.notifiers.get_mut(index)?;
         notifier.attached += 1;
         if ticket.before < notifier.first {
-            // It was overtaken.
+            // A later send was executed before this one.
             (notifier.first, notifier.tag) = (ticket.before, ticket.tag);
         }
-        self.over(ticket);
+        self.finish(ticket);
         Some(Attached(index))
     }
 
-    /// A send ends without having been executed.
+    /// Takes note that a send ended without being executed.
     pub(super) fn abandoned(&mut self, ticket: Ticket) {
-        self.over(ticket);
+        self.finish(ticket);
     }
 
-    /// Sends need not be over in the order in which they were accepted.
-    fn over(&mut self, ticket: Ticket) {
+    /// Takes note that a send is finished: sends finish in any order.
+    fn finish(&mut self, ticket: Ticket) {
         let Some(slot) = self.slots.get_mut(ticket.slot as usize) else {
             return;
         };
         if let Some(send) = slot.send(ticket.before) {
-            send.over = true;
+            send.finished = true;
         }
-        if slot.pass() {
+        if slot.advance() {
             self.close(ticket.slot);
         }
     }
 
-    /// Closes the notifier that is in the slot, if there is one.
+    /// Closes the open notifier of the slot, if there is one.
     fn close(&mut self, index: u32) {
         let slot = self.slots.get_mut(index as usize);
         let Some(notifier) = slot.and_then(|slot| slot.notifier.take()) else {
@@ -239,11 +240,11 @@ impl Slots {
         if self.notifiers.get(notifier).is_some_and(done) {
             let Notifier { tag, sequence, .. } = self.notifiers.remove(notifier);
             self.posted.push_back(Notification { tag, sequence });
-            self.told += 1;
+            self.posted_count += 1;
         }
     }
 
-    /// A send's buffer is free.
+    /// Takes note that the buffer of a send is free.
     pub(super) fn released(&mut self, Attached(notifier): Attached) {
         if let Some(found) = self.notifiers.get_mut(notifier) {
             found.attached = found.attached.saturating_sub(1);
@@ -251,7 +252,7 @@ impl Slots {
         }
     }
 
-    /// Flushes the slots of a range, each after the sends that were accepted before.
+    /// Flushes the slots of a range, each after the sends accepted before.
     pub(super) fn flush(&mut self, range: Range<u32>) -> Result<(), NoSuchSlot> {
         if let Some(last) = range.clone().last() {
             self.check(last)?;
@@ -266,17 +267,17 @@ impl Slots {
         Ok(())
     }
 
-    /// The oldest notification that has not been taken.
+    /// Takes the oldest notification.
     pub(super) fn next(&mut self) -> Option<Notification> {
         self.posted.pop_front()
     }
 
-    /// How many have been posted, taken or not.
-    pub(super) fn told(&self) -> u64 {
-        self.told
+    /// Number of notifications posted so far, taken or not.
+    pub(super) fn posted_count(&self) -> u64 {
+        self.posted_count
     }
 
-    /// How many are to be taken.
+    /// Number of notifications that the application has not taken.
     pub(super) fn waiting(&self) -> usize {
         self.posted.len()
     }

@@ -1,4 +1,4 @@
-//! The rules one by one, and a model that is too simple to be wrong.
+//! Each rule of slots, and a comparison with a simple model.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -10,12 +10,12 @@ fn posted(slots: &mut Slots) -> Vec<(u64, u32)> {
 }
 
 #[test]
-fn nothing_attached_posts_nothing() {
+fn a_flush_without_sends_posts_nothing() {
     let mut slots = Slots::new([7]);
     slots.flush(0..1).expect("a slot");
     slots.flush(0..1).expect("a slot");
     assert_eq!(posted(&mut slots), []);
-    // And takes no sequence number.
+    // It takes no sequence number.
     let send = slots.accepted(0);
     let attached = slots.executed(send, true).expect("a slot");
     slots.released(attached);
@@ -23,7 +23,7 @@ fn nothing_attached_posts_nothing() {
 }
 
 #[test]
-fn a_flush_waits_for_what_is_attached_and_for_no_more() {
+fn a_flush_waits_for_attached_sends_only() {
     let mut slots = Slots::new([1, 2]);
     let sends = [(); 3].map(|()| slots.accepted(1));
     let first = slots.executed(sends[0], false).expect("a slot");
@@ -50,7 +50,7 @@ fn a_failed_send_attaches_and_does_not_flush() {
 }
 
 #[test]
-fn a_flush_covers_what_was_accepted_before_it() {
+fn a_flush_covers_earlier_sends() {
     let mut slots = Slots::new([1]);
     let before = slots.accepted(0);
     slots.flush(0..1).expect("a slot");
@@ -64,12 +64,12 @@ fn a_flush_covers_what_was_accepted_before_it() {
 }
 
 #[test]
-fn a_flush_waits_for_one_that_is_overtaken() {
+fn a_flush_waits_for_an_overtaken_send() {
     let mut slots = Slots::new([1]);
     let before = slots.accepted(0);
     slots.flush(0..1).expect("a slot");
     let after = slots.accepted(0);
-    // The one behind is executed first: it shares the notifier, which stays open for the other.
+    // The later send is executed first: both share the notifier, which stays open for the earlier one.
     let after = slots.executed(after, false).expect("a slot");
     slots.released(after);
     assert_eq!(posted(&mut slots), []);
@@ -79,9 +79,9 @@ fn a_flush_waits_for_one_that_is_overtaken() {
     assert_eq!(posted(&mut slots), [(1, 0)]);
 }
 
-/// A datagram that meets no memory is asked again, and one that is copied passes it.
+/// A datagram without memory is retried, and a later one that is copied overtakes it.
 #[test]
-fn a_flush_on_the_send_covers_what_was_accepted_before_it() {
+fn a_flush_on_a_send_covers_earlier_sends() {
     let mut slots = Slots::new([1]);
     let [before, flushing, after] = [(); 3].map(|()| slots.accepted(0));
     let flushing = slots.executed(flushing, true).expect("a slot");
@@ -96,9 +96,9 @@ fn a_flush_on_the_send_covers_what_was_accepted_before_it() {
     assert_eq!(posted(&mut slots), [(1, 1)]);
 }
 
-/// When the kernel's answers are taken in is chance, and so is their order.
+/// Results are handled in any order.
 #[test]
-fn a_tag_is_what_it_was_when_the_first_send_was_accepted() {
+fn a_notifier_has_the_tag_of_its_first_accepted_send() {
     for order in [[0, 1], [1, 0]] {
         let mut slots = Slots::new([1]);
         let old = slots.accepted(0);
@@ -115,7 +115,7 @@ fn a_tag_is_what_it_was_when_the_first_send_was_accepted() {
 }
 
 #[test]
-fn one_that_is_never_executed_holds_no_flush_up() {
+fn a_send_that_is_never_executed_does_not_delay_a_flush() {
     let mut slots = Slots::new([1]);
     let sent = slots.accepted(0);
     let never = slots.accepted(0);
@@ -128,7 +128,7 @@ fn one_that_is_never_executed_holds_no_flush_up() {
 }
 
 #[test]
-fn tags_are_taken_when_a_notifier_is_made() {
+fn a_new_tag_applies_to_new_notifiers() {
     let mut slots = Slots::new([1]);
     let old = slots.accepted(0);
     let old = slots.executed(old, false).expect("a slot");
@@ -166,8 +166,7 @@ fn a_slot_out_of_range_changes_nothing() {
     assert_eq!(posted(&mut slots), []);
 }
 
-/// Sends, each with a flush behind it, that are over in this order. How much was done with the line in
-/// which they stand.
+/// Number of operations on the queue of a slot for sends that finish in this order, each followed by a flush.
 fn steps(order: impl IntoIterator<Item = usize>, sends: usize) -> u64 {
     let mut slots = Slots::new([1]);
     let accept = |_| {
@@ -180,26 +179,26 @@ fn steps(order: impl IntoIterator<Item = usize>, sends: usize) -> u64 {
         let attached = slots.executed(tickets[index], true).expect("a slot");
         slots.released(attached);
     }
-    // All are over, and flushed.
+    // All are finished and flushed.
     assert!(slots.notifiers.is_empty() && slots.slots[0].sends.len() == 0);
     assert!(!posted(&mut slots).is_empty());
     slots.slots[0].sends.steps()
 }
 
 #[test]
-fn many_flushes_that_wait_cost_no_more_each() {
+fn the_cost_of_a_flush_does_not_grow_with_waiting_flushes() {
     const SENDS: usize = 10_000;
     const MOST: u64 = 8 * SENDS as u64;
     assert!(steps(0..SENDS, SENDS) <= MOST);
     assert!(steps((0..SENDS).rev(), SENDS) <= MOST);
-    // 7919 is prime, and no factor of the number.
+    // 7919 is a prime and no factor of the number of sends.
     assert!(steps((0..SENDS).map(|send| send * 7919 % SENDS), SENDS) <= MOST);
 }
 
 #[derive(Clone, Debug)]
 enum Step {
     Accept(u32, bool),
-    /// Any that has not been, with or without success.
+    /// Executes any send that was not executed, with or without success.
     Execute(prop::sample::Index, bool),
     Abandon(prop::sample::Index),
     Release(prop::sample::Index),
@@ -225,28 +224,27 @@ struct Sent {
     ticket: Ticket,
     tag: u64,
     flush: bool,
-    over: bool,
+    finished: bool,
     released: bool,
     attached: Option<Attached>,
 }
 
-/// The rules said again for one slot. Sends are known by their numbers, which are the order of
-/// acceptance.
+/// The model of one slot. Sends have numbers in the order of acceptance.
 #[derive(Default)]
 struct Model {
     tag: u64,
     open: Vec<usize>,
     closed: Vec<Vec<usize>>,
-    /// Flushes to come, each for the sends numbered below it.
+    /// Pending flushes, each for the sends with lower numbers.
     flushes: Vec<usize>,
 }
 
 impl Model {
-    /// Does the flushes whose time has come.
-    fn go_on(&mut self, slot: usize, sends: &[Sent]) {
+    /// Executes the flushes that wait for finished sends only.
+    fn execute_flushes(&mut self, slot: usize, sends: &[Sent]) {
         let waits = |flush: &usize| {
             let mut before = sends[..*flush].iter();
-            before.any(|send| send.slot == slot && !send.over)
+            before.any(|send| send.slot == slot && !send.finished)
         };
         let waiting = self.flushes.len();
         self.flushes.retain(waits);
@@ -255,7 +253,7 @@ impl Model {
         }
     }
 
-    /// What must have been posted by now.
+    /// The notifications that must have been posted.
     fn posted(&self, sends: &[Sent]) -> Vec<(u32, u64)> {
         let groups = (0..).zip(&self.closed);
         groups
@@ -268,38 +266,40 @@ impl Model {
     }
 }
 
-/// One of those that are not over.
+/// One of the unfinished sends.
 fn pick(sends: &[Sent], index: prop::sample::Index) -> Option<usize> {
-    let waiting: Vec<_> = (0..sends.len()).filter(|&send| !sends[send].over).collect();
+    let waiting: Vec<_> = (0..sends.len())
+        .filter(|&send| !sends[send].finished)
+        .collect();
     (!waiting.is_empty()).then(|| *index.get(&waiting))
 }
 
 proptest! {
-    /// Whatever the order of accepting, executing, releasing and flushing, what has been posted is
-    /// what the rules say, each once.
+    /// In any order of accepting, executing, releasing and flushing, the notifications of the model are
+    /// posted, each once.
     #[test]
-    fn slots_do_as_the_rules_say(steps in vec(step(), 0..200)) {
+    fn slots_agree_with_the_model(steps in vec(step(), 0..200)) {
         let mut slots = Slots::new([0, 1, 2]);
         let mut models: [Model; 3] = Default::default();
         let mut tags = 3;
         (0..).zip(&mut models).for_each(|(tag, model)| model.tag = tag);
         let mut sends: Vec<Sent> = Vec::new();
         let mut seen: [Vec<(u32, u64)>; 3] = Default::default();
-        // Tags differ, and say whose they are.
+        // Tags differ, and identify their slot.
         let slot_of = |tag: u64| (tag % 3) as usize;
         for step in steps {
             match step {
                 Step::Accept(slot, flush) => {
                     let ticket = slots.accepted(slot);
                     let slot = slot as usize;
-                    let (over, released, attached) = (false, false, None);
+                    let (finished, released, attached) = (false, false, None);
                     let tag = models[slot].tag;
-                    sends.push(Sent { slot, ticket, tag, flush, over, released, attached });
+                    sends.push(Sent { slot, ticket, tag, flush, finished, released, attached });
                 }
                 Step::Execute(which, success) => if let Some(which) = pick(&sends, which) {
                     let send = &mut sends[which];
                     let flush = success && send.flush;
-                    send.over = true;
+                    send.finished = true;
                     send.attached = slots.executed(send.ticket, flush);
                     prop_assert!(send.attached.is_some());
                     let slot = send.slot;
@@ -307,13 +307,13 @@ proptest! {
                     if flush {
                         models[slot].flushes.push(which + 1);
                     }
-                    models[slot].go_on(slot, &sends);
+                    models[slot].execute_flushes(slot, &sends);
                 }
                 Step::Abandon(which) => if let Some(which) = pick(&sends, which) {
-                    sends[which].over = true;
+                    sends[which].finished = true;
                     slots.abandoned(sends[which].ticket);
                     let slot = sends[which].slot;
-                    models[slot].go_on(slot, &sends);
+                    models[slot].execute_flushes(slot, &sends);
                 }
                 Step::Release(index) => if !sends.is_empty() {
                     let send = index.index(sends.len());
@@ -328,7 +328,7 @@ proptest! {
                     for (slot, model) in models.iter_mut().enumerate() {
                         if range.contains(&slot) {
                             model.flushes.push(sends.len());
-                            model.go_on(slot, &sends);
+                            model.execute_flushes(slot, &sends);
                         }
                     }
                 }
@@ -347,8 +347,8 @@ proptest! {
                 prop_assert_eq!(&*seen, &model.posted(&sends));
             }
         }
-        // Everything released and flushed leaves nothing behind.
-        for send in sends.iter_mut().filter(|send| !send.over) {
+        // After all releases and flushes, no state remains.
+        for send in sends.iter_mut().filter(|send| !send.finished) {
             send.attached = slots.executed(send.ticket, false);
         }
         for send in &mut sends {

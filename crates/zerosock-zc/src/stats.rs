@@ -1,4 +1,4 @@
-//! The counters of a sender, and what it has found out.
+//! The counters of a sender, and what it knows about its socket.
 
 use std::io;
 
@@ -11,33 +11,33 @@ use crate::sys::Kind;
 pub struct Stats {
     /// Sends that were accepted.
     pub accepted: u64,
-    /// Of those, how many are over: all of it was taken, or it failed. Its buffer may be owed yet. A
-    /// datagram's pieces that are copied after all are not over until they are again.
+    /// Finished sends: the kernel took all of the send, or it failed. The kernel may still read the buffer.
+    /// The pieces of a datagram that is copied after all are finished only when the copies are.
     pub over: u64,
     /// Bytes that the kernel took.
     pub bytes: u64,
-    /// Requests that were made of the kernel: more than sends where one took several, fewer where
-    /// several sends of a stream were gathered.
+    /// Requests to the kernel: more than sends if a send took several, fewer if several sends of a stream
+    /// became one request.
     pub requests: u64,
-    /// Of those, how many from memory of a pool that is registered with the kernel.
+    /// Requests from pool memory that is registered with the kernel.
     pub registered: u64,
-    /// Sends whose buffer the device or the receiver read itself.
+    /// Sends that the device or the receiver read directly from their buffer.
     pub in_place: u64,
-    /// Sends that the kernel has taken bytes of without a copy, and has let go of; again for each request
-    /// that one took. One notification can be of several.
+    /// Notifications, counted once for each send and request that took bytes of it without a copy. One
+    /// notification of the kernel can cover several sends.
     pub notified: u64,
-    /// Of those, how many the kernel copied after all.
+    /// Of the notifications, those that say that the kernel copied after all.
     pub copied_by_kernel: u64,
-    /// Sends copied because the kernel had no memory to do without.
+    /// Sends that were copied because the kernel had no memory for a zero-copy request.
     pub copied_for_memory: u64,
-    /// System calls for sending, asking and waiting.
+    /// System calls to send, to poll and to wait.
     pub system_calls: u64,
     /// Sends that failed.
     pub failed: u64,
-    /// Of those, how many because their time was up ([`Builder::limit`](super::Builder::limit)).
+    /// Of the failed sends, those that exceeded [`Builder::limit`](super::Builder::limit).
     pub timed_out: u64,
-    /// Messages of the socket's error queue that were about something else (ICMP errors, timestamps),
-    /// read in search of notifications and dropped: over the error queue back-end alone.
+    /// Other messages of the socket's error queue (ICMP errors, timestamps), which the error queue back-end
+    /// read in search of notifications and dropped.
     pub foreign: u64,
 }
 
@@ -45,44 +45,42 @@ pub struct Stats {
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[non_exhaustive]
 pub enum Basis {
-    /// The builder was told.
-    Told,
-    /// No length is decided yet, or none ever will be: the back-end copies.
+    /// It was set with [`Builder::threshold`](super::Builder::threshold).
+    Configured,
+    /// No length is decided yet, or none will be because the back-end copies.
     Unknown,
-    /// The length below it and the one above have been measured, as far as they are decided.
+    /// The length classes below and above it were measured, as far as they are decided.
     Measured,
-    /// One of them could not be measured, because sockets were full or sends of several lengths went
-    /// together: such lengths go in place from 16 KiB on, until they are measured anew.
+    /// One of these classes could not be measured, because sockets were full or sends of several lengths
+    /// were submitted together. It goes in place from 16 KiB on, until it is measured.
     Assumed,
 }
 
-/// What a sender is, and what it has learnt.
+/// The back-end and socket of a sender, and the thresholds it uses.
 #[derive(Copy, Clone, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// What carries its sends.
+    /// The back-end in use.
     pub backend: Backend,
-    /// Why io_uring does not, if it was to be had and the kernel refused: `PermissionDenied` where it
-    /// is forbidden, `Unsupported` before Linux 6.2 and
-    /// the stable releases of 6.1 that have its flags.
+    /// Why io_uring is not used, if it was tried: `PermissionDenied` where it is forbidden, `Unsupported`
+    /// before Linux 6.2 and the stable releases of 6.1 that have its flags.
     pub uring_refused: Option<io::ErrorKind>,
     /// The kind of its socket.
     pub socket: Kind,
-    /// From which length on it sends in place. As told; or the shortest from which on every length
-    /// that is decided goes in place, over this kind of socket and back-end in the whole process.
-    /// None while there is no such length. Lengths are decided in classes, each up to twice as long;
-    /// those that have not been are sent both ways for now, also above the threshold, and each is
-    /// measured anew after a million sends. What the kernel copies all the same is told by `off`.
+    /// The length in bytes from which on sends go in place: as configured, or the shortest from which on
+    /// every decided length class goes in place, for this kind of socket and back-end in the whole process.
+    /// None while there is no such length. A class that is not decided is sent both ways for now, also above
+    /// the threshold, and each class is measured anew after a million sends. See also `off`.
     pub threshold: Option<usize>,
-    /// How that is known.
+    /// How `threshold` is known.
     pub threshold_is: Basis,
-    /// The same for memory of a pool; over io_uring that is registered, and costs less.
+    /// The same for pool memory, which costs less because io_uring registers it.
     pub registered_threshold: Option<usize>,
-    /// How that is known.
+    /// How `registered_threshold` is known.
     pub registered_threshold_is: Basis,
-    /// Zero copy is off: for good, or because the kernel copied all the same.
+    /// Zero copy is off: for good, or for now because the kernel copied.
     pub off: bool,
-    /// Arenas of pools (of up to 1 GiB each) that are registered with the kernel: 64 at most. Sends
-    /// from others are counted, and measured, as sends from other memory.
+    /// Number of pool arenas (of up to 1 GiB each) that are registered with the kernel, at most 64. Sends
+    /// from other arenas are counted, and measured, as sends from other memory.
     pub registered: usize,
 }

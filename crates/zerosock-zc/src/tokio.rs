@@ -17,7 +17,7 @@ use super::{
 };
 use crate::sys::{Buf, Stable};
 
-/// A [`Sender`] whose waiting is awaited.
+/// A [`Sender`] with asynchronous waiting.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -52,12 +52,12 @@ pub struct AsyncSender<B: Stable = Buf> {
 impl<B: Stable> TryFrom<Sender<B>> for AsyncSender<B> {
     type Error = OpenError;
 
-    /// In the runtime of the current task.
+    /// Registers the sender with the runtime of the current task.
     fn try_from(sender: Sender<B>) -> Result<Self, OpenError> {
         let readiness = Readiness::of(sender.as_fd()).map_err(OpenError::Call)?;
         #[allow(
             deprecated,
-            reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
+            reason = "the newer function is unsafe, to have promised what an OwnedFd does by itself: \
                       that it stays open and the same"
         )]
         let readiness =
@@ -78,12 +78,12 @@ impl<B: Stable> AsyncSender<B> {
             return Err(Refused { outgoing, why });
         }
         let number = self.sender.push(outgoing)?;
-        // It is accepted: the next submission says why this one did not go through.
+        // The send is accepted even if the call fails: the next submission repeats it.
         let _ = self.sender.submit();
         Ok(number)
     }
 
-    /// Sends, and tells which earlier sends are over, as [`Sender::send_with`].
+    /// Sends, and takes the completions of earlier sends, as [`Sender::send_with`].
     ///
     /// # Errors
     /// As there.
@@ -96,7 +96,7 @@ impl<B: Stable> AsyncSender<B> {
             return Err(Refused { outgoing, why });
         }
         self.send(outgoing).await?;
-        Ok(self.sender.told(room))
+        Ok(self.sender.take_completions(room))
     }
 
     /// Waits until there is a place.
@@ -159,8 +159,8 @@ impl<B: Stable> AsyncSender<B> {
         })
     }
 
-    /// Ends it as [`Sender::close`] does, when every buffer is free or after `timeout`, for which the
-    /// runtime must have its timers enabled. To drop the future is to drop the sender.
+    /// Closes the sender as [`Sender::close`] does, when every buffer is free or after `timeout`. A timeout
+    /// needs a runtime with timers enabled. Dropping the future drops the sender.
     pub async fn close(mut self, timeout: Option<Duration>) -> Closed<B> {
         let closing = poll_fn(|cx| self.poll_close(cx));
         match timeout {
@@ -172,9 +172,9 @@ impl<B: Stable> AsyncSender<B> {
         }
     }
 
-    /// [`close`](Self::close) without a time, for a hand-written future. Nothing is accepted from now
-    /// on. When there is no more time, [`into_inner`](Self::into_inner) and [`Sender::close`] with none
-    /// end it.
+    /// [`close`](Self::close) without a timeout, for a hand-written future. Nothing is accepted from now on.
+    /// To close at once instead, use [`into_inner`](Self::into_inner) and [`Sender::close`] with a timeout
+    /// of zero.
     pub fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<Closed<B>> {
         self.sender.begin_close();
         let waited = ready!(self.poll_until(cx, |sender| sender.may_end().then_some(true)));
@@ -239,14 +239,14 @@ impl<B: Stable> AsyncSender<B> {
         self.sender.notification()
     }
 
-    /// The sender, to be looked at. It is not to be had for changing: the runtime waits on its
-    /// descriptor: another sender in its place would not be heard.
+    /// A shared reference to the sender. There is no mutable one: the runtime waits on the descriptor of
+    /// this sender, and would miss the events of another one in its place.
     #[must_use]
     pub fn get_ref(&self) -> &Sender<B> {
         &self.sender
     }
 
-    /// The sender, out of the runtime.
+    /// Removes the sender from the runtime and returns it.
     #[must_use]
     pub fn into_inner(self) -> Sender<B> {
         self.sender
@@ -270,7 +270,7 @@ impl<B: Stable> AsyncSender<B> {
                 self.readiness.get_ref().wake_after(timeout)?;
             }
             let mut ready = ready!(self.readiness.poll_read_ready(cx))?;
-            // What is drained now has come before the next look.
+            // The loop handles the events that are cleared here.
             ready.get_inner().wait(Some(std::time::Duration::ZERO))?;
             ready.clear_ready();
         }

@@ -3,10 +3,10 @@
 
 use rustix::net::addr::SocketAddrArg;
 
-/// The longest address that is sent to: `sockaddr_in6` has 28 bytes, `sockaddr_ll` 20.
+/// Room for the longest address, in bytes: `sockaddr_in6` has 28, `sockaddr_ll` 20.
 const ROOM: usize = 32;
 
-/// The address of a receiver, IPv4, IPv6, packet or vsock, in the kernel's form.
+/// A destination address (IPv4, IPv6, packet or vsock) in the form of the kernel.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 #[repr(C, align(8))]
 pub struct Address {
@@ -31,8 +31,7 @@ impl Address {
         Some(Self { bytes, len })
     }
 
-    /// The host with this hardware address on a device, which is named by its index: for packet
-    /// sockets, with this EtherType, in the host's byte order.
+    /// The address of a packet socket: interface index, EtherType in host byte order, and hardware address.
     #[must_use]
     pub fn on_device(device: u32, protocol: u16, to: [u8; 6]) -> Self {
         // `struct sockaddr_ll`: family, protocol in network order, index, hardware type, packet
@@ -47,12 +46,12 @@ impl Address {
         Self { bytes, len }
     }
 
-    /// Where it lies, for a call.
+    /// The address for a system call.
     pub(super) fn as_ptr(&self) -> *const libc::sockaddr {
         self.bytes.as_ptr().cast()
     }
 
-    /// How long it is, in bytes.
+    /// Length in bytes.
     pub(super) fn len(&self) -> u32 {
         self.len
     }
@@ -74,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_no_address_here() {
+    fn a_unix_path_is_refused() {
         let path = rustix::net::SocketAddrUnix::new("/a/path/that/is/long/enough/to/be/told/apart");
         assert_eq!(Address::new(&path.expect("a path")), None);
     }

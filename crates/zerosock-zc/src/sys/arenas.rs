@@ -28,24 +28,24 @@ const PAUSE: u64 = 1024;
 /// The arenas that the ring has registered.
 #[derive(Default)]
 pub(super) struct Arenas {
-    /// By number.
+    /// The arenas by number.
     entries: Vec<Option<Entry>>,
-    /// Where the last request found its own.
+    /// The number of the arena of the last request.
     last: usize,
-    /// Counts requests.
+    /// Number of requests from pools.
     clock: u64,
-    /// Nothing is tried before: it failed, and it is not cheap.
+    /// The value of `clock` before which no registration is tried: one failed, and it is expensive.
     not_before: u64,
-    /// The ring has room for them.
+    /// The ring has a table of buffers.
     has_table: bool,
 }
 
 struct Entry {
-    /// The memory lives at least as long as it is registered.
+    /// Keeps the memory mapped while it is registered.
     arena: Arc<Arena>,
-    /// When it was sent from last.
+    /// The value of `clock` at the last request from this arena.
     used: u64,
-    /// Requests under way that name it.
+    /// Number of requests under way that name it.
     requests: u32,
 }
 
@@ -54,26 +54,26 @@ impl Entry {
         Arc::ptr_eq(&self.arena, arena)
     }
 
-    /// Neither a pool nor a block has it any more.
+    /// Whether neither a pool nor a block refers to the arena.
     fn is_left(&self) -> bool {
         Arc::strong_count(&self.arena) == 1
     }
 }
 
 impl Arenas {
-    /// How many are registered.
+    /// Number of registered arenas.
     pub(super) fn count(&self) -> usize {
         self.entries.iter().flatten().count()
     }
 
-    /// Whether a request would be made from registered memory, as far as can be said before.
+    /// Whether a request from this arena will probably use registered memory.
     pub(super) fn expects(&self, arena: &Arc<Arena>) -> bool {
         self.find(arena).is_some()
             || self.clock + 1 >= self.not_before
                 && (self.has_room() || self.unused(self.clock + 1).is_some())
     }
 
-    /// Whether a request would find this arena under the number 0.
+    /// Whether a request from this arena would name the number 0.
     pub(super) fn is_first(&self, arena: &Arc<Arena>) -> bool {
         match self.entries.first() {
             Some(Some(entry)) => entry.is(arena),
@@ -81,7 +81,7 @@ impl Arenas {
         }
     }
 
-    /// Under which number a request finds an arena registered, if it does.
+    /// The number of an arena, which is registered if possible.
     pub(super) fn number(&mut self, ring: &IoUring, arena: &Arc<Arena>) -> Option<u16> {
         self.clock += 1;
         let found = self.find(arena);
@@ -92,14 +92,14 @@ impl Arenas {
         Some(index as u16)
     }
 
-    /// A request is under way that names it.
+    /// Takes note that a request that names this number is under way.
     pub(super) fn begun(&mut self, number: u16) {
         if let Some(Some(entry)) = self.entries.get_mut(usize::from(number)) {
             entry.requests += 1;
         }
     }
 
-    /// It has its result.
+    /// Takes note of the result of such a request.
     pub(super) fn ended(&mut self, number: u16) {
         if let Some(Some(entry)) = self.entries.get_mut(usize::from(number)) {
             entry.requests -= 1;
@@ -128,7 +128,7 @@ impl Arenas {
         vacant
     }
 
-    /// What can be replaced: of no use any more, else the least recently used.
+    /// The arena to replace: one that nothing refers to, else the least recently used.
     fn unused(&self, now: u64) -> Option<usize> {
         let entries = self.entries.iter().enumerate();
         let unused = entries.filter_map(|(index, entry)| {
@@ -172,13 +172,13 @@ impl Arenas {
         None
     }
 
-    /// Has the kernel give up what it has under a number.
+    /// Unregisters the arena with this number.
     fn clear(&mut self, ring: &IoUring, index: usize) {
         let nothing = libc::iovec {
             iov_base: std::ptr::null_mut(),
             iov_len: 0,
         };
-        // SAFETY: no memory is named.
+        // SAFETY: the vector is empty.
         let done = unsafe { update(ring, index, nothing) };
         if done {
             self.entries[index] = None;
@@ -189,8 +189,8 @@ impl Arenas {
         if self.entries[index].is_some() {
             return false;
         }
-        // SAFETY: the arena's mapping is valid; it is kept, below, until the kernel has been told to
-        // give it up, or the ring is gone.
+        // SAFETY: the mapping of the arena is valid. The entry below keeps it until the arena is
+        // unregistered or the ring is closed.
         let done = unsafe { update(ring, index, arena.vector()) };
         self.entries[index] = done.then(|| Entry {
             arena: Arc::clone(arena),
@@ -201,13 +201,13 @@ impl Arenas {
     }
 }
 
-/// Registers memory under a number, instead of what is there.
+/// Registers memory under a number, and replaces what was registered there.
 ///
 /// # Safety
 /// The memory is mapped for as long as it is registered.
 unsafe fn update(ring: &IoUring, index: usize, memory: libc::iovec) -> bool {
     let submitter = ring.submitter();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the memory mapped.
     unsafe { submitter.register_buffers_update(index as u32, &[memory], None) }.is_ok()
 }
 
@@ -218,7 +218,7 @@ mod tests {
     use super::super::{Pool, PoolBuf};
     use super::*;
 
-    /// A ring, and blocks of so many pools; none where io_uring is forbidden.
+    /// A ring, and a block of each of `pools` pools; none where io_uring is forbidden.
     fn setting(name: &str, pools: usize) -> Option<(IoUring, Vec<PoolBuf>)> {
         let ring = match IoUring::new(2) {
             Ok(ring) => ring,
@@ -232,8 +232,8 @@ mod tests {
     }
 
     #[test]
-    fn what_a_request_names_is_not_replaced() {
-        let name = "what_a_request_names_is_not_replaced";
+    fn an_arena_that_a_request_names_is_not_replaced() {
+        let name = "an_arena_that_a_request_names_is_not_replaced";
         let Some((ring, blocks)) = setting(name, ARENAS + 2) else {
             return;
         };
@@ -262,8 +262,8 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_is_kept_only_while_a_request_names_it() {
-        let name = "what_nobody_has_is_kept_only_while_a_request_names_it";
+    fn a_dropped_arena_is_kept_only_while_a_request_names_it() {
+        let name = "a_dropped_arena_is_kept_only_while_a_request_names_it";
         let Some((ring, mut blocks)) = setting(name, 4) else {
             return;
         };

@@ -12,10 +12,10 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::{PollFd, PollFlags, poll};
 
-use super::calls::send;
 use super::error_queue::ErrorQueue;
 use super::requests::COPIED;
-use super::ring::{REPORT_USAGE, SOCKET};
+use super::sendmsg::send;
+use super::uring::{REPORT_USAGE, SOCKET};
 use super::{Piece, Stable};
 
 /// How a loop sends.
@@ -29,12 +29,12 @@ pub enum Bare {
     Registered,
 }
 
-/// When the kernel posts what is done, to a loop over a ring.
+/// When the kernel posts completions to a loop over a ring.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub enum Posting {
     /// When the thread enters the kernel for whatever reason (COOP_TASKRUN).
     OnEntry,
-    /// Only when the thread asks for it (DEFER_TASKRUN), which no other may use the ring then.
+    /// Only when the thread asks for it (DEFER_TASKRUN). Only that thread may use the ring.
     OnAsking,
 }
 
@@ -47,17 +47,17 @@ pub struct Counts {
     pub bytes: u64,
     /// Notifications.
     pub notified: u64,
-    /// Of those, how many said that the kernel had copied.
+    /// Of the notifications, those that said that the kernel had copied.
     pub copied: u64,
     /// System calls.
     pub calls: u64,
 }
 
-/// Sends over a ring, `batch` at a time, until `go_on` says no, which it is asked between batches.
+/// Sends over a ring, `batch` at a time, until `go_on`, which is called between batches, returns false.
 /// On a stream the requests of a batch are linked, so that they keep their order.
 ///
 /// # Errors
-/// What the kernel answers, to whatever.
+/// Errors of any system call or send.
 pub fn over_ring<B: Stable>(
     socket: BorrowedFd<'_>,
     buffers: Vec<B>,
@@ -115,8 +115,8 @@ fn ring_loop<B: Stable>(
                 true => squeue::Flags::IO_LINK,
                 false => squeue::Flags::empty(),
             };
-            // SAFETY: the buffer stays where it is, and readable, until its notification has
-            // come; for ever, if the loop ends before that (`over_ring` leaks it).
+            // SAFETY: the buffer does not move and is readable until its notification has arrived; if the
+            // loop ends before that, `over_ring` leaks it.
             if unsafe { queue.push(&entries[at].clone().flags(link)) }.is_err() {
                 break;
             }
@@ -184,11 +184,11 @@ fn entry(piece: Piece, how: Bare, whole: bool) -> squeue::Entry {
 
 /// Sends with MSG_ZEROCOPY, one call each, and reads the error queue until it is empty after every
 /// `limit` sends, then waits until the socket is writable: as the kernel's own test program
-/// `msg_zerocopy -z -l LIMIT` does. `go_on` is asked before each send. The socket blocks, and
+/// `msg_zerocopy -z -l LIMIT` does. `go_on` is called before each send. The socket blocks, and
 /// SO_ZEROCOPY is set on it.
 ///
 /// # Errors
-/// What the kernel answers, to whatever.
+/// Errors of any system call or send.
 pub fn over_error_queue<B: Stable>(
     socket: BorrowedFd<'_>,
     buffers: Vec<B>,
@@ -197,7 +197,7 @@ pub fn over_error_queue<B: Stable>(
 ) -> io::Result<Counts> {
     let buffers = ManuallyDrop::new(buffers);
     let counts = queue_loop(socket, &buffers, limit, go_on)?;
-    // Every send has been named.
+    // Every send has been notified.
     drop(ManuallyDrop::into_inner(buffers));
     Ok(counts)
 }
@@ -272,7 +272,7 @@ mod tests {
 
     use super::*;
 
-    /// What is left of the buffers when a loop is ended by a panic, with sends under way.
+    /// Number of references to the buffer after a loop ended with a panic while sends were under way.
     fn left(run: impl FnOnce(BorrowedFd<'_>, Vec<Arc<[u8]>>)) -> usize {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let address = socket.local_addr().expect("an address");
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_may_read_is_not_freed() {
+    fn a_buffer_that_the_kernel_may_read_is_not_freed() {
         let go_on = |counts: &Counts| match counts.sends {
             0 => true,
             _ => panic!("enough"),
@@ -296,7 +296,7 @@ mod tests {
             1
         );
         let how = (Bare::ZeroCopy, Posting::OnEntry);
-        if super::super::ring::supported().is_ok_and(|has| has.zero_copy) {
+        if super::super::uring::supported().is_ok_and(|has| has.zero_copy) {
             assert_eq!(
                 left(|socket, buffers| drop(over_ring(socket, buffers, 1, how, false, go_on))),
                 1

@@ -1,4 +1,4 @@
-//! Buffers: bytes that can be sent, at an address that does not change.
+//! Buffers: bytes to send, at an address that does not change.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -11,7 +11,7 @@ use zerosock_ring::{Memory, Piece as Extent, SliceBuf};
 use super::pool::Arena;
 use super::{FilePart, PoolBuf};
 
-/// Bytes in one place, as the kernel is told of them.
+/// Contiguous bytes, as passed to the kernel.
 #[derive(Copy, Clone, Debug)]
 pub struct Piece {
     pub(super) address: *const u8,
@@ -31,7 +31,7 @@ impl Piece {
         }
     }
 
-    /// What of it is left when `skip` bytes are passed over, and counts those off; none if nothing.
+    /// The rest of the piece after `skip` bytes, or none if it is empty. Reduces `skip` by the bytes skipped.
     pub(super) fn behind(self, skip: &mut usize) -> Option<Self> {
         let passed = self.len.min(*skip);
         *skip -= passed;
@@ -67,16 +67,16 @@ impl From<&[u8]> for Piece {
 /// wherever it is moved. Safe code of this process cannot write there meanwhile. A guest or peer that
 /// shares the memory, and a writer of a file that is mapped, can: the kernel tolerates that.
 pub unsafe trait Stable: Send + 'static {
-    /// Shows its pieces in order.
+    /// Calls `each` with the pieces in order.
     fn pieces(&self, each: &mut impl FnMut(Piece));
 
-    /// The pool's memory that it is all of one piece in, if it is: a ring registers that.
+    /// The pool arena that contains the buffer, if it is a single piece of one: a ring registers the arena.
     #[doc(hidden)]
     fn arena(&self) -> Option<&Arc<Arena>> {
         None
     }
 
-    /// How many bytes there are.
+    /// Length in bytes.
     fn total(&self) -> usize {
         let mut total = 0usize;
         self.pieces(&mut |piece| total = total.saturating_add(piece.len));
@@ -114,7 +114,7 @@ unsafe impl Stable for Arc<[u8]> {
     }
 }
 
-// SAFETY: they are never written.
+// SAFETY: static bytes are never written.
 unsafe impl Stable for &'static [u8] {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         each((*self).into());
@@ -132,8 +132,8 @@ unsafe impl Stable for PoolBuf {
     }
 }
 
-// SAFETY: each of the buffers keeps the promise for its own pieces. The vector that lists them is
-// not to be had for writing while it is inside a carrier, so that their order stays too.
+// SAFETY: each buffer is `Stable`. Nothing can write the vector while a `ZcSocket` owns it, so the order of
+// the pieces does not change.
 unsafe impl<B: Stable> Stable for Vec<B> {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         for buffer in self {
@@ -149,27 +149,25 @@ unsafe impl<B: Stable> Stable for Vec<B> {
     }
 }
 
-/// Pieces of one extent that [`Mapped`] looks up together.
+/// The most slices of one [`Mapped`].
 const EXTENTS: usize = 4;
 
-/// Bytes in memory that a peer shares, with what keeps them there.
+/// Bytes in memory that a peer shares, with a value that keeps them available.
 ///
-/// The peer may write them at any time: what is sent then is what it wrote, as it would be if it
-/// had written it before. No reference to them is ever made here; the kernel reads them as it reads
-/// any process's memory, and answers EFAULT where there is none any more.
+/// The peer may write them at any time, and the send then contains what it wrote. This crate makes no
+/// reference to them; the kernel reads them, and the send fails with EFAULT where the memory is gone.
 pub struct Mapped {
     pieces: Vec<Piece>,
-    // Before the memory: it is what gives the bytes back to the peer.
+    // Dropped before the memory: it returns the bytes to the peer.
     _hold: Box<dyn Any + Send>,
     _memory: Arc<Memory>,
 }
 
 impl Mapped {
-    /// `len` bytes of `extents` from `offset` on, with what is dropped when they are no longer
-    /// needed.
+    /// `len` bytes of `extents` from `offset` on. `hold` is dropped when the bytes are no longer needed.
     ///
     /// # Errors
-    /// Gives that back if they do not lie there, or in more than a few places.
+    /// `hold`, if the bytes are not within the memory, or consist of more than four slices.
     pub fn new<H: Send + 'static>(
         memory: &Arc<Memory>,
         extents: &[Extent],
@@ -199,29 +197,28 @@ impl fmt::Debug for Mapped {
     }
 }
 
-// SAFETY: the addresses are only shown to the kernel, from whichever thread; see `Stable` below.
-// The rest is Send by itself.
+// SAFETY: the addresses are only passed to the kernel, from any thread; see `Stable` below. All other fields
+// are Send.
 unsafe impl Send for Mapped {}
 
-// SAFETY: the pieces were looked up in the memory, whose mapping stays where it is as long as there
-// is a handle to it, and this has one. Peers that share the memory write there, which is allowed;
-// this process does not while `_hold` keeps the bytes from it.
+// SAFETY: the pieces were looked up in the memory; its mapping does not move while `_memory` exists. Peers
+// that share the memory may write there; this process does not while `_hold` exists.
 unsafe impl Stable for Mapped {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         self.pieces.iter().copied().for_each(each);
     }
 }
 
-/// A buffer of whatever kind: what a sender takes unless it is told of one kind only.
+/// A buffer of any kind: the default buffer type of a sender.
 #[non_exhaustive]
 pub enum Buf {
-    /// Shared bytes.
+    /// Reference-counted bytes of the crate `bytes`.
     Bytes(Bytes),
     /// A vector of bytes.
     Vec(Vec<u8>),
-    /// Shared bytes, counted.
+    /// Reference-counted bytes.
     Arc(Arc<[u8]>),
-    /// Bytes of the program itself.
+    /// Static bytes.
     Static(&'static [u8]),
     /// A block of a pool.
     Pool(PoolBuf),
@@ -234,7 +231,7 @@ pub enum Buf {
 }
 
 impl fmt::Debug for Buf {
-    /// Its kind and length, not its bytes: there may be megabytes.
+    /// Formats kind and length only: the bytes may be many.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self {
             Self::Bytes(_) => "Bytes",
@@ -250,7 +247,7 @@ impl fmt::Debug for Buf {
     }
 }
 
-// SAFETY: each kind keeps the promise.
+// SAFETY: each variant is `Stable`.
 unsafe impl Stable for Buf {
     fn pieces(&self, each: &mut impl FnMut(Piece)) {
         match self {
@@ -333,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_stay_when_their_owner_moves() {
+    fn pieces_do_not_move_with_their_owner() {
         let buffers = vec![
             Buf::from(vec![1; 100]),
             Buf::from(Bytes::from(vec![2; 50])),
@@ -352,13 +349,13 @@ mod tests {
     }
 
     #[test]
-    fn who_prints_a_buffer_reads_its_length() {
+    fn debug_output_contains_the_length_only() {
         let many = Buf::from(vec![Buf::from(vec![1; 100]), Buf::from(&b"static"[..])]);
         assert_eq!(format!("{many:?}"), "Many(106 bytes)");
     }
 
     #[test]
-    fn what_is_sent_already_is_passed_over() {
+    fn bytes_that_were_sent_are_skipped() {
         let piece = Piece::from(&b"abcdef"[..]);
         let mut skip = 8;
         assert!(piece.behind(&mut skip).is_none());

@@ -1,4 +1,4 @@
-//! The error queue of a socket, in which the kernel reports the numbers of zero-copy sends that are over.
+//! Reads the error queue of a socket, where the kernel reports the ids of completed zero-copy sends.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -11,16 +11,16 @@ const ORIGIN: u8 = 5;
 const COPIED: u8 = 1;
 /// `SOL_VSOCK` and `VSOCK_RECVERR`.
 const VSOCK: (libc::c_int, libc::c_int) = (287, 1);
-/// Messages that one call takes.
+/// The most messages that one call receives.
 pub(super) const BATCH: usize = 16;
-/// Room for the control data of each: an extended error and the address of its offender, and what
-/// else the socket was told to tell of (SO_TIMESTAMPING, IP_PKTINFO and the like).
+/// Room for the control data of one message, in bytes: an extended error with the address of the offender,
+/// and what socket options add (SO_TIMESTAMPING, IP_PKTINFO and others).
 const CONTROL: usize = 256;
 
-/// Numbers of sends, from the first to the last, and whether the kernel copied.
-pub(super) type Named = (u32, u32, bool);
+/// Notification ids, from the first to the last, and whether the kernel copied.
+pub(super) type ReportedRange = (u32, u32, bool);
 
-/// Where messages of the error queue are received.
+/// Buffers to receive messages of an error queue.
 pub(super) struct ErrorQueue {
     headers: [libc::mmsghdr; BATCH],
     control: [Control; BATCH],
@@ -45,7 +45,7 @@ impl Default for ErrorQueue {
 }
 
 impl ErrorQueue {
-    /// Takes one message by recvmsg(2), as programs do that know of no other call. How many.
+    /// Receives one message with recvmsg(2), as a minimal program does. Returns how many it received.
     pub(super) fn receive_one(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         let [first, ..] = &mut self.headers;
         first.msg_hdr.msg_control = self.control[0].0.as_mut_ptr().cast();
@@ -57,7 +57,7 @@ impl ErrorQueue {
         answer(if taken < 0 { -1 } else { 1 })
     }
 
-    /// Takes up to [`BATCH`] messages; fewer than that are all there were. How many.
+    /// Receives up to [`BATCH`] messages, and returns how many; if fewer, the queue is empty.
     pub(super) fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
         for (entry, control) in self.headers.iter_mut().zip(&mut self.control) {
             entry.msg_hdr.msg_control = control.0.as_mut_ptr().cast();
@@ -77,14 +77,14 @@ impl ErrorQueue {
         answer(count as isize)
     }
 
-    /// What a message received last names; none if it is about something else.
-    pub(super) fn range(&self, index: usize) -> Option<Named> {
+    /// The range that a received message reports; none if it is no notification.
+    pub(super) fn range(&self, index: usize) -> Option<ReportedRange> {
         let used = self.headers.get(index)?.msg_hdr.msg_controllen;
-        named(self.control.get(index)?.0.get(..used.min(CONTROL))?)
+        reported_range(self.control.get(index)?.0.get(..used.min(CONTROL))?)
     }
 }
 
-/// How many messages a call took.
+/// The number of messages that a call received.
 fn answer(count: isize) -> io::Result<usize> {
     if let Ok(count) = usize::try_from(count) {
         return Ok(count);
@@ -96,8 +96,8 @@ fn answer(count: isize) -> io::Result<usize> {
     }
 }
 
-/// Looks through control messages: a timestamp may be in front of what is looked for.
-fn named(mut control: &[u8]) -> Option<Named> {
+/// Finds the extended error among control messages: others, such as a timestamp, can precede it.
+fn reported_range(mut control: &[u8]) -> Option<ReportedRange> {
     // `struct cmsghdr`: its length with itself, the level and the type; the next one begins at a
     // multiple of the length's size.
     const WORD: usize = mem::size_of::<usize>();
@@ -119,7 +119,7 @@ fn named(mut control: &[u8]) -> Option<Named> {
 }
 
 /// `struct sock_extended_err`: u32 errno, u8 origin, type, code, pad, u32 info, u32 data.
-fn extended(error: &[u8]) -> Option<Named> {
+fn extended(error: &[u8]) -> Option<ReportedRange> {
     let (origin, code) = (*error.get(4)?, *error.get(6)?);
     let (lo, hi) = (int(error, 8)? as u32, int(error, 12)? as u32);
     (origin == ORIGIN && int(error, 0)? == 0).then_some((lo, hi, code & COPIED != 0))
@@ -158,25 +158,28 @@ mod tests {
         for (level, kind) in [(libc::SOL_IP, 11), (libc::SOL_IPV6, 25), VSOCK] {
             let wanted = message(level, kind, &notification(ORIGIN, 3, 9));
             let odd = message(libc::SOL_SOCKET, libc::SCM_TIMESTAMP, &[1; 13]);
-            assert_eq!(named(&wanted), found);
-            assert_eq!(named(&[odd, wanted].concat()), found);
+            assert_eq!(reported_range(&wanted), found);
+            assert_eq!(reported_range(&[odd, wanted].concat()), found);
         }
     }
 
     #[test]
-    fn what_is_no_notification_names_nothing() {
+    fn a_message_that_is_no_notification_reports_no_range() {
         let like_one = notification(ORIGIN, 3, 9);
-        assert_eq!(named(&message(libc::SOL_SOCKET, 11, &like_one)), None);
+        assert_eq!(
+            reported_range(&message(libc::SOL_SOCKET, 11, &like_one)),
+            None
+        );
         let other = notification(2, 3, 9);
-        assert_eq!(named(&message(libc::SOL_IP, 11, &other)), None);
+        assert_eq!(reported_range(&message(libc::SOL_IP, 11, &other)), None);
         let whole = message(libc::SOL_IP, 11, &like_one);
         for len in 0..whole.len() {
-            assert_eq!(named(&whole[..len]), None, "{len}");
+            assert_eq!(reported_range(&whole[..len]), None, "{len}");
         }
         for len in [0, 1, 15, usize::MAX, usize::MAX - 7] {
             let mut bytes = message(libc::SOL_SOCKET, 1, &[0; 64]);
             bytes[..8].copy_from_slice(&len.to_ne_bytes());
-            assert_eq!(named(&bytes), None, "{len}");
+            assert_eq!(reported_range(&bytes), None, "{len}");
         }
     }
 }

@@ -12,8 +12,8 @@ use super::{Piece, Stable};
 
 /// A file in memory, to be sent in parts.
 ///
-/// Nothing here reads the bytes: the kernel does when it sends them. What others write into the file
-/// meanwhile is sent or not; what they cut off makes a send fail with EFAULT.
+/// This type does not read the bytes: the kernel does when it sends them. A concurrent write to the file may
+/// or may not be sent; a send of bytes that were truncated fails with EFAULT.
 ///
 /// A forked child may use and drop its copy.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ struct Mapping {
     len: usize,
 }
 
-// SAFETY: the address is only shown to the kernel, and unmapped by the drop of the mapping.
+// SAFETY: the address is only passed to the kernel, and unmapped by the drop of the mapping.
 unsafe impl Send for Mapping {}
 // SAFETY: nothing in it changes while it is shared.
 unsafe impl Sync for Mapping {}
@@ -43,15 +43,15 @@ impl FileMap {
     /// Maps the whole file, as long as it is now.
     ///
     /// # Errors
-    /// What mmap(2) answers: ENODEV for what is no regular file.
+    /// The error of mmap(2): ENODEV if it is no regular file.
     pub fn new(file: &File) -> io::Result<Self> {
         let len = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
         if len == 0 {
             return Ok(Self(Arc::new(Mapping { start: None, len })));
         }
-        // SAFETY: the kernel chooses the place, so that nothing of ours is replaced. The mapping is
-        // read-only, and no reference into it is ever made: that the file changes is the kernel's
-        // business alone.
+        // SAFETY: the kernel chooses the address, so no existing mapping is replaced. The mapping is
+        // read-only, and no reference into it is ever made: changes of the file are visible to the kernel
+        // only.
         let start = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -66,15 +66,15 @@ impl FileMap {
         Ok(Self(Arc::new(Mapping { start, len })))
     }
 
-    /// How many bytes the file had.
+    /// Length of the file in bytes, when it was mapped.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a length of 0 says it")]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// `len` bytes from `from` on; fewer where the file ends. They are brought into memory, in one
-    /// go rather than page by page.
+    /// `len` bytes from `from` on; fewer where the file ends. Their pages are read into memory with one
+    /// system call.
     #[must_use]
     pub fn part(&self, from: usize, len: usize) -> FilePart {
         let from = from.min(self.0.len);
@@ -89,7 +89,7 @@ impl FileMap {
 }
 
 impl FilePart {
-    /// Only makes what follows cheaper: whatever comes of it.
+    /// Reads the pages into memory, if possible. Errors are ignored: this only makes the send cheaper.
     fn populate(&self) {
         let page = rustix::param::page_size();
         let skipped = self.from % page;

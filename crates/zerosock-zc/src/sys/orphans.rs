@@ -4,8 +4,8 @@
 //! exists only while there are such buffers, waits for the kernel and frees them. If it cannot be
 //! started, they are leaked.
 //!
-//! To free a buffer can run code of the program. It may panic, which affects that buffer alone, and it may
-//! drop another carrier, which adds that one here: no lock is held meanwhile.
+//! Dropping a buffer can run code of the application. It may panic, which affects that buffer alone, and it
+//! may drop another `ZcSocket`, which adds that one here: no lock is held meanwhile.
 
 use std::any::Any;
 use std::mem;
@@ -17,27 +17,26 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// What waits for the kernel.
+/// A dropped socket with buffers that the kernel reads.
 pub(super) trait Orphan: Send {
-    /// Takes what the kernel has said, without waiting for long. Whether it owes nothing more.
+    /// Handles events, without waiting for long. Returns whether no result or notification is pending.
     fn is_done(&mut self) -> bool;
 
-    /// Frees one of its buffers, if it has one. Only when it is done.
+    /// Frees one of its buffers. Returns whether there was one. Called only after `is_done`.
     fn free_one(&mut self) -> bool;
 
-    /// A descriptor that tells when there is something, and whether it does so by being readable;
-    /// else by an error.
+    /// A descriptor to wait on, and whether it signals an event by being readable; otherwise by an error.
     fn descriptor(&self) -> (BorrowedFd<'_>, bool);
 }
 
-/// Those that are to come to the thread, and whether there is one.
+/// Orphans that the thread has not taken yet, and whether the thread runs.
 static WAITING: Mutex<(Vec<Box<dyn Orphan>>, bool)> = Mutex::new((Vec::new(), false));
 
 fn waiting() -> MutexGuard<'static, (Vec<Box<dyn Orphan>>, bool)> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Those that the thread looks after. If it ends before its time they wait for the next one.
+/// The orphans of the thread. If it panics they wait for the next thread.
 struct Mine(Vec<Box<dyn Orphan>>);
 
 impl Drop for Mine {
@@ -50,10 +49,10 @@ impl Drop for Mine {
     }
 }
 
-/// The longest that newcomers wait, and that a descriptor is not looked at.
+/// The longest time until the thread takes new orphans and polls all descriptors again.
 const TURN: Duration = Duration::from_millis(20);
 
-/// Waits for the kernel in `orphan`'s stead, on another thread.
+/// Hands an orphan to the thread, which is started if necessary.
 pub(super) fn adopt(orphan: impl Orphan + 'static) {
     let mut waiting = waiting();
     waiting.0.push(Box::new(orphan));
@@ -63,7 +62,7 @@ pub(super) fn adopt(orphan: impl Orphan + 'static) {
     let thread = thread::Builder::new().name("zerosock-zc".to_owned());
     waiting.1 = thread.spawn(look_after).is_ok();
     if !waiting.1 {
-        // A leak is the lesser evil; the next one that comes tries again for all.
+        // Leaks the buffers, which is safe. The next orphan tries to start the thread again.
         waiting.0.drain(..).for_each(mem::forget);
     }
 }
@@ -100,8 +99,7 @@ fn look_after() {
             .collect();
         let turn = Timespec::try_from(TURN).unwrap_or_default();
         let ready = poll(&mut descriptors, Some(&turn));
-        // A socket that has hung up says so all the time, also when nothing is new; and a call that
-        // is refused is refused again.
+        // A hangup is reported by every poll, and a poll that fails fails again: avoids a busy loop.
         if !matches!(ready, Ok(0)) {
             thread::sleep(Duration::from_millis(1));
         }
@@ -110,7 +108,7 @@ fn look_after() {
 
 /// One buffer at a time: two panics at once would end the process.
 fn free(mut orphan: Box<dyn Orphan>) {
-    // What is thrown may throw, too, when it is dropped.
+    // Dropping the payload of a panic may panic as well.
     let keep = |thrown: Box<dyn Any + Send>| mem::forget(thrown);
     while catch_unwind(AssertUnwindSafe(|| orphan.free_one()))
         .map_err(keep)

@@ -2,18 +2,18 @@
 //!
 //! # Invariants
 //! Places are allocated once and never move: a request refers to the address in its place. A place counts
-//! what the kernel owes for it, and its buffer can be taken out only at zero.
+//! its pending results and notifications, and its buffer can be taken out only when there are none.
 #![allow(unsafe_code)]
 
 use super::Address;
 
-/// A place of a carrier. Those of another carrier name some other place or none; the worst that
-/// comes of mixing them up is a buffer in other hands.
+/// A place of a `ZcSocket`. With another `ZcSocket` it denotes some other place or none, and can return the
+/// wrong buffer; this is safe.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Key(pub(super) u32);
 
 impl Key {
-    /// Its number, below the capacity of its carrier: an index for what the user keeps beside it.
+    /// The index of the place, below the capacity of its `ZcSocket`, for arrays beside it.
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
@@ -23,18 +23,18 @@ impl Key {
 pub(super) struct Place<B> {
     pub(super) buffer: Option<B>,
     pub(super) address: Option<Address>,
-    /// Results that are to come.
+    /// Number of pending results.
     pub(super) results: u32,
-    /// Notifications that are to come.
+    /// Number of pending notifications.
     pub(super) notes: u32,
 }
 
 pub(super) struct Places<B> {
     places: Box<[Place<B>]>,
     free: Vec<u32>,
-    /// Places for which the kernel owes something.
-    pub(super) owed: u32,
-    /// Of places, how often a request took bytes of one whose notification is to come.
+    /// Number of places with a pending result or notification.
+    pub(super) busy: u32,
+    /// Number of pending notifications of requests that took bytes, counted for each place of a request.
     pub(super) reading: u32,
 }
 
@@ -49,7 +49,7 @@ impl<B> Places<B> {
         Self {
             places: (0..capacity).map(place).collect(),
             free: (0..capacity).rev().collect(),
-            owed: 0,
+            busy: 0,
             reading: 0,
         }
     }
@@ -84,13 +84,13 @@ impl<B> Places<B> {
         self.get(key)?.address.as_ref()
     }
 
-    /// Whether the kernel owes nothing for it.
+    /// Whether the place has no pending result or notification.
     pub(super) fn idle(&self, key: Key) -> bool {
         self.get(key)
             .is_none_or(|place| place.results == 0 && place.notes == 0)
     }
 
-    /// The buffer, once nothing is owed.
+    /// Takes the buffer out of an idle place.
     pub(super) fn take(&mut self, key: Key) -> Option<B> {
         if !self.idle(key) {
             return None;
@@ -101,26 +101,26 @@ impl<B> Places<B> {
         Some(buffer)
     }
 
-    /// Drops one of the buffers, if there is one, whatever is owed for it.
+    /// Drops one of the buffers, if there is one, also of a busy place.
     pub(super) fn drop_one(&mut self) -> bool {
         let mut buffers = self.places.iter_mut().map(|place| &mut place.buffer);
         buffers.find_map(Option::take).is_some()
     }
 
-    /// Whether a result is to come.
+    /// Whether a result is pending.
     pub(super) fn has_requests(&self) -> bool {
         self.places.iter().any(|place| place.results > 0)
     }
 
-    /// A request has been made of it, that owes a result.
+    /// Adds a pending result: a request was made of this place.
     pub(super) fn begun(&mut self, key: Key) {
         if let Some(place) = self.places.get_mut(key.index()) {
-            self.owed += u32::from(place.results == 0 && place.notes == 0);
+            self.busy += u32::from(place.results == 0 && place.notes == 0);
             place.results += 1;
         }
     }
 
-    /// A result has come. If a notification is to follow that has been said before (`owes`).
+    /// Removes a pending result. A notification that follows was added before (`expect_notification`).
     pub(super) fn ended(&mut self, key: Key) {
         if let Some(place) = self
             .places
@@ -128,21 +128,21 @@ impl<B> Places<B> {
             .filter(|place| place.results > 0)
         {
             place.results -= 1;
-            self.owed -= u32::from(place.results == 0 && place.notes == 0);
+            self.busy -= u32::from(place.results == 0 && place.notes == 0);
         }
     }
 
-    /// A notification is to come, of a request that took bytes or not.
-    pub(super) fn owes(&mut self, key: Key, took: bool) {
+    /// Adds a pending notification of a request, which `took` bytes of this place or none.
+    pub(super) fn expect_notification(&mut self, key: Key, took: bool) {
         if let Some(place) = self.places.get_mut(key.index()) {
-            self.owed += u32::from(place.results == 0 && place.notes == 0);
+            self.busy += u32::from(place.results == 0 && place.notes == 0);
             self.reading += u32::from(took);
             place.notes += 1;
         }
     }
 
-    /// A notification has come, of a request that took bytes or not.
-    pub(super) fn noted(&mut self, key: Key, took: bool) {
+    /// Removes a pending notification; `took` as when it was added.
+    pub(super) fn notified(&mut self, key: Key, took: bool) {
         if let Some(place) = self
             .places
             .get_mut(key.index())
@@ -150,12 +150,13 @@ impl<B> Places<B> {
         {
             place.notes -= 1;
             self.reading -= u32::from(took);
-            self.owed -= u32::from(place.results == 0 && place.notes == 0);
+            self.busy -= u32::from(place.results == 0 && place.notes == 0);
         }
     }
 }
 
-/// What sendmsg(2) reads. It refers to both: they must stay where they are while it is used.
+/// The header that sendmsg(2) reads. It points to `pieces` and `address`: they must not move while it is
+/// in use.
 pub(super) fn header(pieces: &[libc::iovec], address: Option<&Address>) -> libc::msghdr {
     // SAFETY: all zeros is a valid `msghdr`: null pointers with zero lengths.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };

@@ -11,21 +11,24 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::param::page_size;
 
-/// What io_uring registers as one buffer at most.
+/// The largest buffer that io_uring registers, in bytes.
 const ARENA: usize = 1 << 30;
-/// A huge page.
+/// Size of a huge page, in bytes.
 const HUGE: usize = 2 << 20;
 
-/// One mapping of a pool: what a ring registers.
+/// One mapping of a pool, which a ring registers as one buffer.
 #[doc(hidden)]
 pub struct Arena {
     base: NonNull<u8>,
-    /// Of the mapping.
+    /// Length of the mapping, in bytes.
     len: usize,
-    /// Of the pages that blocks lie in.
+    /// Length of the pages that contain blocks, in bytes.
     used: usize,
+    /// Length of a block, in bytes.
     block: usize,
+    /// The mapping consists of reserved huge pages.
     huge: bool,
+    /// Indices of free blocks.
     free: Mutex<Vec<u32>>,
 }
 
@@ -40,7 +43,7 @@ impl Arena {
         let wanted = blocks
             .checked_mul(block)
             .ok_or(io::ErrorKind::OutOfMemory)?;
-        // What is registered counts as locked memory by the page: a small pool gets no huge one.
+        // Registered memory counts as locked memory by the page: a small pool gets no huge page.
         let page = match wanted > HUGE / 2 {
             true => HUGE,
             false => page_size(),
@@ -55,7 +58,7 @@ impl Arena {
             // memory that exists.
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }
         };
-        // Of this size, whatever size is the machine's default: others could not be unmapped by it.
+        // Requests 2 MiB explicitly: the length of a mapping of other huge pages could not be unmapped.
         let in_huge_pages = MapFlags::PRIVATE | MapFlags::HUGETLB | MapFlags::HUGE_2MB;
         let reserved = (page == HUGE).then(|| map(in_huge_pages).ok()).flatten();
         let (base, huge) = match reserved {
@@ -68,8 +71,8 @@ impl Arena {
             None => (map(MapFlags::PRIVATE)?, false),
         };
         if !huge {
-            // SAFETY: exactly the mapping made above. The advice changes the size of its pages,
-            // not its contents; that it is refused is no loss.
+            // SAFETY: exactly the mapping made above. The advice changes the size of its pages, not its
+            // contents. An error is harmless.
             let _ = unsafe { madvise(base, len, Advice::LinuxHugepage) };
         }
         Ok(Self {
@@ -94,16 +97,16 @@ impl Arena {
     }
 }
 
-/// Has the kernel give all pages of a new mapping: a reserved huge page can still be denied, by a
-/// limit of the control group or of a node of memory, and to touch it then is to die of SIGBUS.
+/// Allocates all pages of a new mapping: a reserved huge page can still be denied, by a limit of the control
+/// group or of a NUMA node, and an access to it then raises SIGBUS.
 fn populate(base: *mut c_void, len: usize) -> bool {
-    // SAFETY: the caller's own mapping, just made; the kernel writes into its pages what is there.
+    // SAFETY: the mapping is new and owned by the caller; its contents do not change.
     unsafe { madvise(base, len, Advice::LinuxPopulateWrite) }.is_ok()
 }
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: the mapping that `map` made, unmapped once. No block is out: each has a handle.
+        // SAFETY: the mapping that `map` made, unmapped once. No block is loaned: each loan keeps the arena.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
@@ -116,17 +119,17 @@ impl fmt::Debug for Arena {
 
 /// Blocks of memory, all of one length, to be filled and sent.
 ///
-/// One of more than 1 MiB lies in huge pages of 2 MiB, where the machine has some set aside and gives
-/// them (Linux 5.14); else the kernel is asked for transparent ones. A sender over io_uring registers
-/// the pages of its blocks when it first sends from it: from then on no send of one block pins
-/// pages, and none counts against the limit of locked memory (`RLIMIT_MEMLOCK`) but the registration.
-/// Several blocks in one send (a vector of them) are pinned as other memory is. It has room for 64
-/// pools, fewer if some are larger than 1 GiB: another takes the place of one that was not sent from
-/// for a thousand sends, and is sent from like other memory until then. A handle is cheap to clone;
-/// the memory is there for as long as a handle, a block or a sender that has it registered.
+/// A pool of more than 1 MiB uses huge pages of 2 MiB, if the machine has reserved some (Linux 5.14);
+/// otherwise transparent huge pages are requested. A sender over io_uring registers the pages of the pool
+/// when it first sends a block of it. From then on, a send of one block pins no pages, and only the
+/// registration counts against the limit of locked memory (`RLIMIT_MEMLOCK`). A send of several blocks (a
+/// vector of them) pins its pages. A sender registers up to 64 pools, fewer if some are larger than 1 GiB:
+/// another pool replaces one that was not used for about a thousand sends, and is pinned like other memory
+/// until then. A handle is cheap to clone; the memory is mapped as long as there is a handle, a block or a
+/// sender that has registered it.
 ///
-/// A forked child has a copy of the memory, as of all private memory, and may use and drop it; the
-/// parent's senders send from the parent's.
+/// A forked child has a copy of the memory, and may use and drop it; the senders of the parent send from the
+/// memory of the parent.
 #[derive(Clone, Debug)]
 pub struct Pool {
     arenas: Arc<[Arc<Arena>]>,
@@ -137,7 +140,7 @@ impl Pool {
     /// A pool of `blocks` blocks of `block` bytes each, beginning at multiples of `block`.
     ///
     /// # Errors
-    /// `InvalidInput` for none, or blocks of 0 bytes or of more than 1 GiB; what mmap(2) answers.
+    /// `InvalidInput` for no blocks, or blocks of 0 bytes or of more than 1 GiB; errors of mmap(2).
     pub fn new(blocks: usize, block: usize) -> io::Result<Self> {
         if blocks == 0 || block == 0 || block > ARENA {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -150,7 +153,7 @@ impl Pool {
         Ok(Self { arenas, block })
     }
 
-    /// A block, if one is free; its bytes are what was in it before, or zeros.
+    /// Takes a free block, if there is one; it contains the bytes of its last use, or zeros.
     #[must_use]
     pub fn loan(&self) -> Option<PoolBuf> {
         self.arenas.iter().find_map(|arena| {
@@ -164,26 +167,26 @@ impl Pool {
         })
     }
 
-    /// How many bytes each block has.
+    /// Length of a block, in bytes.
     #[must_use]
     pub fn block(&self) -> usize {
         self.block
     }
 
-    /// How many blocks are free at this moment.
+    /// Number of free blocks at this moment.
     #[must_use]
     pub fn free(&self) -> usize {
         self.arenas.iter().map(|arena| arena.free().len()).sum()
     }
 
-    /// Whether all of it lies in huge pages that the machine had set aside.
+    /// Whether the whole pool uses reserved huge pages.
     #[must_use]
     pub fn huge(&self) -> bool {
         self.arenas.iter().all(|arena| arena.huge)
     }
 }
 
-/// A block of a [`Pool`], or a part of one: to be written, sent, and had back. Dropped, it is free.
+/// A block of a [`Pool`], or a part of one. The block is free when this value is dropped.
 pub struct PoolBuf {
     arena: Arc<Arena>,
     index: u32,
@@ -192,10 +195,10 @@ pub struct PoolBuf {
 }
 
 impl PoolBuf {
-    /// Makes it the bytes `from..from + len` of its block.
+    /// Restricts the value to the bytes `from..from + len` of its block.
     ///
     /// # Errors
-    /// Changes nothing and answers with the block's length if they do not lie within it.
+    /// The length of the block, if the range is not within it; nothing changes then.
     pub fn set_range(&mut self, from: usize, len: usize) -> Result<(), usize> {
         let block = self.arena.block;
         if from.checked_add(len).is_none_or(|end| end > block) {
@@ -252,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_apart_and_come_back() {
+    fn blocks_do_not_overlap_and_are_free_after_a_drop() {
         let pool = Pool::new(4, 5000).expect("memory");
         let mut blocks: Vec<_> = std::iter::from_fn(|| pool.loan()).collect();
         assert_eq!(blocks.len(), 4);
@@ -279,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_registered_is_what_blocks_lie_in() {
+    fn only_the_pages_that_contain_blocks_are_registered() {
         let page = page_size();
         for (blocks, block) in [(1, 1), (3, page / 2), (8, page), (5, 1 << 20)] {
             let pool = Pool::new(blocks, block).expect("memory");

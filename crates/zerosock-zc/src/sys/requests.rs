@@ -1,4 +1,4 @@
-//! The requests that the kernel has: the places of each, and what the kernel owes for it.
+//! The requests that the kernel has: the places of each, and its pending result and notifications.
 //!
 //! A request is of one place or, on a stream, of several in a row. A result of a request is a result of
 //! each of its places: if a part of the request was taken, the first places are complete, one may be
@@ -17,8 +17,8 @@
 //! A request that was begun says F_MORE however it ends (`io_send_zc`, `io_sendmsg_zc`, and
 //! `io_sendrecv_fail` for those that fail outside of them), and only a request that was begun can have
 //! given its buffers to the network. So after a result without F_MORE the kernel does not read for this
-//! request, and a later notification of it is ignored. For a call over the error queue, a number means what
-//! F_MORE means here.
+//! request, and a later notification of it is ignored. For a call over the error queue, a notification id
+//! means what F_MORE means here.
 //!
 //! # Invariants
 //! A place is idle only when each of its requests has had its result and, if the result said F_MORE and
@@ -33,71 +33,72 @@ use std::sync::Arc;
 use io_uring::cqueue;
 
 use super::places::{Places, header};
-use super::{Address, Event, Key, NotStarted, Order, Piece, Stable};
+use super::{Address, Event, Key, NotStarted, Piece, Stable, Submission};
 
 /// `IORING_NOTIF_USAGE_ZC_COPIED`, in a notification's result.
 pub(super) const COPIED: u32 = 1 << 31;
 
-/// A list of more pieces is not kept to be used again.
-const PIECES: usize = 64;
+/// The largest capacity of a list of pieces that is kept for reuse.
+const MAX_KEPT_PIECES: usize = 64;
 
-/// Where a request is kept, until nothing is owed for it.
+/// The index of a request, until its result and notifications have arrived.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) struct Id(pub(super) u32);
+pub(super) struct RequestId(pub(super) u32);
 
 /// One request.
 #[derive(Default)]
 pub(super) struct Request {
-    /// Counts those that were kept here.
+    /// Number of requests at this index so far: distinguishes late completions of earlier ones.
     number: u32,
     members: Vec<Member>,
-    /// Of all members, as sendmsg(2) reads them.
+    /// The pieces of all members, as sendmsg(2) reads them.
     pieces: Vec<libc::iovec>,
-    /// What refers to those, when the kernel is to read them from there.
+    /// The message header that refers to `pieces`, if the request has one.
     header: Option<Box<libc::msghdr>>,
-    /// The number of the arena that it names, until its result.
+    /// The number of the registered arena that it names, until its result.
     pub(super) arena: Option<u16>,
-    /// The last of its places has more than one request takes.
+    /// The last member is longer than the request: a later request must follow.
     pub(super) is_cut: bool,
-    /// Its result is to come.
+    /// The result is pending.
     open: bool,
-    /// Notifications that are to come.
+    /// Number of pending notifications.
     notes: u32,
 }
 
-// SAFETY: what is not Send by itself are the pointers in `pieces` and `header`. They point to memory
+// SAFETY: only the pointers in `pieces` and `header` are not Send by themselves. They point to memory
 // that the buffers of its places, which are Send, keep in place, to an address in a place, and to
 // `pieces` itself; only the kernel follows them.
 unsafe impl Send for Request {}
 
-/// What of a place a request is of.
+/// The part of a request that is the buffer of one place.
 struct Member {
     key: Key,
-    /// Bytes of the request that are its.
+    /// Length in bytes.
     len: usize,
-    /// Some of them were taken: the notification says what became of them, and frees memory.
+    /// The kernel took some of the bytes: the notification says whether it copied, and frees memory.
     took: bool,
-    /// Its notifications are this place's, too. Of a part the kernel has nothing that is behind it.
-    owed: bool,
+    /// Notifications of the request are pending for this place as well. False for places after the bytes
+    /// that the kernel took.
+    is_notified: bool,
 }
 
 impl Request {
-    /// How many places it is of.
+    /// Number of places.
     pub(super) fn places(&self) -> usize {
         self.members.len()
     }
 
-    /// What it is of, in order; nothing if it is empty.
+    /// The pieces in order; none if the request is empty.
     pub(super) fn pieces(&self) -> &[libc::iovec] {
         &self.pieces
     }
 
-    /// How many bytes it is of.
+    /// Length in bytes.
     pub(super) fn total(&self) -> usize {
         self.members.iter().map(|member| member.len).sum()
     }
 
-    /// The header of its message, to `address`, which must stay where it is until the result.
+    /// The message header, with destination `address`, which must not move until the result.
     pub(super) fn header(&mut self, address: Option<&Address>) -> *const libc::msghdr {
         let made = header(&self.pieces, address);
         let header = self.header.get_or_insert_with(|| Box::new(made));
@@ -105,8 +106,8 @@ impl Request {
         &raw const **header
     }
 
-    /// Takes in what lies behind the first `from` bytes of a buffer, up to `most` bytes. False, and
-    /// nothing, if these are too many pieces.
+    /// Adds the bytes of a buffer from `from` on, at most `most`. Returns false, and adds nothing, if these
+    /// are too many pieces.
     fn add(&mut self, key: Key, buffer: &impl Stable, from: usize, most: usize) -> bool {
         let before = self.pieces.len();
         let (mut skip, mut left) = (from, most);
@@ -126,61 +127,62 @@ impl Request {
             key,
             len: most - left,
             took: false,
-            owed: false,
+            is_notified: false,
         });
         true
     }
 }
 
-/// Which places go together.
+/// Which places can form one request.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Together {
-    /// Several may.
+pub(super) struct GatherRules {
+    /// A request can have several places.
     pub(super) many: bool,
-    /// What lies in the memory of a pool, only with what lies there, too.
+    /// All places of a request must be in the same pool arena, or in none.
     pub(super) by_arena: bool,
-    /// The longest request, in bytes.
+    /// Length of the longest request, in bytes.
     pub(super) longest: usize,
 }
 
-/// What is to be said of a request beside its result.
+/// What follows the result of a request.
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
-pub(super) enum Note {
-    /// Nothing, or what was said before ([`owes`](Requests::owes)).
+pub(super) enum NotificationDue {
+    /// No notification, or one that was added with
+    /// [`expect_notification`](Requests::expect_notification).
     None,
-    /// A notification is to come.
+    /// A notification.
     Follows,
-    /// It was to go without a copy, and has been copied at once.
+    /// No notification: a zero-copy request was copied at once.
     Copied,
 }
 
 /// A completion, as the kernel posts it.
 #[derive(Copy, Clone)]
-pub(super) struct Posted {
+pub(super) struct CompletionEntry {
     pub(super) user_data: u64,
     pub(super) result: i32,
     pub(super) flags: u32,
 }
 
-/// All requests that something is owed for.
+/// All requests with a pending result or notification.
 #[derive(Default)]
 pub(super) struct Requests {
     all: Vec<Request>,
     vacant: Vec<u32>,
-    /// What is to be told.
+    /// Events that were not taken.
     pub(super) events: VecDeque<Event>,
 }
 
 impl Requests {
-    /// A request of what lies in the first of these places, and in those behind it that go together
-    /// with it, to be [`begun`](Self::begun).
+    /// Prepares a request of the first of these places and those next ones that can join it. The caller
+    /// makes it and calls [`begun`](Self::begun).
     pub(super) fn gather<B: Stable>(
         &mut self,
         places: &Places<B>,
         keys: &[Key],
-        order: &Order,
-        together: Together,
-    ) -> Result<Id, NotStarted> {
+        submission: &Submission,
+        rules: GatherRules,
+    ) -> Result<RequestId, NotStarted> {
         let (&first, rest) = keys.split_first().ok_or(NotStarted::Vacant)?;
         let buffer = places.buffer(first).ok_or(NotStarted::Vacant)?;
         let index = self.vacant.pop().unwrap_or(self.all.len() as u32);
@@ -191,22 +193,17 @@ impl Requests {
         request.number = request.number.wrapping_add(1);
         request.members.clear();
         request.pieces.clear();
-        if !request.add(first, buffer, order.from, together.longest) {
+        if !request.add(first, buffer, submission.from, rules.longest) {
             self.vacant.push(index);
             return Err(NotStarted::TooManyPieces);
         }
         let len = request.total();
-        request.is_cut = buffer.total().saturating_sub(order.from) > len;
-        let arena = |buffer: &'_ B| {
-            buffer
-                .arena()
-                .filter(|_| together.by_arena)
-                .map(Arc::as_ptr)
-        };
+        request.is_cut = buffer.total().saturating_sub(submission.from) > len;
+        let arena = |buffer: &'_ B| buffer.arena().filter(|_| rules.by_arena).map(Arc::as_ptr);
         let first_arena = arena(buffer);
         let has_address = |key| places.address(key).is_some();
-        let mut left = together.longest - len;
-        if together.many && !request.is_cut && !has_address(first) {
+        let mut left = rules.longest - len;
+        if rules.many && !request.is_cut && !has_address(first) {
             for &key in rest {
                 let Some(buffer) = places.buffer(key) else {
                     break;
@@ -219,11 +216,11 @@ impl Requests {
                 left -= total;
             }
         }
-        Ok(Id(index))
+        Ok(RequestId(index))
     }
 
-    /// It has been made, and owes a result.
-    pub(super) fn begun<B>(&mut self, places: &mut Places<B>, id: Id) {
+    /// Takes note that a request was made: its result is pending.
+    pub(super) fn begun<B>(&mut self, places: &mut Places<B>, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         request.open = true;
         for member in &request.members {
@@ -231,25 +228,25 @@ impl Requests {
         }
     }
 
-    pub(super) fn get(&self, id: Id) -> &Request {
+    pub(super) fn get(&self, id: RequestId) -> &Request {
         &self.all[id.0 as usize]
     }
 
-    pub(super) fn get_mut(&mut self, id: Id) -> &mut Request {
+    pub(super) fn get_mut(&mut self, id: RequestId) -> &mut Request {
         &mut self.all[id.0 as usize]
     }
 
-    /// Its result: so many bytes, or why none; and what else is to be said of it.
+    /// Handles the result of a request: the number of bytes taken or an error, and what follows.
     pub(super) fn result<B>(
         &mut self,
         places: &mut Places<B>,
-        id: Id,
+        id: RequestId,
         result: io::Result<usize>,
-        note: Note,
+        note: NotificationDue,
     ) {
         let request = &mut self.all[id.0 as usize];
         request.open = false;
-        request.notes += u32::from(note == Note::Follows);
+        request.notes += u32::from(note == NotificationDue::Follows);
         let failed = result.is_err();
         let (mut left, mut error) = match result {
             Ok(sent) => (sent, None),
@@ -257,7 +254,7 @@ impl Requests {
         };
         let mut is_first = true;
         for (ahead, member) in request.members.iter_mut().enumerate() {
-            // What the first one is told, none of the others has been begun.
+            // The error is that of the first member; the others were not begun.
             let cancelled = || io::Error::from_raw_os_error(libc::ECANCELED);
             let result = match error.take() {
                 Some(why) => Err(why),
@@ -270,13 +267,13 @@ impl Requests {
                 error = Some(cancelled());
             }
             member.took = took > 0;
-            member.owed = member.took || failed;
-            for _ in 0..request.notes * u32::from(member.owed) {
-                places.owes(member.key, member.took);
+            member.is_notified = member.took || failed;
+            for _ in 0..request.notes * u32::from(member.is_notified) {
+                places.expect_notification(member.key, member.took);
             }
             places.ended(member.key);
-            if member.took && note == Note::Copied {
-                self.events.push_back(Event::Noted {
+            if member.took && note == NotificationDue::Copied {
+                self.events.push_back(Event::Notified {
                     key: member.key,
                     copied: Some(true),
                     is_first: std::mem::take(&mut is_first),
@@ -284,43 +281,43 @@ impl Requests {
             }
             self.events.push_back(Event::Done(member.key, result));
         }
-        self.settle(id);
+        self.free_if_finished(id);
     }
 
-    /// A notification is to come for one that has failed: it took a number.
-    pub(super) fn owes<B>(&mut self, places: &mut Places<B>, id: Id) {
+    /// Adds a pending notification to a request: a failed send that took an id, or may have.
+    pub(super) fn expect_notification<B>(&mut self, places: &mut Places<B>, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         request.notes += 1;
         if !request.open {
-            for member in request.members.iter().filter(|member| member.owed) {
-                places.owes(member.key, member.took);
+            for member in request.members.iter().filter(|member| member.is_notified) {
+                places.expect_notification(member.key, member.took);
             }
         }
     }
 
-    /// One of its notifications has come.
-    pub(super) fn noted<B>(&mut self, places: &mut Places<B>, id: Id, copied: bool) {
+    /// Handles one notification of a request.
+    pub(super) fn notified<B>(&mut self, places: &mut Places<B>, id: RequestId, copied: bool) {
         let request = &mut self.all[id.0 as usize];
         let Some(notes) = request.notes.checked_sub(1) else {
             return;
         };
         request.notes = notes;
-        // One whose result is to come has told its places of nothing yet.
+        // Before the result, the notification was not added to the places.
         if !request.open {
             let mut is_first = true;
-            for member in request.members.iter().filter(|member| member.owed) {
-                places.noted(member.key, member.took);
-                self.events.push_back(Event::Noted {
+            for member in request.members.iter().filter(|member| member.is_notified) {
+                places.notified(member.key, member.took);
+                self.events.push_back(Event::Notified {
                     key: member.key,
                     copied: member.took.then_some(copied),
                     is_first: member.took && std::mem::take(&mut is_first),
                 });
             }
         }
-        self.settle(id);
+        self.free_if_finished(id);
     }
 
-    /// The kernel has not been told of it, and will not be.
+    /// Ends a request that was not submitted to the kernel, and will not be.
     pub(super) fn abandoned<B>(&mut self, places: &mut Places<B>, user_data: u64) {
         if let Some(id) = self.find(user_data) {
             let request = &mut self.all[id.0 as usize];
@@ -328,41 +325,45 @@ impl Requests {
             for member in &request.members {
                 places.ended(member.key);
             }
-            self.settle(id);
+            self.free_if_finished(id);
         }
     }
 
-    fn settle(&mut self, id: Id) {
+    fn free_if_finished(&mut self, id: RequestId) {
         let request = &mut self.all[id.0 as usize];
         if !request.open && request.notes == 0 {
-            if request.pieces.capacity() > PIECES {
+            if request.pieces.capacity() > MAX_KEPT_PIECES {
                 request.pieces = Vec::new();
             }
             self.vacant.push(id.0);
         }
     }
 
-    /// What its completions carry. No request is kept at u32::MAX.
-    pub(super) fn user_data(&self, id: Id) -> u64 {
+    /// The user data of the completions of a request. It is never u64::MAX: no index is u32::MAX.
+    pub(super) fn user_data(&self, id: RequestId) -> u64 {
         u64::from(self.get(id).number) << 32 | u64::from(id.0)
     }
 
-    /// The request that such user data is of, if something is owed for it.
-    fn find(&self, user_data: u64) -> Option<Id> {
-        let id = Id(user_data as u32);
+    /// The request with this user data, if a result or notification is pending.
+    fn find(&self, user_data: u64) -> Option<RequestId> {
+        let id = RequestId(user_data as u32);
         let request = self.all.get(id.0 as usize)?;
         let is_it = request.number == (user_data >> 32) as u32;
         (is_it && (request.open || request.notes > 0)).then_some(id)
     }
 
-    /// Takes in a completion; nothing, if it is a notification that is not awaited. The arena that is
-    /// not named any more.
-    pub(super) fn posted<B>(&mut self, places: &mut Places<B>, posted: Posted) -> Option<u16> {
+    /// Handles a completion; ignores a notification that is not pending. Returns the number of the arena
+    /// that the request no longer names.
+    pub(super) fn posted<B>(
+        &mut self,
+        places: &mut Places<B>,
+        posted: CompletionEntry,
+    ) -> Option<u16> {
         let id = self.find(posted.user_data)?;
         let request = self.get_mut(id);
         if cqueue::notif(posted.flags) {
             if !request.open {
-                self.noted(places, id, posted.result as u32 & COPIED != 0);
+                self.notified(places, id, posted.result as u32 & COPIED != 0);
             }
             return None;
         }
@@ -372,8 +373,8 @@ impl Requests {
             Err(_) => Err(io::Error::from_raw_os_error(-posted.result)),
         };
         let note = match cqueue::more(posted.flags) {
-            true => Note::Follows,
-            false => Note::None,
+            true => NotificationDue::Follows,
+            false => NotificationDue::None,
         };
         self.result(places, id, result, note);
         arena

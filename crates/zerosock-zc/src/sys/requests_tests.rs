@@ -1,6 +1,6 @@
-//! What is said of requests, and what places are told.
+//! Results and notifications of requests, and the events of their places.
 
-use super::super::{Buf, Way};
+use super::super::{Buf, SendMode};
 use super::*;
 
 /// IORING_CQE_F_MORE and IORING_CQE_F_NOTIF.
@@ -8,15 +8,15 @@ const MORE: u32 = 1 << 1;
 const NOTIF: u32 = 1 << 3;
 const CANCELLED: i32 = -libc::ECANCELED;
 
-const ORDER: Order = Order {
-    way: Way::ZeroCopy,
+const SUBMISSION: Submission = Submission {
+    mode: SendMode::ZeroCopy,
     from: 0,
     whole: true,
     linked: false,
     more: false,
     when_writable: false,
 };
-const TOGETHER: Together = Together {
+const RULES: GatherRules = GatherRules {
     many: true,
     by_arena: true,
     longest: 10_000,
@@ -45,56 +45,56 @@ impl Kernel {
     }
 
     fn begin_from(&mut self, keys: &[Key], from: usize) -> u64 {
-        let order = Order { from, ..ORDER };
-        let id = self.requests.gather(&self.places, keys, &order, TOGETHER);
+        let submission = Submission { from, ..SUBMISSION };
+        let id = self.requests.gather(&self.places, keys, &submission, RULES);
         let id = id.expect("a request");
         self.requests.begun(&mut self.places, id);
         self.requests.user_data(id)
     }
 
-    fn posts(&mut self, user_data: u64, result: i32, flags: u32) -> Vec<Told> {
-        let posted = Posted {
+    fn posts(&mut self, user_data: u64, result: i32, flags: u32) -> Vec<Reported> {
+        let posted = CompletionEntry {
             user_data,
             result,
             flags,
         };
         assert_eq!(self.requests.posted(&mut self.places, posted), None);
         let events = self.requests.events.drain(..);
-        events.map(Told::from).collect()
+        events.map(Reported::from).collect()
     }
 
     fn is_at_rest(&self) -> bool {
-        (self.places.owed, self.places.reading) == (0, 0)
+        (self.places.busy, self.places.reading) == (0, 0)
             && self.requests.vacant.len() == self.requests.all.len()
     }
 }
 
 /// An event, to be compared.
 #[derive(Debug, Eq, PartialEq)]
-enum Told {
+enum Reported {
     Done(Key, Result<usize, i32>),
     Noted(Key, Option<bool>),
 }
 
-impl From<Event> for Told {
+impl From<Event> for Reported {
     fn from(event: Event) -> Self {
         match event {
             Event::Done(key, result) => {
                 let code = |error: io::Error| -error.raw_os_error().expect("the kernel's");
                 Self::Done(key, result.map_err(code))
             }
-            Event::Noted { key, copied, .. } => Self::Noted(key, copied),
+            Event::Notified { key, copied, .. } => Self::Noted(key, copied),
         }
     }
 }
 
-use Told::{Done, Noted};
+use Reported::{Done, Noted};
 
 #[test]
-fn a_late_notification_of_what_never_began_frees_nothing() {
+fn a_late_notification_of_a_request_that_never_began_is_ignored() {
     let mut kernel = Kernel::new();
     let key = kernel.put(1);
-    // Behind one that failed in its chain: cancelled, and asked again.
+    // After a failure in its chain: cancelled, and retried.
     let first = kernel.begin(&[key]);
     let told = kernel.posts(first, CANCELLED, 0);
     assert_eq!(told, [Done(key, Err(CANCELLED))]);
@@ -110,7 +110,7 @@ fn a_late_notification_of_what_never_began_frees_nothing() {
 }
 
 #[test]
-fn a_late_notification_is_not_the_next_buffers() {
+fn a_late_notification_does_not_free_the_next_buffer() {
     let mut kernel = Kernel::new();
     let key = kernel.put(1);
     let first = kernel.begin(&[key]);
@@ -126,7 +126,7 @@ fn a_late_notification_is_not_the_next_buffers() {
 }
 
 #[test]
-fn requests_are_noted_in_any_order_and_only_what_took_bytes_tells_of_copies() {
+fn notifications_arrive_in_any_order_and_report_copies_only_of_taken_bytes() {
     let mut kernel = Kernel::new();
     let key = kernel.put(3);
     let short = kernel.begin(&[key]);
@@ -135,30 +135,30 @@ fn requests_are_noted_in_any_order_and_only_what_took_bytes_tells_of_copies() {
     kernel.posts(failed, CANCELLED, MORE);
     let rest = kernel.begin_from(&[key], 1);
     kernel.posts(rest, 2, MORE);
-    assert_eq!((kernel.places.owed, kernel.places.reading), (1, 2));
-    let mut noted = |user_data| kernel.posts(user_data, COPIED as i32, NOTIF);
-    assert_eq!(noted(rest), [Noted(key, Some(true))]);
-    assert_eq!(noted(failed), [Noted(key, None)]);
-    assert_eq!(noted(short), [Noted(key, Some(true))]);
-    // Twice is once too often.
-    assert_eq!(noted(short), []);
+    assert_eq!((kernel.places.busy, kernel.places.reading), (1, 2));
+    let mut notified = |user_data| kernel.posts(user_data, COPIED as i32, NOTIF);
+    assert_eq!(notified(rest), [Noted(key, Some(true))]);
+    assert_eq!(notified(failed), [Noted(key, None)]);
+    assert_eq!(notified(short), [Noted(key, Some(true))]);
+    // A second notification is ignored.
+    assert_eq!(notified(short), []);
     assert!(kernel.places.idle(key));
     assert!(kernel.is_at_rest());
 }
 
 #[test]
-fn what_is_no_request_is_passed_over() {
+fn unknown_user_data_is_ignored() {
     let mut kernel = Kernel::new();
     assert_eq!(kernel.posts(u64::from(u32::MAX), 0, NOTIF), []);
     assert_eq!(kernel.posts(77, 0, 0), []);
 }
 
 #[test]
-fn a_result_is_that_of_each_place_in_turn() {
+fn a_result_is_split_over_the_places_of_a_request() {
     let mut kernel = Kernel::new();
     let keys = [1000, 0, 2000, 3000].map(|len| kernel.put(len));
     let [first, empty, second, third] = keys;
-    // None of them has been begun where the first one has failed.
+    // If the first place fails, the others were not begun.
     let failed = kernel.begin(&keys);
     let told = kernel.posts(failed, -libc::ENOMEM, MORE);
     let behind = [empty, second, third].map(|key| Done(key, Err(CANCELLED)));
@@ -168,7 +168,7 @@ fn a_result_is_that_of_each_place_in_turn() {
     let told = kernel.posts(failed, 0, NOTIF);
     assert_eq!(told, keys.map(|key| Noted(key, None)));
     assert!(kernel.is_at_rest());
-    // One that ends within the second, and one that goes on with it.
+    // A request that ends within the second place, and one that continues there.
     let short = kernel.begin(&keys);
     let told = kernel.posts(short, 1500, MORE);
     let expected = [
@@ -183,7 +183,7 @@ fn a_result_is_that_of_each_place_in_turn() {
     assert_eq!(told, [Done(second, Ok(1500)), Done(third, Ok(3000))]);
     let told = kernel.posts(rest, 0, NOTIF);
     assert_eq!(told, [second, third].map(|key| Noted(key, Some(false))));
-    // The second is the first request's, too; of the third that one has taken nothing.
+    // The second place belongs to both requests; the first request took nothing of the third place.
     assert!(kernel.places.take(third).is_some());
     assert!(kernel.places.take(second).is_none());
     let told = kernel.posts(short, COPIED as i32, NOTIF);
@@ -198,7 +198,7 @@ fn a_result_is_that_of_each_place_in_turn() {
 }
 
 #[test]
-fn what_ends_where_a_place_does_has_begun_none_behind_it() {
+fn a_result_that_ends_with_a_place_begins_no_later_place() {
     let mut kernel = Kernel::new();
     let keys = [1000, 2000, 0].map(|len| kernel.put(len));
     let short = kernel.begin(&keys);
@@ -213,14 +213,14 @@ fn what_ends_where_a_place_does_has_begun_none_behind_it() {
 }
 
 #[test]
-fn a_request_of_several_is_no_longer_than_one_may_be() {
+fn a_request_of_several_places_respects_the_longest_request() {
     let mut kernel = Kernel::new();
-    let mut lengths = |lens: &[usize], from, together| {
+    let mut lengths = |lens: &[usize], from, rules| {
         let keys: Vec<_> = lens.iter().map(|&len| kernel.put(len)).collect();
-        let order = Order { from, ..ORDER };
+        let submission = Submission { from, ..SUBMISSION };
         let id = kernel
             .requests
-            .gather(&kernel.places, &keys, &order, together);
+            .gather(&kernel.places, &keys, &submission, rules);
         let request = kernel.requests.get(id.expect("a request"));
         let pieces = request.pieces().iter().map(|piece| piece.iov_len);
         let found = (pieces.collect::<Vec<_>>(), request.places(), request.is_cut);
@@ -230,10 +230,10 @@ fn a_request_of_several_is_no_longer_than_one_may_be() {
         found
     };
     let (most, alone) = (
-        TOGETHER,
-        Together {
+        RULES,
+        GatherRules {
             many: false,
-            ..TOGETHER
+            ..RULES
         },
     );
     assert_eq!(
@@ -253,7 +253,7 @@ fn a_request_of_several_is_no_longer_than_one_may_be() {
 }
 
 #[test]
-fn a_buffer_of_several_pieces_goes_on_where_it_was_cut() {
+fn a_buffer_of_several_pieces_continues_where_it_was_cut() {
     let pieces = [3000, 0, 5000, 100].map(|len| Buf::from(vec![1; len]));
     let buffer = Buf::from(pieces.into_iter().collect::<Vec<_>>());
     for (from, most, expected) in [
@@ -287,20 +287,20 @@ fn a_request_has_no_more_pieces_than_the_kernel_takes() {
         put.expect("a place")
     };
     let (fits, most, too_many) = (put(1), put(limit - 1), put(limit + 1));
-    let together = |first, rest: &[Key]| -> Vec<Key> { [&[first], rest].concat() };
+    let chain = |first, rest: &[Key]| -> Vec<Key> { [&[first], rest].concat() };
     let mut gather = |keys: &[Key]| {
         let gathered = kernel
             .requests
-            .gather(&kernel.places, keys, &ORDER, TOGETHER);
+            .gather(&kernel.places, keys, &SUBMISSION, RULES);
         gathered.map(|id| kernel.requests.get(id).places())
     };
-    assert_eq!(gather(&together(fits, &[most, fits])), Ok(2));
+    assert_eq!(gather(&chain(fits, &[most, fits])), Ok(2));
     assert_eq!(gather(&[too_many]), Err(NotStarted::TooManyPieces));
     assert_eq!(gather(&[]), Err(NotStarted::Vacant));
 }
 
 #[test]
-fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
+fn only_buffers_of_one_arena_form_a_request() {
     let mut kernel = Kernel::new();
     let pools = [(); 2].map(|()| super::super::Pool::new(2, 4096).expect("memory"));
     let mut put = |pool: usize| {
@@ -315,20 +315,17 @@ fn what_lies_in_a_pool_goes_with_what_lies_there_too() {
         ([plain, one, same], true, 1),
         ([plain, one, other], false, 3),
     ] {
-        let together = Together {
-            by_arena,
-            ..TOGETHER
-        };
+        let rules = GatherRules { by_arena, ..RULES };
         let gathered = kernel
             .requests
-            .gather(&kernel.places, &keys, &ORDER, together);
+            .gather(&kernel.places, &keys, &SUBMISSION, rules);
         let request = kernel.requests.get(gathered.expect("a request"));
         assert_eq!(request.places(), expected);
     }
 }
 
 #[test]
-fn what_has_an_address_of_its_own_goes_alone() {
+fn a_buffer_with_an_address_forms_a_request_alone() {
     let mut kernel = Kernel::new();
     let address = Address::new(&std::net::SocketAddr::from(([127, 0, 0, 1], 9)));
     let buffer = Buf::from(vec![1; 10]);
@@ -337,18 +334,18 @@ fn what_has_an_address_of_its_own_goes_alone() {
     for keys in [[addressed, plain], [plain, addressed]] {
         let gathered = kernel
             .requests
-            .gather(&kernel.places, &keys, &ORDER, TOGETHER);
+            .gather(&kernel.places, &keys, &SUBMISSION, RULES);
         let request = kernel.requests.get(gathered.expect("a request"));
         assert_eq!(request.places(), 1);
     }
 }
 
 #[test]
-fn what_was_never_told_of_is_owed_nothing() {
+fn an_abandoned_request_has_nothing_pending() {
     let mut kernel = Kernel::new();
     let keys = [10, 20].map(|len| kernel.put(len));
     let user_data = kernel.begin(&keys);
-    assert_eq!(kernel.places.owed, 2);
+    assert_eq!(kernel.places.busy, 2);
     kernel.requests.abandoned(&mut kernel.places, user_data);
     assert!(kernel.is_at_rest());
     assert_eq!(kernel.posts(user_data, 30, MORE), []);

@@ -11,7 +11,7 @@ use rustix::net::{AddressFamily, SendFlags, SocketType, connect_unspec, send, so
 /// SO_ZEROCOPY, of the level SOL_SOCKET.
 const SO_ZEROCOPY: libc::c_int = 60;
 
-/// What kind of socket it is.
+/// The kind of a socket.
 #[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Kind {
     /// TCP over IPv4.
@@ -22,24 +22,24 @@ pub enum Kind {
     Udp4,
     /// UDP over IPv6.
     Udp6,
-    /// IP packets.
+    /// Raw IP packets.
     Raw,
-    /// Frames of a device.
+    /// Frames of a network device (AF_PACKET).
     Packet,
-    /// A stream of vsock.
+    /// A vsock stream.
     VsockStream,
-    /// Messages of vsock (SOCK_SEQPACKET): no carrier opens one. Asked not to block, and io_uring never
-    /// asks otherwise, the kernel puts what the peer has room for of a message on its way, and says
-    /// that it took nothing: what is sent again then is the rest of another message.
+    /// vsock messages (SOCK_SEQPACKET): [`ZcSocket`](super::ZcSocket) refuses them. For a send that does not
+    /// block, and io_uring makes no other, the kernel sends the part of a message for which the peer has
+    /// credit and reports that it took nothing. A retry would append to that part.
     VsockMessages,
     /// Another stream, such as a Unix socket.
     OtherStream,
-    /// Another socket that keeps bounds.
+    /// Another socket that preserves message boundaries.
     OtherDatagram,
 }
 
 impl Kind {
-    /// Whether what it sends has no bounds, so that order and completeness are the sender's.
+    /// Whether the socket has no message boundaries, so that the sender must keep order and completeness.
     #[must_use]
     pub fn is_stream(self) -> bool {
         matches!(
@@ -53,10 +53,10 @@ impl Kind {
     }
 }
 
-/// What kind of socket `socket` is.
+/// The kind of `socket`.
 ///
 /// # Errors
-/// ENOTSOCK if it is none.
+/// ENOTSOCK if it is no socket.
 pub(crate) fn kind(socket: impl AsFd) -> io::Result<Kind> {
     let kind = sockopt::socket_type(&socket)?;
     let family = sockopt::socket_domain(&socket)?;
@@ -75,13 +75,13 @@ pub(crate) fn kind(socket: impl AsFd) -> io::Result<Kind> {
     })
 }
 
-/// Sets SO_ZEROCOPY; says whether the kernel sends from this socket without a copy.
+/// Sets SO_ZEROCOPY. Returns whether the kernel sends from this socket without a copy.
 ///
 /// Linux does so for TCP and UDP, from 6.7 on for vsock, and not for raw and packet sockets, nor for
 /// TCP under an upper-layer protocol (kernel TLS), which takes SO_ZEROCOPY and then refuses the sends.
 ///
 /// # Errors
-/// What setsockopt(2) answers, but for EOPNOTSUPP and the like, which mean no.
+/// Errors of setsockopt(2), except EOPNOTSUPP and similar ones, for which the result is false.
 pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
     if has_upper_layer(&socket) {
         return Ok(false);
@@ -107,35 +107,35 @@ pub fn permit_zero_copy(socket: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Ends a stream so that its peer meets an error instead of an end (TCP: RST). What has been sent and
-/// not been acknowledged is given up, with the buffers of it that the kernel reads; what has been
-/// received and not been read, too. Says whether this kind of stream knows such an end: only TCP does.
+/// Resets a stream, so that its peer gets an error instead of end of file (TCP: RST). The kernel drops
+/// unacknowledged bytes, frees their buffers, and drops received bytes that were not read. Returns whether
+/// this kind of stream has a reset: only TCP does.
 ///
-/// The stream ends at once, also if the socket is open elsewhere. Kernels that refuse this while a
-/// thread waits in a call on the socket end the stream with the last descriptor.
+/// The reset is immediate, also if other descriptors refer to the socket. Kernels that refuse this while a
+/// thread waits in a call on the socket reset the stream when the last descriptor is closed.
 ///
 /// # Errors
-/// What setsockopt(2) answers.
+/// Errors of setsockopt(2).
 pub(crate) fn reset(socket: impl AsFd) -> io::Result<bool> {
     if !kind(&socket)?.is_tcp() {
         return Ok(false);
     }
     sockopt::set_socket_linger(&socket, Some(Duration::ZERO))?;
-    // A connection that is no more can not be ended again.
+    // Fails if the connection has ended already.
     let _ = connect_unspec(&socket);
     Ok(true)
 }
 
-/// Has a socket forget the pieces of a datagram that it was given with MSG_MORE: else they would be in
-/// front of what is sent next.
+/// Makes a socket drop the pieces of a datagram that it has collected (MSG_MORE): otherwise they would
+/// precede the next datagram.
 ///
-/// There is no call for it. What makes a datagram of UDP too long is refused, and with it goes
-/// everything that the socket had gathered.
+/// There is no system call for this. A piece that makes a UDP datagram too long is refused, and the socket
+/// drops everything that it had collected.
 ///
 /// # Errors
-/// If it may have them yet: `Unsupported` of raw sockets; what sendmsg(2) answers.
+/// If the socket may still have pieces: `Unsupported` for raw sockets; errors of sendmsg(2).
 pub(crate) fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
-    // The longest that the socket looks at; it does not fit, also when it is alone.
+    // The longest piece that passes the first check of the length; it does not fit into a datagram.
     static TOO_LONG: [u8; 0xffff] = [0; 0xffff];
     match kind(&socket)? {
         Kind::Udp4 | Kind::Udp6 => {}
@@ -145,7 +145,7 @@ pub(crate) fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     match send(&socket, &TOO_LONG, flags) {
-        // The others come of a socket that has gathered nothing: it has nowhere to send to.
+        // The other errors are those of a socket that has collected nothing and has no route.
         Err(
             Errno::MSGSIZE
             | Errno::ACCESS
@@ -160,7 +160,7 @@ pub(crate) fn forget_pieces(socket: impl AsFd) -> io::Result<()> {
     }
 }
 
-/// Whether it is TCP that passes what is sent through an upper-layer protocol (TCP_ULP).
+/// Whether this is a TCP socket with an upper-layer protocol (TCP_ULP).
 fn has_upper_layer(socket: impl AsFd) -> bool {
     // TCP_ULP_NAME_MAX.
     let mut name = [0u8; 16];
@@ -175,7 +175,7 @@ fn has_upper_layer(socket: impl AsFd) -> bool {
             &mut len,
         )
     };
-    // Without one the name is empty. Other sockets have no such option.
+    // The name is empty without a protocol. Other sockets do not have the option.
     result == 0 && len > 0
 }
 
@@ -185,7 +185,7 @@ mod tests {
     use std::net::{TcpListener, UdpSocket};
 
     #[test]
-    fn sockets_are_told_apart() {
+    fn the_kind_of_each_socket_is_found() {
         let tcp = TcpListener::bind("127.0.0.1:0").expect("a listener");
         let udp = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let (unix, _peer) = std::os::unix::net::UnixStream::pair().expect("a pair");
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_is_at_once_whoever_has_the_socket() {
+    fn a_reset_is_immediate_with_other_descriptors_open() {
         use std::io::Read;
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
         let ours = std::net::TcpStream::connect(listener.local_addr().expect("an address"));

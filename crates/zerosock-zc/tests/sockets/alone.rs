@@ -1,12 +1,12 @@
-//! Tests that are processes of their own: what they deny themselves is denied to a process.
+//! Tests in processes of their own: restrictions that a test applies hold for its whole process.
 
 use std::io::{self, Write};
 use std::process::Command;
 
-/// Tells the test that it is the process that it started.
+/// Marks the process that runs a single test.
 const CHILD: &str = "ZEROSOCK_TEST_CHILD";
 
-/// Runs `test`, which is called so, in a process of its own. What it skips is said by this one.
+/// Runs the test of this name in a process of its own, and prints its SKIPPED lines.
 pub(crate) fn alone(name: &str, test: impl FnOnce()) {
     if std::env::var_os(CHILD).is_some() {
         test();
@@ -27,7 +27,7 @@ pub(crate) fn alone(name: &str, test: impl FnOnce()) {
     }
 }
 
-/// Says that a test was not run here. Not by `println!`, which a passing test swallows.
+/// Prints that a test was skipped. `println!` is not shown for passing tests.
 pub(crate) fn skip(what: &str, name: &str, why: &dyn std::fmt::Display) {
     let _ = writeln!(io::stderr(), "\nSKIPPED {what}: {name}: {why}");
 }

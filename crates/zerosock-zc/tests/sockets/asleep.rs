@@ -1,4 +1,4 @@
-//! A thread that sleeps until a buffer comes back.
+//! Waits until a thread sleeps in the kernel.
 
 use std::sync::mpsc;
 use std::thread::{self, Scope, ScopedJoinHandle};

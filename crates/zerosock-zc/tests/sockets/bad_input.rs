@@ -1,4 +1,5 @@
-//! Bad input: each is refused with its cause, nothing is lost, and the sender goes on.
+//! Bad input: each send or option is refused with its cause, nothing is lost, and the sender can
+//! still be used.
 
 use std::fs::File;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -26,7 +27,7 @@ fn pair(backend: Backend) -> (Sender<Buf>, UdpSocket) {
 }
 
 #[test]
-fn what_cannot_be_opened_says_why() {
+fn opening_an_unsupported_descriptor_returns_the_cause() {
     let null = File::open("/dev/null").expect("the null device");
     assert!(matches!(Sender::open(null), Err(OpenError::NotASocket)));
     let socket = || UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -40,13 +41,13 @@ fn what_cannot_be_opened_says_why() {
         let opened = Sender::builder().backend(backend).open::<Buf>(socket);
         assert!(matches!(opened, Err(OpenError::Unavailable(found)) if found == backend));
     }
-    // Without a wish it is copied, and says so.
+    // Without a requested back-end it copies, and reports that.
     let sender = Sender::open(unix).expect("a sender");
     assert_eq!(sender.report().backend, Backend::Copy);
 }
 
 #[test]
-fn what_is_refused_comes_back_with_its_cause() {
+fn a_refused_send_is_returned_with_its_cause() {
     for backend in BACKENDS {
         let (mut sender, receiver) = pair(backend);
         let outgoing = || Outgoing::<Buf>::new(vec![5; 100]);
@@ -88,7 +89,7 @@ fn what_is_refused_comes_back_with_its_cause() {
 
 /// Before, nothing ever came, and nothing was said.
 #[test]
-fn who_did_not_ask_for_completions_is_told_so() {
+fn completions_need_the_builder_option() {
     for backend in BACKENDS {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let opened = Sender::builder().backend(backend).open(socket);
@@ -106,7 +107,7 @@ fn who_did_not_ask_for_completions_is_told_so() {
 }
 
 #[test]
-fn a_full_sender_says_so_and_goes_on() {
+fn a_full_sender_refuses_and_recovers() {
     for backend in BACKENDS {
         let (mut sender, _receiver) = pair(backend);
         for _ in 0..4 {
@@ -119,7 +120,7 @@ fn a_full_sender_says_so_and_goes_on() {
             .push(Outgoing::new(vec![2; 10]))
             .expect_err("no place");
         assert!(matches!(refused.why, Refusal::Full));
-        // They become free, and nobody takes them: at some point no more are accepted.
+        // The buffers become free and are not taken: at some point no more sends are accepted.
         let (mut accepted, mut outgoing) = (4, refused.outgoing);
         let refused = loop {
             match sender.send(outgoing) {
@@ -139,7 +140,7 @@ fn a_full_sender_says_so_and_goes_on() {
 }
 
 #[test]
-fn a_datagram_too_large_and_one_to_nowhere_come_back() {
+fn datagrams_that_fail_are_returned_with_their_buffers() {
     for backend in BACKENDS {
         let (mut sender, _receiver) = pair(backend);
         let pool = Pool::new(1, 1 << 17).expect("memory");
@@ -195,7 +196,7 @@ fn a_datagram_too_large_and_one_to_nowhere_come_back() {
 }
 
 #[test]
-fn a_closed_stream_gives_every_buffer_back() {
+fn a_stream_closed_by_its_peer_returns_every_buffer() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for backend in BACKENDS {
@@ -237,7 +238,7 @@ fn a_closed_stream_gives_every_buffer_back() {
 /// Takes buffers back, but reads neither notifications nor completions: it stops at some point, and
 /// goes on when one of either is read.
 #[test]
-fn what_nobody_reads_stops_the_sender() {
+fn a_sender_whose_buffers_are_not_taken_refuses() {
     const MOST: usize = 1 << 16;
     with_sink("what_nobody_reads", || {
         for notifications in [true, false] {
@@ -268,7 +269,7 @@ fn what_nobody_reads_stops_the_sender() {
                 assert!(count < 2 * MOST, "nothing stops it");
             };
             assert!(matches!(refused.why, Refusal::Unread));
-            // What was under way came on top.
+            // Sends that were under way are additional.
             assert!(count >= MOST, "{count}");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
             while sender.returned().is_some() {}

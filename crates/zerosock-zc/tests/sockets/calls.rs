@@ -1,4 +1,4 @@
-//! What it costs to be told: system calls, counted.
+//! The number of system calls for sends and completions.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -24,7 +24,7 @@ fn outgoing() -> Outgoing<Vec<u8>> {
         .copying(Copying::Never)
 }
 
-/// What is read without asking the kernel: every way of knowing but `completions`.
+/// Reads every report that needs no system call: all except `completions`.
 fn read(sender: &mut Sender<Vec<u8>>) {
     let before = sender.stats().system_calls;
     while sender.returned().is_some() {}
@@ -41,7 +41,7 @@ fn beginning(backend: Backend) -> u64 {
 }
 
 #[test]
-fn being_told_inline_costs_no_call_of_a_ring_and_one_of_the_error_queue() {
+fn inline_completions_cost_no_call_over_io_uring_and_one_over_the_error_queue() {
     with_sink("being_told_inline", || {
         // With the error queue: each send, and a look behind it.
         for (backend, each) in [
@@ -63,7 +63,7 @@ fn being_told_inline_costs_no_call_of_a_ring_and_one_of_the_error_queue() {
                 calls <= SENDS * each + beginning(backend),
                 "{backend:?}: {calls} for {SENDS} sends"
             );
-            // They were told of on the way, or it would have cost nothing.
+            // Completions were taken during the loop.
             assert!(u64::from(told) > SENDS / 2, "{backend:?}: {told}");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
         }
@@ -71,7 +71,7 @@ fn being_told_inline_costs_no_call_of_a_ring_and_one_of_the_error_queue() {
 }
 
 #[test]
-fn what_is_taken_without_asking_costs_no_call() {
+fn taking_buffers_costs_no_system_call() {
     with_sink("what_is_taken_without_asking", || {
         for backend in BACKENDS {
             let mut sender = sender(backend);
@@ -95,7 +95,7 @@ fn what_is_taken_without_asking_costs_no_call() {
 }
 
 #[test]
-fn what_is_submitted_together_is_one_call_of_a_ring() {
+fn one_submission_costs_one_call_over_io_uring() {
     with_sink("what_is_submitted_together", || {
         let mut sender = sender(Backend::Uring);
         for _ in 0..10 {

@@ -1,4 +1,4 @@
-//! Datagrams of pieces that come to nothing: no part of them arrives, alone or in another one.
+//! Datagrams in pieces that are cancelled or fail: no piece arrives, alone or in another datagram.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -40,14 +40,14 @@ pub(crate) fn outcomes(sender: &mut Sender<Vec<u8>>) -> Vec<(usize, bool)> {
 }
 
 #[test]
-fn what_was_begun_before_a_cancellation_is_in_no_later_datagram() {
+fn pieces_before_a_cancellation_are_in_no_later_datagram() {
     for backend in BACKENDS {
         let (mut sender, receiver) = datagrams(backend);
         push(&mut sender, 1000, true, Copying::Always);
         sender.submit().expect("the kernel answers");
         push(&mut sender, 2000, true, Copying::Always);
         sender.cancel().expect("the kernel answers");
-        // The end of what was cancelled, and two of their own.
+        // The last piece of the cancelled datagram, and two whole datagrams.
         for len in [3000, 10, 11] {
             push(&mut sender, len, false, Copying::Always);
         }

@@ -1,5 +1,5 @@
-//! Streams that end before everything is sent: what was taken arrives, and is told; the rest is
-//! free.
+//! Streams that end before everything is sent: bytes that were taken arrive and are counted; the
+//! other buffers are free.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};
@@ -45,7 +45,7 @@ fn read(mut stream: TcpStream, count: &AtomicU64) {
 }
 
 #[test]
-fn what_was_sent_before_a_cancellation_arrives_and_is_counted() {
+fn bytes_sent_before_a_cancellation_arrive_and_are_counted() {
     let contents = contents();
     for (backend, copying) in BACKENDS
         .into_iter()
@@ -60,7 +60,7 @@ fn what_was_sent_before_a_cancellation_arrives_and_is_counted() {
         }
         sender.submit().expect("the kernel answers");
         sender.cancel().expect("the kernel answers");
-        // The peer reads: what was taken must be free in the end.
+        // The peer reads: buffers that were taken must become free.
         let arrived = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&arrived);
         let reader = std::thread::spawn(move || read(far, &count));
@@ -82,7 +82,7 @@ fn what_was_sent_before_a_cancellation_arrives_and_is_counted() {
         let stats = sender.stats();
         assert_eq!(stats.failed, failed, "{backend:?}");
         assert_eq!((stats.over, stats.bytes), (SENDS as u64, taken as u64));
-        // Nothing may follow what is missing.
+        // No byte may follow the gap.
         let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is over");
         assert!(matches!(refused.why, Refusal::Broken(_)), "{backend:?}");
         // Before the end, which is none that is in order.
@@ -98,7 +98,7 @@ fn what_was_sent_before_a_cancellation_arrives_and_is_counted() {
     }
 }
 
-/// Tells when it is freed.
+/// Counts when it is freed.
 struct Owner(Vec<u8>, mpsc::Sender<()>);
 
 impl AsRef<[u8]> for Owner {
@@ -114,7 +114,7 @@ impl Drop for Owner {
 }
 
 #[test]
-fn what_a_dropped_sender_could_not_send_is_freed_though_nobody_reads() {
+fn a_dropped_sender_frees_unsent_buffers_without_a_reader() {
     let contents = contents();
     for backend in BACKENDS {
         let (socket, far) = pair();
@@ -157,7 +157,7 @@ fn segments(socket: &impl std::os::fd::AsRawFd) -> u32 {
 }
 
 #[test]
-fn what_is_to_be_continued_goes_with_what_follows() {
+fn a_send_with_more_shares_a_request_with_the_next() {
     for backend in BACKENDS {
         let sent = [false, true].map(|corked| {
             let (socket, far) = pair();

@@ -1,6 +1,5 @@
-//! Behind a queue that lets through little at a time: what is sent lies there for a while, and its
-//! bytes are read late. A buffer that came back too early is seen at the receiver, since it is
-//! written over as soon as it is back.
+//! A slow queue delays datagrams, so that the kernel reads buffers late. The tests overwrite each
+//! buffer as soon as it is returned: the receiver detects a buffer that was returned too early.
 
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::mpsc;
@@ -17,9 +16,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The kernel ends what a thread submitted when that exits: the first of a chain in part, the others
 /// at all, and posts for those a notification that no result has spoken of, some milliseconds later.
-/// By then they are asked again, by another thread, and some of them wait in the queue.
+/// By then another thread has retried them, and some of them wait in the queue.
 #[test]
-fn a_late_notification_gives_no_buffer_back() {
+fn a_late_notification_returns_no_buffer() {
     const HEAD: usize = 1_200_000;
     const REST: usize = 16_384;
     const TURNS: u64 = 6;
@@ -63,7 +62,7 @@ fn a_late_notification_gives_no_buffer_back() {
             told.send(address).expect("the near end");
             check(listener.accept().expect("a stream").0)
         };
-        let ends = with_cable("a_late_notification_gives_no_buffer_back", near, far);
+        let ends = with_cable("a_late_notification_returns_no_buffer", near, far);
         if let Some((sent, arrived)) = ends {
             assert_eq!(sent, arrived, "{backend:?}");
         }
@@ -83,12 +82,12 @@ fn submit_and_end(sender: SharedSender<Vec<u8>>, buffers: Vec<Vec<u8>>) {
     thread.join().expect("the thread");
 }
 
-/// Writes over everything that is back.
+/// Overwrites every returned buffer.
 fn spoil(sender: &SharedSender<Vec<u8>>) {
     while let Some(mut returned) = sender.returned() {
         returned.outcome.expect("it was sent");
         returned.buffer.fill(0xee);
-        // What is freed may be given back to the system: kept, it is read as it is now.
+        // Freed memory may be unmapped; kept memory is read with its present contents.
         std::mem::forget(returned.buffer);
     }
 }
@@ -98,7 +97,7 @@ const LENGTHS: [usize; 10] = [0, 1, 600, 1000, 1500, 4000, 8000, 9001, 16_384, 6
 /// Datagrams of each.
 const EACH: usize = 30;
 
-/// Two buffers take turns. Each is written over when it is back, and then filled anew.
+/// Two buffers are used in turn. Each is overwritten when it is returned, and then filled anew.
 #[test]
 fn datagrams_arrive_as_they_were_when_sent() {
     for backend in BACKENDS {
@@ -126,7 +125,7 @@ fn datagrams_arrive_as_they_were_when_sent() {
             };
             let far = move || {
                 let socket = UdpSocket::bind("10.8.0.2:0").expect("an address");
-                // What waits to be read is not dropped.
+                // The receive buffer has room for all datagrams.
                 set_socket_recv_buffer_size_force(&socket, 8 << 20).expect("a socket");
                 socket.set_read_timeout(Some(PATIENCE)).expect("a socket");
                 let address = socket.local_addr().expect("an address");
@@ -180,7 +179,7 @@ fn send_datagrams(mut sender: Sender, mut buffers: Vec<Buf>, arrived: impl Fn())
     assert_eq!(sender.stats().failed, 0);
 }
 
-/// The bytes of a buffer, to be written; if a length is told, it has that from now on.
+/// The bytes of a buffer, to be written. Sets the length if one is given.
 fn write(buffer: &mut Buf, len: Option<usize>) -> &mut [u8] {
     match buffer {
         Buf::Vec(bytes) => {

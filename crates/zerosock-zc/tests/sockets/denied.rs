@@ -1,6 +1,7 @@
-//! What the kernel denies for a while: it is asked again.
+//! Features that the kernel denies for a while are tried again.
 //!
-//! Each test is a process of its own: what it denies itself, and what is remembered, is a process's.
+//! Each test is a process of its own: restrictions, and features that were found out, belong to a
+//! process.
 
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
@@ -13,21 +14,18 @@ use crate::faults::{limit_locked_memory, without_uring};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
-fn io_uring_is_asked_for_again_after_a_refusal() {
-    alone(
-        "denied::io_uring_is_asked_for_again_after_a_refusal",
-        || {
-            let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
-            let address = listener.local_addr().expect("an address");
-            let open = || {
-                let socket = TcpStream::connect(address).expect("loopback");
-                let builder = Sender::builder().backend(Backend::Uring);
-                builder.open::<Vec<u8>>(socket).is_ok()
-            };
-            without_uring(|| assert!(!open()));
-            assert!(open());
-        },
-    );
+fn io_uring_is_tried_again_after_a_refusal() {
+    alone("denied::io_uring_is_tried_again_after_a_refusal", || {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let address = listener.local_addr().expect("an address");
+        let open = || {
+            let socket = TcpStream::connect(address).expect("loopback");
+            let builder = Sender::builder().backend(Backend::Uring);
+            builder.open::<Vec<u8>>(socket).is_ok()
+        };
+        without_uring(|| assert!(!open()));
+        assert!(open());
+    });
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! A sender's end, as its peer sees it: all of a stream and then the end, or an error where the rest is
-//! missing; and what is left in hand.
+//! Closing a sender, as its peer sees it: all of a stream and then end of file, or an error where
+//! the rest is missing; and what the application gets back.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
-use zerosock_zc::{Backend, Closed, Copying, End, Keeping, Outgoing, Sender};
+use zerosock_zc::{Backend, CloseOutcome, Closed, Copying, KeepReason, Outgoing, Sender};
 
 use crate::network::{BACKENDS, fill};
 use crate::streams::check;
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(50);
 pub(crate) const SENDS: usize = 64;
 const LEN: usize = 1 << 17;
-/// More than a socket and its peer hold, if nobody reads.
+/// More bytes than a socket and a peer that does not read can hold.
 pub(crate) const ALL: u64 = (SENDS * LEN) as u64;
 
 pub(crate) fn pair() -> (TcpStream, TcpStream) {
@@ -43,7 +43,7 @@ pub(crate) fn with_much(socket: TcpStream, backend: Backend, copying: Copying) -
     sender
 }
 
-/// Reads until the stream fails, and says that it was reset. How many bytes came before.
+/// Reads until the stream is reset. Returns the number of bytes read before.
 pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
     far.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let (mut bytes, mut count) = (vec![0; 1 << 16], 0);
@@ -60,16 +60,19 @@ pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
 }
 
 fn assert_timed_out(closed: &Closed<Vec<u8>>, backend: Backend) {
-    assert!(matches!(closed.end, End::TimedOut), "{backend:?}");
+    assert!(
+        matches!(closed.outcome, CloseOutcome::TimedOut),
+        "{backend:?}"
+    );
     assert!(closed.reset && !closed.is_whole(), "{backend:?}");
 }
 
 #[test]
-fn a_stream_that_is_dropped_halfway_is_reset() {
+fn a_stream_dropped_halfway_is_reset() {
     for backend in BACKENDS {
         for copying in [Copying::Never, Copying::Always] {
             let (socket, far) = pair();
-            // Who has the socket, too, does not keep the peer from being told.
+            // Another descriptor of the socket does not delay the end of the connection.
             let other = socket.try_clone().expect("a descriptor");
             drop(with_much(socket, backend, copying));
             assert!(read_to_reset(far) < ALL, "{backend:?}");
@@ -87,8 +90,8 @@ fn a_stream_that_was_cancelled_is_reset() {
             sender.cancel().expect("the kernel answers");
             if close {
                 let closed = sender.close(Some(PATIENCE));
-                let found = match &closed.end {
-                    End::Broken(error) => error.raw_os_error(),
+                let found = match &closed.outcome {
+                    CloseOutcome::Broken(error) => error.raw_os_error(),
                     other => panic!("{backend:?}: {other:?}"),
                 };
                 assert_eq!(found, Some(libc::ECANCELED), "{backend:?}");
@@ -106,7 +109,7 @@ fn a_stream_that_was_cancelled_is_reset() {
 fn a_stream_that_is_closed_is_whole() {
     for backend in BACKENDS {
         let (socket, far) = pair();
-        // Who has the socket, too, does not keep the peer from being told.
+        // Another descriptor of the socket does not delay the end of the connection.
         let other = socket.try_clone().expect("a descriptor");
         let sender = with_much(socket, backend, Copying::Never);
         let reader = std::thread::spawn(move || check(far));
@@ -121,7 +124,7 @@ fn a_stream_that_is_closed_is_whole() {
 }
 
 #[test]
-fn a_stream_whose_time_is_up_is_reset() {
+fn a_stream_is_reset_when_the_close_times_out() {
     for backend in BACKENDS {
         for time in [MOMENT, Duration::ZERO] {
             let (socket, far) = pair();
@@ -147,7 +150,7 @@ fn a_stream_whose_time_is_up_is_reset() {
 
 /// The kernel has taken all of it, but the receiver has not: what the sender holds is another's.
 #[test]
-fn what_a_slow_receiver_holds_is_free_when_the_time_is_up() {
+fn buffers_of_a_slow_receiver_are_free_after_the_timeout() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         sockopt::set_socket_recv_buffer_size(&listener, 4096).expect("a socket");
@@ -169,7 +172,7 @@ fn what_a_slow_receiver_holds_is_free_when_the_time_is_up() {
 }
 
 #[test]
-fn a_stream_that_knows_no_reset_says_so() {
+fn closing_a_stream_without_reset_reports_that() {
     let (near, mut far) = UnixStream::pair().expect("a pair");
     let mut sender: Sender<Vec<u8>> = Sender::builder().open(near).expect("a sender");
     for _ in 0..16 {
@@ -178,14 +181,14 @@ fn a_stream_that_knows_no_reset_says_so() {
     }
     let closed = sender.close(Some(Duration::ZERO));
     assert_eq!(closed.returned.len(), 16);
-    assert!(matches!(closed.end, End::TimedOut) && !closed.reset);
+    assert!(matches!(closed.outcome, CloseOutcome::TimedOut) && !closed.reset);
     let mut read = Vec::new();
     far.read_to_end(&mut read).expect("the end");
     assert!(read.len() < 16 * LEN);
 }
 
 #[test]
-fn datagrams_that_were_not_taken_are_cancelled() {
+fn closing_cancels_datagrams_that_were_not_taken() {
     for backend in BACKENDS {
         let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -204,12 +207,12 @@ fn datagrams_that_were_not_taken_are_cancelled() {
 }
 
 #[test]
-fn a_socket_comes_back_when_nothing_is_under_way() {
+fn into_socket_returns_the_socket_of_an_idle_sender() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);
         let kept = sender.into_socket().expect_err("it has much to send");
-        assert!(matches!(kept.why, Keeping::Busy), "{backend:?}");
+        assert!(matches!(kept.why, KeepReason::Busy), "{backend:?}");
         let mut sender = *kept.sender;
         let reader = std::thread::spawn(move || check(far));
         assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
@@ -232,13 +235,13 @@ fn a_broken_stream_keeps_its_socket() {
     let mut sender = with_much(socket, Backend::Copy, Copying::Never);
     sender.cancel().expect("the kernel answers");
     let kept = sender.into_socket().expect_err("there is a gap");
-    assert!(matches!(kept.why, Keeping::Broken(_)));
+    assert!(matches!(kept.why, KeepReason::Broken(_)));
     drop(kept);
     assert!(read_to_reset(far) < ALL);
 }
 
 #[test]
-fn the_peer_is_told_of_the_end_at_once() {
+fn closing_ends_the_connection_at_once() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let took = (0..20).map(|_| {
         let socket = TcpStream::connect(listener.local_addr().expect("it")).expect("loopback");

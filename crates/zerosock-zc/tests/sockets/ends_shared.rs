@@ -1,4 +1,4 @@
-//! The end of a sender that threads share, or a task has; and an event loop beside threads.
+//! Closing a sender that threads share or a task owns; and an event loop beside threads.
 
 use std::mem::MaybeUninit;
 use std::thread;
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use zerosock_zc::tokio::AsyncSender;
-use zerosock_zc::{Copying, End, Outgoing, Refusal, Sender};
+use zerosock_zc::{CloseOutcome, Copying, Outgoing, Refusal, Sender};
 
 use crate::ends::{ALL, SENDS, pair, read_to_reset, with_much};
 use crate::network::BACKENDS;
@@ -43,7 +43,7 @@ fn a_shared_stream_is_closed_for_every_handle() {
 }
 
 #[test]
-fn a_shared_stream_whose_time_is_up_leaves_nobody_waiting() {
+fn closing_a_shared_stream_wakes_every_waiting_thread() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);
@@ -69,7 +69,7 @@ fn a_shared_stream_whose_time_is_up_leaves_nobody_waiting() {
             let finishing = scope.spawn(|| sender.clone().finish(None));
             let closed = sender.close(Some(MOMENT));
             assert!(
-                matches!(closed.end, End::TimedOut) && closed.reset,
+                matches!(closed.outcome, CloseOutcome::TimedOut) && closed.reset,
                 "{backend:?}"
             );
             for waiting in waiting {
@@ -78,9 +78,9 @@ fn a_shared_stream_whose_time_is_up_leaves_nobody_waiting() {
             }
             assert!(finishing.join().expect("a thread").expect("an answer"));
         });
-        // What is cut short stays so.
+        // No byte follows the gap later.
         assert!(
-            matches!(sender.close(None).end, End::Broken(_)),
+            matches!(sender.close(None).outcome, CloseOutcome::Broken(_)),
             "{backend:?}"
         );
         assert!(read_to_reset(far) < ALL, "{backend:?}");
@@ -124,9 +124,9 @@ fn a_close_that_is_not_awaited_to_the_end_resets() {
     }
 }
 
-/// What comes of another thread's call alone, with nothing of the kernel's, the event loop is told of.
+/// A call of another thread wakes the event loop without an event of the kernel.
 #[test]
-fn an_event_loop_is_told_of_what_a_thread_does() {
+fn an_event_loop_is_woken_by_calls_of_a_thread() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let builder = Sender::builder().backend(backend);
@@ -157,9 +157,9 @@ fn an_event_loop_is_told_of_what_a_thread_does() {
     }
 }
 
-/// What another thread takes in, the event loop is told of.
+/// An event that another thread handles wakes the event loop.
 #[test]
-fn an_event_loop_goes_on_beside_threads() {
+fn an_event_loop_and_threads_share_a_sender() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender = with_much(socket, backend, Copying::Never);

@@ -1,4 +1,4 @@
-//! What the kernel denies: io_uring by seccomp, and memory by a limit.
+//! Features that the kernel denies: io_uring by seccomp, and memory by a limit.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read};
@@ -41,7 +41,7 @@ pub(crate) fn without_uring<T: Send>(test: impl FnOnce() -> T + Send) -> T {
 }
 
 #[test]
-fn without_io_uring_the_error_queue_carries() {
+fn without_io_uring_the_error_queue_is_used() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     without_uring(|| {
@@ -78,7 +78,7 @@ fn without_io_uring_the_error_queue_carries() {
 }
 
 #[test]
-fn a_ring_that_is_forbidden_later_gives_up_what_never_left() {
+fn io_uring_forbidden_later_frees_unsubmitted_buffers() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     let socket = TcpStream::connect(address).expect("loopback");
@@ -100,8 +100,8 @@ fn a_ring_that_is_forbidden_later_gives_up_what_never_left() {
         assert_eq!(denied.raw_os_error(), Some(libc::EPERM));
         drop(sender);
     });
-    // The first arrives, whose buffer is freed then, and those that never left are freed, too. Who
-    // looked after them did not, and was not woken.
+    // The first send arrives, and its buffer is freed. Buffers that were not submitted are freed as well: the
+    // thread of orphans does not send them.
     peer.set_read_timeout(Some(PATIENCE)).expect("a socket");
     peer.read_exact(&mut vec![0; 50_000]).expect("the bytes");
     let begun = Instant::now();
@@ -119,7 +119,7 @@ fn a_ring_that_is_forbidden_later_gives_up_what_never_left() {
 }
 
 /// Gives up the capability that lifts the limit of locked memory, and sets it, for this thread and
-/// this process. Only in a process that does nothing else. What the limit may be raised to.
+/// this process. Only for a process that does nothing else. Returns the hard limit.
 pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
     const CAP_IPC_LOCK: u32 = 14;
     let mut limit = libc::rlimit {
@@ -150,8 +150,9 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
             *word &= !(1 << CAP_IPC_LOCK);
         }
         assert_eq!(libc::syscall(libc::SYS_capset, &mut header, &sets), 0);
-        // What is locked counts for a user, not for a process: this thread becomes one of its own,
-        // lest what others lock at this moment count. Who may not has nobody else either.
+        // Locked memory is accounted per user, not per process: this thread changes to a user of its own, so
+        // that locked memory of other processes does not count. Without the right to do so the test runs
+        // as the only user.
         let user = 100_000 + std::process::id();
         let _ = libc::syscall(libc::SYS_setresuid, user, user, user);
     }
@@ -159,9 +160,9 @@ pub(crate) fn limit_locked_memory(bytes: u64) -> u64 {
 }
 
 #[test]
-fn a_limit_of_locked_memory_stalls_nothing() {
-    // The limit is the process's, and so is what is given up to be under it.
-    let name = "faults::a_limit_of_locked_memory_stalls_nothing";
+fn a_limit_of_locked_memory_does_not_stall_a_sender() {
+    // The limit and the capability belong to the process.
+    let name = "faults::a_limit_of_locked_memory_does_not_stall_a_sender";
     alone(name, || {
         let _ = with_sink(name, send_with_little_locked_memory);
     });
@@ -196,8 +197,8 @@ fn send_with_little_locked_memory() {
 }
 
 #[test]
-fn a_datagram_of_which_a_piece_finds_no_memory_is_in_no_other_one() {
-    let name = "faults::a_datagram_of_which_a_piece_finds_no_memory_is_in_no_other_one";
+fn pieces_without_memory_are_in_no_other_datagram() {
+    let name = "faults::pieces_without_memory_are_in_no_other_datagram";
     alone(name, send_pieces_with_little_locked_memory);
 }
 

@@ -1,4 +1,4 @@
-//! Files, sent from where they lie in memory.
+//! Sends from mapped files.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -56,7 +56,7 @@ fn a_file_arrives_in_parts() {
 }
 
 #[test]
-fn a_file_that_is_cut_off_fails_the_send_and_nothing_else() {
+fn a_truncated_file_fails_only_its_send() {
     for backend in BACKENDS {
         let (mut sender, far) = pair(backend);
         let file = file();
@@ -81,7 +81,7 @@ fn a_file_that_is_cut_off_fails_the_send_and_nothing_else() {
 
 /// The kernel takes no more than 2 GiB less a page at once, and calls that a success.
 #[test]
-fn what_follows_a_send_that_is_longer_than_a_request_stays_behind_it() {
+fn a_send_longer_than_a_request_keeps_the_stream_order() {
     const PART: usize = 64 << 20;
     const PARTS: usize = 33;
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");

@@ -1,4 +1,5 @@
-//! A forked child that drops its copy of a sender: it lives, and its parent's sender goes on.
+//! A forked child drops its copy of a sender: the child survives, and the sender of the parent
+//! still works.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};
@@ -37,7 +38,7 @@ fn forked(child: impl FnOnce()) -> ExitStatus {
     }
 }
 
-/// With sends that wait, that are under way, and that have been made and not been asked for.
+/// With sends that are queued, under way, and finished but not handled.
 fn drops_it(backend: Backend) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("an address");
     let socket = TcpStream::connect(listener.local_addr().expect("it is bound")).expect("a peer");
@@ -66,7 +67,7 @@ fn drops_it(backend: Backend) {
         peer.read_to_end(&mut got).map(|_| got)
     });
     let closed = sender.close(Some(PATIENCE));
-    assert!(closed.is_whole(), "{backend:?}: {:?}", closed.end);
+    assert!(closed.is_whole(), "{backend:?}: {:?}", closed.outcome);
     assert_eq!(closed.returned.len(), SENDS + 1);
     let got = reader.join().expect("a reader").expect("no reset");
     assert_eq!(got.len(), (SENDS + 1) * LEN);

@@ -1,4 +1,4 @@
-//! Sends of a stream that wait together are one request, and each of them is told of by itself.
+//! Waiting sends of a stream form one request, and each of them is reported separately.
 
 use std::io::{ErrorKind, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -13,7 +13,7 @@ use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What lies at `at` of the stream.
+/// The bytes of the stream from `at` on.
 fn part(at: &mut u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     fill(&mut bytes, *at);
@@ -42,7 +42,7 @@ fn over_cable(
         },
         move || {
             let listener = TcpListener::bind(CABLE[0][1]).expect("an address");
-            // What it takes without being read is little.
+            // The socket takes few bytes while the peer does not read.
             set_socket_recv_buffer_size(&listener, 1 << 17).expect("a socket");
             told.send(listener.local_addr().expect("an address"))
                 .expect("the near end");
@@ -60,7 +60,7 @@ fn open(backend: Backend, socket: TcpStream) -> Sender<Vec<u8>> {
 }
 
 #[test]
-fn what_waits_together_is_one_request_and_each_is_told_of() {
+fn waiting_sends_become_one_request_and_each_is_reported() {
     for backend in BACKENDS {
         let near = |socket| {
             let mut sender = open(backend, socket);
@@ -72,11 +72,11 @@ fn what_waits_together_is_one_request_and_each_is_told_of() {
             sender.submit().expect("the kernel answers");
             assert_eq!(sender.stats().requests, 1, "{backend:?}");
             // Two that lie between others are a request of their own: they go another way.
-            let ways = [Copying::Never, Copying::Always, Copying::Never];
+            let modes = [Copying::Never, Copying::Always, Copying::Never];
             for turn in 0..6 {
-                push(&mut sender, part(&mut at, 2000), ways[turn / 2]);
+                push(&mut sender, part(&mut at, 2000), modes[turn / 2]);
             }
-            // What is longer than requests of several are is one, too, and so is what does not fit.
+            // A send above the limit of a gathered request, or that does not fit, is one of its own.
             for len in [200_000, 80_000, 60_000] {
                 push(&mut sender, part(&mut at, len), Copying::Never);
             }
@@ -112,10 +112,9 @@ fn what_waits_together_is_one_request_and_each_is_told_of() {
     }
 }
 
-/// A socket that takes little at a time cuts through what was gathered; wherever it does, the stream
-/// goes on there.
+/// A socket that takes few bytes at a time takes requests in part; the stream continues after that part.
 #[test]
-fn what_is_cut_short_goes_on_where_it_was_cut() {
+fn a_request_taken_in_part_continues_after_that_part() {
     for backend in BACKENDS {
         let near = |socket: TcpStream| {
             set_socket_send_buffer_size(&socket, 20_000).expect("a socket");
@@ -124,17 +123,17 @@ fn what_is_cut_short_goes_on_where_it_was_cut() {
             while back < 3000 {
                 while turn < 3000 && sender.room() > 0 {
                     let len = 1 + turn * 7919 % 5000;
-                    let way = match turn / 50 % 3 {
+                    let mode = match turn / 50 % 3 {
                         0 => Copying::Always,
                         _ => Copying::Never,
                     };
-                    push(&mut sender, part(&mut at, len), way);
+                    push(&mut sender, part(&mut at, len), mode);
                     turn += 1;
                 }
                 sender.wait(Some(PATIENCE)).expect("the kernel answers");
                 while let Some(mut returned) = sender.returned() {
                     returned.outcome.expect("it was sent");
-                    // Whatever is written now must not be seen by the receiver.
+                    // The receiver must not see bytes that are written now.
                     returned.buffer.fill(0xee);
                     back += 1;
                 }
@@ -148,10 +147,10 @@ fn what_is_cut_short_goes_on_where_it_was_cut() {
     }
 }
 
-/// Of what was gathered the kernel has taken some, one in part perhaps, and none of the rest: they say
-/// so one by one, and their peer has had just that.
+/// The kernel has taken some sends of a request, perhaps one in part, and none of the others: each reports
+/// its bytes, and the peer reads exactly those.
 #[test]
-fn what_is_cancelled_says_how_much_of_each_was_taken() {
+fn cancelled_sends_report_the_bytes_taken() {
     for backend in BACKENDS {
         let (tell, told) = channel::<()>();
         let (count, counted) = channel::<u64>();
@@ -191,15 +190,15 @@ fn what_is_cancelled_says_how_much_of_each_was_taken() {
                 sent += took;
             }
             assert!(ended, "{backend:?}: everything was taken");
-            // What is on its way arrives; what is dropped before is reset.
+            // Submitted bytes arrive; a stream with dropped bytes is reset.
             count.send(sent).expect("the far end");
             had.recv().expect("the far end");
             sent
         };
         let far = move |mut stream: TcpStream| {
-            // Nothing is read until the near end has cancelled.
+            // The peer does not read before the sender has cancelled.
             told.recv().expect("the near end");
-            // The near end learns what was sent when that has been read.
+            // The sender learns how much was sent when the peer has read it.
             let moment = Some(Duration::from_millis(10));
             stream.set_read_timeout(moment).expect("a socket");
             let until = Instant::now() + PATIENCE;
@@ -230,7 +229,7 @@ fn what_is_cancelled_says_how_much_of_each_was_taken() {
     }
 }
 
-/// Sends until the peer's window is full, and waits for what the peer has had to come back.
+/// Sends until the window of the peer is full, and waits for the buffers of acknowledged bytes.
 fn goes_on(backend: Backend, one_by_one: bool, socket: TcpStream, go_on: &Teller<()>) -> u64 {
     set_socket_send_buffer_size(&socket, 1 << 22).expect("a socket");
     let mut sender = open(backend, socket);
@@ -267,7 +266,7 @@ fn reads_late(mut stream: TcpStream, go_on: &Receiver<()>) -> u64 {
 
 /// The kernel ties the notifications of sends together that share a packet.
 #[test]
-fn a_buffer_comes_back_while_there_is_more_to_be_sent() {
+fn buffers_are_returned_while_the_stream_continues() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         for one_by_one in [false, true] {
             let (tell, told) = channel();
@@ -281,10 +280,9 @@ fn a_buffer_comes_back_while_there_is_more_to_be_sent() {
     }
 }
 
-/// Who only submits, and never asks nor waits, finds places for what he sends next, however few requests
-/// there are.
+/// An application that only submits, and never polls nor waits, finds free places, also with few requests.
 #[test]
-fn who_only_submits_finds_places() {
+fn places_become_free_by_submitting_alone() {
     for (backend, capacity) in [
         (Backend::Uring, 64),
         (Backend::ErrorQueue, 64),
@@ -310,7 +308,12 @@ fn who_only_submits_finds_places() {
             assert_eq!(back, 500, "{backend:?}");
             at
         };
-        over_cable("who_only_submits_finds_places", backend, near, check);
+        over_cable(
+            "places_become_free_by_submitting_alone",
+            backend,
+            near,
+            check,
+        );
     }
 }
 

@@ -1,5 +1,5 @@
-//! Datagrams of pieces of which a later one finds no memory to go without a copy: what the socket has
-//! taken is kept so long that all of it can be copied, and no longer than somebody waits for it.
+//! Datagrams in pieces of which a later piece finds no memory for a zero-copy request: taken pieces
+//! are kept, so that all of them can be copied, until the application waits for their buffers.
 
 use std::cell::RefCell;
 use std::net::UdpSocket;
@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use zerosock_zc::{
-    Backend, Completion, Copying, End, Keeping, Outgoing, Refusal, Returned, Sender, Sent,
+    Backend, CloseOutcome, Completion, Copying, KeepReason, Outgoing, Refusal, Returned, Sender,
+    Sent,
 };
 
 use crate::alone::alone;
@@ -19,7 +20,7 @@ use crate::faults::limit_locked_memory;
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Those that send without a copy, and can be short of memory for it.
+/// The back-ends with zero-copy sends, which can be short of memory.
 const IN_PLACE: [Backend; 2] = [Backend::Uring, Backend::ErrorQueue];
 /// Less than one piece of [`LARGE`] bytes needs.
 const LIMIT: u64 = 64 << 10;
@@ -208,7 +209,7 @@ fn a_flush_of_a_piece_waits_for_its_datagram() {
     });
 }
 
-/// Those in front are let go: without that the rest would never find a place.
+/// Earlier pieces are released: otherwise the later ones would find no place.
 #[test]
 fn more_pieces_than_places_are_one_datagram() {
     for backend in BACKENDS {
@@ -235,11 +236,11 @@ fn more_pieces_than_places_are_one_datagram() {
 }
 
 #[test]
-fn what_was_let_go_is_not_asked_again() {
-    with_little_memory("what_was_let_go_is_not_asked_again", |backend| {
+fn released_pieces_are_not_retried() {
+    with_little_memory("released_pieces_are_not_retried", |backend| {
         let of = &format!("{backend:?}");
         let (mut sender, receiver) = open(backend, 4);
-        // For want of places; and because somebody waited.
+        // Because no place is free; and because the application waited.
         for waits in [false, true] {
             for index in 0..5 {
                 let sent = sender.send(outgoing(300 * index, SMALL, true));
@@ -262,8 +263,8 @@ fn what_was_let_go_is_not_asked_again() {
 }
 
 #[test]
-fn a_cancellation_ends_what_is_kept_and_what_was_asked_again() {
-    let name = "a_cancellation_ends_what_is_kept_and_what_was_asked_again";
+fn a_cancellation_ends_kept_and_retried_pieces() {
+    let name = "a_cancellation_ends_kept_and_retried_pieces";
     with_little_memory(name, |backend| {
         let of = &format!("{backend:?}");
         for body in [false, true] {
@@ -279,7 +280,7 @@ fn a_cancellation_ends_what_is_kept_and_what_was_asked_again() {
                 assert_eq!(sender.stats().over, before + 2, "{of}");
                 expected.push((LARGE, true));
             }
-            // Nothing that the kernel has not taken.
+            // No bytes that the kernel has not taken.
             sender.cancel().expect("the kernel answers");
             push(&mut sender, 0, TAIL, true);
             sender.cancel().expect("the kernel answers");
@@ -296,10 +297,10 @@ fn a_cancellation_ends_what_is_kept_and_what_was_asked_again() {
 }
 
 #[test]
-fn whoever_waits_for_a_piece_that_was_copied_has_it() {
+fn waiting_releases_a_copied_piece() {
     for backend in BACKENDS {
         let of = &format!("{backend:?}");
-        let ways: [fn(&mut Sender<Vec<u8>>); 4] = [
+        let modes: [fn(&mut Sender<Vec<u8>>); 4] = [
             |sender| sender.wait(None).expect("the kernel answers"),
             |sender| sender.poll().expect("the kernel answers"),
             |sender| assert!(sender.finish(None).expect("the kernel answers")),
@@ -309,12 +310,12 @@ fn whoever_waits_for_a_piece_that_was_copied_has_it() {
             },
         ];
         let (mut sender, receiver) = open(backend, 8);
-        for way in ways {
+        for mode in modes {
             begin(&mut sender, SMALL);
-            // An event loop is told that there is something to poll for.
+            // `next_timeout` tells an event loop to poll.
             let keeps = sender.next_timeout().is_some();
             assert_eq!(keeps, !sender.is_quiet(), "{of}");
-            way(&mut sender);
+            mode(&mut sender);
             assert!(sender.next_timeout().is_none() && sender.is_quiet(), "{of}");
             assert_eq!(outcomes(&back(&mut sender)), [(300, true)], "{of}");
             // It goes on.
@@ -325,13 +326,17 @@ fn whoever_waits_for_a_piece_that_was_copied_has_it() {
         }
         begin(&mut sender, SMALL);
         let kept = sender.into_socket().expect_err("it is to be continued");
-        assert!(matches!(kept.why, Keeping::Corked), "{of}: {:?}", kept.why);
+        assert!(
+            matches!(kept.why, KeepReason::Corked),
+            "{of}: {:?}",
+            kept.why
+        );
     }
 }
 
 #[test]
-fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
-    let name = "a_thread_that_sleeps_hears_of_a_piece_that_was_copied";
+fn a_waiting_thread_is_woken_for_a_copied_piece() {
+    let name = "a_waiting_thread_is_woken_for_a_copied_piece";
     with_sink(name, || {
         for backend in IN_PLACE {
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 100000");
@@ -343,7 +348,7 @@ fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
                 more,
                 ..Outgoing::new(vec![1; len])
             };
-            // The device keeps the second, which somebody can wait for.
+            // The device keeps the second buffer busy, so a wait has an event to wait for.
             for _ in 0..2 {
                 let sent = sender.send(send(2500, false).copying(Copying::Never));
                 sent.map_err(|refused| refused.why).expect("a place");
@@ -364,7 +369,7 @@ fn a_thread_that_sleeps_hears_of_a_piece_that_was_copied() {
 }
 
 #[test]
-fn a_sender_that_is_closed_waits_for_no_pieces() {
+fn closing_does_not_wait_for_missing_pieces() {
     for backend in BACKENDS {
         let timeouts = [Some(Duration::ZERO), Some(PATIENCE), None];
         let copied = timeouts.map(|timeout| (SMALL, timeout));
@@ -372,7 +377,10 @@ fn a_sender_that_is_closed_waits_for_no_pieces() {
             let (mut sender, _receiver) = open(backend, 8);
             begin(&mut sender, piece);
             let closed = sender.close(timeout);
-            assert!(matches!(closed.end, End::Corked), "{backend:?}: {closed:?}");
+            assert!(
+                matches!(closed.outcome, CloseOutcome::Corked),
+                "{backend:?}: {closed:?}"
+            );
             assert_eq!(outcomes(&closed.returned), [(300, true)], "{backend:?}");
             assert_eq!((closed.held, closed.notifications.len()), (0, 1));
         }
@@ -380,7 +388,7 @@ fn a_sender_that_is_closed_waits_for_no_pieces() {
 }
 
 #[test]
-fn what_is_kept_by_a_sender_that_is_dropped_is_freed() {
+fn dropping_a_sender_frees_kept_pieces() {
     for backend in BACKENDS {
         for copying in [Copying::Never, Copying::Always] {
             let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -426,7 +434,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What arrives is each datagram all of whose pieces were sent, whole, and nothing else.
+/// Exactly the datagrams of which all pieces were sent arrive, whole.
 fn run(sender: &mut Sender<Vec<u8>>, receiver: &UdpSocket, steps: &[Step]) {
     receiver.set_nonblocking(true).expect("a socket");
     let (mut received, mut bytes) = (Vec::new(), vec![0; 1 << 16]);
@@ -504,7 +512,7 @@ fn run(sender: &mut Sender<Vec<u8>>, receiver: &UdpSocket, steps: &[Step]) {
     }
     receiver.set_nonblocking(true).expect("a socket");
     assert!(receiver.recv(&mut bytes).is_err(), "one too many");
-    // One that finds no memory is overtaken.
+    // A datagram without memory is overtaken.
     received.sort_unstable();
     expected.sort_unstable();
     assert!(received == expected);
@@ -520,8 +528,8 @@ fn take(sender: &mut Sender<Vec<u8>>, datagrams: &mut [Vec<(Vec<u8>, Option<bool
 }
 
 #[test]
-fn whatever_is_done_a_datagram_arrives_whole_or_not_at_all() {
-    let name = "whatever_is_done_a_datagram_arrives_whole_or_not_at_all";
+fn a_datagram_in_pieces_arrives_whole_or_not_at_all() {
+    let name = "a_datagram_in_pieces_arrives_whole_or_not_at_all";
     with_little_memory(name, |backend| {
         let config = ProptestConfig {
             cases: 150,

@@ -1,4 +1,4 @@
-//! Raw and packet sockets: the kernel copies from those, and says so before anything is sent.
+//! Raw and packet sockets: the kernel copies their sends, which is known before the first send.
 
 use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
@@ -28,7 +28,7 @@ fn socket(family: AddressFamily, kind: SocketType, protocol: u32) -> OwnedFd {
     socket
 }
 
-/// What is sent arrives whole behind `header` bytes, and comes back as copied.
+/// Sends arrive whole after `header` bytes, and are reported as copied.
 fn arrives(open: impl Fn() -> OwnedFd, far: &OwnedFd, to: Address, kind: Kind, header: usize) {
     for wanted in [Backend::Uring, Backend::ErrorQueue] {
         let opened = Sender::builder().backend(wanted).open::<Buf>(open());

@@ -1,4 +1,4 @@
-//! The ways to know that buffers are free, mixed: nothing is lost, nothing told twice.
+//! All ways to learn that buffers are free, mixed: nothing is lost, nothing is reported twice.
 
 use std::collections::HashMap;
 use std::net::UdpSocket;
@@ -24,7 +24,7 @@ fn sender(backend: Backend) -> Sender<Vec<u8>> {
 }
 
 #[test]
-fn every_way_of_knowing_tells_of_every_send_once() {
+fn every_kind_of_completion_reports_every_send_once() {
     with_sink("every_way_of_knowing", || {
         for backend in BACKENDS {
             let mut sender = sender(backend);
@@ -107,7 +107,7 @@ fn every_way_of_knowing_tells_of_every_send_once() {
 }
 
 #[test]
-fn a_flush_on_the_send_is_told_of_alone() {
+fn a_flush_on_a_send_posts_a_notification_of_its_own() {
     with_sink("a_flush_on_the_send", || {
         for backend in BACKENDS {
             let mut sender = sender(backend);
@@ -134,7 +134,7 @@ fn a_flush_on_the_send_is_told_of_alone() {
 }
 
 #[test]
-fn corked_datagrams_are_one_and_have_a_number_each() {
+fn pieces_form_one_datagram_and_have_a_number_each() {
     let receiver = UdpSocket::bind("127.0.0.1:0").expect("loopback");
     for backend in BACKENDS {
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
@@ -171,7 +171,7 @@ fn corked_datagrams_are_one_and_have_a_number_each() {
 }
 
 #[test]
-fn who_only_sends_gets_buffers_back() {
+fn buffers_are_returned_by_sending_alone() {
     for backend in BACKENDS {
         let (mut sender, _receiver) = datagrams(backend);
         let mut back = 0;
@@ -197,7 +197,7 @@ fn datagrams(backend: Backend) -> (Sender<Vec<u8>>, UdpSocket) {
 }
 
 #[test]
-fn a_datagram_of_which_a_piece_fails_does_not_arrive_in_part() {
+fn a_datagram_with_a_failed_piece_does_not_arrive() {
     for (backend, apart) in BACKENDS
         .into_iter()
         .flat_map(|it| [(it, false), (it, true)])
@@ -241,7 +241,7 @@ fn a_datagram_of_which_a_piece_fails_does_not_arrive_in_part() {
 }
 
 #[test]
-fn a_datagram_of_many_pieces_is_one_among_others() {
+fn a_datagram_of_many_pieces_does_not_mix_with_others() {
     const PIECES: usize = 50;
     for backend in BACKENDS {
         let (mut sender, receiver) = datagrams(backend);

@@ -1,5 +1,5 @@
-//! Datagrams that fail after the kernel has given them a number, and timestamps in front of what it
-//! names: every other buffer comes back when the kernel is done with that one, and not before.
+//! Datagrams that fail after they took a notification id, and timestamps in front of notifications:
+//! every other buffer is returned when the kernel no longer reads it, and not before.
 
 use std::iter;
 use std::net::{Ipv4Addr, UdpSocket};
@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use zerosock_zc::sys::{Carrier, Event, Order, Way};
+use zerosock_zc::sys::{Event, SendMode, Submission, ZcSocket};
 use zerosock_zc::{Backend, Copying, Outgoing, Returned, Sender, Sent};
 
 use crate::alone::alone;
@@ -34,8 +34,8 @@ fn set(socket: &UdpSocket, level: i32, option: i32) {
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
 }
 
-const ORDER: Order = Order {
-    way: Way::ZeroCopy,
+const SUBMISSION: Submission = Submission {
+    mode: SendMode::ZeroCopy,
     from: 0,
     whole: false,
     linked: false,
@@ -43,18 +43,18 @@ const ORDER: Order = Order {
     when_writable: false,
 };
 
-/// Waits until nothing is owed.
-fn settle(calls: &mut Carrier<Vec<u8>>) {
+/// Waits until nothing is busy_places.
+fn wait_until_idle(calls: &mut ZcSocket<Vec<u8>>) {
     let begun = Instant::now();
-    while calls.owed() > 0 {
+    while calls.busy_places() > 0 {
         assert!(begun.elapsed() < PATIENCE);
         calls.wait(Some(PATIENCE)).expect("the kernel answers");
         while calls.event().is_some() {}
     }
 }
 
-/// A queue in front of the device that lets 3000 bytes pass, holds back as much, and drops the rest.
-fn hold_back() {
+/// A queue in front of the device that passes 3000 bytes, queues as much, and drops the rest.
+fn delay_packets() {
     tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 3000");
 }
 
@@ -62,7 +62,7 @@ fn socket(to: &str) -> UdpSocket {
     let v6 = to.starts_with('[');
     let socket = UdpSocket::bind(if v6 { "[::]:0" } else { "0.0.0.0:0" }).expect("an address");
     socket.connect(to).expect("a route");
-    // Without, UDP does not tell that a queue was full.
+    // Without IP_RECVERR, UDP does not report a full queue.
     if v6 {
         set(&socket, libc::SOL_IPV6, libc::IPV6_RECVERR);
     }
@@ -81,7 +81,7 @@ fn send(sender: &mut Sender<Vec<u8>>, len: usize, mark: u8) {
     sent.expect("it is accepted");
 }
 
-/// Who has come back: the first byte, and how it went.
+/// The returned buffers: the first byte and the outcome of each.
 fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
     sender.poll().expect("the kernel answers");
     let outcome = |one: Returned<Vec<u8>>| (one.buffer[0], one.outcome.ok());
@@ -91,10 +91,10 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<Sent>)> {
 }
 
 #[test]
-fn a_late_error_frees_nobody_elses_buffer() {
-    with_sink("a_late_error_frees_nobody_elses_buffer", || {
+fn a_late_error_frees_no_other_buffer() {
+    with_sink("a_late_error_frees_no_other_buffer", || {
         for to in SINK {
-            hold_back();
+            delay_packets();
             let mut sender = sender(to);
             // Through, and what follows has to wait.
             send(&mut sender, 2500, 1);
@@ -115,7 +115,7 @@ fn a_late_error_frees_nobody_elses_buffer() {
             tc("qdisc del dev sink0 root");
             assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
             assert_eq!(back(&mut sender), [(4, Some(Sent::InPlace))], "{to}");
-            // In step to the end: what comes now is told of when it is named.
+            // The ids are still in step: the next send is notified when its id is reported.
             for mark in 5..20 {
                 send(&mut sender, 2500, mark);
                 let found = back(&mut sender);
@@ -134,18 +134,18 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             assert!(status.expect("ip(8)").success());
             tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 6000");
             let socket = socket(to);
-            let opened = Carrier::open(socket.into(), 4, Some(Backend::ErrorQueue));
-            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
-            let start = |calls: &mut Carrier<_>, len| {
+            let opened = ZcSocket::open(socket.into(), 4, Some(Backend::ErrorQueue));
+            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+            let start = |calls: &mut ZcSocket<_>, len| {
                 let key = calls.put(vec![1; len], None).expect("a place");
-                calls.start(&[key], ORDER).expect("it is made");
+                calls.start(&[key], SUBMISSION).expect("it is made");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
                     Event::Done(of, result) if of == key => Some(result),
                     _ => None,
                 });
                 (key, done.expect("a result"))
             };
-            // Of its fragments the first are let through, some wait, and the others are dropped.
+            // Its first fragments are sent, some are queued, and the others are dropped.
             let (parts, result) = start(&mut calls, 20_000);
             assert_eq!(
                 result.map_err(|why| why.raw_os_error()),
@@ -157,20 +157,20 @@ fn a_datagram_that_failed_in_part_keeps_its_buffer() {
             calls.reap().expect("the kernel answers");
             assert!(!calls.idle(parts) && !calls.idle(next), "{to}");
             tc("qdisc del dev sink0 root");
-            settle(&mut calls);
+            wait_until_idle(&mut calls);
             assert!(calls.idle(parts) && calls.idle(next), "{to}");
         }
     });
 }
 
-/// A message of the error queue that is about something else is not dropped in silence, and where
-/// the queue is not ours it is left to the program.
+/// The error queue back-end counts messages that are no notifications; the other back-ends leave them to the
+/// application.
 #[test]
-fn errors_of_the_network_are_counted_or_left_alone() {
+fn network_errors_in_the_error_queue_are_counted_or_left() {
     for backend in [Backend::ErrorQueue, Backend::Uring] {
-        let nobody = UdpSocket::bind("127.0.0.1:0").expect("loopback");
-        let address = nobody.local_addr().expect("an address");
-        drop(nobody);
+        let closed = UdpSocket::bind("127.0.0.1:0").expect("loopback");
+        let address = closed.local_addr().expect("an address");
+        drop(closed);
         let socket = UdpSocket::bind("127.0.0.1:0").expect("loopback");
         set(&socket, libc::SOL_IP, libc::IP_RECVERR);
         let own = socket.try_clone().expect("a descriptor");
@@ -198,7 +198,7 @@ fn errors_of_the_network_are_counted_or_left_alone() {
 }
 
 #[test]
-fn a_timestamp_in_front_of_a_name_hides_nothing() {
+fn a_timestamp_does_not_hide_a_notification() {
     with_sink("a_timestamp_in_front_of_a_name", || {
         for to in SINK {
             let socket = socket(to);
@@ -219,38 +219,38 @@ fn a_timestamp_in_front_of_a_name_hides_nothing() {
     });
 }
 
-/// The kernel gives an empty datagram a number, if it is asked to send that without a copy.
+/// The kernel assigns an id to an empty zero-copy datagram.
 #[test]
-fn an_empty_datagram_is_nobody_elses_number() {
-    with_sink("an_empty_datagram_is_nobody_elses_number", || {
+fn an_empty_datagram_takes_no_other_id() {
+    with_sink("an_empty_datagram_takes_no_other_id", || {
         for to in SINK {
-            hold_back();
-            let opened = Carrier::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
-            let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
-            let start = |calls: &mut Carrier<_>, len, more| {
+            delay_packets();
+            let opened = ZcSocket::open(socket(to).into(), 8, Some(Backend::ErrorQueue));
+            let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
+            let start = |calls: &mut ZcSocket<_>, len, more| {
                 let key = calls.put(vec![1; len], None).expect("a place");
-                let order = Order { more, ..ORDER };
-                calls.start(&[key], order).expect("it is made");
+                let submission = Submission { more, ..SUBMISSION };
+                calls.start(&[key], submission).expect("it is made");
                 key
             };
             // All of it passes: one of two pieces, the second of them empty, and empty ones.
             let mut through = vec![start(&mut calls, 2000, true)];
             through.extend([0, 0, 0, 0].map(|len| start(&mut calls, len, false)));
-            // What follows has to wait. Nobody has looked in between.
+            // The next send must wait. The error queue was not read in between.
             let held = [1300, 0, 1200].map(|len| start(&mut calls, len, false));
             calls.reap().expect("the kernel answers");
             assert!(through.iter().all(|&key| calls.idle(key)), "{to}");
             assert!(!calls.idle(held[0]) && !calls.idle(held[2]), "{to}");
             assert!(calls.idle(held[1]), "{to}");
             tc("qdisc del dev sink0 root");
-            settle(&mut calls);
+            wait_until_idle(&mut calls);
         }
     });
 }
 
 const ELSEWHERE: &str = "10.9.1.2:9";
 
-/// A second device, whose queue holds back what does not pass at once.
+/// A second device, with a queue that delays packets.
 fn add_elsewhere() {
     ip("link add sink1 type ifb");
     ip("addr add 10.9.1.1/24 dev sink1");
@@ -259,14 +259,14 @@ fn add_elsewhere() {
     tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
 }
 
-/// What waits in the queue of a device that the test need not look at: so many sends of two pages.
-fn hold_elsewhere(to: &str, sends: u32) -> Carrier<Vec<u8>> {
-    let opened = Carrier::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
-    let mut other: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+/// Queues `sends` sends of two pages in a device that the test does not use otherwise.
+fn hold_elsewhere(to: &str, sends: u32) -> ZcSocket<Vec<u8>> {
+    let opened = ZcSocket::open(socket(to).into(), 16, Some(Backend::ErrorQueue));
+    let mut other: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
     // The first is through.
     for _ in 0..=sends {
         let key = other.put(vec![2; 2500], None).expect("a place");
-        other.start(&[key], ORDER).expect("it is made");
+        other.start(&[key], SUBMISSION).expect("it is made");
         other.reap().expect("the kernel answers");
     }
     assert_eq!(other.reading(), sends);
@@ -274,8 +274,8 @@ fn hold_elsewhere(to: &str, sends: u32) -> Carrier<Vec<u8>> {
 }
 
 #[test]
-fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
-    let name = "late_errors::memory_that_others_have_locked_says_nothing_of_a_buffer";
+fn locked_memory_of_others_does_not_resolve_a_failed_send() {
+    let name = "late_errors::locked_memory_of_others_does_not_resolve_a_failed_send";
     alone(name, || {
         let _ = with_sink(name, || {
             ip("link set sink0 mtu 1500");
@@ -285,27 +285,27 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
                 let unprivileged = || {
                     let _ = limit_locked_memory(16 << 12);
                     let other = hold_elsewhere(ELSEWHERE, 5);
-                    let opened = Carrier::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
-                    let mut calls: Carrier<Vec<u8>> = opened.expect("a carrier").0;
+                    let opened = ZcSocket::open(socket(to).into(), 4, Some(Backend::ErrorQueue));
+                    let mut calls: ZcSocket<Vec<u8>> = opened.expect("a zc_socket").0;
                     // Six pages: some of its fragments wait, others are dropped, and what is left
                     // of the memory is less than any send needs.
                     let key = calls.put(vec![1; 20_000], None).expect("a place");
-                    calls.start(&[key], ORDER).expect("it is made");
+                    calls.start(&[key], SUBMISSION).expect("it is made");
                     (other, calls, key)
                 };
                 let thread = thread::scope(|scope| scope.spawn(unprivileged).join());
                 let (mut other, mut calls, key) = thread.expect("the thread");
                 let done = iter::from_fn(|| calls.event()).find_map(|event| match event {
                     Event::Done(_, result) => result.err(),
-                    Event::Noted { .. } => None,
+                    Event::Notified { .. } => None,
                 });
                 let code = done.and_then(|error| error.raw_os_error());
                 assert_eq!(code, Some(libc::ENOBUFS), "{to}");
                 assert!(!calls.idle(key), "{to}: the queue has some of it");
                 tc("qdisc del dev sink0 root");
-                settle(&mut calls);
+                wait_until_idle(&mut calls);
                 tc("qdisc del dev sink1 root");
-                settle(&mut other);
+                wait_until_idle(&mut other);
                 tc("qdisc replace dev sink1 root tbf rate 8bit burst 3000 limit 100000");
             }
         });
@@ -313,8 +313,8 @@ fn memory_that_others_have_locked_says_nothing_of_a_buffer() {
 }
 
 #[test]
-fn a_send_that_never_has_memory_is_in_nobodys_doubt() {
-    let name = "late_errors::a_send_that_never_has_memory_is_in_nobodys_doubt";
+fn a_send_that_never_has_memory_is_resolved() {
+    let name = "late_errors::a_send_that_never_has_memory_is_resolved";
     alone(name, || {
         let _ = with_sink(name, || {
             // Less than any send needs.
@@ -330,9 +330,10 @@ fn a_send_that_never_has_memory_is_in_nobodys_doubt() {
     });
 }
 
-/// A user whose memory others use up does not know whether his send had a number, if his socket has
-/// a use for option memory. Nothing tells of the end of that; who sleeps must ask again.
-fn who_sleeps_hears_of_memory_of_others(
+/// If other processes of the user lock all memory, and something else is charged to the option memory of the
+/// socket, it is unknown whether a failed send took an id. No event signals the end of that: a waiting
+/// thread must poll.
+fn a_waiting_thread_polls_until_memory_is_free(
     name: &'static str,
     finish: fn(Sender<Vec<u8>>, &mpsc::Sender<()>),
 ) {
@@ -369,9 +370,9 @@ fn who_sleeps_hears_of_memory_of_others(
 }
 
 #[test]
-fn a_shared_sender_asks_again_what_nobody_tells() {
-    let name = "late_errors::a_shared_sender_asks_again_what_nobody_tells";
-    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+fn a_shared_sender_polls_a_failed_send() {
+    let name = "late_errors::a_shared_sender_polls_a_failed_send";
+    a_waiting_thread_polls_until_memory_is_free(name, |sender, tell| {
         let sender = sender.into_shared().expect("descriptors");
         assert!(!sender.finish(Some(Duration::ZERO)).expect("an answer"));
         tell.send(()).expect("the test");
@@ -381,9 +382,9 @@ fn a_shared_sender_asks_again_what_nobody_tells() {
 
 #[cfg(feature = "tokio")]
 #[test]
-fn a_task_asks_again_what_nobody_tells() {
-    let name = "late_errors::a_task_asks_again_what_nobody_tells";
-    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+fn a_task_polls_a_failed_send() {
+    let name = "late_errors::a_task_polls_a_failed_send";
+    a_waiting_thread_polls_until_memory_is_free(name, |sender, tell| {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_io().build().expect("a runtime");
         runtime.block_on(async {
@@ -396,9 +397,9 @@ fn a_task_asks_again_what_nobody_tells() {
 }
 
 #[test]
-fn an_event_loop_of_several_threads_asks_again_what_nobody_tells() {
-    let name = "late_errors::an_event_loop_of_several_threads_asks_again_what_nobody_tells";
-    who_sleeps_hears_of_memory_of_others(name, |sender, tell| {
+fn an_event_loop_of_several_threads_polls_a_failed_send() {
+    let name = "late_errors::an_event_loop_of_several_threads_polls_a_failed_send";
+    a_waiting_thread_polls_until_memory_is_free(name, |sender, tell| {
         let sender = sender.into_shared().expect("descriptors");
         tell.send(()).expect("the test");
         let events = sender.events().expect("descriptors");

@@ -1,5 +1,5 @@
-//! Senders whose sends have a limited time: nobody keeps a buffer for longer, whoever waits is woken,
-//! and who is in time notices nothing.
+//! Senders with a time limit for sends: no buffer stays busy for longer, every waiting thread or
+//! task is woken, and sends in time are not affected.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -10,14 +10,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
-use zerosock_zc::{Backend, Builder, Copying, End, Interest, Outgoing, Refusal, Returned, Sender};
+use zerosock_zc::{
+    Backend, Builder, CloseOutcome, Copying, Interest, Outgoing, Refusal, Returned, Sender,
+};
 
 use crate::asleep::waiting;
 use crate::ends::{ALL, SENDS, pair, read_to_reset};
 use crate::network::{BACKENDS, SINK, fill, tc, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Long enough for a busy machine to hand over what is to be late.
+/// Long enough for a busy machine to submit the sends that are to be late.
 const LIMIT: Duration = Duration::from_millis(500);
 const LEN: usize = ALL as usize / SENDS;
 
@@ -52,7 +54,7 @@ fn assert_refused(why: &Refusal) {
     }
 }
 
-/// Everything is back, and counted; the stream is reset, and takes no more.
+/// Every buffer is returned and counted; the stream is reset and accepts nothing.
 fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) {
     let backend = sender.report().backend;
     assert!(begun.elapsed() >= LIMIT, "{backend:?}");
@@ -65,13 +67,13 @@ fn assert_recalled(mut sender: Sender<Vec<u8>>, begun: Instant, far: TcpStream) 
     assert_eq!((stats.accepted, stats.over), (SENDS as u64, SENDS as u64));
     assert_eq!((stats.failed, stats.timed_out), (failed, failed));
     assert!(failed > 0 && sender.next_timeout().is_none(), "{backend:?}");
-    // Nobody read: what was not copied has not arrived, and is not said to have.
+    // The peer does not read: zero-copy sends have not arrived, and are not reported as sent.
     assert!(backend == Backend::Copy || failed == SENDS as u64 || stats.copied_by_kernel > 0);
     let refused = sender.push(Outgoing::new(vec![1])).expect_err("it is late");
     assert_refused(&refused.why);
     let closed = sender.close(None);
-    match &closed.end {
-        End::Broken(error) => assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT)),
+    match &closed.outcome {
+        CloseOutcome::Broken(error) => assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT)),
         other => panic!("{other:?}"),
     }
     assert!(closed.reset && closed.held == 0, "{backend:?}");
@@ -90,9 +92,9 @@ fn a_receiver_that_stops_is_reset_when_the_oldest_send_is_late() {
     }
 }
 
-/// The kernel has taken all of it, and only the receiver holds it: it is no more said to be sent.
+/// The kernel has taken all bytes, and the receiver has not acknowledged them: the sends fail.
 #[test]
-fn what_only_the_receiver_holds_comes_back_as_failed() {
+fn unacknowledged_buffers_are_returned_as_failed() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         assert_eq!(sender.stats().over, 1, "{backend:?}: the socket has room");
@@ -109,13 +111,13 @@ fn what_only_the_receiver_holds_comes_back_as_failed() {
     }
 }
 
-/// There is nothing to be handed over, and nobody waits.
+/// No send is queued, and no thread waits.
 #[test]
-fn who_polls_when_he_is_told_has_it_back() {
+fn polling_after_next_timeout_returns_the_buffer() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = unread(limited(backend));
         while let Some(time) = sender.next_timeout() {
-            // The time itself is what is to pass.
+            // The test waits for the time itself.
             thread::sleep(time);
             sender.poll().expect("the kernel answers");
         }
@@ -124,7 +126,7 @@ fn who_polls_when_he_is_told_has_it_back() {
     }
 }
 
-/// A sender all of whose bytes the kernel has taken, and a receiver that does not read them.
+/// A sender with no bytes left to submit, and a receiver that does not read them.
 fn unread(builder: Builder) -> (Sender<Vec<u8>>, TcpStream) {
     let (mut sender, far) = small(builder);
     let outgoing = Outgoing::new(vec![1; 100_000]).copying(Copying::Never);
@@ -159,9 +161,9 @@ fn a_sender_without_a_limit_waits() {
     }
 }
 
-/// Whoever has to look only late: what was in time was in time.
+/// Sends that finished in time and are polled late were in time.
 #[test]
-fn who_does_not_look_resets_nobody_who_was_in_time() {
+fn a_late_poll_does_not_reset_sends_that_were_in_time() {
     for backend in BACKENDS {
         let (socket, mut far) = pair();
         let mut sender: Sender<Vec<u8>> = limited(backend).open(socket).expect("a sender");
@@ -171,7 +173,7 @@ fn who_does_not_look_resets_nobody_who_was_in_time() {
             sent.expect("it is accepted");
             far.read_exact(&mut [0; 1000]).expect("it arrives");
         }
-        // The time itself is what is to pass.
+        // The test waits for the time itself.
         thread::sleep(2 * LIMIT);
         sender.submit().expect("the kernel answers");
         let sent = sender.send(Outgoing::new(vec![1; 1000]));
@@ -184,8 +186,8 @@ fn who_does_not_look_resets_nobody_who_was_in_time() {
 }
 
 #[test]
-fn a_reader_that_is_slow_but_steady_is_not_disturbed() {
-    // Each send is over long before, and all of them take longer.
+fn a_slow_but_steady_reader_is_not_reset() {
+    // Each send finishes within the limit; all of them together take longer.
     const LONG: Duration = Duration::from_secs(2);
     thread::scope(|scope| {
         for backend in BACKENDS {
@@ -233,7 +235,7 @@ fn a_reader_that_is_slow_but_steady_is_not_disturbed() {
 }
 
 #[test]
-fn who_waits_for_a_place_is_told() {
+fn a_wait_for_a_place_ends_with_the_limit() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (mut sender, begun) = stuck(socket, backend);
@@ -251,9 +253,9 @@ fn who_waits_for_a_place_is_told() {
     }
 }
 
-/// An event loop that sleeps as long as it is told.
+/// An event loop that waits for `next_timeout`.
 #[test]
-fn an_event_loop_is_told_when_to_look() {
+fn next_timeout_tells_an_event_loop_when_to_poll() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (mut sender, begun) = stuck(socket, backend);
@@ -276,7 +278,7 @@ fn an_event_loop_is_told_when_to_look() {
 }
 
 #[test]
-fn every_thread_that_sleeps_is_woken() {
+fn the_limit_wakes_every_waiting_thread() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (sender, begun) = stuck(socket, backend);
@@ -302,9 +304,9 @@ fn every_thread_that_sleeps_is_woken() {
     }
 }
 
-/// The descriptor tells of it by itself, with no thread beside the loop.
+/// The descriptor becomes readable without another thread.
 #[test]
-fn an_event_loop_beside_threads_is_woken() {
+fn the_limit_wakes_an_event_loop_beside_threads() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let (sender, begun) = stuck(socket, backend);
@@ -312,7 +314,7 @@ fn an_event_loop_beside_threads_is_woken() {
         while !sender.is_quiet() {
             let events = sender.events().expect("descriptors");
             let time = Timespec::try_from(PATIENCE).expect("it fits");
-            // What `events` itself rings is drained.
+            // Clears the event that `events` itself causes.
             sender.poll().expect("the kernel answers");
             if sender.is_quiet() {
                 break;
@@ -328,7 +330,7 @@ fn an_event_loop_beside_threads_is_woken() {
 
 #[cfg(feature = "tokio")]
 #[test]
-fn a_task_that_awaits_is_woken() {
+fn the_limit_wakes_a_waiting_task() {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     // It needs no timers of the runtime's.
     let runtime = builder.enable_io().build().expect("a runtime");
@@ -344,9 +346,9 @@ fn a_task_that_awaits_is_woken() {
     }
 }
 
-/// Buffers of a sender that was dropped, all of whose bytes the kernel had taken.
+/// Buffers of a sender that was dropped after the kernel had taken all bytes.
 #[test]
-fn the_limit_outlives_the_sender() {
+fn the_limit_holds_after_the_sender_is_dropped() {
     for backend in [Backend::Uring, Backend::ErrorQueue] {
         let (mut sender, far) = small(limited(backend));
         let bytes: Arc<[u8]> = vec![1; 100_000].into();
@@ -367,7 +369,7 @@ fn the_limit_outlives_the_sender() {
 
 /// Datagrams that the kernel has taken, and of which a device has let the first pass.
 const TAKEN: u8 = 5;
-/// Those behind them, for which the socket has no room.
+/// The later datagrams, for which the socket has no room.
 const LEFT: u8 = 10;
 
 /// A sender of datagrams to the sink that the kernel takes no more from.
@@ -392,7 +394,7 @@ fn datagram(mark: u8) -> Outgoing<Vec<u8>> {
     Outgoing::new(vec![mark; 2500]).copying(Copying::Never)
 }
 
-/// Who has come back, and with which error.
+/// The returned buffers, and the error of each.
 fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<i32>)> {
     std::iter::from_fn(|| sender.returned())
         .map(|one| (one.buffer[0], code(&one)))
@@ -400,7 +402,7 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<(u8, Option<i32>)> {
 }
 
 #[test]
-fn datagrams_that_are_not_taken_in_time_are_cancelled() {
+fn the_limit_cancels_datagrams_that_were_not_taken() {
     with_sink("datagrams_that_are_not_taken_in_time", || {
         for backend in BACKENDS {
             let mut sender = full(backend);
@@ -423,7 +425,7 @@ fn datagrams_that_are_not_taken_in_time_are_cancelled() {
             found.sort_unstable();
             assert_eq!(found, (0..LEFT).map(late).collect::<Vec<_>>());
             assert_eq!(sender.stats().timed_out, u64::from(LEFT), "{backend:?}");
-            // What the device holds it keeps, and nobody is to look for it again and again.
+            // The device keeps its buffers, and `next_timeout` does not ask for repeated polls.
             let holds = backend != Backend::Copy;
             assert_eq!(!sender.is_quiet(), holds, "{backend:?}");
             assert!(sender.next_timeout().is_none(), "{backend:?}");
@@ -444,9 +446,9 @@ fn datagrams_that_are_not_taken_in_time_are_cancelled() {
     });
 }
 
-/// Nothing was to be late when it fell asleep.
+/// No send was under way when the thread began to wait.
 #[test]
-fn a_thread_that_sleeps_hears_of_what_is_accepted_later() {
+fn a_waiting_thread_observes_the_limit_of_later_sends() {
     with_sink("a_thread_that_sleeps_hears_of_what", || {
         for backend in [Backend::Uring, Backend::ErrorQueue] {
             let mut sender = full(backend);

@@ -1,5 +1,4 @@
-//! Nothing is left behind that nobody would be told of: what an event loop, a task or a thread
-//! waits for comes, and what ends a wait is news.
+//! Event loops, tasks and threads: every event that one waits for arrives, and ends the wait.
 
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
@@ -15,7 +14,7 @@ use crate::network::{BACKENDS, fill};
 use crate::streams::check;
 
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Long enough to tell who sleeps from who does not.
+/// Long enough to distinguish a thread that sleeps from one that does not.
 const MOMENT: Duration = Duration::from_millis(200);
 const SENDS: usize = 256;
 
@@ -26,7 +25,7 @@ fn pair() -> (TcpStream, TcpStream) {
     (socket.expect("loopback"), far)
 }
 
-/// What `act` comes to, on a thread that is left behind if it comes to nothing.
+/// The result of `act`, on a thread that is abandoned if it does not return.
 fn within<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = mpsc::channel();
     thread::spawn(move || tell.send(act()));
@@ -34,7 +33,7 @@ fn within<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'stati
     done.unwrap_or_else(|why| panic!("{what}: {why}"))
 }
 
-/// An event loop that waits for what the descriptor says, edge by edge.
+/// An edge-triggered event loop on the descriptor.
 fn event_loop(mut sender: Sender<Vec<u8>>, submitted: impl FnOnce()) -> Sender<Vec<u8>> {
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).expect("a descriptor");
     let wanted = match sender.interest() {
@@ -81,7 +80,7 @@ fn threads(sender: Sender<Vec<u8>>, submitted: impl FnOnce()) -> Sender<Vec<u8>>
 /// 256 sends of `len` bytes, submitted at once, and a peer that reads only after that.
 fn everything_arrives(len: usize, copying: Copying) {
     for backend in BACKENDS {
-        for way in 0..3 {
+        for mode in 0..3 {
             let (socket, far) = pair();
             socket.set_nonblocking(true).expect("a socket");
             let builder = Sender::builder().backend(backend).capacity(SENDS as u32);
@@ -92,11 +91,11 @@ fn everything_arrives(len: usize, copying: Copying) {
                 let pushed = sender.push(Outgoing::new(bytes).copying(copying));
                 pushed.map_err(|refused| refused.why).expect("a place");
             }
-            let what = format!("{backend:?}, {way}, {len} bytes, {copying:?}");
+            let what = format!("{backend:?}, {mode}, {len} bytes, {copying:?}");
             let received = within(&what, move || {
                 let (tell, told) = mpsc::channel();
                 let read = || drop(thread::spawn(move || tell.send(check(far))));
-                let sender = match way {
+                let sender = match mode {
                     0 => event_loop(sender, read),
                     1 => task(sender, read),
                     _ => threads(sender, read),
@@ -110,20 +109,20 @@ fn everything_arrives(len: usize, copying: Copying) {
     }
 }
 
-/// They are over as soon as the kernel is told of them: nothing is owed that could be waited for.
+/// The sends finish within the submission: no pending event could end a wait.
 #[test]
-fn what_is_over_at_once_leaves_nobody_waiting() {
+fn sends_that_finish_at_once_end_every_wait() {
     everything_arrives(100, Copying::Always);
 }
 
 /// The kernel answers with EAGAIN at once.
 #[test]
-fn a_socket_that_does_not_block_is_waited_for_by_who_does_not_either() {
+fn an_event_loop_waits_for_a_full_socket() {
     everything_arrives(1 << 16, Copying::Always);
     everything_arrives(1 << 16, Copying::Never);
 }
 
-/// A send that is over at once, and one that nobody reads.
+/// A send that finishes at once, and one that the peer does not read.
 fn one_over_and_one_not(sender: &mut Sender<Vec<u8>>) {
     let small = Outgoing::new(vec![1; 100]).slot(0).flush();
     let large = Outgoing::new(vec![2; 64 << 20]);
@@ -134,7 +133,7 @@ fn one_over_and_one_not(sender: &mut Sender<Vec<u8>>) {
 }
 
 #[test]
-fn a_wait_does_not_sleep_over_what_it_takes_in_itself() {
+fn a_wait_ends_for_events_it_handles_itself() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let builder = Sender::builder().backend(backend).discard_returned();
@@ -150,7 +149,7 @@ fn a_wait_does_not_sleep_over_what_it_takes_in_itself() {
 }
 
 #[test]
-fn who_does_not_take_buffers_sleeps_all_the_same() {
+fn a_wait_sleeps_while_older_buffers_are_not_taken() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let mut sender: Sender<Vec<u8>> = Sender::builder()
@@ -179,7 +178,7 @@ fn who_does_not_take_buffers_sleeps_all_the_same() {
     }
 }
 
-/// Until that thread of this process sleeps.
+/// Waits until that thread of this process sleeps.
 fn until_asleep(thread: i32) {
     let path = format!("/proc/self/task/{thread}/stat");
     let until = Instant::now() + PATIENCE;
@@ -195,7 +194,7 @@ fn until_asleep(thread: i32) {
 }
 
 #[test]
-fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
+fn a_flush_and_a_cancellation_end_a_wait() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender: Sender<Vec<u8>> = Sender::builder()
@@ -221,7 +220,7 @@ fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
         until_asleep(told.recv_timeout(PATIENCE).expect("a thread"));
         sender.flush(0..1).expect("a slot");
         assert_eq!(told.recv_timeout(PATIENCE), Ok(1), "{backend:?}: a flush");
-        // One waits for the kernel, the other for him.
+        // One thread waits for the kernel, the other one for that thread.
         for _ in 0..2 {
             let (own, tell) = (sender.clone(), tell.clone());
             thread::spawn(move || {
@@ -244,9 +243,9 @@ fn who_waits_is_told_of_a_flush_and_of_a_cancellation() {
     }
 }
 
-/// One waits for the kernel on behalf of both, and goes when his time is over.
+/// One thread waits for the kernel on behalf of both, and leaves after its timeout.
 #[test]
-fn who_waits_behind_another_does_not_sleep_on_when_that_one_goes() {
+fn a_waiting_thread_takes_over_when_the_watch_leaves() {
     for backend in BACKENDS {
         let (socket, far) = pair();
         let sender: Sender<Vec<u8>> = Sender::builder()

@@ -1,5 +1,5 @@
-//! Senders on real sockets: in network namespaces that the tests make themselves, and on
-//! loopback where nothing depends on the device.
+//! Senders on real sockets: in network namespaces that the tests create, and on loopback where
+//! nothing depends on the device.
 
 mod alone;
 mod asleep;

@@ -1,8 +1,8 @@
-//! Whatever a program does with a sender, in whatever order, every send is told of once, each way.
+//! In any order of calls, every send is reported once, in each way.
 //!
-//! The model knows only the order of acceptance, and which datagrams are too long. It says which
-//! notifications there must be in the end; on the way it is checked that none comes before the
-//! buffers that it stands for.
+//! The model knows only the order of acceptance and which datagrams are too long. It derives the
+//! notifications that must be posted in the end; each step checks that no notification precedes the
+//! buffers that it covers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::UdpSocket;
@@ -15,7 +15,7 @@ use crate::network::BACKENDS;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const SLOTS: u32 = 3;
-/// What no datagram can be.
+/// A length that no datagram can have.
 const TOO_LONG: usize = 65_508;
 
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What one notification stands for.
+/// The sends that one notification covers.
 #[derive(Default)]
 struct Group {
     sends: BTreeSet<u64>,
@@ -76,8 +76,8 @@ struct Model {
     /// By slot: groups that are closed, in order, and the open one.
     closed: [Vec<Group>; SLOTS as usize],
     open: [Group; SLOTS as usize],
-    /// Sequence numbers notified so far, by slot: one may come before an earlier one, whose buffers
-    /// are kept for longer.
+    /// Sequence numbers notified so far, by slot: one may precede an earlier one if the buffers of
+    /// that one are busy for longer.
     notified: [BTreeSet<u32>; SLOTS as usize],
 }
 
@@ -111,7 +111,7 @@ impl Model {
         }
     }
 
-    /// Every notification comes once, and its buffers are back. Buffers are to be taken first.
+    /// Each notification is posted once, after its buffers are free. The caller takes the buffers first.
     fn notifications(&mut self, sender: &mut Sender<Vec<u8>>) {
         while let Some(notification) = sender.notification() {
             let slot = (notification.tag - 100) as usize;
@@ -207,7 +207,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_is_done_every_send_is_told_of_once(
+    fn every_send_is_reported_once_in_any_order_of_calls(
         backend in prop::sample::select(BACKENDS.to_vec()),
         steps in prop::collection::vec(step(), 1..120),
     ) {

@@ -1,5 +1,5 @@
-//! Networks of a test's own: a sink that takes pages without copying them, and a cable between two
-//! namespaces. Where a namespace cannot be made the test says so, by name.
+//! Networks of a test: a sink that reads pages without a copy, and a cable between two namespaces.
+//! Where a namespace cannot be created the test prints that it was skipped.
 
 use std::process::Command;
 use std::sync::mpsc;
@@ -12,7 +12,7 @@ use crate::alone::skip;
 /// All of them: what works with one works with each.
 pub(crate) const BACKENDS: [Backend; 3] = [Backend::Uring, Backend::ErrorQueue, Backend::Copy];
 
-/// The device that drops what it is sent, and somebody behind it who does not exist.
+/// Addresses behind the device that drops all packets.
 pub(crate) const SINK: [&str; 2] = ["10.9.0.2:9", "[fd09::2]:9"];
 /// The addresses of the two ends of the cable.
 pub(crate) const CABLE: [[&str; 2]; 2] =
@@ -58,9 +58,8 @@ pub(crate) fn tc(words: &str) {
     assert!(output.status.success(), "tc {words}: {told}");
 }
 
-/// The cable takes so much from now on, 50 kB in a millisecond: what is sent lies in a queue for a
-/// while, and its bytes are read late. A buffer that comes back too early, and is written over then,
-/// is seen at the receiver.
+/// Limits the cable to 50 kB per millisecond: packets wait in a queue, and their bytes are read late. If a
+/// buffer is returned too early and overwritten, the receiver gets the new bytes.
 pub(crate) fn slow_down() {
     tc("qdisc replace dev near0 root tbf rate 400mbit burst 20000 limit 8000000");
 }
@@ -87,7 +86,7 @@ pub(crate) fn with_sink<T: Send>(name: &str, test: impl FnOnce() -> T + Send) ->
 }
 
 /// Two namespaces with a cable between them: `near` runs in one and `far` in the other, at the same
-/// time; both ends are up before either starts. What passes is copied by the cable, not before.
+/// time; both ends are up before either starts. The cable copies packets; the sending socket does not.
 pub(crate) fn with_cable<N: Send, F: Send>(
     name: &str,
     near: impl FnOnce() -> N + Send,
@@ -132,7 +131,7 @@ fn end(device: &str, number: &str) {
     ip(&format!("link set {device} mtu 9000 up"));
 }
 
-/// The `index`th byte of a stream that every position can be told apart in.
+/// The `index`th byte of a stream in which positions are distinguishable.
 pub(crate) fn byte(index: u64) -> u8 {
     (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }

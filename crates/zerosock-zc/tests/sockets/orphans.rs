@@ -1,5 +1,5 @@
-//! Senders that are dropped while the kernel has their buffers: each buffer is freed when it is done
-//! with that one, whatever freeing another does.
+//! Senders that are dropped while the kernel reads their buffers: each buffer is freed when the
+//! kernel no longer reads it, whatever the drop of another one does.
 
 use std::net::UdpSocket;
 use std::process::Command;
@@ -41,17 +41,17 @@ fn run(program: &str, words: &str) {
     assert!(output.status.success(), "{program} {words}: {told}");
 }
 
-/// What is sent to this device waits until `let_go`.
-fn hold_back(device: &str) {
+/// The device queues packets until `release_packets`.
+fn delay_packets(device: &str) {
     let queue = "root tbf rate 8bit burst 1500 limit 60000";
     run("tc", &format!("qdisc replace dev {device} {queue}"));
 }
 
-fn let_go(device: &str) {
+fn release_packets(device: &str) {
     run("tc", &format!("qdisc del dev {device} root"));
 }
 
-/// A sender whose buffers wait in front of a device; its first one is the queue's burst.
+/// A sender with buffers in the queue of a device; the first one uses up the burst of the queue.
 fn held(to: &str, backend: Backend, buffers: Vec<Bytes>) -> Sender<Bytes> {
     let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
     socket.connect(to).expect("a route");
@@ -78,8 +78,8 @@ fn until(what: &str, is: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_buffer_that_panics_costs_itself_alone() {
-    with_sink("a_buffer_that_panics_costs_itself_alone", || {
+fn a_buffer_whose_drop_panics_affects_no_other() {
+    with_sink("a_buffer_whose_drop_panics_affects_no_other", || {
         run("ip", "link add sink1 type ifb");
         run("ip", "addr add 10.7.0.1/24 dev sink1");
         run("ip", "link set sink1 up");
@@ -93,9 +93,9 @@ fn a_buffer_that_panics_costs_itself_alone() {
                 move || _ = freed.fetch_add(1, Ordering::SeqCst)
             };
             let is = |which: usize, count| freed[which].load(Ordering::SeqCst) == count;
-            hold_back("sink0");
-            hold_back("sink1");
-            // Some that panic, and one that drops a sender whose buffers wait elsewhere.
+            delay_packets("sink0");
+            delay_packets("sink1");
+            // Some buffers that panic in drop, and one that drops a sender with buffers in another queue.
             let panics = |_| {
                 let count = count(0);
                 bytes(move || {
@@ -114,15 +114,15 @@ fn a_buffer_that_panics_costs_itself_alone() {
             let early = held(first, backend, buffers);
             drop(late);
             drop(early);
-            let_go("sink0");
+            release_packets("sink0");
             until("they are freed", || is(0, 4));
             // The thread goes on, and others' buffers are where they were.
-            hold_back("sink0");
+            delay_packets("sink0");
             drop(held(first, backend, vec![bytes(count(2))]));
-            let_go("sink0");
+            release_packets("sink0");
             until("one more is freed", || is(2, 1));
             assert!(is(1, 0), "{backend:?}: {freed:?}");
-            let_go("sink1");
+            release_packets("sink1");
             until("all are freed", || is(1, 3));
         }
     });

@@ -1,11 +1,12 @@
-//! A piece of a datagram that the socket refuses, or that never comes: who is told, and what follows it.
+//! A piece of a datagram that the socket refuses, or that is never sent: how this is reported, and
+//! what follows it.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, socket_with};
-use zerosock_zc::{Address, Backend, Copying, End, Keeping, Outgoing, Refusal, Sender};
+use zerosock_zc::{Address, Backend, CloseOutcome, Copying, KeepReason, Outgoing, Refusal, Sender};
 
 use crate::network::{BACKENDS, with_loopback};
 
@@ -40,7 +41,7 @@ fn begin(sender: &mut Sender<Vec<u8>>) {
     assert_eq!(sender.stats().over, over + 1);
 }
 
-/// What the sends failed with, in their order.
+/// The error of each send, in order.
 fn errors(sender: &mut Sender<Vec<u8>>) -> Vec<Option<i32>> {
     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
     let mut back: Vec<_> = std::iter::from_fn(|| sender.returned()).collect();
@@ -67,7 +68,7 @@ fn each(test: impl Fn(Sender<Vec<u8>>, UdpSocket, &str)) {
 }
 
 #[test]
-fn nothing_is_glued_to_a_piece_whose_rest_is_refused() {
+fn no_datagram_is_appended_to_a_piece_with_a_refused_rest() {
     each(|mut sender, receiver, of| {
         for at_once in [true, false] {
             match at_once {
@@ -79,7 +80,7 @@ fn nothing_is_glued_to_a_piece_whose_rest_is_refused() {
             assert_eq!(failed, [None, Some(libc::EMSGSIZE)], "{of}");
             arrives_alone(&mut sender, &receiver, of);
         }
-        // Those behind it fail, too, and the next that is whole arrives.
+        // Later pieces fail as well, and the next whole datagram arrives.
         for outgoing in [piece(100).more(), piece(TOO_LONG).more(), piece(50)] {
             push(&mut sender, outgoing);
         }
@@ -94,7 +95,7 @@ fn nothing_is_glued_to_a_piece_whose_rest_is_refused() {
 }
 
 #[test]
-fn nothing_is_glued_to_a_piece_whose_rest_is_cancelled() {
+fn no_datagram_is_appended_to_a_piece_with_a_cancelled_rest() {
     each(|mut sender, receiver, of| {
         for last in [true, false] {
             begin(&mut sender);
@@ -114,11 +115,14 @@ fn nothing_is_glued_to_a_piece_whose_rest_is_cancelled() {
 }
 
 #[test]
-fn a_socket_that_is_given_back_has_gathered_nothing() {
+fn a_returned_socket_has_collected_no_pieces() {
     each(|mut sender, receiver, of| {
         begin(&mut sender);
         let kept = sender.into_socket().expect_err("it is to be continued");
-        assert!(matches!(kept.why, Keeping::Busy | Keeping::Corked), "{of}");
+        assert!(
+            matches!(kept.why, KeepReason::Busy | KeepReason::Corked),
+            "{of}"
+        );
         let mut sender = *kept.sender;
         push(&mut sender, piece(TOO_LONG));
         assert_eq!(errors(&mut sender), [None, Some(libc::EMSGSIZE)], "{of}");
@@ -129,17 +133,21 @@ fn a_socket_that_is_given_back_has_gathered_nothing() {
 }
 
 #[test]
-fn a_datagram_that_is_not_over_is_told_of_at_the_end() {
+fn closing_reports_an_incomplete_datagram() {
     each(|mut sender, _receiver, of| {
         begin(&mut sender);
         let closed = sender.close(None);
-        assert!(matches!(closed.end, End::Corked), "{of}: {:?}", closed.end);
+        assert!(
+            matches!(closed.outcome, CloseOutcome::Corked),
+            "{of}: {:?}",
+            closed.outcome
+        );
         assert_eq!((closed.returned.len(), closed.held), (1, 0), "{of}");
     });
 }
 
 #[test]
-fn a_raw_socket_that_cannot_forget_sends_nothing_more() {
+fn a_raw_socket_with_an_incomplete_packet_refuses_sends() {
     with_loopback("a_raw_socket_that_cannot_forget", || {
         // For experiments (RFC 3692).
         let protocol = Protocol::from_raw(253.try_into().expect("not zero"));

@@ -1,4 +1,5 @@
-//! More pools than a ring has room for: everything arrives, and what is counted as registered is.
+//! More pools than a ring has room for: everything arrives, and the counts of registered memory are
+//! correct.
 
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
@@ -26,7 +27,7 @@ fn open(socket: impl Into<std::os::fd::OwnedFd>) -> Sender<PoolBuf> {
     builder.open(socket).expect("a sender")
 }
 
-/// Where the memory begins that the kernel says is registered with the sender's ring.
+/// The addresses of the memory that the kernel lists as registered with the ring of the sender.
 fn registered(sender: &Sender<PoolBuf>) -> Vec<usize> {
     let path = format!("/proc/self/fdinfo/{}", sender.as_fd().as_raw_fd());
     let told = std::fs::read_to_string(path).expect("the ring");
@@ -45,7 +46,7 @@ fn registered(sender: &Sender<PoolBuf>) -> Vec<usize> {
 }
 
 #[test]
-fn what_is_counted_as_registered_is() {
+fn the_count_of_registered_requests_is_correct() {
     with_sink("what_is_counted_as_registered", || {
         let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
         socket.connect(SINK[0]).expect("a route");
@@ -85,7 +86,7 @@ fn what_is_counted_as_registered_is() {
         assert_eq!(sender.report().registered, ROOM);
         assert_eq!(registered(&sender), bases[..ROOM]);
 
-        // One alone has in the end the place of what was not sent from for the longest time.
+        // The new arena replaces the least recently used one.
         let begun = (0..3000).position(|_| send(&mut sender, &pools[ROOM]) == 1);
         assert!(begun.expect("it is registered") > 900, "{begun:?}");
         assert_eq!(sender.report().registered, ROOM);
@@ -93,7 +94,7 @@ fn what_is_counted_as_registered_is() {
         assert_eq!(send(&mut sender, &pools[1]), 1);
         assert_eq!(registered(&sender).len(), ROOM);
 
-        // What nobody can send from any more is given up when there is something new.
+        // An arena without pool and blocks is unregistered when a new one is registered.
         pools.truncate(10);
         let new = Pool::new(4, BLOCK).expect("memory");
         while send(&mut sender, &new) == 0 {}
@@ -125,7 +126,7 @@ fn blocks_of_many_pools_arrive() {
                         }
                         while let Some(returned) = sender.returned() {
                             returned.outcome.expect("it was sent");
-                            // Whatever is written now must not be seen by the receiver.
+                            // The receiver must not see bytes that are written now.
                             { returned.buffer }.fill(0xee);
                         }
                     };

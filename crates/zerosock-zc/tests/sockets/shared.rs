@@ -18,7 +18,7 @@ const EACH: u32 = 500;
 
 /// Two threads ask inline and two take buffers back; what one finds out, the other does not.
 #[test]
-fn several_threads_are_told_of_every_send_once() {
+fn several_threads_get_every_report_once() {
     with_sink("several_threads", || {
         for (backend, kernel_copies) in BACKENDS.map(|backend| (backend, backend == Backend::Copy))
         {
@@ -111,7 +111,7 @@ fn threads_that_wait_for_a_place_get_one_when_the_peer_reads() {
                 let sender = sender.clone();
                 scope.spawn(move || {
                     for _ in 0..8 {
-                        // More than any buffer between the two takes: all wait until somebody reads.
+                        // More than the sockets can hold: all threads wait until the peer reads.
                         let outgoing = Outgoing::new(vec![0; 1 << 20]).copying(Copying::Never);
                         sender
                             .send(outgoing)
@@ -178,7 +178,7 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 #[test]
-fn what_is_awaited_arrives_and_comes_back() {
+fn awaited_sends_arrive_and_are_returned() {
     const TOTAL: u64 = 16 << 20;
     for backend in BACKENDS {
         let (here, there) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
@@ -233,7 +233,7 @@ fn what_is_awaited_arrives_and_comes_back() {
 }
 
 #[test]
-fn a_future_that_is_dropped_loses_no_buffer_that_was_accepted() {
+fn dropping_a_future_loses_no_accepted_buffer() {
     for backend in BACKENDS {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         let socket = TcpStream::connect(listener.local_addr().expect("an address"));

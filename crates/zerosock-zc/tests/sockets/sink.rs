@@ -1,5 +1,5 @@
-//! Datagrams into a device that takes pages as they are: what goes in place is told as in place,
-//! and only then.
+//! Datagrams to a device that reads pages in place: exactly the sends in place are reported as
+//! such.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -19,7 +19,7 @@ fn socket(to: &str) -> UdpSocket {
     socket.expect("an address")
 }
 
-/// How 100 datagrams of each length went, as given back.
+/// The outcomes of 100 datagrams of each length.
 fn outcomes(mut sender: Sender<Buf>, buffer: impl Fn(usize) -> Buf, wish: Copying) -> Vec<Sent> {
     let mut outcomes = Vec::new();
     for len in [1, 600, 1000, 1500, 4000, 8000, 65_000] {
@@ -47,7 +47,7 @@ fn outcomes(mut sender: Sender<Buf>, buffer: impl Fn(usize) -> Buf, wish: Copyin
 }
 
 #[test]
-fn datagrams_go_in_place_where_the_device_takes_pages() {
+fn datagrams_are_reported_in_place_if_the_device_reads_pages() {
     with_sink("datagrams_go_in_place", || {
         // More than there are places: a block is lent before its send waits for one.
         let pool = Pool::new(600, 65_536).expect("memory");
@@ -85,7 +85,7 @@ fn datagrams_go_in_place_where_the_device_takes_pages() {
 }
 
 #[test]
-fn a_socket_that_is_not_connected_sends_where_it_is_told() {
+fn an_unconnected_socket_sends_to_the_given_address() {
     with_sink("unconnected_sends", || {
         for (to, backend) in SINK
             .into_iter()

@@ -1,4 +1,4 @@
-//! Slots over real sockets: what a notification stands for, and what it is called.
+//! Slots over real sockets: which sends a notification covers, and its tag and sequence number.
 
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::time::Duration;
@@ -22,7 +22,7 @@ fn push<B: Stable>(sender: &mut Sender<B>, outgoing: Outgoing<B>) {
 }
 
 /// Submits, and waits until all buffers are free, without flushing.
-fn settle<B: Stable>(sender: &mut Sender<B>) {
+fn wait_until_quiet<B: Stable>(sender: &mut Sender<B>) {
     sender.submit().expect("the kernel answers");
     while !sender.is_quiet() {
         sender.wait(Some(PATIENCE)).expect("the kernel answers");
@@ -43,7 +43,7 @@ fn receiver() -> (UdpSocket, String) {
 }
 
 #[test]
-fn a_tag_is_what_it_was_when_the_first_was_accepted() {
+fn a_notification_has_the_tag_of_its_first_send() {
     let (_receiver, address) = receiver();
     for backend in BACKENDS {
         let mut sender: Sender<Vec<u8>> = sender(backend, &address, [1, 2]);
@@ -51,15 +51,15 @@ fn a_tag_is_what_it_was_when_the_first_was_accepted() {
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
         // Whether the kernel has it or not.
         sender.set_tag(0, 8).expect("a slot");
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(1));
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         sender.flush(0..2).expect("slots");
         assert_eq!(posted(&mut sender), [(7, 0), (2, 0)], "{backend:?}");
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [(8, 1)], "{backend:?}");
         let refused = sender.set_tag(2, 0).expect_err("there are two");
         assert_eq!((refused.slot, refused.slots), (2, 2));
@@ -67,22 +67,22 @@ fn a_tag_is_what_it_was_when_the_first_was_accepted() {
 }
 
 #[test]
-fn one_that_fails_attaches_and_does_not_flush() {
+fn a_failed_send_attaches_and_does_not_flush() {
     let (_receiver, address) = receiver();
     for backend in BACKENDS {
         let mut sender: Sender<Vec<u8>> = sender(backend, &address, [1]);
         // Too long for a datagram.
         push(&mut sender, Outgoing::new(vec![1; 70_000]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(sender.stats().failed, 1, "{backend:?}");
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         // Under the same notifier.
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [(1, 0)], "{backend:?}");
         // It alone has a notifier, too.
         push(&mut sender, Outgoing::new(vec![1; 70_000]).slot(0).flush());
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
         assert_eq!(posted(&mut sender), [(1, 1)], "{backend:?}");
@@ -90,7 +90,7 @@ fn one_that_fails_attaches_and_does_not_flush() {
 }
 
 #[test]
-fn a_range_is_flushed_and_nothing_beside_it() {
+fn a_flush_covers_only_the_slots_of_its_range() {
     const SLOTS: u32 = 5000;
     let (_receiver, address) = receiver();
     for backend in BACKENDS {
@@ -98,7 +98,7 @@ fn a_range_is_flushed_and_nothing_beside_it() {
         for slot in [0, 1023, 1024, 3000, SLOTS - 1] {
             push(&mut sender, Outgoing::new(vec![1; 10]).slot(slot));
         }
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         sender.flush(1..1024).expect("slots");
         assert_eq!(posted(&mut sender), [(1023, 0)], "{backend:?}");
         sender.flush(1024..1024).expect("none");
@@ -132,7 +132,7 @@ fn memory_that_is_registered_and_memory_that_is_not_share_a_notifier() {
                 // Before any of them is with the kernel: it is for all of them.
                 sender.flush(0..1).expect("a slot");
                 assert_eq!(posted(&mut sender), [], "{backend:?}");
-                settle(&mut sender);
+                wait_until_quiet(&mut sender);
                 assert_eq!(posted(&mut sender), [(5, round as u32)], "{backend:?}");
                 assert_eq!(std::iter::from_fn(|| sender.returned()).count(), 4);
             }
@@ -143,7 +143,7 @@ fn memory_that_is_registered_and_memory_that_is_not_share_a_notifier() {
 }
 
 #[test]
-fn one_that_never_reached_the_kernel_holds_no_flush_up() {
+fn a_send_that_never_started_does_not_delay_a_flush() {
     for backend in BACKENDS {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         let socket = TcpStream::connect(listener.local_addr().expect("an address"));
@@ -152,13 +152,13 @@ fn one_that_never_reached_the_kernel_holds_no_flush_up() {
         let socket = socket.expect("loopback");
         let mut sender: Sender<Vec<u8>> = builder.open(socket).expect("a sender");
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(0));
         push(&mut sender, Outgoing::new(vec![1; 100]).slot(1).flush());
         sender.flush(0..2).expect("slots");
         assert_eq!(posted(&mut sender), [], "{backend:?}");
         sender.cancel().expect("the kernel answers");
-        settle(&mut sender);
+        wait_until_quiet(&mut sender);
         // The one before it has been executed; the one of the other slot has not.
         assert_eq!(sender.stats().failed, 2, "{backend:?}");
         assert_eq!(posted(&mut sender), [(1, 0)], "{backend:?}");

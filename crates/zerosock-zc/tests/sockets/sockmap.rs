@@ -1,5 +1,5 @@
-//! TCP sockets whose sends a program in the kernel looks at first (sockmap, sk_msg). It is given copies,
-//! whatever was asked for, so that the kernel numbers no send, or each several times.
+//! TCP sockets with a BPF program that sees every send (sockmap, sk_msg). The kernel copies for it,
+//! so a send takes no notification id, or several.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -23,7 +23,7 @@ type Attributes = [u32; 32];
 fn bpf(command: libc::c_long, words: &[u32]) -> io::Result<i32> {
     let mut attributes: Attributes = [0; 32];
     attributes[..words.len()].copy_from_slice(words);
-    // SAFETY: the attributes have the length that is told, and what they point to outlives the call.
+    // SAFETY: the attributes have the given length, and what they point to outlives the call.
     let result = unsafe {
         libc::syscall(
             libc::SYS_bpf,
@@ -45,11 +45,11 @@ fn at<T: ?Sized>(value: &T) -> [u32; 2] {
 }
 
 fn descriptor(result: io::Result<i32>) -> io::Result<OwnedFd> {
-    // SAFETY: the call has just made it, and nobody else has it.
+    // SAFETY: the call has just returned it, and nothing else owns it.
     result.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A map of sockets, and the program that sees what is sent over each.
+/// A sockmap, and the program that sees the bytes sent over each of its sockets.
 struct Map {
     map: OwnedFd,
     _program: OwnedFd,
@@ -123,9 +123,9 @@ fn send(sender: &mut Sender<Vec<u8>>, at: &mut u64) {
     sent.map_err(|refused| refused.why).expect("it is accepted");
 }
 
-/// Nothing of it is ever named.
+/// No id of it is ever reported.
 #[test]
-fn what_goes_over_another_socket_comes_back() {
+fn buffers_redirected_to_another_socket_are_returned() {
     for backend in BACKENDS {
         let map = match Map::new(true) {
             Ok(map) => map,
@@ -156,10 +156,10 @@ fn what_goes_over_another_socket_comes_back() {
     }
 }
 
-/// The program's kernel numbers a send several times: who counts one for each frees what comes behind
-/// it too early, as soon as that is not copied any more.
+/// With a program the kernel assigns several ids to a send. A sender that counts one id for each would free
+/// later buffers too early, once they are no longer copied.
 #[test]
-fn nothing_comes_back_early_when_the_program_is_gone() {
+fn no_buffer_is_returned_early_after_the_program_is_removed() {
     for backend in BACKENDS {
         let (told, address) = mpsc::channel();
         with_cable(
@@ -174,7 +174,7 @@ fn nothing_comes_back_early_when_the_program_is_gone() {
                 map.insert(0, &near);
                 let mut sender = open(backend, near);
                 let mut at = 0;
-                // Until it is seen; the first names may not tell yet.
+                // Until the sender notices it; the first reported ids may not show it.
                 for _ in 0..8 {
                     send(&mut sender, &mut at);
                     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
@@ -187,7 +187,7 @@ fn nothing_comes_back_early_when_the_program_is_gone() {
                     sender.wait(Some(PATIENCE)).expect("the kernel answers");
                     for mut returned in std::iter::from_fn(|| sender.returned()) {
                         returned.outcome.expect("it was sent");
-                        // Nobody may read it any more.
+                        // The kernel must no longer read it.
                         returned.buffer.fill(0xee);
                     }
                 }

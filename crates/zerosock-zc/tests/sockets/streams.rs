@@ -1,5 +1,5 @@
-//! Streams over a slow cable: every byte arrives, in order, while buffers are written over as soon as
-//! they are given back.
+//! Streams over a slow cable: every byte arrives, in order, while buffers are overwritten as soon
+//! as they are returned.
 
 use std::io::Read;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -35,7 +35,7 @@ pub(crate) fn check(mut stream: TcpStream) -> u64 {
     }
 }
 
-/// Sends with few buffers, each filled anew as soon as it is back. How many bytes.
+/// Sends with few buffers, each refilled as soon as it is returned. Returns the number of bytes.
 fn send(mut sender: Sender<Buf>, wish: impl Fn(u64) -> Copying) -> u64 {
     let pool = Pool::new(4, 300_000).expect("memory");
     let mut at = 0;
@@ -76,7 +76,7 @@ fn send(mut sender: Sender<Buf>, wish: impl Fn(u64) -> Copying) -> u64 {
         while let Some(returned) = sender.returned() {
             under_way -= 1;
             returned.outcome.expect("it was sent");
-            // Whatever is written now must not be seen by the receiver.
+            // The receiver must not see bytes that are written now.
             match returned.buffer {
                 Buf::Pool(mut block) => block.fill(0xee),
                 Buf::Vec(mut bytes) => bytes.fill(0xee),
@@ -128,14 +128,14 @@ fn stream_arrives(name: &str, backend: Backend, wish: impl Fn(u64) -> Copying + 
 }
 
 #[test]
-fn a_stream_arrives_when_every_send_is_in_place() {
+fn a_stream_of_zero_copy_sends_arrives_in_order() {
     for backend in BACKENDS {
         stream_arrives("a_stream_arrives_in_place", backend, |_| Copying::Never);
     }
 }
 
 #[test]
-fn a_stream_arrives_when_ways_are_mixed() {
+fn a_stream_of_copied_and_zero_copy_sends_arrives_in_order() {
     let wish = |turn| match turn % 5 {
         0 => Copying::Always,
         1 => Copying::Never,
@@ -147,7 +147,7 @@ fn a_stream_arrives_when_ways_are_mixed() {
 }
 
 #[test]
-fn a_socket_that_does_not_block_is_waited_for() {
+fn a_wait_covers_a_full_non_blocking_socket() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for backend in BACKENDS {
@@ -159,7 +159,7 @@ fn a_socket_that_does_not_block_is_waited_for() {
             .capacity(64)
             .open(socket)
             .expect("a sender");
-        // More than the socket and its peer hold: the rest waits until somebody reads.
+        // More than the socket and its peer can hold: the rest waits until the peer reads.
         let mut at = 0;
         for _ in 0..64 {
             let mut bytes = vec![0; 1 << 18];
@@ -186,7 +186,7 @@ fn a_socket_that_does_not_block_is_waited_for() {
 }
 
 #[test]
-fn what_a_dropped_sender_sent_arrives() {
+fn sends_of_a_dropped_sender_arrive() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for backend in BACKENDS {

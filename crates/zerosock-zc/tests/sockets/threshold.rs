@@ -1,5 +1,5 @@
-//! From which length on it pays not to copy: learnt where buffers go in place, and what a report
-//! says of it. No other test of this process sends over UDP and IPv6 and leaves the way open.
+//! The length from which on zero copy is cheaper: measured where buffers go in place, and reported.
+//! No other test of this process sends over UDP and IPv6 with `Copying::Auto`.
 
 use std::net::UdpSocket;
 use std::time::Duration;
@@ -43,9 +43,9 @@ fn send(sender: &mut Sender<Vec<u8>>, most: usize, is: impl Fn(&Sender<Vec<u8>>)
 }
 
 #[test]
-fn a_class_is_decided_by_sockets_that_take_buffers_in_place() {
+fn only_sockets_that_send_in_place_decide_a_class() {
     with_sink("a_class_is_decided_in_place", || {
-        // The kernel copies from it, and nobody reads it.
+        // The kernel copies, and the peer does not read.
         let near = UdpSocket::bind("[::1]:0").expect("loopback");
         let near = near.local_addr().expect("an address").to_string();
         for backend in [Backend::Uring, Backend::ErrorQueue] {
@@ -75,7 +75,7 @@ fn a_class_is_decided_by_sockets_that_take_buffers_in_place() {
 }
 
 #[test]
-fn a_class_that_teaches_nothing_is_assumed_in_the_end() {
+fn a_class_that_cannot_be_measured_is_assumed() {
     with_sink("a_class_that_teaches_nothing", || {
         let pool = Pool::new(64, 20_000).expect("memory");
         let mut sender: Sender<Buf> = sender(Backend::Uring, SINK[1]);
@@ -107,7 +107,7 @@ fn a_class_that_teaches_nothing_is_assumed_in_the_end() {
 }
 
 #[test]
-fn a_threshold_that_was_told_is_kept_and_reported() {
+fn a_configured_threshold_is_kept_and_reported() {
     with_sink("a_threshold_that_was_told", || {
         for backend in [Backend::Uring, Backend::ErrorQueue] {
             let builder = Sender::builder().backend(backend);
@@ -115,7 +115,7 @@ fn a_threshold_that_was_told_is_kept_and_reported() {
             let mut sender: Sender<Vec<u8>> = builder.open(socket(SINK[1])).expect("a sender");
             let report = sender.report();
             let known = (report.threshold, report.threshold_is);
-            assert_eq!(known, (Some(3000), Basis::Told));
+            assert_eq!(known, (Some(3000), Basis::Configured));
             for len in [2999, 3000].repeat(50) {
                 let sent = sender.send(Outgoing::new(vec![0; len]));
                 sent.map_err(|refused| refused.why).expect("a place");

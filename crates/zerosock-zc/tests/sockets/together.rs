@@ -1,5 +1,5 @@
-//! All ways of asking at once: several threads over one sender, each of which asks now this way and
-//! now that. What they have heard together is everything, and each thing once.
+//! Several threads over one sender, each with a random mix of all calls: together they get every
+//! report, each once.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -16,10 +16,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const THREADS: u64 = 6;
 const EACH: u64 = 300;
 const SLOTS: [u64; 3] = [100, 200, 300];
-/// What a message begins with: its name, and its length.
+/// The header of a message: its name and its length.
 const HEADER: usize = 16;
 
-/// What somebody has been told.
+/// The reports that one thread has got.
 #[derive(Default)]
 struct Heard {
     /// The names of the buffers, and their numbers.
@@ -34,7 +34,7 @@ impl Heard {
             returned.outcome.expect("it was sent");
             self.back
                 .push((name_of(&returned.buffer).0, returned.number));
-            // Nobody may read it any more.
+            // The kernel must no longer read it.
             returned.buffer.fill(0xee);
         }
     }
@@ -70,7 +70,7 @@ fn name_of(message: &[u8]) -> (u64, usize) {
     (number(0), number(8) as usize)
 }
 
-/// How long a message is; on a stream some are longer than what is sent in place by itself.
+/// Length of a message in bytes; on a stream some are above the limit of a gathered request.
 fn len_of(name: u64, longest: usize) -> usize {
     HEADER + (name.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % (longest - HEADER)
 }
@@ -90,13 +90,13 @@ fn mix(sender: &SharedSender<Vec<u8>>, thread: u64, longest: usize) -> Heard {
             outgoing.slot = Some((name % 3) as u32);
             outgoing.flush = name.is_multiple_of(7);
         }
-        let way = (turn + thread) % 6;
-        let room = match way {
+        let mode = (turn + thread) % 6;
+        let room = match mode {
             // Any room, also none.
             2 => &mut room[..turn as usize % 17],
             _ => &mut room[..],
         };
-        let sent = match way {
+        let sent = match mode {
             2 => {
                 let sent = sender.send_with(outgoing, room);
                 sent.map(|count| heard.told.extend_from_slice(&room[..count]))
@@ -104,7 +104,7 @@ fn mix(sender: &SharedSender<Vec<u8>>, thread: u64, longest: usize) -> Heard {
             _ => sender.send(outgoing).map(drop),
         };
         sent.map_err(|refused| refused.why).expect("it is accepted");
-        match way {
+        match mode {
             0 => heard.take_back(sender),
             1 => heard.take_posted(sender),
             3 => drop(heard.take_told(sender, room)),
@@ -129,7 +129,7 @@ fn open(backend: Backend, socket: impl Into<std::os::fd::OwnedFd>) -> SharedSend
     sender.into_shared().expect("descriptors")
 }
 
-/// Everything is told of once by all threads together.
+/// All threads together get every report once.
 fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
     let mut heard = thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS)
@@ -145,7 +145,7 @@ fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
         heard
     });
     assert!(sender.finish(Some(PATIENCE)).expect("the kernel answers"));
-    // One more for each slot tells how many notifiers there have been before it.
+    // The sequence number of one more notifier per slot is the number of earlier ones.
     let most = THREADS * EACH;
     for slot in 0..SLOTS.len() as u64 {
         let name = most + slot;
@@ -186,14 +186,14 @@ fn all_together(sender: &SharedSender<Vec<u8>>, longest: usize, what: &str) {
         sequences.sort_unstable();
         let all = 0..sequences.len() as u32;
         assert!(sequences.iter().copied().eq(all), "{what}: {tag}");
-        // Those of flushes, not only of the end.
+        // Notifications of flushes, not only of the final one.
         assert!(sequences.len() > 10, "{what}: {tag}: {}", sequences.len());
     }
     assert_eq!(sender.stats().failed, 0, "{what}");
 }
 
 #[test]
-fn threads_that_ask_in_every_way_hear_everything_once_of_datagrams() {
+fn threads_get_every_datagram_report_once_by_mixed_calls() {
     with_sink("threads_that_ask_of_datagrams", || {
         for backend in BACKENDS {
             let socket = UdpSocket::bind("0.0.0.0:0").expect("an address");
@@ -203,7 +203,7 @@ fn threads_that_ask_in_every_way_hear_everything_once_of_datagrams() {
     });
 }
 
-/// Reads messages to the end of the stream. Each is what it says, and is there once.
+/// Reads messages to the end of the stream. Each is intact, and arrives once.
 fn read_messages(mut stream: TcpStream, longest: usize) {
     stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let mut bytes = Vec::new();
@@ -222,7 +222,7 @@ fn read_messages(mut stream: TcpStream, longest: usize) {
 }
 
 #[test]
-fn threads_that_ask_in_every_way_hear_everything_once_of_a_stream() {
+fn threads_get_every_stream_report_once_by_mixed_calls() {
     const LONGEST: usize = 30_000;
     for backend in BACKENDS {
         let (told, address) = mpsc::channel();

@@ -1,6 +1,6 @@
-//! TCP under an upper-layer protocol: the kernel encrypts (TLS), and refuses flags that it does not
-//! know, MSG_ZEROCOPY and MSG_WAITALL among them. Everything arrives, by copies, and is told so. The
-//! same runs over the kernels of stock guests (`owned_buffers_over_kernel_tls`).
+//! TCP with an upper-layer protocol: kernel TLS encrypts, and refuses flags that it does not know,
+//! such as MSG_ZEROCOPY and MSG_WAITALL. Everything arrives, by copies, and is reported as copied.
+//! The same runs over the kernels of stock guests (`owned_buffers_over_kernel_tls`).
 
 use std::io::{self, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const CHUNK: usize = 1 << 16;
 const CHUNKS: usize = 16;
 
-/// Encrypts what is sent from here on.
+/// Enables encryption for later bytes.
 fn encrypt(socket: impl AsFd) {
     network::set_upper_layer(&socket, "tls").expect("kernel TLS");
     network::encrypt(&socket).expect("keys");
@@ -72,8 +72,8 @@ fn open(socket: TcpStream, backend: Backend) -> Result<Sender<Vec<u8>>, OpenErro
 }
 
 #[test]
-fn a_socket_that_encrypts_is_sent_from_by_copies() {
-    let name = "a_socket_that_encrypts_is_sent_from_by_copies";
+fn sends_on_a_kernel_tls_socket_are_copied() {
+    let name = "sends_on_a_kernel_tls_socket_are_copied";
     let Some((near, far)) = pair_with_keys(name) else {
         return;
     };
@@ -90,8 +90,8 @@ fn a_socket_that_encrypts_is_sent_from_by_copies() {
 }
 
 #[test]
-fn a_socket_that_is_to_encrypt_later_goes_on_by_copies() {
-    let name = "a_socket_that_is_to_encrypt_later_goes_on_by_copies";
+fn sends_are_copied_after_kernel_tls_is_enabled() {
+    let name = "sends_are_copied_after_kernel_tls_is_enabled";
     for backend in BACKENDS {
         for wish in [Copying::Never, Copying::Always] {
             let Some((near, far)) = pair_with_keys(name) else {
@@ -112,7 +112,7 @@ fn a_socket_that_is_to_encrypt_later_goes_on_by_copies() {
     }
 }
 
-/// As `send_all`; who copies anyway need not find out that there is no other way.
+/// As `send_all`, for a sender that may copy from the first send on.
 fn send_all_either(mut sender: Sender<Vec<u8>>, wish: Copying) -> u64 {
     let mut at = 0;
     if wish == Copying::Always {
@@ -125,7 +125,7 @@ fn send_all_either(mut sender: Sender<Vec<u8>>, wish: Copying) -> u64 {
 /// The kernel marks a socket as one that cannot send without a copy before it finds out that the
 /// protocol is none for programs. MPTCP's is such a one, and built into many kernels.
 #[test]
-fn a_socket_that_cannot_any_more_goes_on_by_copies() {
+fn sends_are_copied_after_the_socket_loses_zero_copy() {
     let (near, far) = pair();
     let mut sender = match open(near, Backend::Uring) {
         Err(OpenError::Unavailable(_)) => {

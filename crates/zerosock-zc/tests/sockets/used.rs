@@ -1,5 +1,5 @@
-//! Sockets that were sent over before without a copy, by a sender or by the program: the kernel goes
-//! on counting, and a buffer comes back when the kernel is done with that one all the same.
+//! Sockets that an earlier sender or the application used for zero-copy sends: the kernel continues
+//! its count of ids, and a buffer is returned when the kernel no longer reads it.
 
 use std::io::Read;
 use std::net::{TcpListener, TcpStream, UdpSocket};
@@ -17,10 +17,9 @@ use zerosock_zc::{Backend, Copying, Outgoing, Sender, Sent};
 use crate::network::{SINK, with_sink};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// What a socket was used for before: by a sender, or by the program, which may not have asked what
-/// became of it.
+/// The earlier use of a socket: by a sender, or by the application, which may not have read the error queue.
 const BEFORE: [Option<Backend>; 3] = [Some(Backend::Uring), Some(Backend::ErrorQueue), None];
-/// So many were sent before.
+/// Number of earlier sends.
 const SENDS: usize = 300;
 
 fn open(socket: OwnedFd, backend: Backend) -> Sender<Vec<u8>> {
@@ -69,7 +68,7 @@ fn back(sender: &mut Sender<Vec<u8>>) -> Vec<Option<u32>> {
 }
 
 #[test]
-fn a_stream_that_was_used_gives_back_what_was_received() {
+fn a_previously_used_stream_returns_received_buffers() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("an address");
     for (before, then) in BEFORE
@@ -93,7 +92,7 @@ fn a_stream_that_was_used_gives_back_what_was_received() {
         lengths.into_iter().for_each(|len| push(&mut sender, len));
         sender.submit().expect("the kernel answers");
         let mut numbers = back(&mut sender);
-        // The last of a range may be given back first.
+        // The last buffer of a range may be returned first.
         numbers.sort_unstable();
         let early: Vec<_> = (0..numbers.len() as u32).map(Some).collect();
         assert_eq!(numbers, early, "{what}");
@@ -116,12 +115,12 @@ fn tc(words: &str) {
     assert!(output.status.success(), "tc {words}: {told}");
 }
 
-/// A queue in front of the device that lets 3000 bytes pass, and holds back the rest.
-fn hold_back() {
+/// A queue in front of the device that passes 3000 bytes, and queues the rest.
+fn delay_packets() {
     tc("qdisc replace dev sink0 root tbf rate 8bit burst 3000 limit 60000");
 }
 
-fn let_go() {
+fn release_packets() {
     tc("qdisc del dev sink0 root");
 }
 
@@ -133,7 +132,7 @@ fn connected(to: &str) -> UdpSocket {
 }
 
 #[test]
-fn a_datagram_socket_that_was_used_gives_back_what_was_sent() {
+fn a_previously_used_datagram_socket_returns_sent_buffers() {
     with_sink("a_datagram_socket_that_was_used", || {
         for (to, before) in SINK
             .into_iter()
@@ -144,14 +143,14 @@ fn a_datagram_socket_that_was_used_gives_back_what_was_sent() {
             let dup = socket.try_clone().expect("a descriptor");
             use_it(dup.into(), before);
             let mut sender = open(socket.into(), Backend::ErrorQueue);
-            hold_back();
+            delay_packets();
             for _ in 0..5 {
                 push(&mut sender, 2500);
             }
             sender.submit().expect("the kernel answers");
             // The first is through, the others wait.
             assert_eq!(back(&mut sender), [Some(0)], "{what}");
-            let_go();
+            release_packets();
             assert!(sender.finish(Some(PATIENCE)).expect("it answers"), "{what}");
             let mut numbers = back(&mut sender);
             numbers.sort_unstable();
@@ -161,7 +160,7 @@ fn a_datagram_socket_that_was_used_gives_back_what_was_sent() {
     });
 }
 
-/// Bytes that tell when they are freed.
+/// Bytes that count when they are freed.
 struct Owner(Vec<u8>, Arc<AtomicBool>);
 
 impl AsRef<[u8]> for Owner {
@@ -177,7 +176,7 @@ impl Drop for Owner {
 }
 
 #[test]
-fn who_comes_while_another_waits_for_the_kernel_copies() {
+fn a_second_sender_copies_while_the_first_has_pending_notifications() {
     with_sink("who_comes_while_another_waits", || {
         let freed = Arc::new(AtomicBool::new(false));
         let is_freed = || freed.load(Ordering::SeqCst);
@@ -193,11 +192,11 @@ fn who_comes_while_another_waits_for_the_kernel_copies() {
         let socket = connected(SINK[0]);
         let mut second = open(socket.try_clone().expect("a descriptor"));
         let mut first = open(socket);
-        hold_back();
+        delay_packets();
         send(&mut first, vec![1; 2500].into());
         let waits = Owner(vec![2; 2500], Arc::clone(&freed));
         send(&mut first, Bytes::from_owner(waits));
-        // While the one lives, and when it has gone: nobody takes the other's notifications.
+        // While the first sender exists, and after its drop: the second does not take its notifications.
         for round in 0..2 {
             send(&mut second, vec![3; 2500].into());
             let outcome = second.returned().expect("it is free").outcome;
@@ -214,7 +213,7 @@ fn who_comes_while_another_waits_for_the_kernel_copies() {
         let outcome = second.returned().expect("it is free").outcome;
         assert_eq!(outcome.expect("it was sent"), Sent::Copied);
         assert!(!is_freed());
-        let_go();
+        release_packets();
         let begun = Instant::now();
         while !is_freed() {
             assert!(begun.elapsed() < PATIENCE, "it is not freed");

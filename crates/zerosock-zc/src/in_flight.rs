@@ -1,56 +1,69 @@
-//! One send, from its acceptance until its place is free.
+//! The state of one send, from its acceptance until its place is free.
 
 use std::io;
 
 use super::calibration::Class;
 use super::message::{Failed, Sent};
 use super::slots::{Attached, Ticket};
-use crate::sys::Way;
+use crate::sys::SendMode;
 
-pub(super) struct Flight {
-    /// Sends accepted before it: what the order of a stream is kept by.
+pub(super) struct InFlightSend {
+    /// Number of sends accepted before this one. The order of requests on a stream.
     pub(super) ordinal: u64,
+    /// The number reported to the application; none if the send is always copied.
     pub(super) number: Option<u32>,
+    /// The position among the sends of its slot, until it is reported to the slot.
     pub(super) ticket: Option<Ticket>,
+    /// The notifier it is attached to, until its buffer is free.
     pub(super) attached: Option<Attached>,
+    /// Length of the buffer, in bytes.
     pub(super) total: usize,
+    /// Bytes that the kernel has taken.
     pub(super) sent: usize,
-    pub(super) way: Way,
-    /// Its class is that of registered memory.
+    /// How the next request is made.
+    pub(super) mode: SendMode,
+    /// The buffer was expected to lie in registered memory when it was accepted.
     pub(super) registered: bool,
-    /// Kept by the policy's class while that is measured.
+    /// The calibration class, if the cost of this send can be measured.
     pub(super) class: Option<Class>,
+    /// The error number with which it failed.
     pub(super) failure: Option<i32>,
+    /// How often it waited for memory.
     pub(super) rounds: u8,
-    /// Bytes of its last request, if that was of sends behind it, too.
+    /// Length of its last request in bytes, if that contained later sends as well; otherwise 0.
     pub(super) gathered: usize,
+    /// Flushes its slot if it succeeds.
     pub(super) flush: bool,
+    /// Sent with MSG_MORE.
     pub(super) more: bool,
     pub(super) part: Part,
-    /// The turn in which its last request was made.
-    pub(super) turn: u64,
+    /// The number of the submission ([`Measurement`](super::measurement::Measurement)) of its last request.
+    pub(super) submission: u64,
+    /// A request was made of it.
     pub(super) started: bool,
-    pub(super) over: bool,
-    /// Over for now: a piece that may be asked again (`cork`).
+    /// The kernel took all of it, or it failed.
+    pub(super) finished: bool,
+    /// A finished piece that may be requested again (`cork`).
     pub(super) kept: bool,
-    /// It is not to be asked again, and fails with this.
+    /// It is not requested again, and fails with this error number.
     pub(super) cancelled: Option<i32>,
-    /// Some request of it was made without a copy, and some was copied.
+    /// A request of it was made without a copy.
     pub(super) in_place: bool,
+    /// A request of it was copied, by us or by the kernel.
     pub(super) copied: bool,
 }
 
-/// What a send is of a datagram that is sent in pieces (MSG_MORE).
+/// The position of a send in a datagram that is sent in pieces (MSG_MORE).
 #[derive(Copy, Clone, Debug, Eq, PartialEq)]
 pub(super) enum Part {
-    /// All of it; every send on a stream.
+    /// A whole datagram; on a stream, every send.
     Whole,
     First,
     Later,
 }
 
-impl Flight {
-    /// What lies beside a place that has never been used.
+impl InFlightSend {
+    /// The state of a place that has never been used.
     pub(super) fn vacant() -> Self {
         Self {
             ordinal: 0,
@@ -59,7 +72,7 @@ impl Flight {
             attached: None,
             total: 0,
             sent: 0,
-            way: Way::Copy,
+            mode: SendMode::Copy,
             registered: false,
             class: None,
             failure: None,
@@ -68,9 +81,9 @@ impl Flight {
             flush: false,
             more: false,
             part: Part::Whole,
-            turn: 0,
+            submission: 0,
             started: false,
-            over: false,
+            finished: false,
             kept: false,
             cancelled: None,
             in_place: false,
@@ -90,7 +103,7 @@ impl Flight {
     }
 }
 
-/// The error of this number; 0 is that the kernel took nothing and did not say why.
+/// The error of this number; 0 means that the kernel took nothing and gave no reason.
 pub(super) fn error(code: i32) -> io::Error {
     match code {
         0 => io::ErrorKind::WriteZero.into(),

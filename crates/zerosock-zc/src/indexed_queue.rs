@@ -1,18 +1,18 @@
 //! A queue with access from the front by index, each operation in constant time.
 //!
 //! # Invariants
-//! No operation costs more when the queue is longer. Tests count the operations, so that a caller that
-//! walks along the queue is found.
+//! No operation costs more when the queue is longer. Tests count the operations to find a caller that
+//! iterates over the queue.
 
 use std::collections::VecDeque;
 
-pub(super) struct Line<T> {
+pub(super) struct IndexedQueue<T> {
     all: VecDeque<T>,
     #[cfg(test)]
     steps: u64,
 }
 
-impl<T> Default for Line<T> {
+impl<T> Default for IndexedQueue<T> {
     fn default() -> Self {
         Self {
             all: VecDeque::new(),
@@ -22,7 +22,7 @@ impl<T> Default for Line<T> {
     }
 }
 
-impl<T> Line<T> {
+impl<T> IndexedQueue<T> {
     fn step(&mut self) -> &mut VecDeque<T> {
         #[cfg(test)]
         {
@@ -57,7 +57,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// How many operations there were.
+    /// Number of operations so far.
     #[cfg(test)]
     pub(super) fn steps(&self) -> u64 {
         self.steps

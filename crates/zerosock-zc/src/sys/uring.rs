@@ -1,19 +1,19 @@
-//! The carrier over io_uring.
+//! The back-end over io_uring.
 //!
-//! A ring is for one socket, which is registered with it. A request is an entry of the submission queue;
-//! only [`submit`](Ring::submit) and waiting are system calls. Completions are read from memory that the
-//! kernel shares. A zero-copy request has two: its result, with a flag that says whether a notification
-//! follows, and the notification. Which completion belongs to which request, and when a place is idle, is
-//! kept by `requests`.
+//! A ring is for one socket, which is registered with it. A request is an entry of the submission
+//! queue; only [`submit`](UringBackend::submit) and waiting are system calls. Completions are read from
+//! memory that the kernel shares. A zero-copy request has two: its result, with a flag that says
+//! whether a notification follows, and the notification. Which completion belongs to which request, and
+//! when a place is idle, is kept by `requests`.
 //!
-//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a packet with
-//! the end of one request and the beginning of the next ties their notifications (`io_link_skb`), and so
-//! on for as long as there is more to send. The kernel then posts none of them until everything is
-//! acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
+//! On TCP, the notifications of consecutive requests can be tied together: since Linux 6.10 a packet
+//! with the end of one request and the beginning of the next ties their notifications (`io_link_skb`),
+//! and so on for as long as there is more to send. The kernel then posts none of them until everything
+//! is acknowledged. So a packet ends with a request (MSG_EOR) every 128 KiB.
 //!
 //! The ring has COOP_TASKRUN: the kernel posts completions when the thread that submitted enters it for
-//! any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag in shared
-//! memory says that completions wait to be posted.
+//! any reason, at the latest at a tick of the clock, and does not interrupt the thread. A flag in
+//! shared memory says that completions wait to be posted.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -25,61 +25,60 @@ use std::time::Duration;
 use io_uring::{IoUring, Probe, cqueue, opcode, squeue, types};
 
 use super::arenas::Arenas;
-use super::carrier::Held;
 use super::places::{Place, header};
-use super::requests::{Posted, Request, Together};
-use super::{Event, Key, Kind, NotStarted, Order, Piece, Stable, Started, Way};
+use super::requests::{CompletionEntry, GatherRules, Request};
+use super::zc_socket::SocketState;
+use super::{Event, Key, Kind, NotStarted, Piece, SendMode, Stable, Started, Submission};
 
 /// `IORING_SEND_ZC_REPORT_USAGE`: the notification says whether the kernel copied (Linux 6.2, and
 /// stable releases of 6.1).
 pub(super) const REPORT_USAGE: u16 = 1 << 3;
 /// `IORING_RECVSEND_FIXED_BUF`: from registered memory. Of several pieces since Linux 6.15.
 const FIXED_BUF: u16 = 1 << 2;
-/// User data of entries that belong to no request: a wait for a writable socket.
-const NOBODY: u64 = u64::MAX;
-/// The socket's place among the ring's files.
+/// User data of entries that belong to no request: polls for a writable socket.
+const NO_REQUEST: u64 = u64::MAX;
+/// The index of the socket among the registered files of the ring.
 pub(super) const SOCKET: types::Fixed = types::Fixed(0);
-/// Bytes without a copy whose notifications may be tied together. A packet that ends with a request is
-/// shorter than others, and costs as much.
-const TIED: usize = 128 << 10;
-/// The longest that the thread of orphans waits for one ring.
-const MOMENT: Duration = Duration::from_millis(5);
+/// Number of zero-copy bytes that may have tied notifications. Ending a packet with a request makes
+/// it shorter than others at the same cost.
+const MAX_TIED_BYTES: usize = 128 << 10;
+/// The longest time that the thread of `orphans` waits for one ring.
+const CANCEL_TIMEOUT: Duration = Duration::from_millis(5);
 /// The longest request, in bytes; the kernel takes no more in one call (MAX_RW_COUNT).
-pub(super) const LONGEST: usize = 0x7fff_f000;
+pub(super) const MAX_REQUEST_LEN: usize = 0x7fff_f000;
 
-/// What was not done yet of a ring that is to go.
+/// The next step of the shutdown of a ring.
 #[derive(Copy, Clone, Eq, PartialEq)]
 enum Ending {
-    /// Requests that the kernel has are to be cancelled.
+    /// Cancel the requests that the kernel has.
     Requests,
-    /// They have been; the ring has the socket open.
+    /// Unregister the socket.
     Socket,
     Nothing,
 }
 
-/// A ring of its own for the sends of one socket.
-pub(super) struct Ring {
+/// An io_uring instance for the sends of one socket.
+pub(super) struct UringBackend {
     ring: IoUring,
     arenas: Arenas,
-    /// Entries of the submission queue that the kernel has not been told of.
+    /// Number of entries of the submission queue that were not submitted.
     queued: usize,
-    /// What those entries carry as user data, in their order.
-    unsent: VecDeque<u64>,
-    /// Bytes without a copy since a packet ended with a request.
-    tied: usize,
-    /// Requests of several pieces can be from registered memory.
+    /// User data of those entries, in order.
+    unsubmitted: VecDeque<u64>,
+    /// Number of zero-copy bytes since a packet ended with a request.
+    tied_bytes: usize,
+    /// The kernel supports requests of several pieces of registered memory.
     vectors_of_arenas: bool,
-    /// Of a ring that is to go: what is left to be ended.
+    /// The next step of the shutdown, after the drop of the `ZcSocket`.
     ending: Ending,
 }
 
-impl Ring {
-    /// A ring for `socket` with `capacity` places.
+impl UringBackend {
+    /// Creates a ring for `socket` with `capacity` places.
     ///
     /// # Errors
-    /// `Unsupported` where the kernel lacks what is needed (before Linux 6.2, but for stable
-    /// releases of 6.1); what io_uring_setup(2)
-    /// answers, EPERM where it is forbidden.
+    /// `Unsupported` before Linux 6.2, except for stable releases of 6.1; errors of io_uring_setup(2), EPERM
+    /// where it is forbidden.
     pub(super) fn open(socket: impl AsFd, capacity: u32) -> io::Result<Self> {
         let answers = supported()?;
         if !answers.zero_copy {
@@ -99,42 +98,45 @@ impl Ring {
             ring,
             arenas: Arenas::default(),
             queued: 0,
-            unsent: VecDeque::new(),
-            tied: 0,
+            unsubmitted: VecDeque::new(),
+            tied_bytes: 0,
             vectors_of_arenas: answers.vectors_of_arenas,
             ending: Ending::Requests,
         })
     }
 
-    /// The kernel learns of the request by `submit`.
+    /// Queues a request for `submit`.
     pub(super) fn start<B: Stable>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         keys: &[Key],
-        order: Order,
+        submission: Submission,
     ) -> Result<Started, NotStarted> {
         let room = self.ring.params().sq_entries() as usize - self.queued;
-        if room < 1 + usize::from(order.when_writable) {
+        if room < 1 + usize::from(submission.when_writable) {
             return Err(NotStarted::QueueFull);
         }
-        // Our crate has no word for the number of an arena in a request of several pieces: it is 0.
+        // The crate io_uring cannot set the index of the arena in a request of several pieces: it is 0.
         let alone = |arena| !self.vectors_of_arenas || !self.arenas.is_first(arena);
-        let place = keys.first().and_then(|&first| held.places.get(first));
+        let place = keys.first().and_then(|&first| state.places.get(first));
         let arena = place.and_then(|place| place.buffer.as_ref()?.arena());
-        let together = Together {
-            many: held.gathers(order.way) && (order.way == Way::Copy || !arena.is_some_and(alone)),
-            by_arena: order.way == Way::ZeroCopy,
-            longest: held.longest(order.way),
+        let rules = GatherRules {
+            many: state.gathers(submission.mode)
+                && (submission.mode == SendMode::Copy || !arena.is_some_and(alone)),
+            by_arena: submission.mode == SendMode::ZeroCopy,
+            longest: state.longest(submission.mode),
         };
-        let id = held.requests.gather(&held.places, keys, &order, together)?;
-        let request = held.requests.get_mut(id);
-        let flags = self.flags(request.total(), held.kind, order);
-        let entry = self.entry(request, place, order.way, flags);
+        let id = state
+            .requests
+            .gather(&state.places, keys, &submission, rules)?;
+        let request = state.requests.get_mut(id);
+        let flags = self.flags(request.total(), state.kind, submission);
+        let entry = self.entry(request, place, submission.mode, flags);
         if let Some(number) = request.arena {
             self.arenas.begun(number);
         }
         let places = request.places();
-        let follows = order.linked || order.whole && places < keys.len();
+        let follows = submission.linked || submission.whole && places < keys.len();
         let started = Started {
             places,
             linked: follows && !request.is_cut,
@@ -144,25 +146,25 @@ impl Ring {
             true => squeue::Flags::IO_LINK,
             false => squeue::Flags::empty(),
         };
-        let entry = entry.user_data(held.requests.user_data(id)).flags(link);
-        if order.when_writable {
+        let entry = entry.user_data(state.requests.user_data(id)).flags(link);
+        if submission.when_writable {
             let poll = opcode::PollAdd::new(SOCKET, libc::POLLOUT as u32)
                 .build()
-                .user_data(NOBODY)
+                .user_data(NO_REQUEST)
                 .flags(squeue::Flags::IO_LINK);
             self.push(&poll);
         }
         self.push(&entry);
-        held.requests.begun(&mut held.places, id);
+        state.requests.begun(&mut state.places, id);
         Ok(started)
     }
 
-    /// Of a request, to the address of its first place, from the arena that this lies in.
+    /// The submission queue entry of a request, with the address and the arena of its first place.
     fn entry<B: Stable>(
         &mut self,
         request: &mut Request,
         place: Option<&Place<B>>,
-        way: Way,
+        mode: SendMode,
         flags: i32,
     ) -> squeue::Entry {
         let address = place.and_then(|place| place.address.as_ref());
@@ -174,8 +176,8 @@ impl Ring {
                     Some(address) => (address.as_ptr(), address.len()),
                     None => (std::ptr::null(), 0),
                 };
-                match way {
-                    Way::ZeroCopy => {
+                match mode {
+                    SendMode::ZeroCopy => {
                         request.arena = arena.and_then(|it| self.arenas.number(&self.ring, it));
                         opcode::SendZc::new(SOCKET, piece.address, piece.len as u32)
                             .buf_index(request.arena)
@@ -185,7 +187,7 @@ impl Ring {
                             .zc_flags(REPORT_USAGE)
                             .build()
                     }
-                    Way::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
+                    SendMode::Copy => opcode::Send::new(SOCKET, piece.address, piece.len as u32)
                         .dest_addr(to)
                         .dest_addr_len(to_len)
                         .flags(flags)
@@ -194,8 +196,8 @@ impl Ring {
             }
             _ => {
                 let header = request.header(address);
-                match way {
-                    Way::ZeroCopy => {
+                match mode {
+                    SendMode::ZeroCopy => {
                         let number = arena.and_then(|it| self.arenas.number(&self.ring, it));
                         request.arena = number.filter(|&number| number == 0);
                         let fixed = match request.arena {
@@ -207,7 +209,7 @@ impl Ring {
                             .flags(flags as u32)
                             .build()
                     }
-                    Way::Copy => opcode::SendMsg::new(SOCKET, header)
+                    SendMode::Copy => opcode::SendMsg::new(SOCKET, header)
                         .flags(flags as u32)
                         .build(),
                 }
@@ -215,61 +217,60 @@ impl Ring {
         }
     }
 
-    /// Of a request of so many bytes.
-    fn flags(&mut self, total: usize, kind: Kind, order: Order) -> i32 {
+    /// The flags of a request of `total` bytes.
+    fn flags(&mut self, total: usize, kind: Kind, submission: Submission) -> i32 {
         let mut flags = libc::MSG_NOSIGNAL;
-        if order.whole {
+        if submission.whole {
             flags |= libc::MSG_WAITALL;
         }
-        if order.more {
+        if submission.more {
             flags |= libc::MSG_MORE;
         }
-        if kind.is_tcp() && order.way == Way::ZeroCopy {
-            self.tied += total;
-            if self.tied >= TIED && order.whole && !order.more {
-                self.tied = 0;
+        if kind.is_tcp() && submission.mode == SendMode::ZeroCopy {
+            self.tied_bytes += total;
+            if self.tied_bytes >= MAX_TIED_BYTES && submission.whole && !submission.more {
+                self.tied_bytes = 0;
                 flags |= libc::MSG_EOR;
             }
         }
         flags
     }
 
-    /// The caller has checked that the queue has room.
+    /// Adds an entry. The caller has checked that the queue has room.
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: what the entry refers to are buffers in their places, whose bytes stay where they
-        // are (`Stable`), an address in a place, and a message that is the request's. None of them
-        // leaves the place or is replaced before the kernel has given the request's result, and the
-        // buffers not before the notification (`Places::take`, `Requests::settle`). When the carrier,
-        // which has all of it, is dropped before, it lives on as a whole (`orphans`). A registered
-        // arena is mapped for as long as it is registered, and not replaced while a request names it
-        // (`arenas`).
+        // SAFETY: the entry refers to buffers in their places, which do not move (`Stable`), to an
+        // address in a place, and to the message header of the request. None of them is moved or freed
+        // before the result of the request, and no buffer before the notification (`Places::take`,
+        // `Requests::free_if_finished`). If the `ZcSocket`, which owns all of them, is dropped before, it is
+        // moved as a whole to the thread of `orphans`, or leaked. A registered arena is mapped as long as
+        // it is registered, and not replaced while a request names it (`arenas`).
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             self.queued += 1;
-            self.unsent.push_back(entry.get_user_data());
+            self.unsubmitted.push_back(entry.get_user_data());
         }
     }
 
-    /// Whether the kernel has something to post: what is done, or found no room in the queue.
+    /// Whether the kernel has completions to post: deferred ones, or those that found no room in the queue.
     fn has_more(&mut self) -> bool {
         let flags = self.ring.submission();
         flags.taskrun() || flags.cq_overflow()
     }
 
-    pub(super) fn submit<B>(&mut self, held: &mut Held<B>) -> io::Result<()> {
+    pub(super) fn submit<B>(&mut self, state: &mut SocketState<B>) -> io::Result<()> {
         if self.queued == 0 {
             return Ok(());
         }
-        self.enter(held, 0, None)
+        self.enter(state, 0, None)
     }
 
-    /// One io_uring_enter(2): submits what is queued, waits for `want` completions.
+    /// One io_uring_enter(2): submits the queued entries, and waits for `want` completions.
     fn enter<B>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         want: usize,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        held.calls += 1;
+        state.system_calls += 1;
         let result = match timeout {
             Some(timeout) => {
                 let time = types::Timespec::from(timeout);
@@ -279,48 +280,48 @@ impl Ring {
             None => self.ring.submitter().submit_and_wait(want),
         };
         self.queued = self.ring.submission().len();
-        self.unsent
-            .drain(..self.unsent.len().saturating_sub(self.queued));
+        self.unsubmitted
+            .drain(..self.unsubmitted.len().saturating_sub(self.queued));
         match result.map_err(|error| (error.raw_os_error(), error)) {
             Ok(_) | Err((Some(libc::ETIME | libc::EINTR | libc::EBUSY), _)) => Ok(()),
             Err((_, error)) => Err(error),
         }
     }
 
-    pub(super) fn reap<B>(&mut self, held: &mut Held<B>) -> io::Result<()> {
+    pub(super) fn reap<B>(&mut self, state: &mut SocketState<B>) -> io::Result<()> {
         if self.ring.completion().is_empty() && self.has_more() {
-            self.enter(held, 0, Some(Duration::ZERO))?;
+            self.enter(state, 0, Some(Duration::ZERO))?;
         }
         Ok(())
     }
 
     pub(super) fn wait<B>(
         &mut self,
-        held: &mut Held<B>,
+        state: &mut SocketState<B>,
         timeout: Option<Duration>,
     ) -> io::Result<()> {
-        let has_news = !held.requests.events.is_empty() || !self.ring.completion().is_empty();
-        if held.places.owed == 0 || has_news {
-            return self.submit(held);
+        let has_news = !state.requests.events.is_empty() || !self.ring.completion().is_empty();
+        if state.places.busy == 0 || has_news {
+            return self.submit(state);
         }
-        self.enter(held, 1, timeout)
+        self.enter(state, 1, timeout)
     }
 
-    pub(super) fn event<B>(&mut self, held: &mut Held<B>) -> Option<Event> {
+    pub(super) fn event<B>(&mut self, state: &mut SocketState<B>) -> Option<Event> {
         loop {
-            if let Some(event) = held.requests.events.pop_front() {
+            if let Some(event) = state.requests.events.pop_front() {
                 return Some(event);
             }
             let entry = self.ring.completion().next()?;
-            if entry.user_data() == NOBODY {
+            if entry.user_data() == NO_REQUEST {
                 continue;
             }
-            let posted = Posted {
+            let posted = CompletionEntry {
                 user_data: entry.user_data(),
                 result: entry.result(),
                 flags: entry.flags(),
             };
-            if let Some(number) = held.requests.posted(&mut held.places, posted) {
+            if let Some(number) = state.requests.posted(&mut state.places, posted) {
                 self.arenas.ended(number);
             }
         }
@@ -339,61 +340,60 @@ impl Ring {
         }
     }
 
-    /// Ends the requests that the kernel has not been told of: it will not be. Nothing is to be
-    /// started or submitted after that.
-    pub(super) fn abandon<B>(&mut self, held: &mut Held<B>) {
-        for user_data in self.unsent.drain(..) {
-            if user_data != NOBODY {
-                held.requests.abandoned(&mut held.places, user_data);
+    /// Ends the requests that were not submitted. Nothing may be started or submitted after that.
+    pub(super) fn abandon<B>(&mut self, state: &mut SocketState<B>) {
+        for user_data in self.unsubmitted.drain(..) {
+            if user_data != NO_REQUEST {
+                state.requests.abandoned(&mut state.places, user_data);
             }
         }
     }
 
-    /// Goes on with the end of a ring whose carrier was dropped, and takes in what the kernel says.
-    pub(super) fn go_on_ending<B>(&mut self, held: &mut Held<B>) {
+    /// Continues the shutdown of a ring after the drop of its `ZcSocket`, and handles its completions.
+    pub(super) fn continue_shutdown<B>(&mut self, state: &mut SocketState<B>) {
         if self.has_more() {
             const GETEVENTS: u32 = 1;
             let (submit, wait, argument) = (0, 0, None::<&libc::sigset_t>);
-            // SAFETY: nothing is submitted, which matters: what was abandoned is in the queue, and
-            // its buffers may be free. No argument is given.
+            // SAFETY: nothing is submitted: the queue still contains abandoned entries, and their buffers
+            // may be free. No argument is given.
             // If the call is refused, completions that fit into the queue are still posted.
             let _ = unsafe {
                 self.ring
                     .submitter()
                     .enter(submit, wait, GETEVENTS, argument)
             };
-            held.calls += 1;
+            state.system_calls += 1;
         }
-        while self.event(held).is_some() {}
-        self.end(held);
-        while self.event(held).is_some() {}
+        while self.event(state).is_some() {}
+        self.end(state);
+        while self.event(state).is_some() {}
     }
 
-    /// The socket is let go when only notifications are to come: its peer is told of the end, and older
-    /// kernels wait for requests before they let it go.
-    fn end<B>(&mut self, held: &mut Held<B>) {
-        if self.ending == Ending::Requests && self.cancel_within(Some(MOMENT)).is_ok() {
+    /// Unregisters the socket when only notifications are pending: this closes the connection. Older kernels
+    /// wait for requests before they release the socket.
+    fn end<B>(&mut self, state: &mut SocketState<B>) {
+        if self.ending == Ending::Requests && self.cancel_within(Some(CANCEL_TIMEOUT)).is_ok() {
             self.ending = Ending::Socket;
         }
-        while self.event(held).is_some() {}
-        let ended = self.ending == Ending::Socket || held.places.owed == 0;
-        if ended && self.ending != Ending::Nothing && !held.places.has_requests() {
-            self.let_go();
+        while self.event(state).is_some() {}
+        let ended = self.ending == Ending::Socket || state.places.busy == 0;
+        if ended && self.ending != Ending::Nothing && !state.places.has_requests() {
+            self.unregister_socket();
             self.ending = Ending::Nothing;
         }
     }
 
-    /// Of the socket.
-    pub(super) fn let_go(&self) {
+    /// Removes the socket from the registered files of the ring.
+    pub(super) fn unregister_socket(&self) {
         let _ = self.ring.submitter().unregister_files();
     }
 
-    /// How many arenas of pools it has registered.
+    /// Number of registered pool arenas.
     pub(super) fn registered(&self) -> usize {
         self.arenas.count()
     }
 
-    /// Whether a request without a copy of this buffer is expected to be from registered memory.
+    /// Whether a zero-copy request of this buffer will probably use registered memory.
     pub(super) fn expects_registered(&self, buffer: &impl Stable) -> bool {
         let arena = buffer.arena();
         arena.is_some_and(|arena| self.arenas.expects(arena))
@@ -405,42 +405,43 @@ impl Ring {
     }
 }
 
-/// What the kernel has.
+/// Features of io_uring on this machine.
 #[derive(Copy, Clone, Debug)]
-pub(super) struct Answers {
-    /// Zero-copy sends that report whether they copied, and lets us use them.
+pub(super) struct UringFeatures {
+    /// Zero-copy sends with notifications that say whether the kernel copied.
     pub(super) zero_copy: bool,
-    /// Those of several pieces of registered memory.
+    /// Zero-copy sends of several pieces of registered memory.
     vectors_of_arenas: bool,
 }
 
-/// What the kernel has, and lets us use.
-pub(super) fn supported() -> io::Result<Answers> {
-    static SUPPORTED: OnceLock<Answers> = OnceLock::new();
+/// The features of io_uring that this process may use.
+pub(super) fn supported() -> io::Result<UringFeatures> {
+    static SUPPORTED: OnceLock<UringFeatures> = OnceLock::new();
     if let Some(&known) = SUPPORTED.get() {
         return Ok(known);
     }
-    // An error is no answer to keep: descriptors or memory can be short, and a filter one thread's.
-    let answer = try_out()?;
+    // An error is not cached: descriptors or memory can be short now, and a seccomp filter can apply to one
+    // thread.
+    let answer = probe_features()?;
     Ok(*SUPPORTED.get_or_init(|| answer))
 }
 
-fn try_out() -> io::Result<Answers> {
+fn probe_features() -> io::Result<UringFeatures> {
     let mut ring = IoUring::new(2)?;
     let mut probe = Probe::new();
     ring.submitter().register_probe(&mut probe)?;
     let zero_copy =
         probe.is_supported(opcode::SendZc::CODE) && probe.is_supported(opcode::SendMsgZc::CODE);
     if !zero_copy {
-        return Ok(Answers {
+        return Ok(UringFeatures {
             zero_copy,
             vectors_of_arenas: false,
         });
     }
-    // A kernel that does not know a flag says EINVAL before it looks at the descriptor.
+    // A kernel that does not know a flag returns EINVAL before it looks up the descriptor.
     let nowhere = types::Fd(-1);
     let one = opcode::SendZc::new(nowhere, std::ptr::null(), 0).zc_flags(REPORT_USAGE);
-    // SAFETY: it refers to nothing.
+    // SAFETY: the entry refers to no memory.
     let zero_copy = match unsafe { answer(&mut ring, &one.build()) }? {
         Some(libc::EBADF) => true,
         Some(libc::EINVAL) => false,
@@ -448,22 +449,22 @@ fn try_out() -> io::Result<Answers> {
     };
     let empty = header(&[], None);
     let many = opcode::SendMsgZc::new(nowhere, &raw const empty).ioprio(REPORT_USAGE | FIXED_BUF);
-    // SAFETY: it refers to a header of nothing, which is there until after the answer.
+    // SAFETY: the entry refers to an empty header, which outlives the request.
     let answer = unsafe { answer(&mut ring, &many.build()) }?;
-    // Or EFAULT, since no memory is registered.
+    // Also EFAULT, since no memory is registered.
     let vectors_of_arenas = answer == Some(libc::EBADF);
-    Ok(Answers {
+    Ok(UringFeatures {
         zero_copy,
         vectors_of_arenas,
     })
 }
 
-/// What is answered to a request without a socket. What it is notified of, or one before it, says nothing.
+/// The error number of a request without a socket. Notifications are ignored.
 ///
 /// # Safety
-/// What the request refers to is there until this returns.
+/// The memory that the request refers to is valid until this returns.
 unsafe fn answer(ring: &mut IoUring, entry: &squeue::Entry) -> io::Result<Option<i32>> {
-    // SAFETY: the caller's promise; without a socket nothing is sent from there later.
+    // SAFETY: the caller keeps the memory valid; without a socket the kernel does not read it later.
     unsafe { ring.submission().push(entry) }.map_err(io::Error::other)?;
     ring.submit_and_wait(1)?;
     let mut results = ring

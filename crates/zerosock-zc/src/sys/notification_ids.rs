@@ -1,0 +1,294 @@
+//! Which zero-copy request took which notification id.
+//!
+//! The kernel assigns consecutive ids to the zero-copy requests of a socket and reports ranges of ids
+//! when it no longer reads their buffers. Ranges can be reported in any order, and ids wrap. A reported
+//! id that this socket has not reached yet was taken by another sender. It is counted as well:
+//! otherwise each later buffer would be freed when the request before it completes.
+//!
+//! The first id can be unknown (`first_id`). No reported id is then matched with a request until the
+//! first can be derived. All ids are assumed to be those of this socket, so the first is known as soon
+//! as the reported ids span as many ids as were assigned.
+
+use std::collections::VecDeque;
+
+use super::requests::RequestId;
+
+/// The furthest that a reported id may be ahead of the next id.
+const MAX_AHEAD: u32 = 1 << 16;
+
+/// The request that took an id.
+#[derive(Copy, Clone, Debug, Eq, PartialEq)]
+enum IdOwner {
+    Request(RequestId),
+    /// The id was taken by a request that is not known.
+    Unknown,
+}
+
+#[derive(Default)]
+pub(super) struct NotificationIds {
+    /// Ids that were assigned and not reported, in their order. Later ids are removed when they are
+    /// reported, also if an earlier one stays for long.
+    outstanding: VecDeque<(u32, IdOwner)>,
+    /// The id that the next request takes.
+    next: u32,
+    /// Number of outstanding ids with [`IdOwner::Unknown`].
+    unknown: usize,
+    /// The first id is not known yet.
+    learning: bool,
+    /// The first and the last id that were reported while the first id was not known.
+    reported: Option<(u32, u32)>,
+}
+
+impl NotificationIds {
+    /// Starts with this id, or with one to be learnt.
+    pub(super) fn start(&mut self, next: Option<u32>) {
+        self.next = next.unwrap_or(0);
+        self.learning = next.is_none();
+    }
+
+    /// Whether reported ids can be matched with requests.
+    pub(super) fn first_is_known(&self) -> bool {
+        !self.learning
+    }
+
+    /// Takes note of a range that was reported while the first id is not known. Returns whether it is
+    /// known now.
+    pub(super) fn learn_first(&mut self, lo: u32, hi: u32) -> bool {
+        // Ids wrap: of two, the one that is less than 2^31 behind is earlier.
+        let behind = |a: u32, b: u32| b.wrapping_sub(a) < 1 << 31;
+        let (first, last) = self.reported.unwrap_or((lo, hi));
+        let first = if behind(lo, first) { lo } else { first };
+        let last = if behind(last, hi) { hi } else { last };
+        self.reported = Some((first, last));
+        let outstanding = self.outstanding.len() as u32;
+        if last.wrapping_sub(first).saturating_add(1) >= outstanding {
+            // Ids before ours belong to an earlier sender.
+            let next = last.wrapping_add(1);
+            let ahead = next.wrapping_sub(self.next);
+            for (id, _) in &mut self.outstanding {
+                *id = id.wrapping_add(ahead);
+            }
+            self.next = next;
+            self.learning = false;
+        }
+        !self.learning
+    }
+
+    /// Whether every id that was assigned has been reported.
+    pub(super) fn is_empty(&self) -> bool {
+        self.outstanding.is_empty()
+    }
+
+    /// The id that the next request takes.
+    pub(super) fn next(&self) -> u32 {
+        self.next
+    }
+
+    /// Whether this id was not assigned yet.
+    pub(super) fn is_ahead(&self, id: u32) -> bool {
+        id.wrapping_sub(self.next) < 1 << 31
+    }
+
+    /// Assigns the next id to a request.
+    pub(super) fn assign(&mut self, request: RequestId) {
+        self.push(IdOwner::Request(request));
+    }
+
+    fn push(&mut self, owner: IdOwner) {
+        self.outstanding.push_back((self.next, owner));
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// Index of the first outstanding id that is at most `behind` before the next id.
+    fn position(&self, behind: u64) -> usize {
+        let next = self.next;
+        self.outstanding
+            .partition_point(|(id, _)| u64::from(next.wrapping_sub(*id)) > behind)
+    }
+
+    /// Removes the ids from `lo` to `hi`, which the kernel reported, and calls `freed` with the request of
+    /// each. Skips ids that were reported before. False if the range is implausibly far ahead.
+    pub(super) fn complete(&mut self, lo: u32, hi: u32, mut freed: impl FnMut(RequestId)) -> bool {
+        if self.is_ahead(hi) {
+            let ahead = hi.wrapping_sub(self.next);
+            if ahead >= MAX_AHEAD {
+                return false;
+            }
+            let reported = hi.wrapping_sub(lo).min(ahead);
+            for _ in reported..ahead {
+                self.push(IdOwner::Unknown);
+                self.unknown += 1;
+            }
+            self.next = hi.wrapping_add(1);
+        }
+        let behind = u64::from(self.next.wrapping_sub(hi));
+        let first = self.position(behind + u64::from(hi.wrapping_sub(lo)));
+        let end = self.position(behind - 1);
+        for (_, owner) in self.outstanding.drain(first..end.max(first)) {
+            match owner {
+                IdOwner::Request(request) => freed(request),
+                IdOwner::Unknown => self.unknown -= 1,
+            }
+        }
+        true
+    }
+
+    /// Assigns the ids of unknown requests from `from` on to `request`, which failed and took them
+    /// nevertheless. Returns how many.
+    pub(super) fn assign_unknown(&mut self, from: u32, request: RequestId) -> u32 {
+        let mut count = 0;
+        let first = self.position(u64::from(self.next.wrapping_sub(from)));
+        for (_, owner) in self.outstanding.iter_mut().skip(first) {
+            if *owner == IdOwner::Unknown {
+                *owner = IdOwner::Request(request);
+                count += 1;
+            }
+        }
+        self.unknown -= count as usize;
+        count
+    }
+
+    /// Removes the ids of unknown requests: no report is waited for.
+    pub(super) fn forget_unknown(&mut self) {
+        if self.unknown > 0 {
+            self.outstanding
+                .retain(|(_, owner)| *owner != IdOwner::Unknown);
+            self.unknown = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn completed(ids: &mut NotificationIds, lo: u32, hi: u32) -> Vec<u32> {
+        let mut freed = Vec::new();
+        assert!(ids.complete(lo, hi, |id| freed.push(id.0)));
+        freed.sort_unstable();
+        freed
+    }
+
+    /// Ids from `first` on, one for each request.
+    fn ids(first: u32, keys: &[u32]) -> NotificationIds {
+        let mut ids = NotificationIds {
+            next: first,
+            ..NotificationIds::default()
+        };
+        keys.iter().for_each(|&key| ids.assign(RequestId(key)));
+        ids
+    }
+
+    #[test]
+    fn ranges_are_reported_in_any_order_and_wrap() {
+        let first = u32::MAX - 1;
+        let mut ids = ids(first, &[10, 11, 12, 13]);
+        assert_eq!(completed(&mut ids, 0, 0), [12]);
+        assert_eq!(completed(&mut ids, first, u32::MAX), [10, 11]);
+        assert_eq!(completed(&mut ids, first, 0), []);
+        // A range that begins before the first outstanding id.
+        assert_eq!(completed(&mut ids, u32::MAX - 9, 1), [13]);
+        assert!(ids.is_empty());
+        assert_eq!(ids.next(), 2);
+    }
+
+    #[test]
+    fn an_id_of_an_unknown_request_is_counted() {
+        let mut ids = ids(0, &[10]);
+        // 1 was taken by a request that failed, and is reported before 0.
+        assert_eq!(completed(&mut ids, 1, 1), []);
+        ids.assign(RequestId(12));
+        assert_eq!(completed(&mut ids, 0, 1), [10]);
+        assert_eq!(completed(&mut ids, 2, 2), [12]);
+    }
+
+    #[test]
+    fn a_skipped_id_can_be_assigned_to_a_failed_request() {
+        let mut ids = ids(5, &[]);
+        // 6 is reported, so 5 was taken.
+        assert_eq!(completed(&mut ids, 6, 6), []);
+        assert_eq!(ids.assign_unknown(5, RequestId(1)), 1);
+        assert_eq!(ids.assign_unknown(5, RequestId(1)), 0);
+        ids.assign(RequestId(2));
+        assert_eq!(completed(&mut ids, 5, 5), [1]);
+        assert_eq!(completed(&mut ids, 7, 7), [2]);
+        assert!(ids.is_empty());
+    }
+
+    #[test]
+    fn a_reported_id_is_not_assigned_again_and_a_skipped_one_is() {
+        let mut ids = ids(5, &[10]);
+        assert_eq!(completed(&mut ids, 5, 5), [10]);
+        // Of 5 to 7, 5 and 7 are reported.
+        assert_eq!(completed(&mut ids, 7, 7), []);
+        assert_eq!(ids.assign_unknown(5, RequestId(1)), 1);
+        assert_eq!(completed(&mut ids, 6, 6), [1]);
+        assert!(ids.is_empty());
+    }
+
+    #[test]
+    fn ids_of_unknown_requests_can_be_forgotten() {
+        let mut ids = ids(0, &[]);
+        assert_eq!(completed(&mut ids, 3, 3), []);
+        ids.forget_unknown();
+        assert!(ids.is_empty());
+        assert_eq!(completed(&mut ids, 0, 2), []);
+        assert_eq!(ids.next(), 4);
+    }
+
+    #[test]
+    fn an_id_that_stays_outstanding_does_not_retain_later_ids() {
+        let mut ids = ids(u32::MAX - 500, &[7]);
+        for _ in 0..100_000 {
+            let number = ids.next();
+            ids.assign(RequestId(8));
+            ids.assign(RequestId(9));
+            let after = number.wrapping_add(1);
+            assert_eq!(completed(&mut ids, after, after), [9]);
+            assert_eq!(completed(&mut ids, number, number), [8]);
+        }
+        assert_eq!(ids.outstanding.len(), 1);
+        assert!(ids.outstanding.capacity() < 16);
+        assert_eq!(completed(&mut ids, u32::MAX - 500, u32::MAX - 500), [7]);
+        assert!(ids.is_empty());
+    }
+
+    #[test]
+    fn the_first_id_is_learnt_from_reported_ranges() {
+        for start in [0, 7, u32::MAX - 1] {
+            let at = |offset: u32| start.wrapping_add(offset);
+            let mut ids = NotificationIds::default();
+            ids.start(None);
+            (10..14).for_each(|key| ids.assign(RequestId(key)));
+            // Which requests took these depends on the ids still to be reported.
+            assert!(!ids.learn_first(at(1), at(1)));
+            assert!(!ids.learn_first(at(3), at(3)));
+            assert!(!ids.first_is_known());
+            assert!(ids.learn_first(at(0), at(0)));
+            let freed = [1, 3, 0].map(|offset| completed(&mut ids, at(offset), at(offset)));
+            assert_eq!(freed, [[11], [13], [10]]);
+            assert_eq!(completed(&mut ids, at(2), at(2)), [12]);
+            assert_eq!(ids.next(), at(4));
+        }
+    }
+
+    #[test]
+    fn a_range_longer_than_the_assigned_ids_ends_with_them() {
+        let mut ids = NotificationIds::default();
+        ids.start(None);
+        ids.assign(RequestId(1));
+        ids.assign(RequestId(2));
+        assert!(ids.learn_first(90, 100));
+        assert_eq!(completed(&mut ids, 90, 100), [1, 2]);
+        assert_eq!(ids.next(), 101);
+    }
+
+    #[test]
+    fn a_range_far_ahead_is_refused() {
+        let mut ids = ids(0, &[10]);
+        assert!(!ids.complete(MAX_AHEAD + 1, MAX_AHEAD + 1, |_| panic!(
+            "no request has it"
+        )));
+        assert_eq!(ids.next(), 1);
+    }
+}

@@ -1,0 +1,447 @@
+//! `ZcSocket`: one interface to the three back-ends.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use super::places::Places;
+use super::requests::Requests;
+use super::sendmsg::SendmsgBackend;
+use super::uring::{MAX_REQUEST_LEN, UringBackend};
+use super::{
+    Address, Event, Key, Kind, NotStarted, SendMode, Stable, Started, Submission, kind, orphans,
+    permit_zero_copy, reset,
+};
+
+/// How sends reach the kernel.
+#[derive(Copy, Clone, Debug, Eq, Hash, PartialEq)]
+pub enum Backend {
+    /// io_uring: SEND_ZC and SENDMSG_ZC, registered memory, completions in shared memory. Linux 6.2,
+    /// and stable releases of 6.1.
+    Uring,
+    /// sendmsg(2) with MSG_ZEROCOPY, and the socket's error queue.
+    ErrorQueue,
+    /// sendmsg(2) with copies. Everything else works as with the other back-ends.
+    Copy,
+}
+
+/// A socket, and the buffers that the kernel may read.
+///
+/// It belongs to the process that opened it. A forked child has a copy, but the memory of the ring is not
+/// mapped there, and the requests belong to the parent: the child may only drop its copy, which leaks it.
+pub struct ZcSocket<B: Stable> {
+    /// Taken out only by drop.
+    inner: ManuallyDrop<Inner<B>>,
+    /// The process that opened the socket.
+    pid: u32,
+}
+
+struct Inner<B> {
+    // Closing a ring does not end its requests at once. So ring and buffers are dropped together, when no
+    // result or notification is pending.
+    implementation: BackendImpl,
+    state: SocketState<B>,
+    backend: Backend,
+    /// Why io_uring could not be used.
+    refused: Option<io::ErrorKind>,
+    /// When the stream of a dropped socket is reset, if its buffers are not free by then.
+    reset_at: Option<Instant>,
+}
+
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one per socket; a box would cost an indirection for each send"
+)]
+enum BackendImpl {
+    Uring(UringBackend),
+    Sendmsg(SendmsgBackend),
+}
+
+/// The state that the back-ends share.
+pub(super) struct SocketState<B> {
+    pub(super) socket: OwnedFd,
+    pub(super) places: Places<B>,
+    pub(super) requests: Requests,
+    pub(super) kind: Kind,
+    /// Number of system calls to send, to poll and to wait.
+    pub(super) system_calls: u64,
+    /// Number of messages of the error queue that were no notifications.
+    pub(super) foreign: u64,
+}
+
+impl<B> SocketState<B> {
+    /// Length of the longest request, in bytes.
+    pub(super) fn longest(&self, mode: SendMode) -> usize {
+        match self.kind {
+            Kind::VsockStream if mode == SendMode::ZeroCopy => MAX_VSOCK_PACKET,
+            _ => MAX_REQUEST_LEN,
+        }
+    }
+
+    /// Whether a request can consist of several places. vsock copies a zero-copy request with more pages
+    /// than one packet holds, so each place is a request of its own.
+    pub(super) fn gathers(&self, mode: SendMode) -> bool {
+        self.kind.is_tcp() || self.kind.is_stream() && mode == SendMode::Copy
+    }
+}
+
+/// The longest packet of vsock, in bytes (VIRTIO_VSOCK_MAX_PKT_BUF_SIZE). If vsock splits a request into
+/// several packets, only the last one holds the notification: if the kernel has no memory for it, the
+/// others are sent, and no notification says when they have been read.
+const MAX_VSOCK_PACKET: usize = 64 << 10;
+
+impl<B: Stable> ZcSocket<B> {
+    /// Opens `socket` with the best back-end, or with the one that is `wanted`, and `capacity` places.
+    /// Returns the kind of the socket as well.
+    ///
+    /// # Errors
+    /// `Unsupported` if the wanted back-end does not support this socket, or not on this kernel; ENOTSOCK if
+    /// it is no socket; errors of setsockopt(2) and io_uring_setup(2).
+    pub fn open(
+        socket: OwnedFd,
+        capacity: u32,
+        wanted: Option<Backend>,
+    ) -> io::Result<(Self, Kind)> {
+        let kind = kind(&socket)?;
+        if kind == Kind::VsockMessages {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let permitted = wanted != Some(Backend::Copy) && permit_zero_copy(&socket)?;
+        let mut refused = None;
+        let (implementation, backend) = match (wanted, permitted) {
+            (Some(Backend::Copy) | None, false) => (None, Backend::Copy),
+            (Some(_), false) => return Err(io::ErrorKind::Unsupported.into()),
+            (Some(Backend::Uring), true) => {
+                (Some(UringBackend::open(&socket, capacity)?), Backend::Uring)
+            }
+            (None, true) => match UringBackend::open(&socket, capacity) {
+                Ok(uring) => (Some(uring), Backend::Uring),
+                Err(why) => {
+                    refused = Some(why.kind());
+                    (None, Backend::ErrorQueue)
+                }
+            },
+            (Some(wanted), true) => (None, wanted),
+        };
+        let sendmsg =
+            || BackendImpl::Sendmsg(SendmsgBackend::new(kind, backend == Backend::ErrorQueue));
+        let inner = Inner {
+            implementation: implementation.map_or_else(sendmsg, BackendImpl::Uring),
+            state: SocketState {
+                socket,
+                places: Places::new(capacity),
+                requests: Requests::default(),
+                kind,
+                system_calls: 0,
+                foreign: 0,
+            },
+            backend,
+            refused,
+            reset_at: None,
+        };
+        let inner = ManuallyDrop::new(inner);
+        let pid = std::process::id();
+        Ok((Self { inner, pid }, kind))
+    }
+
+    /// Whether this is the copy of a forked child. One system call.
+    #[must_use]
+    pub fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
+    }
+
+    /// The back-end in use.
+    #[must_use]
+    pub fn backend(&self) -> Backend {
+        self.inner.backend
+    }
+
+    /// Why io_uring is not used, if it was tried.
+    #[must_use]
+    pub fn ring_refused(&self) -> Option<io::ErrorKind> {
+        self.inner.refused
+    }
+
+    /// Number of free places.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.inner.state.places.room()
+    }
+
+    /// Puts a buffer, and its destination if the socket is not connected, into a place.
+    ///
+    /// # Errors
+    /// The buffer, if no place is free.
+    pub fn put(&mut self, buffer: B, address: Option<Address>) -> Result<Key, B> {
+        self.inner.state.places.put(buffer, address)
+    }
+
+    /// Makes one request of the buffer in the first of these places and, on a stream, of as many of the next
+    /// ones as can join it. Over io_uring, [`submit`](Self::submit) passes it to the kernel; otherwise the
+    /// request is one call, which does not block.
+    ///
+    /// # Errors
+    /// If it cannot be made; the places are unchanged.
+    pub fn start(&mut self, keys: &[Key], submission: Submission) -> Result<Started, NotStarted> {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Uring(uring) => uring.start(state, keys, submission),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.start(state, keys, submission),
+        }
+    }
+
+    /// Passes started requests to the kernel: one system call over io_uring, none if there are no requests.
+    ///
+    /// # Errors
+    /// Errors of io_uring_enter(2), except that the completion queue must be read first.
+    pub fn submit(&mut self) -> io::Result<()> {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Uring(uring) => uring.submit(state),
+            BackendImpl::Sendmsg(_) => Ok(()),
+        }
+    }
+
+    /// The next event, without a system call.
+    pub fn event(&mut self) -> Option<Event> {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Uring(uring) => uring.event(state),
+            BackendImpl::Sendmsg(_) => state.requests.events.pop_front(),
+        }
+    }
+
+    /// Makes completions available to [`event`](Self::event): lets the kernel post them, or reads the error
+    /// queue. At most one system call, which does not wait; none if nothing can have completed.
+    ///
+    /// # Errors
+    /// Errors of io_uring_enter(2) or recvmmsg(2).
+    pub fn reap(&mut self) -> io::Result<()> {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Uring(uring) => uring.reap(state),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.reap(state).map(drop),
+        }
+    }
+
+    /// As [`reap`](Self::reap), until no completion is left; reads a limited number of messages of the error
+    /// queue, because peers can fill it as well.
+    pub fn reap_all(&mut self) {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            // After an error, the kernel posts the completions later.
+            BackendImpl::Uring(uring) => drop(uring.reap(state)),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
+        }
+    }
+
+    /// Submits, and waits for an event, for a writable socket after WouldBlock of a call, or for `timeout`.
+    /// Returns at once if nothing is pending. A signal ends the wait early.
+    ///
+    /// # Errors
+    /// Errors of io_uring_enter(2), or poll(2) and recvmmsg(2).
+    pub fn wait(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut *self.inner;
+        match implementation {
+            BackendImpl::Uring(uring) => uring.wait(state, timeout),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.wait(state, timeout),
+        }
+    }
+
+    /// The time after which to call [`reap`](Self::reap) without an event on the descriptor: whether a
+    /// failed send took an id must be polled. [`wait`](Self::wait) does so itself.
+    #[must_use]
+    pub fn next_timeout(&self) -> Option<Duration> {
+        match &self.inner.implementation {
+            BackendImpl::Uring(_) => None,
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.next_timeout(),
+        }
+    }
+
+    /// Number of places with a pending result or notification.
+    #[must_use]
+    pub fn busy_places(&self) -> u32 {
+        self.inner.state.places.busy
+    }
+
+    /// Number of pending notifications of requests that took bytes, counted for each place of a request.
+    /// Each of them frees memory that the kernel accounts to the socket or user.
+    #[must_use]
+    pub fn reading(&self) -> u32 {
+        self.inner.state.places.reading
+    }
+
+    /// Whether this place has no pending result or notification.
+    #[must_use]
+    pub fn idle(&self, key: Key) -> bool {
+        self.inner.state.places.idle(key)
+    }
+
+    /// Takes the buffer out of an idle place, which is free then.
+    pub fn take(&mut self, key: Key) -> Option<B> {
+        self.inner.state.places.take(key)
+    }
+
+    /// Cancels the requests that the kernel has not completed; each has a result. Without io_uring there are
+    /// none.
+    ///
+    /// # Errors
+    /// Errors of io_uring_register(2).
+    pub fn cancel(&mut self) -> io::Result<()> {
+        match &self.inner.implementation {
+            BackendImpl::Uring(uring) => uring.cancel(),
+            BackendImpl::Sendmsg(_) => Ok(()),
+        }
+    }
+
+    /// Number of messages of the error queue that were no notifications, and were dropped.
+    #[must_use]
+    pub fn foreign(&self) -> u64 {
+        self.inner.state.foreign
+    }
+
+    /// Sets when the stream is reset (TCP: RST) after the socket was dropped, if the kernel still reads
+    /// buffers then.
+    pub fn reset_at(&mut self, time: Instant) {
+        self.inner.reset_at = Some(time);
+    }
+
+    /// Number of system calls so far, to send, to poll and to wait.
+    #[must_use]
+    pub fn system_calls(&self) -> u64 {
+        self.inner.state.system_calls
+    }
+
+    /// The socket.
+    #[must_use]
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.inner.state.socket.as_fd()
+    }
+
+    /// Whether a zero-copy request of this buffer will probably use memory that is registered with the
+    /// kernel: it is registered, or can be.
+    #[must_use]
+    pub fn expects_registered(&self, buffer: &B) -> bool {
+        match &self.inner.implementation {
+            BackendImpl::Uring(uring) => uring.expects_registered(buffer),
+            BackendImpl::Sendmsg(_) => false,
+        }
+    }
+
+    /// Number of pool arenas that are registered with the kernel.
+    #[must_use]
+    pub fn registered(&self) -> usize {
+        match &self.inner.implementation {
+            BackendImpl::Uring(uring) => uring.registered(),
+            BackendImpl::Sendmsg(_) => 0,
+        }
+    }
+}
+
+impl<B: Stable> AsFd for ZcSocket<B> {
+    /// The descriptor that an event loop waits on. Over io_uring, it is readable when
+    /// [`event`](ZcSocket::event) returns one. Otherwise it is the socket: EPOLLERR reports a notification,
+    /// EPOLLOUT that it takes more.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
+    }
+}
+
+impl<B: Stable> Drop for ZcSocket<B> {
+    fn drop(&mut self) {
+        if self.is_forked() {
+            // Requests, error queue and connection belong to the parent, and the ring is not mapped here.
+            return;
+        }
+        // SAFETY: taken once, as this is drop, and `inner` is not used after it.
+        let mut inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = &mut inner;
+        match implementation {
+            BackendImpl::Uring(uring) => {
+                // Requests that the kernel does not take now are abandoned.
+                let _ = uring.submit(state);
+                while uring.event(state).is_some() {}
+                uring.abandon(state);
+            }
+            BackendImpl::Sendmsg(sendmsg) => {
+                let _ = sendmsg.reap(state);
+            }
+        }
+        if state.places.busy > 0 {
+            return orphans::adopt(inner);
+        }
+        if let BackendImpl::Uring(uring) = implementation {
+            // Otherwise the ring keeps the socket open until the kernel has destroyed it, some time later.
+            uring.unregister_socket();
+        }
+    }
+}
+
+impl<B> Inner<B> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.implementation {
+            BackendImpl::Uring(uring) => uring.as_fd(),
+            BackendImpl::Sendmsg(_) => self.state.socket.as_fd(),
+        }
+    }
+}
+
+impl<B: Stable> orphans::Orphan for Inner<B> {
+    fn is_done(&mut self) -> bool {
+        if self.reset_at.is_some_and(|time| time <= Instant::now()) {
+            self.reset_at = None;
+            let _ = reset(&self.state.socket);
+        }
+        let Inner {
+            implementation,
+            state,
+            ..
+        } = self;
+        match implementation {
+            BackendImpl::Uring(uring) => uring.continue_shutdown(state),
+            BackendImpl::Sendmsg(sendmsg) => sendmsg.reap_all(state),
+        }
+        state.places.busy == 0
+    }
+
+    fn free_one(&mut self) -> bool {
+        self.state.places.drop_one()
+    }
+
+    fn descriptor(&self) -> (BorrowedFd<'_>, bool) {
+        (
+            self.as_fd(),
+            matches!(self.implementation, BackendImpl::Uring(_)),
+        )
+    }
+}

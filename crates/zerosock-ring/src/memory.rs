@@ -16,20 +16,7 @@ use crate::fault::Registration;
 use crate::slice::{GuestSlice, Piece, SliceBuf};
 use map::{Mapping, check, map_region};
 
-pub use map::{MAX_REGIONS, MapError, RetiredRegion, Unmapper};
-
-/// One region of a vhost-user memory table.
-#[derive(Copy, Clone, Eq, PartialEq, Debug)]
-pub struct RegionConfig {
-    /// First guest physical address.
-    pub guest_addr: u64,
-    /// First address in the front-end's own address space; ring addresses are given in it.
-    pub user_addr: u64,
-    /// Length in bytes.
-    pub len: u64,
-    /// Where the region starts in its file, in bytes; need not be page-aligned.
-    pub fd_offset: u64,
-}
+pub use map::{MAX_REGIONS, MapError, RegionConfig, RetiredRegion, Unmapper};
 
 /// Why a guest address was refused: always the peer's fault.
 #[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]

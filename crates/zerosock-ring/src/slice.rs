@@ -14,10 +14,9 @@ use core::ops::Deref;
 use core::slice;
 
 use crate::copy::{copy_between, copy_in, copy_out, load, store};
-use crate::memory::Memory;
 
-/// A range of bytes in one region of a [`Memory`]: only numbers, meaningless without the memory
-/// that [`translate`](Memory::translate)d it, and checked by [`Memory::slice`].
+/// A range of bytes in one region of a [`Memory`](crate::Memory): only numbers, meaningless without the memory
+/// that [`translate`](crate::Memory::translate)d it, and checked by [`Memory::slice`](crate::Memory::slice).
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]
 pub struct Piece {
     pub(crate) region: u32,
@@ -157,7 +156,7 @@ impl fmt::Debug for PieceBuf {
 pub struct GuestSlice<'m> {
     ptr: *mut u8,
     len: usize,
-    memory: PhantomData<&'m Memory>,
+    memory: PhantomData<&'m ()>,
 }
 
 const _: () = assert!(size_of::<GuestSlice<'_>>() == 2 * size_of::<usize>());

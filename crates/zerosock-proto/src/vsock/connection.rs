@@ -4,28 +4,13 @@ use std::collections::VecDeque;
 
 use super::credit::{RxCredit, Stall, TxCredit};
 use super::event::{CloseReason, RefuseReason};
+use super::flow_id::FlowId;
 use super::messages::Messages;
 use super::ports::PortRef;
 use super::state::{How, State};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::wire::vsock::{Op, Repr, SEQ_EOM, SEQ_EOR, SocketType};
-
-/// Identifies a connection of one shard. A later connection in the same slot has another id.
-#[derive(Copy, Clone, Eq, PartialEq, Hash, Debug)]
-pub struct FlowId {
-    pub(crate) index: u32,
-    pub(crate) generation: u32,
-}
-
-impl FlowId {
-    /// The connection's slot, a small number that is reused: an index for side tables, which store
-    /// the whole id beside each entry.
-    #[inline]
-    pub const fn index(self) -> usize {
-        self.index as usize
-    }
-}
 
 /// A description of a connection.
 #[derive(Copy, Clone, Eq, PartialEq, Debug)]

@@ -1,7 +1,7 @@
 //! What a [`Shard`](super::Shard) returns to its caller: verdicts on packets, events, and headers
 //! to send.
 
-use super::connection::FlowId;
+use super::flow_id::FlowId;
 use crate::addr::Address;
 use crate::wire::vsock::{Repr, SocketType};
 

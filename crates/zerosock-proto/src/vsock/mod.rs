@@ -9,19 +9,21 @@ pub mod datagram;
 pub mod endpoint;
 pub mod event;
 pub mod features;
+pub mod flow_id;
 pub mod messages;
 pub mod pairs;
 pub mod ports;
 pub mod state;
 
 pub use config::{CidSet, LocalCids, Role, ShardConfig};
-pub use connection::{FlowId, FlowInfo, MessageReservation, Reservation};
+pub use connection::{FlowInfo, MessageReservation, Reservation};
 pub use credit::SMALL_PACKET;
 pub use endpoint::{
     CommitError, ConnectError, ConsumeError, FlowError, FlowSnapshot, ListenError, MoveError,
     ReserveError, SendError, Shard, ShardStats,
 };
 pub use event::{CloseReason, Disposition, DropReason, Event, RefuseReason, Span, Transmit};
+pub use flow_id::FlowId;
 pub use pairs::QueuePairs;
 pub use ports::PortTable;
 pub use state::{How, State};

@@ -8,8 +8,20 @@ use rustix::fs::{fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
-use super::RegionConfig;
 use crate::fault::Registration;
+
+/// One region of a vhost-user memory table.
+#[derive(Copy, Clone, Eq, PartialEq, Debug)]
+pub struct RegionConfig {
+    /// First guest physical address.
+    pub guest_addr: u64,
+    /// First address in the front-end's own address space; ring addresses are given in it.
+    pub user_addr: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// Where the region starts in its file, in bytes; need not be page-aligned.
+    pub fd_offset: u64,
+}
 
 /// Most regions of one [`Memory`](crate::Memory); vhost-user's memory-slot extension allows 509.
 pub const MAX_REGIONS: usize = 512;

@@ -26,7 +26,6 @@ use super::{MAX_DATAGRAM, OVERHEAD};
 use crate::addr::{Address, Cid, Port};
 use crate::time::Instant;
 pub use counts::{DatagramDrops, DatagramLimits, DatagramStats, DropCause};
-pub use sending::Refusal;
 
 /// First ephemeral port.
 const EPHEMERAL_FIRST: u32 = 1 << 30;
@@ -59,6 +58,26 @@ pub enum BindError {
     /// The limit of sockets is reached.
     #[error("too many datagram sockets")]
     TooMany,
+}
+
+/// Why a datagram is not sent.
+#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
+pub enum Refusal {
+    /// There is no such socket.
+    #[error("no such socket")]
+    Unknown,
+    /// Longer than [`MAX_DATAGRAM`] (EMSGSIZE).
+    #[error("a datagram of {0} bytes is above the limit of 65536")]
+    TooLong(usize),
+    /// The send buffer is full: wait until [`DatagramTable::poll_writable`] returns the socket.
+    #[error("the send buffer is full")]
+    Throttled,
+    /// The destination has sent STOP: wait as above.
+    #[error("the destination has paused this sender")]
+    Stopped,
+    /// The destination does not support datagrams.
+    #[error("the destination does not support datagrams")]
+    Unsupported,
 }
 
 #[derive(Debug)]

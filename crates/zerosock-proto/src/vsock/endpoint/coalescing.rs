@@ -18,8 +18,9 @@
 use core::hash::BuildHasher;
 
 use super::Shard;
-use crate::vsock::connection::{Connection, FlowId, MoveState, Queued};
+use crate::vsock::connection::{Connection, MoveState, Queued};
 use crate::vsock::credit::SMALL_PACKET;
+use crate::vsock::flow_id::FlowId;
 use crate::wire::vsock::SocketType;
 
 impl<S: BuildHasher> Shard<S> {

@@ -8,7 +8,8 @@ use super::{
 use crate::addr::{Address, Cid, Port};
 use crate::time::{Duration, Instant};
 use crate::vsock::config::Role;
-use crate::vsock::connection::{Connection, FlowId, Key, Queued, Reservation};
+use crate::vsock::connection::{Connection, Key, Queued, Reservation};
+use crate::vsock::flow_id::FlowId;
 use crate::vsock::ports::PortRef;
 use crate::vsock::state::{Action, How, Input, State, transition};
 use crate::wire::vsock::{Op, Repr, SocketType};

@@ -1,8 +1,6 @@
 //! Lists of connections, linked through the slab: insertion and removal take constant time and no
 //! memory, and a connection is in a list at most once.
 
-use super::table::Slot;
-
 /// No connection.
 const NIL: u32 = u32::MAX;
 /// As `prev`: not in the list.
@@ -40,6 +38,11 @@ impl Default for Link {
     }
 }
 
+/// An entry of the slab, with its links in each list.
+pub(super) trait Linked {
+    fn links(&mut self) -> &mut [Link; LISTS];
+}
+
 /// A first-in, first-out list.
 #[derive(Debug)]
 pub(super) struct List<const L: usize> {
@@ -60,8 +63,8 @@ impl<const L: usize> List<L> {
     }
 
     /// Appends a connection; one that is in the list keeps its position.
-    pub(super) fn push<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
-        let link = &mut slots[index as usize].links[L];
+    pub(super) fn push(&mut self, slots: &mut [impl Linked], index: u32) {
+        let link = &mut slots[index as usize].links()[L];
         if link.is_member() {
             return;
         }
@@ -71,30 +74,30 @@ impl<const L: usize> List<L> {
         };
         match self.tail {
             NIL => self.head = index,
-            tail => slots[tail as usize].links[L].next = index,
+            tail => slots[tail as usize].links()[L].next = index,
         }
         self.tail = index;
     }
 
     /// Removes a connection, at any position.
-    pub(super) fn remove<S>(&mut self, slots: &mut [Slot<S>], index: u32) {
-        let link = core::mem::take(&mut slots[index as usize].links[L]);
+    pub(super) fn remove(&mut self, slots: &mut [impl Linked], index: u32) {
+        let link = core::mem::take(&mut slots[index as usize].links()[L]);
         if !link.is_member() {
             return;
         }
         let Link { prev, next } = link;
         match prev {
             NIL => self.head = next,
-            prev => slots[prev as usize].links[L].next = next,
+            prev => slots[prev as usize].links()[L].next = next,
         }
         match next {
             NIL => self.tail = prev,
-            next => slots[next as usize].links[L].prev = prev,
+            next => slots[next as usize].links()[L].prev = prev,
         }
     }
 
     /// Adds or removes a connection so that it is in the list if `member`.
-    pub(super) fn set<S>(&mut self, slots: &mut [Slot<S>], index: u32, member: bool) {
+    pub(super) fn set(&mut self, slots: &mut [impl Linked], index: u32, member: bool) {
         if member {
             self.push(slots, index);
         } else {
@@ -105,6 +108,7 @@ impl<const L: usize> List<L> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::table::Slot;
     use super::*;
     use proptest::prelude::*;
     use std::collections::VecDeque;

@@ -9,8 +9,9 @@ use core::hash::BuildHasher;
 
 use super::commands::{Unsendable, sendable};
 use super::{CommitError, ConsumeError, ReserveError, Shard};
-use crate::vsock::connection::{Connection, FlowId, MessageReservation};
+use crate::vsock::connection::{Connection, MessageReservation};
 use crate::vsock::credit::Stall;
+use crate::vsock::flow_id::FlowId;
 use crate::vsock::state::State;
 use crate::wire::vsock::{MAX_PAYLOAD, Op, Repr, SEQ_EOM, SEQ_EOR};
 

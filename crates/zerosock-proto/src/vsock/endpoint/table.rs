@@ -11,9 +11,10 @@ use core::hash::BuildHasher;
 
 use hashbrown::HashTable;
 
-use super::list::{LISTS, Link};
+use super::list::{LISTS, Link, Linked};
 use crate::addr::{Address, Cid, Port};
-use crate::vsock::connection::{Connection, FlowId, Key};
+use crate::vsock::connection::{Connection, Key};
+use crate::vsock::flow_id::FlowId;
 use crate::vsock::state::State;
 
 /// Index of no slot: a slab never grows so far.
@@ -25,7 +26,7 @@ const KEPT_SLOTS: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Slot<C = Connection> {
     pub(super) generation: u32,
-    pub(super) links: [Link; LISTS],
+    links: [Link; LISTS],
     pub(super) connection: Option<C>,
 }
 
@@ -36,6 +37,13 @@ impl<C> Slot<C> {
             links: [Link::default(); LISTS],
             connection: None,
         }
+    }
+}
+
+impl<C> Linked for Slot<C> {
+    #[inline]
+    fn links(&mut self) -> &mut [Link; LISTS] {
+        &mut self.links
     }
 }
 

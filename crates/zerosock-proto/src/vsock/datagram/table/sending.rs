@@ -5,7 +5,7 @@
 //! succeed: for a full send buffer when half of it is free, and for a flush when nothing is in
 //! flight.
 
-use super::{DatagramId, DatagramTable, Socket};
+use super::{DatagramId, DatagramTable, Refusal, Socket};
 use crate::addr::Address;
 use crate::time::Instant;
 use crate::vsock::datagram::paused_destinations::PauseReason;
@@ -13,26 +13,6 @@ use crate::vsock::datagram::{MAX_DATAGRAM, OVERHEAD};
 
 /// Most throttled sockets that `completions_until_writable` examines one by one.
 const SCAN_LIMIT: usize = 16;
-
-/// Why a datagram is not sent.
-#[derive(Copy, Clone, Eq, PartialEq, Debug, thiserror::Error)]
-pub enum Refusal {
-    /// There is no such socket.
-    #[error("no such socket")]
-    Unknown,
-    /// Longer than [`MAX_DATAGRAM`] (EMSGSIZE).
-    #[error("a datagram of {0} bytes is above the limit of 65536")]
-    TooLong(usize),
-    /// The send buffer is full: wait until [`DatagramTable::poll_writable`] returns the socket.
-    #[error("the send buffer is full")]
-    Throttled,
-    /// The destination has sent STOP: wait as above.
-    #[error("the destination has paused this sender")]
-    Stopped,
-    /// The destination does not support datagrams.
-    #[error("the destination does not support datagrams")]
-    Unsupported,
-}
 
 impl DatagramTable {
     /// Checks whether the socket may send a datagram now, and returns its address. `now` is called

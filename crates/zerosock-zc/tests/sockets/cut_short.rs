@@ -1,7 +1,6 @@
 //! Streams that end before everything is sent: bytes that were taken arrive and are counted; the
 //! other buffers are free.
 
-use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
@@ -35,7 +34,7 @@ fn contents() -> Vec<Vec<u8>> {
 fn read(mut stream: TcpStream, count: &AtomicU64) {
     stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let mut bytes = vec![0; 1 << 18];
-    while let Ok(len @ 1..) = stream.read(&mut bytes) {
+    while let Ok(len @ 1..) = crate::streams::read(&mut stream, &mut bytes) {
         let at = count.load(Relaxed);
         for (offset, &found) in (at..).zip(&bytes[..len]) {
             assert_eq!(found, byte(offset), "at {offset}");

@@ -48,7 +48,7 @@ pub(crate) fn read_to_reset(mut far: TcpStream) -> u64 {
     far.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let (mut bytes, mut count) = (vec![0; 1 << 16], 0);
     loop {
-        match far.read(&mut bytes) {
+        match crate::streams::read(&mut far, &mut bytes) {
             Ok(0) => panic!("the end, after {count} bytes"),
             Ok(read) => count += read as u64,
             Err(error) => {

@@ -205,7 +205,7 @@ fn cancelled_sends_report_the_bytes_taken() {
             let (mut bytes, mut at, mut sent) = (vec![0; 1 << 16], 0, None);
             while sent.is_none_or(|sent| at < sent) {
                 sent = sent.or_else(|| counted.try_recv().ok());
-                match stream.read(&mut bytes) {
+                match crate::streams::read(&mut stream, &mut bytes) {
                     Ok(count @ 1..) => {
                         for (offset, &found) in (at..).zip(&bytes[..count]) {
                             assert_eq!(found, byte(offset), "at {offset}");
@@ -220,7 +220,7 @@ fn cancelled_sends_report_the_bytes_taken() {
             }
             have.send(()).expect("the near end");
             stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
-            while let Ok(count @ 1..) = stream.read(&mut bytes) {
+            while let Ok(count @ 1..) = crate::streams::read(&mut stream, &mut bytes) {
                 at += count as u64;
             }
             at

@@ -201,7 +201,8 @@ fn a_slow_but_steady_reader_is_not_reset() {
                 let reader = thread::spawn(move || {
                     let (mut at, mut bytes, mut wanted) = (0, [0; 1 << 14], [0; 1 << 14]);
                     loop {
-                        let count = far.read(&mut bytes).expect("it is not disturbed");
+                        let count = crate::streams::read(&mut far, &mut bytes)
+                            .expect("it is not disturbed");
                         fill(&mut wanted[..count], at);
                         assert!(bytes[..count] == wanted[..count], "{backend:?}: {at}");
                         at += count as u64;

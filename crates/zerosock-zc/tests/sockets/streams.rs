@@ -1,7 +1,7 @@
 //! Streams over a slow cable: every byte arrives, in order, while buffers are overwritten as soon
 //! as they are returned.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -18,13 +18,23 @@ const LENGTHS: [usize; 14] = [
 const VOLUME: u64 = 24 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// One read, repeated when it is interrupted: work of an io_uring of this thread can do that.
+pub(crate) fn read(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match stream.read(bytes) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
 /// Reads to the end and compares every byte. How many there were.
 pub(crate) fn check(mut stream: TcpStream) -> u64 {
     stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
     let mut bytes = vec![0; 1 << 18];
     let mut at = 0;
     loop {
-        let count = stream.read(&mut bytes).expect("the stream goes on");
+        let count = read(&mut stream, &mut bytes).expect("the stream goes on");
         if count == 0 {
             return at;
         }

@@ -126,10 +126,10 @@ impl Blocking {
 
     pub(super) fn mode(&self, wait: Wait) -> WaitMode {
         match self.0.load(Ordering::Relaxed) {
-            0 => WaitMode::Waits(wait),
+            0 => WaitMode::Block(wait),
             #[cfg(feature = "tokio")]
-            2 => WaitMode::Told,
-            _ => WaitMode::Polls,
+            2 => WaitMode::Task,
+            _ => WaitMode::Poll,
         }
     }
 }

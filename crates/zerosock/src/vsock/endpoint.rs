@@ -271,7 +271,7 @@ pub(super) fn connect<S: Connected>(
 pub(super) fn await_connected(conn: &Connection, wait: Wait, timeout: Duration) -> io::Result<()> {
     // The protocol core gives up first; this is for a peer whose side does not move at all.
     let budget = WaitBudget {
-        mode: WaitMode::Waits(wait),
+        mode: WaitMode::Block(wait),
         deadline: deadline_in(timeout.saturating_add(Duration::from_secs(1))),
     };
     let outcome = conn.core.wait(Interest::Conn(conn.id), budget, |engine| {

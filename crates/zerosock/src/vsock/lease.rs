@@ -332,13 +332,13 @@ impl OwnedLease {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        self.core.give_back(self.body.index);
+        self.core.return_buffer(self.body.index);
     }
 }
 
 impl Drop for OwnedLease {
     fn drop(&mut self) {
-        self.core.give_back(self.body.index);
+        self.core.return_buffer(self.body.index);
     }
 }
 
@@ -546,7 +546,7 @@ impl<'l> Reading<'l> {
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
         if self.entered {
-            self.core.leave(self.body.index);
+            self.core.end_access(self.body.index);
         }
     }
 }

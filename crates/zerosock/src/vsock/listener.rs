@@ -205,7 +205,8 @@ impl<'a> IntoIterator for &'a Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.core.end(DeferredClose::Listener(self.local.port));
+        self.core
+            .close_deferred(DeferredClose::Listener(self.local.port));
     }
 }
 

@@ -19,7 +19,7 @@ use super::hub::{AlreadyReady, Core, EventFd, Locked};
 use super::listener::Listener;
 use super::seqpacket::{SeqPacket, SeqPacketListener};
 use super::stream::Stream;
-use super::waiting::{Learned, Wait};
+use super::waiting::{SpinTime, Wait};
 use crate::io::deadline::timespec;
 use crate::io::deadline::{deadline_in, earlier};
 use crate::table::sockets::{StreamId, StreamState};
@@ -127,7 +127,7 @@ pub struct Ready {
 pub struct Poller {
     sources: Vec<Source>,
     wait: Wait,
-    learned: Learned,
+    spin_time: SpinTime,
     /// Made with the first sleep.
     event_fd: Option<Arc<EventFd>>,
 }
@@ -152,7 +152,7 @@ impl Poller {
         Poller {
             sources: Vec::new(),
             wait,
-            learned: Learned::default(),
+            spin_time: SpinTime::default(),
             event_fd: None,
         }
     }
@@ -234,7 +234,7 @@ impl Poller {
             let ready = self.ready()?;
             if !ready.is_empty() || deadline_is_past(deadline) {
                 let waited = began.elapsed();
-                self.learned.learn(self.wait, waited, slept);
+                self.spin_time.record(self.wait, waited, slept);
                 return Ok(ready);
             }
             if self.spin(&cores, began, deadline)? {
@@ -294,7 +294,7 @@ impl Poller {
         began: Instant,
         deadline: Option<Instant>,
     ) -> io::Result<bool> {
-        let budget = self.learned.budget(self.wait);
+        let budget = self.spin_time.budget(self.wait);
         if budget.is_some_and(|budget| budget.is_zero()) {
             return Ok(false);
         }
@@ -334,7 +334,7 @@ impl Poller {
         };
         let slept = self.sleep_on(cores, &event_fd, deadline);
         for core in cores {
-            core.lock().unwatch(&event_fd);
+            core.lock().deregister_poller(&event_fd);
         }
         slept
     }
@@ -346,11 +346,11 @@ impl Poller {
         mut until: Option<Instant>,
     ) -> io::Result<()> {
         // Before it is on any list: what it tells from now on is ready_flags.
-        event_fd.silence();
+        event_fd.clear();
         let mut fds = vec![event_fd.as_fd()];
         for core in cores {
             let mut locked = core.lock();
-            match locked.watch_by(event_fd) {
+            match locked.register_poller(event_fd) {
                 Ok(at) => until = earlier(until, at),
                 Err(AlreadyReady) => return Ok(()),
             }

@@ -78,7 +78,7 @@ pub(super) struct Bound {
 impl Drop for Bound {
     fn drop(&mut self) {
         if self.ours {
-            self.core.end(DeferredClose::Port(self.port));
+            self.core.close_deferred(DeferredClose::Port(self.port));
         }
     }
 }

@@ -53,9 +53,9 @@ const FIRST: Duration = Duration::from_micros(5);
 
 /// The time that has lately been worth spinning.
 #[derive(Debug, Default)]
-pub(crate) struct Learned(Duration);
+pub(crate) struct SpinTime(Duration);
 
-impl Learned {
+impl SpinTime {
     /// How long to spin now; `None`: for ever.
     pub(crate) fn budget(&self, wait: Wait) -> Option<Duration> {
         match wait {
@@ -66,7 +66,7 @@ impl Learned {
     }
 
     /// A wait has lasted `waited`, and was longer than the time to spin if `slept`.
-    pub(crate) fn learn(&mut self, wait: Wait, waited: Duration, slept: bool) {
+    pub(crate) fn record(&mut self, wait: Wait, waited: Duration, slept: bool) {
         let Wait::Adaptive { limit } = wait else {
             return;
         };
@@ -94,31 +94,31 @@ mod tests {
 
     #[test]
     fn short_waits_teach_to_spin_and_long_ones_not_to() {
-        let mut learned = Learned::default();
+        let mut spin_time = SpinTime::default();
         let wait = Wait::ADAPTIVE;
-        assert_eq!(learned.budget(wait), Some(Duration::ZERO));
+        assert_eq!(spin_time.budget(wait), Some(Duration::ZERO));
         for _ in 0..10 {
-            learned.learn(wait, 20 * MICRO, true);
+            spin_time.record(wait, 20 * MICRO, true);
         }
-        assert_eq!(learned.budget(wait), Some(200 * MICRO));
-        learned.learn(wait, 10 * MICRO, false);
+        assert_eq!(spin_time.budget(wait), Some(200 * MICRO));
+        spin_time.record(wait, 10 * MICRO, false);
         assert_eq!(
-            learned.budget(wait),
+            spin_time.budget(wait),
             Some(200 * MICRO),
             "it pays: no change"
         );
         for _ in 0..10 {
-            learned.learn(wait, Duration::from_millis(5), true);
+            spin_time.record(wait, Duration::from_millis(5), true);
         }
-        assert_eq!(learned.budget(wait), Some(Duration::ZERO), "idle: no CPU");
+        assert_eq!(spin_time.budget(wait), Some(Duration::ZERO), "idle: no CPU");
     }
 
     #[test]
     fn the_other_two_do_not_learn() {
-        let mut learned = Learned::default();
-        learned.learn(Wait::Sleep, MICRO, true);
-        learned.learn(Wait::Spin, MICRO, true);
-        assert_eq!(learned.budget(Wait::Sleep), Some(Duration::ZERO));
-        assert_eq!(learned.budget(Wait::Spin), None);
+        let mut spin_time = SpinTime::default();
+        spin_time.record(Wait::Sleep, MICRO, true);
+        spin_time.record(Wait::Spin, MICRO, true);
+        assert_eq!(spin_time.budget(Wait::Sleep), Some(Duration::ZERO));
+        assert_eq!(spin_time.budget(Wait::Spin), None);
     }
 }

@@ -186,21 +186,24 @@ impl Connection {
         let linger = self.options().linger;
         match linger {
             None => {}
-            Some(Duration::ZERO) => return self.core.end(DeferredClose::Reset(self.id)),
+            Some(Duration::ZERO) => return self.core.close_deferred(DeferredClose::Reset(self.id)),
             Some(time) => {
-                if let Some(wait) = self.waiting().filter(|_| !self.core.is_mine()) {
+                if let Some(wait) = self
+                    .waiting()
+                    .filter(|_| !self.core.is_held_by_this_thread())
+                {
                     // There is nobody to be told.
                     let _ = self.await_end(wait, deadline_in(time));
                 }
             }
         }
-        self.core.end(DeferredClose::Stream(self.id));
+        self.core.close_deferred(DeferredClose::Stream(self.id));
     }
 
     /// How calls wait, if they do.
     fn waiting(&self) -> Option<Wait> {
         match self.read_patience().mode {
-            WaitMode::Waits(wait) => Some(wait),
+            WaitMode::Block(wait) => Some(wait),
             _ => None,
         }
     }
@@ -214,7 +217,7 @@ impl Connection {
         self.await_taken(wait, deadline)?;
         let _ = self.shutdown(Shutdown::Both);
         let budget = WaitBudget {
-            mode: WaitMode::Waits(wait),
+            mode: WaitMode::Block(wait),
             deadline,
         };
         let ended = self.core.wait(Interest::Conn(self.id), budget, |engine| {
@@ -234,7 +237,7 @@ impl Connection {
         let mut pause = FIRST_QUESTION;
         loop {
             let budget = WaitBudget {
-                mode: WaitMode::Waits(wait),
+                mode: WaitMode::Block(wait),
                 deadline: earlier(deadline, deadline_in(pause)),
             };
             let mut asked = false;

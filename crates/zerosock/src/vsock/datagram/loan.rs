@@ -118,7 +118,7 @@ impl DatagramLoan<'_> {
         }) = &self.place
         {
             written = memory.write(pieces, start + offset, bytes);
-            core.leave(self.index);
+            core.end_access(self.index);
         } else if let Some(to) = self.private.get_mut(offset..offset + fits) {
             to.copy_from_slice(bytes);
         }
@@ -205,7 +205,7 @@ impl Write for DatagramLoan<'_> {
 impl Drop for DatagramLoan<'_> {
     fn drop(&mut self) {
         if !self.over {
-            self.socket.core.give_back(self.index);
+            self.socket.core.return_buffer(self.index);
         }
     }
 }

@@ -444,7 +444,7 @@ impl Datagram {
 
 impl Drop for Datagram {
     fn drop(&mut self) {
-        self.core.end(DeferredClose::Datagram(self.id));
+        self.core.close_deferred(DeferredClose::Datagram(self.id));
     }
 }
 

@@ -33,7 +33,7 @@ pub(super) struct Inside<'a> {
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        self.core.leave(self.index);
+        self.core.end_access(self.index);
     }
 }
 
@@ -90,7 +90,7 @@ impl Buffer {
                 offset: start,
             }) => {
                 let written = memory.write(pieces, start + offset, bytes);
-                core.leave(index);
+                core.end_access(index);
                 Ok(written)
             }
             _ => {

@@ -505,7 +505,7 @@ impl Write for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.sent {
-            self.stream.conn.core.give_back(self.buffer.index);
+            self.stream.conn.core.return_buffer(self.buffer.index);
         }
     }
 }
@@ -545,7 +545,7 @@ impl std::ops::DerefMut for Filling<'_> {
 impl Drop for Filling<'_> {
     fn drop(&mut self) {
         if matches!(self.place, FillingPlace::Claimed(..)) {
-            self.core.leave(self.index);
+            self.core.end_access(self.index);
         }
     }
 }

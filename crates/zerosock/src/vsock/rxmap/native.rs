@@ -369,7 +369,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
         }
         let core = &self.stream.borrow().conn.core;
         // In a batch, or while packets are shown: whoever gives the lock back sees to it.
-        let mut locked = (!core.is_mine()).then(|| core.lock());
+        let mut locked = (!core.is_held_by_this_thread()).then(|| core.lock());
         for mapped in packets.iter_mut().filter(|mapped| !mapped.released) {
             mapped.released = true;
             self.unreleased -= 1;
@@ -387,7 +387,7 @@ impl<S: Borrow<Stream>> RxMap<S> {
                 }
                 match &mut locked {
                     Some(locked) => locked.engine().give_back(held.index),
-                    None => core.give_back(held.index),
+                    None => core.return_buffer(held.index),
                 }
             }
         }

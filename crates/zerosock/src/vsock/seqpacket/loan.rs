@@ -380,7 +380,7 @@ impl Drop for MessageLoan<'_> {
     fn drop(&mut self) {
         let out = self.buffers.iter().skip(self.over).map(Buffer::index);
         let out = out.filter(|index| *index != NONE);
-        self.connection.conn.core.give_all_back(out);
+        self.connection.conn.core.return_buffers(out);
     }
 }
 

@@ -22,7 +22,7 @@ use ::tokio::io::unix::AsyncFd;
 use ::tokio::runtime::Handle;
 use ::tokio::task::JoinHandle;
 
-use crate::vsock::hub::{Alarm, Core, DeferredClose, EventFd, Interest, any_of};
+use crate::vsock::hub::{Core, DeferredClose, EventFd, Interest, TimerFd, epoll_of};
 
 /// The task of an endpoint.
 #[derive(Debug)]
@@ -41,9 +41,9 @@ impl Reactor {
             return Ok(running);
         }
         let event_fd = Arc::new(EventFd::new()?);
-        let alarm = Alarm::new()?;
+        let timer_fd = TimerFd::new()?;
         let ended = Arc::new(AtomicBool::new(false));
-        let fd = any_of([core.engine_fd(), event_fd.as_fd(), alarm.as_fd()])?;
+        let fd = epoll_of([core.engine_fd(), event_fd.as_fd(), timer_fd.as_fd()])?;
         #[allow(
             deprecated,
             reason = "the newer way is unsafe, to have promised what an OwnedFd does by itself: \
@@ -53,7 +53,7 @@ impl Reactor {
         let post = Post {
             core: Arc::downgrade(core),
             event_fd,
-            alarm,
+            timer_fd,
             ended: ended.clone(),
         };
         let task = ::tokio::spawn(work(post, fd));
@@ -78,7 +78,7 @@ struct Post {
     core: Weak<Core>,
     event_fd: Arc<EventFd>,
     /// Not the runtime's timer: it need not have one.
-    alarm: Alarm,
+    timer_fd: TimerFd,
     ended: Arc<AtomicBool>,
 }
 
@@ -87,7 +87,7 @@ impl Drop for Post {
         // Before anybody is told: who comes looks at this.
         self.ended.store(true, Ordering::Release);
         if let Some(core) = self.core.upgrade() {
-            core.end(DeferredClose::EventFd(self.event_fd.clone()));
+            core.close_deferred(DeferredClose::EventFd(self.event_fd.clone()));
         }
     }
 }
@@ -103,14 +103,14 @@ async fn work(mut post: Post, fd: AsyncFd<OwnedFd>) {
                 // Everybody was told.
                 return;
             }
-            post.event_fd.silence();
-            locked.watch_by(&post.event_fd)
+            post.event_fd.clear();
+            locked.register_poller(&post.event_fd)
         };
         let Ok(due) = watched else {
             ::tokio::task::yield_now().await;
             continue;
         };
-        post.alarm.set(due);
+        post.timer_fd.set(due);
         match fd.readable().await {
             Ok(mut guard) => guard.clear_ready(),
             Err(_) => return,
@@ -167,7 +167,7 @@ impl Watched {
             result => return Poll::Ready(result),
         }
         self.core
-            .enlist_task(&mut locked(&seat.0), self.interest, cx.waker());
+            .register_task(&mut locked(&seat.0), self.interest, cx.waker());
         self.see_to_reactor()?;
         match attempt() {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
@@ -200,7 +200,7 @@ impl Watched {
     fn leave(&self, seat: &Seat) {
         let ticket = std::mem::take(&mut *locked(&seat.0));
         if ticket != 0 {
-            self.core.end(DeferredClose::Task(ticket));
+            self.core.close_deferred(DeferredClose::Task(ticket));
         }
     }
 }

@@ -13,9 +13,9 @@ use super::PAGE;
 /// Bytes of the prefix in front of the headers.
 pub(super) const PREFIX: usize = 8;
 
-/// Zeroed pages at an address that is a multiple of theirs.
+/// Zeroed, page-aligned pages.
 pub(super) struct Pages {
-    /// One page more than are used. Never reallocated, so that the address stays.
+    /// One page more than used, for alignment. Never reallocated: the address stays.
     bytes: Vec<u8>,
     start: usize,
     len: usize,
@@ -73,7 +73,7 @@ impl Pages {
         self.put(4, &number.to_ne_bytes());
     }
 
-    /// Header `index`, each of `N` bytes; `None` if the pages have no place for it.
+    /// Header `index`, of `N` bytes; `None` beyond the pages.
     pub(super) fn header<const N: usize>(&self, index: usize) -> Option<[u8; N]> {
         self.array(PREFIX + index * N)
     }

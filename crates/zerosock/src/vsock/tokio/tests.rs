@@ -1,4 +1,4 @@
-//! Tasks that give up, with an engine that does what a script says.
+//! Cancelled calls of an endpoint whose engine follows a script.
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};
@@ -33,7 +33,7 @@ async fn some_turns() {
 }
 
 #[::tokio::test]
-async fn tasks_that_gave_up_are_not_remembered() {
+async fn cancelled_calls_leave_no_registered_tasks() {
     let (core, _) = core();
     let state = info(StreamState::Connected);
     let stream = Stream::new(core.clone(), StreamId::FIRST, &state, Wait::Sleep);
@@ -76,7 +76,7 @@ async fn tasks_that_gave_up_are_not_remembered() {
 }
 
 #[::tokio::test]
-async fn a_connect_that_is_given_up_leaves_nothing() {
+async fn cancelled_connect_closes_its_stream() {
     let (core, script) = core();
     let from = From(core.clone());
     let task = ::tokio::spawn(async move {

@@ -1,7 +1,7 @@
 //! A program that is the host: it contains the vsock device, reads received bytes where the guests
 //! wrote them, and writes answers where the guests read them.
 //!
-//! With a path, it waits there for a VMM, whose guest is CID 3:
+//! With a path, it waits there for a VMM; the guest is CID 3:
 //!
 //! ```sh
 //! cargo run --example embed_host -- /run/vm3.sock

@@ -36,12 +36,12 @@ fn main() -> Result<(), Error> {
     let mut sums = Vec::new();
     for round in 0..rounds {
         for step in 0..2 {
-            let who = (round + step) % 2;
-            let (time, sum) = timed(|socket| match who {
+            let method = (round + step) % 2;
+            let (time, sum) = timed(|socket| match method {
                 0 => by_copy(&file, socket),
                 _ => by_sender(&file, socket),
             })?;
-            times[who].push(time);
+            times[method].push(time);
             sums.push(sum);
         }
     }

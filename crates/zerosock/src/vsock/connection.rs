@@ -121,7 +121,7 @@ impl Blocking {
 
     /// Calls are made by registered tasks.
     #[cfg(feature = "tokio")]
-    pub(super) fn set_told(&self) {
+    pub(super) fn set_async(&self) {
         self.0.store(2, Ordering::Relaxed);
     }
 

@@ -120,21 +120,22 @@ impl Endpoint {
     /// # Errors
     /// With a [`ConnectError`] inside: `ConnectionRefused` when no socket listens there or the CID
     /// does not exist (only a [`Host`](super::Host) can tell the two apart), `TimedOut` without an
-    /// answer within [`connect_timeout`](super::EndpointBuilder::connect_timeout), `HostUnreachable`
-    /// for an address that no peer can have or when the device has gone, `AddrInUse` when no local
-    /// port is left, `OutOfMemory` beyond
+    /// answer within [`connect_timeout`](super::EndpointBuilder::connect_timeout),
+    /// `HostUnreachable` for an address that no peer can have or when the device has gone,
+    /// `AddrInUse` when no local port is left, `OutOfMemory` beyond
     /// [`max_connections`](super::EndpointBuilder::max_connections). `ConnectionAborted` when the
     /// endpoint has failed.
     pub fn connect(&self, peer: Address) -> io::Result<Stream> {
         connect(&self.core, peer, self.wait, self.connect_timeout)
     }
 
-    /// Sends the request and does not wait for the answer. While the stream is connecting, reads and
-    /// writes block. On the answer [`Stream::wait_connected`] returns the result, and a
+    /// Sends the request and does not wait for the answer. While the stream is connecting, reads
+    /// and writes block. On the answer [`Stream::wait_connected`] returns the result, and a
     /// [`Poller`](super::Poller) reports the stream as writable.
     ///
     /// # Errors
-    /// When the request cannot be sent, such as `HostUnreachable` for an address that no peer can have.
+    /// When the request cannot be sent, such as `HostUnreachable` for an address that no peer can
+    /// have.
     pub fn begin_connect(&self, peer: Address) -> io::Result<Stream> {
         begin_connect(&self.core, peer, self.wait)
     }
@@ -225,7 +226,7 @@ pub(super) fn resolve(core: &Core, name: &str) -> io::Result<Cid> {
 
 #[cfg(test)]
 impl Endpoint {
-    /// An endpoint whose driver is attached to a test.
+    /// An endpoint of a driver that is attached to a test.
     pub(crate) fn of(driver: Driver) -> Endpoint {
         Endpoint::builder().open(driver, None).unwrap()
     }

@@ -24,8 +24,8 @@ use crate::table::engine::{RecvFault, SendFault};
 /// use zerosock::{Address, Cid, Port};
 ///
 /// let process = Endpoint::attach(&path)?;
-/// let nobody = Address::new(Cid::HOST, Port::new(4711));
-/// let error = process.connect(nobody).unwrap_err();
+/// let unused = Address::new(Cid::HOST, Port::new(4711));
+/// let error = process.connect(unused).unwrap_err();
 /// assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
 /// let reason = error.get_ref().and_then(|inner| inner.downcast_ref::<ConnectError>());
 /// assert_eq!(reason, Some(&ConnectError::Refused));
@@ -128,19 +128,19 @@ pub enum StreamError {
     /// The caller: it has shut this direction down.
     #[error("this direction has been shut down")]
     ShutDown,
-    /// The caller: the message is longer than the peer's receive buffer or the socket's own, and can
-    /// never arrive: EMSGSIZE. Nothing of it was sent.
+    /// The caller: the message is longer than the peer's receive buffer or the socket's own, and
+    /// can never arrive: EMSGSIZE. Nothing of it was sent.
     #[error("the message is longer than the peer's buffer")]
     TooLong,
     /// The caller: this connection holds as many leases as the endpoint has left for all others.
     #[error("too many leases and loans are out at once: drop some")]
     TooManyLeases,
-    /// The caller: the peer may write the memory at any time, so there is no plain slice of it; copy,
-    /// or declare trust when opening the endpoint.
+    /// The caller: the peer may write the memory at any time, so there is no plain slice of it;
+    /// copy, or declare trust when opening the endpoint.
     #[error("the peer may write this memory: copy out of it, or declare trust")]
     Untrusted,
-    /// No fault: the buffer lies in several pieces of the peer's memory, so there is no single slice
-    /// of it; use the calls for pieces, or copy.
+    /// No fault: the buffer lies in several pieces of the peer's memory, so there is no single
+    /// slice of it; use the calls for pieces, or copy.
     #[error("the buffer lies in several pieces: there is no one slice of it")]
     Scattered,
     /// The peer has taken back the memory of a lease or a loan: its contents are undefined.

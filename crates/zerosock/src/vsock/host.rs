@@ -32,7 +32,8 @@ use crate::routing::name::Name;
 use crate::table::engine::EndpointStats;
 use zerosock_vhost_user::{Fault, FaultCounts};
 
-/// CID 2 for VMs and processes: it reads received bytes in their memory and writes sent bytes there.
+/// CID 2 for VMs and processes: it reads received bytes in their memory and writes sent bytes
+/// there.
 ///
 /// Its only thread serves the control sockets. The thread that calls one of its sockets drives the
 /// queues of all of them, connections between guests included. A program that makes no calls for
@@ -43,15 +44,16 @@ use zerosock_vhost_user::{Fault, FaultCounts};
 /// from the host's mapping, and the next access would end the program with SIGBUS. So the host maps
 /// only memory that is sealed against shrinking (F_SEAL_SHRINK, fcntl(2)). QEMU's
 /// `memory-backend-memfd`, crosvm's memory and that of zerosock's own endpoints are sealed; a plain
-/// memfd and files, such as those of QEMU's `memory-backend-file` and of user-mode Linux, are not. A
-/// front-end with unsealed memory is refused at SET_MEM_TABLE, counted
+/// memfd and files, such as those of QEMU's `memory-backend-file` and of user-mode Linux, are not.
+/// A front-end with unsealed memory is refused at SET_MEM_TABLE, counted
 /// ([`FrontendFault::Unsealed`](super::FrontendFault::Unsealed), see [`faults`](Host::faults)) and
 /// logged; [`HostBuilder::allow_unsealed_memory`] admits VMs with such memory.
 ///
 /// For them, and for pages that vanish for another reason, [`start`](HostBuilder::start) installs
-/// a SIGBUS handler **for the whole process**, once: a fault in memory mapped from a peer stops that
-/// peer's device and nothing else; any other fault goes to the handler installed before. A handler
-/// that the program installs later must forward faults that are not its own, or the guard is lost.
+/// a SIGBUS handler **for the whole process**, once: a fault in memory mapped from a peer stops
+/// that peer's device and nothing else; any other fault goes to the handler installed before. A
+/// handler that the program installs later must forward faults that are not its own, or the guard
+/// is lost.
 ///
 /// ```
 /// # let dir = tempfile::tempdir()?;
@@ -260,8 +262,8 @@ impl Host {
         self.directory.processes()
     }
 
-    /// Number of faults of this kind that VMMs and processes have committed on their control sockets
-    /// since the start. Each affected only that front-end, and is logged with its reason.
+    /// Number of faults of this kind that VMMs and processes have committed on their control
+    /// sockets since the start. Each affected only that front-end, and is logged with its reason.
     pub fn faults(&self, fault: Fault) -> u64 {
         self.faults.of(fault)
     }
@@ -282,7 +284,7 @@ impl Host {
 }
 
 impl HostBuilder {
-    /// Adds a VM with this CID, whose VMM connects to the vhost-user socket at `path`. Its queues
+    /// Adds a VM with this CID. Its VMM connects to the vhost-user socket at `path`. Its queues
     /// may have 1024 entries ([`vm_with`](Self::vm_with) can say otherwise). A socket's file that a
     /// dead owner left at `path` is replaced. Any process that can connect becomes the VM, so only
     /// the host's own user can, unless [`socket_mode`](Self::socket_mode) is set otherwise.
@@ -381,8 +383,8 @@ impl HostBuilder {
     }
 
     /// Most unread bytes of one VM or process that the host keeps in copies, over all its
-    /// connections, counted for each queue pair. Above it the connections with most copied bytes are
-    /// reset. Default 64 MiB.
+    /// connections, counted for each queue pair. Above it the connections with most copied bytes
+    /// are reset. Default 64 MiB.
     pub fn max_copied(mut self, bytes: usize) -> HostBuilder {
         self.config.max_overflow = bytes;
         self
@@ -396,8 +398,9 @@ impl HostBuilder {
         self
     }
 
-    /// Bytes of memory that the host maps of one VM, or of all processes of one user (`each`, default
-    /// 1 TiB), and of all together (`total`, default 64 TiB). A front-end that exceeds it is refused.
+    /// Bytes of memory that the host maps of one VM, or of all processes of one user (`each`,
+    /// default 1 TiB), and of all together (`total`, default 64 TiB). A front-end that exceeds it
+    /// is refused.
     pub fn max_memory(mut self, each: u64, total: u64) -> HostBuilder {
         self.config.memory.each = each;
         self.config.memory.total = total;
@@ -405,8 +408,8 @@ impl HostBuilder {
     }
 
     /// Most connections of one VM or process; further requests are answered with a reset. Default
-    /// 131072, or the number of descriptors that one VM or process may use for host sockets, if that
-    /// is less.
+    /// 131072, or the number of descriptors that one VM or process may use for host sockets, if
+    /// that is less.
     pub fn max_connections(mut self, connections: usize) -> HostBuilder {
         self.config.max_connections = Some(connections);
         self
@@ -418,9 +421,9 @@ impl HostBuilder {
         self
     }
 
-    /// Trusts attached processes, never VMs, not to write leased memory and not to read lent memory;
-    /// zerosock's own endpoints do neither. Leases and loans then give plain slices. The token comes
-    /// from the `unsafe` [`Trust::declare`], which states the promise.
+    /// Trusts attached processes, never VMs, not to write leased memory and not to read lent
+    /// memory; zerosock's own endpoints do neither. Leases and loans then give plain slices. The
+    /// token comes from the `unsafe` [`Trust::declare`], which states the promise.
     pub fn trust_processes(mut self, trust: Trust) -> HostBuilder {
         self.trust = Some(trust);
         self

@@ -8,9 +8,9 @@
 //!
 //! # Life of a lease
 //! A lease in place refers to bytes in memory that the peer shares. Dropping it returns the buffer
-//! and the credit. Before that, after a bounded time, the endpoint may copy the bytes out and return
-//! the buffer; the application reads the same bytes either way. While a [`Reading`] lives, they are
-//! not moved.
+//! and the credit. Before that, after a bounded time, the endpoint may copy the bytes out and
+//! return the buffer; the application reads the same bytes either way. While a [`Reading`] lives,
+//! they are not moved.
 
 mod shared;
 
@@ -206,11 +206,11 @@ impl<'a> Lease<'a> {
         }
     }
 
-    /// Converts it to a buffer for a [`zc::Sender`](crate::zc::Sender), which sends it over a kernel
-    /// socket directly from the peer's memory. The buffer returns to the peer once the kernel has
-    /// released it and the program has polled the sender. A program that waits for more from the peer
-    /// while the sender holds the peer's whole window, and does not poll the sender, waits forever.
-    /// No trust is needed: the kernel copies the bytes of that moment.
+    /// Converts it to a buffer for a [`zc::Sender`](crate::zc::Sender), which sends it over a
+    /// kernel socket directly from the peer's memory. The buffer returns to the peer once the
+    /// kernel has released it and the program has polled the sender. A program that waits for more
+    /// from the peer while the sender holds the peer's whole window, and does not poll the sender,
+    /// waits forever. No trust is needed: the kernel copies the bytes of that moment.
     ///
     /// The endpoint cannot take the buffer back, and the kernel keeps it until the TCP receiver has
     /// acknowledged it, without a time limit. A limit of the sender
@@ -227,8 +227,8 @@ impl<'a> Lease<'a> {
             .map_err(|(error, lease)| (error, lease.into_bound(core)))
     }
 
-    /// Converts it to a shared buffer, which can be cloned without a copy. The buffer returns to its
-    /// sender when the last clone is dropped. Bytes in several pieces are copied once, since a
+    /// Converts it to a shared buffer, which can be cloned without a copy. The buffer returns to
+    /// its sender when the last clone is dropped. Bytes in several pieces are copied once, since a
     /// `Bytes` is contiguous.
     ///
     /// # Errors
@@ -408,8 +408,8 @@ impl<'l> Reading<'l> {
     }
 
     /// The bytes themselves. `None` if the peer may write them: then copy them out, or, for
-    /// process peers, declare trust when opening the endpoint. `None` also for bytes in more than one
-    /// piece, or torn ones ([`is_torn`](Self::is_torn)).
+    /// process peers, declare trust when opening the endpoint. `None` also for bytes in more than
+    /// one piece, or torn ones ([`is_torn`](Self::is_torn)).
     pub fn as_slice(&self) -> Option<&[u8]> {
         if !self.entered {
             return self.private();
@@ -429,9 +429,9 @@ impl<'l> Reading<'l> {
         memory.trusted_slice(piece.part(*offset, self.body.len), self.body.trust?)
     }
 
-    /// The value at the beginning, in place. `None` as for [`as_slice`](Self::as_slice), or if there
-    /// are too few bytes or they are not aligned for it. In buffers of a zerosock driver, payload is
-    /// aligned to 64 bytes.
+    /// The value at the beginning, in place. `None` as for [`as_slice`](Self::as_slice), or if
+    /// there are too few bytes or they are not aligned for it. In buffers of a zerosock driver,
+    /// payload is aligned to 64 bytes.
     pub fn view<T: FromBytes + KnownLayout + Immutable>(&self) -> Option<&T> {
         T::ref_from_prefix(self.as_slice()?)
             .ok()

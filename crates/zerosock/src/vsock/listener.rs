@@ -86,8 +86,8 @@ impl Listener {
         self.wait.store(encode(wait), Ordering::Relaxed);
     }
 
-    /// Sets the receive buffer of later connections, in bytes; see [`Stream::set_buffer_size`]. Other
-    /// options are set on the [`Socket`](super::Socket) before it listens.
+    /// Sets the receive buffer of later connections, in bytes; see [`Stream::set_buffer_size`].
+    /// Other options are set on the [`Socket`](super::Socket) before it listens.
     ///
     /// # Errors
     /// With an [`OptionError`](super::OptionError) inside: `InvalidInput` for 0.
@@ -117,7 +117,8 @@ impl Listener {
     /// Accepts the oldest pending connection; returns it and the address of its peer.
     ///
     /// # Errors
-    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has failed.
+    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has
+    /// failed.
     pub fn accept(&self) -> io::Result<(Stream, Address)> {
         self.accept_until(None)
     }
@@ -158,8 +159,8 @@ impl Listener {
     }
 }
 
-/// An iterator over the connections of a [`Listener`]: each step is an [`accept`](Listener::accept);
-/// it never ends.
+/// An iterator over the connections of a [`Listener`]: each step is an
+/// [`accept`](Listener::accept); it never ends.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));

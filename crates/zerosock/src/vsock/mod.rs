@@ -13,9 +13,9 @@
 //!
 //! # Trust
 //! No peer is trusted by default. A peer may change bytes while they are on lease; so a program
-//! copies out of a lease or hands it to the system. Plain slices of it exist only for peers that are
-//! processes, on an endpoint opened with [`Trust`]: an `unsafe` declaration that the peers do not
-//! change leased bytes.
+//! copies out of a lease or hands it to the system. Plain slices of it exist only for peers that
+//! are processes, on an endpoint opened with [`Trust`]: an `unsafe` declaration that the peers do
+//! not change leased bytes.
 //!
 //! # Lifetimes
 //! A borrowed [`Lease`], [`Loan`] or [`Batch`] cannot outlive its stream: that does not compile.

@@ -24,7 +24,7 @@ use crate::fault::Fault;
 /// use zerosock::attach::AttachError;
 /// use zerosock::vsock::{Endpoint, Fault, OpenError};
 ///
-/// let error = Endpoint::attach(dir.path().join("nobody.sock")).unwrap_err();
+/// let error = Endpoint::attach(dir.path().join("missing.sock")).unwrap_err();
 /// assert_eq!(error.fault(), Fault::System);
 ///
 /// let _first = Endpoint::builder().name("db").attach(&path)?;
@@ -66,9 +66,9 @@ impl OpenError {
 
 impl From<OpenError> for io::Error {
     /// The kind is `AddrInUse` for a CID or name that is taken, `PermissionDenied` for a user that
-    /// may not attach, `NotFound` or `ConnectionRefused` when no server is at the socket, `TimedOut`,
-    /// `InvalidInput` for invalid settings, `InvalidData` for a protocol violation, `Unsupported` for
-    /// another version.
+    /// may not attach, `NotFound` or `ConnectionRefused` when no server is at the socket,
+    /// `TimedOut`, `InvalidInput` for invalid settings, `InvalidData` for a protocol violation,
+    /// `Unsupported` for another version.
     fn from(error: OpenError) -> io::Error {
         let kind = match &error {
             OpenError::Place(error) => error.kind(),
@@ -171,17 +171,18 @@ impl EndpointBuilder {
         self
     }
 
-    /// Bytes of a transmit buffer, at most 65536, which is also the default. It limits the length of
-    /// a sent packet.
+    /// Bytes of a transmit buffer, at most 65536, which is also the default. It limits the length
+    /// of a sent packet.
     pub fn transmit_buffers(mut self, bytes: u32) -> EndpointBuilder {
         self.config.tx_buffer_size = bytes;
         self
     }
 
-    /// Most queue pairs to use, 1 to 16, default 1, as far as the device offers them (`zerosock serve
-    /// --queue-pairs`, [`DaemonConfig::queue_pairs`](crate::daemon::DaemonConfig::queue_pairs);
-    /// docs/queue-pairs.md). Each pair belongs to another worker of the device and has buffers of its
-    /// own. A hash of the addresses assigns connections to pairs; they can be
+    /// Most queue pairs to use, 1 to 16, default 1, as far as the device offers them (`zerosock
+    /// serve --queue-pairs`,
+    /// [`DaemonConfig::queue_pairs`](crate::daemon::DaemonConfig::queue_pairs);
+    /// docs/queue-pairs.md). Each pair belongs to another worker of the device and has buffers of
+    /// its own. A hash of the addresses assigns connections to pairs; they can be
     /// [moved](super::Stream::move_to_queue_pair).
     ///
     /// ```
@@ -230,8 +231,8 @@ impl EndpointBuilder {
         self
     }
 
-    /// Whether to negotiate datagrams ([`Datagram`](super::Datagram)); default true. Stock guests do
-    /// not.
+    /// Whether to negotiate datagrams ([`Datagram`](super::Datagram)); default true. Stock guests
+    /// do not.
     pub fn datagrams(mut self, datagrams: bool) -> EndpointBuilder {
         self.config.datagrams = datagrams;
         self
@@ -244,8 +245,8 @@ impl EndpointBuilder {
     }
 
     /// Trusts the device's process, and through it the peers, not to write leased memory and not to
-    /// read lent memory; zerosock's own device does neither. Leases and loans then give plain slices.
-    /// The token comes from the `unsafe` [`Trust::declare`], which states the promise.
+    /// read lent memory; zerosock's own device does neither. Leases and loans then give plain
+    /// slices. The token comes from the `unsafe` [`Trust::declare`], which states the promise.
     pub fn trust_host(mut self, trust: Trust) -> EndpointBuilder {
         self.trust = Some(trust);
         self
@@ -264,8 +265,8 @@ impl EndpointBuilder {
         self
     }
 
-    /// The ports at which peers can reach the endpoint, at most 256; default all that it listens on.
-    /// For a service: the ports to claim; default none. Ports and name take effect only with
+    /// The ports at which peers can reach the endpoint, at most 256; default all that it listens
+    /// on. For a service: the ports to claim; default none. Ports and name take effect only with
     /// [`attach`](Self::attach) and [`attach_as_host`](Self::attach_as_host).
     pub fn ports(mut self, ports: impl IntoIterator<Item = Port>) -> EndpointBuilder {
         self.request.ports = ports.into_iter().collect();

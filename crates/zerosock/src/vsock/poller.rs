@@ -3,8 +3,8 @@
 //! # Invariants
 //! - Readiness is level-triggered, as with `poll(2)`: what was not consumed is reported again. A
 //!   poller consumes nothing.
-//! - Each poller has an eventfd of its own, registered at every endpoint while it sleeps. So several
-//!   pollers do not clear each other's notifications.
+//! - Each poller has an eventfd of its own, registered at every endpoint while it sleeps. So
+//!   several pollers do not clear each other's notifications.
 
 use std::fmt;
 use std::io;
@@ -144,7 +144,7 @@ struct Source {
 enum SourceKind {
     Stream(Arc<Core>, StreamId),
     Listener(Arc<Core>, Port),
-    /// With the destination whose flow control decides whether it is writable.
+    /// With the destination for which writability is checked.
     Datagram(Arc<Core>, DatagramId, Option<Address>),
     Fd(OwnedFd),
 }
@@ -161,7 +161,7 @@ impl Poller {
     }
 
     /// Adds a stream. It should be [non-blocking](Stream::set_nonblocking). A stream that is
-    /// dropped, or whose endpoint is over, is reported as ready until it is removed. One that is
+    /// dropped, or that lost its endpoint, is reported as ready until it is removed. One that is
     /// [connecting](super::Endpoint::begin_connect) is writable when the connect has succeeded or
     /// failed.
     pub fn add_stream(&mut self, stream: &Stream, key: u64, wanted: Readiness) {
@@ -189,9 +189,9 @@ impl Poller {
         self.sources.push(Source { key, wanted, kind });
     }
 
-    /// Adds a datagram socket: readable when a datagram is there, writable when one could be sent to
-    /// the peer that it is [connected](Datagram::connect) to now or, unconnected, when there is room
-    /// at all. It should be non-blocking.
+    /// Adds a datagram socket: readable when a datagram is there, writable when one could be sent
+    /// to the peer that it is [connected](Datagram::connect) to now or, unconnected, when there is
+    /// room at all. It should be non-blocking.
     pub fn add_datagram(&mut self, socket: &Datagram, key: u64, wanted: Readiness) {
         let (core, id) = socket.core_and_id();
         let kind = SourceKind::Datagram(core.clone(), id, socket.peer_addr());
@@ -371,8 +371,8 @@ impl Poller {
         self.poll_fds(&fds, until, &mut Vec::new())
     }
 
-    /// Polls the descriptors of all sources, and `others`, until one is ready or until `until`. Adds
-    /// ready sources to `ready`.
+    /// Polls the descriptors of all sources, and `others`, until one is ready or until `until`.
+    /// Adds ready sources to `ready`.
     fn poll_fds(
         &self,
         others: &[BorrowedFd<'_>],

@@ -54,8 +54,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Releases `port` of the host. Its connections stay; later ones go to the service that claims it
-    /// next, or to the host's own side.
+    /// Releases `port` of the host. Its connections stay; later ones go to the service that claims
+    /// it next, or to the host's own side.
     ///
     /// # Errors
     /// As for [`claim`](Self::claim); `AddrNotAvailable` for a port that is not claimed here.
@@ -82,8 +82,8 @@ impl Endpoint {
 }
 
 impl EndpointBuilder {
-    /// Attaches at the attach socket of `zerosock serve` as a service of the host. Peers reach it at
-    /// CID 2 and the [`ports`](Self::ports) that it claims, now and [later](Endpoint::claim); it
+    /// Attaches at the attach socket of `zerosock serve` as a service of the host. Peers reach it
+    /// at CID 2 and the [`ports`](Self::ports) that it claims, now and [later](Endpoint::claim); it
     /// connects to guests and processes from CID 2. Ports that no service has claimed belong to the
     /// host's own side of each VM. All ports are free again when the endpoint and its sockets are
     /// dropped or the process dies. The [`name`](Self::name) appears in logs and listings; the

@@ -116,14 +116,14 @@ impl Host {
 }
 
 impl Socket {
-    /// Binds a port to connect from or to listen on. [`Port::ANY`] takes a free one, [`Cid::ANY`] is
-    /// the endpoint's own CID. Until the socket listens, requests to the port are refused. The port
-    /// is free again when the socket, or the connection or listener made of it, is dropped.
+    /// Binds a port to connect from or to listen on. [`Port::ANY`] takes a free one, [`Cid::ANY`]
+    /// is the endpoint's own CID. Until the socket listens, requests to the port are refused. The
+    /// port is free again when the socket, or the connection or listener made of it, is dropped.
     ///
     /// # Errors
-    /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port, has bound
-    /// it, or has connected from it; `AddrNotAvailable` for a foreign CID; `InvalidInput` for a
-    /// socket that is bound already, and for a port that a service has not
+    /// With a [`ListenError`] inside: `AddrInUse` when another socket listens on the port, has
+    /// bound it, or has connected from it; `AddrNotAvailable` for a foreign CID; `InvalidInput` for
+    /// a socket that is bound already, and for a port that a service has not
     /// [claimed](Endpoint::claim).
     pub fn bind(&mut self, local: Address) -> io::Result<()> {
         if self.bound.is_some() {

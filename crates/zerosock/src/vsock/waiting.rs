@@ -1,8 +1,8 @@
 //! The wait modes of blocking calls, and the spin time of the adaptive one.
 //!
 //! Spinning sees an event after one cache line transfer between two cores. Sleeping uses no CPU but
-//! costs two system calls and a wake-up. The adaptive mode spins for a time that it derives from the
-//! length of recent waits, as KVM's halt polling does.
+//! costs two system calls and a wake-up. The adaptive mode spins for a time that it derives from
+//! the length of recent waits, as KVM's halt polling does.
 
 use std::time::Duration;
 

@@ -321,8 +321,8 @@ macro_rules! option_calls {
             /// - A time: closing waits that long until the peer has consumed all data and
             ///   acknowledged the close; data that it has not consumed by then still arrives. A
             ///   [non-blocking](Self::set_nonblocking) socket closes as with `None`. Between two
-            ///   processes or guests of one device it is the device that consumes the data: it is in
-            ///   the peer's buffers then, or the device delivers it without this socket.
+            ///   processes or guests of one device it is the device that consumes the data: it is
+            ///   in the peer's buffers then, or the device delivers it without this socket.
             /// - [`Duration::ZERO`]: the connection is reset, and data in flight is lost.
             pub fn set_linger(&self, linger: Option<Duration>) {
                 self.conn.options().linger = linger;
@@ -351,9 +351,9 @@ macro_rules! option_calls {
             /// ```
             ///
             /// # Errors
-            /// Only with [`set_linger`](Self::set_linger): `TimedOut` when the peer has not consumed
-            /// everything in time, `ConnectionReset` when it has reset the connection and may not
-            /// have consumed everything.
+            /// Only with [`set_linger`](Self::set_linger): `TimedOut` when the peer has not
+            /// consumed everything in time, `ConnectionReset` when it has reset the connection and
+            /// may not have consumed everything.
             pub fn close(self) -> io::Result<()> {
                 self.conn.close()
             }
@@ -366,20 +366,20 @@ macro_rules! option_calls {
 
             /// Moves the connection to queue pair `pair`, for a program that balances load over the
             /// workers of the device better than the hash of addresses does. The connection pauses
-            /// for one and a half round trips; bytes keep their order. Unread bytes held in place are
-            /// copied once. Blocks as a write does; on a non-blocking socket the move goes on, and
-            /// [`queue_pair`](Self::queue_pair) shows its result later.
+            /// for one and a half round trips; bytes keep their order. Unread bytes held in place
+            /// are copied once. Blocks as a write does; on a non-blocking socket the move goes on,
+            /// and [`queue_pair`](Self::queue_pair) shows its result later.
             ///
             /// # Errors
-            /// `Unsupported` at a host, and for a pair that is not in use; `ResourceBusy` while a loan
-            /// is out or a message is partly sent, on either side, and when the device refuses;
-            /// `NotConnected`; `WouldBlock`, `TimedOut`.
+            /// `Unsupported` at a host, and for a pair that is not in use; `ResourceBusy` while a
+            /// loan is out or a message is partly sent, on either side, and when the device
+            /// refuses; `NotConnected`; `WouldBlock`, `TimedOut`.
             pub fn move_to_queue_pair(&self, pair: u16) -> io::Result<()> {
                 self.conn.move_to_queue_pair(pair)
             }
 
-            /// Bytes sent and not yet reported as consumed (SIOCOUTQ). Peers report only now and then,
-            /// so this call requests a report: call again to see it. As with
+            /// Bytes sent and not yet reported as consumed (SIOCOUTQ). Peers report only now and
+            /// then, so this call requests a report: call again to see it. As with
             /// [`set_linger`](Self::set_linger), a device between two processes consumes what it
             /// forwards.
             pub fn unsent(&self) -> usize {

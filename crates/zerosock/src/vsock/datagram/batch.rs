@@ -8,9 +8,9 @@ use super::{Datagram, RecvFault};
 use crate::vsock::message::Message;
 
 impl Datagram {
-    /// Sends as many of `datagrams` as there is room for, in order, each to its address; returns how
-    /// many. Blocks for the first one only. The call stops at a datagram that cannot be sent; it
-    /// returns the error only for the first one.
+    /// Sends as many of `datagrams` as there is room for, in order, each to its address; returns
+    /// how many. Blocks for the first one only. The call stops at a datagram that cannot be sent;
+    /// it returns the error only for the first one.
     ///
     /// ```
     /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -74,8 +74,9 @@ impl Datagram {
         })
     }
 
-    /// Receives the datagrams that have arrived, one into each of `buffers`; returns the full length
-    /// and the source of each, as [`recv_from`](Self::recv_from) does. Blocks for the first one only.
+    /// Receives the datagrams that have arrived, one into each of `buffers`; returns the full
+    /// length and the source of each, as [`recv_from`](Self::recv_from) does. Blocks for the first
+    /// one only.
     ///
     /// # Errors
     /// As there.
@@ -99,9 +100,9 @@ impl Datagram {
         })
     }
 
-    /// Receives up to `most` datagrams: calls `look` with each, in place, and its source. Returns how
-    /// many. Blocks for the first one only. Made for many small datagrams: without a copy and without
-    /// leases. `look` may drop sockets and leases, but must not call this endpoint.
+    /// Receives up to `most` datagrams: calls `look` with each, in place, and its source. Returns
+    /// how many. Blocks for the first one only. Made for many small datagrams: without a copy and
+    /// without leases. `look` may drop sockets and leases, but must not call this endpoint.
     ///
     /// ```
     /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));

@@ -13,9 +13,9 @@ use crate::table::sockets::Place;
 use crate::vsock::hub::Interest;
 use crate::vsock::loan::ZEROS;
 
-/// A buffer for a datagram, in memory that the receiver's side reads. [`send`](Self::send) sends it;
-/// dropped, it is returned unsent. Beyond the limit on loans, or for a datagram that needs several of
-/// the receiver's buffers, it is a private buffer, which is copied when it is sent.
+/// A buffer for a datagram, in memory that the receiver's side reads. [`send`](Self::send) sends
+/// it; dropped, it is returned unsent. Beyond the limit on loans, or for a datagram that needs
+/// several of the receiver's buffers, it is a private buffer, which is copied when it is sent.
 ///
 /// ```
 /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -151,7 +151,8 @@ impl DatagramLoan<'_> {
     fn queue(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramFault> {
         if self.place.is_some() {
             if self.enter() {
-                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped leases.
+                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
+                // leases.
                 self.socket.core.leases().leave(self.index);
             } else {
                 self.moved(engine).map_err(|_| DatagramFault::Unknown)?;
@@ -173,7 +174,8 @@ impl DatagramLoan<'_> {
         self.socket.core.leases().enter_to_write(self.index) == Entered::InPlace
     }
 
-    /// Makes the loan private after the endpoint has moved it; takes what was written from the copy.
+    /// Makes the loan private after the endpoint has moved it; takes what was written from the
+    /// copy.
     fn moved(&mut self, engine: &mut dyn Engine) -> Result<(), DatagramError> {
         match engine.copy_of(self.index) {
             Some((bytes, start)) => {

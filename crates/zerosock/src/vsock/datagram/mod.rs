@@ -39,11 +39,11 @@ pub use zerosock_proto::vsock::datagram::{DatagramDrops, DatagramStats, MAX_DATA
 
 /// A socket for unreliable datagrams, without a connection.
 ///
-/// A datagram has 0 to 65536 bytes. It is silently dropped when no socket has its port, and when the
-/// receiver's buffer is full ([`set_receive_buffer`](Self::set_receive_buffer)). A zerosock receiver
-/// whose buffer fills up asks its senders to stop, and later to go on: a send to it blocks (or
-/// returns `WouldBlock`), sends to other destinations go on. So endpoints lose no datagrams as long
-/// as their buffers are in proportion; see docs/datagrams.md.
+/// A datagram has 0 to 65536 bytes. It is silently dropped when no socket has its port, and when
+/// the receiver's buffer is full ([`set_receive_buffer`](Self::set_receive_buffer)). A zerosock
+/// receiver with a filling buffer asks its senders to stop, and later to go on: a send to it blocks
+/// (or returns `WouldBlock`), sends to other destinations go on. So endpoints lose no datagrams as
+/// long as their buffers are in proportion; see docs/datagrams.md.
 ///
 /// Guests with a stock kernel do not take datagrams: a send to one fails with
 /// [`DatagramError::Deaf`].
@@ -99,7 +99,7 @@ pub struct Datagram {
 pub struct DatagramHome<'a> {
     core: &'a Arc<Core>,
     wait: Wait,
-    /// The endpoint, whose ports may be limited; `None` for a host.
+    /// The endpoint, which may limit the ports; `None` for a host.
     endpoint: Option<&'a Endpoint>,
 }
 
@@ -133,8 +133,8 @@ fn pack(address: Address) -> u64 {
 }
 
 impl Datagram {
-    /// Binds a socket to `port` of the endpoint's CID, or with [`Port::ANY`] to a free one. Datagram
-    /// ports are separate from stream ports.
+    /// Binds a socket to `port` of the endpoint's CID, or with [`Port::ANY`] to a free one.
+    /// Datagram ports are separate from stream ports.
     ///
     /// # Errors
     /// With a [`BindError`] inside: `AddrInUse` when another socket has the port; `InvalidInput`
@@ -184,8 +184,8 @@ impl Datagram {
         }
     }
 
-    /// Makes [`send`](Self::send) send to `peer`, and receives only datagrams from it; datagrams that
-    /// arrived before stay. Sends nothing itself.
+    /// Makes [`send`](Self::send) send to `peer`, and receives only datagrams from it; datagrams
+    /// that arrived before stay. Sends nothing itself.
     pub fn connect(&self, peer: Address) {
         self.set_peer(Some(peer));
     }
@@ -230,20 +230,21 @@ impl Datagram {
         Self::set_timeout(&self.write_timeout, timeout)
     }
 
-    /// How the calls of this socket wait. by default as its endpoint is set.
+    /// The wait mode of this socket's calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
         self.wait.store(encode(wait), Ordering::Relaxed);
     }
 
-    /// The receive buffer in bytes, 128 per datagram included; default 1 MiB. A datagram that arrives
-    /// while more is unread is dropped; so the last one may exceed the limit. Flow control asks
-    /// senders to stop at a quarter of it, and to go on at an eighth.
+    /// The receive buffer in bytes, 128 per datagram included; default 1 MiB. A datagram that
+    /// arrives while more is unread is dropped; so the last one may exceed the limit. Flow control
+    /// asks senders to stop at a quarter of it, and to go on at an eighth.
     pub fn set_receive_buffer(&self, bytes: u32) {
         self.change_limits(|limits| limits.receive = bytes);
     }
 
-    /// Bytes that may be in flight, 128 per datagram included; default 212992. At the limit a send
-    /// blocks. A [`Host`] has none in flight: it writes into the receiver's buffers at once.
+    /// The send buffer: bytes that may be in flight, 128 per datagram included; default 212992. At
+    /// the limit a send blocks. A [`Host`] has none in flight: it writes into the receiver's
+    /// buffers at once.
     pub fn set_send_buffer(&self, bytes: u32) {
         self.change_limits(|limits| limits.send = bytes);
     }
@@ -297,8 +298,8 @@ impl Datagram {
     /// # Errors
     /// With a [`DatagramError`] inside: `InvalidInput` for one that is too long (EMSGSIZE),
     /// `Unsupported` for a destination that takes no datagrams, `HostUnreachable` for a CID that is
-    /// known not to exist. `WouldBlock` and `TimedOut` when there is no room, or the destination has
-    /// asked its senders to stop. `ConnectionAborted` when the endpoint has failed.
+    /// known not to exist. `WouldBlock` and `TimedOut` when there is no room, or the destination
+    /// has asked its senders to stop. `ConnectionAborted` when the endpoint has failed.
     pub fn send_to(&self, bytes: &[u8], to: Address) -> io::Result<usize> {
         self.transmit(|engine| engine.send(self.id, to, bytes))?;
         Ok(bytes.len())
@@ -313,8 +314,8 @@ impl Datagram {
     }
 
     /// Waits until the device has consumed all sent datagrams. Then they are delivered or dropped,
-    /// even if this program ends; datagrams that it has not flushed may be lost. A [`Host`] consumes
-    /// a datagram when its program reads it, or when the hold time ends.
+    /// even if this program ends; datagrams that it has not flushed may be lost. A [`Host`]
+    /// consumes a datagram when its program reads it, or when the hold time ends.
     ///
     /// ```
     /// # let (db, web) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/two.rs"));
@@ -378,8 +379,8 @@ impl Datagram {
 
     /// Calls are made by registered tasks.
     #[cfg(feature = "tokio")]
-    pub(super) fn set_told(&self) {
-        self.blocking.set_told();
+    pub(super) fn set_async(&self) {
+        self.blocking.set_async();
     }
 
     /// The endpoint and the socket's id, for pollers.

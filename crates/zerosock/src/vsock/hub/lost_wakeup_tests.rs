@@ -1,5 +1,6 @@
-//! Leases that one thread drops while another holds the lock: the first does not block, so the second
-//! must check again. Each test drops at the point where a missing check would lose the lease.
+//! Leases that one thread drops while another holds the lock: the first does not block, so the
+//! second must check again. Each test drops at the point where a missing check would lose the
+//! lease.
 
 use std::sync::Arc;
 use std::thread;
@@ -107,7 +108,7 @@ fn stream_owned_by_a_task_that_a_lease_drop_wakes_is_closed() {
     drop(task);
     let stirred = ReadySource::Port(Port::new(1));
     script.lock().unwrap().stirred.push_back(stirred);
-    // Returning the buffer takes the lock and wakes the task, whose drop drops the stream.
+    // Returning the buffer takes the lock and wakes the task; dropping the task drops the stream.
     core.return_buffer(3);
     assert_eq!(script.lock().unwrap().closed, 1);
 }

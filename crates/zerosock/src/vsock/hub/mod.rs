@@ -110,7 +110,8 @@ pub(crate) struct Core {
     before_release: hook::Hook,
 }
 
-/// The held lock. Taking it returns leases dropped before; releasing it returns those dropped since.
+/// The held lock. Taking it returns leases dropped before; releasing it returns those dropped
+/// since.
 pub(crate) struct Locked<'a> {
     core: &'a Core,
     guard: Option<MutexGuard<'a, State>>,

@@ -1,4 +1,4 @@
-//! Waiters of an endpoint whose engine follows a script.
+//! Waiters of an endpoint with a scripted engine.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;

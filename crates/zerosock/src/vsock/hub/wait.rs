@@ -24,8 +24,8 @@ use crate::vsock::waiting::Wait;
 
 /// Checks of the engine between two readings of the clock, while spinning.
 const CHECKS_PER_CLOCK: u32 = 64;
-/// Most consecutive calls that are served without a turn of the engine, and turns without a check of
-/// the deadline.
+/// Most consecutive calls that are served without a turn of the engine, and turns without a check
+/// of the deadline.
 const MAX_SKIPPED_TURNS: u32 = 64;
 
 /// What a call does when its attempt finds nothing.
@@ -106,8 +106,8 @@ impl WaitProgress {
 
 impl Core {
     /// Calls `attempt` until it returns `Some`; between two attempts turns the engine and waits
-    /// within `budget`. `interest` names the socket of `attempt`. `attempt` publishes what it queues
-    /// ([`Engine::flush`], [`Engine::settle`]).
+    /// within `budget`. `interest` names the socket of `attempt`. `attempt` publishes what it
+    /// queues ([`Engine::flush`], [`Engine::settle`]).
     ///
     /// # Errors
     /// When `budget` does not allow more waiting, or the endpoint has failed.

@@ -1,9 +1,9 @@
-//! A lease as the owner of a `Bytes`, whose clones read it on any thread.
+//! A lease as the owner of a `Bytes`; its clones read it on any thread.
 
 use super::{OwnedLease, Reading};
 use crate::table::sockets::{Copied, Place};
 
-/// An owned lease whose bytes are not moved: the owner of a `Bytes`.
+/// An owned lease that keeps its bytes in place: the owner of a `Bytes`.
 pub(super) struct Shared {
     lease: OwnedLease,
     /// The bytes, if the endpoint had moved them before.

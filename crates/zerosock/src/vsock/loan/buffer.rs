@@ -166,7 +166,8 @@ impl Buffer {
             if self.is_moved(core) {
                 self.moved(engine, filled)?;
             } else {
-                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped leases.
+                // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped
+                // leases.
                 core.leases().leave(self.index);
             }
         }

@@ -8,8 +8,8 @@
 //!
 //! # Use
 //! A loan in place is a guest's receive buffer, or a transmit buffer of the driver, which the peer
-//! reads in place. Its credit is reserved. Beyond the limit on loans it is a private buffer, which is
-//! copied when it is sent: only counters show the difference.
+//! reads in place. Its credit is reserved. Beyond the limit on loans it is a private buffer, which
+//! is copied when it is sent: only counters show the difference.
 
 mod buffer;
 
@@ -35,8 +35,8 @@ use buffer::{WriteAccess, parts};
 /// packets.
 pub(in crate::vsock) static ZEROS: [u8; 4096] = [0; 4096];
 
-/// A buffer for one packet, in memory that the peer reads. [`send`](Loan::send) sends it; dropped, it
-/// is returned unsent.
+/// A buffer for one packet, in memory that the peer reads. [`send`](Loan::send) sends it; dropped,
+/// it is returned unsent.
 ///
 /// Bytes are written by [`Write`] (each call appends), by [`write_at`](Loan::write_at), or directly
 /// from a file or socket by [`read_from`](Loan::read_from) and
@@ -201,8 +201,8 @@ impl<'a> Loan<'a> {
     }
 
     /// Appends the bytes of one read of `fd`, in place; returns how many. 0 is end of file, or no
-    /// room left. It blocks if `fd` does; meanwhile the peer can take its memory back without loss of
-    /// bytes.
+    /// room left. It blocks if `fd` does; meanwhile the peer can take its memory back without loss
+    /// of bytes.
     ///
     /// Bytes of a descriptor without non-blocking reads (a terminal; before Linux 6.5 a pipe) are
     /// copied.

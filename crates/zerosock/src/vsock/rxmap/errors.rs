@@ -6,8 +6,8 @@ use crate::table::engine::RecvFault;
 use crate::vsock::errors::of_recv;
 use crate::vsock::hub::WaitFault;
 
-/// Why a call of a receive map failed. All except [`Io`](RxMapError::Io) are the caller's fault, and
-/// nothing was changed.
+/// Why a call of a receive map failed. All except [`Io`](RxMapError::Io) are the caller's fault,
+/// and nothing was changed.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/mapped.rs"));

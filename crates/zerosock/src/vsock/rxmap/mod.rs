@@ -100,8 +100,8 @@ impl Stream {
         self.rx_map
     }
 
-    /// Fails unless it changes nothing, because a stream is connected. Set the option on the endpoint
-    /// ([`Endpoint::set_rx_map`], [`Host::set_rx_map`]) before the connection is made.
+    /// Fails unless it changes nothing, because a stream is connected. Set the option on the
+    /// endpoint ([`Endpoint::set_rx_map`], [`Host::set_rx_map`]) before the connection is made.
     ///
     /// # Errors
     /// [`RxMapError::Connected`].

@@ -46,9 +46,9 @@ pub struct RxHeader {
     pub length: u32,
     /// [`EOM`](super::EOM), [`EOR`](super::EOR), [`SPILLED`].
     pub flags: u32,
-    /// Offset of the first byte, in bytes, in the memory shared with the peer's side (its regions one
-    /// after the other, in order of guest addresses), or in the spill pages. `u64::MAX`: in neither;
-    /// [`RxMap::packet`] has the bytes anyway.
+    /// Offset of the first byte, in bytes, in the memory shared with the peer's side (its regions
+    /// one after the other, in order of guest addresses), or in the spill pages. `u64::MAX`: in
+    /// neither; [`RxMap::packet`] has the bytes anyway.
     pub offset: u64,
 }
 
@@ -95,8 +95,8 @@ impl RxMapConfig {
         self
     }
 
-    /// Most bytes of one fill: it ends before a packet that would exceed them. A longer first packet
-    /// is filled alone, since packets in place are not split.
+    /// Most bytes of one fill: it ends before a packet that would exceed them. A longer first
+    /// packet is filled alone, since packets in place are not split.
     pub fn bytes(mut self, bytes: usize) -> RxMapConfig {
         self.bytes = bytes;
         self
@@ -113,9 +113,9 @@ impl RxMapConfig {
 /// unmaps nothing.
 ///
 /// Each header keeps its packet in place until it is [released](Self::release). A fill ends at the
-/// connection's limit of leases in place (an eighth of the endpoint's receive buffers). Only packets
-/// that are not in place (copied out after the hold time, or beyond the connection's limit) are
-/// copied, into the map's spill pages: their headers have [`SPILLED`].
+/// connection's limit of leases in place (an eighth of the endpoint's receive buffers). Only
+/// packets that are not in place (copied out after the hold time, or beyond the connection's limit)
+/// are copied, into the map's spill pages: their headers have [`SPILLED`].
 ///
 /// A packet in several pieces of guest memory has a header for each.
 ///
@@ -207,8 +207,8 @@ impl<S: Borrow<Stream>> RxMap<S> {
     }
 
     /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
-    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns it.
-    /// For programs that would use `poll(2)`.
+    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns
+    /// it. For programs that would use `poll(2)`.
     ///
     /// # Errors
     /// `WouldBlock`, `TimedOut`, or when the endpoint has failed.
@@ -366,7 +366,8 @@ impl<S: Borrow<Stream>> RxMap<S> {
             return Ok(());
         }
         let core = &self.stream.borrow().conn.core;
-        // In a batch or a `recv_each` callback this thread holds the lock; its release returns them.
+        // In a batch or a `recv_each` callback this thread holds the lock; its release returns
+        // them.
         let mut locked = (!core.is_held_by_this_thread()).then(|| core.lock());
         for mapped in packets.iter_mut().filter(|mapped| !mapped.released) {
             mapped.released = true;
@@ -382,7 +383,8 @@ impl<S: Borrow<Stream>> RxMap<S> {
             held.unreleased -= 1;
             if held.unreleased == 0 {
                 if held.memory.take().is_some() {
-                    // Not `Core::end_access`: this thread holds the lock; releasing it returns dropped leases.
+                    // Not `Core::end_access`: this thread holds the lock; releasing it returns
+                    // dropped leases.
                     core.leases().leave(held.index);
                 }
                 match &mut locked {

@@ -106,8 +106,8 @@ impl RxPacket<'_> {
         matches!(self.mapped.location, PacketLocation::InPlace(..))
     }
 
-    /// Whether the peer has taken its memory back (it disconnected, rebooted, or changed its memory):
-    /// the memory is still mapped, but its contents are undefined.
+    /// Whether the peer has taken its memory back (it disconnected, rebooted, or changed its
+    /// memory): the memory is still mapped, but its contents are undefined.
     pub fn is_torn(&self) -> bool {
         self.in_place()
             .is_some_and(|(held, _, _)| self.stream.conn.core.leases().is_torn(held.index))

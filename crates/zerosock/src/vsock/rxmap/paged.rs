@@ -80,8 +80,8 @@ pub struct PagedHeader {
 }
 
 /// A receive map in the document's layout, into which packets are copied: for programs that need
-/// consecutive whole pages, or that were written for that interface. [`RxMap`](super::RxMap) does not
-/// copy.
+/// consecutive whole pages, or that were written for that interface. [`RxMap`](super::RxMap) does
+/// not copy.
 ///
 /// `S` is the stream or a reference to it: `&Stream`, `Arc<Stream>`. A stream can have any number
 /// of maps; each fill takes the next packets.
@@ -213,8 +213,8 @@ impl<S: Borrow<Stream>> PagedRxMap<S> {
     }
 
     /// Waits as the stream does ([`Stream::set_wait`], [`Stream::set_nonblocking`],
-    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns it.
-    /// For programs that would use `poll(2)`.
+    /// [`Stream::set_read_timeout`]) until the poll value is not [`EMPTY`](super::EMPTY); returns
+    /// it. For programs that would use `poll(2)`.
     ///
     /// # Errors
     /// `WouldBlock`, `TimedOut`, or when the endpoint has failed.

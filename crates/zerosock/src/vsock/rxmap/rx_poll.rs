@@ -1,8 +1,8 @@
 //! The poll value of a map.
 //!
-//! The document's kernel updates the poll value asynchronously. An endpoint has no thread, so reading
-//! the poll value does the work: it checks a ring index that the peer writes, and turns the engine
-//! only when the index has moved.
+//! The document's kernel updates the poll value asynchronously. An endpoint has no thread, so
+//! reading the poll value does the work: it checks a ring index that the peer writes, and turns the
+//! engine only when the index has moved.
 
 use std::time::Instant;
 
@@ -13,8 +13,8 @@ use crate::vsock::stream::Stream;
 /// Polls between two readings of the clock, for the engine's timers. Reading the clock is no system
 /// call (vDSO), but costs more than a poll.
 const CLOCK: u32 = 64;
-/// Polls between two unconditional turns, which find what the index does not show, such as the death
-/// of the peer's process.
+/// Polls between two unconditional turns, which find what the index does not show, such as the
+/// death of the peer's process.
 const TURN: u32 = 4096;
 
 /// The counters of polling; see the module.

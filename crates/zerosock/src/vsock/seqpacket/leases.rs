@@ -73,8 +73,8 @@ impl<'a> MessageLeases<'a> {
         self.end_of_record
     }
 
-    /// Whether all of it lay where the peer's side wrote it when it was received. False if any packet
-    /// was beyond the hold limit, and is a copy.
+    /// Whether all of it lay where the peer's side wrote it when it was received. False if any
+    /// packet was beyond the hold limit, and is a copy.
     pub fn is_in_place(&self) -> bool {
         self.leases.iter().all(Lease::is_in_place)
     }

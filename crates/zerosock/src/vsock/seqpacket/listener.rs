@@ -60,8 +60,8 @@ impl SeqPacketListener {
         self.0.set_nonblocking(nonblocking)
     }
 
-    /// How [`accept`](Self::accept) waits, and connections that it gives, until they are told
-    /// otherwise. Default: as its endpoint is set.
+    /// The wait mode of [`accept`](Self::accept) and, unless they are set otherwise, of accepted
+    /// connections.
     pub fn set_wait(&self, wait: Wait) {
         self.0.set_wait(wait);
     }
@@ -69,7 +69,8 @@ impl SeqPacketListener {
     /// Accepts the oldest pending connection; returns it and the address of its peer.
     ///
     /// # Errors
-    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has failed.
+    /// `WouldBlock` if the listener is non-blocking; `ConnectionAborted` when the endpoint has
+    /// failed.
     pub fn accept(&self) -> io::Result<(SeqPacket, Address)> {
         self.0.accept_until(None)
     }

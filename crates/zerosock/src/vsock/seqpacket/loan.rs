@@ -107,8 +107,8 @@ impl<'a> MessageLoan<'a> {
     }
 
     /// Sets the number of bytes written, after writing through
-    /// [`as_mut_slices`](Self::as_mut_slices); at most the capacity. Without such slices, bytes that
-    /// were not written become zeros.
+    /// [`as_mut_slices`](Self::as_mut_slices); at most the capacity. Without such slices, bytes
+    /// that were not written become zeros.
     pub fn set_filled(&mut self, filled: usize) {
         let filled = filled.min(self.len);
         // If the loan was torn meanwhile, the send reports it.
@@ -169,8 +169,9 @@ impl<'a> MessageLoan<'a> {
         Ok(done)
     }
 
-    /// All its bytes as slices to write to, in order: one for each piece of memory. Report the number
-    /// of written bytes with [`set_filled`](Self::set_filled). The initial contents are unspecified.
+    /// All its bytes as slices to write to, in order: one for each piece of memory. Report the
+    /// number of written bytes with [`set_filled`](Self::set_filled). The initial contents are
+    /// unspecified.
     ///
     /// # Errors
     /// [`StreamError::Untrusted`] if the peer may write or read them meanwhile: then use
@@ -217,14 +218,14 @@ impl<'a> MessageLoan<'a> {
         Ok(got)
     }
 
-    /// Sends the bytes written so far as one message, which may be empty; returns how many. The part
-    /// in place is sent at once. A private part may block for buffers, as in [`SeqPacket::send`], and
-    /// so does a message behind one that is partly sent.
+    /// Sends the bytes written so far as one message, which may be empty; returns how many. The
+    /// part in place is sent at once. A private part may block for buffers, as in
+    /// [`SeqPacket::send`], and so does a message behind one that is partly sent.
     ///
     /// # Errors
     /// The connection has ended, or this direction was shut down; [`StreamError::Torn`];
-    /// `WouldBlock` or `TimedOut`: nothing of it was sent, and [`try_send`](Self::try_send) keeps the
-    /// bytes.
+    /// `WouldBlock` or `TimedOut`: nothing of it was sent, and [`try_send`](Self::try_send) keeps
+    /// the bytes.
     pub fn send(self) -> io::Result<usize> {
         self.try_send().map_err(|(error, _)| error)
     }

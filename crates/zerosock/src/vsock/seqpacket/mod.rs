@@ -5,9 +5,10 @@
 //! - A receiver sees a message only when all of it has arrived.
 //!
 //! # Use
-//! Messages arrive whole, once and in order, with their boundaries. An empty message is not the end.
-//! As with a [`Stream`](super::Stream), bytes are copied ([`SeqPacket::recv`], [`SeqPacket::send`])
-//! or read and written in place ([`SeqPacket::recv_leases`], [`SeqPacket::loan`]).
+//! Messages arrive whole, once and in order, with their boundaries. An empty message is not the
+//! end. As with a [`Stream`](super::Stream), bytes are copied ([`SeqPacket::recv`],
+//! [`SeqPacket::send`]) or read and written in place ([`SeqPacket::recv_leases`],
+//! [`SeqPacket::loan`]).
 
 mod leases;
 mod listener;
@@ -57,9 +58,9 @@ pub use loan::MessageLoan;
 ///
 /// # Length of a message
 /// At most the receive buffer of the peer ([`window`](super::EndpointBuilder::window), default
-/// 262144 bytes) and that of this socket, as on Linux. A longer message could never arrive: the send
-/// fails with [`StreamError::TooLong`](super::StreamError::TooLong) before it sends a byte. A peer
-/// that sends a message longer than this socket's buffer is reset.
+/// 262144 bytes) and that of this socket, as on Linux. A longer message could never arrive: the
+/// send fails with [`StreamError::TooLong`](super::StreamError::TooLong) before it sends a byte. A
+/// peer that sends a message longer than this socket's buffer is reset.
 ///
 /// # Empty messages
 /// Linux guests send none, but receive them. They cost no credit, so at most 512 are kept unread: a
@@ -134,8 +135,8 @@ impl SeqPacket {
         Ok(())
     }
 
-    /// Changes the receive buffer, and with it the maximum length of received and sent messages; see
-    /// [`Stream::set_buffer_size`](super::Stream::set_buffer_size). Messages that the peer has
+    /// Changes the receive buffer, and with it the maximum length of received and sent messages;
+    /// see [`Stream::set_buffer_size`](super::Stream::set_buffer_size). Messages that the peer has
     /// credit for already still arrive.
     ///
     /// # Errors
@@ -154,7 +155,7 @@ impl SeqPacket {
         Ok(())
     }
 
-    /// How its calls wait. by default as its endpoint is set.
+    /// The wait mode of its calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
         self.conn.set_wait(wait);
     }
@@ -189,8 +190,8 @@ impl SeqPacket {
         info.and_then(|info| info.messages).unwrap_or(0) as usize
     }
 
-    /// Received bytes that were not read, as Linux counts them (SIOCINQ): including those of a message
-    /// whose end has not arrived.
+    /// Received bytes that were not read, as Linux counts them (SIOCINQ): including those of a
+    /// message whose end has not arrived.
     ///
     /// ```
     /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/messages.rs"));
@@ -247,8 +248,8 @@ impl SeqPacket {
     }
 
     /// Sends `message` as a whole: blocks until the peer has credit for all of it, and there are
-    /// buffers. On a [non-blocking](Self::set_nonblocking) socket, buffers may run out within a long
-    /// message: the endpoint's next calls send the rest.
+    /// buffers. On a [non-blocking](Self::set_nonblocking) socket, buffers may run out within a
+    /// long message: the endpoint's next calls send the rest.
     ///
     /// # Errors
     /// [`StreamError::TooLong`](super::StreamError::TooLong) inside for a message that the peer can
@@ -300,8 +301,8 @@ impl SeqPacket {
 
     /// Lends buffers for one message of at most `len` bytes, in memory that the peer reads: the
     /// peer's receive buffers at a [`Host`](super::Host), transmit buffers at an
-    /// [`Endpoint`](super::Endpoint). Beyond the limit on loans the rest is a private buffer. Blocks
-    /// until there is credit for all of it, and a buffer. The credit is reserved, so
+    /// [`Endpoint`](super::Endpoint). Beyond the limit on loans the rest is a private buffer.
+    /// Blocks until there is credit for all of it, and a buffer. The credit is reserved, so
     /// [`MessageLoan::send`] does not wait for any.
     ///
     /// # Errors
@@ -315,8 +316,8 @@ impl SeqPacket {
         Ok(MessageLoan::new(self, parts))
     }
 
-    /// Waits until the queued rest of a message is sent: the program may not call the endpoint again.
-    /// Does not wait on a non-blocking socket, whose program must call again.
+    /// Waits until the queued rest of a message is sent: the program may not call the endpoint
+    /// again. Does not wait on a non-blocking socket: its program must call again.
     #[cold]
     pub(super) fn wait_queued_sent(&self) -> io::Result<()> {
         let attempt = |engine: &mut dyn Engine| {
@@ -328,9 +329,9 @@ impl SeqPacket {
         Ok(self.conn.core.wait(interest, budget, attempt)?)
     }
 
-    /// Shuts down one direction or both. Messages sent before still arrive; the peer receives `None`
-    /// after them. After [`Shutdown::Read`] blocked and later receives return `None`; unread messages
-    /// are discarded, leases stay valid.
+    /// Shuts down one direction or both. Messages sent before still arrive; the peer receives
+    /// `None` after them. After [`Shutdown::Read`] blocked and later receives return `None`; unread
+    /// messages are discarded, leases stay valid.
     ///
     /// # Errors
     /// `NotConnected` when the connection has ended already.

@@ -12,8 +12,8 @@ use crate::table::engine::{Engine, SendFault};
 use crate::table::sockets::StreamId;
 use crate::vsock::hub::{Interest, Locked};
 
-/// Many packets, sent together. It keeps the endpoint locked: calls of other threads block, calls of
-/// this thread panic. Leases, loans and sockets may be dropped meanwhile.
+/// Many packets, sent together. It keeps the endpoint locked: calls of other threads block, calls
+/// of this thread panic. Leases, loans and sockets may be dropped meanwhile.
 ///
 /// ```
 /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));

@@ -8,7 +8,8 @@
 //! Calls that copy are those of `std::net`: [`Read`], [`Write`] and [`BufRead`](io::BufRead), safe
 //! with any peer. In-place calls are [`Stream::recv`] (a [`Lease`] of received bytes) and
 //! [`Stream::loan`] (a [`Loan`] of a buffer to send). They may be mixed: bytes that
-//! [`BufRead`](io::BufRead) has returned but its user has not consumed can be read by any other call.
+//! [`BufRead`](io::BufRead) has returned but its user has not consumed can be read by any other
+//! call.
 
 mod batch;
 mod buffered;
@@ -88,16 +89,17 @@ impl Stream {
         self.conn.peer
     }
 
-    /// Whether leases and loans give plain slices: the application has declared trust in such peers.
+    /// Whether leases and loans give plain slices: the application has declared trust in such
+    /// peers.
     pub fn is_trusted(&self) -> bool {
         self.conn.trust.is_some()
     }
 
     /// Calls answer [`io::ErrorKind::WouldBlock`] instead of blocking. The descriptor
     /// ([`AsFd`]) becomes readable when another try is worthwhile: when any socket of the endpoint
-    /// has had an event since the last such call, or a timer is due. All sockets of an endpoint share
-    /// the descriptor, and only one thread may poll it: the next call that would block clears it.
-    /// Each [`Poller`](super::Poller) is notified independently.
+    /// has had an event since the last such call, or a timer is due. All sockets of an endpoint
+    /// share the descriptor, and only one thread may poll it: the next call that would block clears
+    /// it. Each [`Poller`](super::Poller) is notified independently.
     ///
     /// # Errors
     /// None. The signature is that of `std::net`.
@@ -106,7 +108,7 @@ impl Stream {
         Ok(())
     }
 
-    /// How the calls of this stream wait. by default as its endpoint is set.
+    /// The wait mode of this stream's calls. Default: as its endpoint is set.
     pub fn set_wait(&self, wait: Wait) {
         self.conn.set_wait(wait);
     }
@@ -150,9 +152,9 @@ impl Stream {
         Ok(got.map(|parts| Lease::new(&self.conn.core, parts, self.conn.trust)))
     }
 
-    /// Receives up to `most` packets: calls `look` with each, in place. Returns how many; 0 is the end
-    /// of the stream. Made for many small packets: with one lock and without leases. `look` may drop
-    /// sockets and leases, but must not call this endpoint.
+    /// Receives up to `most` packets: calls `look` with each, in place. Returns how many; 0 is the
+    /// end of the stream. Made for many small packets: with one lock and without leases. `look` may
+    /// drop sockets and leases, but must not call this endpoint.
     ///
     /// # Errors
     /// As [`recv`](Self::recv).
@@ -177,14 +179,14 @@ impl Stream {
         self.receive(|engine| engine.read(self.conn.id, out, true))
     }
 
-    /// Lends a buffer for one packet of at most `max` bytes, in memory that the peer reads. It may be
-    /// smaller ([`Loan::capacity`]): the peer's buffer and its credit limit it.
+    /// Lends a buffer for one packet of at most `max` bytes, in memory that the peer reads. It may
+    /// be smaller ([`Loan::capacity`]): the peer's buffer and its credit limit it.
     ///
     /// The receiver's buffers limit a loan: 4096 bytes for a Linux guest, by default 65536 for an
-    /// [`Endpoint`](super::Endpoint) ([`receive_buffers`](super::EndpointBuilder::receive_buffers)),
-    /// and never more than 65536. Longer data takes several loans, and several
-    /// [`recv`](Self::recv) at the peer. A stream has no message boundaries: a protocol that needs
-    /// them sends a length first.
+    /// [`Endpoint`](super::Endpoint)
+    /// ([`receive_buffers`](super::EndpointBuilder::receive_buffers)), and never more than 65536.
+    /// Longer data takes several loans, and several [`recv`](Self::recv) at the peer. A stream has
+    /// no message boundaries: a protocol that needs them sends a length first.
     ///
     /// # Errors
     /// `WouldBlock`, `TimedOut`; else a [`StreamError`](super::StreamError) is the source.
@@ -233,8 +235,8 @@ impl Stream {
         self.conn.state()
     }
 
-    /// Calls `get` until it returns data, end of file or an error, and not before the low-water mark
-    /// is reached.
+    /// Calls `get` until it returns data, end of file or an error, and not before the low-water
+    /// mark is reached.
     #[inline]
     fn receive<T>(
         &self,
@@ -311,8 +313,8 @@ impl Write for &Stream {
         })
     }
 
-    /// Sends small writes that [`set_coalesce`](Stream::set_coalesce) has delayed. All other written
-    /// bytes are visible to the peer already.
+    /// Sends small writes that [`set_coalesce`](Stream::set_coalesce) has delayed. All other
+    /// written bytes are visible to the peer already.
     fn flush(&mut self) -> io::Result<()> {
         if self.coalesces.load(Ordering::Relaxed) {
             let mut locked = self.conn.core.lock();

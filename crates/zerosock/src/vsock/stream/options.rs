@@ -12,11 +12,12 @@ use crate::vsock::socket::Bound;
 option_calls!(Stream);
 
 impl Stream {
-    /// Changes the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE), which limits the unread bytes of this
-    /// stream and, as an upper bound on the credit that it uses, those at the peer. As on Linux, the
-    /// size is clamped to the [bounds](Self::set_buffer_bounds), and each change is announced to the
-    /// peer. A buffer may shrink at any time: bytes that the peer has credit for already still arrive,
-    /// and a higher [low-water mark](Self::set_low_water) is lowered to the new size.
+    /// Changes the receive buffer (SO_VM_SOCKETS_BUFFER_SIZE), which limits the unread bytes of
+    /// this stream and, as an upper bound on the credit that it uses, those at the peer. As on
+    /// Linux, the size is clamped to the [bounds](Self::set_buffer_bounds), and each change is
+    /// announced to the peer. A buffer may shrink at any time: bytes that the peer has credit for
+    /// already still arrive, and a higher [low-water mark](Self::set_low_water) is lowered to the
+    /// new size.
     ///
     /// # Errors
     /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` for 0.
@@ -26,8 +27,8 @@ impl Stream {
     }
 
     /// The smallest and the largest receive buffer, in bytes (SO_VM_SOCKETS_BUFFER_MIN_SIZE and
-    /// SO_VM_SOCKETS_BUFFER_MAX_SIZE). The current buffer is clamped to them at once. Default 128 and
-    /// 262144, or the endpoint's `window` if that is more.
+    /// SO_VM_SOCKETS_BUFFER_MAX_SIZE). The current buffer is clamped to them at once. Default 128
+    /// and 262144, or the endpoint's `window` if that is more.
     ///
     /// # Errors
     /// With an [`OptionError`](crate::vsock::OptionError) inside: `InvalidInput` when the smallest
@@ -48,8 +49,8 @@ impl Stream {
     }
 
     /// How many bytes a read waits for (SO_RCVLOWAT): it returns with fewer only at the end of the
-    /// stream. 0 means 1. Pollers and maps use it, too. Credit updates are sent early enough that the
-    /// peer can send so many bytes. A peer whose [own buffer](Self::set_buffer_size) is smaller
+    /// stream. 0 means 1. Pollers and maps use it, too. Credit updates are sent early enough that
+    /// the peer can send so many bytes. A peer with a smaller [own buffer](Self::set_buffer_size)
     /// never sends so many at once.
     ///
     /// # Errors
@@ -86,17 +87,17 @@ impl Stream {
     }
 
     /// Whether small writes coalesce when the peer has very many packets unread. By default each
-    /// write is a packet of its own, visible to the peer when the call returns. When the peer has no
-    /// room for more packets, a write blocks until the peer reads.
+    /// write is a packet of its own, visible to the peer when the call returns. When the peer has
+    /// no room for more packets, a write blocks until the peer reads.
     ///
     /// That can last forever: a reader that waits for many bytes (SO_RCVLOWAT), sent in very small
-    /// pieces, never gets them. With coalescing, writes below 2 KiB are gathered in a copy while two
-    /// thirds of the peer's room for packets are used (281 packets, for a buffer of 256 KiB). The
-    /// copy is sent as one packet when it has 2 KiB, when the peer has read, after 2 ms and twice as
-    /// long each further time, on [`flush`](std::io::Write::flush), or before a loan or a shutdown.
-    /// An endpoint has no thread: its timers run in calls, and while a thread waits for it. So the
-    /// program should flush after the last of several writes, unless it calls the endpoint again.
-    /// Each write costs slightly more.
+    /// pieces, never gets them. With coalescing, writes below 2 KiB are gathered in a copy while
+    /// two thirds of the peer's room for packets are used (281 packets, for a buffer of 256 KiB).
+    /// The copy is sent as one packet when it has 2 KiB, when the peer has read, after 2 ms and
+    /// twice as long each further time, on [`flush`](std::io::Write::flush), or before a loan or a
+    /// shutdown. An endpoint has no thread: its timers run in calls, and while a thread waits for
+    /// it. So the program should flush after the last of several writes, unless it calls the
+    /// endpoint again. Each write costs slightly more.
     ///
     /// ```
     /// # let (host, process) = include!(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/doc/pair.rs"));

@@ -60,7 +60,7 @@ impl AsyncDatagram {
     pub fn new(socket: Datagram) -> io::Result<AsyncDatagram> {
         let (core, id) = socket.core_and_id();
         let watch = Watched::new(core, Interest::Datagram(id))?;
-        socket.set_told();
+        socket.set_async();
         Ok(AsyncDatagram { socket, watch })
     }
 

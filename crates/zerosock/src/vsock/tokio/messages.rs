@@ -18,8 +18,9 @@ use crate::vsock::seqpacket::{MessageLeases, MessageLoan, Received, SeqPacket, S
 
 /// A [`SeqPacket`] in a tokio runtime.
 ///
-/// Its calls take `&self`, so several tasks may share one in an `Arc`. Dropping the future of a call
-/// cancels it: a cancelled receive takes no message, a cancelled send sends nothing of its message.
+/// Its calls take `&self`, so several tasks may share one in an `Arc`. Dropping the future of a
+/// call cancels it: a cancelled receive takes no message, a cancelled send sends nothing of its
+/// message.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")]
@@ -66,7 +67,7 @@ impl AsyncSeqPacket {
     /// As [`AsyncStream::new`](super::AsyncStream::new).
     pub fn new(socket: SeqPacket) -> io::Result<AsyncSeqPacket> {
         let watch = Watched::new(&socket.conn.core, Interest::Conn(socket.conn.id))?;
-        socket.conn.blocking.set_told();
+        socket.conn.blocking.set_async();
         Ok(AsyncSeqPacket { socket, watch })
     }
 
@@ -87,8 +88,8 @@ impl AsyncSeqPacket {
     /// Connects to `port` of the attached process called `name`.
     ///
     /// # Errors
-    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else as
-    /// [`connect`](Self::connect).
+    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else
+    /// as [`connect`](Self::connect).
     ///
     /// # Panics
     /// Outside of a tokio runtime.
@@ -235,8 +236,8 @@ pub struct AsyncMessageLoan<'a> {
 }
 
 impl<'a> AsyncMessageLoan<'a> {
-    /// As [`MessageLoan::send`]. Cancelled before it has begun to send, it sends nothing and returns
-    /// the loan.
+    /// As [`MessageLoan::send`]. Cancelled before it has begun to send, it sends nothing and
+    /// returns the loan.
     ///
     /// # Errors
     /// As [`MessageLoan::send`].
@@ -327,7 +328,7 @@ impl AsyncSeqPacketListener {
     pub fn new(listener: SeqPacketListener) -> io::Result<AsyncSeqPacketListener> {
         let interest = Interest::Port(listener.local_addr().port);
         let watch = Watched::new(&listener.port().core, interest)?;
-        listener.port().blocking.set_told();
+        listener.port().blocking.set_async();
         Ok(AsyncSeqPacketListener { listener, watch })
     }
 

@@ -1,4 +1,5 @@
-//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are awaited.
+//! Sockets for tokio: [`AsyncRead`], [`AsyncWrite`], and leases, loans and messages that are
+//! awaited.
 //!
 //! An async socket is a non-blocking socket registered with the `reactor` of its endpoint. `halves`
 //! splits streams; `messages` has seqpacket sockets, `datagram` datagram sockets.
@@ -127,7 +128,7 @@ impl AsyncStream {
     /// (`enable_io`). Its time driver is not needed.
     pub fn new(stream: Stream) -> io::Result<AsyncStream> {
         let watch = Watched::new(&stream.conn.core, Interest::Conn(stream.conn.id))?;
-        stream.conn.blocking.set_told();
+        stream.conn.blocking.set_async();
         Ok(AsyncStream { stream, watch })
     }
 
@@ -147,8 +148,8 @@ impl AsyncStream {
     /// Connects to `port` of the attached process called `name`.
     ///
     /// # Errors
-    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else as
-    /// [`connect`](Self::connect).
+    /// `NotFound` when no attached process has the name, `InvalidInput` for an invalid name; else
+    /// as [`connect`](Self::connect).
     ///
     /// # Panics
     /// Outside of a tokio runtime.
@@ -303,7 +304,7 @@ impl AsyncListener {
     pub fn new(listener: Listener) -> io::Result<AsyncListener> {
         let interest = Interest::Port(listener.local_addr().port);
         let watch = Watched::new(&listener.core, interest)?;
-        listener.blocking.set_told();
+        listener.blocking.set_async();
         Ok(AsyncListener { listener, watch })
     }
 

@@ -1,4 +1,4 @@
-//! Cancelled calls of an endpoint whose engine follows a script.
+//! Cancelled calls of an endpoint with a scripted engine.
 use super::*;
 use crate::table::sockets::{StreamId, StreamState};
 use crate::vsock::fake::{core, info};

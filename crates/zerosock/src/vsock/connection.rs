@@ -303,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ways_to_wait_survive_their_word() {
+    fn wait_modes_survive_encoding() {
         let adaptive = |nanos| Wait::Adaptive {
             limit: Duration::from_nanos(nanos),
         };

@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_buffer_is_brought_within_its_bounds() {
+    fn buffer_size_is_clamped_to_its_bounds() {
         let mut options = Options::new(DEFAULT_BUFFER);
         assert_eq!(options.bounds(), (128, 262_144));
         assert_eq!(options.set_buffer(1), Ok(128));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_of_large_windows_may_have_large_buffers() {
+    fn upper_bound_of_the_buffer_is_at_least_the_window_of_the_endpoint() {
         assert_eq!(Options::new(8 << 20).bounds(), (128, 8 << 20));
         assert_eq!(Options::new(64).bounds(), (64, 262_144));
     }

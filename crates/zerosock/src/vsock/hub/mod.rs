@@ -93,7 +93,7 @@ pub(crate) struct Core {
     /// `event_fd` and `timer_fd`.
     poll_fd: OwnedFd,
     /// A duplicate of the engine's descriptor, to be polled without the lock.
-    fd: OwnedFd,
+    engine_fd: OwnedFd,
     trust: Option<Trust>,
     /// The connection to the attach socket, if the endpoint has one. The attachment ends when the
     /// last socket of the endpoint is dropped.
@@ -163,7 +163,7 @@ impl Core {
             waker: EventFd::new()?,
             event_fd,
             poll_fd,
-            fd: engine.fd().try_clone_to_owned()?,
+            engine_fd: engine.fd().try_clone_to_owned()?,
             leases: engine.words(),
             owner: AtomicUsize::new(0),
             lock_waiters: AtomicU32::new(0),
@@ -325,7 +325,7 @@ impl Core {
 
     /// Readable when the engine has work. Polled by waiters that have an [`EventFd`] of their own.
     pub(crate) fn engine_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.engine_fd.as_fd()
     }
 }
 

@@ -215,7 +215,7 @@ impl Core {
                 locked.state().sleeper = Some(ticket);
                 locked.set_wake_time(ticket, until);
                 drop(locked);
-                let slept = sleep_on([self.fd.as_fd(), self.waker.as_fd()], until);
+                let slept = sleep_on([self.engine_fd.as_fd(), self.waker.as_fd()], until);
                 self.waker.clear();
                 locked = self.lock();
                 locked.state().sleeper = None;

@@ -43,8 +43,8 @@ pub(crate) enum Interest {
 }
 
 impl From<ReadySource> for Interest {
-    fn from(stirred: ReadySource) -> Interest {
-        match stirred {
+    fn from(source: ReadySource) -> Interest {
+        match source {
             ReadySource::Conn(conn) => Interest::Conn(conn),
             ReadySource::Port(port) => Interest::Port(port),
             ReadySource::Datagram(socket) => Interest::Datagram(socket),
@@ -281,13 +281,13 @@ impl Locked<'_> {
         let state = self.state();
         while let Some(ready) = state.engine.next_stirred() {
             let sleeper = state.sleeper;
-            let stirred = Interest::from(ready);
+            let ready = Interest::from(ready);
             #[cfg(feature = "tokio")]
-            for interest in [stirred, Interest::Anything] {
+            for interest in [ready, Interest::Anything] {
                 state.tasks.wake(interest);
             }
             state.waiters.retain(|waiter| {
-                let woken = waiter.interest == stirred || waiter.interest == Interest::Anything;
+                let woken = waiter.interest == ready || waiter.interest == Interest::Anything;
                 if woken {
                     waiter.kind.wake(core, sleeper == Some(waiter.ticket));
                 }

@@ -517,7 +517,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_header_is_laid_out_as_said() {
+    fn header_layout_is_length_flags_offset() {
         let header = RxHeader {
             length: 0x0403_0201,
             flags: 0x0807_0605,

@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn the_documents_example_has_three_headers_and_five_pages() {
+    fn example_of_the_document_has_three_headers_and_five_pages() {
         let mut layout = Layout::new(5, 510);
         let laid = lay(&mut layout, &[(56, 0), (4096, 0), (8200, EOM), (1, 0)]);
         assert_eq!(laid, [(0, 56, 0), (1, 4096, 0), (2, 8200, EOM)]);
@@ -485,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_part_does_not_end_a_message() {
+    fn only_the_last_part_of_a_packet_has_its_flags() {
         let both = EOM | EOR;
         let mut layout = Layout::new(2, 510);
         assert_eq!(lay(&mut layout, &[(10_000, both)]), [(0, 8192, 0)]);
@@ -497,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_behind_the_others_is_left_whole() {
+    fn packet_that_does_not_fit_is_left_for_the_next_fill() {
         let mut layout = Layout::new(3, 510);
         assert_eq!(lay(&mut layout, &[(1, EOM), (8193, EOM)]), [(0, 1, EOM)]);
         let mut layout = Layout::new(1000, 2);

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_aligned_and_headers_lie_where_the_document_has_them() {
+    fn pages_are_aligned_and_headers_have_the_offsets_of_the_document() {
         let mut pages = Pages::new(2);
         assert!(pages.addr().is_multiple_of(PAGE));
         assert_eq!(pages.as_slice().len(), 2 * PAGE);
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn one_page_has_510_headers_and_their_end() {
+    fn one_page_has_510_headers_and_the_end_marker() {
         // 8 + 510 * 8 + 8 = 4096.
         assert_eq!(capacity(1, 8), 510);
         assert_eq!(pages_for(510, 8), 1);

@@ -179,8 +179,8 @@ impl OwnedReadHalf {
         }
         other.ends = false;
         drop(other);
-        // There are two halves, and one of them is gone.
-        Arc::try_unwrap(self.0).map_err(|_| unreachable!("a half was there twice"))
+        // A stream has two halves, and the other one was dropped above.
+        Arc::try_unwrap(self.0).map_err(|_| unreachable!("a stream has exactly two halves"))
     }
 }
 

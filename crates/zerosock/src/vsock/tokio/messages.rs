@@ -160,7 +160,7 @@ impl AsyncSeqPacket {
         self.put(&[IoSlice::new(message)], false).await
     }
 
-    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    /// As [`send`](Self::send), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`SeqPacket::send`].
@@ -245,7 +245,7 @@ impl<'a> AsyncMessageLoan<'a> {
         self.put(false).await
     }
 
-    /// As [`send`](Self::send), and says that a record ends with it: MSG_EOR.
+    /// As [`send`](Self::send), and ends a record: MSG_EOR.
     ///
     /// # Errors
     /// As [`MessageLoan::send`].

@@ -72,7 +72,7 @@ async fn cancelled_calls_leave_no_registered_tasks() {
     assert_eq!(core.waiters(), before + 2, "a reader and a writer");
     drop(stream);
     some_turns().await;
-    assert_eq!(core.waiters(), 0, "the endpoint's task has left as well");
+    assert_eq!(core.waiters(), 0, "the reactor has deregistered, too");
 }
 
 #[::tokio::test]
@@ -84,7 +84,7 @@ async fn cancelled_connect_closes_its_stream() {
         connected.map(|_| ())
     });
     some_turns().await;
-    assert_eq!(core.waiters(), 2, "the endpoint's task, and ours");
+    assert_eq!(core.waiters(), 2, "the reactor and this task");
     task.abort();
     assert!(task.await.unwrap_err().is_cancelled());
     some_turns().await;

@@ -217,8 +217,8 @@ impl Endpoint {
 pub(super) fn resolve(core: &Core, name: &str) -> io::Result<Cid> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
     let name: Name = name.parse().map_err(invalid)?;
-    let mut place = core.place().ok_or(io::ErrorKind::NotFound)?;
-    place.resolve(&name).map_err(|error| match error {
+    let mut attach_client = core.attach_client().ok_or(io::ErrorKind::NotFound)?;
+    attach_client.resolve(&name).map_err(|error| match error {
         attach::AttachError::UnknownName(_) => io::Error::new(io::ErrorKind::NotFound, error),
         other => io::Error::new(other.kind(), other),
     })

@@ -305,12 +305,12 @@ impl EndpointBuilder {
     pub(super) fn open(
         self,
         mut driver: Driver,
-        place: Option<Client>,
+        attach_client: Option<Client>,
     ) -> Result<Endpoint, OpenError> {
         driver.set_trusted(self.trust.is_some());
         let (cid, huge_pages) = (driver.cid(), driver.huge_pages());
         let queue_pairs = driver.queue_pairs();
-        let core = Core::new(Box::new(driver), self.trust, place)?;
+        let core = Core::new(Box::new(driver), self.trust, attach_client)?;
         core.set_window(self.config.buf_alloc);
         Ok(Endpoint {
             core: Arc::new(core),

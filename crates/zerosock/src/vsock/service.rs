@@ -49,7 +49,7 @@ impl Endpoint {
     /// [`LAST_CLAIMABLE`](attach::LAST_CLAIMABLE); `ResourceBusy` beyond
     /// [`MAX_CLAIMS`](attach::MAX_CLAIMS). `InvalidInput` for an endpoint that is no service.
     pub fn claim(&self, port: Port) -> io::Result<()> {
-        self.change_claims(|place| place.claim(&[port]))?;
+        self.change_claims(|attach_client| attach_client.claim(&[port]))?;
         self.named().push(port);
         Ok(())
     }
@@ -60,7 +60,7 @@ impl Endpoint {
     /// # Errors
     /// As for [`claim`](Self::claim); `AddrNotAvailable` for a port that is not claimed here.
     pub fn release(&self, port: Port) -> io::Result<()> {
-        self.change_claims(|place| place.release(&[port]))?;
+        self.change_claims(|attach_client| attach_client.release(&[port]))?;
         self.named().retain(|&named| named != port);
         Ok(())
     }
@@ -69,9 +69,9 @@ impl Endpoint {
         &self,
         change: impl FnOnce(&mut Client) -> Result<(), attach::AttachError>,
     ) -> io::Result<()> {
-        let place = self.core.place().filter(|_| self.is_service());
-        let mut place = place.ok_or(io::ErrorKind::InvalidInput)?;
-        change(&mut place).map_err(|error| io::Error::new(error.kind(), error))
+        let attach_client = self.core.attach_client().filter(|_| self.is_service());
+        let mut attach_client = attach_client.ok_or(io::ErrorKind::InvalidInput)?;
+        change(&mut attach_client).map_err(|error| io::Error::new(error.kind(), error))
     }
 
     /// The reachable ports.

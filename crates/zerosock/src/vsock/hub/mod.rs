@@ -97,7 +97,7 @@ pub(crate) struct Core {
     trust: Option<Trust>,
     /// The connection to the attach socket, if the endpoint has one. The attachment ends when the
     /// last socket of the endpoint is dropped.
-    place: Option<Mutex<Client>>,
+    attach_client: Option<Mutex<Client>>,
     /// The task that drives the endpoint for async sockets, while there are any.
     #[cfg(feature = "tokio")]
     reactor: Mutex<std::sync::Weak<super::tokio::Reactor>>,
@@ -147,14 +147,14 @@ fn thread_id() -> usize {
 }
 
 impl Core {
-    /// `trust`: what the application has declared. `place`: its attach connection, if any.
+    /// `trust`: what the application has declared. `attach_client`: its attach connection, if any.
     ///
     /// # Errors
     /// When the system has no descriptor left.
     pub(crate) fn new(
         engine: Box<dyn Engine>,
         trust: Option<Trust>,
-        place: Option<Client>,
+        attach_client: Option<Client>,
     ) -> io::Result<Core> {
         let event_fd = EventFd::new()?;
         let timer_fd = TimerFd::new()?;
@@ -170,7 +170,7 @@ impl Core {
             deferred_closes: Mutex::default(),
             has_deferred_closes: AtomicBool::new(false),
             trust,
-            place: place.map(Mutex::new),
+            attach_client: attach_client.map(Mutex::new),
             #[cfg(feature = "tokio")]
             reactor: Mutex::default(),
             rx_map: AtomicBool::new(false),
@@ -194,9 +194,9 @@ impl Core {
     }
 
     /// The connection to the attach socket, if the endpoint has one.
-    pub(crate) fn place(&self) -> Option<MutexGuard<'_, Client>> {
-        let place = self.place.as_ref()?;
-        Some(place.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(crate) fn attach_client(&self) -> Option<MutexGuard<'_, Client>> {
+        let attach_client = self.attach_client.as_ref()?;
+        Some(attach_client.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn leases(&self) -> &Leases {

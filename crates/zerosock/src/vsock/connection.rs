@@ -258,7 +258,7 @@ impl Connection {
         if error == StreamError::ShutDown
             && engine.info(self.id).is_some_and(|i| i.peer_recv_shutdown)
         {
-            error = StreamError::PeerDeaf;
+            error = StreamError::PeerRecvShutdown;
         }
         Some(Err(error))
     }

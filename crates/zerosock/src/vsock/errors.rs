@@ -124,7 +124,7 @@ pub enum StreamError {
     Reset,
     /// The peer: it has shut receiving down.
     #[error("the peer has shut down receiving")]
-    PeerDeaf,
+    PeerRecvShutdown,
     /// The caller: it has shut this direction down.
     #[error("this direction has been shut down")]
     ShutDown,
@@ -152,7 +152,7 @@ impl From<StreamError> for Error {
     fn from(error: StreamError) -> Error {
         let kind = match error {
             StreamError::Reset | StreamError::Torn => ErrorKind::ConnectionReset,
-            StreamError::PeerDeaf | StreamError::ShutDown => ErrorKind::BrokenPipe,
+            StreamError::PeerRecvShutdown | StreamError::ShutDown => ErrorKind::BrokenPipe,
             StreamError::TooLong => ErrorKind::InvalidInput,
             StreamError::TooManyLeases => ErrorKind::OutOfMemory,
             StreamError::Untrusted => ErrorKind::PermissionDenied,
